@@ -58,7 +58,7 @@ class BufferCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadRun:
+class BufferRun:
     """What one run gave out while all rows were in use.
 
     cpu_seconds  of this process: on a CPU, what the run would take if no other process ran
@@ -138,7 +138,7 @@ def engine_for(
     return engine, requests
 
 
-def run_at_load(engine: Engine, requests: Sequence[Request], *, answers: int) -> LoadRun:
+def run_at_load(engine: Engine, requests: Sequence[Request], *, answers: int) -> BufferRun:
     """Keep all rows busy, and measure for `answers` answers when each row has given one on average."""
     rows, counts, ended = engine.config.max_rows, engine.counts, 0
     fresh = (replace(r, request_id=str(n)) for n, r in enumerate(itertools.cycle(requests)))
@@ -165,7 +165,7 @@ def run_at_load(engine: Engine, requests: Sequence[Request], *, answers: int) ->
         engine.abort(sequence.request.request_id)
     while engine.has_work:
         engine.step()
-    return LoadRun(seconds=seconds, cpu_seconds=cpu_seconds, tokens=tokens, forwards=forwards, blocks=blocks)
+    return BufferRun(seconds=seconds, cpu_seconds=cpu_seconds, tokens=tokens, forwards=forwards, blocks=blocks)
 
 
 def measure_load(
@@ -181,7 +181,7 @@ def measure_load(
 ) -> list[dict[str, Any]]:
     """One row for each buffer at `rows` requests at once; the runs take turns, and of `repeats` the fastest counts."""
     engines = {buffer: engine_for(model, requests, buffer, rows=rows, static=static) for buffer in buffers}
-    runs: dict[BufferCase, list[LoadRun]] = {buffer: [] for buffer in buffers}
+    runs: dict[BufferCase, list[BufferRun]] = {buffer: [] for buffer in buffers}
 
     def timed(buffer: BufferCase) -> float:
         runs[buffer].append(run_at_load(*engines[buffer], answers=answers))

@@ -21,7 +21,7 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sandbox.processes import Limits, describe_isolation
 from mbd_core.evaluation.sandbox.programs import Call, Verdict, run_calls, run_tests
-from mbd_core.evaluation.sweep.parts import Shard, Timing
+from mbd_core.evaluation.sweep.parts import SweepShard, Timing
 from mbd_core.options import CLUSTER
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def time_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Text
             EndpointStage({}, {}, concurrency=1) as stage,
             Folder.at(Path(place) / "sweep").mirrored(KIND, FILES) as mirror,
         ):
-            work = SweepRun.of(sweep, shard=Shard(), timing=Timing(problems=0))
+            work = SweepRun.of(sweep, shard=SweepShard(), timing=Timing(problems=0))
             executor = partial(ray_executor, sweep, num_engines=num_actors, concurrency=1)
             work.run(mirror.path, executor, stage=stage, report=write_summary)
             ended = time.perf_counter()

@@ -100,26 +100,26 @@ class Main(Protocol):
     def __call__(self, argv: Sequence[str] | None = None) -> int: ...
 
 
-def command(run: Callable[..., Any], shown: str | None = None, *, epilog: str | None = None) -> Main:
+def command(run: Callable[..., Any], prog: str | None = None, *, epilog: str | None = None) -> Main:
     """The job's `main(argv=None) -> exit code`; `shown` is how a user calls it (default: `python jobs/NAME.py`).
 
     A `ValueError` is bad input (2), a `RuntimeError` or an `OSError` a failure (1); each is one sentence. Others are
     defects of ours and keep their traceback. `run` returns `None` or an exit code. `epilog` stands below the options.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    app.command(cls=Command, help=_help(run), epilog=epilog)(_derived(run))
+    app.command(cls=Command, help=_help(run), epilog=epilog)(_typer_function(run))
     name = run.__module__.rpartition(".")[2]
     name = Path(sys.argv[0]).stem if name == "__main__" else name
-    name = shown.rpartition(" ")[2] if shown else name
-    called = shown or f"python jobs/{name}.py"
+    name = prog.rpartition(" ")[2] if prog else name
+    name_shown = prog or f"python jobs/{name}.py"
 
     def line(arguments: Sequence[str]) -> str:
-        return f"{called} {shlex.join(arguments)}".strip()
+        return f"{name_shown} {shlex.join(arguments)}".strip()
 
     def main(argv: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:] if argv is None else list(argv)
         try:
-            code = get_command(app).main(arguments, prog_name=called, standalone_mode=False, obj=line(arguments))
+            code = get_command(app).main(arguments, prog_name=name_shown, standalone_mode=False, obj=line(arguments))
         except TyperException as error:
             print(f"{name}: {error.format_message()} (see --help)", file=sys.stderr)
             return 2
@@ -144,29 +144,29 @@ class _Part:
 
 def command_options(run: Callable[..., Any]) -> list[OptionField]:
     """The options of a job's function."""
-    found = [option for part in _parts(run).values() for option in part.options]
-    names = [option.name for option in found]
+    options = [option for part in _parts(run).values() for option in part.options]
+    names = [option.name for option in options]
     assert len({*names}) == len(names), f"two options have the same name: {sorted(names)}"
-    return found
+    return options
 
 
-def _derived(run: Callable[..., Any]) -> Callable[..., Any]:
+def _typer_function(run: Callable[..., Any]) -> Callable[..., Any]:
     """The function as Typer takes it: each option is a parameter, and the dataclasses are built of their values.
 
     Parameters that are annotated for Typer itself, as its context, are left as they are.
     """
     parts, hints = _parts(run), typing.get_type_hints(run, include_extras=True)
-    others = [
+    parameters_left = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name])
         for name, parameter in inspect.signature(run).parameters.items()
         if name not in parts
     ]
 
-    def call(**given: Any) -> Any:
-        values = {name: part.value(given) for name, part in parts.items()}
-        return run(**{parameter.name: given[parameter.name] for parameter in others}, **values)
+    def call(**values_given: Any) -> Any:
+        values = {name: part.value(values_given) for name, part in parts.items()}
+        return run(**{parameter.name: values_given[parameter.name] for parameter in parameters_left}, **values)
 
-    parameters = [*others, *map(_typer_parameter, command_options(run))]
+    parameters = [*parameters_left, *map(_typer_parameter, command_options(run))]
     parameters.sort(key=_panel_number)
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {}
@@ -186,22 +186,22 @@ def _parts(run: Callable[..., Any]) -> dict[str, _Part]:
     for name, parameter in inspect.signature(run).parameters.items():
         kind, option = split(hints[name])
         default = MISSING if parameter.default is parameter.empty else parameter.default
-        chosen = next((item for item in getattr(hints[name], "__metadata__", ()) if isinstance(item, Fields)), None)
-        if isinstance(chosen, Changes):
-            parts[name] = _changes(chosen)
+        selection = next((item for item in getattr(hints[name], "__metadata__", ()) if isinstance(item, Fields)), None)
+        if isinstance(selection, Changes):
+            parts[name] = _changes(selection)
         elif option is not None:
             parts[name] = _single(OptionField(name=name, hint=kind, option=option, default=default))
         elif is_dataclass(kind):
-            parts[name] = part = _of_dataclass(typing.cast(type, kind), chosen, default)
-            assert chosen is None or {*chosen.names} <= {item.name for item in part.options}, chosen.names
+            parts[name] = part = _of_dataclass(typing.cast(type, kind), selection, default)
+            assert selection is None or {*selection.names} <= {item.name for item in part.options}, selection.names
     return parts
 
 
 def _single(item: OptionField) -> _Part:
-    return _Part([item], lambda given: _field_value(item, given[item.name]))
+    return _Part([item], lambda arguments: _field_value(item, arguments[item.name]))
 
 
-def _of_dataclass(kind: type, chosen: Fields | None, defaults: Any) -> _Part:
+def _of_dataclass(kind: type, selection: Fields | None, defaults: Any) -> _Part:
     """The options of a dataclass and of those that it holds; `defaults` is an instance with the defaults, if any."""
     parts: dict[str, _Part] = {}
     for field in options_of(kind):
@@ -209,28 +209,30 @@ def _of_dataclass(kind: type, chosen: Fields | None, defaults: Any) -> _Part:
         if item.option.flag is False:
             continue
         if is_dataclass(item.hint):
-            parts[item.name] = _of_dataclass(typing.cast(type, item.hint), chosen, item.default)
-        elif chosen is None or item.name in chosen.names:
+            parts[item.name] = _of_dataclass(typing.cast(type, item.hint), selection, item.default)
+        elif selection is None or item.name in selection.names:
             parts[item.name] = _single(item)
 
-    def value(given: Mapping[str, Any]) -> Any:
-        values = {name: part.value(given) for name, part in parts.items()}
+    def value(arguments: Mapping[str, Any]) -> Any:
+        values = {name: part.value(arguments) for name, part in parts.items()}
         return kind(**values) if defaults is MISSING else replace(defaults, **values)
 
     return _Part([item for part in parts.values() for item in part.options], value)
 
 
-def _changes(chosen: Changes) -> _Part:
+def _changes(selection: Changes) -> _Part:
     """The given ones of a dataclass's fields; none has a default."""
-    known = {field.name: field for field in options_of(chosen.kind)}
+    fields_by_name = {field.name: field for field in options_of(selection.kind)}
     items = []
-    for name in chosen.names:
-        hint, option = known[name].hint, known[name].option
-        option = replace(option, default=option.default or chosen.default)
+    for name in selection.names:
+        hint, option = fields_by_name[name].hint, fields_by_name[name].option
+        option = replace(option, default=option.default or selection.default)
         items.append(OptionField(name=name, hint=hint | None, option=option, default=None))
 
-    def value(given: Mapping[str, Any]) -> dict[str, Any]:
-        return {item.name: _field_value(item, given[item.name]) for item in items if given[item.name] is not None}
+    def value(arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            item.name: _field_value(item, arguments[item.name]) for item in items if arguments[item.name] is not None
+        }
 
     return _Part(items, value)
 
@@ -303,7 +305,11 @@ def sub_commands(package: str, modules: Mapping[str, tuple[str, str]]) -> Main:
             print(f"{package}: there is no {name}; the names are {', '.join(modules)}", file=sys.stderr)
             return 2
         print(f"Usage: python -m {package} NAME [OPTIONS], where NAME is one of\n")
-        print("\n".join(f"  {known:<{max(map(len, modules))}}  {text}" for known, (_, text) in modules.items()))
+        print(
+            "\n".join(
+                f"  {name_listed:<{max(map(len, modules))}}  {text}" for name_listed, (_, text) in modules.items()
+            )
+        )
         print(f"\npython -m {package} NAME --help shows the options of one.")
         return 0
 

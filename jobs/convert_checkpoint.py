@@ -113,10 +113,10 @@ def progress_bar(name: str) -> Iterator[Progress]:
     """A function that shows the bytes done, of how many, as a bar; the bar appears with its first call."""
     bar: tqdm | None = None
 
-    def show(done: int, total: int) -> None:
+    def show(num_done: int, total: int) -> None:
         nonlocal bar
         bar = bar or tqdm(total=total, unit="B", unit_scale=True, desc=name)
-        bar.update(done - bar.n)
+        bar.update(num_done - bar.n)
 
     try:
         yield show

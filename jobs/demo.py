@@ -77,7 +77,7 @@ class Jobs:
     def submit(self, bar: tqdm[Any], count_done: Callable[[], int], *arguments: str) -> None:
         """Run a job on the cluster while the bar shows how far it is; raises `RuntimeError` if it fails."""
         submission = ("-m", "ray.scripts.scripts", "job", "submit", "--working-dir", ".", "--")
-        with self.started(*submission, *arguments) as job:
+        with self.start_job(*submission, *arguments) as job:
             while job.poll() is None:
                 show(bar, count_done())
                 time.sleep(SHOWN_SECONDS)
@@ -86,7 +86,7 @@ class Jobs:
         show(bar, sys.maxsize)
 
     @contextmanager
-    def started(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    def start_job(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         """A child of this Python on the cluster, whose output goes to the log; it ends with the block."""
         with self.log.open("ab") as log:
             command = [sys.executable, *arguments]
@@ -114,10 +114,10 @@ def bar(part: str, total: int, unit: str) -> tqdm[Any]:
     )
 
 
-def show(bar: tqdm[Any], done: int) -> None:
+def show(bar: tqdm[Any], number: int) -> None:
     """Set the bar there, and on a terminal let its clock go on."""
     assert bar.total is not None
-    bar.update(min(done, bar.total) - bar.n)
+    bar.update(min(number, bar.total) - bar.n)
     if sys.stderr.isatty():
         bar.refresh()
 
@@ -133,9 +133,9 @@ def train(jobs: Jobs, out: Path, *, steps: int) -> Path:
         losses = folder / LOSSES
         return losses.read_text().count("\n") if losses.exists() else 0
 
-    with bar("1/4 train: a short MultiTF run", steps, "updates") as shown:
+    with bar("1/4 train: a short MultiTF run", steps, "updates") as progress:
         jobs.submit(
-            shown,
+            progress,
             num_updates,
             *("python", "jobs/train_multitf.py", "--recipe", TRAINED, "--steps", str(steps)),
             *("--storage", str(out / "runs"), "--run-name", name, "--out", str(out / "trained"), "--overwrite"),
@@ -152,13 +152,13 @@ def sweep(jobs: Jobs, out: Path, *, limit: int) -> list[dict[str, Any]]:
     def num_answers() -> int:
         from pyarrow.parquet import read_metadata
 
-        new = [part for part in samples.glob("part-*.parquet") if part.stat().st_mtime >= began]
-        return sum(read_metadata(part).num_rows for part in new)
+        parts = [part for part in samples.glob("part-*.parquet") if part.stat().st_mtime >= began]
+        return sum(read_metadata(part).num_rows for part in parts)
 
     grid = f"tau_m2t={','.join(map(str, THRESHOLDS))};buffer_size={SLOTS}"
-    with bar("2/4 sweep: base against MBD", limit * 4 * len(THRESHOLDS), "answers") as shown:
+    with bar("2/4 sweep: base against MBD", limit * 4 * len(THRESHOLDS), "answers") as progress:
         jobs.submit(
-            shown,
+            progress,
             num_answers,
             *("python", "jobs/eval_sweep.py", "--models", f"{BASE},{TRAINED}", "--tasks", "ledger-mini"),
             *("--grid", grid, "--limit", str(limit), "--timed", "0", "--out", str(out / "sweep"), "--overwrite"),
@@ -174,9 +174,9 @@ def endpoint(jobs: Jobs, model: str) -> Iterator[str]:
 
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    with jobs.started(str(ROOT / "jobs" / "serve.py"), "--model", model, "--port", str(port)) as child:
-        with bar(f"3/4 serve: {model} over HTTP", 2, "processes") as shown:
-            wait_until_ready(child, url, shown, log=jobs.log, deadline=time.monotonic() + SERVE_SECONDS)
+    with jobs.start_job(str(ROOT / "jobs" / "serve.py"), "--model", model, "--port", str(port)) as child:
+        with bar(f"3/4 serve: {model} over HTTP", 2, "processes") as progress:
+            wait_until_ready(child, url, progress, log=jobs.log, deadline=time.monotonic() + SERVE_SECONDS)
         yield url
 
 
@@ -201,7 +201,7 @@ def wait_until_ready(child: subprocess.Popen[bytes], url: str, bar: tqdm[Any], *
 
 
 @dataclass(frozen=True)
-class Answer:
+class DemoAnswer:
     """What the endpoint answered to a problem, and whether its result is right."""
 
     question: str
@@ -210,11 +210,11 @@ class Answer:
     tpf: float
 
 
-def ask(url: str, model: str) -> list[Answer]:
+def ask(url: str, model: str) -> list[DemoAnswer]:
     """Problems of the test split, a chat completion each."""
     answers = []
     problems = list(itertools.islice(gsm_mini.generate(split="test", seed=0), NUM_QUESTIONS))
-    with bar(f"4/4 ask: {NUM_QUESTIONS} questions", len(problems), "answers") as shown:
+    with bar(f"4/4 ask: {NUM_QUESTIONS} questions", len(problems), "answers") as progress:
         for problem in problems:
             messages = [{"role": "user", "content": problem["question"]}]
             request = urllib.request.Request(
@@ -226,12 +226,12 @@ def ask(url: str, model: str) -> list[Answer]:
                 reply = json.load(response)
             text = reply["choices"][0]["message"]["content"]
             is_right = text.splitlines()[-1:] == problem["answer"].splitlines()[-1:]
-            answers.append(Answer(problem["question"], text, is_right, reply["mbd"]["tpf"]))
-            show(shown, len(answers))
+            answers.append(DemoAnswer(problem["question"], text, is_right, reply["mbd"]["tpf"]))
+            show(progress, len(answers))
     return answers
 
 
-def summary(rows: list[dict[str, Any]], answers: list[Answer], *, out: Path, curve: Path, minutes: float) -> str:
+def summary(rows: list[dict[str, Any]], answers: list[DemoAnswer], *, out: Path, curve: Path, minutes: float) -> str:
     """A table of four rows, three sentences, the pictures, and what to type next."""
     cells = {
         (row["model"], row["config"]["buffer_size"]): row

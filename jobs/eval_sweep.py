@@ -18,7 +18,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.best import By
 from mbd_core.evaluation.sweep.endpoint import Endpoint, EndpointAddress, find_endpoint, read_keys, try_decoding
 from mbd_core.evaluation.sweep.options import SweepOptions
-from mbd_core.evaluation.sweep.parts import Shard, Timing
+from mbd_core.evaluation.sweep.parts import SweepShard, Timing
 from mbd_core.evaluation.tasks.benchmarks import runs_programs
 from mbd_core.options import CLUSTER, DATA, ENGINE, MODEL, OUTPUT, Option
 
@@ -92,7 +92,7 @@ def run(
     sweep = replace(sweep, notes=[*sweep.notes, *edits])
     if any(runs_programs(problem_set.task) for problem_set in sweep.problem_sets):
         print(f"eval_sweep: programs run, on this machine, under {describe_isolation(isolation)}", file=sys.stderr)
-    work = SweepRun.of(sweep, shard=Shard.parse(shard), timing=Timing(problems=timed, concurrency=concurrency))
+    work = SweepRun.of(sweep, shard=SweepShard.parse(shard), timing=Timing(problems=timed, concurrency=concurrency))
     isolated = isolation == "required"
     run_work(place, work, subjects, num_actors=actors, isolated=isolated, write_best=write_best, overwrite=overwrite)
 
@@ -191,7 +191,7 @@ def run_work(
             stage=stage,
             report=write_summary,
             overwrite=overwrite,
-            published=mirror.publish,
+            publish=mirror.publish,
             name=str(mirror.target),
         )
         best = [] if write_best is None else best_points([mirror.path], list(targets), write_best)

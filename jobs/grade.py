@@ -45,27 +45,27 @@ def run(
     evalplus.jsonl, which `evalplus.evaluate --samples` takes.
     """
     check_target_folder(out, KIND, overwrite=overwrite)
-    found = find_task(task)
-    problem_set = load_problems(found, split=split, seed=seed, limit=limit, data=data)
-    given = load_samples(samples, problem_set)
-    if runs_programs(found):
+    task_set = find_task(task)
+    problem_set = load_problems(task_set, split=split, seed=seed, limit=limit, data=data)
+    task_samples = load_samples(samples, problem_set)
+    if runs_programs(task_set):
         print(f"Programs run under {describe_isolation(isolation)}", flush=True)
         hide_memory()
-    graded = list(
+    grades = list(
         tqdm(
-            grade_samples(found, given, workers=workers or os.cpu_count() or 1),
-            total=len(given),
+            grade_samples(task_set, task_samples, workers=workers or os.cpu_count() or 1),
+            total=len(task_samples),
             unit="sample",
             disable=None,
         )
     )
     with folder_beside(out, KIND, overwrite=overwrite) as folder:
-        report = write_grades(folder, problem_set, graded)
+        report = write_grades(folder, problem_set, grades)
     parts = [f"{name} {report[name]}" for name in report if name.endswith("_correct")]
     share = f"{report['correct']} of {report['samples']} samples right ({100 * report['accuracy_of_samples']:.2f} %"
     low, high = report["wilson_interval"]
     share += f", 95 % Wilson interval {100 * low:.1f} to {100 * high:.1f})"
-    print("; ".join([f"{found.label}: {share}", *parts]))
+    print("; ".join([f"{task_set.label}: {share}", *parts]))
     if report["problems_without_a_sample"]:
         print(f"{report['problems_without_a_sample']} of {report['problems']} problems have no sample")
     print(f"The grades are in {out}: grades.jsonl, report.json")

@@ -30,10 +30,10 @@ def run(options: TaskOptions, *, out: OutFolder, overwrite: Overwrite = False) -
     problem_sets = [load_problems(find_task(name), data=files.get(name)) for name in options.tasks]
     with folder_beside(out, KIND, overwrite=overwrite) as folder:
         flags = write_task_files(folder, recipe, problem_sets, examples=examples, home=out.resolve())
-    for added in dict.fromkeys(flags.values()):
-        some = ",".join(name for name in flags if flags[name] == added)
+    for num_added in dict.fromkeys(flags.values()):
+        some = ",".join(name for name in flags if flags[name] == num_added)
         command_line = f"mbd-lm-eval --model mbd --model_args pretrained=DIR --include_path {out} --tasks {some}"
-        print(f"{command_line} {added}".strip())
+        print(f"{command_line} {num_added}".strip())
 
 
 main = command(run)

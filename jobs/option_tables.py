@@ -69,8 +69,8 @@ def _file_sections() -> Iterator[str]:
         items = options_of(kind)
         shared = [f"`{item.name}`" for item in items if not _is_for_files(item) and kind is not Autoscaling]
         also = f"As on the command line: {', '.join(shared)}.\n\n" if shared else ""
-        own = [item for item in items if _is_for_files(item) or kind is Autoscaling]
-        yield f"### {place}\n\n{also}" + _field_table(own)
+        file_items = [item for item in items if _is_for_files(item) or kind is Autoscaling]
+        yield f"### {place}\n\n{also}" + _field_table(file_items)
 
 
 def _field_table(items: Iterable[OptionField]) -> str:

@@ -93,9 +93,9 @@ class AnswerOptions:
     ] = None
 
     def __post_init__(self) -> None:
-        given = [name for name, value in vars(self).items() if value is not None]
-        if self.answers_from is None and given:
-            option = given[0].replace("_", "-")
+        names = [name for name, value in vars(self).items() if value is not None]
+        if self.answers_from is None and names:
+            option = names[0].replace("_", "-")
             raise ValueError(f"--{option} has no meaning without --answers-from: nothing is decoded")
 
 
@@ -169,12 +169,14 @@ def run(
         raise ValueError("--drop-overlap needs the benchmarks' files: name them with --against")
     answerer = None if answering.answers_from is None else Answerer.find(answering.answers_from, target, answering)
     files = [file for source in sources for file in find_files(source, split=split)]
-    chosen = (messages, prompt, response) != (None, None, None)
+    has_columns = (messages, prompt, response) != (None, None, None)
     preparation = Preparation(
         files=files,
         model=read_folder(model_folder(fetch_model(model))),
         max_length=max_length,
-        columns=Columns(chat=messages, prompt=prompt, response=response, answered=not answerer) if chosen else None,
+        columns=Columns(chat=messages, prompt=prompt, response=response, answered=not answerer)
+        if has_columns
+        else None,
         benchmarks=[Benchmark.of(name, read_rows(find_files(name))) for name in against],
         drop_overlap=drop_overlap,
         limit=limit,

@@ -58,9 +58,9 @@ def report(
     else:
         check_target_folder(out, KIND, overwrite=overwrite)
         summary = summarize_sweeps(folders)
-        with folder_beside(out, KIND, overwrite=overwrite) as written:
+        with folder_beside(out, KIND, overwrite=overwrite) as new_folder:
             for name, content in summary.files.items():
-                (written / name).write_bytes(content)
+                (new_folder / name).write_bytes(content)
     print(summary.text)
     print(f"The report is in {out or folders[0]}: report.md, report.html, {REPORT}, plot.png")
     if summary.num_samples < summary.num_planned:
@@ -85,7 +85,7 @@ def best(
     """
     from mbd_core.evaluation.report.choice import best_points, models_of, written_best
 
-    targets = models_of(folders, [model_folder(str(one)) for one in folder])
+    targets = models_of(folders, [model_folder(str(path)) for path in folder])
     for point in best_points(folders, list(targets), by):
         print(written_best(targets[point.model], point))
 
@@ -117,8 +117,8 @@ def front(
     from mbd_core.evaluation.report.choice import front_of, front_table, write_front
     from mbd_core.evaluation.sweep.folder import read_report
 
-    chosen = () if tasks is None else names(tasks, "--tasks")
-    points = front_of(read_report(sweep), model=model, tasks=chosen)
+    task_names = () if tasks is None else names(tasks, "--tasks")
+    points = front_of(read_report(sweep), model=model, tasks=task_names)
     write_front(model_folder(folder), points, overwrite=overwrite)
     print(front_table(points))
 

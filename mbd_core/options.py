@@ -117,13 +117,13 @@ class OptionField:
 def options_of(kind: type) -> tuple[OptionField, ...]:
     """The fields of a dataclass that are annotated with an option, in order."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    found = []
+    items = []
     for item in fields(kind):
         hint, option = split(hints[item.name])
         if option is not None:
             default = item.default if item.default_factory is MISSING else item.default_factory()
-            found.append(OptionField(name=item.name, hint=hint, option=option, default=default))
-    return tuple(found)
+            items.append(OptionField(name=item.name, hint=hint, option=option, default=default))
+    return tuple(items)
 
 
 def split(hint: Any) -> tuple[Any, Option | None]:
@@ -143,7 +143,7 @@ def check(instance: Any) -> None:
         value = getattr(instance, item.name)
         refusal = item.refusal(value)
         if refusal is not None:
-            raise OptionRefused(item.name, f"={shown(value)} {refusal}")
+            raise OptionRefused(item.name, f"={value_text(value)} {refusal}")
 
 
 def read(kind: type[T], values: Any, *, noun: str = "option", path: str = "") -> T:
@@ -153,23 +153,23 @@ def read(kind: type[T], values: Any, *, noun: str = "option", path: str = "") ->
     called, `path` the place of the values in the file, with a dot at its end.
     """
     if not isinstance(values, Mapping):
-        raise OptionRefused(path.removesuffix("."), f"={shown(values)} must be {_kind_text(kind)}")
-    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
-    unknown = sorted(str(name) for name in values if name not in known)
+        raise OptionRefused(path.removesuffix("."), f"={value_text(values)} must be {_kind_text(kind)}")
+    items = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(str(name) for name in values if name not in items)
     if unknown:
-        raise ValueError(f"unknown {noun} '{path}{unknown[0]}'; known: {', '.join(known)}")
-    for name, item in known.items():
+        raise ValueError(f"unknown {noun} '{path}{unknown[0]}'; known: {', '.join(items)}")
+    for name, item in items.items():
         if name not in values and item.default is MISSING and item.default_factory is MISSING:
             raise ValueError(f"{noun} '{path}{name}' is missing")
     hints = typing.get_type_hints(kind)
-    converted = {name: _converted(hints[name], value, noun, f"{path}{name}") for name, value in values.items()}
+    arguments = {name: _convert(hints[name], value, noun, f"{path}{name}") for name, value in values.items()}
     try:
-        return kind(**converted)
+        return kind(**arguments)
     except OptionRefused as error:
         raise OptionRefused(f"{path}{error.path}", error.text) from None
 
 
-def _converted(hint: Any, value: Any, noun: str, path: str) -> Any:
+def _convert(hint: Any, value: Any, noun: str, path: str) -> Any:
     """A JSON value as a field takes it: objects as dataclasses, lists as tuples, texts as paths, where the hint has
     them; any other as it is."""
     for member in members(hint):
@@ -179,11 +179,11 @@ def _converted(hint: Any, value: Any, noun: str, path: str) -> Any:
             return Path(value)
         if typing.get_origin(member) in LISTS and isinstance(value, list):
             item = typing.get_args(member)[0]
-            return tuple(_converted(item, each, noun, f"{path}.{number}") for number, each in enumerate(value))
+            return tuple(_convert(item, each, noun, f"{path}.{number}") for number, each in enumerate(value))
     return value
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """A value in a sentence: as JSON where it is that, else as Python writes it."""
     return json.dumps(value, default=repr)
 
@@ -200,7 +200,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if len(members(hint)) > 1:
         return any(_fits(value, member) for member in members(hint))
     if origin is Literal:
-        return any(type(value) is type(known) and value == known for known in arguments)
+        return any(type(value) is type(argument) and value == argument for argument in arguments)
     if hint in (int, float):
         return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
     if origin in LISTS:

@@ -62,12 +62,12 @@ class DecodeActor:
     def __call__(self, packed: pa.Table) -> pa.Table:
         """The decoded part, or none of its rows if a process died of it too often."""
         assert self._attempts is not None
-        number, planned = unpack(packed)
+        number, table = unpack(packed)
         if not ray.get(self._attempts.begin.remote(number)):
             return pack(number, NOTHING)
-        decoded = self.decode(planned)
+        rows = self.decode(table)
         ray.get(self._attempts.end.remote(number))
-        return pack(number, decoded)
+        return pack(number, rows)
 
     def decode(self, table: pa.Table) -> pa.Table:
         return self._stage(table)
@@ -146,7 +146,7 @@ class RayExecutor:
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         engines = self.topology
         attempts = ray.remote(Attempts).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
-        graded = (
+        graded_parts = (
             ray.data.from_arrow([pack(number, table) for number, table in tables])
             .map_batches(
                 DecodeActor,
@@ -167,7 +167,7 @@ class RayExecutor:
             )
         )
         with cluster_errors():
-            for packed in graded.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=0):
+            for packed in graded_parts.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=0):
                 yield unpack(packed)
 
     def grade(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
@@ -176,9 +176,9 @@ class RayExecutor:
         with cluster_errors():
             for number, table in tables:
                 waiting.append(grade.remote(pack(number, table), isolated=self._isolated))
-                done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
-                yield from (unpack(ray.get(one)) for one in done)
-            yield from (unpack(ray.get(one)) for one in waiting)
+                ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+                yield from (unpack(ray.get(part)) for part in ready)
+            yield from (unpack(ray.get(part)) for part in waiting)
 
     def time(self, cases: Sequence[TimedCase], *, left_out: Collection[int]) -> Iterator[NumberedTable]:
         actor = (

@@ -13,7 +13,7 @@ from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from mbd_core.engine.weights import SwapMode
-from mbd_core.serving.api.errors import ApiError, FieldError, clipped
+from mbd_core.serving.api.errors import ApiError, FieldError, clip
 from mbd_core.serving.api.requests import SleepOrder, WeightsUpdate
 from mbd_core.serving.api.shapes import Order
 from mbd_core.serving.tokens.stream import Asleep
@@ -65,50 +65,50 @@ class Administration:
         self._lasting, self._may_be_empty = lasting, may_be_empty
         self._turn = turn
 
-    async def update_weights(self, asked: WeightsUpdate) -> Order:
+    async def update_weights(self, order: WeightsUpdate) -> Order:
         """Returns when all replicas decode with them."""
-        return await self._in_turn(self._update_weights(asked))
+        return await self._in_turn(self._update_weights(order))
 
-    async def _update_weights(self, asked: WeightsUpdate) -> Order:
+    async def _update_weights(self, update: WeightsUpdate) -> Order:
         self._check_lasting()
         if self._standing.asleep:
             raise ApiError(409, "the model sleeps, and its weights have no place; wake it up first", code="asleep")
-        known = [state["weights"]["version"] for state in await self._order("state")]
-        if not known:
+        versions = [state["weights"]["version"] for state in await self._order("state")]
+        if not versions:
             raise ApiError(409, "no replica runs that could take the weights; ask when one does", code="no_replica")
-        stands = 0 if self._standing.weights is None else self._standing.weights.version
+        own_version = 0 if self._standing.weights is None else self._standing.weights.version
         # A number that some replicas have and others have not is that of an order which is repeated.
-        least = max(*known, min(known) + 1, stands + 1)
-        version = max(*known, stands) + 1 if asked.version is None else asked.version
+        least = max(*versions, min(versions) + 1, own_version + 1)
+        version = max(*versions, own_version) + 1 if update.version is None else update.version
         if version < least:
             why = f"must be at least {least}, more than the number of the newest weights"
             raise FieldError("version", why, value=version)
-        order = WeightsOrder(folder=asked.folder, version=version, mode=asked.mode)
+        order = WeightsOrder(folder=update.folder, version=version, mode=update.mode)
         replies = await self._order("update_weights", order)
         self._standing.weights = order
-        return {"folder": asked.folder, "version": version, "replicas": len(replies)}
+        return {"folder": update.folder, "version": version, "replicas": len(replies)}
 
     async def abort(self) -> Order:
         """End every request that replicas run or hold."""
         replies = await self._order("abort_all")
         return {"aborted": sum(replies), "replicas": len(replies)}
 
-    async def sleep(self, asked: SleepOrder) -> Order:
+    async def sleep(self, order: SleepOrder) -> Order:
         """Returns when all replicas sleep; where one cannot, all are awake again."""
-        return await self._in_turn(self._sleep(asked))
+        return await self._in_turn(self._sleep(order))
 
-    async def _sleep(self, asked: SleepOrder) -> Order:
+    async def _sleep(self, order: SleepOrder) -> Order:
         self._check_lasting()
         self._standing.asleep = True
         try:
-            if asked.requests == "abort":
+            if order.requests == "abort":
                 await self._order("abort_all")
-            freed = await self._order("sleep", asked.seconds, undone=True)
+            num_bytes = await self._order("sleep", order.seconds, undone=True)
         except BaseException:
             self._standing.asleep = False
             await self._order("wake_up")
             raise
-        return {"asleep": True, "freed_bytes": sum(freed), "replicas": len(freed)}
+        return {"asleep": True, "freed_bytes": sum(num_bytes), "replicas": len(num_bytes)}
 
     async def wake_up(self) -> Order:
         """Returns when all replicas serve again."""
@@ -144,7 +144,7 @@ class Administration:
         except Exception as error:  # Serve has no one type for a deployment without replicas, or for one that is late
             if self._may_be_empty and not isinstance(error, TimeoutError):
                 return []
-            raise ApiError(503, f"no replica answers: {clipped(str(error))}", code="no_replica") from error
+            raise ApiError(503, f"no replica answers: {clip(str(error))}", code="no_replica") from error
         failures = [reply for reply in replies if isinstance(reply, BaseException)]
         if failures:
             raise _failure(failures, len(failures) if undone else len(replies))

@@ -23,7 +23,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 def application(args: ServingArgs) -> serve.Application:
     """The Serve application. The models' folders are read where the replicas and gateways run, not here."""
-    fixed = replace(args, models=[model.without_content() for model in args.models])
+    fixed_args = replace(args, models=[model.without_content() for model in args.models])
     engines = [engine_replicas(args, model) for model in args.models]
     # A gateway holds what waits for its engines, which bound it: what stands before it waits only to be handed over.
     most = max(1000, 2 * sum(model.max_waiting * model.most_replicas for model in args.models))
@@ -39,4 +39,4 @@ def application(args: ServingArgs) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": GATEWAY_CPUS},
         user_config=args.content.values(),
-    ).bind(fixed, engines)
+    ).bind(fixed_args, engines)

@@ -36,11 +36,11 @@ async def answer_row(ask: Callable[[bytes], Awaitable[Answer]], row: Mapping[str
         except TooManyRequests:
             await asyncio.sleep(WAIT_SECONDS)
         except Exception as error:  # ours are made of more than a message, and do not travel between processes
-            seen = api_error(error)
-            if seen.status < 500:
-                raise ValueError(seen.message) from None
+            api_failure = api_error(error)
+            if api_failure.status < 500:
+                raise ValueError(api_failure.message) from None
             log.error("a row failed", exc_info=error)
-            raise RuntimeError(seen.message) from None
+            raise RuntimeError(api_failure.message) from None
         else:
             yield whole
             return

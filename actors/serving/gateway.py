@@ -33,7 +33,7 @@ from actors.serving.metrics import CONTENT_TYPE, ExportTimer, RequestExporter, m
 from actors.serving.replica_source import ReplicaSource
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.serving.api.access import ApiKeys
-from mbd_core.serving.api.errors import ASLEEP_SECONDS, ApiError, clipped
+from mbd_core.serving.api.errors import ASLEEP_SECONDS, ApiError, clip
 from mbd_core.serving.api.openapi import openapi_document
 from mbd_core.serving.api.parsing import parse
 from mbd_core.serving.api.requests import ModelOrder, SleepOrder, WeightsUpdate
@@ -59,8 +59,8 @@ class ModelRoute:
     handle: DeploymentHandle
     standing: Standing = field(default_factory=Standing)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of orders that last
-    _asked: asyncio.Future[list[ReplicaState]] | None = None
-    _asked_until: float = 0.0
+    _states: asyncio.Future[list[ReplicaState]] | None = None
+    _states_until: float = 0.0
 
     async def served_model(
         self, adapter: str | None, *, retry_seconds: float, on_loss: Callable[[], None]
@@ -96,13 +96,13 @@ class ModelRoute:
 
         Those who ask at once share one question to the replicas; a `recent` answer may be `RECENT_SECONDS` old.
         """
-        if self._asked is None or (self._asked.done() and not (recent and time.monotonic() < self._asked_until)):
-            self._asked = asyncio.ensure_future(self._ask_states())
-        return await asyncio.shield(self._asked)
+        if self._states is None or (self._states.done() and not (recent and time.monotonic() < self._states_until)):
+            self._states = asyncio.ensure_future(self._ask_states())
+        return await asyncio.shield(self._states)
 
     def forget_states(self) -> None:
         """An order has changed them: the next who asks gets new ones."""
-        self._asked = None
+        self._states = None
 
     async def _ask_states(self) -> list[ReplicaState]:
         try:
@@ -112,7 +112,7 @@ class ModelRoute:
         except Exception as error:  # Serve has no one type for a deployment without replicas, or for one that is late
             return [] if self.model.least_replicas == 0 else [_unreachable(error)]
         finally:
-            self._asked_until = time.monotonic() + RECENT_SECONDS
+            self._states_until = time.monotonic() + RECENT_SECONDS
         return [_unreachable(reply) if isinstance(reply, Exception) else reply for reply in replies]
 
 
@@ -121,7 +121,7 @@ def _authorization(request: Request) -> str:
 
 
 def _unreachable(error: Exception) -> ReplicaState:
-    return {"ready": False, "running": 0, "waiting": 0, "error": clipped(f"{type(error).__name__}: {error}")}
+    return {"ready": False, "running": 0, "waiting": 0, "error": clip(f"{type(error).__name__}: {error}")}
 
 
 def _state_response(body: Ready | Health) -> Response:
@@ -158,7 +158,7 @@ class Gateway:
         )
         self._document = openapi_document(body_prompts=args.body_prompts, keys=self._keys is not None)
         self._serves = False
-        self._refused: str | None = None  # why the newest content was not taken over
+        self._refusal: str | None = None  # why the newest content was not taken over
         least = {name: route.model.least_replicas for name, route in self._routes.items()}
         self._exports = ExportTimer(RequestExporter(self.server.measures, least_replicas=least))
 
@@ -175,13 +175,13 @@ class Gateway:
             if not self._serves:
                 raise
             log.error("adapters were not taken over", exc_info=error)
-            self._refused = str(error)
+            self._refusal = str(error)
             return
-        offered = {name: self._model(name, route, None) for name, route in self._routes.items()}
+        models = {name: self._model(name, route, None) for name, route in self._routes.items()}
         for base, names in adapters.items():
-            offered |= {name: self._model(name, self._routes[base], name) for name in names}
-        self.server.offer(offered)
-        self._serves, self._refused = True, None
+            models |= {name: self._model(name, self._routes[base], name) for name in names}
+        self.server.offer(models)
+        self._serves, self._refusal = True, None
 
     def _model(self, name: str, route: ModelRoute, adapter: str | None) -> Callable[[], Awaitable[ServedModel]]:
         def on_loss() -> None:
@@ -202,7 +202,7 @@ class Gateway:
     async def drain(self, seconds: float) -> int:
         """Refuse new requests from now on, wait for those under way for `seconds` at most; how many are left."""
         self.server.begin_drain()
-        return await self.server.drained(seconds)
+        return await self.server.wait_until_drained(seconds)
 
     async def answer_chat(self, row: dict[str, Any]) -> AsyncIterator[Completion]:
         """The answer to a row of Ray Data, a chat request."""
@@ -235,7 +235,7 @@ class Gateway:
             "ready": not (self.server.draining or asleep) and all(model["ready"] for model in models),
             "draining": self.server.draining,
             "asleep": asleep,
-            "refused_content": self._refused,
+            "refused_content": self._refusal,
             "running": sum(r["running"] for r in everybody),
             "waiting": sum(r["waiting"] for r in everybody),
             "models": models,
@@ -317,7 +317,7 @@ class Gateway:
     async def _administration(self, request: Request, kind: type[Kind]) -> tuple[Kind, Administration]:
         """The order in a request, and the model that it is for; `ApiError` for one who may not give it."""
         self._administrator(request)
-        check_query(request, taken={"level": "1"} if kind is SleepOrder else {})
+        check_query(request, allowed={"level": "1"} if kind is SleepOrder else {})
         order = parse(kind, await read_body(request, self._args.body_bytes) or b"{}")
         route = self._routes[served_name(order.model, self._routes)]
         return order, Administration(

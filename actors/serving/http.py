@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 import mbd_core.serving
-from actors.serving.logs import logged
-from mbd_core.serving.api.errors import ApiError, FieldError, clipped
+from actors.serving.logs import log_failure
+from mbd_core.serving.api.errors import ApiError, FieldError, clip
 from mbd_core.serving.server.answer import Answer
 
 BODY_SECONDS = 60.0  # for a request's body to arrive
@@ -28,7 +28,7 @@ class EventStream(StreamingResponse):
 
     def __init__(self, answer: Answer) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        groups = ("".join(group) async for group in answer.event_groups(logged) if group)
+        groups = ("".join(group) async for group in answer.event_groups(log_failure) if group)
         super().__init__(groups, media_type="text/event-stream", headers=headers)
         self._answer = answer
 
@@ -51,7 +51,7 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals (unknown route, wrong method) in OpenAI's shape."""
     assert isinstance(error, HTTPException)
-    message = f"{clipped(request.method)} {clipped(request.url.path)}: {error.detail}"
+    message = f"{clip(request.method)} {clip(request.url.path)}: {error.detail}"
     return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
 
@@ -72,7 +72,7 @@ async def respond(answer: Callable[[], Awaitable[Answer]]) -> Response:
         finally:
             result.close()
     except Exception as error:  # the last line of defence: the client must not get a traceback
-        return error_response(logged(error))
+        return error_response(log_failure(error))
 
 
 async def reply(shape: Awaitable[Mapping[str, Any]]) -> Response:
@@ -80,30 +80,30 @@ async def reply(shape: Awaitable[Mapping[str, Any]]) -> Response:
     try:
         return JSONResponse(await shape)
     except Exception as error:
-        return error_response(logged(error))
+        return error_response(log_failure(error))
 
 
 def client_key(request: Request) -> str:
     """What tells a client from others where no keys are checked: a hash of the one it sends; "" without one."""
-    given = request.headers.get("authorization", "")
-    return hashlib.sha256(given.encode()).hexdigest()[:KEY_LENGTH] if given else ""
+    header = request.headers.get("authorization", "")
+    return hashlib.sha256(header.encode()).hexdigest()[:KEY_LENGTH] if header else ""
 
 
-def check_query(request: Request, *, taken: Mapping[str, str]) -> None:
+def check_query(request: Request, *, allowed: Mapping[str, str]) -> None:
     """`ApiError` (400) for a parameter behind the route's `?` that is not `taken` with that value."""
     for name, value in request.query_params.items():
-        if taken.get(name) != value:
-            raise FieldError(clipped(name), "is not supported here", value=value, remedy="leave it out")
+        if allowed.get(name) != value:
+            raise FieldError(clip(name), "is not supported here", value=value, remedy="leave it out")
 
 
 async def read_body(request: Request, most: int) -> bytes:
     """The body; `ApiError` for one of more than `most` bytes, for a packed one, and for one that ends early."""
     packed = request.headers.get("content-encoding", "identity").strip().lower()
     if packed not in ("", "identity"):
-        message = f"content-encoding: '{clipped(packed)}' is not read here; send the body as it is"
+        message = f"content-encoding: '{clip(packed)}' is not read here; send the body as it is"
         raise ApiError(415, message, code="body_encoded")
-    declared = request.headers.get("content-length", "")
-    if len(declared) > len(str(most)) or (declared.isdecimal() and int(declared) > most):
+    length = request.headers.get("content-length", "")
+    if len(length) > len(str(most)) or (length.isdecimal() and int(length) > most):
         raise _too_large(most)
     body = bytearray()
     try:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from actors.serving.args import ModelArgs
 from actors.serving.data_rows import ADDED_FIELDS, answer_row
-from actors.serving.logs import logged
+from actors.serving.logs import log_failure
 from cluster.ray_private import llm_types
 from mbd_core.options import read
 from mbd_core.serving.api.errors import ApiError
@@ -62,17 +62,17 @@ def fields_given(request: BaseModel) -> dict[str, Any]:
     `decoding` is ours. vLLM's types keep such a field; SGLang's drop it, but keep `custom_params`, in which it may
     stand instead.
     """
-    given = request.model_dump(exclude_unset=True, warnings=False)
+    fields = request.model_dump(exclude_unset=True, warnings=False)
     for name in ADDED_FIELDS:
-        given.pop(name, None)
-    if not given.get("tools") and given.get("tool_choice") == "none":  # set by the types themselves
-        del given["tool_choice"]
-    for number, message in enumerate(given.get("messages") or ()):
-        given["messages"][number] = {name: value for name, value in message.items() if value is not None}
-    custom = given.get("custom_params")
-    if isinstance(custom, dict) and set(custom) == {"decoding"} and "decoding" not in given:
-        given["decoding"] = given.pop("custom_params")["decoding"]
-    return given
+        fields.pop(name, None)
+    if not fields.get("tools") and fields.get("tool_choice") == "none":  # set by the types themselves
+        del fields["tool_choice"]
+    for number, message in enumerate(fields.get("messages") or ()):
+        fields["messages"][number] = {name: value for name, value in message.items() if value is not None}
+    custom = fields.get("custom_params")
+    if isinstance(custom, dict) and set(custom) == {"decoding"} and "decoding" not in fields:
+        fields["decoding"] = fields.pop("custom_params")["decoding"]
+    return fields
 
 
 class DiffusionServer:
@@ -141,14 +141,14 @@ class DiffusionServer:
             answer = await ask(json.dumps(fields_given(request)).encode())
             try:
                 if answer.streamed:
-                    async for event in answer.events(logged):
+                    async for event in answer.events(log_failure):
                         yield event
                 else:
                     yield getattr(llm_types(), response)(**await answer.whole())
             finally:
                 answer.close()
         except Exception as error:
-            yield ray_error(logged(error))
+            yield ray_error(log_failure(error))
 
     async def embeddings(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
         yield not_supported("embeddings", request)

@@ -32,12 +32,12 @@ def join_core_logs() -> None:
     core.setLevel(logging.INFO)
 
 
-def logged(error: Exception) -> ApiError:
+def log_failure(error: Exception) -> ApiError:
     """The error that the client sees; a failure of ours goes to the log with its traceback."""
-    seen = api_error(error)
-    if seen.status >= 500:
+    failure = api_error(error)
+    if failure.status >= 500:
         logging.getLogger(SERVE_LOG).error("request failed", exc_info=error)
-    return seen
+    return failure
 
 
 # A replica's port for calls from other replicas, on loopback where its node is.

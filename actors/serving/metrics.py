@@ -190,16 +190,16 @@ class RequestExporter:
         for model, measures in self._measures.by_model.items():
             self._export(measures, {"model": model})
 
-    def _export(self, now: RequestMeasures, tags: dict[str, str]) -> None:
-        self._prompt_tokens.export(now.prompt_tokens, **tags)
-        self._generation_tokens.export(now.generation_tokens, **tags)
+    def _export(self, measures: RequestMeasures, tags: dict[str, str]) -> None:
+        self._prompt_tokens.export(measures.prompt_tokens, **tags)
+        self._generation_tokens.export(measures.generation_tokens, **tags)
         for reason in REASONS:
-            self._finished.export(now.finished[reason], finished_reason=reason, **tags)
-        self._aborted.export(now.aborted, **tags)
-        for status in dict.fromkeys((*STATUSES, *list(now.errors))):
-            self._errors.export(now.errors[status], status=str(status), **tags)
-        self._lost.export(now.lost_replicas, **tags)
-        samples: dict[str, Samples] = {name: getattr(now, name) for name in self._distributions}
+            self._finished.export(measures.finished[reason], finished_reason=reason, **tags)
+        self._aborted.export(measures.aborted, **tags)
+        for status in dict.fromkeys((*STATUSES, *list(measures.errors))):
+            self._errors.export(measures.errors[status], status=str(status), **tags)
+        self._lost.export(measures.lost_replicas, **tags)
+        samples: dict[str, Samples] = {name: getattr(measures, name) for name in self._distributions}
         for name, distribution in self._distributions.items():
             distribution.export(samples[name], **tags)
         self._dropped.export(sum(s.num_dropped for s in samples.values()), **tags)
@@ -267,19 +267,19 @@ async def _page(session: aiohttp.ClientSession, url: str) -> str:
 def merged(pages: Iterable[str], *, application: str) -> str:
     """The application's own measures of several pages; each measure's lines stand together, as the format asks."""
     families: dict[str, tuple[dict[str, None], list[str]]] = {}
-    own = f'application="{application}"'
+    label = f'application="{application}"'
     for page in pages:
-        declared: set[str] = set()
+        names: set[str] = set()
         for line in page.splitlines():
             match = NAME.match(line)
             if match is None or not match[1].startswith(PAGE_PREFIX):
                 continue
             name = match[1]
             if line.startswith("#"):
-                declared.add(name)
-            elif own not in line:
+                names.add(name)
+            elif label not in line:
                 continue
-            elif name not in declared:
+            elif name not in names:
                 name = SUFFIXES.sub("", name)
             comments, samples = families.setdefault(name, ({}, []))
             if line.startswith("#"):

@@ -327,9 +327,9 @@ class ShortRequestId:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = MutableHeaders(scope=scope)
-            given = headers.get("x-request-id")
-            if given is not None:
-                headers["x-request-id"] = NOT_ALLOWED.sub("_", given[:MAX_LENGTH])
+            header_id = headers.get("x-request-id")
+            if header_id is not None:
+                headers["x-request-id"] = NOT_ALLOWED.sub("_", header_id[:MAX_LENGTH])
         await self._app(scope, receive, send)
 
 

@@ -68,7 +68,7 @@ class EngineReplica:
         self.service = EngineService(args, trace=trace)
         self._exports = ExportTimer(EngineExporter(self.service.measures, model=args.served_name))
         self._ending = self._serves = False
-        self._refused: str | None = None  # why the newest content was not taken over
+        self._refusal: str | None = None  # why the newest content was not taken over
         log.info(self.describe())
 
     async def __del__(self) -> None:
@@ -78,8 +78,8 @@ class EngineReplica:
             await self.service.stop()
 
     def _recorder(self, folder: Path) -> TraceRecorder:
-        own = folder / f"replica-{serve.get_replica_context().replica_id.unique_id}"
-        return TraceRecorder(folder=own, rows_per_file=TRACE_ROWS_PER_FILE, max_files=TRACE_FILES)
+        folder_of_replica = folder / f"replica-{serve.get_replica_context().replica_id.unique_id}"
+        return TraceRecorder(folder=folder_of_replica, rows_per_file=TRACE_ROWS_PER_FILE, max_files=TRACE_FILES)
 
     async def reconfigure(self, content: dict[str, Any]) -> None:
         """Take over `EngineContent`; called by Serve at the start, and where it has changed.
@@ -88,17 +88,21 @@ class EngineReplica:
         Serve would otherwise end replicas that serve well.
         """
         try:
-            asked = EngineContent.read(content)
-            weights = None if asked.weights is None else Path(await asyncio.to_thread(fetch_model, asked.weights))
-            adapters = {n: Path(await asyncio.to_thread(fetch_model, f)) for n, f in asked.adapters.items()}
+            new_content = EngineContent.read(content)
+            weights = (
+                None
+                if new_content.weights is None
+                else Path(await asyncio.to_thread(fetch_model, new_content.weights))
+            )
+            adapters = {n: Path(await asyncio.to_thread(fetch_model, f)) for n, f in new_content.adapters.items()}
             await self.service.arrange(weights=weights, adapters=adapters)
         except ValueError as error:
             if not self._serves:
                 raise
             log.error("weights or adapters were not taken over", exc_info=error)
-            self._refused = str(error)
+            self._refusal = str(error)
         else:
-            self._serves, self._refused = True, None
+            self._serves, self._refusal = True, None
 
     async def generate(
         self, request: Request, key: str = "", weights: WeightsOrder | None = None
@@ -163,7 +167,7 @@ class EngineReplica:
         return {
             "replica": serve.get_replica_context().replica_id.unique_id,
             "pid": os.getpid(),
-            "refused_content": self._refused,
+            "refused_content": self._refusal,
             **self.service.state(),
         }
 

@@ -44,12 +44,12 @@ class PrefixRouter(RequestRouter):
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         loads = await self._loads(candidate_replicas)
         pages = [] if pending_request is None else self._pages(pending_request)
-        chosen = self._affinity.choose(pages, loads)
+        replica_id = self._affinity.choose(pages, loads)
         # At once: of calls that come together each must know of those before it.
-        self._affinity.note(pages, chosen)
+        self._affinity.note(pages, replica_id)
         if pending_request is not None:
-            self._chosen[pending_request.future] = chosen
-        return [[by_name.pop(chosen)], list(by_name.values())]
+            self._chosen[pending_request.future] = replica_id
+        return [[by_name.pop(replica_id)], list(by_name.values())]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         """A replica has taken the request; not the preferred one, where that was full."""
@@ -62,7 +62,7 @@ class PrefixRouter(RequestRouter):
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._affinity.keep({known.unique_id for known in self.curr_replicas})
+        self._affinity.keep({replica.unique_id for replica in self.curr_replicas})
 
     async def _loads(self, replicas: list[RunningReplica]) -> dict[str, int]:
         """Requests under way at each replica and to it. One that does not say counts as full, and is asked again.
@@ -128,10 +128,10 @@ class TokenPolicy:
         num_requests = context.total_num_requests
         if reported.get(REQUESTS):
             num_requests = (context.total_queued_requests or 0.0) + sum(reported[REQUESTS].values())
-        wanted = replicas_wanted(
+        num_replicas = replicas_wanted(
             num_requests=num_requests,
             target_requests=context.config.get_target_ongoing_requests(),
             kv_loads=reported.get(KV_LOAD, {}).values(),
             target_kv_load=self._target_kv_load,
         )
-        return wanted, {}
+        return num_replicas, {}

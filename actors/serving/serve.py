@@ -64,23 +64,23 @@ def serve_until_stopped(model: ModelArgs, gateways: GatewayArgs, *, host: str, p
     What was started is stopped at the end. Raises `ValueError` for what only the cluster or a replica can find out to
     be impossible, and `RuntimeError` if Serve runs there already or the replicas fail; each is one sentence.
     """
-    with task_error_messages() as silence, ExitStack() as started:
+    with task_error_messages() as silence, ExitStack() as stack:
         try:
             for name, value in {CALLBACK_VARIABLE: CALLBACK, **PROXY_CHECKS}.items():
                 os.environ.setdefault(name, value)  # for the proxy and the controller of a Ray that is started here
             os.environ.update(serve_variables())  # for its replicas too
             with _ray_signals():
                 if connect(num_cpus=max(4, model.most_replicas * model.tensor_parallel + 2), worker_logs=False):
-                    started.callback(ray.shutdown)
+                    stack.callback(ray.shutdown)
             _check_no_serve()
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             topology = plan_topology(nodes, processes=model.most_replicas, ranks=model.tensor_parallel)
             device: Device = "gpu" if topology.num_gpus else "cpu"
             args = ServingArgs(models=[model], device=device, **vars(gateways))
             name = model.checked().served_name
-            started.callback(serve.shutdown)
+            stack.callback(serve.shutdown)
             # Serve's end kills its controller, and Ray prints that two of the controller's tasks failed.
-            started.callback(silence)
+            stack.callback(silence)
             _start_proxy(host, port)
             handle = _deploy(args)
             try:
@@ -161,15 +161,15 @@ def _drain(handle: DeploymentHandle, *, seconds: float) -> None:
     `serve.shutdown` does not wait: it kills the HTTP proxy, and with it every connection, before the replicas end.
     """
     deadline = time.monotonic() + seconds
-    count = left = _drain_gateways(handle, seconds=0)
+    count = num_left = _drain_gateways(handle, seconds=0)
     if count == 0:
         return
     noun = "request" if count == 1 else "requests"
     print(f"draining {count} {noun}, at most {seconds:g} s; a second signal stops at once", flush=True)
-    while left and (remaining := deadline - time.monotonic()) > 0:
-        left = _drain_gateways(handle, seconds=min(POLL_SECONDS, remaining))
-    if left:
-        print(f"cutting {left} of them, which did not end in {seconds:g} s", flush=True)
+    while num_left and (remaining := deadline - time.monotonic()) > 0:
+        num_left = _drain_gateways(handle, seconds=min(POLL_SECONDS, remaining))
+    if num_left:
+        print(f"cutting {num_left} of them, which did not end in {seconds:g} s", flush=True)
     time.sleep(PASS_ON_SECONDS)
 
 

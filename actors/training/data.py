@@ -42,8 +42,8 @@ def encode_on_cluster(model: str, *, num_workers: int) -> Encode:
     logging.getLogger("ray.data").setLevel(logging.ERROR)
 
     def encode(chunks: Iterable[list[Chat]]) -> Iterator[list[EncodedChat]]:
-        left = iter(chunks)
-        while window := list(islice(left, WINDOW)):
+        chunks_left = iter(chunks)
+        while window := list(islice(chunks_left, WINDOW)):
             tables = [
                 pa.table({"number": [number], "model": [model], "chats": [json.dumps(chunk)]})
                 for number, chunk in enumerate(window)

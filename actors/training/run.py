@@ -66,9 +66,9 @@ def named_base(model: str) -> str:
 
     Raises `ValueError` for a name that is not known, and for a URL where no model folder lies.
     """
-    here = fetch_model(model)
-    name = named_model(here)
-    return name if here == model else model
+    folder = fetch_model(model)
+    name = named_model(folder)
+    return name if folder == model else model
 
 
 def prepared_data_at(data: str) -> PreparedData:
@@ -89,7 +89,7 @@ def check_run(run: TrainingRun, *, resume: bool) -> None:
         if run.folder.exists():
             raise ValueError(f"a run already lies in {run.folder}; go on with --resume, or choose another --run-name")
         return
-    recorded, wanted = _read_record(run), as_recorded(run.recipe)
+    recorded, recipe = _read_record(run), as_recorded(run.recipe)
     if recorded is None:
         raise ValueError(f"--resume: there is no run in {run.folder}")
     if "attention" not in recorded["train"]:
@@ -97,9 +97,9 @@ def check_run(run: TrainingRun, *, resume: bool) -> None:
             f"--resume: the run in {run.folder} was begun by an older version, whose checkpoints (trainer.pt) are not "
             "read; choose another --run-name"
         )
-    if wanted["train"]["precision"] == "auto":
-        wanted["train"]["precision"] = recorded["train"]["precision"]
-    if different := other_settings(recorded, wanted):
+    if recipe["train"]["precision"] == "auto":
+        recipe["train"]["precision"] = recorded["train"]["precision"]
+    if different := other_settings(recorded, recipe):
         raise ValueError(
             f"--resume: the run in {run.folder} was started with other settings ({RECORD}): {different}; give those, "
             "or another --run-name"

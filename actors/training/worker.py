@@ -64,8 +64,8 @@ def nodes_memory() -> list[tuple[Resources, int]]:
     """The resources of each node of the cluster that has CPUs, and the bytes that are free in its memory."""
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0)]
     places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
-    read = ray.remote(num_cpus=0)(free_host_memory)
-    free = ray.get([read.options(scheduling_strategy=place).remote() for place in places])
+    read_memory = ray.remote(num_cpus=0)(free_host_memory)
+    free = ray.get([read_memory.options(scheduling_strategy=place).remote() for place in places])
     return [(node["Resources"], available) for node, available in zip(nodes, free, strict=True)]
 
 
@@ -111,15 +111,15 @@ def train_on_ray(config: dict[str, Any]) -> int:
     if workers.is_first:
         run.out.check_writable()  # from this node, which is not the job's
         record_recipe(run, start.recipe)  # every worker has read the record when the precision is settled
-    own = train_worker(
+    worker_run = train_worker(
         start, workers, run.sharding, checkpoints, every=run.checkpoint_every, log_targets=run.log_targets
     )
     if not workers.is_first:
-        own.write(None)
-        return own.resumed_after
+        worker_run.write(None)
+        return worker_run.resumed_after
     # Where no step was left to do, an earlier start of this run may have written the model already.
-    overwrite = run.overwrite or own.resumed_after == start.recipe.train.steps
+    overwrite = run.overwrite or worker_run.resumed_after == start.recipe.train.steps
     with run.out.staged(MODEL_KIND, overwrite=overwrite) as folder:
-        own.write(folder, overwrite=overwrite)
+        worker_run.write(folder, overwrite=overwrite)
     say(f"wrote {run.out} and {run.folder / LOSSES}")
-    return own.resumed_after
+    return worker_run.resumed_after

@@ -53,7 +53,7 @@ SLO_FIELDS = {"ttft": "first_token_seconds", "tpot": "token_seconds", "e2e": "se
 
 
 @dataclass(frozen=True)
-class Objective:
+class LatencyObjective:
     """A service-level objective: a request is good if none of these latencies is above its limit, in seconds."""
 
     limits: Mapping[str, float]
@@ -64,7 +64,7 @@ class Objective:
         return record.error is None and all(v is None or v <= self.limits[name] for name, v in latencies.items())
 
 
-def parse_objective(text: str) -> Objective:
+def parse_objective(text: str) -> LatencyObjective:
     """`ttft=500,tpot=50,e2e=3000`, in milliseconds; `ValueError` names what is wrong."""
     limits: dict[str, float] = {}
     for part in filter(None, text.split(",")):
@@ -79,10 +79,12 @@ def parse_objective(text: str) -> Objective:
             raise ValueError(f"--slo {part}: '{value}' must be a number of milliseconds above 0")
     if not limits:
         raise ValueError(f"--slo names no limit; give some of {', '.join(f'{n}=MS' for n in SLO_FIELDS)}")
-    return Objective(limits)
+    return LatencyObjective(limits)
 
 
-def load_row(target: str, load: Load, runs: Sequence[LoadRun], objective: Objective | None = None) -> dict[str, Any]:
+def load_row(
+    target: str, load: Load, runs: Sequence[LoadRun], objective: LatencyObjective | None = None
+) -> dict[str, Any]:
     """One row: the latencies of all runs together, rates as the median of the runs. `counts` has the sample sizes."""
     records = [record for run in runs for record in run.records]
     ended = [record for record in records if record.error is None]
@@ -164,7 +166,7 @@ def _present(values: Any) -> list[float]:
 
 
 def build_report(
-    runs: Mapping[str, Sequence[Sequence[LoadRun]]], loads: Sequence[Load], objective: Objective | None
+    runs: Mapping[str, Sequence[Sequence[LoadRun]]], loads: Sequence[Load], objective: LatencyObjective | None
 ) -> dict[str, Any]:
     """Rows load by load, and the ratios of the later targets to the first; replicas also to the fewest replicas."""
     names = list(runs)

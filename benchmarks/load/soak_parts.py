@@ -173,7 +173,7 @@ FLAT_GROWTH, FLAT_BYTES = 0.10, 32 * 2**20
 
 
 @dataclass(frozen=True)
-class Sample:
+class MemorySample:
     """The resident memory of one process, so many seconds after the beginning."""
 
     seconds: float
@@ -188,7 +188,7 @@ class SoakWatch:
 
     endpoint: OwnEndpoint
     session: aiohttp.ClientSession
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[MemorySample] = field(default_factory=list)
     recoveries: list[float] = field(default_factory=list)
     _started: float = field(default_factory=time.perf_counter)
 
@@ -215,7 +215,7 @@ class SoakWatch:
     async def sample_memory(self, *, every: float, until: float) -> None:
         """Sample until so many seconds have passed."""
         while self.seconds < until:
-            self.samples += [Sample(self.seconds, *process) for process in self._memory()]
+            self.samples += [MemorySample(self.seconds, *process) for process in self._memory()]
             await asyncio.sleep(min(every, max(0.0, until - self.seconds)))
 
     async def kill_replicas(self, rng: random.Random, *, every: float, until: float, limit: float) -> None:
@@ -249,7 +249,7 @@ class SoakWatch:
         return memory
 
 
-def memory_rows(samples: Sequence[Sample], seconds: float) -> list[dict[str, Any]]:
+def memory_rows(samples: Sequence[MemorySample], seconds: float) -> list[dict[str, Any]]:
     """For each role the memory of one process, as the median over each quarter of the time, and whether it is flat.
 
     Flat: from the second quarter to the last it grew by less than 10 %, or by less than 32 MiB. The first quarter

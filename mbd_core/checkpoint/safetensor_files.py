@@ -117,7 +117,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Scales:
+class StoredScales:
     """The file and the name of a matrix's scales, and the blocks that they are for."""
 
     path: Path
@@ -132,7 +132,7 @@ class TensorInfo:
     path: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
-    scales: Scales | None = None
+    scales: StoredScales | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -192,7 +192,7 @@ def _with_scales(folder: Path, tensors: dict[str, TensorInfo], fp8: list[str]) -
                 f"has blocks of {blocks[0]} x {blocks[1]}"
             )
         del matrices[name + SUFFIX]
-        matrices[name] = replace(info, scales=Scales(scales.path, name + SUFFIX, blocks))
+        matrices[name] = replace(info, scales=StoredScales(scales.path, name + SUFFIX, blocks))
     return matrices
 
 

@@ -26,7 +26,7 @@ from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, merge_fields
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.decoding import fitted, generate_until
+from mbd_core.evaluation.sweep.decoding import fit_request, generate_until
 from mbd_core.evaluation.sweep.grid import DEFAULT_SLOTS, parse_grid
 from mbd_core.evaluation.sweep.parts import before_stop
 from mbd_core.files import check_new_file, write_text
@@ -155,7 +155,7 @@ class HarnessModel(TemplateLM):
             decoding=self._decoding(generation.decoding) if generation.decoding else self.decoding,
             sampling=generation.sampling,
         )
-        return fitted(request, self._model.config.max_positions)
+        return fit_request(request, self._model.config.max_positions)
 
     def _record(self, instance: Instance, answer: CountedText, error: str | None) -> None:
         row = {"task": instance.task_name, "doc_id": instance.doc_id, "error": error, **answer.measures()}

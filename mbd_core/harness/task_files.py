@@ -11,7 +11,7 @@ from typing import Any
 from mbd_core.evaluation.sweep.parts import PROBLEM_COLUMNS
 from mbd_core.evaluation.tasks.asking import examples_of
 from mbd_core.evaluation.tasks.problems import ProblemSet
-from mbd_core.evaluation.tasks.prompts import Example
+from mbd_core.evaluation.tasks.prompts import FewShotExample
 from mbd_core.evaluation.tasks.recipes import Recipe, TaskPrompt
 from mbd_core.files import write_text
 from mbd_core.harness.scoring import MEASURES, metrics_of, score
@@ -65,7 +65,7 @@ def _problem_rows(problem_set: ProblemSet, prompt: TaskPrompt) -> list[dict[str,
     ]
 
 
-def _example_row(task: str, prompt: TaskPrompt, example: Example) -> dict[str, str]:
+def _example_row(task: str, prompt: TaskPrompt, example: FewShotExample) -> dict[str, str]:
     """A row with the columns of a problem's: the splits of a data set must have the same."""
     asked = prompt.wording.text.format(question=example.question, tests=example.tests)
     target = prompt.wording.answer.format(answer=example.answer)

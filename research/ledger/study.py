@@ -14,7 +14,7 @@ from jobs.eval_sweep import Subjects, run_work
 from jobs.train_multitf import train_on_cluster
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.parts import Shard, Timing
+from mbd_core.evaluation.sweep.parts import SweepShard, Timing
 from mbd_core.multitf.recipes.shipped import LEDGER_BD
 from mbd_core.options import CLUSTER
 from research.ledger.plan import Experiment
@@ -279,7 +279,7 @@ def evaluate(out: Path, plan: StudyPlan, experiment: Experiment, seed: int, fold
         seed=seed,
         engine=EngineConfig(max_rows=MAX_ROWS),
     )
-    work = SweepRun.of(plan_sweep(options), shard=Shard(), timing=Timing(problems=0))
+    work = SweepRun.of(plan_sweep(options), shard=SweepShard(), timing=Timing(problems=0))
     run_work(Folder.at(str(place)), work, subjects, num_actors=actors)
 
 

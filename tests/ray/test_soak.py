@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from benchmarks.load.soak import end_rows, failures, held_pages
-from benchmarks.load.soak_parts import Ended, Sample, SoakClient, memory_rows
+from benchmarks.load.soak_parts import Ended, MemorySample, SoakClient, memory_rows
 from benchmarks.load.stream_client import Target, open_session
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,8 +89,10 @@ def test_a_cut_connection_is_a_lost_request() -> None:
 
 
 def test_memory_that_grows_is_not_flat() -> None:
-    def series(role: str, at_end: int) -> list[Sample]:
-        return [Sample(float(s), role, 1, 500 * 2**20 + max(0, s - 25) * at_end * 2**20 // 75) for s in range(100)]
+    def series(role: str, at_end: int) -> list[MemorySample]:
+        return [
+            MemorySample(float(s), role, 1, 500 * 2**20 + max(0, s - 25) * at_end * 2**20 // 75) for s in range(100)
+        ]
 
     rows = memory_rows([*series("gateway", 200), *series("replica", 20)], 100.0)
     assert [(row["role"], row["flat"]) for row in rows] == [("gateway", False), ("replica", True)]

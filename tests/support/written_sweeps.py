@@ -12,11 +12,11 @@ import pyarrow as pa
 
 from mbd_core.evaluation.report.summary import write_summary
 from mbd_core.evaluation.sweep.folder import SweepFolder
-from mbd_core.evaluation.sweep.parts import COUNTS, GRADED_COLUMNS, Part, Shard, Timing, cut
+from mbd_core.evaluation.sweep.parts import COUNTS, GRADED_COLUMNS, Part, SweepShard, Timing, cut
 from mbd_core.evaluation.sweep.record import ROWS, SweepRecord
 from mbd_core.evaluation.sweep.timed_runs import TIMED_COLUMNS
 
-WHOLE = Shard()
+WHOLE = SweepShard()
 TIMING = Timing(problems=2, concurrency=3)
 CONFIGS = ('{"block_size": 4, "tau_m2t": 0.7}', '{"block_size": 4, "tau_m2t": 0.9}')
 
@@ -43,7 +43,7 @@ def sweep_record(
     rows: Sequence[Any],
     parts: Sequence[Part],
     *,
-    shard: Shard = WHOLE,
+    shard: SweepShard = WHOLE,
     num_cases: int = 0,
     timing: Timing = TIMING,
     **plan: Any,
@@ -106,7 +106,7 @@ def timed_table(row: dict[str, Any]) -> pa.Table:
 def write_parts(
     path: Path,
     *,
-    shard: Shard = WHOLE,
+    shard: SweepShard = WHOLE,
     seconds: float = 0.0,
     overwrite: bool = False,
     done: Callable[[int], None] = lambda _: None,

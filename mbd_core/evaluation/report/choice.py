@@ -13,14 +13,16 @@ from mbd_core.evaluation.report.summary import joinable_records, planned_samples
 from mbd_core.evaluation.sweep.best import BestPoint, By, check_halves, choose_best
 from mbd_core.evaluation.sweep.best_folder import FILE, check_best_folder, write_best
 from mbd_core.evaluation.sweep.folder import load_samples, read_record
-from mbd_core.evaluation.sweep.parts import Shard, Timing
+from mbd_core.evaluation.sweep.parts import SweepShard, Timing
 from mbd_core.evaluation.sweep.plan import Sweep
 from mbd_core.files import write_json
 
 # The choice of each model's best configuration from the rows of its sweep, and where it is to be written.
 
 
-def check_choice(sweep: Sweep, by: By, *, folders: Mapping[str, Path | None], shard: Shard, timing: Timing) -> None:
+def check_choice(
+    sweep: Sweep, by: By, *, folders: Mapping[str, Path | None], shard: SweepShard, timing: Timing
+) -> None:
     """Raise `ValueError` if the best configurations of a sweep that is yet to run could not be chosen or written.
 
     `folders` has each model's own folder; `None` for one that lies elsewhere, as at a URL.

@@ -136,7 +136,7 @@ def gap_table(
 
 
 @dataclass(frozen=True)
-class Answer:
+class GradedAnswer:
     """One graded answer; `num_forwards` is 0 for one that could not be decoded."""
 
     correct: bool
@@ -149,7 +149,7 @@ class Answer:
         return self.num_tokens / self.num_forwards
 
 
-SharedProblems = Mapping[tuple[int, str], Answer]
+SharedProblems = Mapping[tuple[int, str], GradedAnswer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,14 +181,14 @@ def load_answers(
 ) -> SharedProblems:
     """The answers by (seed, problem), for one model and configuration; `ValueError` if none exists, or if the answers
     are of several configurations or methods."""
-    answers: dict[tuple[int, str], Answer] = {}
+    answers: dict[tuple[int, str], GradedAnswer] = {}
     found: set[tuple[str, str]] = set()
     for folder in folders:
         for row in read_samples(folder):
             config = json.loads(row["config"])
             setting = (row["model"], row["task"], config.get("tau_m2t"), config.get("buffer_size"))
             if setting == (model, task, tau_m2t, buffer_size):
-                answer = Answer(bool(row["correct"]), row["num_tokens"] or 0, row["num_forwards"] or 0)
+                answer = GradedAnswer(bool(row["correct"]), row["num_tokens"] or 0, row["num_forwards"] or 0)
                 answers[row["seed"], row["problem_id"]] = answer
                 found.add((row["method"], row["config"]))
     if len(found) > 1:

@@ -39,7 +39,7 @@ SHOWN = ("sample", "problem_id", "seed", "reference", *ANSWER)
 
 
 @dataclass(frozen=True)
-class Place:
+class SamplePlace:
     """Where a sample lies: wrong ones come first, then the order of the plans and of each plan's samples."""
 
     correct: bool
@@ -57,7 +57,7 @@ class Place:
 class ShownSamples:
     """What is shown of each configuration, as JSON texts, and how it was chosen.
 
-    samples  JSON objects by configuration, in the order of `Place.rank`; `prompt` is an index into `prompts`
+    samples  JSON objects by configuration, in the order of `SamplePlace.rank`; `prompt` is an index into `prompts`
     prompts  JSON texts: what the model was given
     each     of each configuration on each task, at most so many
     left_out chosen samples for which the page had no room
@@ -107,9 +107,9 @@ def choose_samples(folders: Sequence[Path], *, most_bytes: int = MOST_BYTES) -> 
     return ShownSamples(samples=samples, prompts=list(prompts), total=total, each=each, left_out=left_out)
 
 
-def _places(folders: Sequence[Path]) -> dict[ReportKey, list[Place]]:
+def _places(folders: Sequence[Path]) -> dict[ReportKey, list[SamplePlace]]:
     """Where every sample lies, by its configuration; one that several folders hold, in the first of them."""
-    places: dict[ReportKey, list[Place]] = {}
+    places: dict[ReportKey, list[SamplePlace]] = {}
     known: list[Any] = []
     seen: set[tuple[int, str, int]] = set()  # of the configuration's number, for a key is slow to hash
     numbers: dict[tuple[str, ...], int] = {}
@@ -129,11 +129,11 @@ def _places(folders: Sequence[Path]) -> dict[ReportKey, list[Place]]:
                 number = numbers[tuple(subject)]
                 if (number, problem, seed) not in seen:
                     seen.add((number, problem, seed))
-                    by_number[number].append(Place(bool(correct), plan, sample, path, index))
+                    by_number[number].append(SamplePlace(bool(correct), plan, sample, path, index))
     return {key: of_key for key, of_key in places.items() if of_key}
 
 
-def _texts(places: Sequence[Place]) -> dict[tuple[Path, int], tuple[str, str]]:
+def _texts(places: Sequence[SamplePlace]) -> dict[tuple[Path, int], tuple[str, str]]:
     """The prompt and the sample at each place, as JSON."""
     by_path: dict[Path, list[int]] = {}
     for place in places:

@@ -84,7 +84,7 @@ class Contained:
         that sleeps holds its place no longer than on a free machine.
         """
         started = time.monotonic()
-        before = Usage() if b"\n" in self._buffer else self._usage(beside)
+        before = ProcessorUse() if b"\n" in self._buffer else self._usage(beside)
         deadline = started + seconds
         searched = 0
         while (end := self._buffer.find(b"\n", searched)) < 0:
@@ -117,11 +117,11 @@ class Contained:
         elapsed = time.monotonic() - self._started
         return min(seconds - (elapsed - self._usage(()).delayed), PATIENCE * seconds - elapsed)
 
-    def _usage(self, beside: Sequence["Contained"]) -> "Usage":
+    def _usage(self, beside: Sequence["Contained"]) -> "ProcessorUse":
         pids = [pid for one in (self, *beside) for pid in one._chain or _chain(one._process.pid)]
         each = [_usage(pid) for pid in pids]
         ready = any(one.ready for one in each)
-        return Usage(sum(one.computed for one in each), sum(one.delayed for one in each), ready)
+        return ProcessorUse(sum(one.computed for one in each), sum(one.delayed for one in each), ready)
 
     def wait_briefly(self) -> int:
         """Its exit status as `end` gives it, after a moment in which it may end by itself."""
@@ -139,7 +139,7 @@ class Contained:
 
 
 @dataclass(frozen=True)
-class Usage:
+class ProcessorUse:
     """The seconds that a process computed, those that it was ready to and another had the processor, and whether it
     computes or is ready at the moment: the kernel counts such a wait when it ends."""
 
@@ -147,21 +147,21 @@ class Usage:
     delayed: float = 0.0
     ready: bool = False
 
-    def own_seconds(self, elapsed: float, before: "Usage") -> float:
+    def own_seconds(self, elapsed: float, before: "ProcessorUse") -> float:
         """Of the seconds that elapsed since `before`, those that are the process's own: it computed or was idle."""
         if self.ready:
             return self.computed - before.computed
         return elapsed - (self.delayed - before.delayed)
 
 
-def _usage(pid: int) -> Usage:
+def _usage(pid: int) -> ProcessorUse:
     """Nothing where the machine does not say, so that all wall time is the process's own."""
     try:
         computed, delayed = Path(f"/proc/{pid}/schedstat").read_bytes().split()[:2]
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except (OSError, ValueError, IndexError):
-        return Usage()
-    return Usage(int(computed) / 1e9, int(delayed) / 1e9, state == b"R")
+        return ProcessorUse()
+    return ProcessorUse(int(computed) / 1e9, int(delayed) / 1e9, state == b"R")
 
 
 def _chain(pid: int) -> list[int]:

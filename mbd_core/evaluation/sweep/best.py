@@ -65,8 +65,10 @@ class BestPoint:
     def text(self) -> str:
         """What was chosen, and what it is worth on the problems on which it was not chosen."""
         best = self.best
-        timed = f", {self.num_timed} of them timed" if self.by == "tps" else ""
-        lines = [f"The best by {self.by} of {self.model}'s {self.num_candidates} configurations{timed}: {best.method}"]
+        timing_note = f", {self.num_timed} of them timed" if self.by == "tps" else ""
+        lines = [
+            f"The best by {self.by} of {self.model}'s {self.num_candidates} configurations{timing_note}: {best.method}"
+        ]
         lines.append(f"- its decoding: {json.dumps(decoding_fields(best.config))}")
         speed = "" if best.tps is None else f", Batch-1 TPS {best.tps:.1f}"
         lines.append(
@@ -112,7 +114,7 @@ def check_halves(problems: Mapping[str, Sequence[str]]) -> None:
 def choose_best(samples: Samples, times: Sequence[Speed], *, model: str, by: By) -> BestPoint:
     """A model's best configuration; `ValueError` if a task cannot be halved, if configurations were measured on
     different problems, or if nothing was timed for `tps`."""
-    of_model = {key: graded for key, graded in samples.items() if key.model == model}
+    of_model = {key: model_samples for key, model_samples in samples.items() if key.model == model}
     tasks = list(dict.fromkeys(key.task for key in of_model))
     check_halves({task: [s.problem for k, g in of_model.items() if k.task == task for s in g] for task in tasks})
     tps = {(speed.model, speed.task, speed.config): speed.tps_batch_1 for speed in times}
@@ -138,13 +140,14 @@ def _check_alike(groups: Mapping[str, Mapping[str, ReportKey]], samples: Samples
             problems.setdefault(task, set()).update(s.problem for s in samples[key])
     for config, keys in groups.items():
         for task, of_task in problems.items():
-            there = {s.problem for s in samples[keys[task]]} if task in keys else set()
-            if there != of_task:
+            own_problems = {s.problem for s in samples[keys[task]]} if task in keys else set()
+            if own_problems != of_task:
                 first = next(iter(keys.values()))
                 raise ValueError(
                     "configurations are compared on the same problems, and of the "
-                    f"{len(of_task)} of {task} method '{first.method}' lacks {len(of_task - there)}, decoded with "
-                    f"{json.dumps(decoding_fields(json.loads(config)))}; sweep all configurations on all problems"
+                    f"{len(of_task)} of {task} method '{first.method}' lacks {len(of_task - own_problems)}, "
+                    f"decoded with {json.dumps(decoding_fields(json.loads(config)))}; sweep all configurations on all "
+                    "problems"
                 )
 
 
@@ -156,30 +159,34 @@ def _candidate(
         {task: summarize([s for s in samples[key] if is_for_choice(s.problem) == half]) for task, key in keys.items()}
         for half in (True, False)
     ]
-    timed = [tps.get((key.model, task, key.config)) for task, key in keys.items()]
+    speeds = [tps.get((key.model, task, key.config)) for task, key in keys.items()]
     return Candidate(
         method=first.method,
         config=json.loads(first.config),
         chosen_on=halves[0],
         reported_on=halves[1],
-        tps=None if None in timed else mean([value for value in timed if value is not None]),
+        tps=None if None in speeds else mean([value for value in speeds if value is not None]),
     )
 
 
 def _best(candidates: Sequence[Candidate], by: By) -> Candidate:
     if by == "accuracy":
-        return max(candidates, key=lambda one: (one.accuracy, one.tpf))
+        return max(candidates, key=lambda candidate: (candidate.accuracy, candidate.tpf))
     if by == "tps":
-        floor = max(one.accuracy for one in candidates) - FLOOR
-        timed = [(one.tps, one) for one in candidates if one.tps is not None and one.accuracy >= floor]
-        if not timed:
+        floor = max(candidate.accuracy for candidate in candidates) - FLOOR
+        fast = [
+            (candidate.tps, candidate)
+            for candidate in candidates
+            if candidate.tps is not None and candidate.accuracy >= floor
+        ]
+        if not fast:
             raise ValueError(
                 f"the best by tps needs timed runs, and no configuration within {FLOOR:g} points of the most "
                 "accurate one has any; time the sweep (--timed), or choose by accuracy or knee"
             )
-        return max(timed, key=lambda pair: (pair[0], pair[1].accuracy))[1]
-    by_place = {(one.accuracy, one.tpf): one for one in reversed(candidates)}
-    return by_place[knee([(one.accuracy, one.tpf) for one in candidates])]
+        return max(fast, key=lambda pair: (pair[0], pair[1].accuracy))[1]
+    by_place = {(candidate.accuracy, candidate.tpf): candidate for candidate in reversed(candidates)}
+    return by_place[knee([(candidate.accuracy, candidate.tpf) for candidate in candidates])]
 
 
 def knee(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

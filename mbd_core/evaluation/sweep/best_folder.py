@@ -36,24 +36,26 @@ def check_best_folder(folder: Path) -> None:
 
 def author_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """A `generation_config.json` as it was before any choice; as it is, if its decoding was edited since."""
-    chosen = generation.get(CHOSEN)
-    if chosen is None:
+    choice = generation.get(CHOSEN)
+    if choice is None:
         return dict(generation)
-    if not isinstance(chosen, Mapping) or not isinstance(chosen.get("replaced"), Mapping):
+    if not isinstance(choice, Mapping) or not isinstance(choice.get("replaced"), Mapping):
         raise ValueError(
             f"{FILE}: {CHOSEN} must be an object with the fields that it 'replaced'; --write-best writes it"
         )
     if is_edited(generation):
         return {name: value for name, value in generation.items() if name != CHOSEN}
-    kept = {name: value for name, value in generation.items() if name not in METHOD_FIELDS and name != CHOSEN}
-    return kept | dict(chosen["replaced"])
+    other_fields = {name: value for name, value in generation.items() if name not in METHOD_FIELDS and name != CHOSEN}
+    return other_fields | dict(choice["replaced"])
 
 
 def is_edited(generation: Mapping[str, Any]) -> bool:
     """Whether decoding fields differ from those that a choice wrote; `False` where it does not record them."""
-    chosen = generation.get(CHOSEN)
-    written = chosen.get("written") if isinstance(chosen, Mapping) else None
-    return written is not None and written != {n: value for n, value in generation.items() if n in METHOD_FIELDS}
+    choice = generation.get(CHOSEN)
+    choice_fields = choice.get("written") if isinstance(choice, Mapping) else None
+    return choice_fields is not None and choice_fields != {
+        n: value for n, value in generation.items() if n in METHOD_FIELDS
+    }
 
 
 def edit_notes(folders: Mapping[str, Path]) -> list[str]:
@@ -68,23 +70,23 @@ def edit_notes(folders: Mapping[str, Path]) -> list[str]:
 
 def write_best(folder: Path, point: BestPoint) -> None:
     """Make the chosen configuration the folder's own; `ValueError` for one that the model cannot honour."""
-    before = author_defaults(load_generation_defaults(folder))
+    defaults = author_defaults(load_generation_defaults(folder))
     config = decoding_fields(point.best.config)
     is_canvas = "canvas" in config
-    chosen = {
+    choice = {
         name: value
         for name, value in config.items()
         if name in METHOD_FIELDS and (name in CANVAS_FIELDS if is_canvas else name != "canvas")
     }
-    changed = {name: value for name, value in before.items() if name not in METHOD_FIELDS} | chosen
-    replaced = {name: value for name, value in before.items() if name in METHOD_FIELDS}
-    changed[CHOSEN] = {**point.record, "written": chosen, "replaced": replaced}
-    block_size = before.get("block_size", load_config(folder).block_size)
+    contents = {name: value for name, value in defaults.items() if name not in METHOD_FIELDS} | choice
+    old_fields = {name: value for name, value in defaults.items() if name in METHOD_FIELDS}
+    contents[CHOSEN] = {**point.record, "written": choice, "replaced": old_fields}
+    block_size = defaults.get("block_size", load_config(folder).block_size)
     try:
-        found = decoding_config(changed, {}, block_size=block_size)
-        if found != read_decoding(point.best.config):
+        decoding = decoding_config(contents, {}, block_size=block_size)
+        if decoding != read_decoding(point.best.config):
             raise ValueError(f"block_size={point.best.config['block_size']} is not the model's {block_size}")
-        read_front(changed, block_size=block_size)
+        read_front(contents, block_size=block_size)
     except ValueError as error:
         raise ValueError(f"the chosen decoding does not fit {folder}: {error}") from None
-    write_json(folder / FILE, changed)
+    write_json(folder / FILE, contents)

@@ -24,7 +24,7 @@ Decode = Callable[[Sequence[int]], str]
 Stops = Mapping[str, Sequence[str]]
 
 
-def fitted(request: Request, positions: int) -> Request:
+def fit_request(request: Request, positions: int) -> Request:
     """The request with as many tokens as a model of `positions` holds behind its prompt, at most its own number. Where
     nothing fits it stays as it is, and the engine refuses it."""
     most = positions - len(request.prompt)
@@ -59,12 +59,12 @@ def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, de
             so_far += step.new_tokens
             if step.rollout is not None:
                 rollouts[step.request_id] = rollouts.get(step.request_id, Rollout()).then(step.rollout)
-            ended = output_at(step, so_far, stops.get(step.request_id, ()), decode)
-            if ended is not None:
-                if ended is not step.output and step.request_id in rollouts:
-                    cut = rollouts[step.request_id].cut(tuple(so_far), len(ended.tokens), room=0)
-                    ended = replace(ended, rollout=cut)
-                outputs[step.request_id] = ended
+            output = output_at(step, so_far, stops.get(step.request_id, ()), decode)
+            if output is not None:
+                if output is not step.output and step.request_id in rollouts:
+                    rollout = rollouts[step.request_id].cut(tuple(so_far), len(output.tokens), room=0)
+                    output = replace(output, rollout=rollout)
+                outputs[step.request_id] = output
                 if step.output is None:
                     engine.abort(step.request_id)
     return [outputs[request.request_id] for request in requests]
@@ -73,14 +73,14 @@ def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, de
 def output_at(step: StepOutput, tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> Output | None:
     """The output if a request with these tokens ends with this step: at a stop string, or by itself."""
 
-    def stopped(number: int) -> bool:
+    def has_stop(number: int) -> bool:
         text = decode(tokens[:number])
         return any(s in text for s in stop)
 
-    if not stop or not stopped(len(tokens)):
+    if not stop or not has_stop(len(tokens)):
         return step.output
     number = len(tokens) - len(step.new_tokens) + 1
-    while not stopped(number):
+    while not has_stop(number):
         number += 1
     return Output(
         request_id=step.request_id,
@@ -117,7 +117,7 @@ def sample_requests(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> 
             max_tokens=row["max_tokens"],
             decoding=read_decoding(json.loads(row["config"])),
         )
-        requests.append(fitted(request, positions) if row["may_shorten"] else request)
+        requests.append(fit_request(request, positions) if row["may_shorten"] else request)
     return requests
 
 
@@ -146,7 +146,7 @@ class DecodeStage:
 
     def __init__(self, load: Callable[[str], DecodingModel]) -> None:
         self._load = load
-        self._loaded: tuple[str, DecodingModel] | None = None
+        self._model_in_use: tuple[str, DecodingModel] | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """The table (`PLANNED_COLUMNS`) with texts and counts (`DECODED_COLUMNS`)."""
@@ -158,19 +158,19 @@ class DecodeStage:
 
     def close(self) -> None:
         """Close and drop the engine. The next table loads it again."""
-        if self._loaded is not None:
-            (_, model), self._loaded = self._loaded, None
+        if self._model_in_use is not None:
+            (_, model), self._model_in_use = self._model_in_use, None
             model.engine.close()
 
     def _model(self, name: str) -> DecodingModel:
         """The model with that name. The caller must not keep its engine while another one may be loaded."""
-        if self._loaded is None or self._loaded[0] != name:
+        if self._model_in_use is None or self._model_in_use[0] != name:
             self.close()
             try:
-                self._loaded = (name, self._load(name))
+                self._model_in_use = (name, self._load(name))
             except ValueError as error:
                 raise ModelRefused(f"model '{name}': {error}") from error
-        return self._loaded[1]
+        return self._model_in_use[1]
 
     def _decode(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
         """Add text and counts to rows of one model, or the error."""

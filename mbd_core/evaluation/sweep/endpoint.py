@@ -49,9 +49,9 @@ class EndpointAddress:
         except ValueError:
             is_place = False
         if not (equals and NAME.fullmatch(name.strip()) and is_place and not re.search(r"\s", url)):
-            shown = next((part for part in (text, name) if not re.search("[@?]", part)), "...")
+            url_part = next((part for part in (text, name) if not re.search("[@?]", part)), "...")
             raise ValueError(
-                f"--endpoint {shown} must be NAME=http://HOST:PORT/v1, with #MODEL where it serves several"
+                f"--endpoint {url_part} must be NAME=http://HOST:PORT/v1, with #MODEL where it serves several"
             )
         if parts.username or parts.password or parts.query:
             raise ValueError(
@@ -95,11 +95,13 @@ def is_endpoint(digest: str) -> bool:
 def read_keys(options: Sequence[str], names: Iterable[str]) -> dict[str, str]:
     """The keys of endpoints from `NAME=VARIABLE`; no error says what was given in the place of a variable's name."""
     keys: dict[str, str] = {}
-    known = list(names)
+    names_text = list(names)
     for option in options:
         name, equals, variable = option.partition("=")
-        if not equals or name not in known:
-            raise ValueError(f"--endpoint-key must be NAME=VARIABLE, with a NAME of --endpoint: {', '.join(known)}")
+        if not equals or name not in names_text:
+            raise ValueError(
+                f"--endpoint-key must be NAME=VARIABLE, with a NAME of --endpoint: {', '.join(names_text)}"
+            )
         if name in keys:
             raise ValueError(f"--endpoint-key gives endpoint '{name}' two keys; give one")
         if not (key := os.environ.get(variable, "").strip()):
@@ -134,24 +136,26 @@ def find_endpoint(address: EndpointAddress, key: str | None) -> Endpoint:
 
     client, place = client_of(address.url, key, retries=1), f"endpoint '{address.name}' at {address.url}"
     try:
-        served, positions = _served(client)
-        model = address.model or (served[0] if len(served) == 1 else None)
+        models, positions = _named_models(client)
+        model = address.model or (models[0] if len(models) == 1 else None)
         if model is None:
             raise ValueError(
-                f"{place} serves {', '.join(served) or 'no model that it names'}; name one: {address.url}#MODEL"
+                f"{place} serves {', '.join(models) or 'no model that it names'}; name one: {address.url}#MODEL"
             )
-        if served and model not in served:
-            raise ValueError(f"{place} serves no '{model}'; it serves {', '.join(served)}")
+        if models and model not in models:
+            raise ValueError(f"{place} serves no '{model}'; it serves {', '.join(models)}")
         answer = ask_a_token(client, model)
-        found = Endpoint(name=address.name, url=address.url, model=model, positions=positions.get(model))
-        return _ours(client, found) if MARK in (answer.model_extra or {}) else found
+        endpoint = Endpoint(name=address.name, url=address.url, model=model, positions=positions.get(model))
+        return _own_endpoint(client, endpoint) if MARK in (answer.model_extra or {}) else endpoint
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-        given = "refuses the key that --endpoint-key names" if key else "wants a key: --endpoint-key NAME=VARIABLE"
-        raise ValueError(f"{place} {given} ({error.status_code})") from None
+        refusal = "refuses the key that --endpoint-key names" if key else "wants a key: --endpoint-key NAME=VARIABLE"
+        raise ValueError(f"{place} {refusal} ({error.status_code})") from None
     except openai.APIStatusError as error:
-        raise ValueError(f"{place} answers {error.status_code}: {said(error, key)}; check URL and model") from None
+        raise ValueError(
+            f"{place} answers {error.status_code}: {error_text(error, key)}; check URL and model"
+        ) from None
     except openai.APIConnectionError as error:
-        raise ValueError(f"{place} cannot be reached: {said(error, key)}; check host and port") from None
+        raise ValueError(f"{place} cannot be reached: {error_text(error, key)}; check host and port") from None
     except (openai.OpenAIError, json.JSONDecodeError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"{place} does not answer as an OpenAI endpoint does ({type(error).__name__})") from None
     finally:
@@ -170,22 +174,22 @@ def try_decoding(endpoint: Endpoint, key: str | None, configs: Sequence[Mapping[
             if fields and "canvas" not in fields:
                 ask_a_token(client, endpoint.model, extra_body={"decoding": fields})
     except openai.APIStatusError as error:
-        refused = f"endpoint '{endpoint.name}' refuses decoding {json.dumps(fields)}"
-        raise ValueError(f"{refused}: {said(error, key)}") from None
+        refusal = f"endpoint '{endpoint.name}' refuses decoding {json.dumps(fields)}"
+        raise ValueError(f"{refusal}: {error_text(error, key)}") from None
     except openai.APIConnectionError as error:
-        raise ValueError(f"endpoint '{endpoint.name}' cannot be reached: {said(error, key)}") from None
+        raise ValueError(f"endpoint '{endpoint.name}' cannot be reached: {error_text(error, key)}") from None
     finally:
         client.close()
 
 
-def ask_a_token(client: "openai.OpenAI", model: str, **more: Any) -> "ChatCompletion":
+def ask_a_token(client: "openai.OpenAI", model: str, **fields: Any) -> "ChatCompletion":
     """The answer to the smallest request that an endpoint's engine must compute."""
     return client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": "1"}], max_tokens=1, **more
+        model=model, messages=[{"role": "user", "content": "1"}], max_tokens=1, **fields
     )
 
 
-def _served(client: "openai.OpenAI") -> tuple[list[str], dict[str, int]]:
+def _named_models(client: "openai.OpenAI") -> tuple[list[str], dict[str, int]]:
     """The models that it names, none where it has no such route, and their positions where it says so."""
     import openai
 
@@ -193,26 +197,26 @@ def _served(client: "openai.OpenAI") -> tuple[list[str], dict[str, int]]:
         models = client.models.list().data
     except openai.NotFoundError:
         return [], {}
-    said_of = {model.id: (model.model_extra or {}).get("max_model_len") for model in models}
-    return list(said_of), {name: length for name, length in said_of.items() if isinstance(length, int)}
+    lengths = {model.id: (model.model_extra or {}).get("max_model_len") for model in models}
+    return list(lengths), {name: length for name, length in lengths.items() if isinstance(length, int)}
 
 
-def _ours(client: "openai.OpenAI", found: Endpoint) -> Endpoint:
+def _own_endpoint(client: "openai.OpenAI", endpoint: Endpoint) -> Endpoint:
     """What an endpoint of this project says of the model beside OpenAI's routes, which lie under `/v1`."""
-    root = found.url.removesuffix("/v1")
+    root = endpoint.url.removesuffix("/v1")
     health = client.get(f"{root}/health", cast_to=object)
-    state = _engine_state(health["models"], found.model)  # type: ignore[index]
+    state = _engine_state(health["models"], endpoint.model)  # type: ignore[index]
     if state is None:
         raise ValueError(
-            f"endpoint '{found.name}' at {found.url} names no running replica of '{found.model}' at {root}/health; "
-            "repeat the command when it does"
+            f"endpoint '{endpoint.name}' at {endpoint.url} names no running replica of "
+            f"'{endpoint.model}' at {root}/health; repeat the command when it does"
         )
-    counted = client.post(f"{root}/tokenize", body={"model": found.model, "prompt": "1"}, cast_to=object)
+    tokens = client.post(f"{root}/tokenize", body={"model": endpoint.model, "prompt": "1"}, cast_to=object)
     return Endpoint(
-        name=found.name,
-        url=found.url,
-        model=found.model,
-        positions=counted["max_model_len"],  # type: ignore[index]
+        name=endpoint.name,
+        url=endpoint.url,
+        model=endpoint.model,
+        positions=tokens["max_model_len"],  # type: ignore[index]
         defaults={name: value for name, value in state["defaults"].items() if value is not None},
         slots=state["engine"]["buffer_size"],
     )
@@ -231,7 +235,7 @@ def _engine_state(models: Sequence[Mapping[str, Any]], name: str) -> Mapping[str
     )
 
 
-def said(error: Exception, key: str | None) -> str:
+def error_text(error: Exception, key: str | None) -> str:
     """What is said of an error, on one line. An endpoint may repeat a request's headers: its key is left out."""
     body = getattr(error, "body", None)
     text = str((isinstance(body, Mapping) and body.get("message")) or error.__cause__ or error)
@@ -261,7 +265,7 @@ class EndpointStage:
     def __init__(self, endpoints: Mapping[str, Endpoint], keys: Mapping[str, str], *, concurrency: int) -> None:
         self._endpoints = dict(endpoints)
         self._keys = dict(keys)
-        self._clients = {name: client_of(one.url, keys.get(name)) for name, one in endpoints.items()}
+        self._clients = {name: client_of(endpoint.url, keys.get(name)) for name, endpoint in endpoints.items()}
         self._concurrency = concurrency
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -271,12 +275,12 @@ class EndpointStage:
         even when the process ends: an answer may take minutes.
         """
         rows = table.to_pylist()
-        waiting, ended = deque(in_turns(rows)), SimpleQueue[BaseException | None]()
+        waiting, outcomes = deque(in_turns(rows)), SimpleQueue[BaseException | None]()
         for _ in range(min(self._concurrency, len(rows))):
-            threading.Thread(target=self._ask_waiting, args=(waiting, ended), name="endpoint", daemon=True).start()
+            threading.Thread(target=self._ask_waiting, args=(waiting, outcomes), name="endpoint", daemon=True).start()
         try:
             for _ in rows:
-                error = ended.get()
+                error = outcomes.get()
                 if error is not None:
                     raise error
         finally:
@@ -294,7 +298,7 @@ class EndpointStage:
         for client in self._clients.values():
             client.close()
 
-    def _ask_waiting(self, waiting: deque[dict[str, Any]], ended: SimpleQueue[BaseException | None]) -> None:
+    def _ask_waiting(self, waiting: deque[dict[str, Any]], outcomes: SimpleQueue[BaseException | None]) -> None:
         """Ask row after row while some wait; each adds its columns to itself, and `None` or its error to `ended`."""
         while True:
             try:
@@ -303,9 +307,9 @@ class EndpointStage:
                 return
             try:
                 row.update(self._ask(row))
-                ended.put(None)
+                outcomes.put(None)
             except BaseException as error:
-                ended.put(error)
+                outcomes.put(error)
 
     def _ask(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The decoded columns of a row."""
@@ -319,30 +323,30 @@ class EndpointStage:
             pa.Table.from_pylist([{**row, **columns}], schema=DECODED_COLUMNS)  # raises for what no column can hold
             return columns
         except openai.APIStatusError as error:
-            what = f"answers {error.status_code}: {said(error, key)}"
+            what = f"answers {error.status_code}: {error_text(error, key)}"
             if error.status_code in SHUT or (error.status_code >= 500 and not _answers(client, endpoint)):
-                raise _lost(endpoint, what) from None
+                raise _loss(endpoint, what) from None
             return {"error": f"the endpoint {what}"}
         except openai.APIConnectionError as error:
             if not _answers(client, endpoint):
-                raise _lost(endpoint, f"cannot be reached any more: {said(error, key)}") from None
-            return {"error": f"the endpoint fails this request: {said(error, key)}"}
+                raise _loss(endpoint, f"cannot be reached any more: {error_text(error, key)}") from None
+            return {"error": f"the endpoint fails this request: {error_text(error, key)}"}
         except (openai.OpenAIError, *ODD) as error:
-            what = f"{type(error).__name__}: {said(error, key)}"
+            what = f"{type(error).__name__}: {error_text(error, key)}"
             return {"error": f"the endpoint's answer has not OpenAI's form ({what})"}
 
 
 def _request(client: "openai.OpenAI", endpoint: Endpoint, row: Mapping[str, Any]) -> Any:
     """The raw answer to a row's prompt: a chat, or a text that is gone on with."""
-    given, decoding = json.loads(row["input"]), json.loads(row["config"])
-    asked: dict[str, Any] = {"model": endpoint.model, "max_tokens": row["max_tokens"], "temperature": 0}
+    prompt, decoding = json.loads(row["input"]), json.loads(row["config"])
+    fields: dict[str, Any] = {"model": endpoint.model, "max_tokens": row["max_tokens"], "temperature": 0}
     stop = json.loads(row["stop"])[: None if endpoint.is_ours else MOST_STOPS]
-    asked |= {"stop": stop} if stop else {}
+    fields |= {"stop": stop} if stop else {}
     if decoding:
-        asked["extra_body"] = {"decoding": {name: value for name, value in decoding.items() if value is not None}}
-    if isinstance(given, str):
-        return client.completions.with_raw_response.create(prompt=given, **asked)
-    return client.chat.completions.with_raw_response.create(messages=given, **asked)
+        fields["extra_body"] = {"decoding": {name: value for name, value in decoding.items() if value is not None}}
+    if isinstance(prompt, str):
+        return client.completions.with_raw_response.create(prompt=prompt, **fields)
+    return client.chat.completions.with_raw_response.create(messages=prompt, **fields)
 
 
 def _columns(answer: Any, seconds: float, stop: list[str]) -> dict[str, Any]:
@@ -357,9 +361,9 @@ def _columns(answer: Any, seconds: float, stop: list[str]) -> dict[str, Any]:
     }
     counts = (answer.model_extra or {}).get(MARK) or {}
     columns |= {name: counts[name] for name in COUNTS if name in counts}
-    known = {name: count if type(count) is int and 0 <= count < 2**63 else None for name, count in columns.items()}
-    ended = before_stop((text or "").encode("utf-8", "replace").decode(), stop)
-    return {**known, "text": ended, "finish_reason": choice.finish_reason, "seconds": seconds}
+    numbers = {name: count if type(count) is int and 0 <= count < 2**63 else None for name, count in columns.items()}
+    answer_text = before_stop((text or "").encode("utf-8", "replace").decode(), stop)
+    return {**numbers, "text": answer_text, "finish_reason": choice.finish_reason, "seconds": seconds}
 
 
 def _answers(client: "openai.OpenAI", endpoint: Endpoint) -> bool:
@@ -377,7 +381,7 @@ def _answers(client: "openai.OpenAI", endpoint: Endpoint) -> bool:
     return True
 
 
-def _lost(endpoint: Endpoint, what: str) -> EndpointLost:
+def _loss(endpoint: Endpoint, what: str) -> EndpointLost:
     return EndpointLost(
         f"endpoint '{endpoint.name}' at {endpoint.url} {what}; what was computed is kept, and the same command asks "
         "what is missing"

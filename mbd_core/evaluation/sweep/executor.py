@@ -78,14 +78,14 @@ class LocalExecutor:
     def decode(self, tables: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
         stage = DecodeStage(lambda name: self._load(name, self.engine))
         try:
-            for number, planned in tables:
-                yield number, grade_table(stage(planned), isolated=self._isolated)
+            for number, table in tables:
+                yield number, grade_table(stage(table), isolated=self._isolated)
         finally:
             stage.close()
 
     def grade(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
-        for number, decoded in tables:
-            yield number, grade_table(decoded, isolated=self._isolated)
+        for number, table in tables:
+            yield number, grade_table(table, isolated=self._isolated)
 
     def time(self, cases: Sequence[TimedCase], *, left_out: Collection[int]) -> Iterator[NumberedTable]:
         def load(name: str, buffer_size: int) -> DecodingModel:
@@ -115,18 +115,18 @@ class Attempts:
     """How often each piece of work was begun and not ended. It outlives the processes that do the work."""
 
     def __init__(self) -> None:
-        self._begun = Counter[int]()
+        self._num_begun = Counter[int]()
 
     def begin(self, number: int) -> bool:
         """Begin a piece of work, by its number; false if it was begun too often, and is not to be done again."""
-        if self._begun[number] == MOST_DEATHS:
+        if self._num_begun[number] == MOST_DEATHS:
             return False
-        self._begun[number] += 1
+        self._num_begun[number] += 1
         return True
 
     def end(self, number: int) -> None:
         """The work was done. Where its result is lost later, it may be done again."""
-        del self._begun[number]
+        del self._num_begun[number]
 
 
 class ModelDies(RuntimeError):
@@ -138,15 +138,15 @@ class DeathWatch:
 
     def __init__(self, decoding: Iterable[str]) -> None:
         self.decoding = set(decoding)
-        self._lost: dict[str, list[str]] = {}
+        self._losses: dict[str, list[str]] = {}
 
-    def decoded(self, model: str) -> None:
+    def note_decoded(self, model: str) -> None:
         self.decoding.add(model)
 
-    def lost(self, model: str, work: str) -> None:
+    def note_lost(self, model: str, work: str) -> None:
         """Note what an engine died of too often. Raises `ModelDies` if the model decodes nothing else either."""
-        self._lost.setdefault(model, []).append(work)
-        if len(self._lost[model]) == MOST_LOST:
+        self._losses.setdefault(model, []).append(work)
+        if len(self._losses[model]) == MOST_LOST:
             self.check(model)
 
     def check(self, model: str) -> None:
@@ -154,7 +154,7 @@ class DeathWatch:
         if model not in self.decoding:
             raise ModelDies(
                 f"model '{model}' cannot be decoded: the engine's process died {MOST_DEATHS} times on each of "
-                f"{', '.join(self._lost[model])}, and decoded nothing else; try one method with --limit 1"
+                f"{', '.join(self._losses[model])}, and decoded nothing else; try one method with --limit 1"
             )
 
 
@@ -165,7 +165,7 @@ class DividedParts:
         self._waiting, self._watch = list(parts), watch
         self._part_of = {row["sample"]: part for part in self._waiting for row in part.rows}
         self._row_of = {row["sample"]: row for part in self._waiting for row in part.rows}
-        self._graded: dict[int, pa.Table] = {}
+        self._tables: dict[int, pa.Table] = {}
 
     def samples(self) -> list[NumberedTable]:
         """Each sample by itself (`PLANNED_COLUMNS`), with its number."""
@@ -173,21 +173,21 @@ class DividedParts:
             (sample, pa.Table.from_pylist([dict(row)], schema=PLANNED_COLUMNS)) for sample, row in self._row_of.items()
         ]
 
-    def add(self, sample: int, graded: pa.Table) -> list[NumberedTable]:
+    def add(self, sample: int, table: pa.Table) -> list[NumberedTable]:
         """The numbers and tables of the parts that are whole with this sample; one without rows killed the engine.
 
         A part waits until its model has decoded something. Raises `ModelDies`.
         """
         part = self._part_of[sample]
-        if len(graded):
-            self._watch.decoded(part.model)
-            self._graded[sample] = graded
+        if len(table):
+            self._watch.note_decoded(part.model)
+            self._tables[sample] = table
         else:
-            self._watch.lost(part.model, f"sample {sample} of part {part.number}")
-            self._graded[sample] = _dead(self._row_of[sample])
+            self._watch.note_lost(part.model, f"sample {sample} of part {part.number}")
+            self._tables[sample] = _dead(self._row_of[sample])
         whole = [part for part in self._waiting if self._is_whole(part)]
         self._waiting = [part for part in self._waiting if part not in whole]
-        return [(part.number, _joined([self._graded[row["sample"]] for row in part.rows])) for part in whole]
+        return [(part.number, _join_samples([self._tables[row["sample"]] for row in part.rows])) for part in whole]
 
     def check_end(self) -> None:
         """Raise `ModelDies` if parts still wait for their model to decode something."""
@@ -195,10 +195,10 @@ class DividedParts:
             self._watch.check(part.model)
 
     def _is_whole(self, part: Part) -> bool:
-        return part.model in self._watch.decoding and all(row["sample"] in self._graded for row in part.rows)
+        return part.model in self._watch.decoding and all(row["sample"] in self._tables for row in part.rows)
 
 
-def _joined(samples: Sequence[pa.Table]) -> pa.Table:
+def _join_samples(samples: Sequence[pa.Table]) -> pa.Table:
     """A part of its samples, with what the graded ones say of how programs were contained."""
     metadata = next((table.schema.metadata for table in samples if table.schema.metadata), None)
     return pa.concat_tables(samples).replace_schema_metadata(metadata)
@@ -215,18 +215,18 @@ def decode_parts(parts: Sequence[Part], executor: Executor, *, decoding: Collect
     Raises `ModelDies`, and as the executor does.
     """
     by_number, aside, watch = {part.number: part for part in parts}, list[Part](), DeathWatch(decoding)
-    for number, graded in executor.decode([(part.number, part.table()) for part in parts]):
+    for number, table in executor.decode([(part.number, part.table()) for part in parts]):
         part = by_number[number]
-        if len(graded):
-            watch.decoded(part.model)
-            yield number, graded
+        if len(table):
+            watch.note_decoded(part.model)
+            yield number, table
         else:
-            watch.lost(part.model, f"part {number}")
+            watch.note_lost(part.model, f"part {number}")
             aside.append(part)
     divided = DividedParts(sorted(aside, key=lambda part: part.number), DeathWatch(watch.decoding))
     if aside:
-        for sample, graded in executor.decode(divided.samples()):
-            yield from divided.add(sample, graded)
+        for sample, table in executor.decode(divided.samples()):
+            yield from divided.add(sample, table)
         divided.check_end()
 
 

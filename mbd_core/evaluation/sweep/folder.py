@@ -76,8 +76,8 @@ class FolderState:
     def save(self, folder: Path) -> None:
         """Write it, durably: without it the parts that are there are nobody's."""
         content = {**vars(self), "record": self.record.as_json()}
-        with durable_file(folder / RECORD) as beside:
-            beside.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        with durable_file(folder / RECORD) as new_file:
+            new_file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
     def owns(self, folder: Path, name: str) -> bool:
         """Whether a file of the folder, by its relative name, was written by this sweep or one that it replaced."""
@@ -91,11 +91,11 @@ class FolderState:
 class SweepFolder:
     """A sweep's `PartsFolder` and state.
 
-    `published` is called with the relative name of every file that was written or removed.
+    `publish` is called with the relative name of every file that was written or removed.
     """
 
-    def __init__(self, parts: PartsFolder, state: FolderState, published: Callable[[str], None]) -> None:
-        self.path, self.state, self._parts, self._published = parts.path, state, parts, published
+    def __init__(self, parts: PartsFolder, state: FolderState, publish: Callable[[str], None]) -> None:
+        self.path, self.state, self._parts, self._publish = parts.path, state, parts, publish
 
     @classmethod
     def claim(
@@ -104,7 +104,7 @@ class SweepFolder:
         record: SweepRecord,
         *,
         overwrite: bool = False,
-        published: Callable[[str], None] = lambda _: None,
+        publish: Callable[[str], None] = lambda _: None,
     ) -> Self:
         """Make the folder for this sweep, or go on with what lies there of it.
 
@@ -112,16 +112,16 @@ class SweepFolder:
         """
         check_sweep_folder(path, record, overwrite=overwrite)
         parts = PartsFolder(path, KIND, FILES, lock=LOCK)
-        there = FolderState.load(path)
-        if there is None:
+        old_state = FolderState.load(path)
+        if old_state is None:
             state = FolderState(record)
-        elif is_resumable(path, there, record, overwrite=overwrite):
-            state = there
-            if record.num_cases and not there.record.num_cases:  # nothing was to be timed before
-                state.record = replace(there.record, num_cases=record.num_cases, timing=record.timing)
+        elif is_resumable(path, old_state, record, overwrite=overwrite):
+            state = old_state
+            if record.num_cases and not old_state.record.num_cases:  # nothing was to be timed before
+                state.record = replace(old_state.record, num_cases=record.num_cases, timing=record.timing)
         else:
-            state = FolderState(record, previous=[there.id, *there.previous], digests=there.digests)
-        folder = cls(parts, state, published)
+            state = FolderState(record, previous=[old_state.id, *old_state.previous], digests=old_state.digests)
+        folder = cls(parts, state, publish)
         folder._save()
         folder._clear()
         return folder
@@ -160,10 +160,10 @@ class SweepFolder:
         path = self.path / name
         if path.exists():
             raise OSError(f"{path} was not written by this sweep, whose file has that name; move it")
-        kept = {key: value for key, value in (table.schema.metadata or {}).items() if key == ISOLATION}
-        with durable_file(path) as beside:
-            pq.write_table(table.replace_schema_metadata({**kept, MARK: self.state.id}), beside)
-        self._published(name)
+        metadata = {key: value for key, value in (table.schema.metadata or {}).items() if key == ISOLATION}
+        with durable_file(path) as new_file:
+            pq.write_table(table.replace_schema_metadata({**metadata, MARK: self.state.id}), new_file)
+        self._publish(name)
 
     def write_files(self, contents: dict[str, bytes]) -> None:
         """Write files of the report; `OSError` if somebody else's lies in the place of one."""
@@ -173,15 +173,15 @@ class SweepFolder:
             self.state.digests[name] = [hashlib.sha256(content).hexdigest(), *self.state.digests.get(name, [])][:8]
         self._save()  # before the files: a process that is killed between them leaves none that nobody knows
         for name, content in contents.items():
-            with file_beside(self.path / name) as beside:
-                beside.write_bytes(content)
-            self._published(name)
+            with file_beside(self.path / name) as new_file:
+                new_file.write_bytes(content)
+            self._publish(name)
 
     def remove(self, name: str) -> None:
         """Remove a file if it is there and ours."""
         if (self.path / name).exists() and self.state.owns(self.path, name):
             (self.path / name).unlink()
-            self._published(name)
+            self._publish(name)
 
     def note_machine(self, machine: str) -> None:
         """Record that a part of the sweep was computed on this machine too."""
@@ -196,13 +196,13 @@ class SweepFolder:
 
     def _save(self) -> None:
         self.state.save(self.path)
-        self._published(RECORD)
+        self._publish(RECORD)
 
     def _clear(self) -> None:
         """Remove what is left of replaced sweeps; without all parts, the report too."""
-        outdated = REPORT_FILES if self.missing() or self.missing_cases() else ()
+        report_files = REPORT_FILES if self.missing() or self.missing_cases() else ()
         for name in files_in(self.path):
-            if name in outdated or part_id(self.path / name) in self.state.previous:
+            if name in report_files or part_id(self.path / name) in self.state.previous:
                 self.remove(name)
 
 
@@ -221,16 +221,16 @@ def tables_of(record: SweepRecord) -> list[str]:
 
 def part_id(path: Path) -> str | None:
     """The id of the sweep that wrote a part; `None` for a file that no sweep wrote, or none at all."""
-    return _said(path, MARK)
+    return _metadata_value(path, MARK)
 
 
 def isolations(folder: Path) -> set[str]:
     """How the programs of a sweep's samples were contained, on whatever machines they ran; empty where none ran, and
     of parts that earlier versions graded. `ValueError` if no sweep lies there."""
-    return {said for path in part_files(folder) if (said := _said(path, ISOLATION)) is not None}
+    return {isolation for path in part_files(folder) if (isolation := _metadata_value(path, ISOLATION)) is not None}
 
 
-def _said(path: Path, key: bytes) -> str | None:
+def _metadata_value(path: Path, key: bytes) -> str | None:
     """A value of a part's metadata."""
     try:
         value = (pq.read_metadata(path).metadata or {}).get(key)
@@ -241,10 +241,10 @@ def _said(path: Path, key: bytes) -> str | None:
 
 def files_in(folder: Path) -> list[str]:
     """The relative names of the files in a sweep's folder and in its folders of tables."""
-    found = (
+    paths = (
         path for place in (folder, *(folder / name for name in TABLES)) if place.is_dir() for path in place.iterdir()
     )
-    return sorted(str(path.relative_to(folder)) for path in found if path.is_symlink() or not path.is_dir())
+    return sorted(str(path.relative_to(folder)) for path in paths if path.is_symlink() or not path.is_dir())
 
 
 def check_sweep_folder(folder: Path, record: SweepRecord | None = None, *, overwrite: bool = False) -> None:
@@ -256,29 +256,29 @@ def check_sweep_folder(folder: Path, record: SweepRecord | None = None, *, overw
     if folder_kind(folder) != KIND:
         check_target_folder(folder, KIND, overwrite=overwrite, in_place=True)
         return
-    there = FolderState.load(folder)
-    if there is None:
+    state = FolderState.load(folder)
+    if state is None:
         strange = [name for name in files_in(folder) if name not in (MANIFEST, LOCK) and not is_leftover(name, FILES)]
         if strange:
             raise ValueError(f"{folder} cannot be used: it has no {RECORD}, and {strange[0]} in it; move that")
         return
-    if record is not None and is_resumable(folder, there, record, overwrite=overwrite):
-        for name in (*tables_of(there.record), *REPORT_FILES, FAILURE):
-            if (folder / name).exists() and not there.owns(folder, name):
+    if record is not None and is_resumable(folder, state, record, overwrite=overwrite):
+        for name in (*tables_of(state.record), *REPORT_FILES, FAILURE):
+            if (folder / name).exists() and not state.owns(folder, name):
                 raise ValueError(f"{folder / name} was not written by this sweep, whose file has that name; move it")
         return
     if not overwrite:
-        said = "a sweep" if record is None else f"another sweep: {difference(there.record, record)}"
-        raise ValueError(f"{folder} exists already and holds {said}; give another folder, or --overwrite")
-    foreign = [name for name in files_in(folder) if not there.owns(folder, name)]
+        contents = "a sweep" if record is None else f"another sweep: {difference(state.record, record)}"
+        raise ValueError(f"{folder} exists already and holds {contents}; give another folder, or --overwrite")
+    foreign = [name for name in files_in(folder) if not state.owns(folder, name)]
     if foreign:
         raise ValueError(f"{folder} cannot be replaced: {foreign[0]} in it was not written by this project; move it")
 
 
-def is_resumable(folder: Path, there: FolderState, record: SweepRecord, *, overwrite: bool) -> bool:
+def is_resumable(folder: Path, state: FolderState, record: SweepRecord, *, overwrite: bool) -> bool:
     """Whether the sweep in the folder is the one of `record`, and to be gone on with: `overwrite` asks for a finished
     one to be computed again, and for one that was interrupted to be ended."""
-    return difference(there.record, record) is None and not (overwrite and is_finished(folder, there))
+    return difference(state.record, record) is None and not (overwrite and is_finished(folder, state))
 
 
 def is_finished(folder: Path, state: FolderState) -> bool:
@@ -288,10 +288,10 @@ def is_finished(folder: Path, state: FolderState) -> bool:
 
 def is_computed(folder: Path, record: SweepRecord, *, overwrite: bool) -> bool:
     """Whether all that `record` asks for is there; with `overwrite` it is computed again once it was reported."""
-    there = FolderState.load(folder)
-    if there is None or not is_resumable(folder, there, record, overwrite=overwrite):
+    state = FolderState.load(folder)
+    if state is None or not is_resumable(folder, state, record, overwrite=overwrite):
         return False
-    return all(part_id(folder / name) == there.id for name in tables_of(record))
+    return all(part_id(folder / name) == state.id for name in tables_of(record))
 
 
 def read_record(folder: Path) -> SweepRecord:
@@ -360,15 +360,15 @@ def load_samples(folders: Sequence[Path]) -> Samples:
     """
     samples: Samples = {}
     plans: dict[tuple[ReportKey, str, int | None], int] = {}  # (configuration, problem, seed) -> the plan it is of
-    found: list[tuple[int, int, ReportKey, GradedSample]] = []
-    known: list[Any] = []
+    rows: list[tuple[int, int, ReportKey, GradedSample]] = []
+    plan_values: list[Any] = []
     for folder in folders:
         record = read_record(folder)
         for key in record.subjects():
             samples.setdefault(key, [])
-        if record.plan not in known:
-            known.append(record.plan)
-        plan = known.index(record.plan)
+        if record.plan not in plan_values:
+            plan_values.append(record.plan)
+        plan = plan_values.index(record.plan)
         for row in read_samples(folder, columns=COLUMNS):
             key = ReportKey(row["model"], row["method"], row["task"], row["config"])
             subject = (key, row["problem_id"], row["seed"] if _is_drawn(key.task) else None)
@@ -381,10 +381,10 @@ def load_samples(folders: Sequence[Path]) -> Samples:
                     )
                 continue
             plans[subject] = plan
-            found.append((plan, row["sample"], key, graded_sample(row)))
-    for _, _, key, sample in sorted(found, key=lambda one: one[:2]):
+            rows.append((plan, row["sample"], key, graded_sample(row)))
+    for _, _, key, sample in sorted(rows, key=lambda item: item[:2]):
         samples[key].append(sample)
-    return {key: _counted(graded) for key, graded in samples.items() if graded}
+    return {key: _group_of(group) for key, group in samples.items() if group}
 
 
 def _is_drawn(task: str) -> bool:
@@ -392,11 +392,11 @@ def _is_drawn(task: str) -> bool:
     return task not in TASKS or TASKS[task].generate is not None
 
 
-def _counted(graded: list[GradedSample]) -> list[GradedSample]:
+def _group_of(samples: list[GradedSample]) -> list[GradedSample]:
     """A configuration's samples: an error of an endpoint that says forwards with others makes it no bare one."""
-    if all(sample.is_bare for sample in graded):
-        return graded
-    return [replace(sample, is_bare=False) for sample in graded]
+    if all(sample.is_bare for sample in samples):
+        return samples
+    return [replace(sample, is_bare=False) for sample in samples]
 
 
 def graded_sample(row: dict[str, Any]) -> GradedSample:

@@ -42,10 +42,10 @@ def grade_table(table: pa.Table, *, isolated: bool = False) -> pa.Table:
             problem = Problem(**{name: row[name] for name in PROBLEM_COLUMNS})
             grades[key] = grade(find_task(row["task"]), problem, row["text"])
         row.update(asdict(grades[key]))
-    graded = pa.Table.from_pylist(rows, schema=GRADED_COLUMNS)
+    table_of_grades = pa.Table.from_pylist(rows, schema=GRADED_COLUMNS)
     if not any(runs_programs(find_task(task)) for task, *_ in grades):
-        return graded
-    return graded.replace_schema_metadata({ISOLATION: available_isolation()})
+        return table_of_grades
+    return table_of_grades.replace_schema_metadata({ISOLATION: available_isolation()})
 
 
 # Grades samples that somebody else generated: a JSON-lines file and a task's problems in, rows and a summary out.
@@ -100,8 +100,8 @@ def _sample(line: int, raw: bytes, problem_set: ProblemSet, by_id: dict[str, Pro
     is_code = runs_programs(problem_set.task)
     form = next((form for form in FORMS if form in row and (is_code or form == "text")), None)
     if form is None:
-        wanted = "'text', 'completion' or 'solution'" if is_code else "'text'"
-        raise ValueError(f"no column {wanted} with the answer")
+        fields = "'text', 'completion' or 'solution'" if is_code else "'text'"
+        raise ValueError(f"no column {fields} with the answer")
     if not isinstance(row[form], str):
         raise ValueError(f"column '{form}' must be text, not {type(row[form]).__name__}")
     name = next((name for name in IDS if name in row), None)
@@ -110,13 +110,13 @@ def _sample(line: int, raw: bytes, problem_set: ProblemSet, by_id: dict[str, Pro
     return Sample(line=line, problem=_problem(name, row[name], problem_set, by_id), form=form, content=row[form])
 
 
-def _problem(name: str, given: Any, problem_set: ProblemSet, by_id: dict[str, Problem]) -> Problem:
+def _problem(name: str, value: Any, problem_set: ProblemSet, by_id: dict[str, Problem]) -> Problem:
     problems = problem_set.problems
-    if name == "doc_id" and isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(problems):
-        return problems[given]
-    if name != "doc_id" and str(given) in by_id:
-        return by_id[str(given)]
-    raise ValueError(f"{name} {given!r} is no problem of task '{problem_set.task.name}' in {problem_set.source}")
+    if name == "doc_id" and isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(problems):
+        return problems[value]
+    if name != "doc_id" and str(value) in by_id:
+        return by_id[str(value)]
+    raise ValueError(f"{name} {value!r} is no problem of task '{problem_set.task.name}' in {problem_set.source}")
 
 
 def grade_samples(task: Task, samples: Sequence[Sample], *, workers: int) -> Iterator[SampleGrade]:
@@ -125,26 +125,26 @@ def grade_samples(task: Task, samples: Sequence[Sample], *, workers: int) -> Ite
     for sample in samples:
         groups.setdefault(sample.problem.problem_id, []).append(sample)
     with ThreadPoolExecutor(workers) as pool:
-        for graded in pool.map(lambda group: [_graded(task, sample) for sample in group], groups.values()):
-            yield from graded
+        for grades in pool.map(lambda group: [_grade_sample(task, sample) for sample in group], groups.values()):
+            yield from grades
 
 
-def _graded(task: Task, sample: Sample) -> SampleGrade:
+def _grade_sample(task: Task, sample: Sample) -> SampleGrade:
     if not runs_programs(task):
         return SampleGrade(sample=sample, grade=grade(task, sample.problem, sample.content), solution=None)
     solution = sample.content if sample.form != "completion" else sample.problem.prompt + sample.content
     try:
         if sample.form == "text":
             solution = program_of(sample.problem, sample.content)
-        found = grade_program(task, sample.problem, solution)
+        outcome = grade_program(task, sample.problem, solution)
     except Exception as error:  # one sample, or a broken problem, must not lose what all others cost
-        found = ungradable(error)
-    return SampleGrade(sample=sample, grade=found, solution=solution)
+        outcome = ungradable(error)
+    return SampleGrade(sample=sample, grade=outcome, solution=solution)
 
 
-def summary(problem_set: ProblemSet, graded: Sequence[SampleGrade]) -> dict[str, Any]:
+def summary(problem_set: ProblemSet, sample_grades: Sequence[SampleGrade]) -> dict[str, Any]:
     """The counts, and what they depend on."""
-    grades = [one.grade for one in graded]
+    grades = [item.grade for item in sample_grades]
     counts = {
         name: sum(bool(getattr(grade, name)) for grade in grades)
         for name in ("strict_correct", "flexible_correct", "base_correct", "plus_correct")
@@ -158,7 +158,8 @@ def summary(problem_set: ProblemSet, graded: Sequence[SampleGrade]) -> dict[str,
         "source": problem_set.source,
         "problems": len(problem_set.problems),
         "problems_sha256": problem_set.sha256,
-        "problems_without_a_sample": len(problem_set.problems) - len({g.sample.problem.problem_id for g in graded}),
+        "problems_without_a_sample": len(problem_set.problems)
+        - len({g.sample.problem.problem_id for g in sample_grades}),
         "samples": len(grades),
         "correct": correct,
         "accuracy_of_samples": correct / len(grades),
@@ -170,17 +171,18 @@ def summary(problem_set: ProblemSet, graded: Sequence[SampleGrade]) -> dict[str,
     }
 
 
-def write_grades(folder: Path, problem_set: ProblemSet, graded: Sequence[SampleGrade]) -> dict[str, Any]:
+def write_grades(folder: Path, problem_set: ProblemSet, sample_grades: Sequence[SampleGrade]) -> dict[str, Any]:
     """Write `grades.jsonl` in the samples' order, `report.json`, and for code `evalplus.jsonl`, which
     `evalplus.evaluate` takes; the summary."""
-    ordered = sorted(graded, key=lambda one: one.sample.line)
+    ordered = sorted(sample_grades, key=lambda item: item.sample.line)
     rows = [
-        {"line": one.sample.line, "problem_id": one.sample.problem.problem_id, **asdict(one.grade)} for one in ordered
+        {"line": item.sample.line, "problem_id": item.sample.problem.problem_id, **asdict(item.grade)}
+        for item in ordered
     ]
     write_text(folder / "grades.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     if problem_set.task.rule == "plus":
-        programs = [{"task_id": one.sample.problem.problem_id, "solution": one.solution} for one in ordered]
+        programs = [{"task_id": item.sample.problem.problem_id, "solution": item.solution} for item in ordered]
         write_text(folder / "evalplus.jsonl", "".join(json.dumps(row) + "\n" for row in programs))
-    found = summary(problem_set, ordered)
-    write_json(folder / "report.json", found)
-    return found
+    report = summary(problem_set, ordered)
+    write_json(folder / "report.json", report)
+    return report

@@ -167,8 +167,8 @@ def _label(name: str, defaults: Mapping[str, Any]) -> str:
         return name
     trained_with = defaults.get("trained_with")
     if trained_with not in MULTI_LABELS:
-        known = ", ".join(label for label in MULTI_LABELS if label)
-        raise ValueError(f"generation_config.json: unknown trained_with={trained_with!r}; known: {known}")
+        labels = ", ".join(label for label in MULTI_LABELS if label)
+        raise ValueError(f"generation_config.json: unknown trained_with={trained_with!r}; known: {labels}")
     return MULTI_LABELS[trained_with]
 
 

@@ -25,7 +25,7 @@ from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
-from mbd_core.evaluation.sweep.decoding import DecodingModel, fitted
+from mbd_core.evaluation.sweep.decoding import DecodingModel, fit_request
 from mbd_core.files import PartsFolder, durable_file, write_json
 from mbd_core.json_text import differing_fields, parse_json
 from mbd_core.multitf.data.preparation import Answer, Chat
@@ -111,18 +111,18 @@ class ModelAnswers:
 
     def answer(self, chats: Sequence[Chat]) -> list[Answer]:
         """The answers to chats that end with the user's message; all calls but the last give whole parts."""
-        cut = [chats[start : start + PART] for start in range(0, len(chats), PART)]
-        parts = dict(enumerate(cut, start=self._next))
+        groups = [chats[start : start + PART] for start in range(0, len(chats), PART)]
+        parts = dict(enumerate(groups, start=self._next))
         self._next += len(parts)
         missing = [(number, part) for number, part in parts.items() if not self._keeps(number, part)]
         if missing:
             bar = self._progress(missing[0][0] * PART)
             for number, lines in self._decode(missing):
-                named = [name | line for name, line in zip(_names(parts[number]), lines, strict=True)]
-                with durable_file(self._file(number)) as beside:
-                    beside.write_text("".join(json.dumps(line) + "\n" for line in named), encoding="utf-8")
+                rows = [name | line for name, line in zip(_names(parts[number]), lines, strict=True)]
+                with durable_file(self._file(number)) as new_file:
+                    new_file.write_text("".join(json.dumps(line) + "\n" for line in rows), encoding="utf-8")
                 bar.update(len(lines))
-        return [self._answer(line) for number, part in parts.items() for line in self._kept(number, part)]
+        return [self._answer(line) for number, part in parts.items() for line in self._stored_lines(number, part)]
 
     def close(self) -> None:
         """End the progress bar, and let another process write in the folder."""
@@ -147,9 +147,9 @@ class ModelAnswers:
 
     def _keeps(self, number: int, chats: Sequence[Chat]) -> bool:
         """Whether a part's answers are there, all of them."""
-        return self._file(number).exists() and len(self._kept(number, chats)) == len(chats)
+        return self._file(number).exists() and len(self._stored_lines(number, chats)) == len(chats)
 
-    def _kept(self, number: int, chats: Sequence[Chat]) -> list[Line]:
+    def _stored_lines(self, number: int, chats: Sequence[Chat]) -> list[Line]:
         """The lines of a part's file, as many as there are of `chats`; `ValueError` if they are of other rows."""
         file, names = self._file(number), _names(chats)
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()][: len(names)]
@@ -157,10 +157,10 @@ class ModelAnswers:
             raise ValueError(f"{file} holds answers to other rows; give another --answers, or remove {self.folder}")
         return lines
 
-    def _progress(self, done: int) -> "tqdm[Any]":
+    def _progress(self, num_done: int) -> "tqdm[Any]":
         """The bar, which begins with the first part that is decoded now."""
         if self._bar is None:
-            self._bar = tqdm(initial=done, total=self._num_rows, unit="answers", desc="answers")
+            self._bar = tqdm(initial=num_done, total=self._num_rows, unit="answers", desc="answers")
         return self._bar
 
     def _answer(self, line: Line) -> Answer:
@@ -207,7 +207,7 @@ class PartDecoder:
                 decoding=settings.decoding,
                 sampling=sampling,
             )
-            requests.append(fitted(request, engine.admission.model.max_positions))
+            requests.append(fit_request(request, engine.admission.model.max_positions))
         admitted = [request for request in requests if _is_admitted(engine, request)]
         outputs = {output.request_id: output for output in engine.generate(admitted)} if admitted else {}
         return [_line(tokenizer, outputs.get(request.request_id)) for request in requests]

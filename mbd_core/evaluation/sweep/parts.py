@@ -72,14 +72,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Shard:
+class SweepShard:
     """The part of a sweep that one of several jobs computes: every `count`-th part, from the `index`-th, from 1."""
 
     index: int = 1
     count: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> "Shard":
+    def parse(cls, text: str) -> "SweepShard":
         """`i/n`; `ValueError` for anything else."""
         first, slash, second = text.partition("/")
         if not (slash and first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
@@ -201,9 +201,9 @@ def timed_cases(rows: Sequence[Row], timing: Timing) -> list[TimedCase]:
 def _timed_rows(rows: Sequence[Row], timing: Timing) -> list[Row]:
     """Those that are sent one at a time, evenly spread, then the further ones, evenly spread over the rest."""
     alone = spread(rows, timing.problems)
-    chosen = {row["sample"] for row in alone}
-    rest = [row for row in rows if row["sample"] not in chosen]
-    return [*alone, *spread(rest, timing.together - len(alone))]
+    samples = {row["sample"] for row in alone}
+    other_rows = [row for row in rows if row["sample"] not in samples]
+    return [*alone, *spread(other_rows, timing.together - len(alone))]
 
 
 def spread(rows: Sequence[Row], count: int) -> list[Row]:

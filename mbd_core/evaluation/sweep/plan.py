@@ -37,23 +37,23 @@ def endpoint_variants(endpoint: Endpoint, grid: Grid, names: Sequence[str], meth
     default = Variant(method=ENDPOINT_DEFAULT, decoding=None)
     if endpoint.defaults is None:
         return [default]
-    own = [name for name in names if name != ENDPOINT_DEFAULT]
-    found = [default] if ENDPOINT_DEFAULT in names else []
-    if own:
+    own_names = [name for name in names if name != ENDPOINT_DEFAULT]
+    variants = [default] if ENDPOINT_DEFAULT in names else []
+    if own_names:
         block_size = endpoint.defaults["block_size"]
-        found += plan_variants(grid, own, methods=methods, defaults=endpoint.defaults, block_size=block_size)
-    for variant in found:
+        variants += plan_variants(grid, own_names, methods=methods, defaults=endpoint.defaults, block_size=block_size)
+    for variant in variants:
         if variant.decoding and endpoint.slots and variant.decoding.buffer_size > endpoint.slots:
             raise ValueError(
                 f"method '{variant.method}' with buffer_size={variant.decoding.buffer_size} exceeds the "
                 f"{endpoint.slots} slots of endpoint '{endpoint.name}'"
             )
-    return found
+    return variants
 
 
-def check_default_alone(endpoints: Sequence[Endpoint], asked: Sequence[str]) -> None:
+def check_default_alone(endpoints: Sequence[Endpoint], names: Sequence[str]) -> None:
     """Raise `ValueError` if methods or a grid are asked for and nothing but endpoints without any is there."""
-    if set(asked) - {ENDPOINT_DEFAULT} and not any(endpoint.is_ours for endpoint in endpoints):
+    if set(names) - {ENDPOINT_DEFAULT} and not any(endpoint.is_ours for endpoint in endpoints):
         raise ValueError(
             f"endpoint '{endpoints[0].name}' takes no decoding fields, so its only method is {ENDPOINT_DEFAULT}; "
             "leave out --methods, --method and --grid"
@@ -68,8 +68,8 @@ def endpoint_notes(endpoint: Endpoint, inputs: Mapping[str, TaskInputs]) -> Sequ
                 f"endpoint '{endpoint.name}' holds {endpoint.positions} positions, prompt and answer together, and an "
                 f"answer of {task} may have {of_task.max_tokens} tokens; give --max-tokens"
             )
-    known = "" if endpoint.is_ours else "; it says neither forwards nor TPF, and decodes as it likes"
-    return [f"model '{endpoint.name}' is '{endpoint.model}' at {endpoint.url}, asked at temperature 0{known}"]
+    counts_note = "" if endpoint.is_ours else "; it says neither forwards nor TPF, and decodes as it likes"
+    return [f"model '{endpoint.name}' is '{endpoint.model}' at {endpoint.url}, asked at temperature 0{counts_note}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,8 @@ class Sweep:
         """What a reader needs to judge the numbers or to repeat the sweep, by name. `engine` configures each of
         `num_actors` engines, on GPUs or not, of which `machine` says where they run."""
         endpoints = {
-            name: {"url": one.url, "model": one.model, "ours": one.is_ours} for name, one in self.endpoints.items()
+            name: {"url": endpoint.url, "model": endpoint.model, "ours": endpoint.is_ours}
+            for name, endpoint in self.endpoints.items()
         }
         return {
             "models": {
@@ -189,10 +190,16 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         contents = replace(contents, defaults=with_method(author_defaults(contents.defaults), contents.config))
         variants[name] = _model_variants(name, contents, grid, method_names, methods, options.tensor_parallel)
         notes += check_positions(name, contents.config.max_positions, inputs)
-        model_notes = (edit_note(name, contents.defaults, one.decoding) for one in variants[name] if one.decoding)
+        model_notes = (
+            edit_note(name, contents.defaults, variant.decoding) for variant in variants[name] if variant.decoding
+        )
         notes += dict.fromkeys(note for note in model_notes if note is not None)
     num_slots = max(
-        (one.decoding.buffer_size for one in itertools.chain.from_iterable(variants.values()) if one.decoding),
+        (
+            variant.decoding.buffer_size
+            for variant in itertools.chain.from_iterable(variants.values())
+            if variant.decoding
+        ),
         default=options.engine.num_slots,
     )
     if not models:
@@ -221,13 +228,13 @@ def plan_sweep(options: SweepOptions) -> Sweep:
 def _model_settings(folder: Path, *, on_gpu: bool) -> dict[str, Any]:
     """A model's size, training and dtype, without which its accuracy says little: a CPU computes in float32."""
     contents = read_folder(folder)
-    stored = str(contents.stored_dtype).removeprefix("torch.")
-    computed = stored if on_gpu else "float32"
+    dtype = str(contents.stored_dtype).removeprefix("torch.")
+    computed = dtype if on_gpu else "float32"
     return {
         "parameters": f"{contents.config.num_parameters / 1e6:.3g}M",
         "block_size": contents.config.block_size,
         "trained": contents.defaults.get("trained_with", "unknown"),
-        "dtype": computed if computed == stored else f"{computed} (stored as {stored})",
+        "dtype": computed if computed == dtype else f"{computed} (stored as {dtype})",
     }
 
 

@@ -11,7 +11,7 @@ from mbd_core.checkpoint.folder import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoint import is_endpoint
-from mbd_core.evaluation.sweep.parts import Part, Row, Shard, Timing, timed_cases
+from mbd_core.evaluation.sweep.parts import Part, Row, SweepShard, Timing, timed_cases
 from mbd_core.evaluation.sweep.plan import Sweep
 
 VERSIONS = ("mbd-cluster", "torch", "transformers", "math-verify")  # those on which tokens and grades depend
@@ -38,7 +38,7 @@ class SweepRecord:
     """
 
     plan: Mapping[str, Any]
-    shard: Shard
+    shard: SweepShard
     num_parts: int
     num_cases: int
     timing: Timing
@@ -72,7 +72,7 @@ class SweepRecord:
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> Self:
-        return cls(**{**content, "shard": Shard(**content["shard"]), "timing": Timing(**content["timing"])})
+        return cls(**{**content, "shard": SweepShard(**content["shard"]), "timing": Timing(**content["timing"])})
 
 
 def plan_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
@@ -107,8 +107,8 @@ def _problems_digest(rows: Sequence[Row], task: str) -> str:
     digest = hashlib.sha256()
     for row in rows:
         if all(row[name] == first[name] for name in ("model", "task", "method", "config")):
-            asked = {name: value for name, value in row.items() if name not in APART}
-            digest.update(json.dumps(asked, sort_keys=True).encode() + b"\n")
+            fields = {name: value for name, value in row.items() if name not in APART}
+            digest.update(json.dumps(fields, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -117,7 +117,7 @@ def record_of(
     rows: Sequence[Row],
     parts: Sequence[Part],
     *,
-    shard: Shard,
+    shard: SweepShard,
     timing: Timing,
 ) -> SweepRecord:
     """The record of a sweep that is cut into `parts`; its settings are to be added (`dataclasses.replace`)."""
@@ -137,57 +137,59 @@ def timed_rows(sweep: Sweep, rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["model"] in sweep.models]
 
 
-def difference(there: SweepRecord, here: SweepRecord) -> str | None:
+def difference(old: SweepRecord, new: SweepRecord) -> str | None:
     """What differs between the sweep of a folder and the one that is to be written there; `None` if nothing does."""
-    said = list(_differences(there.plan, here.plan))
-    if there.shard != here.shard:
-        said.append(f"it is shard {there.shard}, not {here.shard}")
-    if there.num_cases and here.num_cases and there.timing != here.timing:
-        said.append(f"its configurations are timed with {there.timing}, not {here.timing} (--timed 0 keeps its times)")
-    return "; ".join(said) or None
+    differences = list(_differences(old.plan, new.plan))
+    if old.shard != new.shard:
+        differences.append(f"it is shard {old.shard}, not {new.shard}")
+    if old.num_cases and new.num_cases and old.timing != new.timing:
+        differences.append(
+            f"its configurations are timed with {old.timing}, not {new.timing} (--timed 0 keeps its times)"
+        )
+    return "; ".join(differences) or None
 
 
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    if list(there["models"]) != list(here["models"]):
-        yield f"its models are {', '.join(there['models'])}, not {', '.join(here['models'])}"
+def _differences(old_plan: Mapping[str, Any], new_plan: Mapping[str, Any]) -> Iterator[str]:
+    if list(old_plan["models"]) != list(new_plan["models"]):
+        yield f"its models are {', '.join(old_plan['models'])}, not {', '.join(new_plan['models'])}"
     else:
-        for name, digest in here["models"].items():
-            if there["models"][name] != digest and (is_endpoint(digest) or is_endpoint(there["models"][name])):
-                yield f"model '{name}' is another: {there['models'][name]}, not {digest}"
-            elif there["models"][name] != digest:
+        for name, digest in new_plan["models"].items():
+            if old_plan["models"][name] != digest and (is_endpoint(digest) or is_endpoint(old_plan["models"][name])):
+                yield f"model '{name}' is another: {old_plan['models'][name]}, not {digest}"
+            elif old_plan["models"][name] != digest:
                 yield f"the files of model '{name}' are others"
-            yield from _other_configurations(name, there["configurations"][name], here["configurations"][name])
-    if list(there["tasks"]) != list(here["tasks"]):
-        yield f"its tasks are {', '.join(there['tasks'])}, not {', '.join(here['tasks'])}"
+            yield from _other_configurations(name, old_plan["configurations"][name], new_plan["configurations"][name])
+    if list(old_plan["tasks"]) != list(new_plan["tasks"]):
+        yield f"its tasks are {', '.join(old_plan['tasks'])}, not {', '.join(new_plan['tasks'])}"
     else:
-        for name, task in here["tasks"].items():
-            yield from _other_problems(name, there["tasks"][name], task)
+        for name, task in new_plan["tasks"].items():
+            yield from _other_problems(name, old_plan["tasks"][name], task)
     for name in ("seed", *ENGINE_SIZES, "tensor_parallel"):
-        if there[name] != here[name]:
-            yield f"its {name} is {there[name]}, not {here[name]}"
-    if (form := there.get("rows", 1)) != here["rows"]:
-        yield f"another version of this program began it: its rows have form {form}, not {here['rows']}"
+        if old_plan[name] != new_plan[name]:
+            yield f"its {name} is {old_plan[name]}, not {new_plan[name]}"
+    if (form := old_plan.get("rows", 1)) != new_plan["rows"]:
+        yield f"another version of this program began it: its rows have form {form}, not {new_plan['rows']}"
     for name in VERSIONS:
-        if there["versions"].get(name) != here["versions"][name]:
-            yield f"it was made with {name} {there['versions'].get(name)}, not {here['versions'][name]}"
+        if old_plan["versions"].get(name) != new_plan["versions"][name]:
+            yield f"it was made with {name} {old_plan['versions'].get(name)}, not {new_plan['versions'][name]}"
 
 
-def _other_configurations(model: str, there: Sequence[Any], here: Sequence[Any]) -> Iterator[str]:
-    if there == here:
+def _other_configurations(model: str, old_configs: Sequence[Any], new_configs: Sequence[Any]) -> Iterator[str]:
+    if old_configs == new_configs:
         return
-    only_here = [method for method, config in here if [method, config] not in there]
-    only_there = [method for method, config in there if [method, config] not in here]
-    if not (only_here or only_there):
+    only_new = [method for method, config in new_configs if [method, config] not in old_configs]
+    only_old = [method for method, config in old_configs if [method, config] not in new_configs]
+    if not (only_new or only_old):
         yield f"model '{model}' has its configurations in another order"
         return
-    extra = [f"lacks one of {name}" for name in only_here[:1]] + [f"has another of {name}" for name in only_there[:1]]
-    yield f"model '{model}' has {len(there)} configurations, not {len(here)}, and {' and '.join(extra)}"
+    extra = [f"lacks one of {name}" for name in only_new[:1]] + [f"has another of {name}" for name in only_old[:1]]
+    yield f"model '{model}' has {len(old_configs)} configurations, not {len(new_configs)}, and {' and '.join(extra)}"
 
 
-def _other_problems(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    if there["problems"] != here["problems"]:
-        yield f"task '{name}' has {there['problems']} problems, not {here['problems']}"
-    elif there["max_tokens"] != here["max_tokens"]:
-        yield f"the max_tokens of task '{name}' is {there['max_tokens']}, not {here['max_tokens']}"
-    elif there != here:
+def _other_problems(name: str, old_task: Mapping[str, Any], new_task: Mapping[str, Any]) -> Iterator[str]:
+    if old_task["problems"] != new_task["problems"]:
+        yield f"task '{name}' has {old_task['problems']} problems, not {new_task['problems']}"
+    elif old_task["max_tokens"] != new_task["max_tokens"]:
+        yield f"the max_tokens of task '{name}' is {old_task['max_tokens']}, not {new_task['max_tokens']}"
+    elif old_task != new_task:
         yield f"the problems, prompts or rule of task '{name}' are others"

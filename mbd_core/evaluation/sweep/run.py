@@ -21,7 +21,7 @@ from mbd_core.evaluation.sweep.decoding import ModelRefused
 from mbd_core.evaluation.sweep.endpoint import EndpointLost, EndpointStage
 from mbd_core.evaluation.sweep.executor import Executor, ExecutorFailed, NumberedTable, dead_samples, decode_parts
 from mbd_core.evaluation.sweep.folder import FAILURE, SweepFolder, is_computed
-from mbd_core.evaluation.sweep.parts import Part, Row, Shard, TimedCase, Timing, cut, part_size, timed_cases
+from mbd_core.evaluation.sweep.parts import Part, Row, SweepShard, TimedCase, Timing, cut, part_size, timed_cases
 from mbd_core.evaluation.sweep.plan import Sweep
 from mbd_core.evaluation.sweep.record import SweepRecord, record_of, timed_rows
 
@@ -38,7 +38,7 @@ class SweepRun:
     cases: Sequence[TimedCase]
 
     @classmethod
-    def of(cls, sweep: Sweep, *, shard: Shard, timing: Timing) -> Self:
+    def of(cls, sweep: Sweep, *, shard: SweepShard, timing: Timing) -> Self:
         """The run of a shard."""
         rows = list(sweep.rows())
         parts = cut(rows, rows_per_part=part_size(len(rows), max_rows=sweep.engine.max_rows))
@@ -53,27 +53,27 @@ class SweepRun:
         stage: EndpointStage,
         report: Callable[[SweepFolder], Report],
         overwrite: bool = False,
-        published: Callable[[str], None] = lambda _: None,
+        publish: Callable[[str], None] = lambda _: None,
         name: str | None = None,
     ) -> Report:
         """Compute what the folder at `path` lacks, and report it: once all samples are there, and with the times.
 
-        `start` starts an executor, if anything is to be computed. `published` is as `SweepFolder.claim` takes it, and
+        `start` starts an executor, if anything is to be computed. `publish` is as `SweepFolder.claim` takes it, and
         `name` is the folder's in sentences. Raises `RuntimeError`, one sentence, if the executor fails, with the
         traceback in the folder, and, after the report, for a model that cannot be loaded to be timed; `ValueError` as
         `SweepFolder.claim`, and `EndpointLost`.
         """
         place = name or str(path)
-        with ExitStack() as opened:
+        with ExitStack() as stack:
             record, executor = self.record, None
             if not is_computed(path, record, overwrite=overwrite):
-                executor = opened.enter_context(start())
+                executor = stack.enter_context(start())
                 machine = machine_text(executor.cluster_cpus, ranks=self.sweep.tensor_parallel)
                 settings = self.sweep.settings(
                     engine=executor.engine, num_actors=executor.num_engines, on_gpu=executor.on_gpu, machine=machine
                 )
                 record = replace(record, settings=settings)
-            folder = opened.enter_context(SweepFolder.claim(path, record, overwrite=overwrite, published=published))
+            folder = stack.enter_context(SweepFolder.claim(path, record, overwrite=overwrite, publish=publish))
             folder.remove(FAILURE)  # of an earlier run
             missing, refusal = set(folder.missing()), None
             if len(missing) < len(record.parts):
@@ -83,9 +83,9 @@ class SweepRun:
                 return report(folder)
             folder.note_machine(machine)
             try:
-                own = [self.parts[number] for number in record.parts]
-                graded = self._graded(own, missing, executor, stage)
-                collect_samples(graded, folder, own, num_engines=executor.num_engines)
+                parts = [self.parts[number] for number in record.parts]
+                tables = self._compute(parts, missing, executor, stage)
+                collect_samples(tables, folder, parts, num_engines=executor.num_engines)
                 content = report(folder)  # it is there whatever becomes of the times
                 if folder.missing_cases():
                     refusal = self._time(folder, executor)
@@ -100,14 +100,14 @@ class SweepRun:
             raise RuntimeError(f"not all could be timed: {refusal}; the report is in {place}")
         return content
 
-    def _graded(
+    def _compute(
         self, parts: Sequence[Part], missing: Collection[int], executor: Executor, stage: EndpointStage
     ) -> Iterator[NumberedTable]:
         """The numbers and graded samples of the missing parts: models' first, then endpoints'."""
         absent = [part for part in parts if part.number in missing]
         decoding = {part.model for part in parts if part.number not in missing}
-        if own := [part for part in absent if part.model in self.sweep.models]:
-            yield from decode_parts(own, executor, decoding=decoding)
+        if model_parts := [part for part in absent if part.model in self.sweep.models]:
+            yield from decode_parts(model_parts, executor, decoding=decoding)
         yield from ask_parts([part for part in absent if part.model in self.sweep.endpoints], executor, stage)
 
     def _time(self, folder: SweepFolder, executor: Executor) -> ModelRefused | None:
@@ -129,7 +129,7 @@ def ask_parts(parts: Sequence[Part], executor: Executor, stage: EndpointStage) -
     """
     losses = []
 
-    def decoded() -> Iterator[NumberedTable]:
+    def ask_each() -> Iterator[NumberedTable]:
         for part in parts:
             try:
                 yield part.number, stage(part.table())
@@ -137,7 +137,7 @@ def ask_parts(parts: Sequence[Part], executor: Executor, stage: EndpointStage) -
                 losses.append(error)
                 return
 
-    yield from executor.grade(decoded())
+    yield from executor.grade(ask_each())
     if losses:
         raise losses[0]
 
@@ -164,8 +164,8 @@ def collect_samples(
             bar.update(len(table))
             for line in progress.done(number):
                 bar.write(f"sweep: {line}", file=sys.stderr)
-    if still := folder.missing():
-        raise RuntimeError(f"{len(still)} of {len(parts)} parts did not come back; repeat the command for them")
+    if rest := folder.missing():
+        raise RuntimeError(f"{len(rest)} of {len(parts)} parts did not come back; repeat the command for them")
 
 
 def collect_times(tables: Iterable[tuple[int, pa.Table]], folder: SweepFolder, cases: Sequence[TimedCase]) -> None:
@@ -206,49 +206,52 @@ class SweepProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._parts, self._clock = {part.number: part for part in parts}, clock
-        self._planned, self._left = Counter[Subject](), Counter[Subject]()
+        self._num_planned, self._num_left = Counter[Subject](), Counter[Subject]()
         self._configurations: dict[Subject, set[tuple[str, str]]] = {}
         for part in parts:
             rows = Counter(map(_subject, part.rows))
-            self._planned += rows
+            self._num_planned += rows
             if part.number in missing:
-                self._left += rows
+                self._num_left += rows
             for row in part.rows:
                 self._configurations.setdefault(_subject(row), set()).add((row["method"], row["config"]))
-        self._shown_at = self._begun = clock()
+        self._shown_at = self._start = clock()
         self._num_first = num_engines  # parts until the rate begins
         self._num_done = 0  # rows since then
 
     def done(self, number: int) -> list[str]:
         """Count a part that has come; the lines to show: of a task that a model has ended, or of all after a while."""
         rows = Counter(map(_subject, self._parts[number].rows))
-        self._left -= rows
-        ended = [subject for subject in rows if not self._left[subject]]
-        now = self._clock()
+        self._num_left -= rows
+        subjects = [subject for subject in rows if not self._num_left[subject]]
+        time_now = self._clock()
         if self._num_first:
             self._num_first -= 1
-            self._begun = now
+            self._start = time_now
         else:
             self._num_done += rows.total()
-        if now - self._shown_at < SECONDS:
-            return [self._line(subject) for subject in ended]
-        self._shown_at = now
-        return [self._line(subject) for subject in self._planned if self._left[subject] or subject in ended]
+        if time_now - self._shown_at < SECONDS:
+            return [self._line(subject) for subject in subjects]
+        self._shown_at = time_now
+        return [self._line(subject) for subject in self._num_planned if self._num_left[subject] or subject in subjects]
 
     def _line(self, subject: Subject) -> str:
         model, task = subject
         configurations = len(self._configurations[subject])
-        num_problems, left = self._planned[subject] // configurations, self._left[subject] // configurations
-        text = f"{model} on {task}: {num_problems - left} of {num_problems} problems"
+        num_problems, num_left = (
+            self._num_planned[subject] // configurations,
+            self._num_left[subject] // configurations,
+        )
+        text = f"{model} on {task}: {num_problems - num_left} of {num_problems} problems"
         text += f" by each of {configurations} configurations"
-        return text + (f", about {_duration(self._seconds_left(model))} left" if left and self._num_done else "")
+        return text + (f", about {_duration(self._seconds_left(model))} left" if num_left and self._num_done else "")
 
     def _seconds_left(self, model: str) -> float:
         """Until the model has ended: models are decoded in their order."""
-        models = list(dict.fromkeys(name for name, _ in self._planned))
-        before = models[: models.index(model) + 1]
-        rows = sum(left for (name, _), left in self._left.items() if name in before)
-        return rows * (self._clock() - self._begun) / self._num_done
+        models = list(dict.fromkeys(name for name, _ in self._num_planned))
+        queue = models[: models.index(model) + 1]
+        rows = sum(num_rows for (name, _), num_rows in self._num_left.items() if name in queue)
+        return rows * (self._clock() - self._start) / self._num_done
 
 
 def _subject(row: Row) -> Subject:

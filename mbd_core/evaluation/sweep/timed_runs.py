@@ -56,21 +56,21 @@ def run_timed(
     """Serve requests with `concurrency` of them under way as long as there are as many: the engine is given the next
     when one is back, at its end or at one of its stop strings. In the order in which they end."""
     engine, decode = model.engine, partial(decode_text, model.tokenizer)
-    waiting, begun, tokens = deque(requests), dict[str, float](), dict[str, list[int]]()
-    while waiting or begun:
-        while waiting and len(begun) < concurrency:
+    waiting, starts, tokens = deque(requests), dict[str, float](), dict[str, list[int]]()
+    while waiting or starts:
+        while waiting and len(starts) < concurrency:
             request = waiting.popleft()
-            begun[request.request_id], tokens[request.request_id] = clock(), []
+            starts[request.request_id], tokens[request.request_id] = clock(), []
             engine.add(request)
         for step in engine.step():
-            if step.request_id not in begun:
+            if step.request_id not in starts:
                 continue  # the step after an abort
             tokens[step.request_id] += step.new_tokens
             output = output_at(step, tokens[step.request_id], stops.get(step.request_id, ()), decode)
             if output is not None:
                 if step.output is None:
                     engine.abort(step.request_id)
-                yield TimedOutput(output, begun.pop(step.request_id), clock())
+                yield TimedOutput(output, starts.pop(step.request_id), clock())
     while engine.has_work:
         engine.step()  # what follows an abort
 
@@ -92,7 +92,7 @@ class TimedStage:
         self, load: Callable[[str, int], DecodingModel], *, concurrency: int, clock: Clock = time.perf_counter
     ) -> None:
         self._load, self._concurrency, self._clock = load, concurrency, clock
-        self._loaded: tuple[tuple[str, int], DecodingModel] | None = None
+        self._model_in_use: tuple[tuple[str, int], DecodingModel] | None = None
 
     def __call__(self, case: TimedCase, *, left_out: Collection[int] = ()) -> pa.Table:
         """A row (`TIMED_COLUMNS`) for every request of both runs. Requests that the model cannot serve are left out,
@@ -114,23 +114,25 @@ class TimedStage:
     def _rows(self, model: DecodingModel, case: TimedCase, left_out: Collection[int]) -> list[dict[str, Any]]:
         """Both runs, warmed up before: by the first request alone, then by as many as run together."""
         requests, stops = sample_requests(model, case.rows), sample_stops(case.rows)
-        served = [
+        numbers = [
             number
             for number, request in enumerate(requests)
             if case.rows[number]["sample"] not in left_out and _is_served(model.engine, request)
         ]
-        alone = [requests[number] for number in served if number < case.num_alone]
-        together = [requests[number] for number in served]
-        for warm_up, concurrency in ((alone[:1], 1), (together[: self._concurrency], self._concurrency)):
+        alone = [requests[number] for number in numbers if number < case.num_alone]
+        at_once = [requests[number] for number in numbers]
+        for warm_up, concurrency in ((alone[:1], 1), (at_once[: self._concurrency], self._concurrency)):
             list(run_timed(model, warm_up, stops=stops, concurrency=concurrency))
         rows = []
         problems = {request.request_id: row for request, row in zip(requests, case.rows, strict=True)}
-        for run, chosen, concurrency in (
+        for run, run_requests, concurrency in (
             (ALONE, alone, 1),
-            (TOGETHER, together, min(self._concurrency, len(together))),
+            (TOGETHER, at_once, min(self._concurrency, len(at_once))),
         ):
-            for timed in run_timed(model, chosen, stops=stops, concurrency=concurrency, clock=self._clock):
-                row, counts = problems[timed.output.request_id], timed.output.counts
+            for timed_output in run_timed(
+                model, run_requests, stops=stops, concurrency=concurrency, clock=self._clock
+            ):
+                row, counts = problems[timed_output.output.request_id], timed_output.output.counts
                 rows.append(
                     {
                         **{name: row[name] for name in COPIED},
@@ -139,26 +141,26 @@ class TimedStage:
                         "num_tokens": counts.num_tokens,
                         "num_forwards": counts.num_forwards,
                         "decode_seconds": counts.decode_seconds,
-                        "begun": timed.begun,
-                        "ended": timed.ended,
+                        "begun": timed_output.begun,
+                        "ended": timed_output.ended,
                     }
                 )
         return rows
 
     def close(self) -> None:
         """Close and drop the engine."""
-        if self._loaded is not None:
-            (_, model), self._loaded = self._loaded, None
+        if self._model_in_use is not None:
+            (_, model), self._model_in_use = self._model_in_use, None
             model.engine.close()
 
     def _model(self, name: str, buffer_size: int) -> DecodingModel:
-        if self._loaded is None or self._loaded[0] != (name, buffer_size):
+        if self._model_in_use is None or self._model_in_use[0] != (name, buffer_size):
             self.close()
             try:
-                self._loaded = ((name, buffer_size), self._load(name, buffer_size))
+                self._model_in_use = ((name, buffer_size), self._load(name, buffer_size))
             except ValueError as error:
                 raise ModelRefused(f"model '{name}': {error}") from error
-        return self._loaded[1]
+        return self._model_in_use[1]
 
 
 def _is_served(engine: Engine, request: Request) -> bool:
@@ -216,11 +218,11 @@ def speeds(rows: Iterable[Mapping[str, Any]]) -> list[Speed]:
 
 def _speed(model: str, method: str, task: str, config: str, rows: Sequence[Mapping[str, Any]]) -> Speed:
     alone = [row for row in rows if row["run"] == ALONE]
-    together = [row for row in rows if row["run"] == TOGETHER]
-    alone_seconds, together_seconds = ([row["ended"] - row["begun"] for row in run] for run in (alone, together))
+    rows_at_once = [row for row in rows if row["run"] == TOGETHER]
+    alone_seconds, together_seconds = ([row["ended"] - row["begun"] for row in run] for run in (alone, rows_at_once))
     alone_tokens, alone_forwards = (sum(row[name] for row in alone) for name in ("num_tokens", "num_forwards"))
     decode_seconds = sum(row["decode_seconds"] for row in alone)
-    wall = max(row["ended"] for row in together) - min(row["begun"] for row in together)
+    wall = max(row["ended"] for row in rows_at_once) - min(row["begun"] for row in rows_at_once)
     return Speed(
         model=model,
         method=method,
@@ -233,9 +235,9 @@ def _speed(model: str, method: str, task: str, config: str, rows: Sequence[Mappi
         forward_ms_batch_1=1000 * _rate(decode_seconds, alone_forwards),
         latency_alone_p50=percentile(alone_seconds, 50),
         latency_alone_p90=percentile(alone_seconds, 90),
-        concurrency=max(row["concurrency"] for row in together),
-        num_together=len(together),
-        throughput=_rate(sum(row["num_tokens"] for row in together), wall),
+        concurrency=max(row["concurrency"] for row in rows_at_once),
+        num_together=len(rows_at_once),
+        throughput=_rate(sum(row["num_tokens"] for row in rows_at_once), wall),
         latency_together_p50=percentile(together_seconds, 50),
         latency_together_p90=percentile(together_seconds, 90),
         latency_together_p99=percentile(together_seconds, 99),

@@ -8,7 +8,7 @@ from typing import Any
 
 from mbd_core.evaluation.tasks.benchmarks import Task
 from mbd_core.evaluation.tasks.problems import ProblemSet
-from mbd_core.evaluation.tasks.prompts import Example, choose_examples, load_examples, worded
+from mbd_core.evaluation.tasks.prompts import FewShotExample, choose_examples, load_examples, worded
 from mbd_core.evaluation.tasks.recipes import Recipe, TaskPrompt
 
 
@@ -89,7 +89,7 @@ def ask(problem_set: ProblemSet, recipe: Recipe, *, examples: str | None, max_to
     )
 
 
-def examples_of(task: Task, recipe: Recipe, path: str | None) -> list[Example]:
+def examples_of(task: Task, recipe: Recipe, path: str | None) -> list[FewShotExample]:
     """The examples of the user's file, as many as the recipe shows or more; raises as `ask` does."""
     wanted = recipe.task_prompt(task.name).num_examples
     if (path is None) != (wanted == 0):

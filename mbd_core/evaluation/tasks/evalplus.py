@@ -228,7 +228,7 @@ class PlusProblem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Oracle:
+class ProblemOracle:
     """A problem with what the canonical solution returned for each input, and how long a program may take."""
 
     problem: PlusProblem
@@ -258,7 +258,7 @@ class OracleFailure(RuntimeError):
 
 
 @functools.lru_cache(maxsize=1024)
-def find_oracle(packed: str) -> Oracle:
+def find_oracle(packed: str) -> ProblemOracle:
     """Run the canonical solution of a packed problem once in the sandbox; raises `OracleFailure`."""
     problem = PlusProblem.unpack(packed)
     base, plus = problem.inputs()
@@ -282,7 +282,7 @@ def find_oracle(packed: str) -> Oracle:
         for out, length in zip(expected, lengths, strict=True)
     ]
     total = all_seconds(seconds[: len(base)]) + all_seconds(seconds[len(base) :])
-    return Oracle(
+    return ProblemOracle(
         problem=problem,
         inputs=tuple(inputs),
         expected=tuple(expected),

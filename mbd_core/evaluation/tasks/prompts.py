@@ -43,7 +43,7 @@ class Wording:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Example:
+class FewShotExample:
     """A solved problem that stands before the one that is asked."""
 
     question: str
@@ -51,7 +51,7 @@ class Example:
     tests: str = ""
 
 
-def worded(wording: Wording, problem: Problem, examples: Sequence[Example] = ()) -> str:
+def worded(wording: Wording, problem: Problem, examples: Sequence[FewShotExample] = ()) -> str:
     """The model's input as JSON: the messages of a chat, or one text. `prompt_ids` takes it."""
     shown = [
         (wording.text.format(question=e.question, tests=e.tests), wording.answer.format(answer=e.answer))
@@ -84,7 +84,7 @@ ANSWERS = ("target", "solution", "code", "answer")
 DRAW_SEED = 1234  # lm-eval's default for few-shot examples
 
 
-def load_examples(task: Task, path: str) -> list[Example]:
+def load_examples(task: Task, path: str) -> list[FewShotExample]:
     """The examples of a file, in its order: JSON lines in the task's own format, as of its train split.
 
     Raises `ValueError`, naming the file and the line, for a row without a question or an answer, and for an answer
@@ -93,7 +93,7 @@ def load_examples(task: Task, path: str) -> list[Example]:
     return [_example(task, place, row) for _, place, row in read_rows(path)]
 
 
-def _example(task: Task, place: str, row: dict[str, Any]) -> Example:
+def _example(task: Task, place: str, row: dict[str, Any]) -> FewShotExample:
     asked = next((row[name] for name in QUESTIONS if isinstance(row.get(name), str)), None)
     answer = next((row[name] for name in ANSWERS if isinstance(row.get(name), str)), None)
     if asked is None or answer is None:
@@ -103,10 +103,12 @@ def _example(task: Task, place: str, row: dict[str, Any]) -> Example:
         raise ValueError(f"{place}: the example's answer lacks '{task.mark}', from which {task.name} reads a number")
     tests = row.get("test_list") or []
     # MBPP's code has the line ends of another system
-    return Example(question=asked.strip(), answer=answer.replace("\r\n", "\n").strip(), tests="\n".join(tests))
+    return FewShotExample(question=asked.strip(), answer=answer.replace("\r\n", "\n").strip(), tests="\n".join(tests))
 
 
-def choose_examples(examples: Sequence[Example], *, count: int, choice: Choice) -> Iterator[list[Example]]:
+def choose_examples(
+    examples: Sequence[FewShotExample], *, count: int, choice: Choice
+) -> Iterator[list[FewShotExample]]:
     """The examples of problem after problem: the first `count`, or `count` that are drawn anew for each.
 
     The draw is lm-eval's: one generator with the seed 1234, asked once for each problem in the file's order.

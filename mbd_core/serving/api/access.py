@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mbd_core.serving.api.errors import ApiError, FieldError, clipped
+from mbd_core.serving.api.errors import ApiError, FieldError, clip
 from mbd_core.serving.tokens.stream import TooManyRequests
 
 # API keys from a file that may change while the server runs.
@@ -74,8 +74,8 @@ class ApiKeys:
         """
         self._refresh()
         scheme, _, key = authorization.partition(" ")
-        given = hashlib.sha256(key.strip().encode()).digest()
-        names = [name for name, known in self._keys.items() if hmac.compare_digest(known.digest, given)]
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        names = [name for name, entry in self._keys.items() if hmac.compare_digest(entry.digest, digest)]
         if not names or scheme.lower() != SCHEME.lower():
             raise ApiError(
                 401,
@@ -97,7 +97,7 @@ class ApiKeys:
         """The client, if its key is an administrator's; `ApiError` (401, 403) otherwise."""
         name = self.client(authorization)
         if not self._keys[name].administrator:
-            raise ApiError(403, f"the key of '{clipped(name)}' is no administrator's", code="not_an_administrator")
+            raise ApiError(403, f"the key of '{clip(name)}' is no administrator's", code="not_an_administrator")
         return name
 
     def _refresh(self) -> None:
@@ -192,10 +192,10 @@ class OpenRequests:
         """Raise `TooManyRequests` where a client's others leave no room for `number` choices of its request."""
         if not request.client or self._most_each is None:
             return
-        others = sum(r.num_choices for r in self._open if r.client == request.client and r is not request)
-        if others + number > self._most_each:
+        other_choices = sum(r.num_choices for r in self._open if r.client == request.client and r is not request)
+        if other_choices + number > self._most_each:
             raise TooManyRequests(
-                f"{others} choices of this API key are under way, and {number} more are asked for; it may have "
+                f"{other_choices} choices of this API key are under way, and {number} more are asked for; it may have "
                 f"{self._most_each}; try again when some have ended"
             )
 
@@ -205,7 +205,7 @@ class OpenRequests:
         self._note_the_end()
         return len(self._open)
 
-    async def drained(self, seconds: float) -> int:
+    async def wait_until_drained(self, seconds: float) -> int:
         """Wait until no request is open, for `seconds` at most; how many still are. Call `begin_drain` first."""
         try:
             async with asyncio.timeout(seconds):

@@ -62,9 +62,9 @@ class ToolFields(Strict):
     @model_validator(mode="after")
     def _check_tools(self) -> "ToolFields":
         names = [tool.function.name for tool in self.tools or ()]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise FieldError("tools", f"two functions are called {twice}", remedy="give each a name of its own")
+        repetition = next((name for name in names if names.count(name) > 1), None)
+        if repetition is not None:
+            raise FieldError("tools", f"two functions are called {repetition}", remedy="give each a name of its own")
         if not names and (self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)):
             raise FieldError("tool_choice", "asks for a call, and no tools are given")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
@@ -93,12 +93,12 @@ class ToolFields(Strict):
         """Which calls the answer may have; `None` where it has none."""
         if not self.tools or self.tool_choice == "none":
             return None
-        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        functions = [t.function for t in self.tools if named in (None, t.function.name)]
+        function_name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        functions = [t.function for t in self.tools if function_name in (None, t.function.name)]
         return CallRule(
             functions=tuple((f.name, f.schema_of_arguments) for f in functions),
-            must=named is not None or self.tool_choice == "required",
-            several=named is None and self.parallel_tool_calls is not False,
+            must=function_name is not None or self.tool_choice == "required",
+            several=function_name is None and self.parallel_tool_calls is not False,
         )
 
 
@@ -247,8 +247,8 @@ def ordered_results(calls: Sequence[Sequence[str]], results: Sequence[str | None
             order.append(number)
             caller, open_calls = number, dict.fromkeys(ids)
             if len(open_calls) < len(ids):
-                twice = next(call for call in open_calls if ids.count(call) > 1)
-                raise FieldError(f"messages.{number}.tool_calls", f"two calls have the id {twice}")
+                repetition = next(call for call in open_calls if ids.count(call) > 1)
+                raise FieldError(f"messages.{number}.tool_calls", f"two calls have the id {repetition}")
         elif open_calls.get(result, number) is not None:
             raise FieldError(f"messages.{number}.tool_call_id", "the turn before has no open call with this id")
         else:

@@ -33,7 +33,7 @@ from mbd_core.serving.tokens.stream import TooManyRequests
 
 
 def engine_requests(
-    asked: GenerationRequest,
+    api_request: GenerationRequest,
     prompts: Sequence[Sequence[int]],
     *,
     decoding: DecodingConfig,
@@ -47,13 +47,13 @@ def engine_requests(
 
     `added_tokens` are what the tokenizer has as tokens beside its own pieces. Raises `FieldError`.
     """
-    samplings = asked.samplings(seed)
-    budget, grammar = asked.budget, _grammar(asked, added_tokens)
+    samplings = api_request.samplings(seed)
+    budget, grammar = api_request.budget, _grammar(api_request, added_tokens)
     if template is not None:
         budget = len(template.tokens)
     if template is not None or grammar is not None:
-        decoding = _without_revision(decoding, asked)
-    if asked.resumable and decoding.canvas is not None:
+        decoding = _without_revision(decoding, api_request)
+    if api_request.resumable and decoding.canvas is not None:
         why = "a canvas is not filled from left to right, its answer can only begin anew"
         raise FieldError("resumable", why, remedy="leave it out")
     requests: list[Request] = []
@@ -65,9 +65,9 @@ def engine_requests(
             max_tokens=MAX_TOKENS_DEFAULT if budget is None else budget,
             decoding=decoding,
             sampling=samplings[0],
-            logprobs=asked.wants_logprobs,
-            rollout=bool(asked.return_step_map),
-            frames=bool(asked.frames),
+            logprobs=api_request.wants_logprobs,
+            rollout=bool(api_request.return_step_map),
+            frames=bool(api_request.frames),
             adapter=adapter,
             grammar=grammar,
             template=() if template is None else template.tokens,
@@ -75,66 +75,71 @@ def engine_requests(
         )
         if budget is None:
             request = replace(request, max_tokens=admission.default_max_tokens(request))
-        if asked.resume is not None:
-            committed, forwards = tuple(asked.resume.token_ids), asked.resume.forwards
+        if api_request.resume is not None:
+            committed, forwards = tuple(api_request.resume.token_ids), api_request.resume.forwards
             request = replace(request, committed=committed, first_forward=forwards)
         try:
             admission.check(request)  # the choices differ in what no check looks at
         except RequestRefused as error:
-            raise _field_error(error, asked, len(prompt), admission, templated=template is not None) from None
+            raise _field_error(error, api_request, len(prompt), admission, templated=template is not None) from None
         first = len(requests)
         requests += [replace(request, request_id=f"{group}-{first + i}", sampling=s) for i, s in enumerate(samplings)]
     return requests
 
 
-def _grammar(asked: GenerationRequest, added_tokens: Mapping[str, int]) -> Grammar | None:
-    rule = asked.call_rule if isinstance(asked, ChatRequest) else None
+def _grammar(api_request: GenerationRequest, added_tokens: Mapping[str, int]) -> Grammar | None:
+    rule = api_request.call_rule if isinstance(api_request, ChatRequest) else None
     try:
-        return asked.grammar if rule is None else rule.grammar(added_tokens)
+        return api_request.grammar if rule is None else rule.grammar(added_tokens)
     except GrammarRefused as error:
-        raise FieldError(asked.grammar_field or "", str(error)) from None
+        raise FieldError(api_request.grammar_field or "", str(error)) from None
 
 
-def _without_revision(decoding: DecodingConfig, asked: GenerationRequest) -> DecodingConfig:
+def _without_revision(decoding: DecodingConfig, api_request: GenerationRequest) -> DecodingConfig:
     """The model's own revision of filled tokens is left out, where the request does not ask for it: it would change
     fixed tokens, and those that a grammar has accepted."""
-    if {"t2t", "soft", "tau_stable"} & (asked.decoding or {}).keys():
+    if {"t2t", "soft", "tau_stable"} & (api_request.decoding or {}).keys():
         return decoding
     return replace(decoding, t2t=None, soft=None, tau_stable=None)
 
 
-def check_number(asked: GenerationRequest, capacity: int) -> None:
+def check_number(api_request: GenerationRequest, capacity: int) -> None:
     """Raise `FieldError` where there is no prompt, or where there are more choices than the server takes at once.
 
     It is called before anything is tokenised.
     """
-    if not asked.num_prompts:
-        raise FieldError(asked.prompt_field, "no prompt was given")
-    number = asked.num_prompts * asked.num_choices
+    if not api_request.num_prompts:
+        raise FieldError(api_request.prompt_field, "no prompt was given")
+    number = api_request.num_prompts * api_request.num_choices
     if number > capacity:
-        field = asked.prompt_field if asked.num_prompts > capacity else "n"
+        field = api_request.prompt_field if api_request.num_prompts > capacity else "n"
         raise FieldError(field, f"{number} choices at once; this server takes at most {capacity}")
 
 
 def _field_error(
-    refused: RequestRefused, asked: GenerationRequest, prompt_length: int, admission: Admission, *, templated: bool
+    refused: RequestRefused,
+    api_request: GenerationRequest,
+    prompt_length: int,
+    admission: Admission,
+    *,
+    templated: bool,
 ) -> Exception:
     """The engine's refusal in the words of the API: the field as the client named it."""
     fields = {
-        "prompt": asked.prompt_field,
+        "prompt": api_request.prompt_field,
         "committed": "resume",
-        "max_tokens": asked.budget_field,
-        "decoding": "decoding" if asked.speed is None else "speed",
+        "max_tokens": api_request.budget_field,
+        "decoding": "decoding" if api_request.speed is None else "speed",
         "rollout": "return_step_map",
         "frames": "frames",
-        "grammar": asked.grammar_field,
+        "grammar": api_request.grammar_field,
         "template": "template",
     }
     field, why = fields.get(refused.field), str(refused)
-    if templated and field == asked.budget_field:
+    if templated and field == api_request.budget_field:
         field = "template"
-    elif asked.budget is None and refused.code == "context_length_exceeded":
-        field, why = asked.prompt_field, f"{prompt_length} tokens leave no room to generate; "
+    elif api_request.budget is None and refused.code == "context_length_exceeded":
+        field, why = api_request.prompt_field, f"{prompt_length} tokens leave no room to generate; "
         if admission.room(prompt_length):
             why += "decoding.canvas keeps them once for each of its lanes; shorten the prompt"
         else:
@@ -142,7 +147,7 @@ def _field_error(
     return refused if field is None else FieldError(field, why, code=refused.code)
 
 
-def begun_texts(requests: Sequence[Request], decode: Decode, stop: Sequence[str]) -> list[CommittedText]:
+def committed_texts(requests: Sequence[Request], decode: Decode, stop: Sequence[str]) -> list[CommittedText]:
     """The text of each request behind its `committed` tokens, which their client has.
 
     Raises `FieldError` where the answer has ended among them.
@@ -237,28 +242,30 @@ def check_calls(model: ServedModel) -> None:
 # The tokenizer over HTTP.
 
 
-def tokenized(asked: TokenizeRequest, model: ServedModel) -> TokenIds:
+def tokenize(api_request: TokenizeRequest, model: ServedModel) -> TokenIds:
     """The ids that a prompt of this text has; raises as `text_ids` and `chat_ids`."""
-    if asked.prompt is not None:
-        special, parsed = asked.add_special_tokens is not False, bool(asked.parse_special)
-        ids = text_ids(model, asked.prompt, field="prompt", special=special, parse_special=parsed)
+    if api_request.prompt is not None:
+        special, parsed = api_request.add_special_tokens is not False, bool(api_request.parse_special)
+        ids = text_ids(model, api_request.prompt, field="prompt", special=special, parse_special=parsed)
     else:
-        special = bool(asked.add_special_tokens)
-        ids = chat_ids(model, turns(asked.messages or ()), tools=asked.shown_tools, special=special)
+        special = bool(api_request.add_special_tokens)
+        ids = chat_ids(model, turns(api_request.messages or ()), tools=api_request.shown_tools, special=special)
     return {
         "count": len(ids),
         "max_model_len": model.limits.admission.max_length,
         "tokens": ids,
-        "token_strs": model.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None,
+        "token_strs": model.tokenizer.convert_ids_to_tokens(ids) if api_request.return_token_strs else None,
     }
 
 
-def detokenized(asked: DetokenizeRequest, tokenizer: PreTrainedTokenizerBase) -> TokenText:
+def detokenize(api_request: DetokenizeRequest, tokenizer: PreTrainedTokenizerBase) -> TokenText:
     """The text of token ids, special tokens included; raises `FieldError` for an id that the vocabulary lacks."""
-    unknown = next((t for t in asked.tokens if t >= len(tokenizer)), None)
+    unknown = next((t for t in api_request.tokens if t >= len(tokenizer)), None)
     if unknown is not None:
         raise FieldError("tokens", f"is no token; the vocabulary has {len(tokenizer)}", value=unknown)
-    return {"prompt": tokenizer.decode(asked.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)}
+    return {
+        "prompt": tokenizer.decode(api_request.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    }
 
 
 def tokenizer_info(tokenizer: PreTrainedTokenizerBase) -> TokenizerInfo:

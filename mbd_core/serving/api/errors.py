@@ -86,15 +86,15 @@ ERRORS = (
 )
 
 
-def clipped(value: str, length: int = VALUE_LENGTH) -> str:
+def clip(value: str, length: int = VALUE_LENGTH) -> str:
     """A client's value as an error repeats it: its first `length` characters, then "..." if there are more."""
     return value if len(value) <= length else f"{value[:length]}..."
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """A value of a body for a message; a list, an object or a huge number is not written out, which takes long."""
     if isinstance(value, str):
-        return clipped(json.dumps(clipped(value)))
+        return clip(json.dumps(clip(value)))
     if isinstance(value, list | dict) or (isinstance(value, int) and value.bit_length() > 64):
         return "this value"
     return json.dumps(value)
@@ -115,10 +115,10 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        message = clipped(message, MESSAGE_LENGTH)
+        message = clip(message, MESSAGE_LENGTH)
         super().__init__(message)
         self.status, self.message, self.code, self.headers = status, message, code, headers
-        self.param = None if param is None else clipped(param)
+        self.param = None if param is None else clip(param)
 
     @property
     def body(self) -> Error:
@@ -144,9 +144,9 @@ class FieldError(ApiError, ValueError):
     def __init__(
         self, field: str, why: str, *, value: Any = None, remedy: str = "", code: str = "invalid_value"
     ) -> None:
-        given = "" if value is None else f"{shown(value)} "
+        text = "" if value is None else f"{value_text(value)} "
         advice = f"; {remedy}" if remedy else ""
-        super().__init__(400, f"{field}: {given}{why}{advice}", param=field, code=code)
+        super().__init__(400, f"{field}: {text}{why}{advice}", param=field, code=code)
 
 
 def api_error(error: Exception) -> ApiError:

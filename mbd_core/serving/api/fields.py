@@ -65,15 +65,15 @@ class StructuredFields(Strict):
     """the answers that are possible"""
 
     @property
-    def _given(self) -> list[str]:
+    def _grammar_fields(self) -> list[str]:
         """The fields that ask for a grammar."""
         formatted = self.response_format is not None and self.response_format.type != "text"
-        given = [name for name in GUIDED if getattr(self, name) is not None]
-        return ["response_format", *given] if formatted else given
+        names = [name for name in GUIDED if getattr(self, name) is not None]
+        return ["response_format", *names] if formatted else names
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "StructuredFields":
-        if len(given := self._given) > 1:
+        if len(given := self._grammar_fields) > 1:
             why = f"{given[0]} says already what the answer must match"
             raise FieldError(given[1], why, remedy="give one of them")
         return self
@@ -81,7 +81,7 @@ class StructuredFields(Strict):
     @property
     def grammar_field(self) -> str | None:
         """The field that asks for a grammar."""
-        return next(iter(self._given), None)
+        return next(iter(self._grammar_fields), None)
 
     @property
     def grammar(self) -> Grammar | None:

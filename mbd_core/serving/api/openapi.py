@@ -141,5 +141,5 @@ def _security(route: Route, *, keys: bool) -> list[dict[str, list[str]]]:
     """What a route asks for: a key, none, or (`/health`) one that it says more to."""
     if route.path == "/health" and keys:
         return [{KEY: []}, {}]
-    needed = route.key == "administrator's" or (route.key == "any" and keys)
-    return [{KEY: []}] if needed else []
+    needs_key = route.key == "administrator's" or (route.key == "any" and keys)
+    return [{KEY: []}] if needs_key else []

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
-from mbd_core.serving.api.errors import ApiError, FieldError, clipped, shown
+from mbd_core.serving.api.errors import ApiError, FieldError, clip, value_text
 
 MAX_QUOTES = 100_000  # of a body, around its keys and texts; those in texts are escaped
 MAX_BRACKETS = 50_000  # of a body, those in its texts not counted
@@ -52,8 +52,8 @@ class Only:
     def _check(self, value: Any) -> Any:
         if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in self._values):
             return value
-        accepted = " or ".join(json.dumps(v) for v in self._values) or "null"
-        raise ValueError(f"{shown(value)} is not supported; leave it out or give {accepted}")
+        choices = " or ".join(json.dumps(v) for v in self._values) or "null"
+        raise ValueError(f"{value_text(value)} is not supported; leave it out or give {choices}")
 
 
 R = TypeVar("R", bound=Strict)
@@ -105,7 +105,7 @@ def _first_mistake(error: ValidationError) -> ApiError:
         return cause
     if kind == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {message}", code="invalid_json")
-    path = [clipped(str(p)) for p in first["loc"]]
+    path = [clip(str(p)) for p in first["loc"]]
     if path[:1] == ["response_format"]:
         path[1:2] = []  # which of its forms it is
     several = next((i for i, p in enumerate(path) if p in FORMS and i + 1 < len(path)), None)

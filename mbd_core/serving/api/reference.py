@@ -43,15 +43,15 @@ class Tables:
         self._schemas: dict[str, Any] = openapi_document()["components"]["schemas"]
         self._inline = {name for name, schema in self._schemas.items() if self._is_small(name, schema)}
         for name in ("ChatRequest", "CompletionRequest"):
-            own = self._schemas[name]["properties"]
+            route_fields = self._schemas[name]["properties"]
             shared = ("max_tokens", "logprobs")  # of each route another type
-            self._schemas[name] = self._without(name, GenerationRequest.model_fields.keys() - shared)
-            rest = self._schemas[name]["properties"]
-            generation = {field: schema for field, schema in own.items() if field not in rest}
+            self._schemas[name] = self._without_fields(name, GenerationRequest.model_fields.keys() - shared)
+            other_fields = self._schemas[name]["properties"]
+            generation = {field: schema for field, schema in route_fields.items() if field not in other_fields}
         self._schemas["GenerationRequest"] = {"required": ["model"], "properties": generation}
-        self._schemas["TokenizeRequest"] = self._without("TokenizeRequest", ToolFields.model_fields)
+        self._schemas["TokenizeRequest"] = self._without_fields("TokenizeRequest", ToolFields.model_fields)
 
-    def _without(self, name: str, fields: Collection[str]) -> dict[str, Any]:
+    def _without_fields(self, name: str, fields: Collection[str]) -> dict[str, Any]:
         schema = self._schemas[name]
         return schema | {"properties": {f: s for f, s in schema["properties"].items() if f not in fields}}
 
@@ -76,8 +76,8 @@ class Tables:
             return _table(("field", "type", ""), self._rows(names[0]))
         rows = []
         for name in names:
-            first, *others = self._rows(name)
-            rows += [(f"`{name}`", *first), *(("", *row) for row in others)]
+            first, *other_rows = self._rows(name)
+            rows += [(f"`{name}`", *first), *(("", *row) for row in other_rows)]
         return _table(("object", "field", "type", ""), rows)
 
     def _rows(self, name: str) -> list[tuple[str, str, str]]:
@@ -86,13 +86,13 @@ class Tables:
         schema = self._schemas[name]
         required = schema.get("required", ())
         grouped: dict[tuple[bool, str], dict[str, str]] = {}
-        for field, described in schema["properties"].items():
-            meaning = " ".join(described.get("description", "").split())
-            if described.get("default") is not None:
-                meaning += f"; default `{json.dumps(described['default'])}`"
-            kind = self.type_text(described, null="default" not in described)
-            shown = f"**`{field}`**" if field in required else f"`{field}`"
-            grouped.setdefault((field not in required, meaning), {})[shown] = kind
+        for field, field_schema in schema["properties"].items():
+            meaning = " ".join(field_schema.get("description", "").split())
+            if field_schema.get("default") is not None:
+                meaning += f"; default `{json.dumps(field_schema['default'])}`"
+            kind = self.type_text(field_schema, null="default" not in field_schema)
+            cell = f"**`{field}`**" if field in required else f"`{field}`"
+            grouped.setdefault((field not in required, meaning), {})[cell] = kind
         rows = []
         for (_, meaning), kinds in sorted(grouped.items(), key=lambda item: item[0][0]):
             if len(set(kinds.values())) == 1:
@@ -112,8 +112,8 @@ class Tables:
             return "{" + ", ".join(f"`{field}`: {self.type_text(s)}" for field, s in fields) + "}"
         forms = schema.get("anyOf") or schema.get("oneOf")
         if forms:
-            named = [form for form in forms if null or form != {"type": "null"}]
-            return " or ".join(dict.fromkeys(map(self.type_text, named)))
+            members = [form for form in forms if null or form != {"type": "null"}]
+            return " or ".join(dict.fromkeys(map(self.type_text, members)))
         if "const" in schema:
             return f"`{json.dumps(schema['const'])}`"
         if "enum" in schema:

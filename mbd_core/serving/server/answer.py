@@ -25,7 +25,7 @@ from mbd_core.serving.api.shapes import (
 )
 from mbd_core.serving.server.measures import RequestWatch
 from mbd_core.serving.server.text_stream import TextStep, TextStream
-from mbd_core.serving.text.committed import CallReader, Decode, Said
+from mbd_core.serving.text.committed import CallReader, Decode, TextPiece
 from mbd_core.serving.text.logprobs import ChoiceLogprobs, TokenTexts
 
 # What a reply says of tokens beside their text: their ids, and for rollouts when each was accepted.
@@ -71,10 +71,10 @@ class TokenDetails:
         return {"prompt_token_ids": list(prompt)} if self.ids else {}
 
 
-def token_details(asked: GenerationRequest, template: TemplateTokens | None, decode: Decode) -> TokenDetails:
+def token_details(api_request: GenerationRequest, template: TemplateTokens | None, decode: Decode) -> TokenDetails:
     return TokenDetails(
-        ids=bool(asked.return_token_ids or asked.resumable),
-        steps=bool(asked.return_step_map),
+        ids=bool(api_request.return_token_ids or api_request.resumable),
+        steps=bool(api_request.return_step_map),
         holes=None if template is None else partial(template.texts, decode=decode),
     )
 
@@ -94,11 +94,11 @@ def by_tokens(step: TextStep) -> Iterator[TextStep]:
     if last < 1:
         yield step
         return
-    rest = step.text[sum(map(len, step.pieces)) :]
+    tail = step.text[sum(map(len, step.pieces)) :]
     for i, (token, text) in enumerate(zip(step.new_tokens, step.pieces, strict=True)):
         yield replace(
             step,
-            text=text if i < last else text + rest,
+            text=text if i < last else text + tail,
             new_tokens=(token,),
             output=step.output if i == last else None,
             logprobs=None if step.logprobs is None else step.logprobs[i : i + 1],
@@ -195,16 +195,16 @@ class Answer:
         return self._reply.full(choices, [o.counts for o in ordered], weights)
 
     def _choice(self, index: int, text: str, *, reason: FinishReason, **fields: Any) -> ReplyChoice:
-        said = self._read(index, text, ends=True)
+        piece = self._read(index, text, ends=True)
         calls: list[AnswerCall] = [
-            {"id": call["id"], "type": call["type"], "function": call["function"]} for call in said.calls
+            {"id": call["id"], "type": call["type"], "function": call["function"]} for call in piece.calls
         ]
-        return ReplyChoice(text=said.content, calls=calls, reason=self._reason(index, reason), **fields)
+        return ReplyChoice(text=piece.content, calls=calls, reason=self._reason(index, reason), **fields)
 
-    def _read(self, index: int, text: str, *, ends: bool) -> Said:
+    def _read(self, index: int, text: str, *, ends: bool) -> TextPiece:
         """Content and calls in the next piece of a choice's text."""
         reader = self._calls[index]
-        return Said(content=text) if reader is None else reader.push(text, ends=ends)
+        return TextPiece(content=text) if reader is None else reader.push(text, ends=ends)
 
     def _reason(self, index: int, reason: FinishReason) -> EndReason:
         """Why a choice ended, once its text is read."""
@@ -218,8 +218,8 @@ class Answer:
         and no `[DONE]` follows.
         """
         async for group in self.event_groups(on_failure):
-            for one in group:
-                yield one
+            for text in group:
+                yield text
 
     async def event_groups(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[list[str]]:
         """The events, those together that are there at once: a step's, whose text goes out token by token."""
@@ -242,7 +242,7 @@ class Answer:
                 yield [self._chunk(i, text=echo, first=True, details=prompt)]
         async for step in self._steps:
             i = index[step.request_id]
-            chunks = [chunk for one in by_tokens(step) if (chunk := self._chunk_of(i, one)) is not None]
+            chunks = [chunk for part in by_tokens(step) if (chunk := self._chunk_of(i, part)) is not None]
             num_tokens[i] += len(step.new_tokens)
             if self._resumable and step.new_tokens and step.output is None:
                 place = _place(self._stream.requests[i], reply.id, num_tokens[i], step.num_forwards)
@@ -271,10 +271,10 @@ class Answer:
         ends = step.output is not None
         logprobs = self._logprobs_of(index, step.new_tokens, step.logprobs) if step.new_tokens else None
         details = self._details.of(step.new_tokens, step.rollout, ends=ends)
-        said = self._read(index, step.text, ends=ends)
-        if not (said.content or said.calls or logprobs or (details and (step.new_tokens or ends))):
+        piece = self._read(index, step.text, ends=ends)
+        if not (piece.content or piece.calls or logprobs or (details and (step.new_tokens or ends))):
             return None
-        return self._chunk(index, text=said.content, calls=said.calls, logprobs=logprobs, details=details)
+        return self._chunk(index, text=piece.content, calls=piece.calls, logprobs=logprobs, details=details)
 
     def _logprobs_of(self, index: int, tokens: tuple[int, ...], logprobs: tuple[float, ...] | None) -> Logprobs:
         return None if self._logprobs is None else self._logprobs[index].add(tokens, logprobs or ())

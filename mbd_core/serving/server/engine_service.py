@@ -127,7 +127,7 @@ class EngineService:
                 if abort:
                     await self.engine.abort_all()
                 end = asyncio.get_running_loop().time() + seconds
-                while (freed := await self.engine.call(try_to)) is None:
+                while (num_bytes := await self.engine.call(try_to)) is None:
                     if asyncio.get_running_loop().time() > end:
                         raise ValueError(
                             f"requests still run after {seconds:g} s; the server goes on. Abort them first"
@@ -136,7 +136,7 @@ class EngineService:
             except BaseException:
                 self.engine.closed = False
                 raise
-            return freed
+            return num_bytes
 
     async def wake_up(self) -> None:
         """Take the memory again, and requests; does nothing awake. Raises torch's error where the memory is taken."""

@@ -92,13 +92,13 @@ class RequestWatch:
     def __init__(self, by_model: Mapping[str, RequestMeasures], clock: Clock) -> None:
         self._by_model, self._clock = by_model, clock
         self._measures = by_model[NO_MODEL]
-        self._arrived = clock()
+        self._arrival = clock()
         self._choices: dict[str, _Choice] = {}
         self._accepted = self._ended = False
 
     def on_body(self) -> None:
         """All of it is there: how long a client takes to send it is no latency of ours."""
-        self._arrived = self._clock()
+        self._arrival = self._clock()
 
     def on_model(self, name: str) -> None:
         """It is for this model, which is served."""
@@ -114,14 +114,14 @@ class RequestWatch:
         """`count` tokens of a choice came, all at once."""
         if not count:
             return
-        choice, now = self._choices[request_id], self._clock()
+        choice, time_now = self._choices[request_id], self._clock()
         if choice.num_tokens:
-            self._measures.inter_token_latency.add(now - choice.last)
+            self._measures.inter_token_latency.add(time_now - choice.last)
         else:
-            choice.first = now
-            self._measures.time_to_first_token.add(now - self._arrived)
+            choice.first = time_now
+            self._measures.time_to_first_token.add(time_now - self._arrival)
         choice.num_tokens += count
-        choice.last = now
+        choice.last = time_now
         self._measures.generation_tokens += count
 
     def on_end(self, request_id: str, reason: FinishReason) -> None:
@@ -131,7 +131,7 @@ class RequestWatch:
             self._measures.aborted += 1
             return
         self._measures.finished[reason] += 1
-        self._measures.end_to_end.add(self._clock() - self._arrived)
+        self._measures.end_to_end.add(self._clock() - self._arrival)
         if choice.num_tokens > 1:
             self._measures.time_per_output_token.add((choice.last - choice.first) / (choice.num_tokens - 1))
 

@@ -19,17 +19,17 @@ from mbd_core.engine.admission import RequestRefused, compile_guide
 from mbd_core.serving.api.access import OpenRequest, OpenRequests
 from mbd_core.serving.api.engine_requests import (
     TokenizerThreads,
-    begun_texts,
     chat_ids,
     check_calls,
     check_number,
-    detokenized,
+    committed_texts,
+    detokenize,
     engine_requests,
     text_ids,
-    tokenized,
+    tokenize,
     tokenizer_info,
 )
-from mbd_core.serving.api.errors import AGAIN_SECONDS, ApiError, FieldError, clipped
+from mbd_core.serving.api.errors import AGAIN_SECONDS, ApiError, FieldError, clip
 from mbd_core.serving.api.fields import Template, TemplateTokens, template_tokens
 from mbd_core.serving.api.parsing import MAX_PROMPTS, parse
 from mbd_core.serving.api.replies import Reply
@@ -50,7 +50,7 @@ from mbd_core.serving.tokens.served_model import GrammarCompiler, ServedModel
 from mbd_core.serving.tokens.stream import FairTurns, Refusals, TimeLimit, TooManyRequests, has_room
 
 Body = bytes | Callable[[], Awaitable[bytes]]
-Asked = CompletionRequest | ChatRequest
+ApiRequest = CompletionRequest | ChatRequest
 Kind = type[CompletionRequest] | type[ChatRequest]
 
 LARGE_BODY = 2**17  # bytes: parsing more takes the event loop for many milliseconds
@@ -63,7 +63,8 @@ PLACES = 2  # choices of a client that the engines know at once, for each of the
 class OpenAIServer:
     """The models by the names that clients call them. Its methods belong to one event loop.
 
-    A server that is to end without cutting answers is drained first: `begin_drain()`, then `drained(seconds)`.
+    A server that is to end without cutting answers is drained first: `begin_drain()`, then
+    `wait_until_drained(seconds)`.
     """
 
     def __init__(
@@ -105,9 +106,9 @@ class OpenAIServer:
         """Refuse new requests with 503 from now on; those that run or wait go on. Returns how many these are."""
         return self._open_requests.begin_drain()
 
-    async def drained(self, seconds: float) -> int:
+    async def wait_until_drained(self, seconds: float) -> int:
         """Wait until every answer has ended, for `seconds` at most; how many have not. Call `begin_drain` first."""
-        return await self._open_requests.drained(seconds)
+        return await self._open_requests.wait_until_drained(seconds)
 
     async def stop(self) -> None:
         """End its threads; no request may follow."""
@@ -130,19 +131,19 @@ class OpenAIServer:
 
     async def tokenize(self, body: bytes) -> TokenIds:
         """The token ids of a text or a chat; raises as `complete` does."""
-        asked = parse(TokenizeRequest, body)
+        api_request = parse(TokenizeRequest, body)
         async with TimeLimit(self._request_seconds).watch():
-            model = (await self._route(served_name(asked.model, self._models))).model
-            return await self._tokenizing.run(partial(tokenized, asked, model), characters=len(body))
+            model = (await self._route(served_name(api_request.model, self._models))).model
+            return await self._tokenizing.run(partial(tokenize, api_request, model), characters=len(body))
 
     async def detokenize(self, body: bytes) -> TokenText:
         """The text of token ids; raises as `complete` does."""
-        asked = parse(DetokenizeRequest, body)
+        order = parse(DetokenizeRequest, body)
         async with TimeLimit(self._request_seconds).watch():
             call = partial(
-                detokenized, asked, (await self._route(served_name(asked.model, self._models))).model.tokenizer
+                detokenize, order, (await self._route(served_name(order.model, self._models))).model.tokenizer
             )
-            return await self._tokenizing.run(call, characters=len(asked.tokens))
+            return await self._tokenizing.run(call, characters=len(order.tokens))
 
     async def tokenizer_info(self, name: str | None) -> TokenizerInfo:
         """The special tokens and the chat template; raises as `complete` does."""
@@ -168,90 +169,96 @@ class OpenAIServer:
         """The answer, whose request stays open until it is closed."""
         watch = self.measures.on_arrival()
         with watch.errors():
-            async with self._refusals.slowed(key):
+            async with self._refusals.slow_refusals(key):
                 request = self._open_requests.begin(key, limited=limited)
             try:
                 whole = body if isinstance(body, bytes) else await body()
                 watch.on_body()
-                asked = await self._bodies.parse(kind, whole, client=key)
-                characters = asked.num_characters(len(whole))
-                return await self._submit(asked, characters, key=key, watch=watch, request=request)
+                api_request = await self._bodies.parse(kind, whole, client=key)
+                characters = api_request.num_characters(len(whole))
+                return await self._submit(api_request, characters, key=key, watch=watch, request=request)
             except BaseException:
                 request.end()
                 raise
 
-    def _count(self, asked: Asked, request: OpenRequest) -> None:
+    def _count(self, api_request: ApiRequest, request: OpenRequest) -> None:
         """Count a body's choices among its client's; `ApiError` and `TooManyRequests` for too many of them."""
-        number, field = asked.num_prompts, asked.prompt_field
+        number, field = api_request.num_prompts, api_request.prompt_field
         if number > self._body_prompts:
             raise FieldError(field, f"{number} prompts in one body; this server takes at most {self._body_prompts}")
-        request.take_choices(number, asked.num_choices, prompt_field=field)
+        request.take_choices(number, api_request.num_choices, prompt_field=field)
 
     async def _submit(
-        self, asked: Asked, characters: int, *, key: str, watch: RequestWatch, request: OpenRequest
+        self, api_request: ApiRequest, characters: int, *, key: str, watch: RequestWatch, request: OpenRequest
     ) -> Answer:
-        limit, client = TimeLimit(self._request_seconds), key or asked.user or ""
-        self.model(asked.model)
-        watch.on_model(asked.model)
-        seed = _seed(asked)
+        limit, client = TimeLimit(self._request_seconds), key or api_request.user or ""
+        self.model(api_request.model)
+        watch.on_model(api_request.model)
+        seed = _seed(api_request)
         async with limit.watch():
-            async with self._refusals.slowed(client) if characters <= LARGE_BODY else nullcontext():
-                self._count(asked, request)
-                route = await self._route(asked.model)
-                check_number(asked, route.model.capacity)
-                route.choices.check(client, asked.num_prompts * asked.num_choices)  # before anything is tokenised
-            call = partial(route.requests, asked, seed=seed)
+            async with self._refusals.slow_refusals(client) if characters <= LARGE_BODY else nullcontext():
+                self._count(api_request, request)
+                route = await self._route(api_request.model)
+                check_number(api_request, route.model.capacity)
+                route.choices.check(
+                    client, api_request.num_prompts * api_request.num_choices
+                )  # before anything is tokenised
+            call = partial(route.requests, api_request, seed=seed)
             requests, template, echoes = await self._tokenizing.run(call, characters=characters)
-            await route.check_grammar(asked, requests)
-            rule = asked.call_rule if isinstance(asked, ChatRequest) else None
+            await route.check_grammar(api_request, requests)
+            rule = api_request.call_rule if isinstance(api_request, ChatRequest) else None
             decode = route.decode if rule is None else route.decode_all
-            begun = partial(begun_texts, requests, decode, asked.stop_strings)
-            texts = begun() if asked.resume is None else await self._tokenizing.run(begun, characters=characters)
+            make_texts = partial(committed_texts, requests, decode, api_request.stop_strings)
+            texts = (
+                make_texts()
+                if api_request.resume is None
+                else await self._tokenizing.run(make_texts, characters=characters)
+            )
         with route.choices.opening(client, len(requests)):
             stream = await TextStream.open(
                 route.model.source, requests, texts=texts, key=client, places=route.places, limit=limit
             )
             route.choices.add(client, stream)
-        chat = isinstance(asked, ChatRequest)
+        chat = isinstance(api_request, ChatRequest)
         new_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         reply = Reply(
-            id=new_id if asked.resume is None else asked.resume.id,
+            id=new_id if api_request.resume is None else api_request.resume.id,
             created=int(time.time()),
-            model=asked.model,
+            model=api_request.model,
             chat=chat,
-            num_choices=asked.num_choices,
-            seed=seed if asked.draws else None,
-            speed=None if asked.speed is None else route.point(asked.speed)[0],
+            num_choices=api_request.num_choices,
+            seed=seed if api_request.draws else None,
+            speed=None if api_request.speed is None else route.point(api_request.speed)[0],
         )
         watch.on_accepted(requests)
-        if isinstance(asked, CompletionRequest) and asked.scores_prompt:
+        if isinstance(api_request, CompletionRequest) and api_request.scores_prompt:
             return ScoredAnswer(
-                asked,
+                api_request,
                 reply,
                 stream,
                 texts=route.token_texts,
                 decode=route.decode,
-                details=token_details(asked, None, route.decode),
+                details=token_details(api_request, None, route.decode),
                 echoes=echoes,
                 watch=watch,
                 on_close=request.end,
             )
         logprobs = None
-        if asked.wants_logprobs:
+        if api_request.wants_logprobs:
             logprobs = [ChoiceLogprobs(route.token_texts, route.decode, chat=chat) for _ in requests]
-            for one, begun_request in zip(logprobs, requests, strict=True):  # text_offset goes on behind these
-                one.add(begun_request.committed, (0.0,) * len(begun_request.committed))
+            for choice, begun_request in zip(logprobs, requests, strict=True):  # text_offset goes on behind these
+                choice.add(begun_request.committed, (0.0,) * len(begun_request.committed))
         return Answer(
             reply,
             stream,
-            streamed=bool(asked.stream),
+            streamed=bool(api_request.stream),
             logprobs=logprobs,
-            details=token_details(asked, template, route.decode),
+            details=token_details(api_request, template, route.decode),
             calls=rule is not None,
-            echoes=() if asked.resume else echoes,
-            texts=route.token_texts if asked.frames else None,
-            resumable=bool(asked.resumable),
-            include_usage=asked.usage_in_stream,
+            echoes=() if api_request.resume else echoes,
+            texts=route.token_texts if api_request.frames else None,
+            resumable=bool(api_request.resumable),
+            include_usage=api_request.usage_in_stream,
             watch=watch,
             on_close=request.end,
         )
@@ -259,31 +266,31 @@ class OpenAIServer:
     async def _route(self, name: str) -> "_Route":
         """The model's side of a request."""
         if name not in self._routes:
-            served = await self._models[name]()
-            self._routes[name] = await self._tokenizing.run(partial(_Route, served, self._log), characters=0)
+            model = await self._models[name]()
+            self._routes[name] = await self._tokenizing.run(partial(_Route, model, self._log), characters=0)
         return self._routes[name]
 
 
-def served_name(name: str | None, served: Collection[str]) -> str:
+def served_name(name: str | None, names: Collection[str]) -> str:
     """The model that is meant; `ApiError` for an unknown one, and where none is named of several."""
     if name is None:
-        if len(served) > 1:
-            why = f"several are served here; name one of {', '.join(served)}"
+        if len(names) > 1:
+            why = f"several are served here; name one of {', '.join(names)}"
             raise FieldError("model", why, code="missing_field")
-        return next(iter(served))
-    if name not in served:
-        message = f"unknown model '{clipped(name)}'; served here: {', '.join(served)}"
+        return next(iter(names))
+    if name not in names:
+        message = f"unknown model '{clip(name)}'; served here: {', '.join(names)}"
         raise ApiError(404, message, param="model", code="model_not_found")
     return name
 
 
-def _seed(asked: Asked) -> int:
+def _seed(api_request: ApiRequest) -> int:
     """Of the first choice; where tokens are drawn without one, any."""
-    if asked.resume is not None and asked.resume.seed is not None:
-        return asked.resume.seed
-    if not asked.draws:
+    if api_request.resume is not None and api_request.resume.seed is not None:
+        return api_request.resume.seed
+    if not api_request.draws:
         return 0
-    return secrets.randbits(32) if asked.seed is None else asked.seed
+    return secrets.randbits(32) if api_request.seed is None else api_request.seed
 
 
 class _LargeBodies:
@@ -292,9 +299,9 @@ class _LargeBodies:
     def __init__(self) -> None:
         self._turns = FairTurns(1, seconds=60.0)
         self._waiting: Counter[str] = Counter()
-        self._rested = 0.0  # when the next may be parsed, on the clock of the loop
+        self._next_parse = 0.0  # when the next may be parsed, on the clock of the loop
 
-    async def parse(self, kind: Kind, body: bytes, *, client: str) -> Asked:
+    async def parse(self, kind: Kind, body: bytes, *, client: str) -> ApiRequest:
         """The request in a body; raises as `parse`, and `TooManyRequests` where many large ones wait."""
         if len(body) <= LARGE_BODY:
             return parse(kind, body)
@@ -304,12 +311,12 @@ class _LargeBodies:
         try:
             async with self._turns.turn((client,)):
                 clock = asyncio.get_running_loop().time
-                await asyncio.sleep(max(0.0, self._rested - clock()))
-                begun = clock()
+                await asyncio.sleep(max(0.0, self._next_parse - clock()))
+                start = clock()
                 try:
                     return parse(kind, body)
                 finally:
-                    self._rested = clock() + REST * (clock() - begun)
+                    self._next_parse = clock() + REST * (clock() - start)
         finally:
             self._waiting[client] -= 1
             if not self._waiting[client]:
@@ -332,33 +339,35 @@ class _Route:
         grammars = grammars_of(model.tokenizer, model.limits.admission.model)
         self._compile = GrammarCompiler(partial(compile_guide, grammars))
 
-    def requests(self, asked: Asked, *, seed: int) -> tuple[list[Request], TemplateTokens | None, list[str]]:
+    def requests(
+        self, api_request: ApiRequest, *, seed: int
+    ) -> tuple[list[Request], TemplateTokens | None, list[str]]:
         """In the tokenizer's thread: prompts to ids, one request for each prompt and choice, their template, and the
         text before each."""
-        read = self._read(asked)
-        if isinstance(asked, CompletionRequest) and asked.scores_prompt:
-            requests = score_requests(asked, read(), self.model, seed=seed)
-            return requests, None, asked.echoes(self.decode)
+        read_prompts = self._read(api_request)
+        if isinstance(api_request, CompletionRequest) and api_request.scores_prompt:
+            requests = score_requests(api_request, read_prompts(), self.model, seed=seed)
+            return requests, None, api_request.echoes(self.decode)
         template = None
-        if isinstance(asked, CompletionRequest) and asked.template is not None:
-            template = self._template(asked.template, parse_special=bool(asked.parse_special))
+        if isinstance(api_request, CompletionRequest) and api_request.template is not None:
+            template = self._template(api_request.template, parse_special=bool(api_request.parse_special))
         requests = engine_requests(
-            asked,
-            read(),
-            decoding=self._decoding(asked),
+            api_request,
+            read_prompts(),
+            decoding=self._decoding(api_request),
             seed=seed,
             admission=self.model.limits.admission,
             adapter=self.model.adapter,
             template=template,
             added_tokens=self.model.tokenizer.get_added_vocab(),
         )
-        echoes = asked.echoes(self.decode) if isinstance(asked, CompletionRequest) else []
+        echoes = api_request.echoes(self.decode) if isinstance(api_request, CompletionRequest) else []
         return requests, template, echoes
 
-    def _read(self, asked: Asked) -> Callable[[], list[list[int]]]:
-        if isinstance(asked, ChatRequest):
-            return partial(self._chat_prompts, asked)
-        return partial(self._plain_prompts, asked)
+    def _read(self, api_request: ApiRequest) -> Callable[[], list[list[int]]]:
+        if isinstance(api_request, ChatRequest):
+            return partial(self._chat_prompts, api_request)
+        return partial(self._plain_prompts, api_request)
 
     def _template(self, parts: Template, *, parse_special: bool) -> TemplateTokens:
         encode = partial(text_ids, self.model, field="template", special=False, parse_special=parse_special)
@@ -368,21 +377,23 @@ class _Route:
         """End its threads."""
         self._compile.stop()
 
-    async def check_grammar(self, asked: GenerationRequest, requests: list[Request]) -> None:
+    async def check_grammar(self, api_request: GenerationRequest, requests: list[Request]) -> None:
         """Refuse a grammar that no engine could honour, before one is asked; `ApiError` (400) names the field."""
         try:
             await self._compile(min(requests, key=lambda r: r.max_tokens))
         except RequestRefused as error:
-            raise FieldError(asked.grammar_field or "", str(error), code=error.code) from None
+            raise FieldError(api_request.grammar_field or "", str(error), code=error.code) from None
 
-    def _plain_prompts(self, asked: CompletionRequest) -> list[list[int]]:
-        encode = partial(text_ids, self.model, field="prompt", special=True, parse_special=bool(asked.parse_special))
-        return [encode(p) if isinstance(p, str) else p for p in asked.prompts]
+    def _plain_prompts(self, api_request: CompletionRequest) -> list[list[int]]:
+        encode = partial(
+            text_ids, self.model, field="prompt", special=True, parse_special=bool(api_request.parse_special)
+        )
+        return [encode(p) if isinstance(p, str) else p for p in api_request.prompts]
 
-    def _chat_prompts(self, asked: ChatRequest) -> list[list[int]]:
-        if asked.call_rule is not None:
+    def _chat_prompts(self, api_request: ChatRequest) -> list[list[int]]:
+        if api_request.call_rule is not None:
             check_calls(self.model)
-        return [chat_ids(self.model, asked.turns, tools=asked.shown_tools)]
+        return [chat_ids(self.model, api_request.turns, tools=api_request.shown_tools)]
 
     def point(self, speed: float) -> tuple[float, SpeedPoint]:
         """The point of the model's front at `speed`, and its own speed; `ApiError` (400) where there is no front."""
@@ -396,11 +407,11 @@ class _Route:
             )
         return front.at(speed)
 
-    def _decoding(self, asked: GenerationRequest) -> DecodingConfig:
-        if asked.speed is not None:
-            return self.model.decoding(self.point(asked.speed)[1].decoding)
+    def _decoding(self, api_request: GenerationRequest) -> DecodingConfig:
+        if api_request.speed is not None:
+            return self.model.decoding(self.point(api_request.speed)[1].decoding)
         try:
-            decoding = self.model.decoding(asked.decoding or {})
+            decoding = self.model.decoding(api_request.decoding or {})
         except ValueError as error:
             raise FieldError("decoding", str(error)) from None
         note = None if self._edit_noted else self.model.edit_note(decoding)

@@ -21,7 +21,7 @@ from mbd_core.serving.tokens.served_model import ServedModel
 
 
 def score_requests(
-    asked: CompletionRequest, prompts: Sequence[Sequence[int]], model: ServedModel, *, seed: int
+    api_request: CompletionRequest, prompts: Sequence[Sequence[int]], model: ServedModel, *, seed: int
 ) -> list[Request]:
     """A scored request for each prompt, which ends with one token that is generated.
 
@@ -45,7 +45,7 @@ def score_requests(
             template=(*prompt[1:], None),
             max_tokens=max(1, len(prompt)),
             decoding=decoding,
-            sampling=asked.samplings(seed)[0],
+            sampling=api_request.samplings(seed)[0],
             ignore_eos=True,
             scored=True,
             adapter=model.adapter,
@@ -64,7 +64,7 @@ class ScoredAnswer(Answer):
 
     def __init__(
         self,
-        asked: CompletionRequest,
+        api_request: CompletionRequest,
         reply: Reply,
         stream: TextStream,
         *,
@@ -73,7 +73,7 @@ class ScoredAnswer(Answer):
         **fields: Any,
     ) -> None:
         super().__init__(reply, stream, **fields)
-        self._asked, self._token_texts, self._decode = asked, texts, decode
+        self._api_request, self._token_texts, self._decode = api_request, texts, decode
 
     async def whole(self) -> Completion:
         outputs: dict[str, Output] = {}
@@ -86,27 +86,28 @@ class ScoredAnswer(Answer):
         if any(output.finish_reason == "abort" for output in ordered):
             message = "the request was aborted before all of its prompt was scored; ask again"
             raise ApiError(503, message, code="aborted", headers={"Retry-After": "1"})
-        asked = zip(self._stream.requests, ordered, self._echoes, strict=True)
+        parts = zip(self._stream.requests, ordered, self._echoes, strict=True)
         # Entries for thousands of tokens take longer than a loop that serves others may stand still.
-        choices = [await asyncio.to_thread(self._scored, *each) for each in asked]
+        choices = [await asyncio.to_thread(self._choice_of, *each) for each in parts]
         counts = [
-            replace(o.counts, num_prompt_tokens=len(o.tokens), num_tokens=self._asked.max_tokens or 0) for o in ordered
+            replace(o.counts, num_prompt_tokens=len(o.tokens), num_tokens=self._api_request.max_tokens or 0)
+            for o in ordered
         ]
         return self._reply.full(choices, counts, weights)
 
-    def _scored(self, request: Request, output: Output, echo: str) -> ReplyChoice:
-        number = len(output.tokens) - 1 + (self._asked.max_tokens or 0)  # scores that were asked for
+    def _choice_of(self, request: Request, output: Output, echo: str) -> ReplyChoice:
+        number = len(output.tokens) - 1 + (self._api_request.max_tokens or 0)  # scores that were asked for
         tokens, scores = (*request.prompt, *output.tokens[:number]), output.scores[:number]
         entries = ChoiceLogprobs(self._token_texts, self._decode, chat=False)
         columns = entries.columns(tokens, (0.0, *(score.logprob for score in scores)))
         columns["token_logprobs"][0] = None  # nothing stands before it
-        if self._asked.logprobs:
+        if self._api_request.logprobs:
             likeliest = [entries.name(s.likeliest) for s in scores]
             values = [max(s.likeliest_logprob, LEAST_LOGPROB) for s in scores]
             columns["top_logprobs"] = [None, *({name: v} for name, v in zip(likeliest, values, strict=True))]
         prompt = (*request.prompt, *output.tokens[:-1])
         generated = self._decode(list(tokens)).removeprefix(self._decode(list(prompt)))
         details: TokenFields = self._details.of_prompt(prompt)
-        if self._asked.return_token_ids:
+        if self._api_request.return_token_ids:
             details["token_ids"] = list(tokens[len(prompt) :])
         return ReplyChoice(text=echo + generated, reason="length", logprobs=columns, details=details)

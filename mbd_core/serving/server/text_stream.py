@@ -68,8 +68,8 @@ class TextStream:
             asyncio.get_running_loop().create_future() for _ in self.requests[:num_first]
         ]
         self._tasks = [
-            asyncio.create_task(self._answer(request, text, places, opened))
-            for request, text, opened in zip_longest(self.requests, texts, self._first)
+            asyncio.create_task(self._answer(request, text, places, future))
+            for request, text, future in zip_longest(self.requests, texts, self._first)
         ]
 
     @classmethod
@@ -121,28 +121,28 @@ class TextStream:
             task.cancel()
 
     async def _answer(
-        self, request: Request, text: CommittedText, places: "Places | None", opened: "asyncio.Future[None] | None"
+        self, request: Request, text: CommittedText, places: "Places | None", opening: "asyncio.Future[None] | None"
     ) -> None:
         """Submit one request, and put its steps into the queue, up to its end or a stop string. `opened` is that of
         a request for which `open` waits."""
         try:
             async with nullcontext() if places is None else places.place(self._key, request.group):
-                stream = await self._open(request, places, waits=opened is None)
+                stream = await self._open(request, places, waits=opening is None)
                 try:
-                    if opened is not None:
-                        opened.set_result(None)
+                    if opening is not None:
+                        opening.set_result(None)
                     answer = _AnswerText(request, text)
                     async for step in stream:
-                        self._put(done := answer.add(step))
-                        if done.output is not None:
+                        self._put(text_step := answer.add(step))
+                        if text_step.output is not None:
                             return
                 finally:
                     stream.close()
         except Exception as error:
-            if opened is None or opened.done():
+            if opening is None or opening.done():
                 self._queue.put_nowait(error)
             else:
-                opened.set_exception(error)
+                opening.set_exception(error)
 
     async def _open(self, request: Request, places: "Places | None", *, waits: bool) -> TokenStream:
         """The request's stream; one that `waits` asks again where the engines have no room."""
@@ -180,7 +180,7 @@ class _AnswerText:
             if self._text.stopped:
                 break
         output = step.output
-        rest = "" if output is None else self._text.finish()
+        tail = "" if output is None else self._text.finish()
         num_new = self._text.num_tokens - num_earlier
         logprobs = None if step.logprobs is None else step.logprobs[:num_new]
         rollout = step.rollout
@@ -202,7 +202,7 @@ class _AnswerText:
             )
         return TextStep(
             request_id=self._request.request_id,
-            text="".join(pieces) + rest,
+            text="".join(pieces) + tail,
             new_tokens=step.new_tokens[:num_new],
             output=output,
             logprobs=logprobs,
@@ -254,16 +254,16 @@ class OpenChoices:
         """`capacity`: how many all engines together take."""
         self._capacity = capacity
         self._opening: Counter[str] = Counter()
-        self._opened: dict[TextStream, str] = {}
+        self._streams: dict[TextStream, str] = {}
 
     def check(self, client: str, number: int) -> None:
         """Raise `TooManyRequests` where a client gets no `number` choices more."""
-        self._opened = {stream: owner for stream, owner in self._opened.items() if stream.unfinished}
-        taken = self._opening.copy()
-        for stream, owner in self._opened.items():
-            taken[owner] += len(stream.unfinished)
-        if not has_room(taken, client, number, capacity=self._capacity):
-            raise TooManyRequests(f"{taken.total()} choices are running or waiting; try again later")
+        self._streams = {stream: owner for stream, owner in self._streams.items() if stream.unfinished}
+        counts = self._opening.copy()
+        for stream, owner in self._streams.items():
+            counts[owner] += len(stream.unfinished)
+        if not has_room(counts, client, number, capacity=self._capacity):
+            raise TooManyRequests(f"{counts.total()} choices are running or waiting; try again later")
 
     @contextmanager
     def opening(self, client: str, number: int) -> Iterator[None]:
@@ -279,4 +279,4 @@ class OpenChoices:
 
     def add(self, client: str, stream: TextStream) -> None:
         """Count a stream until it has ended."""
-        self._opened[stream] = client
+        self._streams[stream] = client

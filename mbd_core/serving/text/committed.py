@@ -112,8 +112,8 @@ class CommittedText:
         """The rest of the text, now that no token follows."""
         if self.stopped:
             return ""
-        rest = self._decode(self._window)[len(self._context) :].rstrip(BROKEN)
-        text = self._release(rest)
+        tail = self._decode(self._window)[len(self._context) :].rstrip(BROKEN)
+        text = self._release(tail)
         if not self.stopped:
             text, self._ending = text + self._ending, ""
         return text
@@ -125,9 +125,9 @@ class CommittedText:
             self.stopped = True
             end, length = match
             return text[: len(self._ending) + end - length]
-        cut = len(text) - self._matcher.open_length
-        self._ending = text[cut:]
-        return text[:cut]
+        split = len(text) - self._matcher.open_length
+        self._ending = text[split:]
+        return text[:split]
 
 
 # From an answer's text to its calls, as it comes: content up to the first call, then one call after the other.
@@ -136,7 +136,7 @@ OPENING, CLOSING = BEGIN + HEAD, TAIL + END
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class TextPiece:
     """What a piece of text became: content, and OpenAI's deltas of calls."""
 
     content: str = ""
@@ -154,58 +154,58 @@ class CallReader:
         self._place = "content"  # or "name", "arguments", "between"
         self.num_calls = 0
 
-    def push(self, text: str, *, ends: bool) -> Said:
+    def push(self, text: str, *, ends: bool) -> TextPiece:
         """What became certain with `text`; `ends`: nothing follows it."""
         self._buffer += text
         content = ""
         deltas: dict[int, dict[str, Any]] = {}
         while (step := self._step(ends)) is not None:
-            said, delta = step
-            content += said
+            text_part, delta = step
+            content += text_part
             if delta:
                 _merge(deltas.setdefault(self.num_calls - 1, {"index": self.num_calls - 1}), delta)
-        return Said(content=content, calls=list(deltas.values()))
+        return TextPiece(content=content, calls=list(deltas.values()))
 
     def _step(self, ends: bool) -> tuple[str, dict[str, Any]] | None:
         """Content, and a part of the current call; `None` where more text is needed."""
         if self._place == "content":
-            before, mark, after = self._buffer.partition(BEGIN)
+            content, mark, tail = self._buffer.partition(BEGIN)
             if mark:
-                self._place, self._buffer = "name", mark + after
-                return before.removesuffix("\n"), {}
-            kept = 0 if ends else max(_open_length(before, BEGIN), _open_length(before, "\n" + BEGIN))
-            return self._give(len(before) - kept)
+                self._place, self._buffer = "name", mark + tail
+                return content.removesuffix("\n"), {}
+            num_kept = 0 if ends else max(_open_length(content, BEGIN), _open_length(content, "\n" + BEGIN))
+            return self._give(len(content) - num_kept)
         if self._place == "between":
             if BEGIN not in self._buffer:
                 return None
             self._place, self._buffer = "name", self._buffer[self._buffer.index(BEGIN) :]
         if self._place == "name":
-            name, mark, after = self._buffer.removeprefix(OPENING).partition(ARGUMENTS)
+            name, mark, tail = self._buffer.removeprefix(OPENING).partition(ARGUMENTS)
             if not mark:
                 return None
-            self._place, self._buffer, self.num_calls = "arguments", after, self.num_calls + 1
+            self._place, self._buffer, self.num_calls = "arguments", tail, self.num_calls + 1
             function = {"name": name, "arguments": ""}
             return "", {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
-        arguments, mark, after = self._buffer.partition(CLOSING)
+        arguments, mark, tail = self._buffer.partition(CLOSING)
         if mark:
-            self._place, self._buffer = "between", after
+            self._place, self._buffer = "between", tail
             return "", {"function": {"arguments": arguments}}
-        kept = _open_length(arguments, CLOSING)
-        given, _ = self._give(len(arguments) - kept) or ("", {})
-        return ("", {"function": {"arguments": given}}) if given else None
+        num_kept = _open_length(arguments, CLOSING)
+        part, _ = self._give(len(arguments) - num_kept) or ("", {})
+        return ("", {"function": {"arguments": part}}) if part else None
 
     def _give(self, length: int) -> tuple[str, dict[str, Any]] | None:
         if not length:
             return None
-        given, self._buffer = self._buffer[:length], self._buffer[length:]
-        return given, {}
+        part, self._buffer = self._buffer[:length], self._buffer[length:]
+        return part, {}
 
 
-def _merge(delta: dict[str, Any], more: dict[str, Any]) -> None:
+def _merge(delta: dict[str, Any], addition: dict[str, Any]) -> None:
     if "function" not in delta:
-        delta.update(more)
+        delta.update(addition)
     else:
-        delta["function"]["arguments"] += more["function"]["arguments"]
+        delta["function"]["arguments"] += addition["function"]["arguments"]
 
 
 def _open_length(text: str, mark: str) -> int:

@@ -100,10 +100,10 @@ class ChoiceLogprobs:
     def name(self, token: int) -> str:
         """A token as completions name it."""
         text, raw = self._texts(token)
-        return _escaped(raw) if BROKEN in text and raw is not None else text
+        return _escape(raw) if BROKEN in text and raw is not None else text
 
 
-def _escaped(raw: bytes) -> str:
+def _escape(raw: bytes) -> str:
     """OpenAI's name of a token that is part of a character."""
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
@@ -111,8 +111,8 @@ def _escaped(raw: bytes) -> str:
 def _letters() -> dict[str, int]:
     """Byte-level BPE's alphabet: a printable Latin-1 byte is its own letter, the others follow from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    byte_values = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(byte_values)}
 
 
 LETTERS = _letters()

@@ -101,9 +101,9 @@ class AsyncEngine:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._failure: EngineFailed | None = None
-        self._running = self._known = 0
+        self._running = self._num_known = 0
         self._waiting: FairQueue[EngineStream] = FairQueue()
-        self._seen: OrderedDict[str, float] = OrderedDict()  # when each client last asked, the latest at the end
+        self._last_asked: OrderedDict[str, float] = OrderedDict()  # when each client last asked, the latest at the end
         self._withdrawn: list[str] = []
         self._calls: list[_Call] = []
         self._streams: dict[str, EngineStream] = {}
@@ -153,8 +153,8 @@ class AsyncEngine:
             raise TooManyRequests(f"{len(self._streams)} requests are running or waiting; try again later")
         self._streams[stream.request_id] = stream
         self._waiting.push(stream.key, stream)
-        self._seen[key] = time.monotonic()
-        self._seen.move_to_end(key)
+        self._last_asked[key] = time.monotonic()
+        self._last_asked.move_to_end(key)
         self._start()
         return stream
 
@@ -179,8 +179,8 @@ class AsyncEngine:
     def _has_room(self, client: str) -> bool:
         if len(self._streams) < self._capacity:
             return True
-        taken = Counter(stream.client for stream in self._streams.values())
-        return has_room(taken, client, 1, capacity=self._capacity)
+        counts = Counter(stream.client for stream in self._streams.values())
+        return has_room(counts, client, 1, capacity=self._capacity)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -221,7 +221,7 @@ class AsyncEngine:
                     await self._wake.wait()
                 turn = await loop.run_in_executor(self._thread, self._turn, self._next_visit())
                 self._deliver(turn)
-                busy, self._running, self._known = turn.busy, turn.running, turn.known
+                busy, self._running, self._num_known = turn.busy, turn.running, turn.known
         except Exception as error:
             failure = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
@@ -229,23 +229,23 @@ class AsyncEngine:
 
     def _next_visit(self) -> _Visit:
         """All calls and withdrawals, and as many waiting requests as the engine shall know."""
-        max_rows, known = self._engine.config.max_rows, self._known - len(self._withdrawn)
-        held = Counter(stream.client for stream in self._streams.values() if not stream.waits)
-        while self._seen and next(iter(self._seen.values())) < time.monotonic() - RECENT_SECONDS:
-            self._seen.popitem(last=False)
-        clients = held.keys() | self._seen.keys()
+        max_rows, num_known = self._engine.config.max_rows, self._num_known - len(self._withdrawn)
+        counts = Counter(stream.client for stream in self._streams.values() if not stream.waits)
+        while self._last_asked and next(iter(self._last_asked.values())) < time.monotonic() - RECENT_SECONDS:
+            self._last_asked.popitem(last=False)
+        clients = counts.keys() | self._last_asked.keys()
         submitted: list[EngineStream] = []
 
         def may_enter(client: str) -> bool:
             several = clients | {client}
-            if len(several) == 1 or known + len(submitted) < max_rows - max_rows // KEPT_ROWS:
+            if len(several) == 1 or num_known + len(submitted) < max_rows - max_rows // KEPT_ROWS:
                 return True
-            return held[client] < max(1, max_rows // len(several))
+            return counts[client] < max(1, max_rows // len(several))
 
-        while known + len(submitted) <= max_rows and (stream := self._waiting.pop_of(may_enter)) is not None:
+        while num_known + len(submitted) <= max_rows and (stream := self._waiting.pop_of(may_enter)) is not None:
             stream.waits = False
             submitted.append(stream)
-            held[stream.client] += 1
+            counts[stream.client] += 1
         visit = _Visit(self._calls, self._withdrawn, [stream.admitted for stream in submitted])
         self._calls, self._withdrawn = [], []
         return visit

@@ -63,12 +63,12 @@ class LoadedModel:
         """What computes: device and dtype, how the weights are stored if otherwise, and over how many ranks."""
         weights = self.engine.model.model.norm.weight
         dtype = _name(weights.dtype)
-        stored = "" if weights.dtype == self.stored_dtype else f" (stored as {_name(self.stored_dtype)})"
+        dtype_note = "" if weights.dtype == self.stored_dtype else f" (stored as {_name(self.stored_dtype)})"
         rounded = quantized_parts(self.engine.model)
-        stored += "" if rounded is None else f", FP8 weights ({rounded})"
+        dtype_note += "" if rounded is None else f", FP8 weights ({rounded})"
         size = self.engine.model.shard.size
         ranks = "" if size == 1 else f", tensor parallel over {size} ranks"
-        return f"torch {weights.device.type} {dtype}{stored}{ranks}"
+        return f"torch {weights.device.type} {dtype}{dtype_note}{ranks}"
 
 
 def load_engine(

@@ -49,9 +49,9 @@ class PrefixAffinity:
         """
         least = min(loads.values())
         for page in reversed(pages):
-            known = self._seen_by.get(page, set()) & loads.keys()
-            if known:
-                best = min(known, key=lambda replica: (loads[replica], self._num_seen[replica], replica))
+            replicas = self._seen_by.get(page, set()) & loads.keys()
+            if replicas:
+                best = min(replicas, key=lambda replica: (loads[replica], self._num_seen[replica], replica))
                 if loads[best] <= least + self._balance:
                     return best
                 break

@@ -69,7 +69,7 @@ class _Resumption:
             assert self._stream is not None, "begin() comes first"
             try:
                 async for step in self._stream:
-                    joined = self._joined(step)
+                    joined = self._join(step)
                     if joined.commits or joined.frame is not None:
                         yield joined
                 return
@@ -95,19 +95,19 @@ class _Resumption:
             raise EngineFailed(f"{self._num_losses} replicas were lost under this request") from loss
         if self._last is not None:
             self._earlier, self._last = _sum(self._earlier, self._last), None
-        rest, pause = self._rest(), FIRST_PAUSE
+        continuation, pause = self._continuation(), FIRST_PAUSE
         try:
             async with asyncio.timeout(self._retry_seconds):
                 while True:
                     try:
-                        return await self._replicas.open(rest, key=self._key)
+                        return await self._replicas.open(continuation, key=self._key)
                     except (ReplicaLost, TooManyRequests):
                         await asyncio.sleep(pause)
                         pause = min(2 * pause, LONGEST_PAUSE)
         except TimeoutError:
             raise EngineFailed(f"no replica took the request over within {self._retry_seconds:g} s") from loss
 
-    def _rest(self) -> Request:
+    def _continuation(self) -> Request:
         request = self._request
         if request.decoding.canvas is not None or request.scored:  # it begins anew
             self._repeats = list(self._tokens)
@@ -120,7 +120,7 @@ class _Resumption:
             closing=self._closing,
         )
 
-    def _joined(self, step: StepOutput) -> StepOutput:
+    def _join(self, step: StepOutput) -> StepOutput:
         """The step as a part of the whole answer."""
         new_tokens, logprobs = self._without_repeats(step)
         self._tokens += new_tokens

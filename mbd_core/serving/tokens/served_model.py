@@ -89,7 +89,7 @@ class GrammarCompiler:
             async with asyncio.timeout(self._seconds):
                 return await asyncio.shield(compiling)
         except TimeoutError:
-            compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
+            compiling.add_done_callback(lambda future: future.cancelled() or future.exception())
             raise RequestRefused(
                 "grammar", f"the grammar was not compiled within {self._seconds:g} s; simplify it or try again"
             ) from None

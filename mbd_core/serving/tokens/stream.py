@@ -204,16 +204,16 @@ class FairTurns:
         self._free += 1
 
 
-def has_room(taken: Mapping[str, int], client: str, number: int, *, capacity: int) -> bool:
+def has_room(counts: Mapping[str, int], client: str, number: int, *, capacity: int) -> bool:
     """Whether a client gets `number` places more of `capacity`, of which each client has taken some.
 
     Where there are too few it gets them up to an equal share, beyond `capacity`: one that has taken all of them keeps
     nobody out. So clients together may take a multiple of it that grows with the logarithm of their number.
     """
-    if sum(taken.values()) + number <= capacity:
+    if sum(counts.values()) + number <= capacity:
         return True
-    num_others = sum(count > 0 for other, count in taken.items() if other != client)
-    return taken.get(client, 0) + number <= capacity // (num_others + 1)
+    num_others = sum(count > 0 for other, count in counts.items() if other != client)
+    return counts.get(client, 0) + number <= capacity // (num_others + 1)
 
 
 class Refusals:
@@ -227,7 +227,7 @@ class Refusals:
         self._slowed = 0
 
     @asynccontextmanager
-    async def slowed(self, client: str) -> AsyncIterator[None]:
+    async def slow_refusals(self, client: str) -> AsyncIterator[None]:
         """Let a `TooManyRequests` out of the block late where its client was refused a moment ago."""
         try:
             yield
@@ -235,12 +235,12 @@ class Refusals:
             now = asyncio.get_running_loop().time()
             while self._last and next(iter(self._last.values())) < now - self._seconds:
                 self._last.popitem(last=False)
-            again = client in self._last and self._slowed < self._most
-            self._slowed += again
+            is_repetition = client in self._last and self._slowed < self._most
+            self._slowed += is_repetition
             try:
-                await asyncio.sleep(self._seconds if again else 0)
+                await asyncio.sleep(self._seconds if is_repetition else 0)
             finally:
-                self._slowed -= again
+                self._slowed -= is_repetition
             self._last[client] = asyncio.get_running_loop().time()
             self._last.move_to_end(client)
             raise

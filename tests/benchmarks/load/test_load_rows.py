@@ -8,7 +8,7 @@ from benchmarks.load.loads import Arrival, Concurrency, LoadRun, Poisson, Reques
 from benchmarks.load.rows import (
     RATIO_COLUMNS,
     ROW_COLUMNS,
-    Objective,
+    LatencyObjective,
     draw_load,
     load_row,
     parse_objective,
@@ -63,7 +63,7 @@ def test_rates_are_the_median_of_the_rounds() -> None:
 
 def test_goodput_counts_the_requests_within_every_limit() -> None:
     objective = parse_objective("ttft=1500, tpot=100")
-    assert objective == Objective({"ttft": 1.5, "tpot": 0.1})
+    assert objective == LatencyObjective({"ttft": 1.5, "tpot": 0.1})
     good, slow_first, slow_tokens = record(1.0, last=1.9), record(1.6), record(1.0, last=2.1)
     row = load_row("ours", Concurrency(1), [run(good, slow_first, slow_tokens, record(1.0, error="x"))], objective)
     assert row["goodput"] == 0.1

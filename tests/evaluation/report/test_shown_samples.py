@@ -12,7 +12,7 @@ from written_sweeps import graded_table, planned_rows, sweep_record, write_parts
 from mbd_core.evaluation.report import page as shown_samples
 from mbd_core.evaluation.report.page import choose_samples
 from mbd_core.evaluation.sweep.folder import SweepFolder
-from mbd_core.evaluation.sweep.parts import GRADED_COLUMNS, REPLAY, Shard, cut
+from mbd_core.evaluation.sweep.parts import GRADED_COLUMNS, REPLAY, SweepShard, cut
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
 
@@ -41,7 +41,7 @@ def test_each_configuration_shows_its_wrong_samples_first_in_the_order_of_the_pl
 def test_the_choice_does_not_depend_on_shards_or_on_a_folder_that_is_named_twice(tmp_path: Path) -> None:
     write_parts(tmp_path / "whole")
     for index in (1, 2):
-        write_parts(tmp_path / str(index), shard=Shard(index, 2))
+        write_parts(tmp_path / str(index), shard=SweepShard(index, 2))
     whole = choose_samples([tmp_path / "whole"])
     assert choose_samples([tmp_path / "2", tmp_path / "1", tmp_path / "2"]) == whole
 

@@ -310,9 +310,11 @@ def test_a_right_program_that_sleeps_has_the_time_of_a_free_machine() -> None:
 
 
 def test_a_busy_machine_does_not_shorten_the_time_of_a_program_that_computes() -> None:
-    before = sandbox.Usage(computed=1.0, delayed=0.5)
-    waiting = sandbox.Usage(computed=1.2, delayed=0.6, ready=True)
+    before = sandbox.ProcessorUse(computed=1.0, delayed=0.5)
+    waiting = sandbox.ProcessorUse(computed=1.2, delayed=0.6, ready=True)
     assert waiting.own_seconds(3.0, before) == pytest.approx(0.2), "ready, and another has the processor"
-    idle = sandbox.Usage(computed=1.2, delayed=1.5, ready=False)
+    idle = sandbox.ProcessorUse(computed=1.2, delayed=1.5, ready=False)
     assert idle.own_seconds(3.0, before) == pytest.approx(2.0), "one second of waiting is not its own"
-    assert sandbox.Usage().own_seconds(3.0, sandbox.Usage()) == 3.0, "wall time where the machine says nothing"
+    assert sandbox.ProcessorUse().own_seconds(3.0, sandbox.ProcessorUse()) == 3.0, (
+        "wall time where the machine says nothing"
+    )

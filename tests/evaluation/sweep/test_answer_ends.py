@@ -13,7 +13,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Counts, Request, StepOutput
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.evaluation.sweep.decoding import fitted, generate_until, output_at
+from mbd_core.evaluation.sweep.decoding import fit_request, generate_until, output_at
 from mbd_core.evaluation.sweep.parts import before_stop
 from mbd_core.serving.tokens.load import LoadedModel, load_engine
 
@@ -82,14 +82,14 @@ def test_without_stop_strings_it_is_generate(model: LoadedModel) -> None:
 def test_a_limit_is_what_the_model_holds_behind_the_prompt(prompt: int, wanted: int, fits: int) -> None:
     decoding = DecodingConfig(block_size=4, buffer_size=1)
     request = Request(request_id="r", prompt=(1,) * prompt, max_tokens=wanted, decoding=decoding)
-    assert fitted(request, 512).max_tokens == fits
+    assert fit_request(request, 512).max_tokens == fits
 
 
 def test_a_canvas_gets_a_length_that_its_steps_can_fill() -> None:
     decoding = DecodingConfig(block_size=4, canvas=Canvas(steps=64, accept="quota"))
     request = Request(request_id="r", prompt=(1,) * 100, max_tokens=4096, decoding=decoding)
-    assert fitted(request, 512).max_tokens == 412
-    assert fitted(Request(request_id="r", prompt=(1,), max_tokens=10, decoding=decoding), 512).max_tokens == 64
+    assert fit_request(request, 512).max_tokens == 412
+    assert fit_request(Request(request_id="r", prompt=(1,), max_tokens=10, decoding=decoding), 512).max_tokens == 64
 
 
 def test_nothing_is_decoded_behind_a_stop_string(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from mbd_core.evaluation.sweep.folder import (
     read_samples,
     read_times,
 )
-from mbd_core.evaluation.sweep.parts import Shard, Timing, cut
+from mbd_core.evaluation.sweep.parts import SweepShard, Timing, cut
 from mbd_core.evaluation.sweep.timed_runs import TIMED_COLUMNS
 from mbd_core.files import MANIFEST, is_named, write_json
 
@@ -181,7 +181,7 @@ def test_another_sweep_is_refused_in_a_sentence_that_says_what_differs(tmp_path:
         assert sentence in str(refusal.value)
         assert str(refusal.value).endswith("; give another folder, or --overwrite")
     with pytest.raises(ValueError, match="it is shard 1/1, not 2/2"):
-        check_sweep_folder(out, replace(RECORDED, shard=Shard(2, 2)))
+        check_sweep_folder(out, replace(RECORDED, shard=SweepShard(2, 2)))
     assert files(out) == listed
 
 

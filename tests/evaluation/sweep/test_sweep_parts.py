@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from written_sweeps import planned_rows
 
-from mbd_core.evaluation.sweep.parts import Shard, cut, in_turns, part_size
+from mbd_core.evaluation.sweep.parts import SweepShard, cut, in_turns, part_size
 
 
 def test_every_row_is_in_one_part_with_the_others_of_its_problem_and_model() -> None:
@@ -40,12 +40,12 @@ def test_a_problem_with_more_configurations_than_a_part_has_rows_is_a_part() -> 
 
 def test_shards_share_nothing_and_lack_nothing() -> None:
     for count in (1, 2, 3, 5):
-        held = Counter(n for index in range(1, count + 1) for n in range(11) if Shard(index, count).holds(n))
+        held = Counter(n for index in range(1, count + 1) for n in range(11) if SweepShard(index, count).holds(n))
         assert held == Counter(range(11))
-    assert str(Shard.parse("2/3")) == "2/3"
+    assert str(SweepShard.parse("2/3")) == "2/3"
 
 
 @pytest.mark.parametrize("text", ["", "2", "0/2", "3/2", "a/b", "-1/2", "1/2/3", "1/0"])
 def test_what_is_no_shard_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be i/n, the i-th of n shards"):
-        Shard.parse(text)
+        SweepShard.parse(text)

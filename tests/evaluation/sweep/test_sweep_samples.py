@@ -19,7 +19,7 @@ from mbd_core.evaluation.sweep.executor import LocalExecutor
 from mbd_core.evaluation.sweep.folder import SweepFolder, load_samples, read_report, read_samples
 from mbd_core.evaluation.sweep.grading import grade_table
 from mbd_core.evaluation.sweep.options import SweepOptions
-from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, Part, Shard, Timing, cut
+from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, Part, SweepShard, Timing, cut
 from mbd_core.evaluation.sweep.plan import Sweep, plan_sweep
 from mbd_core.evaluation.sweep.record import SweepRecord, difference, record_of
 from mbd_core.evaluation.sweep.run import SweepRun, collect_samples
@@ -34,7 +34,7 @@ def planned(folder: Path, *, limit: int = 3, rows_per_part: int = 2) -> tuple[Sw
     sweep = plan_sweep(SweepOptions(**{**OPTIONS, "limit": limit}, models=[str(folder)]))
     rows = list(sweep.rows())
     parts = cut(rows, rows_per_part=rows_per_part)
-    return sweep, parts, record_of(sweep, rows, parts, shard=Shard(), timing=TIMING)
+    return sweep, parts, record_of(sweep, rows, parts, shard=SweepShard(), timing=TIMING)
 
 
 def decode_stage(folder: Path) -> DecodeStage:
@@ -62,7 +62,7 @@ def test_an_error_of_an_endpoint_that_says_forwards_hides_no_tpf(tmp_path: Path,
     sweep = plan_sweep(SweepOptions(**asked))
     rows = list(sweep.rows())
     parts = cut(rows, rows_per_part=len(rows))
-    record = record_of(sweep, rows, parts, shard=Shard(), timing=TIMING)
+    record = record_of(sweep, rows, parts, shard=SweepShard(), timing=TIMING)
     answer = {"text": "4", "num_tokens": 8, "num_forwards": forwards}
     decoded = [{**row, **(answer if number else {"error": "a 500"})} for number, row in enumerate(rows)]
     table = grade_table(pa.Table.from_pylist(decoded, schema=DECODED_COLUMNS))
@@ -132,7 +132,7 @@ def test_a_plain_loop_in_this_process_runs_a_sweep(
         return DecodingModel(loaded.engine, loaded.tokenizer)
 
     executor = LocalExecutor(load, sweep.engine, concurrency=TIMING.concurrency)
-    run = SweepRun.of(sweep, shard=Shard(), timing=TIMING)
+    run = SweepRun.of(sweep, shard=SweepShard(), timing=TIMING)
     for start in (lambda: nullcontext(executor), lambda: pytest.fail("all is there")):
         with EndpointStage({}, {}, concurrency=1) as stage:
             summary = run.run(tmp_path / "out", start, stage=stage, report=write_summary)
@@ -152,7 +152,7 @@ def test_a_record_outlives_its_file_and_knows_its_sweep(tiny_model_dir: Path) ->
         plan_sweep(SweepOptions(**OPTIONS, models=[str(tiny_model_dir)])), engine=replace(ENGINE, num_pages=9)
     )
     rows = list(larger.rows())
-    other = record_of(larger, rows, cut(rows, rows_per_part=2), shard=Shard(), timing=TIMING)
+    other = record_of(larger, rows, cut(rows, rows_per_part=2), shard=SweepShard(), timing=TIMING)
     assert difference(record, other) == "its num_pages is 128, not 9"
     earlier = replace(record, plan={name: value for name, value in record.plan.items() if name != "rows"})
     begun = difference(earlier, record)

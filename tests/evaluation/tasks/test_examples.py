@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from mbd_core.evaluation.tasks.benchmarks import find_task
-from mbd_core.evaluation.tasks.prompts import Example, choose_examples, load_examples
+from mbd_core.evaluation.tasks.prompts import FewShotExample, choose_examples, load_examples
 
 
-def examples(folder: Path, task: str, *rows: dict[str, Any]) -> list[Example]:
+def examples(folder: Path, task: str, *rows: dict[str, Any]) -> list[FewShotExample]:
     path = folder / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_examples(find_task(task), str(path))
@@ -36,7 +36,7 @@ def test_an_example_is_a_row_of_the_task_s_own_file(
     tmp_path: Path, task: str, row: dict[str, Any], answer: str
 ) -> None:
     tests = "a\nb" if "test_list" in row else ""
-    assert examples(tmp_path, task, row) == [Example(question="1 + 1?", answer=answer, tests=tests)]
+    assert examples(tmp_path, task, row) == [FewShotExample(question="1 + 1?", answer=answer, tests=tests)]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_row_that_is_no_example_is_named(tmp_path: Path, row: dict[str, Any], 
 
 
 def test_the_first_stay_and_drawn_ones_differ_from_problem_to_problem() -> None:
-    pool = [Example(question=str(n), answer="") for n in range(50)]
+    pool = [FewShotExample(question=str(n), answer="") for n in range(50)]
     first = list(itertools.islice(choose_examples(pool, count=3, choice="first"), 4))
     assert first == [pool[:3]] * 4
     drawn = list(itertools.islice(choose_examples(pool, count=3, choice="drawn"), 4))

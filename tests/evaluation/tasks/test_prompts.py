@@ -9,10 +9,10 @@ import pytest
 from mbd_core.checkpoint.chat import chat_prompt, question
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.evaluation.tasks.benchmarks import Problem
-from mbd_core.evaluation.tasks.prompts import Example, Form, Wording, prompt_ids, worded
+from mbd_core.evaluation.tasks.prompts import FewShotExample, Form, Wording, prompt_ids, worded
 
 ASKED = Problem(problem_id="p", prompt="What is {x} + 1?", reference="2")
-SOLVED = (Example(question="One?", answer="#### 1"), Example(question="Two?", answer="#### 2"))
+SOLVED = (FewShotExample(question="One?", answer="#### 1"), FewShotExample(question="Two?", answer="#### 2"))
 WORDS = {"text": "Q: {question}\nA:", "answer": "{answer}!", "joint": " "}
 
 
@@ -45,7 +45,7 @@ def test_examples_stand_in_one_text_in_one_turn_or_in_turns_of_their_own(form: F
 def test_a_problem_with_words_of_its_own_is_asked_by_them_and_may_show_its_tests() -> None:
     wording = Wording(form="plain", text="{question}|{tests}", joint="")
     problem = Problem(problem_id="p", prompt="def f():", reference="", text="Add.", tests="assert f() == {}")
-    example = Example(question="Old.", answer="code", tests="assert g()")
+    example = FewShotExample(question="Old.", answer="code", tests="assert g()")
     assert json.loads(worded(wording, problem, [example])) == "Old.|assert g()code\n\nAdd.|assert f() == {}"
 
 

@@ -70,9 +70,9 @@ def test_a_drain_waits_for_every_request_and_takes_no_more() -> None:
             requests.begin("cat")
         assert (refused.value.status, refused.value.code) == (503, "shutting_down")
         first.end()
-        assert await requests.drained(0.0) == 1
+        assert await requests.wait_until_drained(0.0) == 1
         second.end()
-        assert await requests.drained(60.0) == 0
+        assert await requests.wait_until_drained(60.0) == 0
 
     asyncio.run(scenario())
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mbd_core.serving.api.errors import MESSAGE_LENGTH, VALUE_LENGTH, ApiError, api_error, clipped
+from mbd_core.serving.api.errors import MESSAGE_LENGTH, VALUE_LENGTH, ApiError, api_error, clip
 from mbd_core.serving.tokens.stream import EngineFailed, TooManyRequests
 
 
@@ -29,8 +29,8 @@ def test_a_full_server_is_429_and_a_refusal_stays_itself() -> None:
 
 def test_a_client_s_value_is_repeated_only_in_part() -> None:
     exact = "x" * VALUE_LENGTH
-    assert clipped(exact) == exact
-    assert clipped(exact + "y") == exact + "..."
+    assert clip(exact) == exact
+    assert clip(exact + "y") == exact + "..."
 
 
 def test_no_error_carries_an_endless_message_or_param() -> None:

@@ -242,8 +242,8 @@ def test_a_draining_server_finishes_its_requests_and_refuses_others(tiny_model_d
             error = await refusal(getattr(server, route)(body(**fields)))
             assert (error.status, error.code, error.body["error"]["type"]) == (503, "shutting_down", "server_error")
             assert error.headers is not None and int(error.headers["Retry-After"]) > 0
-        assert await server.drained(0) == 4
-        end = asyncio.create_task(server.drained(LIMIT))
+        assert await server.wait_until_drained(0) == 4
+        end = asyncio.create_task(server.wait_until_drained(LIMIT))
         for answer in answers:
             assert not end.done()
             events = [event async for event in answer.events(no_failure)]
@@ -270,7 +270,7 @@ def test_refused_and_abandoned_requests_do_not_hold_up_a_drain(tiny_model_dir: P
         await refusal(server.complete(body(prompt="x", max_tokens=10_000)))
         (await server.complete(body(prompt="x"))).close()
         assert server.begin_drain() == 0
-        assert await server.drained(LIMIT) == 0
+        assert await server.wait_until_drained(LIMIT) == 0
 
     run(server, scenario)
 
@@ -369,7 +369,7 @@ def test_a_key_without_a_limit_has_any_number_of_choices(tiny_model_dir: Path) -
         assert server.begin_drain() == len(answers)
         for answer in answers:
             answer.close()
-        assert await server.drained(0.0) == 0
+        assert await server.wait_until_drained(0.0) == 0
 
     run(server, scenario)
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from mbd_core.serving.text.committed import CallReader, Said
+from mbd_core.serving.text.committed import CallReader, TextPiece
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "R}m\\n</tool_call>", "n": [1, {}]}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 CALLS = [("weather", {"city": "R}m\n</tool_call>", "n": [1, {}]}), ("now", {})]
 
 
-def joined(said: list[Said]) -> tuple[str, list[tuple[str, Any]]]:
+def joined(said: list[TextPiece]) -> tuple[str, list[tuple[str, Any]]]:
     """Content, and the calls that the deltas make together, as a client joins them."""
     calls: list[dict[str, Any]] = []
     for delta in itertools.chain.from_iterable(s.calls for s in said):

@@ -18,7 +18,7 @@ from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
-from mbd_core.serving.api.engine_requests import begun_texts
+from mbd_core.serving.api.engine_requests import committed_texts
 from mbd_core.serving.server import text_stream
 from mbd_core.serving.server.text_stream import Places, TextStep, TextStream
 from mbd_core.serving.text.committed import BROKEN
@@ -70,7 +70,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 async def submit(
     loaded: LoadedModel, engine: AsyncEngine, *requests: Request, stop: tuple[str, ...] = (), **options: Any
 ) -> TextStream:
-    texts = begun_texts(requests, decode(loaded), stop)
+    texts = committed_texts(requests, decode(loaded), stop)
     return await TextStream.open(engine, requests, texts=texts, **options)
 
 

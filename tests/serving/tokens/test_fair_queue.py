@@ -110,7 +110,7 @@ def test_a_client_that_asks_again_at_once_is_refused_late_and_others_are_not() -
     async def refused(refusals: Refusals, client: str) -> float:
         start = asyncio.get_running_loop().time()
         with pytest.raises(TooManyRequests):
-            async with refusals.slowed(client):
+            async with refusals.slow_refusals(client):
                 raise TooManyRequests
         return asyncio.get_running_loop().time() - start
 
@@ -122,7 +122,7 @@ def test_a_client_that_asks_again_at_once_is_refused_late_and_others_are_not() -
         assert sorted(seconds < pause for seconds in crowd) == [False, False, True], "two last, the third does not"
         await asyncio.sleep(pause)
         assert await refused(refusals, "a") < pause, "it waited as it was told"
-        async with asyncio.timeout(LONG), refusals.slowed("a"):
+        async with asyncio.timeout(LONG), refusals.slow_refusals("a"):
             pass
 
     asyncio.run(scenario())
