@@ -241,6 +241,8 @@ class Gateway:
             "models": models,
         }
 
+    @api.head("/ping")
+    @api.get("/ping")
     @api.head("/ready")
     @api.get("/ready")
     async def ready(self) -> Response:
@@ -294,6 +296,11 @@ class Gateway:
     async def chat_completions(self, request: Request) -> Response:
         key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
         return await respond(lambda: self.server.chat(read, key=key))
+
+    @api.post("/v1/responses")
+    async def responses(self, request: Request) -> Response:
+        key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
+        return await respond(lambda: self.server.respond(read, key=key))
 
     @api.post("/tokenize")
     async def tokenize(self, request: Request) -> Response:
