@@ -1,6 +1,8 @@
 """`/v1/responses` over HTTP, with OpenAI's own client: texts, schemas, calls, events, refusals."""
 
+import html
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,3 +160,11 @@ def test_what_cannot_be_honoured_is_a_400_that_names_the_field(url: str, fields:
 def test_ping_says_what_ready_says(url: str) -> None:
     ping, ready = (httpx.get(f"{url}/{route}", timeout=LIMIT) for route in ("ping", "ready"))
     assert (ping.status_code, ping.json()) == (ready.status_code, ready.json()) == (200, ping.json())
+
+
+def test_docs_has_every_route_and_loads_nothing(url: str) -> None:
+    page = httpx.get(f"{url}/docs", timeout=LIMIT)
+    paths = httpx.get(f"{url}/openapi.json", timeout=LIMIT).json()["paths"]
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert all(html.escape(path) in page.text for path in paths)
+    assert not re.search(r"<script|<link|src=|https?://", page.text)

@@ -181,7 +181,7 @@ class ResponsesRequest(Strict):
         for name in ("previous_response_id", "conversation"):
             if getattr(self, name) is not None:
                 raise FieldError(name, NOT_STORED, remedy="give the whole conversation in input, and leave it out")
-        assert self.chat  # read with the body, while nobody waits for the event loop
+        _ = self.chat  # what a chat refuses is refused here
         return self
 
     @cached_property
