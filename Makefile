@@ -19,7 +19,7 @@ demo: $(VENV)/.installed
 
 install: $(VENV)/.installed
 
-test: $(VENV)/.installed $(OLDEST_TRITON)
+test: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not slow" -n 2 -o faulthandler_timeout=900
 
 test-slow: $(VENV)/.installed $(OLDEST_TRITON)

@@ -17,7 +17,7 @@ COMMANDS = {
     "soak": ("benchmarks.load.soak", "load, kills and bad requests for minutes: what was lost"),
 }
 
-main = sub_commands("benchmarks", COMMANDS)
+main = sub_commands("python -m benchmarks", COMMANDS)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mbd_core.decoding.blocks.acceptance import FALLBACKS, predicted
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.decoding.blocks.literal_algorithms import Tokens, Weights, naive_multibd
+from mbd_core.decoding.blocks.literal_algorithms import Predictions, Tokens, Weights, naive_multibd
 from mbd_core.decoding.blocks.request import FinishReason
-from mbd_core.decoding.blocks.sampling import Vocab, choose
+from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan, Query
 from mbd_core.models.decoder import Decoder
 
@@ -151,10 +152,8 @@ def multi_bd(
     writes their keys at their positions and so stores final blocks. The prefill of a D2F prompt stores all of it, and
     the algorithm begins with an empty prompt.
     """
-    if config.canvas is not None or config.ranks_by_score:
-        raise ValueError(
-            "the plain block loop decodes no canvas (run_canvas does), and has no fallback by margin or entropy"
-        )
+    if config.canvas is not None:
+        raise ValueError("the plain block loop decodes no canvas (run_canvas does)")
     if config.prompt_attention == "full" and model.config.attention != "full":
         raise ValueError(
             f"prompt_attention='full' needs full attention; {model.config.architecture} attends in blocks"
@@ -181,12 +180,16 @@ def multi_bd(
             return hidden
         return torch.cat((hidden[:1] if last_hidden is None else last_hidden[None], hidden[:-1]))
 
-    def predict(cached: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[list[tuple[int, float]]]:
+    def predict(cached: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[Predictions]:
         ids = [model.config.mask_token_id if t is None else t for block in blocks for t in block]
         soft = [w for block in weights for w in block] if config.soft else None
-        token, confidence = choose(model.logits(forward(ids, origin + len(cached), soft)), vocab)
-        pairs = list(zip(token.tolist(), confidence.tolist(), strict=True))
-        return [pairs[i : i + size] for i in range(0, len(pairs), size)]
+        logits = model.logits(forward(ids, origin + len(cached), soft))
+        fallback_P = None
+        if config.ranks_by_score:
+            fallback_P = torch.full((len(ids),), FALLBACKS[config.ranking], device=device)
+        values, _ = predicted(lambda part: logits[part], len(ids), vocab, chunk=len(ids), fallback_P=fallback_P)
+        triples = list(zip(*(value.tolist() for value in values), strict=True))
+        return [triples[i : i + size] for i in range(0, len(triples), size)]
 
     if num_stored:
         forward(prompt[:num_stored], 0)

@@ -101,14 +101,12 @@ def connect(
     if ray.is_initialized():
         return False
     log_settings = {"logging_level": "warning", "log_to_driver": worker_logs}
-    address = os.environ.get("RAY_ADDRESS")
-    if not address or address == "local":
+    address = address_to_join()
+    if address is None:
         _connect_to_own(num_cpus=num_cpus, start_seconds=start_seconds, **log_settings)
         _print_own_lines()
         return True
-    address = _one_cluster(address)
-    if "://" not in address:
-        _check_answer(address, seconds=answer_seconds)
+    check_answer(address, seconds=answer_seconds)
     try:
         with alive(f"connecting to the Ray cluster at {address}"):
             ray.init(address, **log_settings)
@@ -165,6 +163,13 @@ def alive(what: str) -> Iterator[None]:
         thread.join()
 
 
+def address_to_join() -> str | None:
+    """The cluster that `connect` joins, None where it starts one; `ValueError` for a `RAY_ADDRESS` that names no one
+    cluster."""
+    address = os.environ.get("RAY_ADDRESS")
+    return None if not address or address == "local" else _one_cluster(address)
+
+
 def _one_cluster(address: str) -> str:
     """The address of the one cluster that `RAY_ADDRESS` names.
 
@@ -214,8 +219,13 @@ def _started_head(started: ExitStack, *, num_cpus: int, start_seconds: float) ->
     return cluster, _wait_until_started(head, cluster, seconds=start_seconds)
 
 
-def _check_answer(address: str, *, seconds: float) -> None:
-    """Raise `RuntimeError` if no cluster answers there; a child asks, since `ray.init` would try for minutes."""
+def check_answer(address: str, *, seconds: float = ANSWER_SECONDS) -> None:
+    """Raise `RuntimeError` if no cluster answers there; a child asks, since `ray.init` would try for minutes.
+
+    The address of a client's server (`ray://`) is not asked.
+    """
+    if "://" in address:
+        return
     command = [sys.executable, "-P", "-c", ASK, f"--address={address}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None

@@ -19,11 +19,12 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.exceptions import TyperException
 from typer.main import get_command
 
@@ -94,44 +95,56 @@ class Command(TyperCommand):
         super().format_help(ctx, formatter)
 
 
-class Main(Protocol):
-    """A job's entry: the command line, by default the process's own, to the exit code."""
-
-    def __call__(self, argv: Sequence[str] | None = None) -> int: ...
-
-
-def command(run: Callable[..., Any], prog: str | None = None, *, epilog: str | None = None) -> Main:
-    """The job's `main(argv=None) -> exit code`; `shown` is how a user calls it (default: `python jobs/NAME.py`).
+class Main:
+    """A job's entry: the command line, by default the process's own, to the exit code.
 
     A `ValueError` is bad input (2), a `RuntimeError` or an `OSError` a failure (1); each is one sentence. Others are
-    defects of ours and keep their traceback. `run` returns `None` or an exit code. `epilog` stands below the options.
+    defects of ours and keep their traceback.
+    """
+
+    def __init__(self, derive: Callable[[], Any], called: str) -> None:
+        """`derive` makes Typer's command of the options; `called` is how a user calls it."""
+        self._derive, self._called = derive, called
+
+    @cached_property
+    def command(self) -> TyperCommand | TyperGroup:
+        """Typer's command."""
+        derived = self._derive()
+        assert isinstance(derived, TyperCommand | TyperGroup)
+        return derived
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        arguments = sys.argv[1:] if argv is None else list(argv)
+        line = f"{self._called} {shlex.join(arguments)}".strip()
+        try:
+            code = self.command.main(arguments, prog_name=self._called, standalone_mode=False, obj=line)
+        except TyperException as error:
+            return self._failed(arguments, f"{error.format_message()} (see --help)", 2)
+        except ValueError as error:
+            return self._failed(arguments, error, 2)
+        except (RuntimeError, OSError) as error:
+            return self._failed(arguments, error, 1)
+        return int(code or 0)
+
+    def _failed(self, arguments: Sequence[str], sentence: object, code: int) -> int:
+        """Print the sentence behind the command's name, or the sub-command's; the exit code."""
+        name = Path(self._called.rpartition(" ")[2]).stem
+        if arguments and isinstance(self.command, TyperGroup) and arguments[0] in self.command.commands:
+            name = arguments[0]
+        print(f"{name}: {sentence}", file=sys.stderr)
+        return code
+
+
+def command(run: Callable[..., Any], shown: str | None = None, *, epilog: str | None = None) -> Main:
+    """The `main(argv=None) -> exit code` of a job's function, which returns `None` or an exit code.
+
+    `shown` is how a user calls it (default: `python jobs/NAME.py`). `epilog` stands below the options.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     app.command(cls=Command, help=_help(run), epilog=epilog)(_typer_function(run))
     name = run.__module__.rpartition(".")[2]
     name = Path(sys.argv[0]).stem if name == "__main__" else name
-    name = prog.rpartition(" ")[2] if prog else name
-    name_shown = prog or f"python jobs/{name}.py"
-
-    def line(arguments: Sequence[str]) -> str:
-        return f"{name_shown} {shlex.join(arguments)}".strip()
-
-    def main(argv: Sequence[str] | None = None) -> int:
-        arguments = sys.argv[1:] if argv is None else list(argv)
-        try:
-            code = get_command(app).main(arguments, prog_name=name_shown, standalone_mode=False, obj=line(arguments))
-        except TyperException as error:
-            print(f"{name}: {error.format_message()} (see --help)", file=sys.stderr)
-            return 2
-        except ValueError as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            return 2
-        except (RuntimeError, OSError) as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            return 1
-        return int(code or 0)
-
-    return main
+    return Main(lambda: get_command(app), shown or f"python jobs/{name}.py")
 
 
 @dataclass(frozen=True)
@@ -290,30 +303,87 @@ def _typer_parameter(item: OptionField) -> inspect.Parameter:
     return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def sub_commands(package: str, modules: Mapping[str, tuple[str, str]]) -> Main:
-    """`python -m PACKAGE NAME ...`: calls what `modules` has for NAME, beside a sentence on what it does.
+class Group(TyperGroup):
+    """Sub-commands, each imported when it is called, completed, or asked for its help."""
 
-    That is the `main` of a module, or with "MODULE:ENTRY" another entry; only that module is imported.
+    modules: Mapping[str, tuple[str, str]] = {}
+
+    def __init__(self, **attributes: Any) -> None:
+        stubs = {name: TyperCommand(name, help=text) for name, (_, text) in self.modules.items()}
+        super().__init__(**{**attributes, "commands": stubs, "no_args_is_help": False})
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args or ([] if ctx.resilient_parsing else ["--help"]))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The named command; `ValueError` for a name that is none, with those that are."""
+        name, *rest = args
+        if name in self.modules:
+            return name, sub_command(*self.modules[name][0].split(":")), rest
+        if ctx.resilient_parsing:
+            return None, None, rest
+        raise ValueError(f"there is no {name}; the names are {', '.join(self.modules)}")
+
+
+def sub_command(module: str, entry: str = "main") -> TyperCommand | TyperGroup:
+    """The command of a job's module; `ValueError` where its package is not installed."""
+    try:
+        job = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        raise ValueError(
+            f"{error.name} is a part of the repository that is not installed: run the command in its folder"
+        ) from None
+    derived = getattr(job, entry).command
+    assert isinstance(derived, TyperCommand | TyperGroup)
+    return derived
+
+
+def sub_commands(
+    called: str,
+    modules: Mapping[str, tuple[str, str]],
+    *,
+    options: Callable[..., None] | None = None,
+    add_completion: bool = False,
+) -> Main:
+    """`CALLED NAME ...`: calls what `modules` has for NAME, beside a sentence on what it does.
+
+    That is the `Main` named `main` in a module, or with "MODULE:ENTRY" another one. `options` takes the options that
+    stand before NAME, and its docstring stands above the list of names.
     """
 
-    def main(argv: Sequence[str] | None = None) -> int:
-        name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
-        if name in modules:
-            module, _, entry = modules[name][0].partition(":")
-            return int(getattr(importlib.import_module(module), entry or "main")(rest))
-        if name not in ("--help", "-h"):
-            print(f"{package}: there is no {name}; the names are {', '.join(modules)}", file=sys.stderr)
-            return 2
-        print(f"Usage: python -m {package} NAME [OPTIONS], where NAME is one of\n")
-        print(
-            "\n".join(
-                f"  {name_listed:<{max(map(len, modules))}}  {text}" for name_listed, (_, text) in modules.items()
-            )
-        )
-        print(f"\npython -m {package} NAME --help shows the options of one.")
-        return 0
+    class Named(Group):
+        pass
 
-    return main
+    Named.modules = modules
+    app = typer.Typer(
+        cls=Named, add_completion=add_completion, pretty_exceptions_enable=False, rich_markup_mode="rich"
+    )
+    app.callback(help=_help(options) if options else None, subcommand_metavar="NAME ...")(options or _nothing)
+    return Main(lambda: get_command(app), called)
+
+
+def _nothing() -> None:
+    """No options before the name."""
+
+
+class _GroupWithDefault(TyperGroup):
+    """Sub-commands, of which the first is meant where none is named."""
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        if args and args[0] in self.commands:
+            return super().make_context(info_name, args, parent, **extra)
+        default = next(iter(self.commands.values()))
+        return default.make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+
+def with_default(called: str, mains: Mapping[str, Main]) -> Main:
+    """`CALLED NAME ...` for the `mains` by name; without a name it is the first of them."""
+    return Main(lambda: _GroupWithDefault(commands={name: main.command for name, main in mains.items()}), called)
 
 
 def _help(run: Callable[..., Any]) -> str:

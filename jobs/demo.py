@@ -38,7 +38,7 @@ Steps = Annotated[int, typer.Option(min=1, help="Updates of the short training j
 Limit = Annotated[int, typer.Option(min=1, help="Problems of the sweep.", rich_help_panel=DATA)]
 
 
-def run(*, out: Out = ROOT / "out" / "demo", steps: Steps = 30, limit: Limit = 100) -> None:
+def run(*, out: Out = Path("out/demo"), steps: Steps = 30, limit: Limit = 100) -> None:
     """All of it on this machine: train a little, sweep a base and its MBD, serve a model and ask it questions.
 
     It starts a local Ray cluster, submits a short MultiTF job and a sweep to it (ray job submit), starts the endpoint
@@ -75,14 +75,14 @@ class Jobs:
     log: Path
 
     def submit(self, bar: tqdm[Any], count_done: Callable[[], int], *arguments: str) -> None:
-        """Run a job on the cluster while the bar shows how far it is; raises `RuntimeError` if it fails."""
-        submission = ("-m", "ray.scripts.scripts", "job", "submit", "--working-dir", ".", "--")
+        """Run a command on the cluster while the bar shows how far it is; raises `RuntimeError` if it fails."""
+        submission = ("-m", "ray.scripts.scripts", "job", "submit", "--", "python", "-m", "jobs")
         with self.start_job(*submission, *arguments) as job:
             while job.poll() is None:
                 show(bar, count_done())
                 time.sleep(SHOWN_SECONDS)
         if job.returncode:
-            raise RuntimeError(f"{arguments[1]} ended with exit code {job.returncode}; its output is in {self.log}")
+            raise RuntimeError(f"{arguments[0]} ended with exit code {job.returncode}; its output is in {self.log}")
         show(bar, sys.maxsize)
 
     @contextmanager
@@ -137,7 +137,7 @@ def train(jobs: Jobs, out: Path, *, steps: int) -> Path:
         jobs.submit(
             progress,
             num_updates,
-            *("python", "jobs/train_multitf.py", "--recipe", TRAINED, "--steps", str(steps)),
+            *("train", "--recipe", TRAINED, "--steps", str(steps)),
             *("--storage", str(out / "runs"), "--run-name", name, "--out", str(out / "trained"), "--overwrite"),
         )
     return folder / PLOT
@@ -160,7 +160,7 @@ def sweep(jobs: Jobs, out: Path, *, limit: int) -> list[dict[str, Any]]:
         jobs.submit(
             progress,
             num_answers,
-            *("python", "jobs/eval_sweep.py", "--models", f"{BASE},{TRAINED}", "--tasks", "ledger-mini"),
+            *("sweep", "--models", f"{BASE},{TRAINED}", "--tasks", "ledger-mini"),
             *("--grid", grid, "--limit", str(limit), "--timed", "0", "--out", str(out / "sweep"), "--overwrite"),
         )
     rows: list[dict[str, Any]] = json.loads((out / "sweep" / REPORT).read_text())["rows"]
@@ -174,7 +174,7 @@ def endpoint(jobs: Jobs, model: str) -> Iterator[str]:
 
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    with jobs.start_job(str(ROOT / "jobs" / "serve.py"), "--model", model, "--port", str(port)) as child:
+    with jobs.start_job("-m", "jobs", "serve", "--model", model, "--port", str(port)) as child:
         with bar(f"3/4 serve: {model} over HTTP", 2, "processes") as progress:
             wait_until_ready(child, url, progress, log=jobs.log, deadline=time.monotonic() + SERVE_SECONDS)
         yield url

@@ -2,17 +2,17 @@
 
 import importlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, is_dataclass
 
 from actors.serving.args import Autoscaling, ModelArgs, ServingArgs
+from jobs.__main__ import COMMANDS
 from jobs.command_line import command_options, flag
-from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, Refresh
-from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock, Refresh
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
 from mbd_core.engine.config import EngineConfig
 from mbd_core.options import PANELS, OptionField, members, options_of
 
-COMMANDS = ("serve", "eval_sweep", "prepare_data", "convert_checkpoint", "grade", "trace_report", "harness_tasks")
 FILE_OBJECTS = {
     "`args`": ServingArgs,
     "each of `models`": ModelArgs,
@@ -28,12 +28,14 @@ use the values: `python -m jobs.option_tables > docs/reference/options.md` write
 """
 DECODING_OBJECTS = {
     "`decoding`": DecodingConfig,
+    "`entropy`": EntropyBound,
     "`t2t`": T2T,
     "`soft`": Soft,
     "`canvas`": Canvas,
     "`leap` of a canvas": Leap,
     "`refresh` of a canvas": Refresh,
     "`branches` of a canvas": Branches,
+    "`multi_block` of a canvas": MultiBlock,
 }
 DECODING = """## Decoding fields
 
@@ -48,16 +50,26 @@ have; unknown names are refused. [k8s/base/serve.yaml](../../k8s/base/serve.yaml
 
 def page() -> str:
     """The whole page."""
-    commands = [_command_section(name) for name in COMMANDS]
+    commands = [_command_section(name, module, run) for name, module, run in described_commands()]
     decoding = [f"### {place}\n\n" + _field_table(options_of(kind)) for place, kind in DECODING_OBJECTS.items()]
     return "\n".join([OPENING, *commands, IN_A_FILE, *_file_sections(), DECODING, *decoding])
 
 
-def _command_section(name: str) -> str:
-    items = command_options(importlib.import_module(f"jobs.{name}").run)
+def described_commands() -> Iterator[tuple[str, str, Callable[..., None]]]:
+    """Name, module and function of each command whose options are described by `Option`."""
+    for name, (module, _) in COMMANDS.items():
+        if module.startswith("jobs."):
+            run = getattr(importlib.import_module(module), "run", None)
+            if run is not None and command_options(run):
+                yield name, module, run
+
+
+def _command_section(name: str, module: str, run: Callable[..., None]) -> str:
+    items = command_options(run)
     items.sort(key=lambda item: PANELS.index(item.option.panel) if item.option.panel else -1)
     rows = [[f"`{_name(item)}`", _values(item), _default(item), item.option.help] for item in items]
-    return f"## jobs/{name}.py\n\n" + _table(["option", "values", "default", "what it is"], rows)
+    heading = f"## mbd {name}, {module.replace('.', '/')}.py"
+    return f"{heading}\n\n" + _table(["option", "values", "default", "what it is"], rows)
 
 
 def _name(item: OptionField) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from jobs.command_line import DATA, DECODING, MODEL, OUTPUT, JsonFile, Main, Overwrite, command, names
+from jobs.command_line import DATA, DECODING, MODEL, OUTPUT, JsonFile, Main, Overwrite, command, names, with_default
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.sweep.best import By
 from mbd_core.files import check_target_folder, folder_beside, write_json
@@ -229,13 +229,7 @@ COMMANDS: Mapping[str, Main] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The sub-command that comes first, or else the report."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    if arguments and arguments[0] in COMMANDS:
-        return COMMANDS[arguments[0]](arguments[1:])
-    return COMMANDS["report"](arguments)
-
+main = with_default(SHOWN, COMMANDS)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,7 +17,7 @@ COMMANDS = {
     ),
 }
 
-main = sub_commands("research", COMMANDS)
+main = sub_commands("python -m research", COMMANDS)
 
 if __name__ == "__main__":
     sys.exit(main())

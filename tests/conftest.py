@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from mbd_core.multitf.recipes.recipe import TrainingRecipe
 
 ROOT = Path(__file__).resolve().parent.parent
+# What tests share, by subject: modules of these folders are imported by their names, in processes of their own too.
+SUPPORT = sorted(map(str, (ROOT / "tests" / "support").iterdir()))
+sys.path[:0] = SUPPORT
 
 with suppress(ModuleNotFoundError):  # the tests on a GPU run without it
     from hypothesis import settings
@@ -49,7 +52,7 @@ os.environ.update(
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *SUPPORT, os.environ.get("PYTHONPATH")])),
     }
 )
 
@@ -72,22 +75,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 ONE_BY_ONE = ("browser", "cluster", "hosts", "k8s", "observability", "ray")
 # When a test that is marked slow counts as hanging, in seconds; the others' limit is in pyproject.toml.
 SLOW_SECONDS = 3_600
-# Files whose tests share what takes processes of its own to make.
-WHOLE_FILES = ("tests/multitf/step/test_sharding.py",)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which tests stay together. (pytest-xdist's own `loadgroup` keeps none together under pytest 9.)"""
+    """A file's tests stay together, as what they share is made once a process; those of `ONE_BY_ONE` are one file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class InTurn(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             room = file.removeprefix("tests/").partition("/")[0]
-            if room in ONE_BY_ONE:
-                return "in turn"
-            return file if file in WHOLE_FILES else nodeid
+            return "in turn" if room in ONE_BY_ONE else file
 
     return InTurn(config, log)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.step_timing import StepCase, filled_engine
-from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
@@ -80,10 +80,17 @@ METHODS: dict[str, DecodingConfig] = {
     "multi": DecodingConfig(block_size=32, buffer_size=4, tau_m2t=0.4, tau_add=0.1),
     "t2t": DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4, t2t=T2T(tau=0.2, max_edits=4)),
     "soft": DecodingConfig(block_size=32, buffer_size=3, tau_m2t=0.4, soft=Soft(stop_confidence=0.5)),
+    "entropy": DecodingConfig(block_size=32, buffer_size=2, entropy=EntropyBound(gamma=2.0)),
     "several": DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4, tokens_per_step=4),
     "margin": DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4, fallback="margin"),
 }
-SAMPLINGS = (Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature=0.8, top_p=0.9, seed=2))
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=0.8, seed=1),
+    Sampling(temperature=0.8, top_p=0.9, seed=2),
+    Sampling(logit_bias=((3, 2.0),), repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.5),
+    Sampling(temperature=0.8, min_p=0.05, frequency_penalty=0.5, seed=3),
+)
 
 
 def check_requests(config: ModelConfig, *, max_tokens: int) -> list[Request]:
@@ -101,6 +108,8 @@ def check_requests(config: ModelConfig, *, max_tokens: int) -> list[Request]:
                     decoding=decoding,
                     sampling=sampling,
                     ignore_eos=True,
+                    logprobs=sampling.penalises,
+                    top_logprobs=5 * sampling.penalises,
                 )
             )
     return out

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -130,27 +131,80 @@ def chat_text(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     answered: bool = False,
+    continues: bool = False,
+    variables: Mapping[str, Any] = MappingProxyType({}),
     masking: Masking | None = None,
 ) -> MaskedText:
     """A chat in the model's template, up to the beginning of the assistant's answer, with the tools that it may call;
-    or, `answered`, to the end of a conversation that has its last answer.
+    or, `answered`, to the end of a conversation that has its last answer; or, if it `continues`, to the end of the
+    last message's text. `variables` are further ones of the template.
 
-    What messages and tools spell stays text; `masking` is theirs by default. Raises `ValueError` if the tokenizer has
-    no template or the template refuses the chat (the order of roles).
+    What messages, tools and variables spell stays text; `masking` is theirs by default. Raises `ValueError` if the
+    tokenizer has no template or the template refuses the chat (the order of roles), and `VariableRefused` for a
+    variable that cannot be set, or that the template cannot use.
     """
     if not tokenizer.chat_template:
         raise ValueError("the model's tokenizer has no chat template; send a plain prompt instead")
     turns, shown = [dict(m) for m in messages], [dict(tool) for tool in tools] or None
-    masking = masking_of(tokenizer, turns, shown) if masking is None else masking
-    turns, shown = masking.masked_json(turns), masking.masked_json(shown)
+    for name in variables:
+        if name in {*RESERVED, *tokenizer.special_tokens_map} or not name.isidentifier():
+            raise VariableRefused(f"'{name}' is no variable that a client may set; leave it out")
+    masking = masking_of(tokenizer, turns, shown, dict(variables)) if masking is None else masking
+    turns, shown, given = masking.masked_json(turns), masking.masked_json(shown), masking.masked_json(dict(variables))
     if not takes_tools(tokenizer.get_chat_template(tools=shown)):
         turns, shown = plain_turns(turns, shown or ()), None
+    if continues:
+        turns[-1]["content"] += TEXT_END
+    begins = not answered and not continues
     try:
-        text = tokenizer.apply_chat_template(turns, tools=shown, tokenize=False, add_generation_prompt=not answered)
+        text = tokenizer.apply_chat_template(turns, tools=shown, tokenize=False, add_generation_prompt=begins, **given)
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if not variables:
+            raise
+        raise VariableRefused(f"the model's chat template cannot use these values: {error}") from error
     assert isinstance(text, str)
+    if continues:
+        text, shows, _ = text.rpartition(TEXT_END)
+        if not shows:
+            raise ValueError("the model's chat template does not show the last message, which is to be continued")
     return MaskedText(text, masking)
+
+
+RESERVED = frozenset(
+    (
+        "messages",
+        "conversation",
+        "self",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "kwargs",
+        "sanitize_control_tokens",
+    )
+)
+"""What a template's renderer takes beside variables, or has as a request's own field."""
+TEXT_END = "\U0010ffff"  # the last of Unicode's non-characters, which no text has
+
+
+class VariableRefused(ValueError):
+    """A variable of a chat template that cannot be set or used."""
+
+
+def unknown_variables(tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) -> list[str]:
+    """Those of these variables that the model's chat template does not mention."""
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    return [name for name in names if re.search(rf"\b{re.escape(name)}\b", template) is None]
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -31,7 +31,7 @@ from mbd_core.checkpoint.safetensor_files import (
 from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, StoredTensor, match_tensors
 from mbd_core.models.decoder import Decoder, Reduce
 from mbd_core.models.model_config import ModelConfig, Parts
-from mbd_core.models.quantize import quantize_weights
+from mbd_core.models.quantize import quantize_weights, rounded_bytes, weight_bytes
 from mbd_core.models.shard import Shard, served_dim, split_dim
 from mbd_core.ops.experts.fp8 import Fp8Experts, Fp8Weight, empty_weight, fp8_obstacle
 
@@ -182,6 +182,16 @@ def load_model(
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model.eval() if fp8 in (None, "blocks") else quantize_weights(model.eval(), fp8)
+
+
+def planned_bytes(config: ModelConfig, dtype: torch.dtype, *, fp8: Parts | None = None, num_ranks: int = 1) -> int:
+    """Bytes of the weights that `load_model` gives rank 0 of a model in `dtype`; nothing is read."""
+    with torch.device("meta"):
+        model = Decoder(config, shard=Shard(size=num_ranks)).to(dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith(FLOAT32_ALWAYS):
+            tensor.data = tensor.data.float()
+    return weight_bytes(model) if fp8 is None else rounded_bytes(model, fp8)
 
 
 def empty_model(folder: Path) -> Decoder:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.request import MAX_TOPS, Request
+from mbd_core.decoding.blocks.sampling_config import MAX_STOP_IDS, PENALTIES
 from mbd_core.decoding.canvas.canvas_decoder import canvas_max_tokens, check_canvas
 from mbd_core.decoding.grammar.grammar import GrammarRefused
 from mbd_core.decoding.grammar.guide import Grammars, Guide, GuideState
@@ -25,6 +26,13 @@ Field = Literal[
     "grammar",
     "template",
     "frames",
+    "logit_bias",
+    "stop_token_ids",
+    "min_tokens",
+    "top_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
 ]
 Code = Literal["invalid_value", "context_length_exceeded"]
 
@@ -123,6 +131,8 @@ class Admission:
         _check_frames(request)
         self._check_grammar(request)
         self._check_template(request)
+        self._check_ends(request)
+        self._check_choice(request)
         needed = pages_needed(request, block_size=self._block_size, page_size=self._page_size)
         if needed > self._num_pages:
             raise RequestRefused(
@@ -148,6 +158,8 @@ class Admission:
             reason = f"{changes} changes tokens that the grammar has accepted; decode without it"
             if changes == "canvas":
                 reason = "a canvas does not fill an answer from left to right; it needs a model that decodes in blocks"
+        elif request.decoding.entropy is not None:
+            reason = "it is filled from left to right, and entropy chooses positions anywhere; leave out entropy"
         elif request.template:
             reason = "with a template its text has gaps; give one of them"
         elif request.ignore_eos:
@@ -177,6 +189,50 @@ class Admission:
         else:
             return
         raise RequestRefused("template", reason)
+
+    def _check_ends(self, request: Request) -> None:
+        if not 0 <= request.min_tokens <= request.max_tokens:
+            why = f"min_tokens={request.min_tokens} must lie in 0..max_tokens={request.max_tokens}"
+            raise RequestRefused("min_tokens", why)
+        if len(request.stop_token_ids) > MAX_STOP_IDS:
+            why = f"stop_token_ids has {len(request.stop_token_ids)} tokens; give at most {MAX_STOP_IDS}"
+            raise RequestRefused("stop_token_ids", why)
+        part = "a grammar" if request.grammar is not None else "a template" if request.template else None
+        names: tuple[Literal["min_tokens", "stop_token_ids"], ...] = ("min_tokens", "stop_token_ids")
+        for name in names:
+            if part is not None and getattr(request, name):
+                raise RequestRefused(name, f"{name} cannot be honoured: {part} says where the answer ends")
+
+    def _check_choice(self, request: Request) -> None:
+        """What changes logits, and what is reported of them."""
+        sampling, decoding = request.sampling, request.decoding
+        for field_name, tokens in (
+            ("logit_bias", [token for token, _ in sampling.logit_bias]),
+            ("stop_token_ids", request.stop_token_ids),
+        ):
+            wrong = next((t for t in tokens if not 0 <= t < self._model.vocab_size), None)
+            if wrong is not None:
+                why = f"{field_name} token {wrong} lies outside the vocabulary of {self._model.vocab_size} tokens"
+                raise RequestRefused(field_name, why)  # type: ignore[arg-type]
+        if not 0 <= request.top_logprobs <= MAX_TOPS:
+            raise RequestRefused("top_logprobs", f"top_logprobs={request.top_logprobs} must lie in 0..{MAX_TOPS}")
+        if request.top_logprobs and not request.logprobs:
+            raise RequestRefused("top_logprobs", "top_logprobs needs logprobs")
+        if request.top_logprobs and decoding.canvas is not None:
+            why = "top_logprobs cannot be given on a canvas, which keeps the accepted token's log-probability alone"
+            raise RequestRefused("top_logprobs", why)
+        for name, neutral in PENALTIES.items():
+            if getattr(sampling, name) == neutral:
+                continue
+            changes = _revising_part(decoding)
+            if changes in ("t2t", "soft"):
+                reason = f"{changes} revises filled tokens, which a penalty would count against themselves"
+            elif decoding.canvas is not None and decoding.canvas.branches is not None:
+                reason = "branches take over each other's tokens, which no forward of their own has counted"
+            else:
+                continue
+            message = f"{name}={getattr(sampling, name)} cannot be honoured: {reason}; decode without it"
+            raise RequestRefused(name, message)  # type: ignore[arg-type]
 
     def _check_prompt(self, request: Request) -> None:
         model, length = self._model, len(request.prompt)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mbd_core.decoding.blocks.adjustments import Adjustments
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
 from mbd_core.engine.admission import Admission
@@ -48,7 +49,8 @@ def fit_num_pages(
 ) -> int:
     """The number of pages, the null page included; `ValueError` where not even one sequence's block fits."""
     model, weights = runner.model.config, runner.model.model.norm.weight
-    page_bytes = bytes_per_page(model, page_size, weights.dtype)
+    free, activations = free_host_memory(), 0
+    total: int | None = None
     if weights.device.type == "cuda":
         try:
             _profile(runner, config, block_size=block_size, page_size=page_size, logits_at_once=logits_at_once)
@@ -60,12 +62,34 @@ def fit_num_pages(
         activations = torch.cuda.max_memory_allocated(weights.device) - torch.cuda.memory_allocated(weights.device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(weights.device)
+    return pages_within(
+        free, model, config, page_size=page_size, dtype=weights.dtype, total=total, activations=activations
+    )
+
+
+def pages_within(
+    free: int,
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    page_size: int,
+    dtype: torch.dtype,
+    total: int | None = None,
+    activations: int = 0,
+) -> int:
+    """The number of pages in `free` bytes, those left beside the weights; `ValueError` as `fit_num_pages`.
+
+    total        the bytes of the GPU, None on a CPU
+    activations  what the largest step takes of a GPU beside weights and pages
+    """
+    page_bytes = bytes_per_page(model, page_size, dtype)
+    if total is not None:
         # graphs keep the temporary memory of a step for themselves, beside that of steps that run eagerly
         steps = 1 if config.graphs is False else 2
         budget = free - steps * activations - int((1 - config.kv_memory_fraction) * total)
         most = budget // page_bytes
     else:
-        budget = int(config.kv_memory_fraction * free_host_memory() / 2)
+        budget = int(config.kv_memory_fraction * free / 2)
         most = min(budget // page_bytes, config.max_rows * longest_in_pages(model, config, page_size) + 1)
     if most < 2:
         raise ValueError(
@@ -154,6 +178,7 @@ def build_parts(
     static_shapes = on_gpu if config.static_shapes is None else config.static_shapes
     if config.overlap and not static_shapes:
         raise ValueError("overlap=True cannot be honoured without static_shapes=True: static steps only have it")
+    obstacle = graphs_obstacle(config, runner.attention, weights.device, static_shapes=static_shapes)
     pool = PagePool(num_pages)
     adapters = ResidentAdapters(c, model.shard, runner.adapters)
     return EngineParts(
@@ -189,7 +214,7 @@ def build_parts(
             adapters=config.max_adapters > 0,
             blocks_each=None if config.block_budget is None else config.blocks_each,
         ),
-        graphs=StepGraphs(state, graphs_obstacle(state, config.graphs, static_shapes=static_shapes)),
+        graphs=StepGraphs(state, obstacle),
         adapters=adapters,
     )
 
@@ -263,6 +288,7 @@ def _step_state(
 ) -> StepState:
     c, device, page_size = runner.model.config, runner.cache.k.device, runner.cache.page_size
     width = min(num_pages, longest_in_pages(c, config, page_size))
+    longest = min(c.max_positions, num_pages * page_size)
     return StepState(
         runner=runner,
         buffer=BlockBuffer(
@@ -272,6 +298,13 @@ def _step_state(
             mask_token_id=c.mask_token_id,
             eos_token_ids=c.eos_token_ids,
             device=device,
+            adjustments=Adjustments(
+                config.max_rows,
+                length=longest + (config.num_slots + 1) * (config.block_size or c.block_size),
+                vocab_size=c.vocab_size,
+                num_eos=len(c.eos_token_ids),
+                device=device,
+            ),
         ),
         tables_RP=torch.zeros((config.max_rows, width), dtype=torch.int64, device=device),
         vocab=whole_vocab(runner.model, vocab_limit or c.vocab_size),

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.blocks.request import FinishReason, Frame, Rollout, StepOutput, StepTrace
+from mbd_core.decoding.blocks.request import FinishReason, Frame, Rollout, StepOutput, StepTrace, TopTokens
 from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.engine.measures import EngineCounts, ForwardKind
-from mbd_core.engine.report import HostCopy, Report, unpack_report
+from mbd_core.engine.report import HostCopy, Report, split_tops, unpack_report
 from mbd_core.engine.rows import CanvasRun
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.engine.seating import Seating
@@ -131,7 +131,9 @@ class Collector:
                     sequence.prompt_until = max(plan.started, self._last_read)
         if report_copy is None:
             return [], "prefill"
-        self.last_report_X = report_copy.read()
+        buffer = self._seating.buffer
+        shape = (plan.kind.num_rows, buffer.num_slots, buffer.block_size)
+        self.last_report_X, tops_RNB2K = split_tops(report_copy.read(), shape=shape)
         report = self.last_report
         seconds = self._seconds_since(plan)
         decoding = plan.decoding
@@ -149,6 +151,11 @@ class Collector:
                 slots = slice(sequence.request.decoding.buffer_size)
                 masked_NB = report.masked_RNB[row, slots] > 0
                 sequence.step_map.update(report.tokens_RNB[row, slots], masked_NB, self._forward(sequence))
+            if sequence.top_log is not None and tops_RNB2K is not None:
+                slots = slice(sequence.request.decoding.buffer_size)
+                masked_NB = report.masked_RNB[row, slots] > 0
+                states_N, tokens_NB = report.states_RN[row, slots], report.tokens_RNB[row, slots]
+                sequence.top_log.update(states_N, tokens_NB, masked_NB, tops_RNB2K[row, slots])
             if sequence.frame_log is not None:
                 frames[row] = sequence.frame_log.frame(
                     report.states_RN[row],
@@ -192,12 +199,20 @@ class Collector:
         logprobs = rollout = None
         if request.logprobs or request.has_rollout:
             logprobs = log_probability(torch.from_numpy(confidence[useful])).tolist()
+        tops = None
+        if sequence.top_log is not None:
+            tops = sequence.top_log.take(len(committed) // sequence.block_size)[useful]
         if sequence.step_map is not None:
             taken = sequence.step_map.take(len(committed) // sequence.block_size)
             written = taken.cut((), useful.stop, room=0).without(useful.start)
             rollout = replace(written, logprobs=tuple(logprobs or ()))
         return self._emit(
-            sequence, committed[useful], logprobs if request.logprobs else None, ended=ended, rollout=rollout
+            sequence,
+            committed[useful],
+            logprobs if request.logprobs else None,
+            ended=ended,
+            rollout=rollout,
+            tops=tops,
         )
 
     def _emit(
@@ -208,10 +223,11 @@ class Collector:
         *,
         ended: bool,
         rollout: Rollout | None = None,
+        tops: list[TopTokens] | None = None,
     ) -> StepOutput:
-        """Give out new tokens, up to an EOS among them; with that, or when `ended`, the request is done."""
+        """Give out new tokens, up to one that ends the answer; with that, or when `ended`, the request is done."""
         request = sequence.request
-        stops = () if request.ignore_eos else self._eos
+        stops = request.ends(self._eos)
         cut = min([tokens.index(eos) for eos in stops if eos in tokens], default=None)
         reason: FinishReason | None = None
         if ended:
@@ -226,6 +242,9 @@ class Collector:
         if logprobs is not None:
             logprobs = logprobs[: len(tokens)]
             sequence.logprobs += logprobs
+        if tops is not None:
+            tops = tops[: len(tokens)]
+            sequence.tops += tops
         sequence.emitted += tokens
         self.counts.committed_tokens += len(tokens)
         if reason is not None:
@@ -233,7 +252,13 @@ class Collector:
             self.counts.end(sequence)
         output = sequence.output(reason) if reason is not None else None
         step = self._step(sequence, tokens)
-        return replace(step, output=output, logprobs=None if logprobs is None else tuple(logprobs), rollout=rollout)
+        return replace(
+            step,
+            output=output,
+            logprobs=None if logprobs is None else tuple(logprobs),
+            tops=None if tops is None else tuple(tops),
+            rollout=rollout,
+        )
 
     def _step(self, sequence: SequenceState, tokens: list[int]) -> StepOutput:
         """What a step gives a request."""
@@ -260,9 +285,9 @@ class Collector:
                 self._trace.extend(_canvas_traces(plan.number, run, update))
             num_emitted = len(sequence.emitted)
             tokens = decoder.tokens[num_emitted:]
-            if not decoder.done and not sequence.request.ignore_eos:
-                # an EOS counts when the blocks up to its own are complete
-                tokens = list(itertools.takewhile(lambda t: t not in self._eos, tokens))
+            if not decoder.done:  # an EOS counts when the blocks up to its own are complete
+                ends = sequence.request.ends(self._eos)
+                tokens = list(itertools.takewhile(lambda t, ends=ends: t not in ends, tokens))  # type: ignore[misc]
             if tokens or decoder.done:
                 logprobs = decoder.log_probs[num_emitted:] if sequence.request.logprobs else None
                 rollout = run.rollout(num_emitted, len(tokens)) if sequence.request.has_rollout else None

@@ -10,12 +10,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.blocks.acceptance import LEFTMOST, predicted
+from mbd_core.decoding.blocks.acceptance import ENTROPY_UNITS, JETENGINE, LEFTMOST, MOST_ENTROPY, predicted
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.engine.batch import Batch
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.report import with_tops
 from mbd_core.engine.rows import static_rows
 from mbd_core.engine.step import StepState, decode_step
 from mbd_core.engine.step_kind import StepKind
+from mbd_core.ops.attention.choice import AttentionKernel
 from mbd_core.ops.buffer.after_forward import close_step
 from mbd_core.ops.buffer.before_forward import OpenStep, open_step
 
@@ -41,13 +44,15 @@ def kernel_step(state: StepState, kind: StepKind, tables_RP: Tensor, adapters_R:
     )
     batch = batch_of(opened, buffer, kind, adapters_R)
     hidden_AD = runner.forward(batch)
-    values = predicted(
+    values, tops_A2K = predicted(
         state.logits_of(hidden_AD, batch, work),
         len(hidden_AD),
         state.shared_vocab,
         chunk=state.logits_chunk,
         draw=buffer.draw(opened.at_A, truncates=work.truncates) if work.draws else None,
+        adjust=buffer.adjust(opened.at_A) if work.adjusts else None,
         fallback_P=buffer.fallback_at(opened.at_A) if work.scores else None,
+        num_tops=state.num_tops if work.tops else 0,
     )
     num_blocks_R = close_step(
         memory,
@@ -55,6 +60,8 @@ def kernel_step(state: StepState, kind: StepKind, tables_RP: Tensor, adapters_R:
         *values,
         num_slots=kind.num_slots,
         leftmost=LEFTMOST,
+        jetengine=JETENGINE,
+        entropy_units=(ENTROPY_UNITS, MOST_ENTROPY),
         revises=work.revises,
         quotas=work.quotas,
     )
@@ -62,7 +69,7 @@ def kernel_step(state: StepState, kind: StepKind, tables_RP: Tensor, adapters_R:
     if shift:
         ends_RN = (opened.cu_seqlens_q[1:] - 1).long().view(kind.num_rows, kind.num_slots)
     runner.remember_committed(ends_RN, num_blocks_R)
-    return opened.report_X
+    return with_tops(opened.report_X, tops_A2K, opened.at_A, buffer)
 
 
 def batch_of(opened: OpenStep, buffer: BlockBuffer, kind: StepKind, adapters_R: Tensor | None) -> Batch:
@@ -260,22 +267,26 @@ class CapturedStep:
         self._graph.reset()
 
 
-def graphs_obstacle(state: StepState, asked: bool | None, *, static_shapes: bool) -> str | None:
-    """Why static steps do not become graphs, if so; they do wherever they can, unless `asked` is `False`. `ValueError`
-    if they cannot and must."""
-    obstacle = _obstacle(state, static_shapes=static_shapes)
-    if asked and obstacle is not None:
+def graphs_obstacle(
+    config: EngineConfig, attention: AttentionKernel, device: torch.device, *, static_shapes: bool
+) -> str | None:
+    """Why static steps do not become graphs, if so; they do wherever they can, unless `config.graphs` is `False`.
+    `ValueError` if they cannot and must."""
+    obstacle = _obstacle(config, attention, device, static_shapes=static_shapes)
+    if config.graphs and obstacle is not None:
         raise ValueError(f"graphs=True cannot be honoured: {obstacle}")
-    return "graphs=False was asked for" if asked is False else obstacle
+    return "graphs=False was asked for" if config.graphs is False else obstacle
 
 
-def _obstacle(state: StepState, *, static_shapes: bool) -> str | None:
+def _obstacle(
+    config: EngineConfig, attention: AttentionKernel, device: torch.device, *, static_shapes: bool
+) -> str | None:
     if not static_shapes:
         return "without static_shapes=True no step has a shape that repeats"
-    if state.tables_RP.device.type != "cuda":
-        return f"CUDA graphs need a GPU, this is {state.tables_RP.device.type}"
-    if state.batch_invariant:
+    if device.type != "cuda":
+        return f"CUDA graphs need a GPU, this is {device.type}"
+    if config.batch_invariant:
         return "with batch_invariant=True rows' lengths are read on the host"
-    if not state.runner.attention.capturable:
-        return f"the {state.runner.attention.name} attention reads rows' lengths on the host"
+    if not attention.capturable:
+        return f"the {attention.name} attention reads rows' lengths on the host"
     return None

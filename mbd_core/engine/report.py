@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mbd_core.decoding.blocks.acceptance import placed_tops
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer, Commit
-from mbd_core.decoding.blocks.request import Edit, Frame, FrameSlot, Request, Rollout, SlotState
+from mbd_core.decoding.blocks.request import Edit, Frame, FrameSlot, Request, Rollout, SlotState, TopTokens
 
 # What one decode step tells the host: one array, one copy.
 
@@ -69,6 +70,27 @@ def pack_report(view: StepView, commit: Commit, buffer: BlockBuffer) -> Tensor:
     return torch.cat([part.double().flatten() for part in parts])
 
 
+def with_tops(report_X: Tensor, tops_A2K: Tensor | None, at_A: Tensor | None, buffer: BlockBuffer) -> Tensor:
+    """A packed report, and behind it, where there are any, the likeliest tokens of each place of the buffer."""
+    if tops_A2K is None:
+        return report_X
+    tops = placed_tops(tops_A2K, at_A, num_places=buffer.masked_RNB.numel())
+    return torch.cat((report_X, tops.double().flatten()))
+
+
+def split_tops(host_X: np.ndarray, *, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray | None]:
+    """A report (X,) alone, and any likeliest tokens (R, N, B, 2K) behind it; `shape` is (R, N, B)."""
+    num_rows, num_slots, block_size = shape
+    length = num_rows * report_width(num_slots, block_size)
+    tops = host_X[length:]
+    return host_X[:length], tops.reshape(*shape, -1) if len(tops) else None
+
+
+def report_width(num_slots: int, block_size: int) -> int:
+    """Numbers of a report for each row."""
+    return 4 + num_slots * (4 + 3 * block_size)
+
+
 class HostCopy:
     """A packed report on its way to the host; begun at once, waited for when it is read."""
 
@@ -90,7 +112,7 @@ class HostCopy:
 
 def unpack_report(host_X: np.ndarray, *, num_slots: int, block_size: int) -> Report:
     """A report (X,), its parts by name."""
-    num_rows = len(host_X) // (4 + num_slots * (4 + 3 * block_size))
+    num_rows = len(host_X) // report_width(num_slots, block_size)
     rows, slots, positions = (num_rows,), (num_rows, num_slots), (num_rows, num_slots, block_size)
     at = 0
 
@@ -162,6 +184,41 @@ class StepMap:
         if self._tokens_NB is not None:
             self._tokens_NB = _slid(self._tokens_NB, num_blocks)
         return replace(written.cut((), len(steps), room=0), steps=tuple(steps))
+
+
+class TopLog:
+    """The likeliest tokens of each position of one sequence's slots, in the forward whose log-probability is reported
+    of its token. It moves as the slots do, and outlives a preemption as their row does."""
+
+    def __init__(self, request: Request, block_size: int) -> None:
+        shape = (request.decoding.buffer_size, block_size)
+        self._number, self._softens = request.top_logprobs, request.decoding.soft is not None
+        self._tokens_NB = np.full(shape, OPEN, dtype=np.int64)
+        self._tops_NB2K = np.full((*shape, 2), -1.0)
+
+    def update(
+        self, states_N: np.ndarray, tokens_NB: np.ndarray, masked_NB: np.ndarray, tops_NB2K: np.ndarray
+    ) -> None:
+        """A forward has left these tokens and masks, and predicted these likeliest tokens."""
+        if self._tops_NB2K.shape != tops_NB2K.shape:
+            self._tops_NB2K = np.full(tops_NB2K.shape, -1.0)
+        tokens_NB = np.where(masked_NB, OPEN, tokens_NB).astype(np.int64)
+        rated_NB = ~masked_NB & (tokens_NB != self._tokens_NB)
+        if self._softens:
+            rated_NB |= ~masked_NB & (states_N == SlotState.ACTIVE)[:, None]
+        self._tops_NB2K[rated_NB] = tops_NB2K[rated_NB]
+        self._tokens_NB = tokens_NB
+
+    def take(self, num_blocks: int) -> list[TopTokens]:
+        """Those of the first blocks' positions, in order; these blocks leave the buffer."""
+        flat = self._tops_NB2K[:num_blocks].reshape(-1, self._tops_NB2K.shape[-1])
+        ids, values = np.split(flat, 2, axis=1)
+        self._tokens_NB = _slid(self._tokens_NB, num_blocks)
+        self._tops_NB2K = np.concatenate((self._tops_NB2K[num_blocks:], self._tops_NB2K[:num_blocks]))
+        return [
+            tuple((int(i), v) for i, v in zip(*each, strict=True) if i >= 0 and v > -math.inf)
+            for each in zip(ids[:, : self._number].tolist(), values[:, : self._number].tolist(), strict=True)
+        ]
 
 
 def _slid(values_NB: np.ndarray, num_blocks: int) -> np.ndarray:

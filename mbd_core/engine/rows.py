@@ -60,6 +60,8 @@ class CanvasRuns:
             eos_token_ids=() if request.ignore_eos else config.eos_token_ids,
             vocab=self._vocab,
             shift=config.shift_logits,
+            min_tokens=request.min_tokens,
+            stop_token_ids=request.stop_token_ids,
         )
         pages = torch.tensor(sequence.pages, device=self._cache.k.device).view(decoder.num_lanes, -1)
         self._runs[sequence.row] = CanvasRun(sequence, decoder, pages)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from mbd_core.decoding.blocks.request import Counts, FinishReason, Output, Request, Rollout, TokenScore
+from mbd_core.decoding.blocks.request import Counts, FinishReason, Output, Request, Rollout, TokenScore, TopTokens
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import num_lanes
 from mbd_core.decoding.grammar.guide import GuideState, Pick
-from mbd_core.engine.report import FrameLog, StepMap
+from mbd_core.engine.report import FrameLog, StepMap, TopLog
 from mbd_core.engine.weights import ResidentAdapter
 
 # The log-probabilities of a text that is given: each token's in the forward before it is put in, from left to right.
@@ -31,7 +31,7 @@ class TextScores:
         """The next token, the text's own or one that is picked for a hole, and its probability."""
         token = self._template[self._number + len(self.scores)]
         if token is None:
-            token, _ = pick(0, np.ones(vocab.size, dtype=bool))
+            token = pick(0, np.ones(vocab.size, dtype=bool)).token
         log_p_V = logits_V.float().log_softmax(-1)
         likeliest = int(vocab.likeliest(logits_V[None])[0])
         self.scores.append(
@@ -70,6 +70,7 @@ class SequenceState:
     num_shareable      leading pages whose tokens are final, so that other sequences may share them
     num_cached_tokens  tokens of the prompt that the prefix cache held at the first admission
     step_map           where a rollout is asked for: the forwards that wrote the positions of its slots
+    top_log            where they are asked for: the likeliest tokens of its slots' positions
     frame_log          where frames are asked for: its slots after its last forward
     guide              its way through its grammar, if it has one
     text_scores        where it is scored: the scores of its tokens
@@ -93,6 +94,7 @@ class SequenceState:
     committed: int = 0
     emitted: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[TopTokens] = field(default_factory=list)
     rollout: Rollout | None = None
     guide: GuideState | None = None
     saved: list[Tensor] | None = None
@@ -120,6 +122,7 @@ class SequenceState:
     num_lanes: int = field(init=False)
     is_canvas: bool = field(init=False)
     step_map: StepMap | None = field(init=False)
+    top_log: TopLog | None = field(init=False)
     frame_log: FrameLog | None = field(init=False)
     text_scores: TextScores | None = field(init=False)
 
@@ -135,6 +138,7 @@ class SequenceState:
         self.rollout = Rollout() if request.has_rollout else None
         self.text_scores = TextScores(request) if request.scored else None
         self.step_map = self._step_map()
+        self.top_log = TopLog(request, self.block_size) if request.top_logprobs else None
         self.frame_log = FrameLog(request, self.block_size) if request.frames else None
 
     @property
@@ -231,6 +235,7 @@ class SequenceState:
             finish_reason=reason,
             counts=self.counts(),
             logprobs=tuple(self.logprobs) if self.request.logprobs else None,
+            tops=tuple(self.tops) if self.request.top_logprobs else None,
             rollout=self.rollout,
             scores=() if self.text_scores is None else tuple(self.text_scores.scores),
         )

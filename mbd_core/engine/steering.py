@@ -21,7 +21,7 @@ from torch import Tensor
 from mbd_core.decoding.blocks.acceptance import Prediction
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer, Chosen
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
-from mbd_core.decoding.grammar.guide import Guide, GuideState, Search
+from mbd_core.decoding.grammar.guide import Choice, Guide, GuideState, Pick, Search
 from mbd_core.engine.sequence import SequenceState, TextScores
 
 FORBIDDEN = -1e30  # a logit whose probability is 0, and finite
@@ -37,6 +37,7 @@ class _Row:
     tau: float
     quota: int
     draws: bool
+    adjusts: bool
     places: list[int]
     logits: dict[int, Tensor] = field(default_factory=dict)
 
@@ -112,7 +113,8 @@ class Steering:
                 continue
             places = (buffer.open_RNB[number].flatten().nonzero()[:, 0] + number * size).tolist()
             decoding = sequence.request.decoding
-            row = _Row(guide, decoding.tau_m2t, decoding.tokens_per_step, sequence.request.sampling.draws, places)
+            asked = sequence.request
+            row = _Row(guide, decoding.tau_m2t, decoding.tokens_per_step, asked.sampling.draws, asked.adjusts, places)
             self._rows.append(row)
             for i, place in enumerate(places[: buffer.block_size if isinstance(guide, GuideState) else 1]):
                 row_at[index_of[place]] = (row, i)
@@ -173,21 +175,30 @@ def _decided(row: _Row, buffer: BlockBuffer, vocab: Vocab, search: Search) -> De
     return Decided(decided, guide.pending, guide.ended)
 
 
-def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Callable[[int, np.ndarray], tuple[int, float]]:
+def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Pick:
     """Chooses among allowed tokens as a plain request chooses among all: the likeliest, or drawn with its noise, that
-    of a forward's number without the forwards in which its guide waited for other rows."""
+    of a forward's number without the forwards in which its guide waited for other rows; after its own changes."""
+    at_A = torch.tensor(row.places, dtype=torch.int64, device=buffer.masked_RNB.device)
+    adjust = buffer.adjust(at_A) if row.adjusts else None
     draw: Draw | None = None
     if row.draws:
-        draw = buffer.draw(torch.tensor(row.places, dtype=torch.int64, device=buffer.masked_RNB.device))
+        draw = buffer.draw(at_A)
         if isinstance(row.guide, Guide):
             draw = replace(draw, forward_P=draw.forward_P - row.guide.num_waits)
 
-    def pick(i: int, allowed_V: np.ndarray) -> tuple[int, float]:
+    def pick(i: int, allowed_V: np.ndarray) -> Choice:
         logits_V = row.logits[i]
         mask_V = torch.from_numpy(allowed_V).to(logits_V.device)
         masked_V = torch.full_like(logits_V, FORBIDDEN)
         masked_V[: len(mask_V)] = torch.where(mask_V, logits_V[: len(mask_V)], FORBIDDEN)
-        chosen_P, probability_P = choose(masked_V[None], vocab, None if draw is None else draw.select(slice(i, i + 1)))
-        return int(chosen_P[0]), float(probability_P[0])
+        one = slice(i, i + 1)
+        chosen_P, probability_P = choose(
+            masked_V[None],
+            vocab,
+            None if draw is None else draw.select(one),
+            None if adjust is None else adjust.select(one),
+        )
+        likeliest = vocab.exclude_(logits_V.clone(), FORBIDDEN).max()
+        return Choice(int(chosen_P[0]), float(probability_P[0]), bool(masked_V.max() < likeliest))
 
     return pick

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from mbd_core.decoding.blocks.acceptance import predict
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
+from mbd_core.decoding.blocks.request import MAX_TOPS
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.engine.batch import Batch, pack
-from mbd_core.engine.report import pack_report, view_of
+from mbd_core.engine.report import pack_report, view_of, with_tops
 from mbd_core.engine.rows import StepRows
 from mbd_core.engine.runner import ModelRunner
 from mbd_core.engine.steering import Steering
@@ -55,8 +56,13 @@ class StepState:
         self, hidden_AD: Tensor, batch: Batch, work: Work, *, steered: bool = False
     ) -> Callable[[slice], Tensor]:
         """The logits of a range of `hidden_AD`; of a step that takes likeliest tokens alone, each rank's own part."""
-        whole = steered or work.draws or work.scores
+        whole = steered or work.draws or work.scores or work.adjusts or work.tops
         return self.runner.blockwise_logits(hidden_AD, batch, block_size=self.buffer.block_size, whole=whole)
+
+    @property
+    def num_tops(self) -> int:
+        """The likeliest tokens of a position that a step reports, where it does."""
+        return min(MAX_TOPS, self.vocab.size)
 
     def canvas_logits(self, rows: StepRows, batch: Batch, hidden_AD: Tensor) -> Tensor | None:
         """The logits (A, V) of the canvases' rows, which stand last; `None` without canvases."""
@@ -99,13 +105,16 @@ def decode_step(
         shape=buffer.masked_RNB.shape,
         chunk=state.logits_chunk,
         draw=buffer.draw(rows.at_A, truncates=work.truncates) if work.draws else None,
+        adjust=buffer.adjust(rows.at_A) if work.adjusts else None,
         fallback_P=buffer.fallback_at(rows.at_A) if work.scores else None,
+        num_tops=state.num_tops if work.tops else 0,
     )
     chosen = None if steering is None else steering.choose(prediction, buffer, state.vocab)
     commit = buffer.commit(prediction, revises=work.revises, quotas=work.quotas, chosen=chosen)
     runner.remember_prompts(rows.prompt_ends)
     runner.remember_committed(rows.slot_end_RN, commit.num_blocks_R)
-    return pack_report(view, commit, buffer), state.canvas_logits(rows, batch, hidden_AD)
+    report_X = pack_report(view, commit, buffer)
+    return with_tops(report_X, prediction.tops_A2K, rows.at_A, buffer), state.canvas_logits(rows, batch, hidden_AD)
 
 
 def store_step(state: StepState, rows: StepRows) -> Tensor | None:

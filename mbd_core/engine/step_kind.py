@@ -19,11 +19,13 @@ class Work:
 
     draws      tokens are drawn (temperature above 0)
     truncates  they are drawn from a part of the vocabulary (top_k or top_p), which takes a sort
-    scores     the fallback ranks positions by something else than confidence
+    scores     positions are ranked by something else than confidence
     softens    filled positions are embedded as a mixture (DMax)
     revises    filled positions may change (T2T, DMax)
-    quotas     a forward has to fill more than one position
+    quotas     several positions may be accepted by their rank
     adapts     a LoRA adapter changes the forward
+    adjusts    logits are changed before a token is chosen (penalties, biases, bans, min_p)
+    tops       the likeliest tokens of each position are reported
     """
 
     draws: bool = False
@@ -33,6 +35,8 @@ class Work:
     revises: bool = False
     quotas: bool = False
     adapts: bool = False
+    adjusts: bool = False
+    tops: bool = False
 
     def covers(self, other: "Work") -> bool:
         """Whether every part that `other` has is done here too."""
@@ -51,13 +55,14 @@ def work_of(decoding: DecodingConfig, sampling: Sampling, *, adapts: bool = Fals
         scores=decoding.ranks_by_score,
         softens=decoding.soft is not None,
         revises=decoding.revises,
-        quotas=decoding.tokens_per_step > 1,
+        quotas=decoding.accepts_several,
         adapts=adapts,
     )
 
 
 def work_of_request(request: Request) -> Work:
-    return work_of(request.decoding, request.sampling, adapts=request.adapter is not None)
+    work = work_of(request.decoding, request.sampling, adapts=request.adapter is not None)
+    return replace(work, adjusts=request.adjusts, tops=request.top_logprobs > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +113,9 @@ class StepKinds:
         )
 
     def to_capture(self, decoding: DecodingConfig) -> list[StepKind]:
-        """The kinds worth a graph: greedy requests with `decoding` in every size, without and with adapters, and all
-        work in the largest, which serves any other request too. With a block budget, all of them also in the slots
-        that it leaves a request."""
+        """The kinds worth a graph: greedy requests with `decoding` in every size, without and with adapters; in the
+        largest all work but what changes logits and reports more of them, and all work, which serves any other request
+        too. With a block budget, all of them also in the slots that it leaves a request."""
         works = [work_of(decoding, Sampling())]
         if self.adapters:
             works.append(replace(works[0], adapts=True))
@@ -121,7 +126,8 @@ class StepKinds:
             kinds += dict.fromkeys(
                 self.kind(num_rows=rows, num_slots=slots, num_asked=n, work=w) for w in works for n in sizes
             )
-            kinds.append(StepKind(num_rows=rows, num_slots=slots, num_asked=None, work=ALL_WORK))
+            for work in (replace(ALL_WORK, adjusts=False, tops=False), ALL_WORK):
+                kinds.append(StepKind(num_rows=rows, num_slots=slots, num_asked=None, work=work))
         return kinds
 
     def _shapes(self, decoding: DecodingConfig) -> list[tuple[int, int]]:

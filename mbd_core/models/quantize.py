@@ -60,6 +60,15 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
+def rounded_bytes(model: Decoder, parts: Parts) -> int:
+    """`weight_bytes` of a model once these weights are FP8; it may have no values (on the meta device)."""
+    block = fp8.RELEASED if parts == "blocks" else None
+    wide = {id(p): p for name in _module_names(model, parts) for p in model.get_submodule(name).parameters()}
+    stored = [fp8.empty_weight(p.shape, block, "meta") for p in wide.values() if p.ndim > 1]
+    saved = sum(p.nbytes for p in wide.values() if p.ndim > 1)
+    return weight_bytes(model) - saved + sum(weight.num_bytes for weight in stored)
+
+
 def _module_names(model: Decoder, parts: Parts) -> list[str]:
     """The modules to replace, by name: a list of the modules themselves would keep their memory in use."""
     kinds = (Experts, nn.Linear) if parts == "all" else Experts

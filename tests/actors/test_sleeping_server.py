@@ -90,7 +90,7 @@ def test_an_order_that_is_not_carried_out_in_time_changes_nothing(server: Diffus
     async def scenario() -> None:
         whole = await answer(server)
         tasks = await under_way(server, 2)
-        with pytest.raises(ValueError, match="requests still run after 0 s; the server goes on"):
+        with pytest.raises(ValueError, match="still run after 0 s"):
             await server.sleep(seconds=0.0)
         assert not await server.is_sleeping()
         assert await asyncio.gather(*tasks, answer(server)) == [whole] * 3

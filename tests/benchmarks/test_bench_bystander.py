@@ -79,6 +79,12 @@ class Endpoint:
             loop.close()
 
 
+@pytest.fixture(autouse=True)
+def settled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The endpoint of these tests drops a request as soon as its client has gone."""
+    monkeypatch.setattr(bench_bystander, "SETTLE_SECONDS", 0.1)
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 def test_short_requests_are_measured_in_quiet_and_in_a_crowd(
     capsys: pytest.CaptureFixture[str], refuses: bool

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.plain_loops import multi_bd, run_canvas
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Refresh
-from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
@@ -38,6 +38,8 @@ def model(tiny_model_dir: Path) -> Decoder:
     [
         DecodingConfig(block_size=4, tau_m2t=0.3),
         DecodingConfig(block_size=4, buffer_size=3, tau_m2t=0.3),
+        DecodingConfig(block_size=4, buffer_size=2, tau_m2t=0.3, fallback="margin"),
+        DecodingConfig(block_size=4, buffer_size=3, entropy=EntropyBound(gamma=4.0)),
         DecodingConfig(block_size=4, buffer_size=2, tau_m2t=0.3, t2t=T2T(tau=0.5)),
         DecodingConfig(block_size=4, buffer_size=2, tau_m2t=0.3, soft=Soft()),
     ],
@@ -58,7 +60,6 @@ def test_the_plain_block_loop_refuses_what_it_cannot_decode(model: Decoder) -> N
     for config, named in (
         (DecodingConfig(block_size=4, canvas=Canvas()), "canvas"),
         (replace(base, prompt_attention="full"), "prompt_attention"),
-        (replace(base, fallback="margin"), "fallback"),
     ):
         with pytest.raises(ValueError, match=named):
             multi_bd(model, PROMPT, 4, config)
@@ -150,8 +151,3 @@ def test_the_plain_d2f_loop_is_the_engine(shape: str, length: int, config: Decod
     assert plain.tokens == list(output.tokens) and len(plain.tokens) == 18
     assert plain.num_forwards == output.counts.num_forwards
     assert plain.num_store_forwards == output.counts.num_store_forwards
-
-
-def test_the_plain_block_loop_refuses_a_fallback_by_margin_under_full_attention() -> None:
-    with pytest.raises(ValueError, match="fallback"):
-        multi_bd(tiny("tiny-llada"), [1], 4, DecodingConfig(block_size=4, fallback="margin"))

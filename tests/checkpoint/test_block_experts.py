@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_folders import CONFIGS, write_model
-from fp8_folders import KEPT, rounded_folder
+from checkpoint_folders import CONFIGS, KEPT, rounded_folder, write_model
 from safetensors.torch import load_file, save_file
 
 from mbd_core.checkpoint.loading import check_blocks, load_model
@@ -110,10 +109,10 @@ def test_ranks_that_would_cut_a_block_are_refused(tmp_path: Path) -> None:
 
 def test_folders_without_such_experts_are_refused(tmp_path: Path) -> None:
     rounded_folder(tmp_path / "dense", "sdar")
-    with pytest.raises(ValueError, match="fp8=blocks cannot be honoured: dense has no experts; fp8=all rounds"):
+    with pytest.raises(ValueError, match="dense has no experts; fp8=all"):
         load_model(tmp_path / "dense", fp8="blocks")
     write_model(tmp_path / "wide", CONFIGS["llada2"])
-    with pytest.raises(ValueError, match="the experts of wide are not FP8; fp8=experts rounds them"):
+    with pytest.raises(ValueError, match="experts of wide are not FP8; fp8=experts"):
         load_model(tmp_path / "wide", fp8="blocks")
     rounded_folder(tmp_path / "mixed", "llada2", kept=(*KEPT, "layers.2.mlp.experts.3.up_proj"))
     sentence = r"'.*layers\.2\.mlp\.experts\..*' is FP8 and '.*experts\.3\.up_proj\.weight' of the same layer is not"
@@ -121,7 +120,7 @@ def test_folders_without_such_experts_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path / "mixed", fp8="blocks")
     rounded_folder(tmp_path / "half", "llada2", kept=(*KEPT, "layers.2.mlp.experts"))
     assert kept_experts(load_model(tmp_path / "half", fp8="blocks")).keys() == {"model.layers.1.mlp.experts"}
-    with pytest.raises(ValueError, match="fp8=blocks cannot be honoured: FP8 products are taken on cpu and cuda"):
+    with pytest.raises(ValueError, match=r"fp8=blocks .*on cpu and cuda"):
         load_model(tmp_path / "half", fp8="blocks", device="meta")
 
 
@@ -150,7 +149,7 @@ def test_swapped_weights_keep_the_blocks_of_their_own_files(tmp_path: Path) -> N
     engine.update_weights(tmp_path / "new")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.view(torch.uint8), wanted[name].view(torch.uint8)), name
-    with pytest.raises(ValueError, match="its FP8 experts are in other blocks"):
+    with pytest.raises(ValueError, match="in other blocks"):
         engine.update_weights(tmp_path / "other")
     wide = load_model(tmp_path / "new", dtype=torch.float32)
     save_model(tmp_path / "wide", wide)

@@ -156,7 +156,7 @@ def test_a_source_is_never_replaced(tmp_path: Path) -> None:
         convert(start / "inside", start, overwrite=True)
     manifest = json.loads((start / MANIFEST).read_text())
     (start / MANIFEST).write_text(json.dumps(manifest | {"files": ["*", "inside/*"]}))
-    with pytest.raises(ValueError, match=r"inside lies inside .*start, which would be replaced"):
+    with pytest.raises(ValueError, match=r"start, which would be replaced"):
         convert(start / "inside", start, overwrite=True)
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import QWEN
 from tokenizers import AddedToken, processors
-from tool_templates import QWEN
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.chat import chat_prompt, chat_text, plain_prompts, question

@@ -383,13 +383,11 @@ def test_stacked_experts_have_the_training_names() -> None:
 def test_a_release_without_ids_is_known_by_its_vocabulary() -> None:
     """Only so: with another vocabulary, or where a file says otherwise, nothing is assumed."""
     assert "mask_token_id" not in LLADA2_MINI and "eos_token_id" not in LLADA2_MINI
-    with pytest.raises(
-        ValueError, match="no 'mask_token_id', which LLaDA2MoeModelLM needs; add it to generation_conf"
-    ):
+    with pytest.raises(ValueError, match=r"no 'mask_token_id', .*generation_conf"):
         read_config(LLADA2_MINI | {"vocab_size": 157185})
     assert read_config(LLADA2_MINI, {"mask_token_id": 7}).mask_token_id == 7
     assert read_config(LLADA2_MINI | {"mask_token_id": 6}, {"mask_token_id": 7}).mask_token_id == 6
-    with pytest.raises(ValueError, match="no 'block_size', which SDARForCausalLM needs; add it to generation_config"):
+    with pytest.raises(ValueError, match=r"no 'block_size', .*generation_config"):
         read_config(SDAR_8B)  # b4 or b32: its name alone tells
 
 
@@ -407,9 +405,7 @@ LLADA2_2 = LLADA2_MINI | {
 def test_a_release_whose_routing_is_another_is_refused_by_name() -> None:
     """LLaDA2.2 has LLaDA2's architecture and tensors: only these keys show that it computes something else."""
     ids = {"mask_token_id": 156895, "eos_token_id": [156892, 156900]}
-    with pytest.raises(
-        ValueError, match=r"has expert_capacity=48, delete_token_id=156901, split_token_id=156902, whi"
-    ):
+    with pytest.raises(ValueError, match=r"expert_capacity=48, delete_token_id=156901, split_token_id=156902"):
         read_config(LLADA2_2, ids)
     read = {key: value for key, value in LLADA2_2.items() if not key.endswith("_token_id")} | {"expert_capacity": 0}
     assert read_config(read, ids).rope_theta == 3e6

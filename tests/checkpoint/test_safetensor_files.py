@@ -20,13 +20,13 @@ def test_wrong_shards_are_named(folder: Path) -> None:
     file = index["weight_map"]["model.norm.weight"]
     shard = load_file(folder / file)
     save_file(shard | {"lm_head.weight": torch.zeros(300, 16)}, folder / file)
-    with pytest.raises(ValueError, match=r"both hold the tensor 'lm_head.weight'"):
+    with pytest.raises(ValueError, match=r"both hold .*'lm_head.weight'"):
         load_model(folder)
     save_file({n: t for n, t in shard.items() if n != "model.norm.weight"}, folder / file)
-    with pytest.raises(ValueError, match=f"{file} lacks the tensor 'model.norm.weight'"):
+    with pytest.raises(ValueError, match=f"{file} lacks .*'model.norm.weight'"):
         load_model(folder)
     (folder / file).unlink()
-    with pytest.raises(ValueError, match=rf"lacks the weights file {file}, which holds 'model\.\S+' and \d+ more"):
+    with pytest.raises(ValueError, match=rf"lacks .*{file}, .* and \d+ more"):
         load_model(folder)
 
 

@@ -37,7 +37,7 @@ def test_tokenizer_that_disagrees_is_refused(folder: Path) -> None:
         rewrite(folder / file, mask_token_id=0)
     for damaged in ("{}", "[]", "{", '{"added_tokens": []}'):
         (folder / "tokenizer.json").write_text(damaged)
-        with pytest.raises(ValueError, match="has no tokenizer that can be loaded: "):
+        with pytest.raises(ValueError, match="no tokenizer that can be loaded"):
             load_tokenizer(folder, load_config(folder))
 
 
@@ -72,5 +72,5 @@ def test_dreams_tokenizer_needs_no_code_of_its_own(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path, config)
     assert tokenizer.encode("ab ab<|mask|>") == [9, 8, 9, 11]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "OtherTokenizer"}))
-    with pytest.raises(ValueError, match=r"has no tokenizer that can be loaded: .*custom code"):
+    with pytest.raises(ValueError, match=r"tokenizer .*custom code"):
         load_tokenizer(tmp_path, config)

@@ -57,9 +57,9 @@ def test_a_folder_is_uploaded_whole_and_replaced_on_demand(base: str) -> None:
     write(folder, {"a.txt": "1", "shards/b.txt": "2"})
     assert names(folder) == ["a.txt", MANIFEST, "shards/b.txt"]
     assert folder.exists() and folder.read_text("shards/b.txt") == "2" and folder.read_text("c.txt") is None
-    with pytest.raises(ValueError, match="holds a model; give another folder, or --overwrite"):
+    with pytest.raises(ValueError, match=r"holds a model; .*--overwrite"):
         write(folder, {"a.txt": "3"})
-    with pytest.raises(ValueError, match="holds a model, not a sweep; give another folder"):
+    with pytest.raises(ValueError, match="holds a model, not a sweep"):
         folder.check_target("sweep", overwrite=True)
     assert folder.read_text("a.txt") == "1"
     write(folder, {"a.txt": "3"}, overwrite=True)
@@ -70,9 +70,9 @@ def test_a_folder_is_uploaded_whole_and_replaced_on_demand(base: str) -> None:
 def test_a_file_of_the_user_s_is_kept(base: str, overwrite: bool) -> None:
     mine, ours = Folder.at(base) / "thesis", Folder.at(base) / "model"
     put(mine, "thesis.txt", "years of work")
-    with pytest.raises(ValueError, match=r"thesis exists already and was not written by this project"):
+    with pytest.raises(ValueError, match=r"thesis exists already and was not written"):
         mine.check_target("model", overwrite=overwrite)
-    with pytest.raises(ValueError, match=r"thesis\.txt exists already and is not a folder"):
+    with pytest.raises(ValueError, match=r"thesis\.txt .* not a folder"):
         (mine / "thesis.txt").check_target("model", overwrite=overwrite)
     write(ours, {"a.txt": "1"})
     put(ours, "notes.txt", "precious")
@@ -96,7 +96,7 @@ def test_an_upload_that_is_cut_off_is_no_folder_and_can_be_repeated(
 
     with monkeypatch.context() as patch:
         patch.setattr(system, "put_file", cut_off)
-        with pytest.raises(OSError, match=r"model cannot be written: the network is down$"):
+        with pytest.raises(OSError, match=r"model cannot be written: the network"):
             write(folder, {"a.txt": "new", "b.txt": "new"}, overwrite=True)
     assert MANIFEST not in names(folder) and UNFINISHED in names(folder)
     with pytest.raises(ValueError, match="was not written to its end"):
@@ -117,7 +117,7 @@ def test_what_could_not_be_uploaded_is_kept_where_it_is_asked_for(tmp_path: Path
             paths.append(claim_folder(path, "sweep", ["a.txt"]))
             put(folder, "b.txt", "somebody was faster")
 
-    with pytest.raises(ValueError, match="exists already and was not written by this project"):
+    with pytest.raises(ValueError, match="was not written by this project"):
         write_while_another_does()
     assert names(folder) == ["b.txt"]
     assert paths[0].exists() == keep
@@ -174,7 +174,7 @@ def test_a_mirrored_folder_that_was_killed_before_its_first_file_is_gone_on_with
 
 def test_a_model_is_fetched_once_a_version(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, cache = Folder.at(base) / "tiny", tmp_path / "cache"
-    with pytest.raises(ValueError, match=r"^no folder lies at \S*/tiny; give the URL of one$"):
+    with pytest.raises(ValueError, match=r"^no folder lies at \S*/tiny;"):
         fetch_model(str(folder), cache=cache)
     write(folder, {"config.json": "{}", "shards/a.bin": "1"})
     first = Path(fetch_model(str(folder), cache=cache))
@@ -206,11 +206,11 @@ def test_a_fetch_that_fails_leaves_no_model(base: str, tmp_path: Path, monkeypat
     download = storage._download
     with monkeypatch.context() as patch:
         patch.setattr(system, "get_file", cut_off)
-        with pytest.raises(ValueError, match=r"tiny cannot be read: the network is down$"):
+        with pytest.raises(ValueError, match=r"tiny cannot be read: the network"):
             folder.fetch(cache)
     with monkeypatch.context() as patch:
         patch.setattr(storage, "_download", changed)
-        with pytest.raises(ValueError, match="was changed while it was read; try again"):
+        with pytest.raises(ValueError, match="was changed while it was read"):
             folder.fetch(cache)
     assert not list(cache.rglob("*.bin"))
     assert (folder.fetch(cache) / "a.bin").read_text() == "11"
@@ -225,7 +225,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     folder = Folder.at(f"memory://{tmp_path.name}/tiny")
     MemoryFileSystem.store[f"/{tmp_path.name}/tiny/../../escaped"] = MemoryFileSystem().open("/x", "wb")
     try:
-        with pytest.raises(ValueError, match="would be written outside of its folder"):
+        with pytest.raises(ValueError, match="outside of its folder"):
             folder.fetch(tmp_path / "cache")
     finally:
         del MemoryFileSystem.store[f"/{tmp_path.name}/tiny/../../escaped"]
@@ -323,7 +323,7 @@ def test_a_relative_path_in_a_submitted_job_is_refused(tmp_path: Path, monkeypat
     copy = tmp_path / "runtime_resources" / storage.JOB_COPY / "package"
     copy.mkdir(parents=True)
     monkeypatch.chdir(copy)
-    with pytest.raises(ValueError, match=r"^out/x is relative, .*; give an absolute path or a URL$"):
+    with pytest.raises(ValueError, match=r"^out/x is relative, .*absolute path"):
         Folder.at("out/x")
     assert Folder.at(copy / "out").path == copy / "out"
 

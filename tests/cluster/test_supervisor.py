@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from living_processes import living_with
+from session_processes import living_with
 
 from cluster.local import SUPERVISOR
 

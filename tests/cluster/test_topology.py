@@ -87,7 +87,7 @@ def test_cpus_to_spare_lie_on_any_node() -> None:
     nodes = [{"CPU": 2.0}, {"CPU": 3.0}]
     two = Topology(processes=2, ranks=2)
     two.check(nodes, spare_cpus=1)
-    with pytest.raises(ClusterTooSmall, match="for each of the 2, with 2 CPUs to spare; the cluster's nodes have 2"):
+    with pytest.raises(ClusterTooSmall, match="with 2 CPUs to spare"):
         two.check(nodes, spare_cpus=2)
 
 

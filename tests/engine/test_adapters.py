@@ -13,7 +13,7 @@ import pytest
 from adapter_folders import merged, write_adapter
 from fake_attention import FakePackages
 from fake_device import fake_device
-from test_exactness import build, engine, gist, request, run_with_preemption
+from small_engines import build, engine, gist, request, run_with_preemption
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mbd_core.checkpoint.saving import save_model
@@ -156,7 +156,7 @@ def test_an_adapter_is_loaded_while_others_decode_and_unloaded_when_nobody_uses_
     served.load_adapter("second", folder["second"])
     served.add(replace(asked[1], adapter="second"))  # waits: there is one row
     for name in ("first", "second"):
-        with pytest.raises(ValueError, match=f"'{name}' cannot be unloaded while 1 requests use it"):
+        with pytest.raises(ValueError, match=f"'{name}' cannot be unloaded while 1"):
             served.unload_adapter(name)
     outputs = {}
     while served.has_work:
@@ -164,7 +164,7 @@ def test_an_adapter_is_loaded_while_others_decode_and_unloaded_when_nobody_uses_
     assert outputs == {"r0": first, "r1": second}
     served.unload_adapter("first")
     assert [a.name for a in served.adapters] == ["second"]
-    with pytest.raises(RequestRefused, match="adapter 'first' is not loaded; loaded: second") as caught:
+    with pytest.raises(RequestRefused, match="loaded: second") as caught:
         served.add(replace(asked[0], adapter="first"))
     assert caught.value.field == "adapter"
 
@@ -174,9 +174,9 @@ def test_what_cannot_be_loaded_changes_nothing(
 ) -> None:
     model, folder = models["block_causal"], folders["block_causal"]["first"]
     none = engine(model)
-    with pytest.raises(ValueError, match="loads no adapters; start it with max_adapters"):
+    with pytest.raises(ValueError, match="start it with max_adapters"):
         none.load_adapter("first", folder)
-    with pytest.raises(RequestRefused, match="adapter 'first' is not loaded; loaded: none"):
+    with pytest.raises(RequestRefused, match="loaded: none"):
         none.add(request("a", 1, "multi", adapter="first"))
     served = engine(model, max_adapters=1, max_rank=2)
     large = write_adapter(tmp_path / "large", model.config, seed=0, rank=3)

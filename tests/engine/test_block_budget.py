@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_exactness import B, build, engine, gist, request
+from small_engines import B, build, engine, gist, request
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
@@ -198,9 +198,9 @@ def test_narrow_kinds_are_captured_where_the_budget_makes_them() -> None:
 
 
 def test_what_contradicts_a_budget_is_refused(model: Decoder) -> None:
-    with pytest.raises(ValueError, match="block_budget=0 must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="block_budget=0"):
         budgeted(model, 0)
-    with pytest.raises(ValueError, match="block_budget=4 cannot be honoured with batch_invariant=True"):
+    with pytest.raises(ValueError, match=r"block_budget=4 .*batch_invariant=True"):
         budgeted(model, 4, batch_invariant=True)
-    with pytest.raises(ValueError, match='adaptive="no" must be one of true, false'):
+    with pytest.raises(ValueError, match='adaptive="no"'):
         DecodingConfig(block_size=B, adaptive="no")  # type: ignore[arg-type]

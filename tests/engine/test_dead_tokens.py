@@ -3,35 +3,21 @@
 from dataclasses import replace
 
 import pytest
-from test_exactness import build, engine, request
+from small_engines import EXPERTS, build, engine, request
 from torch import Tensor
 
 from mbd_core.models.mlp import Experts
-from mbd_core.models.model_config import MoEConfig
-
-MOE = MoEConfig(
-    num_experts=8,
-    experts_per_token=2,
-    intermediate_size=16,
-    score="sigmoid",
-    norm_topk_prob=True,
-    num_shared_experts=1,
-    expert_bias=True,
-    num_groups=4,
-    topk_groups=2,
-    first_dense_layers=1,
-)
 
 
 def test_only_resident_slots_reach_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(architecture="LLaDA2MoeModelLM", moe=MOE)
+    model = build(architecture="LLaDA2MoeModelLM", moe=EXPERTS)
     served = engine(model, static_shapes=True, batch_invariant=False)
     seen: list[tuple[int, int, int]] = []
     right = Experts.forward
 
     def counting(self: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        dead = (ids_TK == MOE.num_experts).all(1)
-        assert ((ids_TK < MOE.num_experts).all(1) | dead).all()
+        dead = (ids_TK == EXPERTS.num_experts).all(1)
+        assert ((ids_TK < EXPERTS.num_experts).all(1) | dead).all()
         out = right(self, x_TD, ids_TK, weights_TK)
         assert not out[dead].any()
         resident = int(served.buffer.resident_RN.sum()) * served.block_size

@@ -8,45 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from small_engines import EOS, MASK, B, build
 
-from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.blocks.literal_algorithms import Tokens, Weights, naive_multibd
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
+from mbd_core.decoding.blocks.literal_algorithms import Predictions, Tokens, Weights, naive_multibd
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.pages import PagePool
-from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.states.mask import block_causal_mask
 from mbd_core.ops.attention.definition import RowLayout, paged_attention
 from mbd_core.ops.attention.whole import DenseAttention
 from mbd_core.trace.recorder import TraceRecorder, read_trace
 
-MASK, EOS, B = 0, 1, 4
-
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    config = ModelConfig(
-        architecture="SDARForCausalLM",
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rope_theta=1e4,
-        rms_norm_eps=1e-6,
-        max_positions=256,
-        tie_word_embeddings=False,
-        mask_token_id=MASK,
-        eos_token_ids=(EOS,),
-        block_size=B,
-    )
-    model = Decoder(config)
-    init_weights(model, seed=3, std=0.35)
-    return model.double().eval()
+    return build().double()
 
 
 def clean_forward(model: Decoder, tokens: list[int], weights: list[float] | None = None) -> torch.Tensor:
@@ -58,17 +37,19 @@ def clean_forward(model: Decoder, tokens: list[int], weights: list[float] | None
         return model.logits(model(torch.tensor([tokens]), positions, DenseAttention(mask), soft_weight=soft))[0]
 
 
-def predictor(model: Decoder):
+def predictor(model: Decoder, config: DecodingConfig):
     """The model as the literal algorithms want it: a clean block-causal forward of prefix and running-set."""
 
-    def predict(prefix: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[list[tuple[int, float]]]:
+    def predict(prefix: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[Predictions]:
         tokens = prefix + [MASK if t is None else t for block in blocks for t in block]
         soft = [1.0] * len(prefix) + [w for block in weights for w in block]
         probabilities = clean_forward(model, tokens, soft)[len(prefix) :].softmax(-1)
+        entropy = torch.special.entr(probabilities).sum(-1)
         probabilities[:, MASK] = -1.0
         confidence, token = probabilities.max(-1)
-        pairs = list(zip(token.tolist(), confidence.tolist(), strict=True))
-        return [pairs[i * B : (i + 1) * B] for i in range(len(blocks))]
+        score = -entropy if config.entropy else confidence
+        triples = list(zip(token.tolist(), confidence.tolist(), score.tolist(), strict=True))
+        return [triples[i * B : (i + 1) * B] for i in range(len(blocks))]
 
     return predict
 
@@ -79,18 +60,21 @@ REVISIONS: tuple[dict[str, Any], ...] = (
     {"soft": Soft(stop_confidence=0.6)},
     {"t2t": T2T(tau=0.2), "tau_stable": 0.5},
     {"soft": Soft(), "tau_stable": 0.5},
+    {"entropy": EntropyBound(gamma=6.0)},
+    {"entropy": EntropyBound(gamma=7.0, rule="jetengine"), "t2t": T2T(tau=0.2)},
 )
 
 
 def request(name: str, seed: int, **changes) -> Request:
     rng = random.Random(seed)
+    revision = REVISIONS[seed % len(REVISIONS)]
     config = DecodingConfig(
         block_size=B,
         buffer_size=rng.randint(1, 4),
         tau_add=rng.choice((0.0, 0.1, 0.6)),
         tau_semi=rng.choice((0.25, 0.9)),
-        tau_m2t=rng.choice((0.2, 0.4, 0.7)),
-        **REVISIONS[seed % len(REVISIONS)],
+        **{"tau_m2t": rng.choice((0.2, 0.4, 0.7))} if "entropy" not in revision else {},
+        **revision,
     )
     prompt = tuple(rng.choices(range(40), k=rng.randint(1, 17)))
     fields = {"prompt": prompt, "max_tokens": rng.randint(1, 25), "decoding": config}
@@ -112,7 +96,7 @@ def test_engine_is_naive_multibd_on_whole_forwards(model: Decoder, seed: int) ->
     """Block Buffer, pages and cache change nothing: Alg. 4 capped at N_buf, each step a clean uncached forward."""
     r = request("a", seed)
     run = naive_multibd(
-        list(r.prompt), r.max_tokens, r.decoding, predictor(model), eos=(EOS,), cap=r.decoding.buffer_size
+        list(r.prompt), r.max_tokens, r.decoding, predictor(model, r.decoding), eos=(EOS,), cap=r.decoding.buffer_size
     )
     served = engine(model)
     assert gist(served.generate([r])[0]) == (
@@ -230,7 +214,7 @@ def test_no_mask_leaves_and_budgets_are_exact(model: Decoder) -> None:
 def test_prompt_with_the_mask_token_is_data(model: Decoder) -> None:
     """The boundary block holds mask ids of the prompt's; they stay, and what follows is predicted from them."""
     r = request("a", 0, prompt=(5, 6, 7, 8, MASK, MASK), max_tokens=9, ignore_eos=True)
-    run = naive_multibd(list(r.prompt), 9, r.decoding, predictor(model), cap=r.decoding.buffer_size)
+    run = naive_multibd(list(r.prompt), 9, r.decoding, predictor(model, r.decoding), cap=r.decoding.buffer_size)
     assert engine(model).generate([r])[0].tokens == tuple(run.tokens)
 
 
@@ -313,7 +297,7 @@ def test_generate_needs_an_idle_engine_and_distinct_ids(model: Decoder) -> None:
         served.generate([request("a", 0), request("a", 1)])
     assert not served.has_work
     served.add(request("a", 0))
-    with pytest.raises(ValueError, match="1 requests are still being served"):
+    with pytest.raises(ValueError, match="still being served"):
         served.generate([request("b", 0)])
 
 

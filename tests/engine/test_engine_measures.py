@@ -9,17 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from small_engines import VOCAB, B, build
 
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.measures import Samples
-from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.decoder import Decoder
 from mbd_core.trace.recorder import TraceRecorder
 
-B, VOCAB = 4, 40
 METHODS: dict[str, dict[str, Any]] = {
     "single": {"buffer_size": 1, "tau_m2t": 0.4},
     "multi": {"buffer_size": 3, "tau_m2t": 0.4, "tau_add": 0.1},
@@ -29,26 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    config = ModelConfig(
-        architecture="SDARForCausalLM",
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rope_theta=1e4,
-        rms_norm_eps=1e-6,
-        max_positions=256,
-        tie_word_embeddings=False,
-        mask_token_id=0,
-        eos_token_ids=(1,),
-        block_size=B,
-    )
-    model = Decoder(config)
-    init_weights(model, seed=3, std=0.35)
-    return model.eval()
+    return build()
 
 
 def requests(*, method: str | None = None, count: int = 8, **changes: Any) -> list[Request]:

@@ -13,7 +13,7 @@ import torch
 from expert_layers import cut_tiles
 from fake_attention import FakePackages, sequences
 from fake_device import FakeDevice, Graph, OnDevice, fake_device
-from test_exactness import BLOCKWISE, FULL, MASK, VOCAB, B, build, gist, request
+from small_engines import BLOCKWISE, EXPERTS, FULL, MASK, VOCAB, B, build, gist, request
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -30,7 +30,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.step_kind import WORK_NAMES, StepKind
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.model_config import MoEConfig, Parts
+from mbd_core.models.model_config import Parts
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.models.shard import Shard
 from mbd_core.ops import launch as triton_launch
@@ -48,18 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "sdar": {},
     "llada2": {
         "architecture": "LLaDA2MoeModelLM",
-        "moe": MoEConfig(
-            num_experts=8,
-            experts_per_token=2,
-            intermediate_size=16,
-            score="sigmoid",
-            norm_topk_prob=True,
-            num_shared_experts=1,
-            expert_bias=True,
-            num_groups=4,
-            topk_groups=2,
-            first_dense_layers=1,
-        ),
+        "moe": EXPERTS,
     },
     "dream": {
         "architecture": "DreamModel",
@@ -257,7 +246,7 @@ def requests(family: str) -> list[Request]:
     blockwise = [*BLOCKWISE.values(), {"tau_m2t": 0.4, "tokens_per_step": 2}, {"tau_m2t": 0.4, "fallback": "margin"}]
     canvases = [method for method in FULL.values() if "canvas" in method]
     methods = blockwise if family != "dream" else [*canvases, *(m for m in FULL.values() if m not in canvases)]
-    return [
+    plain = [
         request(
             f"r{i}",
             i,
@@ -269,6 +258,23 @@ def requests(family: str) -> list[Request]:
         )
         for i, method in enumerate(methods)
     ]
+    changed = Sampling(
+        logit_bias=((7, 1.5),), repetition_penalty=1.2, frequency_penalty=0.4, presence_penalty=0.3, min_p=0.1
+    )
+    adjusted = [
+        request(
+            f"adjusted {t}",
+            70,
+            "multi",
+            sampling=replace(changed, temperature=t),
+            max_tokens=14,
+            ignore_eos=True,
+            logprobs=True,
+            top_logprobs=int(5 * t),
+        )
+        for t in (0.0, 0.8)
+    ]
+    return plain + adjusted
 
 
 SIZES = EngineConfig(max_rows=2, num_pages=100, page_size=16, max_prefill_tokens=12)
@@ -341,13 +347,14 @@ def test_graphs_captured_at_start_serve_every_request(
     wanted = [gist(o)[0] for o in Engine(model, SIZES).generate(batch)]
     attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
     served = Engine(device.move(model), SIZES)
-    # for 1 and for 2 batch rows: each quarter of the buffer that 3 of its 4 slots may ask, and all work at once
-    assert served.prepare(plain_batch[0].decoding) == served.graph_report()["captured"] == 2 * (3 + 1)
+    # for 1 and for 2 batch rows: each quarter of the buffer that 3 of its 4 slots may ask, and all work at once, with
+    # changes of logits and without
+    assert served.prepare(plain_batch[0].decoding) == served.graph_report()["captured"] == 2 * (3 + 2)
     assert [gist(o)[0] for o in served.generate(batch)] == wanted
     report = served.graph_report()
-    assert report["captured"] == 8 and report["steps_replayed"] > 0 == report["steps_eager"]
+    assert report["captured"] == 10 and report["steps_replayed"] > 0 == report["steps_eager"]
     served.close()
-    assert served.prepare(plain_batch[0].decoding) == 8
+    assert served.prepare(plain_batch[0].decoding) == 10
     assert [gist(o)[0] for o in served.generate(batch)] == wanted
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_exactness import MASK, B, build, engine, gist, request
+from small_engines import MASK, B, build, engine, gist, request
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
@@ -121,7 +121,7 @@ def test_logits_in_chunks_are_all_logits(monkeypatch: pytest.MonkeyPatch, static
 def test_the_kinds_worth_a_graph_are_few_and_one_of_them_serves_any_request() -> None:
     kinds = StepKinds(max_rows=16, num_slots=4, block_size=32, batch_invariant=False)
     captured = kinds.to_capture(DecodingConfig(block_size=32, buffer_size=4))
-    assert len(captured) == len(set(captured)) == 5 * (4 + 1)
+    assert len(captured) == len(set(captured)) == 5 * (4 + 2)
     for flags in itertools.product((False, True), repeat=len(WORK_NAMES)):
         for num_rows, num_asked in itertools.product((1, 3, 16), (1, 100, 128 * 16)):
             kind = kinds.kind(

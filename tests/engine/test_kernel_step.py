@@ -11,8 +11,9 @@ import random
 from dataclasses import replace
 import torch
 from stub_steps import MASK, VOCAB, StubRunner
+from mbd_core.decoding.blocks.adjustments import Adjustments
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
-from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
@@ -26,8 +27,10 @@ def groups(size, slots):
     soft = replace(plain, soft=Soft(stop_confidence=0.6))
     several = replace(plain, tokens_per_step=3, tau_m2t=0.7)
     leftmost = replace(several, fallback="leftmost")
-    short = [[plain, replace(plain, buffer_size=1)], [soft, t2t, leftmost]]
-    return [*short, [leftmost, several, plain], [t2t, plain], [soft, t2t, several]] if LONG else short
+    bound = DecodingConfig(block_size=size, buffer_size=slots, tau_semi=0.4, entropy=EntropyBound(gamma=4.0))
+    strict = replace(bound, entropy=EntropyBound(gamma=6.0, rule="jetengine"))
+    short = [[plain, replace(plain, buffer_size=1)], [soft, t2t, leftmost, bound]]
+    return [*short, [bound, strict], [leftmost, several, plain], [t2t, plain], [soft, t2t, several]] if LONG else short
 
 def compare(size, slots, num_slots, methods, *, asked, shift, all_work):
     rng, rows = random.Random(0), 3 if LONG else 2
@@ -36,13 +39,15 @@ def compare(size, slots, num_slots, methods, *, asked, shift, all_work):
         buffer = BlockBuffer(
             num_rows=4, num_slots=slots, block_size=size, mask_token_id=MASK, eos_token_ids=(3, 5),
             device=torch.device("cpu"),
+            adjustments=Adjustments(4, length=300, vocab_size=VOCAB, num_eos=2, device=torch.device("cpu")),
         )
         tables = torch.arange(4 * 40).view(4, 40) % 37
         states.append(StepState(
             runner=StubRunner(shift=shift, num_rows=rows), buffer=buffer, tables_RP=tables, vocab=Vocab(MASK, VOCAB),
             shared_vocab=Vocab(MASK, VOCAB), page_size=5, batch_invariant=False, logits_chunk=1000, kernels=kernels,
         ))
-    sampling = Sampling(temperature=0.7, top_p=0.9, seed=3) if all_work else Sampling()
+    changed = dict(min_p=0.01, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias=((4, 1.0),))
+    sampling = Sampling(temperature=0.7, top_p=0.9, seed=3, **changed) if all_work else Sampling()
     work = replace(ALL_WORK, adapts=False) if all_work else Work()
     if not all_work:
         of = [work_of(each, sampling) for each in methods]
@@ -59,7 +64,7 @@ def compare(size, slots, num_slots, methods, *, asked, shift, all_work):
                     request_id=str(step), prompt=tuple(rng.randrange(3) for _ in range(rng.randint(1, 30))),
                     max_tokens=rng.randint(3, 4 * size), decoding=methods[(row + step) % len(methods)],
                     sampling=sampling,
-                    ignore_eos=rng.random() < 0.5,
+                    ignore_eos=rng.random() < 0.5, min_tokens=2 if all_work else 0,
                 )
                 for state in states:
                     state.buffer.join(row, request)
@@ -71,6 +76,8 @@ def compare(size, slots, num_slots, methods, *, asked, shift, all_work):
         for mine, theirs in zip(kernel.settings.columns, plain.settings.columns, strict=True):
             assert torch.equal(mine, theirs), step
         assert torch.equal(found, wanted), step
+        for mine, theirs in zip(kernel.adjustments.state, plain.adjustments.state, strict=True):
+            assert torch.equal(mine, theirs), step
         batch, theirs = (state.runner.batch for state in states[::-1])
         for name in ("input_ids_T", "positions_T", "write_loc_T", "live_T", "weight_T"):
             mine, other = getattr(batch, name), getattr(theirs, name)

@@ -2,7 +2,7 @@
 
 import pytest
 from fake_device import FREE, PEAK, TOTAL, FakeDevice, fake_device
-from test_exactness import build, gist, request
+from small_engines import build, gist, request
 
 from mbd_core.decoding.blocks import sampling
 from mbd_core.engine import build as kv_memory
@@ -39,13 +39,13 @@ def test_a_cpu_with_little_memory_gives_a_share_of_it(monkeypatch: pytest.Monkey
 
 def test_no_room_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_memory, "free_host_memory", lambda: 0)
-    with pytest.raises(ValueError, match=r"no KV page of .* fits .* raise kv_memory_fraction"):
+    with pytest.raises(ValueError, match=r"raise kv_memory_fraction"):
         Engine(build(), SIZES)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.5])
 def test_a_fraction_is_a_share(fraction: float) -> None:
-    with pytest.raises(ValueError, match=f"kv_memory_fraction={fraction} must be a number above 0 and at most 1"):
+    with pytest.raises(ValueError, match=f"kv_memory_fraction={fraction} must be"):
         EngineConfig(kv_memory_fraction=fraction)
 
 

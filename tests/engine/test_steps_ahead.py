@@ -4,7 +4,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from test_exactness import build, engine, gist, request
+from small_engines import build, engine, gist, request
 
 from mbd_core.decoding.blocks.request import Request
 
@@ -64,7 +64,7 @@ def test_generate_keeps_what_nobody_has_been_told() -> None:
         served.preempt()
         if not served.num_known:
             break
-    with pytest.raises(ValueError, match="1 requests are still being served"):
+    with pytest.raises(ValueError, match="still being served"):
         served.generate([request("b", 4, "multi")])
     assert [o.request_id for o in served.step() if o.output] == ["a"]
     assert served.generate([request("b", 4, "multi")])[0].request_id == "b"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from small_engines import EOS, MASK, VOCAB, B, build
 from step_replay import text_log_probabilities
-from test_exactness import EOS, MASK, VOCAB, B, build
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
@@ -119,5 +119,5 @@ def test_the_probabilities_of_all_next_tokens_sum_to_one(model: Decoder) -> None
 def test_a_model_that_sees_the_whole_sequence_is_refused() -> None:
     full = build(architecture="LLaDAModelLM", attention="full")
     engine = Engine(full, EngineConfig(max_rows=2, num_pages=60, page_size=8, buffer_size=2))
-    with pytest.raises(RequestRefused, match="scores need a model that attends in blocks"):
+    with pytest.raises(RequestRefused, match="attends in blocks"):
         engine.generate([scored((5, 6, 7))])

@@ -13,7 +13,7 @@ import torch
 from fake_attention import FakePackages
 from fake_device import fake_device
 from family_models import rewrite
-from test_exactness import build, engine, gist, request
+from small_engines import EXPERTS, build, engine, gist, request
 from torch import Tensor
 
 from mbd_core.checkpoint.saving import save_model
@@ -28,26 +28,14 @@ from mbd_core.engine.parallel.followers import run_follower
 from mbd_core.engine.parallel.group import Rank
 from mbd_core.engine.parallel.start import start_parallel
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import MoEConfig, Parts
+from mbd_core.models.model_config import Parts
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.ops.attention import choice as attention
 from mbd_core.ops.attention import flash
 
-MOE = MoEConfig(
-    num_experts=8,
-    experts_per_token=2,
-    intermediate_size=16,
-    score="sigmoid",
-    norm_topk_prob=True,
-    num_shared_experts=1,
-    expert_bias=True,
-    num_groups=4,
-    topk_groups=2,
-    first_dense_layers=1,
-)
 FAMILIES: dict[str, dict[str, Any]] = {
     "sdar": {},
-    "llada2": {"architecture": "LLaDA2MoeModelLM", "moe": MOE},
+    "llada2": {"architecture": "LLaDA2MoeModelLM", "moe": EXPERTS},
     "llada": {"architecture": "LLaDAModelLM", "attention": "full", "qk_norm": False},
     "dream": {
         "architecture": "DreamModel",
@@ -225,7 +213,7 @@ def test_requests_that_run_may_end_with_the_old_weights_first(
     assert served.preempt() == "r2"
     served.update_weights(folders["sdar"], mode="wait")
     assert served.swap_waits and served.weights_version == 0
-    with pytest.raises(ValueError, match="other weights still wait for the requests that run"):
+    with pytest.raises(ValueError, match="other weights still wait"):
         served.update_weights(folders["sdar"])
     served.add(asked[5])
     during = run(served, lambda e: e.weights_version == 1)
@@ -350,7 +338,7 @@ def test_a_folder_that_does_not_fit_changes_no_byte(
     ):
         with pytest.raises(ValueError, match=says):
             served.update_weights(source)
-    with pytest.raises(ValueError, match="mode='now' is unknown; choose one of wait, preempt"):
+    with pytest.raises(ValueError, match=r"mode='now' .*wait, preempt"):
         served.update_weights(folders["sdar"], mode="now")  # type: ignore[arg-type]
     assert memory(served.model) == before
     outputs = joined(run(served))
@@ -403,7 +391,7 @@ def test_all_ranks_swap_between_the_same_steps(
             served.update_weights(folders[family])
             later = [o.tokens for o in served.generate(asked)]
             found.append(({name: o.tokens for name, o in sorted(outputs.items())}, later))
-        with pytest.raises(ValueError, match="from a model folder: each rank reads its part"):
+        with pytest.raises(ValueError, match="each rank reads its part"):
             two.update_weights(old.state_dict().items())
     assert found[0] == found[1]
     assert found[0][1] == [o.tokens for o in Engine(copy.deepcopy(new), sizes).generate(asked)]

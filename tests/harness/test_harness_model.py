@@ -131,10 +131,10 @@ def test_a_prompt_that_does_not_fit_is_an_empty_answer_and_a_limit_is_what_fits(
 
 
 def test_decoding_that_the_engine_refuses_ends_the_run_with_its_sentence(model: HarnessModel) -> None:
-    with pytest.raises(ValueError, match=r"buffer_size=9 exceeds this engine's \d+ slots"):
+    with pytest.raises(ValueError, match=r"buffer_size=9 exceeds"):
         generate(model, ("How many?", {"max_gen_toks": 8, "buffer_size": 9}))
     text = Instance(request_type="loglikelihood", doc={}, arguments=("word " * 600, " 7"), idx=0)
-    with pytest.raises(ValueError, match="exceeds the model's 512 positions"):
+    with pytest.raises(ValueError, match="the model's 512 positions"):
         model.loglikelihood([text], disable_tqdm=True)
 
 
@@ -190,7 +190,7 @@ def test_log_likelihoods_are_estimates_and_rolling_ones_are_refused(model: Harne
     first, second = model.loglikelihood(instances, disable_tqdm=True)
     assert first[0] < 0 and second[0] < 0 and {first[1], second[1]} <= {True, False}
     assert [first, second] == model.loglikelihood(instances, disable_tqdm=True)
-    with pytest.raises(NotImplementedError, match="does not give loglikelihood_rolling"):
+    with pytest.raises(NotImplementedError, match="loglikelihood_rolling"):
         model.loglikelihood_rolling(instances)
 
 

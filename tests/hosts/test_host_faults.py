@@ -1,6 +1,7 @@
 """Jobs and a served model spread over hosts; a host that dies or is cut off costs time and no result.
 
-The hosts are network namespaces (`tests/support/host_cluster.py`). `pytest tests/hosts -s` prints what faults cost.
+The hosts are network namespaces (`tests/support/clusters/host_cluster.py`).
+`pytest tests/hosts -s` prints what faults cost.
 """
 
 import json

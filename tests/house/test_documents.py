@@ -1,6 +1,7 @@
 """What the documents name is there: files, links, and the options of commands."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import COMMANDS as BENCHMARKS
+from jobs.__main__ import COMMANDS as MBD
 from jobs.report_sweep import COMMANDS as REPORT_COMMANDS
 from mbd_core.checkpoint.chat import chat_prompt, decode_text, question
 from mbd_core.checkpoint.shipped import model_folder
@@ -63,11 +65,11 @@ ACTIVATE = "source .venv/bin/activate"
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_are_for_a_shell_in_which_the_environment_is_active(document: Path) -> None:
-    """One form: `python jobs/x.py`, `python -m ...`, `ray ...`; README.md and the tutorial say how to activate it."""
+    """As `mbd ...`, `python jobs/x.py` or `ray ...`; README.md and the tutorial say how to activate it."""
     text = document.read_text()
     assert not re.findall(r"\S*(?:\.venv/bin|\bbin/python|\bpython3\b).*", text.replace(ACTIVATE, ""))
     if document in (ROOT / "README.md", ROOT / "docs" / "guide" / "tutorial.md"):
-        first = re.search(r"^(?:ray|python|serve) .*", text, re.MULTILINE)
+        first = re.search(r"^(?:ray|python|serve|mbd) .*", text, re.MULTILINE)
         assert first is not None and ACTIVATE in text[: first.start()], document.name
 
 
@@ -80,6 +82,12 @@ def commands() -> dict[str, set[str]]:
             if (ROOT / "jobs" / f"{job}.py").exists():
                 name = rest.split()[0] if job == "report_sweep" and rest.split()[:1] in REPORTS else ""
                 options.setdefault(f"jobs/{job}.py {name}".strip(), set()).update(OPTION.findall(rest))
+        for name, rest in re.findall(r"(?<![\w/.-])mbd ([a-z]+)((?: [^\n`#|]*)?)", text):
+            if name in MBD:
+                module = MBD[name][0].replace(".", "/")
+                job = "benchmarks" if name == "bench" else f"{module}.py"
+                second = rest.split()[0] if rest.split()[:1] in REPORTS or name == "bench" else ""
+                options.setdefault(f"{job} {second}".strip(), set()).update(OPTION.findall(rest))
         for command, rest in re.findall(r"python -m ((?:benchmarks|research) [a-z]\w*)((?: [^\n`#|]*)?)", text):
             options.setdefault(command, set()).update(OPTION.findall(rest))
     return options
@@ -179,5 +187,12 @@ def test_a_name_that_is_none_is_refused_with_those_that_are(package: str, names:
         [sys.executable, "-m", package, "nowhere"], capture_output=True, text=True, timeout=60, cwd=ROOT
     )
     assert (done.returncode, done.stderr) == (2, f"{package}: there is no nowhere; the names are {', '.join(names)}\n")
-    listed = subprocess.run([sys.executable, "-m", package], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    listed = subprocess.run(
+        [sys.executable, "-m", package],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200"},
+    )
     assert listed.returncode == 0 and all(text in listed.stdout for _, text in names.values())

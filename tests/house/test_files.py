@@ -53,7 +53,7 @@ def test_what_the_project_did_not_write_is_never_replaced(tmp_path: Path, overwr
 def test_ours_is_replaced_only_when_asked_and_only_by_its_own_kind(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     written(folder)
-    with pytest.raises(ValueError, match="holds a model; give another folder, or --overwrite"):
+    with pytest.raises(ValueError, match=r"holds a model; .*--overwrite"):
         written(folder, "two")
     with pytest.raises(ValueError, match="holds a model, not an evaluation"):
         written(folder, "two", kind="evaluation", overwrite=True)
@@ -69,7 +69,7 @@ def test_a_foreign_file_in_ours_is_kept(tmp_path: Path, name: str) -> None:
     written(folder)
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("mine")
-    with pytest.raises(ValueError, match=f"{name} in it was not written by this project"):
+    with pytest.raises(ValueError, match=f"{name} in it was not written"):
         written(folder, "two", overwrite=True)
     assert (folder / name).read_text() == "mine" and (folder / "weights").read_text() == "one"
 
@@ -136,7 +136,7 @@ def test_a_name_that_looks_like_a_pattern_is_still_ours(tmp_path: Path) -> None:
 
 def test_the_current_folder_is_claimed_but_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="current folder; give a folder in it"):
+    with pytest.raises(ValueError, match="current folder"):
         check_target_folder(Path("."), "model")
     claim_folder(Path("."), "sweep", ["report.json"])
     assert (tmp_path / MANIFEST).exists()

@@ -1,6 +1,5 @@
 """Options are said once: a dataclass's annotations are its checks, its reader, its command line and its table."""
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from jobs.command_line import Changes, Fields, command, command_options, flag
-from jobs.option_tables import COMMANDS, page
+from jobs.option_tables import described_commands, page
 from mbd_core.options import DATA, ENGINE, OUTPUT, Option, check, options_of, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,8 +177,10 @@ def test_the_page_of_options_is_current() -> None:
 
 
 def test_the_page_has_every_option_of_a_command() -> None:
-    for name in COMMANDS:
-        section = page().partition(f"## jobs/{name}.py\n")[2].partition("\n## ")[0]
-        items = command_options(importlib.import_module(f"jobs.{name}").run)
-        names = {item.option.metavar if item.option.positional else flag(item) for item in items}
+    commands = list(described_commands())
+    assert {"serve", "sweep", "doctor"} <= {name for name, _, _ in commands}
+    for name, module, run in commands:
+        heading = f"## mbd {name}, {module.replace('.', '/')}.py\n"
+        section = page().partition(heading)[2].partition("\n## ")[0]
+        names = {item.option.metavar if item.option.positional else flag(item) for item in command_options(run)}
         assert names and all(f"| `{name}` |" in section.replace("\\|", "|") for name in names)

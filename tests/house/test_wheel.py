@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -33,10 +34,19 @@ def test_a_wheel_holds_the_shipped_models_and_works_outside_the_repository(tmp_p
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import mbd_core\n"
         "from mbd_core.checkpoint.shipped import model_folder\n"
-        "print(mbd_core.__file__, model_folder('tiny-mbd'), sep='\\n')"
+        "print(mbd_core.__file__, model_folder('tiny-mbd'), sep='\\n')\n"
+        "from jobs.__main__ import main\n"
+        "assert main(['--version']) == 0 and main(['bench']) == 2\n"
+        "for name in ('serve', 'train', 'sweep', 'report', 'demo'): assert main([name, '--help']) == 0"
     )
     done = subprocess.run(
         [sys.executable, "-I", "-c", code, installed], capture_output=True, text=True, cwd=tmp_path, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert all(line.startswith(str(installed)) for line in done.stdout.splitlines())
+    assert done.stderr.startswith("bench: benchmarks is a part of the repository that is not installed")
+    here, folder, version, *helps = done.stdout.splitlines()
+    assert here.startswith(str(installed)) and folder.startswith(str(installed))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert version == project["version"] and "Usage: mbd demo" in "".join(helps)
+    (scripts,) = installed.glob("*.dist-info/entry_points.txt")
+    assert {f"{name} = {entry}" for name, entry in project["scripts"].items()} <= {*scripts.read_text().splitlines()}

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from listening_sockets import check_loopback_only
 from observed_service import (
     LIMIT,
     MODEL,
@@ -22,6 +21,7 @@ from observed_service import (
     wait_for,
     wait_for_equal,
 )
+from session_processes import check_loopback_only
 
 DOCUMENT = ROOT / "docs" / "reference" / "observability.md"
 REQUEST_ID, TRACE_ID, SPAN_ID = "request-42", "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

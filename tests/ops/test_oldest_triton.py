@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 100))])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_the_kernels_fit_as_the_oldest_triton_compiles_them(capability: int, tmp_path: Path) -> None:
     """A process compiles for one chip, as it does in use: what Triton 3.6 makes depends on what it compiled before."""
     folder = next(Path(sys.prefix).glob("triton-*[0-9]"), None)

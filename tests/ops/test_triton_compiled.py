@@ -364,14 +364,15 @@ BUFFER = {
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_the_buffers_kernels_fit(capability: int, tmp_path: Path) -> None:
     """For two and four slots of 32 positions, one of 128: everything that a step may have to do, and a greedy step."""
-    places = {name.upper(): column for name, column in RowSettings(1, torch.device("cpu")).places.items()}
+    settings = RowSettings(1, torch.device("cpu"))
+    places = {name.upper(): column for name, column in settings.places.items()}
     opens, lists = buffer_open.OPEN.compiled, buffer_open.LIST.compiled
     settles, slides = buffer_close.SETTLE.compiled, buffer_close.SLIDE.compiled
     for slots, size, most in ((2, 32, True), (4, 32, True), (1, 128, True), (2, 32, False)):
         constants = {
             **places,
-            "WHOLE": 15,
-            "REAL": 8,
+            "WHOLE": settings.columns[0].shape[1],
+            "REAL": settings.columns[1].shape[1],
             "N": slots,
             "SLOTS": slots,
             "SIZE": size,
@@ -382,6 +383,9 @@ def test_the_buffers_kernels_fit(capability: int, tmp_path: Path) -> None:
             "REVISES": most,
             "QUOTAS": most,
             "LEFTMOST": 1,
+            "JETENGINE": 2,
+            "UNITS": 65536.0,
+            "MOST": 16 * 65536.0,
             "ALL": not most,
             "SHIFT": not most,
         }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.decoding.blocks.config import DecodingConfig, Soft
+from mbd_core.decoding.blocks.config import DecodingConfig, EntropyBound, EntropyRule, Soft
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
@@ -45,6 +45,34 @@ def check_sdar_generation(folder: Path, case: dict[str, Any]) -> None:
     assert counts.num_store_forwards == expected["block_store_forwards"]
 
 
+def check_entropy_bound(folder: Path, case: dict[str, Any]) -> None:
+    """Both released rules, with and without a stop word; the references end behind the block that holds it."""
+    inputs, expected = case["inputs"], case["expected"]
+    size, length = inputs["block_length"], len(inputs["prompt"])
+    stops = tuple(inputs["stop_words"])
+    rule: EntropyRule = "jetengine" if case["name"].startswith("eb_jet") else "paper"
+    decoding = DecodingConfig(block_size=size, entropy=EntropyBound(gamma=inputs["eb_threshold"], rule=rule))
+    end = -(-(length + inputs["gen_length"]) // size) * size
+    wanted = expected["tokens"][length:]
+    for static in (False, True):
+        output = decode(
+            folder / case["checkpoint"],
+            inputs["prompt"],
+            end - length,
+            decoding,
+            eos=stops[0] if stops else None,
+            static_shapes=static,
+        )
+        assert list(output.tokens) == (before(wanted, stops[0]) if stops else wanted)
+        counts = output.counts
+        assert counts.num_forwards - counts.num_store_forwards == expected["denoise_forwards"]
+        assert counts.num_store_forwards == expected["block_store_forwards"]
+        assert output.rollout is not None
+        steps = (*output.rollout.steps, *output.rollout.tail_steps)
+        positions = {step: [length + i for i, s in enumerate(steps) if s == step] for step in sorted(set(steps))}
+        assert list(positions.values()) == [sorted(each) for each in expected["accepted"]]
+
+
 def decode(
     folder: Path, prompt: list[int], max_tokens: int, decoding: DecodingConfig, *, eos: int | None, **engine: Any
 ) -> Output:
@@ -52,7 +80,12 @@ def decode(
         load_model(folder), block_size=decoding.block_size, **({"eos_token_ids": (eos,)} if eos is not None else {})
     )
     request = Request(
-        request_id="case", prompt=tuple(prompt), max_tokens=max_tokens, decoding=decoding, ignore_eos=eos is None
+        request_id="case",
+        prompt=tuple(prompt),
+        max_tokens=max_tokens,
+        decoding=decoding,
+        ignore_eos=eos is None,
+        replay=True,
     )
     config = EngineConfig(max_rows=1, buffer_size=decoding.buffer_size, **engine)
     return Engine(model, config).generate([request])[0]
@@ -144,6 +177,7 @@ def with_config(model: Decoder, **changes: Any) -> Decoder:
 
 CHECKS = {
     ("sdar", "gen"): check_sdar_generation,
+    ("sdar-eb", "eb"): check_entropy_bound,
     ("llada2", "gen"): check_llada2_generation,
     ("llada2", "dinfer"): check_dinfer,
     ("llada2", "spd"): check_soft,

@@ -6,14 +6,14 @@ The references fill the whole canvas; where an EOS ends the request, tokens are 
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plain_loops import run_canvas
+from benchmarks.plain_loops import ContiguousCache, run_canvas
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap
+from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
 from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
-from mbd_core.decoding.canvas.plan import CanvasDecoder
+from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan
 
 SCORES = {"entropy": "neg_entropy", "maskgit_plus": "confidence", "topk_margin": "margin"}
 
@@ -105,6 +105,38 @@ def check_dream_fast(folder: Path, case: dict[str, Any]) -> None:
     check(folder, case, canvas, inputs["max_new_tokens"], (), case["expected"]["nfe"])
 
 
+def check_d3llm(folder: Path, case: dict[str, Any]) -> None:
+    """Tokens, the forward of each, and the window that every forward computes."""
+    inputs, expected = case["inputs"], case["expected"]
+    cached = inputs["kv_cache"]
+    blocks = MultiBlock(
+        tau_entropy=inputs["threshold"],
+        tau_add=inputs["block_add_threshold"],
+        tau_active=inputs["decoded_token_threshold"],
+        cache_delay=inputs["cache_delay_iter"] if cached else None,
+        refresh=inputs["refresh_interval"] if cached else None,
+    )
+    canvas = Canvas(block_length=inputs["block_size"], multi_block=blocks)
+    eos = (inputs["eos_token_id"],) if inputs["early_stop"] else ()
+    ours = decoder(folder / case["checkpoint"], case, canvas, inputs["max_new_tokens"], eos)
+    lengths, starts = [], []
+
+    def watch(plan: CanvasPlan, _: ContiguousCache) -> None:
+        lengths.append(plan.num_positions)
+        starts.append(plan.queries[0].start)
+
+    run_canvas(load_model(folder / case["checkpoint"]), ours, watch=watch)
+    begin = len(inputs["prompt"])
+    wanted = expected["tokens"][begin:]
+    stop = next((i + 1 for i, t in enumerate(wanted) if t in eos), len(wanted))
+    assert ours.tokens == wanted[:stop]
+    assert ours.num_forwards == expected["forwards"]
+    assert lengths == expected["query_lengths"]
+    assert starts == expected.get("query_starts", [0] * len(starts))
+    number = {position: k for k, positions in enumerate(expected["accepted"], 1) for position in positions}
+    assert ours.steps == [number[begin + i] for i in range(len(ours.steps))]
+
+
 def check(
     folder: Path, case: dict[str, Any], canvas: Canvas, max_tokens: int, eos: tuple[int, ...], num_forwards: int
 ) -> CanvasDecoder:
@@ -142,6 +174,8 @@ CHECKS = {
     ("llada", "bbfork"): check_llada_fast,
     ("llada", "localleap"): check_localleap,
     ("llada", "blockbatch"): check_blockbatch,
+    ("d3llm", "llada"): check_d3llm,
+    ("d3llm", "dream"): check_d3llm,
     ("dream", "vanilla"): check_dream_vanilla,
     ("dream", "fastdllm"): check_dream_fast,
 }

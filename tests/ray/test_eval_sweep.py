@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from planned_samples import planned_samples
 from scripted_endpoint import ANSWER, ScriptedEndpoint
+from sweep_rows import planned_samples
 
 from actors.evaluation import sweep as evaluation
 from actors.evaluation.sweep import DecodeActor, RayExecutor

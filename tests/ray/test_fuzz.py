@@ -125,6 +125,8 @@ WITH: dict[str, dict[str, Any]] = {  # what a field needs beside it to have its 
     "parallel_tool_calls": {"tools": [TOOL], "tool_choice": "required"},
     "echo": {"logprobs": 0, "max_tokens": 1},
     "logprobs": {"echo": True, "max_tokens": 1},
+    "top_logprobs": {"logprobs": True},
+    "min_p": {"temperature": 1.0},
 }
 BESIDE: dict[
     str, list[dict[str, Any]]

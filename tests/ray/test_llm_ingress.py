@@ -49,7 +49,7 @@ def path_with_request_types(folder: Path) -> str:
     if not any(importlib.util.find_spec(name) for name in ("vllm", "sglang")):
         package = folder / "sglang" / "srt" / "entrypoints" / "openai"
         package.mkdir(parents=True)
-        shutil.copy(ROOT / "tests" / "support" / "openai_types.py", package / "protocol.py")
+        shutil.copy(ROOT / "tests" / "support" / "serving" / "openai_types.py", package / "protocol.py")
         path.append(str(folder))
     return os.pathsep.join(path)
 

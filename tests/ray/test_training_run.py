@@ -23,10 +23,10 @@ def test_a_run_is_begun_once_and_resumed_as_itself(
     tiny_recipe: TrainingRecipe, tmp_path: Path, s3: str, remote: bool
 ) -> None:
     run = new_run(tiny_recipe, f"{s3}/{tmp_path.name}" if remote else tmp_path)
-    with pytest.raises(ValueError, match="--resume: there is no run in"):
+    with pytest.raises(ValueError, match="there is no run in"):
         begin(run, resume=True)
     begin(run, resume=False)
-    with pytest.raises(ValueError, match=r"a run already lies in .*; go on with --resume"):
+    with pytest.raises(ValueError, match=r"already lies in .*--resume"):
         begin(run, resume=False)
     begin(run, resume=True)
     other = replace(run, recipe=replace(tiny_recipe, max_length=300))
@@ -35,7 +35,7 @@ def test_a_run_is_begun_once_and_resumed_as_itself(
 
 
 def test_a_run_lies_where_its_workers_reach_it(tiny_recipe: TrainingRecipe) -> None:
-    with pytest.raises(ValueError, match=r"^memory://runs lies in the memory of one process"):
+    with pytest.raises(ValueError, match=r"^memory://runs lies in the memory"):
         new_run(tiny_recipe, "memory://runs")
 
 
@@ -47,7 +47,7 @@ def test_a_resumed_run_keeps_the_precision_it_began_in(tiny_recipe: TrainingReci
     begin(run, resume=True)
     assert recorded_precision(run) == "float32"
     begin(new_run(with_precision(tiny_recipe, "float32"), tmp_path), resume=True)
-    with pytest.raises(ValueError, match=r'other settings .*: train\.precision is "float32" there, not "bf'):
+    with pytest.raises(ValueError, match=r'train\.precision is "float32" there, not "bf'):
         begin(new_run(with_precision(tiny_recipe, "bfloat16"), tmp_path), resume=True)
 
 
@@ -56,7 +56,7 @@ def test_a_resumed_run_may_compute_its_updates_in_another_way(tiny_recipe: Train
     for changes in ({"micro_batch": 1}, {"activation_checkpointing": True}, {"attention": "dense"}):
         recipe = replace(tiny_recipe, train=replace(tiny_recipe.train, **changes))
         begin(new_run(recipe, tmp_path), resume=True)
-    with pytest.raises(ValueError, match=r"other settings .*: train\.lr is 0\.002 there, not 0\.5; give those"):
+    with pytest.raises(ValueError, match=r"train\.lr is 0\.002 there, not 0\.5"):
         begin(new_run(replace(tiny_recipe, train=replace(tiny_recipe.train, lr=0.5)), tmp_path), resume=True)
 
 
@@ -66,7 +66,7 @@ def test_a_run_of_an_older_version_is_not_resumed(tiny_recipe: TrainingRecipe, t
     recorded = json.loads(run.folder.read_text(RECORD) or "")
     del recorded["train"]["attention"], recorded["states"]["bounds"]["fitted"]
     run.folder.write_text(RECORD, json.dumps(recorded))
-    with pytest.raises(ValueError, match=r"begun by an older version, whose checkpoints \(trainer\.pt\) are not read"):
+    with pytest.raises(ValueError, match=r"an older version, .*trainer\.pt"):
         begin(run, resume=True)
 
 
@@ -102,7 +102,7 @@ def test_a_base_is_a_known_name_or_a_folder(
     monkeypatch.chdir(tiny_model_dir.parent)
     assert named_base("tiny-bd") == "tiny-bd"
     assert named_base(tiny_model_dir.name) == str(tiny_model_dir)
-    with pytest.raises(ValueError, match=r"unknown model 'nope'.*known: ledger-bd, ledger-mbd, tiny-bd, "):
+    with pytest.raises(ValueError, match=r"'nope'.*known: ledger-bd, ledger-mbd"):
         named_base("nope")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"architectures": ["SDARForCausalLM"]}))
@@ -122,5 +122,5 @@ def test_a_base_at_a_url_is_fetched_and_checked(
     start = StartingPoint.read(replace(tiny_recipe, base=url), fetch=fetch_model)
     assert start.recipe.base == url and start.base is not None and start.base.path.is_relative_to(tmp_path)
     system.rm_file(f"{path}/config.json")
-    with pytest.raises(ValueError, match=r"is no model folder: it holds no config\.json"):
+    with pytest.raises(ValueError, match=r"it holds no config\.json"):
         named_base(url)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from living_processes import living_with
+from session_processes import living_with
 
 from cluster.local import free_ports, local_cluster
 from mbd_core.checkpoint.loading import load_model

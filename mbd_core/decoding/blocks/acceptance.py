@@ -11,21 +11,31 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.blocks.config import Fallback
-from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose, margin, neg_entropy
+from mbd_core.decoding.blocks.adjustments import Adjust
+from mbd_core.decoding.blocks.config import EntropyRule, Fallback
+from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose, margin, neg_entropy, top_tokens
 
 # The number of each fallback, for integer tensors.
 FALLBACKS: dict[Fallback, int] = {name: number for number, name in enumerate(get_args(Fallback))}
 LEFTMOST, MARGIN, NEG_ENTROPY = (FALLBACKS[name] for name in get_args(Fallback)[1:])
+# The number of each rule on entropies; 0 for none.
+ENTROPY_RULES: dict[EntropyRule, int] = {name: number for number, name in enumerate(get_args(EntropyRule), start=1)}
+JETENGINE = ENTROPY_RULES["jetengine"]
+# Entropies are summed as whole numbers of 2^-16 nats, so that a sum is the same in any order.
+ENTROPY_UNITS, MOST_ENTROPY = 65536.0, 16 * 65536.0
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Each position's token, its confidence, and its score in the fallback; all 0 at positions without logits."""
+    """Each position's token, its confidence, and its score in the fallback; all 0 at positions without logits.
+
+    tops_A2K  where a request asks for them, `top_tokens` of the positions with logits
+    """
 
     token_RNB: Tensor
     confidence_RNB: Tensor
     score_RNB: Tensor
+    tops_A2K: Tensor | None = None
 
 
 def predict(
@@ -37,16 +47,28 @@ def predict(
     shape: torch.Size,
     chunk: int,
     draw: Draw | None = None,
+    adjust: Adjust | None = None,
     fallback_P: Tensor | None = None,
+    num_tops: int = 0,
 ) -> Prediction:
     """`predicted` at `num_asked` positions, written to places `at_A` of the flat `shape` (`None`: all).
 
     `at_A` can have a fixed length: the sentinel `shape.numel()` marks padding.
     """
-    values = predicted(logits_of, num_asked, vocab, chunk=chunk, draw=draw, fallback_P=fallback_P)
+    values, tops_A2K = predicted(
+        logits_of,
+        num_asked,
+        vocab,
+        chunk=chunk,
+        draw=draw,
+        adjust=adjust,
+        fallback_P=fallback_P,
+        num_tops=num_tops,
+    )
     if at_A is not None:
         values = [value.new_zeros(shape.numel() + 1).scatter_(0, at_A, value)[:-1] for value in values]
-    return Prediction(*(value.view(shape) for value in values))
+    token, confidence, score = (value.view(shape) for value in values)
+    return Prediction(token, confidence, score, tops_A2K)
 
 
 def predicted(
@@ -56,9 +78,12 @@ def predicted(
     *,
     chunk: int,
     draw: Draw | None = None,
+    adjust: Adjust | None = None,
     fallback_P: Tensor | None = None,
-) -> Sequence[Tensor]:
-    """The result of `choose` at `num_asked` positions, and their scores: tokens, confidences, scores (A,) each.
+    num_tops: int = 0,
+) -> tuple[Sequence[Tensor], Tensor | None]:
+    """The result of `choose` at `num_asked` positions, and their scores: tokens, confidences, scores (A,) each; and
+    their `num_tops` likeliest tokens (A, 2 `num_tops`), if any are asked for.
 
     `logits_of` returns the logits (P, V) of a range of the positions; it is called for at most `chunk` of them at a
     time, so that the logits of a large batch are never in memory together. `fallback_P` (a `FALLBACKS` number a
@@ -68,13 +93,29 @@ def predicted(
     for start in range(0, max(num_asked, 1), chunk):
         part = slice(start, min(start + chunk, num_asked))
         logits_PV = logits_of(part)
-        token_P, confidence_P = choose(logits_PV, vocab, None if draw is None else draw.select(part))
+        token_P, confidence_P = choose(
+            logits_PV,
+            vocab,
+            None if draw is None else draw.select(part),
+            None if adjust is None else adjust.select(part),
+        )
         score_P = confidence_P
         if fallback_P is not None:
             score_P = torch.where(fallback_P[part] == MARGIN, margin(logits_PV, vocab), score_P)
             score_P = torch.where(fallback_P[part] == NEG_ENTROPY, neg_entropy(logits_PV), score_P)
-        parts.append((token_P, confidence_P, score_P))
-    return parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
+        tops = [top_tokens(logits_PV, vocab, num_tops)] if num_tops else []
+        parts.append((token_P, confidence_P, score_P, *tops))
+    columns = parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
+    return columns[:3], columns[3] if num_tops else None
+
+
+def placed_tops(tops_A2K: Tensor, at_A: Tensor | None, *, num_places: int) -> Tensor:
+    """`top_tokens` at places `at_A` of a flat buffer (`None`: all), (`num_places`, 2K); -1 where no logits
+    were."""
+    if at_A is None:
+        return tops_A2K
+    placed = tops_A2K.new_full((num_places + 1, tops_A2K.shape[1]), -1.0)
+    return placed.index_copy_(0, at_A, tops_A2K)[:-1]
 
 
 def accept_m2t(
@@ -105,6 +146,26 @@ def accept_m2t(
         rank = torch.empty_like(order).scatter_(-1, order, places)
         best = open_RNB & (rank < quota_R[:, None, None])
     return torch.where((short & gate_RN)[..., None], best, over)
+
+
+def accept_by_entropy(
+    score_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tensor, gamma_R: Tensor, jetengine_R: Tensor
+) -> Tensor:
+    """The EB sampler's acceptance -> (R, N, B) bool; `score_RNB` is the negative entropy of each position.
+
+    The open positions of a slot are taken in the order of their entropies, H_1 <= H_2 <= ..., ties from the left. Let
+    S_k = H_1 + ... + H_k. The paper (arXiv 2505.24857) accepts position k if S_k - H_k <= `gamma_R`. JetEngine accepts
+    it if S_k < `gamma_R`, and the first one always. A slot whose fallback `gate_RN` forbids accepts none for free:
+    there the paper's rule is S_k <= `gamma_R`, and JetEngine's has no first one.
+    """
+    entropy_RNB = (score_RNB * -ENTROPY_UNITS).nan_to_num(0.0).clamp(0.0, MOST_ENTROPY).long()
+    ordered, order = entropy_RNB.masked_fill(~open_RNB, int(MOST_ENTROPY) + 1).sort(dim=-1, stable=True)
+    sums = ordered.cumsum(-1)
+    earlier = sums - ordered
+    gamma, gate = gamma_R[:, None, None] * ENTROPY_UNITS, gate_RN[..., None]
+    within = torch.where(jetengine_R[:, None, None], sums < gamma, torch.where(gate, earlier, sums) <= gamma)
+    within[..., :1] |= gate
+    return torch.zeros_like(open_RNB).scatter_(-1, order, within) & open_RNB
 
 
 def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tensor, tau_R: Tensor) -> Tensor:

@@ -19,7 +19,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.blocks.acceptance import LEFTMOST, Prediction, accept_from_left, accept_m2t, revise
+from mbd_core.decoding.blocks.acceptance import (
+    JETENGINE,
+    LEFTMOST,
+    Prediction,
+    accept_by_entropy,
+    accept_from_left,
+    accept_m2t,
+    revise,
+)
+from mbd_core.decoding.blocks.adjustments import Adjust, Adjustments
 from mbd_core.decoding.blocks.request import Request, SlotState
 from mbd_core.decoding.blocks.row_settings import RowSettings
 from mbd_core.decoding.blocks.sampling import Draw
@@ -81,7 +90,10 @@ class BlockBuffer:
         mask_token_id: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device,
+        adjustments: Adjustments | None = None,
     ) -> None:
+        """`adjustments` are needed for requests that change logits."""
+        self.adjustments = adjustments
         self.num_slots, self.block_size, self.mask_token_id = num_slots, block_size, mask_token_id
         slots, positions = (num_rows, num_slots), (num_rows, num_slots, block_size)
         self.tokens_RNB = torch.full(positions, mask_token_id, device=device)
@@ -97,6 +109,7 @@ class BlockBuffer:
         self.num_editable_RN = torch.zeros(slots, dtype=torch.float64, device=device)
         self.max_blocks = num_slots
         self._max_blocks = torch.tensor([num_slots], device=device)  # the same, for steps
+        self._eos_ids = eos_token_ids
         self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
         self._slots = torch.arange(num_slots, device=device)
         self._offsets = torch.arange(block_size, device=device)
@@ -126,6 +139,7 @@ class BlockBuffer:
         for name in (*_PER_SLOT, *_DERIVED):
             setattr(view, name, getattr(self, name)[:num_rows])
         view.settings = self.settings.head(num_rows)
+        view.adjustments = None if self.adjustments is None else self.adjustments.head(num_rows)
         view._list_slot_tensors()
         return view
 
@@ -186,15 +200,26 @@ class BlockBuffer:
         `truncates` may be false if no row sets top_k or top_p: the vocabulary is then not sorted.
         """
         row_A, settings = self._row_of(at_A), self.settings
-        positions = self.positions_RNB.flatten()
         return Draw(
             temperature_P=settings.temperature_R[row_A],
             top_p_P=settings.top_p_R[row_A],
             top_k_P=settings.top_k_R[row_A],
             seed_P=settings.seed_R[row_A],
-            position_P=positions if at_A is None else positions[at_A.clamp(max=len(positions) - 1)],
+            position_P=self._position_of(at_A),
             forward_P=settings.forward_R[row_A],
             truncates=truncates,
+        )
+
+    def adjust(self, at_A: Tensor | None) -> Adjust | None:
+        """What the rows' requests change in the logits at places `at_A` of the flattened buffer (`None`: all)."""
+        if self.adjustments is None:
+            return None
+        return self.adjustments.at(
+            self._row_of(at_A),
+            self._position_of(at_A),
+            tokens_RS=self.tokens_RNB.flatten(1),
+            masked_RS=self.masked_RNB.flatten(1),
+            positions_RS=self.positions_RNB.flatten(1),
         )
 
     def fallback_at(self, at_A: Tensor | None) -> Tensor:
@@ -207,6 +232,11 @@ class BlockBuffer:
             at_A = torch.arange(self.masked_RNB.numel(), device=self.masked_RNB.device)
         return (at_A // (self.num_slots * self.block_size)).clamp(max=len(self.masked_RNB) - 1)
 
+    def _position_of(self, at_A: Tensor | None) -> Tensor:
+        """The position of each place in its sequence; of the sentinel, the last place's."""
+        positions = self.positions_RNB.flatten()
+        return positions if at_A is None else positions[at_A.clamp(max=len(positions) - 1)]
+
     def join(self, row: int, request: Request) -> None:
         """Seat a request: slot 0 gets its boundary block, with the prompt's remainder, and becomes ACTIVE."""
         self._clear(row)
@@ -218,6 +248,10 @@ class BlockBuffer:
             self.masked_RNB[row, 0, : len(remainder)] = False
         self.state_RN[row, 0] = int(SlotState.ACTIVE)
         self.settings.write(row, request, block_size=self.block_size)
+        if self.adjustments is not None and request.adjusts:
+            ends, free = request.ends(self._eos_ids), len(request.prompt) + request.min_tokens
+            length = len(request.prompt)
+            self.adjustments.write(row, tokens, request.sampling, prompt_length=length, ends=ends, free=free)
         self._derive()
 
     def leave(self, row: int) -> None:
@@ -228,7 +262,8 @@ class BlockBuffer:
     @property
     def _state(self) -> tuple[Tensor, ...]:
         """The tensors that a step reads and changes; `_derive` computes the others from them."""
-        return *self._per_slot, *self.settings.columns
+        adjusted = () if self.adjustments is None else self.adjustments.state
+        return *self._per_slot, *self.settings.columns, *adjusted
 
     def save(self, row: int) -> list[Tensor]:
         """A copy of a row's state, for `restore`."""
@@ -238,6 +273,8 @@ class BlockBuffer:
         """Write a saved state into any row."""
         for tensor, value in zip(self._state, saved, strict=True):
             tensor[row] = value
+        if self.adjustments is not None:
+            self.adjustments.mark(row)
         self._derive()
 
     def save_all(self) -> list[Tensor]:
@@ -295,8 +332,9 @@ class BlockBuffer:
     ) -> Commit:
         """Accept and revise tokens, mark final blocks TO_CACHE, remove stored ones and slide (Alg. 5 lines 10 to 25).
 
-        `revises` may be false if no row revises (neither T2T nor DMax), and `quotas` if every row's `tokens_per_step`
-        is 1: that work is then skipped. In `chosen` rows the host has decided what is accepted.
+        `revises` may be false if no row revises (neither T2T nor DMax), and `quotas` if no row accepts several
+        positions by their rank (`tokens_per_step`, `entropy`): that work is then skipped. In `chosen` rows the host
+        has decided what is accepted.
         """
         settings, active, was_complete = self.settings, self.active_RN, self._complete_RN
         stored = self.state_RN == SlotState.TO_CACHE
@@ -356,6 +394,15 @@ class BlockBuffer:
             quota_R=settings.quota_R if quotas else None,
             leftmost_R=settings.fallback_R == LEFTMOST,
         )
+        if quotas:
+            by_entropy = accept_by_entropy(
+                prediction.score_RNB,
+                open_RNB,
+                gate_RN=gate_RN,
+                gamma_R=settings.gamma_R,
+                jetengine_R=settings.entropy_rule_R == JETENGINE,
+            )
+            by_threshold = torch.where(settings.entropy_rule_R[:, None, None] > 0, by_entropy, by_threshold)
         if not revises:
             return by_threshold
         from_left = accept_from_left(prediction.confidence_RNB, open_RNB, gate_RN=gate_RN, tau_R=settings.tau_m2t_R)
@@ -405,6 +452,8 @@ class BlockBuffer:
         for tensor, empty in self._per_slot.items():
             tensor[row] = empty
         self.settings.clear(row)
+        if self.adjustments is not None:
+            self.adjustments.clear(row)
 
 
 def _share(part: Tensor, whole: Tensor, *, empty: float) -> Tensor:

@@ -94,6 +94,57 @@ class Branches:
             raise OptionRefused("block_lengths", f"={self.block_lengths} must be ascending, each length once")
 
 
+@dataclass(frozen=True, kw_only=True)
+class MultiBlock:
+    """d3LLM: several blocks of the canvas are decoded at once, and tokens are accepted by their entropy."""
+
+    tau_entropy: Annotated[
+        float, Option("A masked position becomes a token when its entropy, in nats, is at most this.", at_least=0)
+    ] = 0.45
+    tau_add: Annotated[
+        float,
+        Option("The next block is added when the last one has this share of its tokens.", at_least=0, at_most=1),
+    ] = 0.1
+    tau_active: Annotated[
+        float,
+        Option(
+            "A block is active once the one before it has this share of its tokens. The first active block gets its "
+            "best token in every forward.",
+            at_least=0,
+            at_most=1,
+        ),
+    ] = 0.95
+    cache_delay: Annotated[
+        int | None,
+        Option(
+            "A done block is stored this many forwards after it was done; null: nothing is stored.",
+            at_least=0,
+            at_most=MOST,
+        ),
+    ] = None
+    refresh: Annotated[
+        int | None,
+        Option(
+            "With a cache: every so many forwards the whole canvas is computed again (null: never).",
+            at_least=1,
+            at_most=MOST,
+        ),
+    ] = None
+    rule: Annotated[
+        Literal["llada", "dream"] | None,
+        Option(
+            "The released rule. llada: entropy <= tau_entropy, and always the lowest. dream: entropy < tau_entropy. "
+            "null: that of the model, by whether its logits are shifted.",
+            default="the model's",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.refresh is not None and self.cache_delay is None:
+            raise OptionRefused("refresh", f"={self.refresh} has no effect without cache_delay; leave it out")
+
+
 Accept = Literal["quota", "schedule", "origin", "threshold", "factor"]
 Score = Literal["confidence", "margin", "neg_entropy", "random"]
 Cache = Literal["none", "prefix", "dual"]
@@ -172,6 +223,7 @@ class Canvas:
     )
     leap: Annotated[Leap | None, Option("LocalLeap's relaxed threshold.")] = None
     branches: Annotated[Branches | None, Option("BlockBatch.")] = None
+    multi_block: Annotated[MultiBlock | None, Option("d3LLM's several blocks at once.")] = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -196,15 +248,17 @@ class Canvas:
                 f"canvas.refresh.response_interval={self.refresh.response_interval} needs canvas.block_length: "
                 "without blocks every forward computes the whole response"
             )
-        if self.branches is None:
-            return
-        for name, default in DEFAULTS.items():
-            if name not in WITH_BRANCHES and getattr(self, name) != default:
-                raise ValueError(f"canvas.{name}={getattr(self, name)!r} cannot be honoured with canvas.branches")
+        for part, allowed in ALONE.items():
+            if getattr(self, part) is None:
+                continue
+            for name, default in DEFAULTS.items():
+                if name not in (part, *allowed) and getattr(self, name) != default:
+                    raise ValueError(f"canvas.{name}={getattr(self, name)!r} cannot be honoured with canvas.{part}")
 
 
 DEFAULTS = {f.name: f.default for f in fields(Canvas)}
-WITH_BRANCHES = ("tau", "forbid_eos", "branches")
+# Parts that replace most of the other fields, and those that stay beside them.
+ALONE = {"branches": ("tau", "forbid_eos"), "multi_block": ("block_length", "forbid_eos")}
 NEEDS_ACCEPT: dict[str, tuple[str, ...]] = {
     "steps": ("quota", "schedule", "origin", "threshold"),
     "score": ("quota", "schedule", "threshold"),

@@ -9,6 +9,7 @@ from mbd_core.options import MOST, Option, check, read
 
 Fallback = Literal["confidence", "leftmost", "margin", "neg_entropy"]
 PromptAttention = Literal["block_causal", "full"]
+EntropyRule = Literal["paper", "jetengine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,26 @@ class Soft:
             at_most=1,
         ),
     ] = 0.9
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyBound:
+    """Acceptance by a bound on entropy instead of a threshold on confidence (EB sampler, arXiv 2505.24857).
+
+    The open positions of a block are taken in the order of their entropies, the lowest first.
+    """
+
+    gamma: Annotated[float, Option("The bound on the sum of the entropies, in nats.", at_least=0)] = 0.35
+    rule: Annotated[
+        EntropyRule,
+        Option(
+            "paper: accept while the entropies *before* the candidate sum to at most gamma. jetengine: accept while "
+            "the sum *with* the candidate is below gamma."
+        ),
+    ] = "paper"
 
     def __post_init__(self) -> None:
         check(self)
@@ -117,6 +138,10 @@ class DecodingConfig:
             "second token, or lowest entropy (D2F's margin_confidence and neg_entropy)."
         ),
     ] = "confidence"
+    entropy: Annotated[
+        EntropyBound | None,
+        Option("Accept by a bound on entropy; then `tau_m2t`, `tokens_per_step` and `fallback` must be left out."),
+    ] = None
     prompt_attention: Annotated[
         PromptAttention,
         Option("How the prompt attends: in blocks, or in full with the block grid beginning at its end (D2F)."),
@@ -146,6 +171,10 @@ class DecodingConfig:
         """Raise `ValueError` for fields that contradict each other."""
         if self.t2t and self.soft:
             raise ValueError("t2t and soft are two ways to revise filled tokens; give one of them")
+        if self.entropy is not None:
+            for f in fields(self):
+                if f.name in (*REPLACED_BY_ENTROPY, "soft") and getattr(self, f.name) != f.default:
+                    raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with entropy; leave it out")
         if self.soft and (self.tokens_per_step > 1 or self.fallback != "confidence"):
             raise ValueError("soft accepts from the left, at least one token; leave out tokens_per_step and fallback")
         if self.prefix_cache and self.prompt_attention == "full":
@@ -168,9 +197,19 @@ class DecodingConfig:
         return self.t2t is not None or self.soft is not None
 
     @property
+    def ranking(self) -> Fallback:
+        """What positions are ranked by."""
+        return self.fallback if self.entropy is None else "neg_entropy"
+
+    @property
     def ranks_by_score(self) -> bool:
-        """Whether the fallback ranks positions by margin or entropy, which need a computation of their own."""
-        return self.fallback in ("margin", "neg_entropy")
+        """Whether positions are ranked by margin or entropy, which need a computation of their own."""
+        return self.ranking in ("margin", "neg_entropy")
+
+    @property
+    def accepts_several(self) -> bool:
+        """Whether more positions than the best one are accepted by their rank."""
+        return self.entropy is not None or self.tokens_per_step > 1
 
     def grid_origin(self, prompt_length: int) -> int:
         """The first position of the block grid: the prompt's end if the prompt attends in full (D2F), otherwise 0."""
@@ -178,6 +217,7 @@ class DecodingConfig:
 
 
 CANVAS_FIELDS = ("block_size", "prefix_cache", "canvas")
+REPLACED_BY_ENTROPY = ("tau_m2t", "tokens_per_step", "fallback")
 
 
 def read_decoding(values: Mapping[str, Any]) -> DecodingConfig:
@@ -189,8 +229,9 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
     """A request's config: `overrides`, its own fields, replace those in `defaults` (`generation_config.json`).
 
     Other keys in `defaults` are ignored, because Hugging Face keeps many settings there. If one of the two names
-    `canvas` and the other decodes block by block, the method of `overrides` counts. Raises `ValueError` for an unknown
-    key in `overrides`, and for a `block_size` in either that is not the model's.
+    `canvas` and the other decodes block by block, the method of `overrides` counts; so it does between `entropy` and
+    the fields that it replaces. Raises `ValueError` for an unknown key in `overrides`, and for a `block_size` in
+    either that is not the model's.
     """
     names = [f.name for f in fields(DecodingConfig)]
     unknown = sorted(set(overrides) - set(names))
@@ -204,4 +245,8 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
         values = {k: v for k, v in values.items() if k in CANVAS_FIELDS}
     elif set(overrides) - set(CANVAS_FIELDS):
         values.pop("canvas", None)
+    if overrides.get("entropy") is not None:
+        values = {k: v for k, v in values.items() if k not in REPLACED_BY_ENTROPY}
+    elif set(overrides) & set(REPLACED_BY_ENTROPY):
+        values.pop("entropy", None)
     return read_decoding(values | dict(overrides) | {"block_size": block_size})

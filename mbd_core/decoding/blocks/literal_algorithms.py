@@ -1,8 +1,9 @@
 """Algorithms 4 and 5 of the paper on Python lists: slow and literal, the specification of `block_buffer.py`.
 
 A token is an int and a mask is `None`. `predict` is the model: from the committed tokens and the resident blocks
-before the step (their tokens, and with DMax the weights of their embeddings) it returns a token and a confidence for
-every position of every block.
+before the step (their tokens, and with DMax the weights of their embeddings) it returns a token, a confidence and a
+score for every position of every block. The score ranks positions in the fallback; it is the negative entropy where
+the method says so, and else the confidence.
 
 Where the paper leaves a choice, the project's rules hold: progress counts editable positions only; if no block is
 active, the next one is activated regardless of thresholds; the forward after the one that completed a block stores it;
@@ -18,13 +19,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.config import DecodingConfig, EntropyBound
 from mbd_core.decoding.blocks.request import FinishReason, SlotState
 
 Tokens = list[int | None]
 Weights = list[float]
 Outcome = Literal["open", "verified", "settled", "stored"]
-Predictions = list[tuple[int, float]]  # token and confidence of each position of one block
+Predictions = list[tuple[int, float, float]]  # token, confidence and score of each position of one block
 Predict = Callable[[list[int], list[Tokens], list[Weights]], list[Predictions]]
 
 
@@ -73,14 +74,30 @@ def accepted_tokens(
     if config.soft:
         first_run = list(itertools.takewhile(lambda i: predictions[i][1] > config.tau_m2t, masks))
         positions = first_run or (masks[:1] if gate else [])
+    elif config.entropy:
+        positions = low_entropies(masks, predictions, config.entropy, gate=gate)
     else:
         positions = [i for i in masks if predictions[i][1] > config.tau_m2t]
         if len(positions) < config.tokens_per_step and gate:
             if config.fallback == "leftmost":
                 positions = masks[: config.tokens_per_step]
             else:
-                positions = sorted(masks, key=lambda i: (-predictions[i][1], i))[: config.tokens_per_step]
+                positions = sorted(masks, key=lambda i: (-predictions[i][2], i))[: config.tokens_per_step]
     return {i: predictions[i][0] for i in positions}
+
+
+def low_entropies(masks: list[int], predictions: Predictions, bound: EntropyBound, *, gate: bool) -> list[int]:
+    """The positions that the EB sampler accepts; without the gate no position is free."""
+    positions: list[int] = []
+    total = 0.0
+    for i in sorted(masks, key=lambda i: (-predictions[i][2], i)):
+        earlier, total = total, total - predictions[i][2]
+        free = gate and not positions
+        within = total < bound.gamma if bound.rule == "jetengine" else (earlier if gate else total) <= bound.gamma
+        if not (free or within):
+            break
+        positions.append(i)
+    return positions
 
 
 def revised_tokens(block: ResidentBlock, predictions: Predictions, config: DecodingConfig) -> dict[int, int]:

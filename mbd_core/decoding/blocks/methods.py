@@ -23,6 +23,8 @@ METHODS: dict[str, Fields] = {
     MULTI: {},
     "single-bd-riding-store": {"buffer_size": 2, "tau_add": 1.0},
     "multi-bd": {"buffer_size": 4, "tau_add": 0.1, "tau_semi": 0.9},
+    "eb": {"entropy": {"gamma": 0.35}},
+    "eb-jetengine": {"entropy": {"gamma": 0.35, "rule": "jetengine"}},
     "t2t": {"tau_m2t": 0.7, "t2t": {"tau": 0.5}},
     "multi-bd-t2t": {"buffer_size": 2, "tau_m2t": 0.7, "t2t": {"tau": 0.5}},
     "dmax": {"tau_m2t": 0.5, "soft": {}},
@@ -45,6 +47,8 @@ METHODS: dict[str, Fields] = {
     "dllm-cache": {"canvas": {"refresh": {}}},
     "local-leap": {"canvas": {"leap": {}}},
     "block-batch": {"canvas": {"branches": {}}},
+    "d3llm": {"canvas": {"multi_block": {}}},
+    "d3llm-cache": {"canvas": {"multi_block": {"cache_delay": 2}}},
 }
 
 Family = Literal["math", "code"]

@@ -137,11 +137,20 @@ CANVAS_STATE = "CANVAS"  # the state in traces of a canvas's blocks, because a c
 FinishReason = Literal["stop", "length", "abort"]
 
 
+MAX_TOPS = 20  # likeliest tokens of a position that may be asked for
+
+TopTokens = tuple[tuple[int, float], ...]
+"""The likeliest tokens of a position and their natural log-probabilities, likeliest first."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt, to continue by at most `max_tokens` tokens; an EOS ends it unless `ignore_eos` is set.
 
+    min_tokens     no position of the answer's first `min_tokens` becomes a token that ends it
+    stop_token_ids tokens that end the answer as an EOS does, and are no part of it
     logprobs       report the log-probability of every token in the forward that accepted it
+    top_logprobs   and the so many likeliest tokens' there, at most `MAX_TOPS`
     rollout        report in which forward every token was accepted, and its log-probability there (`Rollout`), so that
                    its forwards can be run again; refused where they cannot
     replay         report the same of any method, with the tokens that were overwritten, to be looked at
@@ -164,7 +173,10 @@ class Request:
     decoding: DecodingConfig
     sampling: Sampling = Sampling()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
+    top_logprobs: int = 0
     rollout: bool = False
     replay: bool = False
     frames: bool = False
@@ -185,6 +197,15 @@ class Request:
     def has_rollout(self) -> bool:
         """Whether its output has a `Rollout`."""
         return self.rollout or self.replay
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether it changes logits before a token is chosen (`Adjustments`)."""
+        return self.sampling.adjusts or self.min_tokens > 0
+
+    def ends(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens that end its answer; `eos_token_ids` are the model's."""
+        return (*(() if self.ignore_eos else eos_token_ids), *self.stop_token_ids)
 
     @property
     def steered(self) -> bool:
@@ -248,6 +269,7 @@ class Output:
 
     logprobs  if requested, the natural log-probability of each token in the forward that accepted it; not of the
               request's `committed` tokens, which an earlier engine accepted
+    tops      if requested, the likeliest tokens of each place in that forward; empty where no forward had logits
     rollout   if requested, when each token was accepted, and the rest of the last block; not of `committed` tokens
     scores    of a request that was scored: one for each token; not of `committed` tokens
     """
@@ -257,6 +279,7 @@ class Output:
     finish_reason: FinishReason
     counts: Counts
     logprobs: tuple[float, ...] | None = None
+    tops: tuple[TopTokens, ...] | None = None
     rollout: Rollout | None = None
     scores: tuple[TokenScore, ...] = ()
 
@@ -276,6 +299,7 @@ class StepOutput:
     output: Output | None
     counts: Counts
     logprobs: tuple[float, ...] | None = None
+    tops: tuple[TopTokens, ...] | None = None
     rollout: Rollout | None = None
     closing: tuple[int, ...] = ()
     weights: tuple[int, int] = (0, 0)

@@ -10,7 +10,7 @@ import copy
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.blocks.acceptance import FALLBACKS
+from mbd_core.decoding.blocks.acceptance import ENTROPY_RULES, FALLBACKS
 from mbd_core.decoding.blocks.request import Request
 
 _WHOLE = (
@@ -21,6 +21,7 @@ _WHOLE = (
     "limit",
     "kept",
     "quota",
+    "entropy_rule",
     "fallback",
     "eos_stops",
     "edits",
@@ -30,7 +31,17 @@ _WHOLE = (
     "seed",
     "forward",
 )
-_REAL = ("tau_add", "tau_stable", "tau_semi", "tau_m2t", "tau_t2t", "stop_confidence", "temperature", "top_p")
+_REAL = (
+    "tau_add",
+    "tau_stable",
+    "tau_semi",
+    "tau_m2t",
+    "gamma",
+    "tau_t2t",
+    "stop_confidence",
+    "temperature",
+    "top_p",
+)
 _NEVER = 2.0  # a threshold that no confidence exceeds
 _ALWAYS = -1.0  # a threshold that every confidence exceeds
 
@@ -56,6 +67,7 @@ class RowSettings:
     limit_R: Tensor
     kept_R: Tensor
     quota_R: Tensor
+    entropy_rule_R: Tensor
     fallback_R: Tensor
     eos_stops_R: Tensor
     edits_R: Tensor
@@ -68,6 +80,7 @@ class RowSettings:
     tau_stable_R: Tensor
     tau_semi_R: Tensor
     tau_m2t_R: Tensor
+    gamma_R: Tensor
     tau_t2t_R: Tensor
     stop_confidence_R: Tensor
     temperature_R: Tensor
@@ -109,7 +122,8 @@ class RowSettings:
             "limit": config.buffer_size,
             "kept": 1 if config.adaptive else config.buffer_size,
             "quota": config.tokens_per_step,
-            "fallback": FALLBACKS[config.fallback],
+            "entropy_rule": ENTROPY_RULES[config.entropy.rule] if config.entropy else 0,
+            "fallback": FALLBACKS[config.ranking],
             "eos_stops": not request.ignore_eos,
             "edits": config.t2t is not None,
             "max_edits": config.t2t.max_edits if config.t2t else 0,
@@ -123,6 +137,7 @@ class RowSettings:
             "tau_stable": _ALWAYS if config.tau_stable is None else config.tau_stable,
             "tau_semi": config.tau_semi,
             "tau_m2t": config.tau_m2t,
+            "gamma": config.entropy.gamma if config.entropy else 0.0,
             "tau_t2t": config.t2t.tau if config.t2t else _ALWAYS if config.soft else _NEVER,
             "stop_confidence": config.soft.stop_confidence if config.soft else _NEVER,
             "temperature": sampling.temperature,

@@ -6,10 +6,16 @@ device. There is no generator, so a request's tokens do not depend on the other 
 Shape legend: P positions with logits, K token ids, V vocabulary.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from mbd_core.decoding.blocks.adjustments import Adjust
 
 _MASK32 = 0xFFFFFFFF
 
@@ -52,7 +58,7 @@ class Draw:
     forward_P: Tensor
     truncates: bool = True
 
-    def select(self, index: slice | Tensor) -> "Draw":
+    def select(self, index: slice | Tensor) -> Draw:
         """The draw of some of the positions."""
         return replace(
             self,
@@ -65,19 +71,35 @@ class Draw:
         )
 
 
-def choose(logits_PV: Tensor, vocab: Vocab, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
+def choose(
+    logits_PV: Tensor, vocab: Vocab, draw: Draw | None = None, adjust: Adjust | None = None
+) -> tuple[Tensor, Tensor]:
     """The token (P,) of each position and its probability (P,) in float32.
 
-    The probability is the model's own, also where the token is drawn (with temperature, then top-k, then top-p):
-    thresholds mean the same at every temperature, and top_k = 1 is greedy.
+    The probability is the model's own, also where the token is drawn (with temperature, then min-p, then top-k, then
+    top-p) or chosen from adjusted logits: thresholds mean the same at every temperature, and top_k = 1 is greedy.
     """
     token_P, confidence_P = vocab.likeliest(logits_PV)
-    if draw is None:
+    if draw is None and adjust is None:
         return token_P, confidence_P
-    logits_PV = logits_PV.float()
-    drawn_P = torch.where(draw.temperature_P > 0, _draw(logits_PV, vocab, draw), token_P)
-    own_P = (logits_PV.gather(-1, drawn_P[:, None])[:, 0] - logits_PV.logsumexp(-1)).exp()
-    return drawn_P, torch.where(drawn_P == token_P, confidence_P, own_P)
+    lse_P = logits_PV.float().logsumexp(-1)
+    chosen_P, changed_PV = token_P, logits_PV
+    if adjust is not None:
+        changed_PV = vocab.exclude_(adjust.apply(logits_PV), -torch.inf)
+        chosen_P = torch.where(adjust.active_P, changed_PV.argmax(-1), token_P)
+    if draw is not None:
+        min_p_P = None if adjust is None else adjust.min_p_P
+        chosen_P = torch.where(draw.temperature_P > 0, _draw(changed_PV.float(), vocab, draw, min_p_P), chosen_P)
+    own_P = (logits_PV.gather(-1, chosen_P[:, None])[:, 0].float() - lse_P).exp()
+    return chosen_P, torch.where(chosen_P == token_P, confidence_P, own_P)
+
+
+def top_tokens(logits_PV: Tensor, vocab: Vocab, number: int) -> Tensor:
+    """The `number` likeliest tokens of each position that may be predicted, and then their natural log-probabilities
+    under the model, (P, 2 `number`) in float32, in which ids are exact."""
+    log_p_PV = vocab.exclude_(logits_PV.float().log_softmax(-1), -torch.inf)
+    best = log_p_PV.topk(number, dim=-1)
+    return torch.cat((best.indices.float(), best.values), dim=-1)
 
 
 def log_probability(confidence: Tensor) -> Tensor:
@@ -97,13 +119,16 @@ def neg_entropy(logits_PV: Tensor) -> Tensor:
     return torch.special.xlogy(log_p.exp(), log_p.exp()).sum(-1)
 
 
-def _draw(logits_PV: Tensor, vocab: Vocab, draw: Draw) -> Tensor:
+def _draw(logits_PV: Tensor, vocab: Vocab, draw: Draw, min_p_P: Tensor | None = None) -> Tensor:
     """A drawn token (P,) of each position: the one with the largest log-probability plus Gumbel noise.
 
     Only truncation sorts the vocabulary. A position's token does not depend on whether other positions truncate.
     """
     temperature_P = torch.where(draw.temperature_P > 0, draw.temperature_P, 1.0).float()
     scaled_PV = vocab.exclude_(logits_PV / temperature_P[:, None], -torch.inf)
+    if min_p_P is not None:
+        least_P1 = scaled_PV.amax(-1, keepdim=True) + min_p_P[:, None].log()
+        scaled_PV = scaled_PV.masked_fill(scaled_PV < least_P1, -torch.inf)
     ids_1V = torch.arange(scaled_PV.shape[-1], device=scaled_PV.device)[None]
     token_P = (scaled_PV.log_softmax(dim=-1) + gumbel(draw, ids_1V)).argmax(dim=-1)
     if not draw.truncates:

@@ -22,7 +22,7 @@ from torch import Tensor
 from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.decoding.canvas.branch import Branch, BranchStats, Phase, compatible, lane_changes, likeliest_tokens
 from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasTask, CanvasUpdate, Lane, distinct_lengths
-from mbd_core.decoding.canvas.unmasking import Guesses, accept_best, accept_over_threshold, guess
+from mbd_core.decoding.canvas.unmasking import Guesses, LaneAdjustments, accept_best, accept_over_threshold, guess
 
 
 class BranchedCanvas:
@@ -40,7 +40,8 @@ class BranchedCanvas:
         self.num_forwards = 0
         self.num_query_positions = 0
         mask_token_id = task.vocab.mask_token_id
-        self._eos, self._vocab, self._shift = task.eos_token_ids, task.vocab, int(task.shift)
+        self._eos, self._ends, self._vocab, self._shift = task.eos_token_ids, task.ends, task.vocab, int(task.shift)
+        self._adjustments = LaneAdjustments(task)
         self.branches = [
             Branch(i, n, Lane.fresh(prompt, max_tokens, mask_token_id), len(prompt), self.settings.tau_merge)
             for i, n in enumerate(distinct_lengths(self.settings, max_tokens))
@@ -110,14 +111,15 @@ class BranchedCanvas:
         """
         if self.canvas.forbid_eos:
             logits_PV[:, list(self._eos)] = -torch.inf
-        guesses = guess(logits_PV, positions_P, self.num_forwards, self.canvas, self.sampling, self._vocab)
+        adjust = self._adjustments.at(self.branches[0].lane, positions_P, logits_PV)
+        guesses = guess(logits_PV, positions_P, self.num_forwards, self.canvas, self.sampling, self._vocab, adjust)
         tokens_PK, p_PK = likeliest_tokens(logits_PV, self.settings.tau_merge)
         certainty: dict[int, float] = {}
         for branch, part in zip(participants, parts, strict=True):
             branch.forwards[self._phase] += 1
             branch.probabilities.replace(positions_P[part] - self.prompt_length, tokens_PK[part], p_PK[part])
             self._decode(branch, guesses.select(part))
-            eos = branch.ending_eos(self._eos, anywhere=self._ends_anywhere)
+            eos = branch.ending_eos(self._ends, anywhere=self._ends_anywhere)
             rows = [] if eos is None else (positions_P[part] == eos).nonzero()[:, 0].tolist()
             if rows:
                 probability_V = logits_PV[part][rows[0]].float().softmax(-1)
@@ -176,7 +178,7 @@ class BranchedCanvas:
         """
         probabilities = {}
         for branch in branches:
-            eos = branch.ending_eos(self._eos, anywhere=self._ends_anywhere)
+            eos = branch.ending_eos(self._ends, anywhere=self._ends_anywhere)
             if eos is not None:
                 at_acceptance = math.exp(float(branch.lane.log_probs[eos]))
                 probabilities[branch.index] = certainty.get(branch.index, at_acceptance)
@@ -250,7 +252,7 @@ class BranchedCanvas:
 
     def _logits_positions(self, branch: Branch, undecided: Tensor) -> Tensor:
         """The positions that this forward predicts for the branch: undecided ones, and EOS tokens that may end it."""
-        eos = torch.isin(branch.lane.tokens, torch.tensor(self._eos, dtype=torch.int64))
+        eos = torch.isin(branch.lane.tokens, torch.tensor(self._ends, dtype=torch.int64))
         predicted = undecided | eos
         predicted[: self.prompt_length] = False
         if self._phase is Phase.BLOCK:
@@ -259,7 +261,7 @@ class BranchedCanvas:
         return predicted.nonzero()[:, 0]
 
     def _decided_range(self, branch: Branch) -> slice:
-        return branch.lane.decided_range(self.prompt_length, self._eos)
+        return branch.lane.decided_range(self.prompt_length, self._ends)
 
     def _useful_copies(self) -> list[tuple[int, int]]:
         """The cache copies of syncs, without those to a finished lane or to one that the next forward recomputes."""

@@ -5,10 +5,13 @@
 
 Vanilla LLaDA and Dream, Fast-dLLM, dLLM-Cache and LocalLeap have one trajectory. Every forward recomputes a range of
 positions (`cache`, `refresh`) and gives logits at the current block's masks; `unmasking.py` decides which of them
-become tokens. BlockBatch, with several trajectories, is in `branches.py`.
+become tokens. BlockBatch, with several trajectories, is in `branches.py`; d3LLM, with several blocks at once, in
+`multi_block.py`.
 
 Shape legend: P open positions, V vocabulary.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,9 +20,11 @@ from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.sampling import Vocab, log_probability
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
+from mbd_core.decoding.canvas.multi_block import MultiBlockCanvas
 from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan, CanvasTask, CanvasUpdate, Lane, num_lanes
 from mbd_core.decoding.canvas.unmasking import (
     Guesses,
+    LaneAdjustments,
     accept_best,
     accept_by_chance,
     accept_by_factor,
@@ -84,6 +89,8 @@ def canvas_decoder(
     eos_token_ids: tuple[int, ...],
     vocab: Vocab,
     shift: bool,
+    min_tokens: int = 0,
+    stop_token_ids: tuple[int, ...] = (),
 ) -> CanvasDecoder:
     """The decoder of one request.
 
@@ -91,7 +98,11 @@ def canvas_decoder(
     Raises the `ValueError` of `check_canvas`.
     """
     check_canvas(canvas, prompt_length=len(prompt), max_tokens=max_tokens, eos_token_ids=eos_token_ids)
-    kind = SingleCanvas if canvas.branches is None else BranchedCanvas
+    kind: Callable[[CanvasTask], CanvasDecoder] = SingleCanvas
+    if canvas.branches is not None:
+        kind = BranchedCanvas
+    elif canvas.multi_block is not None:
+        kind = MultiBlockCanvas
     return kind(
         CanvasTask(
             prompt=tuple(prompt),
@@ -101,6 +112,8 @@ def canvas_decoder(
             eos_token_ids=eos_token_ids,
             vocab=vocab,
             shift=shift,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
         )
     )
 
@@ -116,7 +129,8 @@ class SingleCanvas:
         self.num_lanes = num_lanes(canvas, max_tokens)
         self.num_forwards = 0
         self.done = False
-        self._vocab, self._eos = task.vocab, task.eos_token_ids
+        self._vocab, self._eos, self._ends = task.vocab, task.eos_token_ids, task.ends
+        self._adjustments = LaneAdjustments(task)
         self._shift = int(task.shift)
         self._lane = Lane.fresh(prompt, max_tokens, task.vocab.mask_token_id)
         self._block_length = canvas.block_length or max_tokens
@@ -124,15 +138,15 @@ class SingleCanvas:
 
     @property
     def tokens(self) -> list[int]:
-        return self._lane.tokens[self._lane.decided_range(self.prompt_length, self._eos)].tolist()
+        return self._lane.tokens[self._lane.decided_range(self.prompt_length, self._ends)].tolist()
 
     @property
     def log_probs(self) -> list[float]:
-        return self._lane.log_probs[self._lane.decided_range(self.prompt_length, self._eos)].tolist()
+        return self._lane.log_probs[self._lane.decided_range(self.prompt_length, self._ends)].tolist()
 
     @property
     def steps(self) -> list[int]:
-        return self._lane.steps[self._lane.decided_range(self.prompt_length, self._eos)].tolist()
+        return self._lane.steps[self._lane.decided_range(self.prompt_length, self._ends)].tolist()
 
     def plan(self) -> CanvasPlan:
         """The next forward: the ranges to recompute on each lane, and logits for the current block's masks."""
@@ -156,7 +170,8 @@ class SingleCanvas:
         if self.canvas.forbid_eos:
             logits_PV[:, list(self._eos)] = -torch.inf
         positions = self._lane.open_positions(self._start, self._stop)
-        guesses = guess(logits_PV, positions, self.num_forwards, self.canvas, self.sampling, self._vocab)
+        adjust = self._adjustments.at(self._lane, positions, logits_PV)
+        guesses = guess(logits_PV, positions, self.num_forwards, self.canvas, self.sampling, self._vocab, adjust)
         accepted = self._accept(guesses)
         mask_ratio = len(positions) / (self._stop - self._start)
         block = (self._start - self.prompt_length) // self._block_length
@@ -179,7 +194,7 @@ class SingleCanvas:
 
     def _finish_block(self, block: int) -> None:
         """End the request after the last block or a block with an EOS; otherwise begin the next block."""
-        if self._stop == self.length or self._lane.find(self._eos, self._start, self._stop) is not None:
+        if self._stop == self.length or self._lane.find(self._ends, self._start, self._stop) is not None:
             self.done = True
         else:
             self._begin_block(block + 1)

@@ -21,7 +21,11 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class CanvasTask:
-    """One request for a decoder; the fields are the arguments of `canvas_decoder`."""
+    """One request for a decoder; the fields are the arguments of `canvas_decoder`.
+
+    min_tokens      no position of the answer's first so many becomes a token that ends it
+    stop_token_ids  tokens that end the answer beside `eos_token_ids`
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -30,6 +34,17 @@ class CanvasTask:
     eos_token_ids: tuple[int, ...]
     vocab: Vocab
     shift: bool
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return (*self.eos_token_ids, *self.stop_token_ids)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before a token is chosen."""
+        return self.sampling.adjusts or self.min_tokens > 0
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mbd_core.decoding.blocks.adjustments import Adjust, Adjustments
 from mbd_core.decoding.blocks.canvas_config import Canvas, Leap
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose, gumbel, margin, neg_entropy, uniform
 from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.canvas.plan import CanvasTask, Lane
 
 # Acceptance on a canvas: the model's guess at each open position, and the positions that become tokens.
 
@@ -51,8 +53,42 @@ def noise_source(position_P: Tensor, sampling: Sampling, forward: int) -> Draw:
     )
 
 
+class LaneAdjustments:
+    """What a request changes in its logits (`Adjustments`), with the tokens of a lane."""
+
+    def __init__(self, task: CanvasTask) -> None:
+        self._task = task
+        self._memory: Adjustments | None = None
+
+    def at(self, lane: Lane, position_P: Tensor, logits_PV: Tensor) -> Adjust | None:
+        """The changes at these positions, `None` where there are none."""
+        if not self._task.adjusts:
+            return None
+        task, device = self._task, logits_PV.device
+        if self._memory is None:
+            sizes = {"length": len(lane.tokens), "vocab_size": logits_PV.shape[-1], "num_eos": len(task.eos_token_ids)}
+            self._memory = Adjustments(1, **sizes, device=device)
+            free = len(task.prompt) + task.min_tokens
+            self._memory.write(
+                0, task.prompt, task.sampling, prompt_length=len(task.prompt), ends=task.ends, free=free
+            )
+        return self._memory.at(
+            torch.zeros_like(position_P).to(device),
+            position_P.to(device),
+            tokens_RS=lane.tokens[None].to(device),
+            masked_RS=lane.masked[None].to(device),
+            positions_RS=torch.arange(len(lane.tokens), device=device)[None],
+        )
+
+
 def guess(
-    logits_PV: Tensor, position_P: Tensor, forward: int, canvas: Canvas, sampling: Sampling, vocab: Vocab
+    logits_PV: Tensor,
+    position_P: Tensor,
+    forward: int,
+    canvas: Canvas,
+    sampling: Sampling,
+    vocab: Vocab,
+    adjust: Adjust | None = None,
 ) -> Guesses:
     """The guess at each open position, in one copy to the host.
 
@@ -60,7 +96,7 @@ def guess(
     """
     device_position_P = position_P.to(logits_PV.device)
     draw = noise_source(device_position_P, sampling, forward)
-    token_P, confidence_P = choose(logits_PV, vocab, draw if sampling.draws else None)
+    token_P, confidence_P = choose(logits_PV, vocab, draw if sampling.draws else None, adjust)
     match canvas.score:
         case "confidence":
             score_P = confidence_P

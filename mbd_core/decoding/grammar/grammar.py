@@ -12,6 +12,8 @@ Syntax = Literal["json_schema", "regex", "lark"]
 NAMES: dict[Syntax, str] = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 MAX_CHARACTERS = 65_536
 MAX_LOOKS = 20_000  # at a schema's parts, those that they refer to included
+MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords whose values are schemas by name
+INNER = ("items", "additionalProperties", "prefixItems", "allOf", "anyOf", "oneOf")  # a schema, or a list of them
 _BOUNDS = {"exclusiveMinimum": max, "minimum": max, "exclusiveMaximum": min, "maximum": min}
 
 
@@ -40,9 +42,52 @@ class Grammar:
             raise GrammarRefused(f"the grammar has {len(self.text)} characters; at most {MAX_CHARACTERS} are taken")
 
 
+def simplify(schema: str) -> str:
+    """The same schema in keywords that llguidance has: `uniqueItems` is left out where it says nothing, and `oneOf` of
+    constants that exclude each other is `anyOf`."""
+    return json.dumps(_simplified(json.loads(schema), renames="/oneOf/" not in schema))
+
+
+def _simplified(schema: Any, *, renames: bool) -> Any:
+    if isinstance(schema, list):
+        return [_simplified(part, renames=renames) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    simple: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in MAPS and isinstance(value, dict):
+            value = {key: _simplified(part, renames=renames) for key, part in value.items()}
+        elif name in INNER:
+            value = _simplified(value, renames=renames)
+        simple[name] = value
+    most = _number(simple, "maxItems")
+    if simple.get("uniqueItems") is False or (simple.get("uniqueItems") is True and most is not None and most <= 1):
+        del simple["uniqueItems"]
+    if renames and "anyOf" not in simple and _exclude_each_other(simple.get("oneOf")):
+        simple["anyOf"] = simple.pop("oneOf")
+    return simple
+
+
+def _exclude_each_other(options: Any) -> bool:
+    """Whether these are schemas of constants, and no constant stands in two of them."""
+    if not isinstance(options, list):
+        return False
+    seen = set[Any]()
+    for option in options:
+        values = option.get("enum", [option["const"]] if "const" in option else None) if type(option) is dict else None
+        if not isinstance(values, list) or any(isinstance(value, list | dict) for value in values):
+            return False
+        own = {(isinstance(value, bool), value) for value in values}
+        if own & seen:
+            return False
+        seen |= own
+    return True
+
+
 def check_bounds(schema: str) -> None:
-    """Raises `GrammarRefused` for bounds of a number that llguidance compiles wrongly: with a whole one that is
-    exclusive, and the other less than 1 away, it takes the exclusive bound itself."""
+    """Raises `GrammarRefused` for bounds that llguidance compiles wrongly. Of a number: with a whole one that is
+    exclusive, and the other less than 1 away, it takes the exclusive bound itself. Of an object: a name that is
+    written twice counts twice for `minProperties`, which can hold only for names beyond the required ones."""
     root = json.loads(schema)
     parts: list[Any] = [root]
     looks = MAX_LOOKS
@@ -56,6 +101,7 @@ def check_bounds(schema: str) -> None:
                 looks -= len(joined)
                 if looks < 0:
                     raise GrammarRefused("the JSON schema cannot be honoured: its parts refer to too many others")
+                _check_properties(list(joined.values()))
                 if all(other.get("type") != "integer" for other in joined.values()):
                     _check_number(list(joined.values()))
 
@@ -111,6 +157,19 @@ def _check_number(joined: list[dict[str, Any]]) -> None:
                 f"the JSON schema cannot be honoured: exclusive{name} {bound} beside a bound less than 1 away; "
                 f"give {name.lower()} and a number beside {bound}"
             )
+
+
+def _check_properties(joined: list[dict[str, Any]]) -> None:
+    least = max((x for part in joined if (x := _number(part, "minProperties")) is not None), default=0)
+    types = [part["type"] for part in joined if isinstance(part.get("type"), str | list)]
+    required = {
+        name for part in joined if isinstance(part.get("required"), list) for name in map(str, part["required"])
+    }
+    if least > len(required) + 1 and all("object" in kinds for kinds in types):
+        raise GrammarRefused(
+            f"the JSON schema cannot be honoured: minProperties {least} with {len(required)} required names, because "
+            "a name may be written twice; require all but one of them by name"
+        )
 
 
 def _number(part: dict[str, Any], name: str) -> int | float | None:

@@ -25,13 +25,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mbd_core.decoding.grammar.grammar import NAMES, Grammar, GrammarRefused, check_bounds
+from mbd_core.decoding.grammar.grammar import NAMES, Grammar, GrammarRefused, check_bounds, simplify
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-Pick = Callable[[int, np.ndarray], tuple[int, float]]
-"""The token at the i-th open position among the allowed ones (V,), and its probability among them."""
+
+@dataclass(frozen=True)
+class Choice:
+    """A token among the allowed ones, its probability among them, and whether the model's likeliest token of all is
+    none of them: the grammar overrules the model there."""
+
+    token: int
+    probability: float
+    overruled: bool
+
+
+Pick = Callable[[int, np.ndarray], Choice]
+"""The choice at the i-th open position among the allowed tokens (V,)."""
+
+TAU_OVERRULED = 0.1  # what an overruled choice must exceed, where it is below `tau` and `tau` is below 1
 
 # A step beyond them ends in an error and not in seconds of work; a first mask may take half a second.
 LIMITS: dict[str, Any] = {"initial_lexer_fuel": 300_000, "step_lexer_fuel": 20_000, "max_lexer_states": 50_000}
@@ -265,25 +278,28 @@ class Guide(GuideState):
         closing and `search` is over, there are none, and nothing has changed.
 
         `pick` chooses at the first `num_rows` of them. The first `quota` choices are taken, further ones while their
-        probability exceeds `tau`. A forced token has probability 1. What has no place becomes `pending`. Places that
-        were added while it waited are not used: it decides what it would have decided at once.
+        probability exceeds `tau`, or `TAU_OVERRULED` where the grammar overrules the model: its confidence is then
+        that of another text. With `tau` 1 only the quota is taken. A forced token has probability 1. What has no place
+        becomes `pending`. Places that were added while it waited are not used: it decides what it would have decided
+        at once.
         """
         assert not self.pending and not self.ended
         if self.waited:
             num_places, num_rows = map(min, self._room, (num_places, num_rows))
         self._room = (num_places, num_rows)
+        eager = tau if tau >= 1 else min(tau, TAU_OVERRULED)
         trail: list[tuple[int, float]] = []
         marks = [0]  # lengths of the trail after each choice
         while len(trail) < min(num_rows, num_places) and not self._ends(trail):
             mask_V = self._closings.allowed(self._matcher)
             if mask_V is None:
                 break
-            token, probability = pick(len(trail), mask_V)
-            if len(marks) > quota and probability <= tau:
+            choice = pick(len(trail), mask_V)
+            if len(marks) > quota and choice.probability <= (eager if choice.overruled else tau):
                 break
-            trail.append((token, probability))
-            if token != self._closings.eos_token_id:
-                self._matcher.consume_token(token)
+            trail.append((choice.token, choice.probability))
+            if choice.token != self._closings.eos_token_id:
+                self._matcher.consume_token(choice.token)
                 trail += [(t, 1.0) for t in self._force()]
             marks.append(len(trail))
         trail = self._closed(trail, marks, search)
@@ -444,23 +460,33 @@ class Grammars:
 
 
 def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    matcher = _matcher_of(tokenizer, grammar, grammar.text)
+    if matcher.is_error() and grammar.syntax == "json_schema" and (text := simplify(grammar.text)) != grammar.text:
+        matcher = _matcher_of(tokenizer, grammar, text)
+    if matcher.is_error():
+        reason = _first_line(matcher.get_error())
+        if "coerce_one_of" in reason:
+            reason = "oneOf needs alternatives that exclude each other by type or by constants; give anyOf"
+        raise GrammarRefused(f"the {NAMES[grammar.syntax]} cannot be honoured: {reason}")
+    if grammar.syntax == "json_schema":
+        check_bounds(grammar.text)
+    return matcher
+
+
+def _matcher_of(tokenizer: LLTokenizer, grammar: Grammar, text: str) -> LLMatcher:
+    """A matcher of `text` in the grammar's syntax, which may be in error."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
         if grammar.syntax == "json_schema":
-            text = LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_flexible": False})
+            text = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
         elif grammar.syntax == "regex":
-            text = LLMatcher.grammar_from_regex(grammar.text)
+            text = LLMatcher.grammar_from_regex(text)
         else:
-            text = LLMatcher.grammar_from_lark(grammar.text)
+            text = LLMatcher.grammar_from_lark(text)
     except ValueError as error:
         raise GrammarRefused(f"the {NAMES[grammar.syntax]} cannot be read: {_first_line(str(error))}") from None
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
-    if matcher.is_error():
-        raise GrammarRefused(f"the {NAMES[grammar.syntax]} cannot be honoured: {_first_line(matcher.get_error())}")
-    if grammar.syntax == "json_schema":
-        check_bounds(grammar.text)
-    return matcher
+    return LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
 
 
 def _first_line(text: str) -> str:

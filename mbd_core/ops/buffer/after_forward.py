@@ -55,6 +55,19 @@ def _accepted(
     return accepted
 
 
+def _low_entropy(can, score, at, gate, gamma, jetengine, UNITS: tl.constexpr, MOST: tl.constexpr):
+    """The open positions `can` that `accept_by_entropy` accepts."""
+    entropy = tl.minimum(tl.maximum(-score * UNITS, 0.0), MOST).to(tl.int32)
+    ahead = entropy[None, :] < entropy[:, None]
+    earlier = (entropy[None, :] == entropy[:, None]) & (at[None, :] < at[:, None])
+    ahead = (ahead | earlier) & can[None, :]
+    before = tl.sum(tl.where(ahead, entropy[None, :], 0), 1)
+    total = before + entropy
+    gamma = gamma * UNITS
+    within = tl.where(jetengine, total < gamma, tl.where(gate, before, total) <= gamma)
+    return can & (within | (gate & (tl.sum(ahead.to(tl.int32), 1) == 0)))
+
+
 def _decide(
     state,
     token,
@@ -75,6 +88,11 @@ def _decide(
     SIZE: tl.constexpr,
     REVISES: tl.constexpr,
     QUOTAS: tl.constexpr,
+    ENTROPY_RULE: tl.constexpr,
+    JETENGINE: tl.constexpr,
+    UNITS: tl.constexpr,
+    MOST: tl.constexpr,
+    GAMMA: tl.constexpr,
     EDITS: tl.constexpr,
     MAX_EDITS: tl.constexpr,
     SOFTENS: tl.constexpr,
@@ -92,6 +110,10 @@ def _decide(
     accepted = _accepted(
         can, sureness > tl.load(real + TAU_M2T), score, at, gate, quota, softens, QUOTAS, REVISES, BLOCK
     )
+    if QUOTAS:
+        rule = tl.load(whole + ENTROPY_RULE)
+        low = _low_entropy(can, score, at, gate, tl.load(real + GAMMA), rule == JETENGINE, UNITS, MOST)
+        accepted = tl.where(rule > 0, low, accepted)
     written, rated, edited = accepted, accepted, at < 0
     if REVISES:
         same = new_token == token
@@ -178,9 +200,13 @@ def _settle_kernel(
     REVISES: tl.constexpr,
     QUOTAS: tl.constexpr,
     LEFTMOST: tl.constexpr,
+    JETENGINE: tl.constexpr,
+    UNITS: tl.constexpr,
+    MOST: tl.constexpr,
     WHOLE: tl.constexpr,
     REAL: tl.constexpr,
     QUOTA: tl.constexpr,
+    ENTROPY_RULE: tl.constexpr,
     FALLBACK: tl.constexpr,
     EDITS: tl.constexpr,
     MAX_EDITS: tl.constexpr,
@@ -188,6 +214,7 @@ def _settle_kernel(
     FORWARD: tl.constexpr,
     TAU_SEMI: tl.constexpr,
     TAU_M2T: tl.constexpr,
+    GAMMA: tl.constexpr,
     TAU_T2T: tl.constexpr,
     STOP_CONFIDENCE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -238,6 +265,11 @@ def _settle_kernel(
             SIZE,
             REVISES,
             QUOTAS,
+            ENTROPY_RULE,
+            JETENGINE,
+            UNITS,
+            MOST,
+            GAMMA,
             EDITS,
             MAX_EDITS,
             SOFTENS,
@@ -352,8 +384,10 @@ def _slide_kernel(
     tl.store(report_ptr + 2 * R + row, num_asked.to(tl.float64))
 
 
-SETTLE = Kernel(_settle_kernel, parts=(_predicted, _accepted, _decide, _write), changing=["R"])
-SLIDE = Kernel(_slide_kernel, parts=(_predicted, _accepted, _decide, _write), changing=["R", "mask_token"])
+SETTLE = Kernel(_settle_kernel, parts=(_predicted, _accepted, _low_entropy, _decide, _write), changing=["R"])
+SLIDE = Kernel(
+    _slide_kernel, parts=(_predicted, _accepted, _low_entropy, _decide, _write), changing=["R", "mask_token"]
+)
 
 
 def close_step(
@@ -365,13 +399,16 @@ def close_step(
     *,
     num_slots: int,
     leftmost: int,
+    jetengine: int,
+    entropy_units: tuple[float, float],
     revises: bool,
     quotas: bool,
 ) -> Tensor:
     """Commit the predictions at the positions of `opened`, slide, and complete its report; the number of blocks that
     left each row (R,) int64.
 
-    `leftmost` is that fallback's number; `revises` and `quotas` are those of `BlockBuffer.commit`.
+    `leftmost` and `jetengine` are the numbers of that fallback and that rule on entropies, `entropy_units` the unit in
+    which these are summed and the most of one. `revises` and `quotas` are those of `BlockBuffer.commit`.
     """
     rows, slots, size = memory.tokens_RNB.shape
     new_weight_RNB = torch.empty_like(memory.weight_RNB)
@@ -379,6 +416,7 @@ def close_step(
     num_blocks_R = torch.empty(rows, dtype=torch.int64, device=memory.device)
     names = (
         "quota",
+        "entropy_rule",
         "fallback",
         "edits",
         "max_edits",
@@ -386,6 +424,7 @@ def close_step(
         "forward",
         "tau_semi",
         "tau_m2t",
+        "gamma",
         "tau_t2t",
         "stop_confidence",
     )
@@ -421,6 +460,9 @@ def close_step(
         REVISES=revises,
         QUOTAS=quotas,
         LEFTMOST=leftmost,
+        JETENGINE=jetengine,
+        UNITS=entropy_units[0],
+        MOST=entropy_units[1],
         **memory.places(*names),
         **options,
     )

@@ -102,6 +102,31 @@ class ToolFields(Strict):
         )
 
 
+class TemplateFields(Strict):
+    """How a chat is written out in the model's template."""
+
+    add_generation_prompt: bool | None = None
+    """whether the beginning of the assistant's turn follows the messages; default `true`"""
+    continue_final_message: bool | None = None
+    """the answer goes on within the last message, a turn of the assistant; not beside `add_generation_prompt`"""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """variables of the chat template, such as `enable_thinking`; `mbd.notes` names those that it has not"""
+
+    @model_validator(mode="after")
+    def _check_ending(self) -> "TemplateFields":
+        if self.continue_final_message and self.add_generation_prompt:
+            why = "the last message goes on, and no turn begins"
+            raise FieldError("add_generation_prompt", why, remedy="leave it out")
+        return self
+
+    def check_continued(self, messages: Sequence["ChatMessage"]) -> None:
+        """Raise `FieldError` where the last message cannot go on."""
+        last = messages[-1]
+        if self.continue_final_message and (last.role != "assistant" or last.tool_calls):
+            why = f"the last message, of role {last.role}, is no text of the assistant"
+            raise FieldError("continue_final_message", why, remedy="leave it out")
+
+
 class CalledFunction(Strict):
     name: FunctionName
     arguments: str

@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.chat import chat_text, check_form
+from mbd_core.checkpoint.chat import VariableRefused, chat_text, check_form
 from mbd_core.checkpoint.literal_text import MaskedText, literal, token_ids
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.sampling_config import PENALTIES
 from mbd_core.decoding.grammar.grammar import Grammar, GrammarRefused
 from mbd_core.engine.admission import Admission, RequestRefused
-from mbd_core.serving.api.chat_fields import turns
+from mbd_core.serving.api.chat_fields import TemplateFields, turns
 from mbd_core.serving.api.errors import FieldError
 from mbd_core.serving.api.fields import TemplateTokens
 from mbd_core.serving.api.requests import (
@@ -51,7 +52,7 @@ def engine_requests(
     budget, grammar = api_request.budget, _grammar(api_request, added_tokens)
     if template is not None:
         budget = len(template.tokens)
-    if template is not None or grammar is not None:
+    if template is not None or grammar is not None or samplings[0].penalises:
         decoding = _without_revision(decoding, api_request)
     if api_request.resumable and decoding.canvas is not None:
         why = "a canvas is not filled from left to right, its answer can only begin anew"
@@ -71,7 +72,10 @@ def engine_requests(
             adapter=adapter,
             grammar=grammar,
             template=() if template is None else template.tokens,
-            ignore_eos=template is not None,
+            ignore_eos=template is not None or bool(api_request.ignore_eos),
+            min_tokens=api_request.min_tokens or 0,
+            stop_token_ids=tuple(api_request.stop_token_ids or ()),
+            top_logprobs=api_request.num_tops,
         )
         if budget is None:
             request = replace(request, max_tokens=admission.default_max_tokens(request))
@@ -97,7 +101,7 @@ def _grammar(api_request: GenerationRequest, added_tokens: Mapping[str, int]) ->
 
 def _without_revision(decoding: DecodingConfig, api_request: GenerationRequest) -> DecodingConfig:
     """The model's own revision of filled tokens is left out, where the request does not ask for it: it would change
-    fixed tokens, and those that a grammar has accepted."""
+    fixed tokens, those that a grammar has accepted, and those that a penalty counts."""
     if {"t2t", "soft", "tau_stable"} & (api_request.decoding or {}).keys():
         return decoding
     return replace(decoding, t2t=None, soft=None, tau_stable=None)
@@ -134,6 +138,8 @@ def _field_error(
         "frames": "frames",
         "grammar": api_request.grammar_field,
         "template": "template",
+        "top_logprobs": "top_logprobs" if isinstance(api_request, ChatRequest) else "logprobs",
+        **{name: name for name in ("logit_bias", "stop_token_ids", "min_tokens", *PENALTIES)},
     }
     field, why = fields.get(refused.field), str(refused)
     if templated and field == api_request.budget_field:
@@ -155,7 +161,7 @@ def committed_texts(requests: Sequence[Request], decode: Decode, stop: Sequence[
     stops = StopStrings(stop)
     texts = []
     for request in requests:
-        text = CommittedText(decode, stops)
+        text = CommittedText(decode, stops, min_tokens=request.min_tokens)
         for token in request.committed:
             text.push(token)
             if text.stopped:
@@ -219,13 +225,23 @@ def text_ids(
 def chat_ids(
     model: ServedModel,
     turns: Sequence[Mapping[str, Any]],
+    ending: TemplateFields,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     special: bool = False,
 ) -> list[int]:
     """The ids of a chat in the model's template; raises as `text_ids`, and for what the template refuses."""
     try:
-        text = chat_text(model.tokenizer, turns, tools=tools)
+        text = chat_text(
+            model.tokenizer,
+            turns,
+            tools=tools,
+            answered=ending.add_generation_prompt is False,
+            continues=bool(ending.continue_final_message),
+            variables=ending.chat_template_kwargs or {},
+        )
+    except VariableRefused as error:
+        raise FieldError("chat_template_kwargs", str(error)) from None
     except ValueError as error:
         raise FieldError("messages", str(error)) from None
     return text_ids(model, text, field="messages", special=special)
@@ -249,7 +265,9 @@ def tokenize(api_request: TokenizeRequest, model: ServedModel) -> TokenIds:
         ids = text_ids(model, api_request.prompt, field="prompt", special=special, parse_special=parsed)
     else:
         special = bool(api_request.add_special_tokens)
-        ids = chat_ids(model, turns(api_request.messages or ()), tools=api_request.shown_tools, special=special)
+        ids = chat_ids(
+            model, turns(api_request.messages or ()), api_request, tools=api_request.shown_tools, special=special
+        )
     return {
         "count": len(ids),
         "max_model_len": model.limits.admission.max_length,

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mbd_core.serving.api.chat_fields import ToolFields
+from mbd_core.serving.api.chat_fields import TemplateFields, ToolFields
 from mbd_core.serving.api.errors import ERRORS
 from mbd_core.serving.api.openapi import ROUTES, Route, openapi_document
 from mbd_core.serving.api.requests import GenerationRequest
@@ -51,7 +51,9 @@ class Tables:
             other_fields = self._schemas[name]["properties"]
             generation = {field: schema for field, schema in route_fields.items() if field not in other_fields}
         self._schemas["GenerationRequest"] = {"required": ["model"], "properties": generation}
-        self._schemas["TokenizeRequest"] = self._without_fields("TokenizeRequest", ToolFields.model_fields)
+        self._schemas["TokenizeRequest"] = self._without_fields(
+            "TokenizeRequest", ToolFields.model_fields | TemplateFields.model_fields
+        )
 
     def _without_fields(self, name: str, fields: Collection[str]) -> dict[str, Any]:
         schema = self._schemas[name]

@@ -62,7 +62,8 @@ class Reply:
     """The fields that all JSON objects of one answer share, and those objects.
 
     Choices are numbered prompt by prompt, `num_choices` of each. `seed` is set where tokens are drawn, `speed` where
-    the client chose a point of the model's front: the speed at which it stands. Counts are those of all choices, in
+    the client chose a point of the model's front: the speed at which it stands. `notes` name fields that were taken
+    and have no effect. Counts are those of all choices, in
     their order.
     """
 
@@ -73,6 +74,7 @@ class Reply:
     num_choices: int = 1
     seed: int | None = None
     speed: float | None = None
+    notes: Sequence[str] = ()
 
     def full(
         self, choices: Sequence[ReplyChoice], counts: Sequence[Counts], weights: Sequence[tuple[int, int]]
@@ -188,4 +190,6 @@ class Reply:
             measures["seed"] = self.seed
         if self.speed is not None:
             measures["speed"] = self.speed
+        if self.notes:
+            measures["notes"] = list(self.notes)
         return measures

@@ -4,15 +4,26 @@ A field that would change the result is accepted only with the value that change
 field is its description in the OpenAPI document and in docs/reference/api.md.
 """
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from mbd_core.decoding.blocks.sampling_config import LEAST, Sampling
+from mbd_core.decoding.blocks.request import MAX_TOPS
+from mbd_core.decoding.blocks.sampling_config import (
+    LEAST,
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_PENALTY,
+    MAX_REPETITION,
+    MAX_STOP_IDS,
+    PENALTIES,
+    Sampling,
+)
 from mbd_core.engine.weights import SwapMode
-from mbd_core.serving.api.chat_fields import Messages, ToolFields, check_calls, turns
-from mbd_core.serving.api.errors import FieldError
+from mbd_core.serving.api.chat_fields import Messages, TemplateFields, ToolFields, check_calls, turns
+from mbd_core.serving.api.errors import FieldError, value_text
 from mbd_core.serving.api.fields import SEEDS, Hole, Resume, Seed, StructuredFields, Template
 from mbd_core.serving.api.parsing import MAX_IDS, MAX_STOPS, MOST_PROMPTS, Only, Strict, items
 
@@ -30,6 +41,8 @@ Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 Speed = Annotated[float, Field(ge=0, le=1)]
 TopP = Annotated[float, Field(ge=LEAST, le=1)]
 TopK = Annotated[int, Field(ge=0, lt=2**31)]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+NumTops = Annotated[int, Field(ge=0, le=MAX_TOPS)]
 NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 
 
@@ -53,8 +66,8 @@ class GenerationRequest(StructuredFields):
     stream_options: StreamOptions | None = None
     """only with `stream`"""
     stop: str | Annotated[list[str], items(MAX_STOPS)] | None = None
-    """the answer ends before the first of them, of 1 to 1,024 characters each. Not beside a grammar, tools or
-    `template`"""
+    """the answer ends before the first of them, of 1 to 1,024 characters each; beside a grammar also in the
+    middle of its form. Not beside tools that may be called or `template`"""
     decoding: dict[str, Any] | None = None
     """fields of `DecodingConfig`, default the model's; one that is unknown, or that the model or the server cannot
     honour, is refused"""
@@ -64,11 +77,32 @@ class GenerationRequest(StructuredFields):
     temperature: Temperature | None = None
     """of drawing; above 0 at least 1e-06; default 0, greedy"""
     top_p: TopP | None = None
-    """only with `temperature`; default 1"""
+    """draw among the likeliest tokens that together reach this probability; default 1. Like `top_k` and `min_p` it has
+    no effect without `temperature`, which `mbd.notes` says then"""
     top_k: TopK | None = None
-    """only with `temperature`: draw among so many likeliest tokens; default 0, all"""
+    """draw among so many likeliest tokens; default 0, all"""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """draw among the tokens of at least this share of the likeliest one's probability; default 0, all"""
     seed: Seed | None = None
     """of the first choice, default drawn; the i-th has `seed` + i"""
+    presence_penalty: Penalty | None = None
+    """subtracted from the logit of a token that the answer has; default 0. Like the next two not with `t2t`, `soft` or
+    `canvas.branches`"""
+    frequency_penalty: Penalty | None = None
+    """subtracted for each time that the answer has the token; default 0"""
+    repetition_penalty: Annotated[float, Field(ge=LEAST, le=MAX_REPETITION)] | None = None
+    """of tokens that the prompt or the answer has: a positive logit is divided by it, another multiplied; default 1"""
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], items(MAX_BIASES)] | None = (
+        None
+    )
+    """numbers from -100 to 100 that are added to the logits of tokens, by their ids; at most 1,024"""
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    """none of the first so many positions becomes a token that ends the answer, and no stop string is looked for in
+    their text; default 0, at most `max_tokens`. Not beside a grammar or `template`"""
+    stop_token_ids: Annotated[list[TokenId], items(MAX_STOP_IDS)] | None = None
+    """tokens that end the answer as the EOS does, and are no part of it; not beside a grammar or `template`"""
+    ignore_eos: bool | None = None
+    """the EOS is a token like others, and does not end the answer; not beside a grammar"""
     n: NumChoices | None = None
     """choices for each prompt, default 1; with all prompts at most what the server takes at once, and what
     `--client-requests` lets a client have"""
@@ -97,18 +131,18 @@ class GenerationRequest(StructuredFields):
     """changes nothing"""
     prompt_cache_retention: str | None = None
     """changes nothing"""
-    presence_penalty: Annotated[Any, Only(0)] = None
-    frequency_penalty: Annotated[Any, Only(0)] = None
-    logit_bias: Annotated[Any, Only({})] = None
-    min_p: Annotated[Any, Only(0)] = None
-    min_tokens: Annotated[Any, Only(0)] = None
-    repetition_penalty: Annotated[Any, Only(1)] = None
     length_penalty: Annotated[Any, Only(1)] = None
-    ignore_eos: Annotated[Any, Only(False)] = None
     use_beam_search: Annotated[Any, Only(False)] = None
-    stop_token_ids: Annotated[Any, Only([])] = None
     include_stop_str_in_output: Annotated[Any, Only(False)] = None
     skip_special_tokens: Annotated[Any, Only(True)] = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _by_token_id(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        wrong = next((key for key in value or () if re.fullmatch("0|[1-9][0-9]{0,8}", key) is None), None)
+        if wrong is not None:
+            raise ValueError(f"{value_text(wrong)} is no token id; keys are token ids as text")
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> "GenerationRequest":
@@ -132,13 +166,8 @@ class GenerationRequest(StructuredFields):
         if self.temperature is not None and 0 < self.temperature < LEAST:
             why = "is too little to draw with"
             raise FieldError("temperature", why, value=self.temperature, remedy="give 0, which is greedy")
-        for name, neutral in (("top_p", 1), ("top_k", 0)):
-            value = getattr(self, name)
-            if self.temperature is None and value not in (None, neutral):
-                why = "has no effect at temperature 0, the default here"
-                raise FieldError(name, why, value=value, remedy="give temperature")
-        if self.grammar_field is not None and self.stop_strings:
-            why = f"would cut an answer that {self.grammar_field} holds to its form"
+        if self.grammar_field == "tools" and self.stop_strings:
+            why = "would cut an answer that tools holds to its form"
             raise FieldError("stop", why, remedy="leave it out")
         return self
 
@@ -162,6 +191,20 @@ class GenerationRequest(StructuredFields):
         raise NotImplementedError
 
     @property
+    def notes(self) -> list[str]:
+        """The fields that are taken and have no effect."""
+        neutral = {"top_p": 1, "top_k": 0, "min_p": 0}
+        given = [name for name, value in neutral.items() if getattr(self, name) not in (None, value)]
+        if self.temperature is not None:
+            return []
+        return [f"{name} has no effect at temperature 0, the default here; give temperature" for name in given]
+
+    @property
+    def num_tops(self) -> int:
+        """How many likeliest tokens of each place are asked for."""
+        raise NotImplementedError
+
+    @property
     def draws(self) -> bool:
         """Whether tokens are drawn, and a seed matters."""
         return bool(self.temperature)
@@ -182,6 +225,11 @@ class GenerationRequest(StructuredFields):
                 temperature=self.temperature or 0.0,
                 top_p=1.0 if self.top_p is None else self.top_p,
                 top_k=self.top_k or 0,
+                min_p=self.min_p or 0.0,
+                logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
+                presence_penalty=self.presence_penalty or 0.0,
+                frequency_penalty=self.frequency_penalty or 0.0,
+                repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
                 seed=(seed + i + SEEDS // 2) % SEEDS - SEEDS // 2,
             )
             for i in range(self.num_choices)
@@ -214,8 +262,8 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """of an answer, default: what fits, at most 256; 0 only with `echo` and `logprobs`, where it must be given,
     as 0 or 1"""
-    logprobs: Annotated[Any, Only(0, 1)] = None
-    """0: each token's log-probability; 1, only with `echo`: the likeliest token beside each"""
+    logprobs: NumTops | None = None
+    """each token's log-probability, and so many likeliest tokens beside it; with `echo` 0 or 1"""
     suffix: Annotated[Any, Only("")] = None
     best_of: int | None = None
     """must be `n`"""
@@ -257,12 +305,15 @@ class CompletionRequest(GenerationRequest):
         if not self.scores_prompt:
             if self.max_tokens == 0:
                 raise FieldError("max_tokens", "is for echo with logprobs", value=0, remedy="give 1 or more")
-            if self.logprobs:
-                raise FieldError("logprobs", "is for echo with logprobs", value=1, remedy="give 0, or leave it out")
             return self
+        if self.logprobs not in (0, 1):
+            raise FieldError("logprobs", "echo takes 0 or 1", value=self.logprobs, remedy="give 1")
         if self.max_tokens not in (0, 1):
             raise FieldError("max_tokens", "echo with logprobs scores the prompt, and takes 0 or 1 tokens behind it")
-        for name in ("decoding", "speed", "stop", "template", "stream", "return_step_map", self.grammar_field):
+        sampling = self.samplings(0)[0]
+        changes = [name for name in ("logit_bias", *PENALTIES) if getattr(sampling, name) != getattr(Sampling, name)]
+        names = ("decoding", "speed", "stop", "template", "stream", "return_step_map", "min_tokens", "stop_token_ids")
+        for name in (*names, *changes, self.grammar_field):
             if name is not None and getattr(self, name) not in (None, False, []):
                 why = "has no effect on echo with logprobs, which scores the prompt"
                 raise FieldError(name, why, remedy="leave it out")
@@ -273,6 +324,10 @@ class CompletionRequest(GenerationRequest):
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
+
+    @property
+    def num_tops(self) -> int:
+        return 0 if self.scores_prompt else self.logprobs or 0
 
     def num_characters(self, body: int) -> int:
         fixed = [part for part in self.template or () if isinstance(part, str)]
@@ -303,7 +358,7 @@ class CompletionRequest(GenerationRequest):
         return self.prompt  # type: ignore[return-value]  # validated: all strings or all lists
 
 
-class ChatRequest(GenerationRequest, ToolFields):
+class ChatRequest(GenerationRequest, ToolFields, TemplateFields):
     """A conversation that goes on."""
 
     messages: Messages
@@ -312,7 +367,8 @@ class ChatRequest(GenerationRequest, ToolFields):
     """`max_tokens` by its newer name; if both are given they must be equal"""
     logprobs: bool | None = None
     """each token's log-probability"""
-    top_logprobs: Annotated[Any, Only(0)] = None
+    top_logprobs: NumTops | None = None
+    """so many likeliest tokens beside each; only with `logprobs`"""
     functions: Annotated[Any, Only([])] = None
     function_call: Annotated[Any, Only("none", "auto")] = None
     reasoning_effort: Annotated[Any, Only("none")] = None
@@ -340,10 +396,17 @@ class ChatRequest(GenerationRequest, ToolFields):
     @model_validator(mode="after")
     def _check_calls(self) -> "ChatRequest":
         check_calls(self.messages)
+        self.check_continued(self.messages)
         other = super().grammar_field
         if self.call_rule is not None and other is not None:
             why = "tools hold the answer to their form"
             raise FieldError(other, why, remedy="give one of them, or tool_choice none")
+        return self
+
+    @model_validator(mode="after")
+    def _tops_with_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise FieldError("top_logprobs", "only allowed when logprobs is true", remedy="give logprobs")
         return self
 
     @model_validator(mode="after")
@@ -358,6 +421,10 @@ class ChatRequest(GenerationRequest, ToolFields):
         return bool(self.logprobs)
 
     @property
+    def num_tops(self) -> int:
+        return self.top_logprobs or 0
+
+    @property
     def budget(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
@@ -369,7 +436,7 @@ class ChatRequest(GenerationRequest, ToolFields):
 # The tokenizer over HTTP, in the shapes of vLLM's server, which evaluation harnesses ask for.
 
 
-class TokenizeRequest(ToolFields):
+class TokenizeRequest(ToolFields, TemplateFields):
     """A text, or a chat in the model's template, with its tools."""
 
     model: str | None = None
@@ -384,8 +451,6 @@ class TokenizeRequest(ToolFields):
     """as in `CompletionRequest`; only with `prompt`"""
     return_token_strs: bool | None = None
     """`token_strs` in the answer"""
-    add_generation_prompt: Annotated[Any, Only(True)] = None
-    continue_final_message: Annotated[Any, Only(False)] = None
 
     @model_validator(mode="after")
     def _one_text(self) -> "TokenizeRequest":
@@ -395,6 +460,12 @@ class TokenizeRequest(ToolFields):
             raise FieldError("tools", "only a chat has tools", remedy="give messages")
         if self.parse_special and self.messages is not None:
             raise FieldError("parse_special", "what messages spell is text", remedy="leave it out, or give prompt")
+        if self.messages is not None:
+            self.check_continued(self.messages)
+        elif self.add_generation_prompt is False or self.continue_final_message or self.chat_template_kwargs:
+            names = ("continue_final_message", "chat_template_kwargs", "add_generation_prompt")
+            name = next(name for name in names if getattr(self, name) not in (None, {}))
+            raise FieldError(name, "only a chat has a template", remedy="give messages")
         turns(self.messages or ())
         return self
 

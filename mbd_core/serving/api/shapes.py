@@ -118,6 +118,8 @@ class Measures(TypedDict):
     """where tokens were drawn"""
     speed: NotRequired[float]
     """where a speed was asked for: the point that was taken"""
+    notes: NotRequired[list[str]]
+    """fields of the request that have no effect, each with its reason"""
 
 
 class TerminalFields(TypedDict):

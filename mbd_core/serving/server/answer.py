@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mbd_core.decoding.blocks.request import Counts, FinishReason, Output, Request, Rollout
+from mbd_core.decoding.blocks.request import Counts, FinishReason, Output, Request, Rollout, TopTokens
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.fields import TemplateTokens
 from mbd_core.serving.api.replies import Reply, ReplyChoice, frame_fields
@@ -102,6 +102,7 @@ def by_tokens(step: TextStep) -> Iterator[TextStep]:
             new_tokens=(token,),
             output=step.output if i == last else None,
             logprobs=None if step.logprobs is None else step.logprobs[i : i + 1],
+            tops=None if step.tops is None else step.tops[i : i + 1],
             rollout=None if step.rollout is None else _part(step.rollout, i, ends=i == last),
             pieces=(text,),
         )
@@ -183,7 +184,7 @@ class Answer:
                 index,
                 self._details.text(text, output.tokens, echo=self._echoes[index]),
                 reason=output.finish_reason,
-                logprobs=self._logprobs_of(index, output.tokens, output.logprobs),
+                logprobs=self._logprobs_of(index, output.tokens, output.logprobs, output.tops),
                 details=self._details.of_prompt(request.prompt)
                 | self._details.of(output.tokens, output.rollout, ends=True)
                 | self._details.of_answer(output.tokens),
@@ -270,12 +271,18 @@ class Answer:
     def _chunk_of(self, index: int, step: TextStep) -> Chunk | None:
         """The chunk of a part of a step, `None` where it has nothing to say."""
         ends = step.output is not None
-        logprobs = self._logprobs_of(index, step.new_tokens, step.logprobs) if step.new_tokens else None
+        logprobs = self._logprobs_of(index, step.new_tokens, step.logprobs, step.tops) if step.new_tokens else None
         details = self._details.of(step.new_tokens, step.rollout, ends=ends)
         piece = self._read(index, step.text, ends=ends)
         if not (piece.content or piece.calls or logprobs or (details and (step.new_tokens or ends))):
             return None
         return self._chunk(index, text=piece.content, calls=piece.calls, logprobs=logprobs, details=details)
 
-    def _logprobs_of(self, index: int, tokens: tuple[int, ...], logprobs: tuple[float, ...] | None) -> Logprobs:
-        return None if self._logprobs is None else self._logprobs[index].add(tokens, logprobs or ())
+    def _logprobs_of(
+        self,
+        index: int,
+        tokens: tuple[int, ...],
+        logprobs: tuple[float, ...] | None,
+        tops: tuple[TopTokens, ...] | None,
+    ) -> Logprobs:
+        return None if self._logprobs is None else self._logprobs[index].add(tokens, logprobs or (), tops)

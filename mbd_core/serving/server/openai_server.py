@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
-from mbd_core.checkpoint.chat import decode_text
+from mbd_core.checkpoint.chat import decode_text, unknown_variables
 from mbd_core.checkpoint.tokenizer import grammars_of
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.methods import SpeedPoint
@@ -242,6 +242,7 @@ class OpenAIServer:
             num_choices=api_request.num_choices,
             seed=seed if api_request.draws else None,
             speed=None if api_request.speed is None else route.point(api_request.speed)[0],
+            notes=route.notes(api_request),
         )
         watch.on_accepted(requests)
         if isinstance(api_request, CompletionRequest) and api_request.scores_prompt:
@@ -406,7 +407,17 @@ class _Route:
     def _chat_prompts(self, api_request: ChatRequest) -> list[list[int]]:
         if api_request.call_rule is not None:
             check_calls(self.model)
-        return [chat_ids(self.model, api_request.turns, tools=api_request.shown_tools)]
+        return [chat_ids(self.model, api_request.turns, api_request, tools=api_request.shown_tools)]
+
+    def notes(self, api_request: ApiRequest) -> list[str]:
+        """The fields that were taken and have no effect."""
+        unknown: list[str] = []
+        if isinstance(api_request, ChatRequest):
+            unknown = unknown_variables(self.model.tokenizer, api_request.chat_template_kwargs or {})
+        return [
+            *api_request.notes,
+            *(f"chat_template_kwargs.{clip(n)}: the chat template has no such variable" for n in unknown),
+        ]
 
     def point(self, speed: float) -> tuple[float, SpeedPoint]:
         """The point of the model's front at `speed`, and its own speed; `ApiError` (400) where there is no front."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Self
 
-from mbd_core.decoding.blocks.request import Frame, Output, Request, Rollout, StepOutput
+from mbd_core.decoding.blocks.request import Frame, Output, Request, Rollout, StepOutput, TopTokens
 from mbd_core.serving.text.committed import CommittedText
 from mbd_core.serving.tokens.stream import FairTurns, TimeLimit, TokenSource, TokenStream, TooManyRequests, has_room
 
@@ -23,9 +23,9 @@ class TextStep:
     are what each of the new tokens made certain of it, in the first place of the text.
 
     A request that met a stop string ends with finish_reason "stop"; its tokens, log-probabilities and counts then
-    include the token that completed the stop string and none after it. `logprobs` and `rollout` go with `new_tokens`,
-    where the request asked for them, as does `frame`, which the step's forward left. `weights` are as in `StepOutput`,
-    `num_forwards` those of its request so far.
+    include the token that completed the stop string and none after it. `logprobs`, `tops` and `rollout` go with
+    `new_tokens`, where the request asked for them, as does `frame`, which the step's forward left. `weights` are as in
+    `StepOutput`, `num_forwards` those of its request so far.
     """
 
     request_id: str
@@ -33,6 +33,7 @@ class TextStep:
     new_tokens: tuple[int, ...]
     output: Output | None
     logprobs: tuple[float, ...] | None = None
+    tops: tuple[TopTokens, ...] | None = None
     rollout: Rollout | None = None
     frame: Frame | None = None
     weights: tuple[int, int] = (0, 0)
@@ -169,6 +170,7 @@ class _AnswerText:
         self._request, self._text = request, text
         self._tokens = list(request.committed)
         self._logprobs: list[float] = []
+        self._tops: list[TopTokens] = []
         self._rollout = Rollout() if request.rollout else None
 
     def add(self, step: StepOutput) -> TextStep:
@@ -183,6 +185,7 @@ class _AnswerText:
         tail = "" if output is None else self._text.finish()
         num_new = self._text.num_tokens - num_earlier
         logprobs = None if step.logprobs is None else step.logprobs[:num_new]
+        tops = None if step.tops is None else step.tops[:num_new]
         rollout = step.rollout
         if rollout is not None and num_new < len(step.new_tokens):
             end = len(self._request.prompt) + len(self._tokens) + num_new
@@ -191,6 +194,7 @@ class _AnswerText:
             self._rollout = self._rollout.then(rollout)
         self._tokens += step.new_tokens[:num_new]
         self._logprobs += logprobs or ()
+        self._tops += tops or ()
         if self._text.stopped:
             output = Output(
                 request_id=self._request.request_id,
@@ -198,6 +202,7 @@ class _AnswerText:
                 finish_reason="stop",
                 counts=replace(step.counts, num_tokens=len(self._tokens)),
                 logprobs=tuple(self._logprobs) if self._request.logprobs else None,
+                tops=tuple(self._tops) if self._request.top_logprobs else None,
                 rollout=self._rollout,
             )
         return TextStep(
@@ -206,6 +211,7 @@ class _AnswerText:
             new_tokens=step.new_tokens[:num_new],
             output=output,
             logprobs=logprobs,
+            tops=tops,
             rollout=rollout,
             frame=step.frame,
             weights=step.weights,

@@ -86,7 +86,9 @@ class CommittedText:
     by the tokens before it.
     """
 
-    def __init__(self, decode: Decode, stops: StopStrings | None = None) -> None:
+    def __init__(self, decode: Decode, stops: StopStrings | None = None, *, min_tokens: int = 0) -> None:
+        """In the text of the first `min_tokens` tokens no stop string is looked for."""
+        self._min_tokens = min_tokens
         self._decode, self._matcher = decode, (stops or StopStrings()).matcher()
         self._window: list[int] = []
         self._num_context = 0  # tokens of the window whose text is out
@@ -119,7 +121,7 @@ class CommittedText:
         return text
 
     def _release(self, delta: str) -> str:
-        match = self._matcher.push(delta)
+        match = self._matcher.push(delta) if self.num_tokens > self._min_tokens else None
         text = self._ending + delta
         if match is not None:
             self.stopped = True

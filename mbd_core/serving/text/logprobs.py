@@ -1,9 +1,11 @@
 """Log-probabilities of an answer's tokens in OpenAI's two shapes: chat's objects and completions' columns."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import TypedDict
 
+from mbd_core.decoding.blocks.request import TopTokens
 from mbd_core.serving.text.committed import BROKEN, CommittedText, Decode
 
 if TYPE_CHECKING:
@@ -12,11 +14,14 @@ if TYPE_CHECKING:
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI writes this
 
 
-class TokenLogprob(TypedDict):
+class TopLogprob(TypedDict):
     token: str
     logprob: float
     bytes: list[int] | None
-    top_logprobs: list[None]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(TypedDict):
@@ -30,7 +35,8 @@ class CompletionLogprobs(TypedDict):
     token_logprobs: list[float | None]
     """null for the first token of a prompt that is scored"""
     top_logprobs: list[dict[str, float] | None] | None
-    """the likeliest token of each place, with `echo` and `logprobs` 1"""
+    """with `logprobs` above 0: so many likeliest tokens of each place, and the place's own token; with `echo` the
+    likeliest one alone"""
     text_offset: list[int]
     """where each token begins in the choice's text"""
 
@@ -72,17 +78,29 @@ class ChoiceLogprobs:
         self._text = CommittedText(decode)
         self._length = 0
 
-    def add(self, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> ChatLogprobs | CompletionLogprobs:
-        """The entries of the next tokens (natural logarithms)."""
+    def add(
+        self, tokens: tuple[int, ...], logprobs: tuple[float, ...], tops: Sequence[TopTokens] | None = None
+    ) -> ChatLogprobs | CompletionLogprobs:
+        """The entries of the next tokens (natural logarithms), with the likeliest `tops` of their places."""
         if not self._chat:
-            return self.columns(tokens, logprobs)
+            columns = self.columns(tokens, logprobs)
+            if tops is not None:
+                own = zip(tokens, logprobs, tops, strict=True)
+                columns["top_logprobs"] = [self._by_name((*top, (token, value))) for token, value, top in own]
+            return columns
         entries: list[TokenLogprob] = []
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            text, raw = self._texts(token)
-            bytes_of = None if raw is None else list(raw)
-            value = max(logprob, LEAST_LOGPROB)
-            entries.append({"token": text, "logprob": value, "bytes": bytes_of, "top_logprobs": []})
+        for i, pair in enumerate(zip(tokens, logprobs, strict=True)):
+            others = [] if tops is None else [self._entry(*top) for top in tops[i]]
+            entries.append({**self._entry(*pair), "top_logprobs": others})
         return {"content": entries, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> TopLogprob:
+        text, raw = self._texts(token)
+        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": None if raw is None else list(raw)}
+
+    def _by_name(self, pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Log-probabilities by the names of their tokens; of two with one name the first."""
+        return {self.name(token): max(value, LEAST_LOGPROB) for token, value in reversed(pairs)}
 
     def columns(self, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> CompletionLogprobs:
         """The entries of the next tokens, as completions have them."""

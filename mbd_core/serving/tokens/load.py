@@ -91,7 +91,7 @@ def load_engine(
     """
     contents = read_folder(folder)
     config = slots_chosen(contents, config)
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
     dtype = torch.float32 if device.type == "cpu" else None
     grammars = grammars_of(contents.tokenizer, contents.config)
     engine: Engine
@@ -126,6 +126,11 @@ def load_engine(
         raise
     defaults = decoding_defaults(contents, config)
     return LoadedModel(folder.name, engine, contents.tokenizer, contents.config, defaults, contents.stored_dtype)
+
+
+def default_device() -> torch.device:
+    """The GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def decoding_defaults(folder: ModelFolder, config: EngineConfig) -> dict[str, Any]:

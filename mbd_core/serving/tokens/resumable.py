@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-from mbd_core.decoding.blocks.request import Counts, Request, Rollout, StepOutput
+from mbd_core.decoding.blocks.request import Counts, Request, Rollout, StepOutput, TopTokens
 from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost, TokenSource, TokenStream, TooManyRequests
 
 MAX_LOSSES = 3  # of one request: one that itself breaks every engine must not break them all for ever
@@ -49,6 +49,7 @@ class _Resumption:
         self._stream: TokenStream | None = None
         self._tokens: list[int] = []  # handed out
         self._logprobs: list[float] = []
+        self._tops: list[TopTokens] = []
         self._rollout = Rollout() if request.rollout else None
         self._closing: tuple[int, ...] = request.closing
         self._repeats: list[int] = []  # handed out, and to come again from a canvas that began anew
@@ -125,6 +126,7 @@ class _Resumption:
         new_tokens, logprobs = self._without_repeats(step)
         self._tokens += new_tokens
         self._logprobs += logprobs or ()
+        self._tops += step.tops or ()
         if step.rollout is not None and self._rollout is not None:
             self._rollout = self._rollout.then(step.rollout)
         if step.commits:  # what a frame shows beyond that is decoded again elsewhere
@@ -137,6 +139,7 @@ class _Resumption:
                 tokens=(*self._request.committed, *self._tokens),
                 counts=counts,
                 logprobs=None if output.logprobs is None else tuple(self._logprobs),
+                tops=None if output.tops is None else tuple(self._tops),
                 rollout=self._rollout,
             )
         self._weights = (self._weights[0] if self._weights else step.weights[0], step.weights[1])

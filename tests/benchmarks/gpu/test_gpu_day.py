@@ -84,7 +84,7 @@ def test_a_machine_with_few_packages_runs_the_checks(tmp_path: Path) -> None:
     missing = {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in named} - PACKAGES
     assert {"llguidance", "pydantic", "pydantic_core", "math_verify", "ray", "openai"} <= missing
     script = BARE.replace("{missing}", repr(missing))
-    paths = [root, root / "tests", root / "tests" / "support"]
+    paths = [root, root / "tests", *(root / "tests" / "support").iterdir()]
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)],
         cwd=root,
@@ -169,7 +169,7 @@ def test_the_day_stops_where_no_graph_can_hold_the_attention(tmp_path: Path, mon
     day = gpu_sections.Day(device=torch.device("cuda", 0), out=tmp_path)
     reference = AttentionKernel(name="reference", bind=lambda layout: lambda q, k, v: q, capturable=False)
     monkeypatch.setattr(gpu_sections, "resolve", lambda *_, **__: reference)
-    with pytest.raises(RuntimeError, match="no CUDA graph can hold the attention"):
+    with pytest.raises(RuntimeError, match="no CUDA graph"):
         gpu_sections.machine(day)
 
 
@@ -212,5 +212,5 @@ def test_a_step_below_its_floor_is_an_error(tmp_path: Path, monkeypatch: pytest.
     rows = gpu_sections.steps(toy_day(tmp_path), shape="tiny-llada2", rows=1)
     row = next(rows)
     assert row["step_over_floor"] < 1 and row["tiles"][1:] == [64, 128, 2, 4], "the tiles of inference are named"
-    with pytest.raises(RuntimeError, match="faster than its floor"):
+    with pytest.raises(RuntimeError, match="its floor"):
         next(rows)

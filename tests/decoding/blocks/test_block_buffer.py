@@ -12,16 +12,22 @@ from hypothesis import strategies as st
 
 from mbd_core.decoding.blocks.acceptance import Prediction
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
-from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.blocks.literal_algorithms import Tokens, Weights, block_buffer_multibd, naive_multibd
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
+from mbd_core.decoding.blocks.literal_algorithms import (
+    Predictions,
+    Tokens,
+    Weights,
+    block_buffer_multibd,
+    naive_multibd,
+)
 from mbd_core.decoding.blocks.request import Request
 
 MASK, EOS, VOCAB = 0, 1, 12
 
 
 def oracle(
-    seed: int, prefix: list[int], blocks: list[Tokens], weights: list[Weights]
-) -> list[list[tuple[int, float]]]:
+    seed: int, prefix: list[int], blocks: list[Tokens], weights: list[Weights], by_entropy: bool
+) -> list[Predictions]:
     """A model made of a hash: a block's predictions depend on the prefix and on the blocks up to itself. Often it says
     a token again, else revision would never end."""
     out = []
@@ -32,14 +38,16 @@ def oracle(
         for token in blocks[i]:
             again = token if token and rng.random() < 0.8 else rng.randrange(1, VOCAB)
             slot.append((again, rng.choice((0.1, 0.5, 0.9, rng.random()))))
-        out.append([(t, float(torch.tensor(c, dtype=torch.float64).float())) for t, c in slot])
+        rounded = [(t, float(torch.tensor(c, dtype=torch.float64).float())) for t, c in slot]
+        # an entropy that falls with the confidence, in eighths: sums of these are exact in any order
+        out.append([(t, c, -round(8 - 8 * c) / 8 if by_entropy else c) for t, c in rounded])
     return out
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[list[int], int, DecodingConfig, int, bool]:
     size = draw(st.sampled_from([1, 2, 4, 5]))
-    kind = draw(st.sampled_from(["m2t", "t2t", "soft"]))
+    kind = draw(st.sampled_from(["m2t", "t2t", "soft", "entropy"]))
     revision: dict[str, Any] = {
         "m2t": {
             "tokens_per_step": draw(st.integers(1, size)),
@@ -47,15 +55,21 @@ def problems(draw: st.DrawFn) -> tuple[list[int], int, DecodingConfig, int, bool
         },
         "t2t": {"t2t": T2T(tau=draw(st.sampled_from([0.0, 0.4, 0.8])), max_edits=draw(st.integers(1, 4)))},
         "soft": {"soft": Soft(stop_confidence=draw(st.sampled_from([0.1, 0.5, 0.9])))},
+        "entropy": {
+            "entropy": EntropyBound(
+                gamma=draw(st.sampled_from([0.0, 0.125, 0.5, 1.5])), rule=draw(st.sampled_from(["paper", "jetengine"]))
+            ),
+            "t2t": draw(st.sampled_from([None, T2T(tau=0.4, max_edits=2)])),
+        },
     }[kind]
-    if kind != "m2t":
+    if kind in ("t2t", "soft"):
         revision["tau_stable"] = draw(st.sampled_from([None, 0.0, 0.5, 0.9]))
     config = DecodingConfig(
         block_size=size,
         buffer_size=draw(st.integers(1, 4)),
         tau_add=draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])),
         tau_semi=draw(st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0])),
-        tau_m2t=draw(st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0])),
+        **({} if kind == "entropy" else {"tau_m2t": draw(st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0]))}),
         **revision,
     )
     # MASK (0) may stand in a prompt: there it is data
@@ -87,8 +101,8 @@ def run_buffer(
             buffer.hold_to(next(limits))
         buffer.activate()
         token = torch.zeros((len(batch), 4, size), dtype=torch.int64)
-        confidence = torch.zeros((len(batch), 4, size))
-        for row, (_, _, _, seed, _) in enumerate(batch):
+        confidence, score = torch.zeros((len(batch), 4, size)), torch.zeros((len(batch), 4, size))
+        for row, (_, _, config, seed, _) in enumerate(batch):
             if ends[row]:
                 continue
             resident = int(buffer.resident_RN[row].sum())
@@ -100,12 +114,13 @@ def run_buffer(
             counts[row][0] += 1
             counts[row][1] += not bool(buffer.active_RN[row].any())
             weights = buffer.weight_RNB[row, :resident].tolist()
-            for n, slot in enumerate(oracle(seed, cached[row], blocks, weights)):
-                token[row, n] = torch.tensor([t for t, _ in slot])
-                confidence[row, n] = torch.tensor([c for _, c in slot])
-        quotas = any(config.tokens_per_step > 1 for _, _, config, _, _ in batch)
+            for n, slot in enumerate(oracle(seed, cached[row], blocks, weights, config.entropy is not None)):
+                token[row, n] = torch.tensor([t for t, _, _ in slot])
+                confidence[row, n] = torch.tensor([c for _, c, _ in slot])
+                score[row, n] = torch.tensor([s for _, _, s in slot])
+        quotas = any(config.accepts_several for _, _, config, _, _ in batch)
         revises = any(config.revises for _, _, config, _, _ in batch)
-        done = buffer.commit(Prediction(token, confidence, confidence), revises=revises, quotas=quotas)
+        done = buffer.commit(Prediction(token, confidence, score), revises=revises, quotas=quotas)
         for row, (prompt, max_tokens, _, _, stops) in enumerate(batch):
             for block in done.tokens_RNB[row, : int(done.num_blocks_R[row])].tolist():
                 for t in block:
@@ -130,8 +145,8 @@ def reference(
 ) -> tuple:
     prompt, max_tokens, config, seed, stops = problem
 
-    def model(prefix: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[list[tuple[int, float]]]:
-        return oracle(seed, prefix, blocks, weights)
+    def model(prefix: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[Predictions]:
+        return oracle(seed, prefix, blocks, weights, config.entropy is not None)
 
     eos = (EOS,) if stops else ()
     if naive:

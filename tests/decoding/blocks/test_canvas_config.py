@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mbd_core.decoding.blocks.canvas_config import Branches, Leap, Refresh
+from mbd_core.decoding.blocks.canvas_config import Branches, Leap, MultiBlock, Refresh
 from mbd_core.decoding.blocks.config import decoding_config
 
 
@@ -36,6 +36,9 @@ from mbd_core.decoding.blocks.config import decoding_config
         ({"branches": Branches(), "block_length": 8}, "canvas.block_length"),
         ({"branches": Branches(), "leap": Leap()}, "canvas.leap"),
         ({"branches": Branches(), "cfg_scale": 1.0}, "canvas.cfg_scale"),
+        ({"branches": Branches(), "multi_block": MultiBlock()}, "canvas.multi_block"),
+        ({"multi_block": MultiBlock(), "tau": 0.5}, "canvas.tau"),
+        ({"multi_block": {"refresh": 3}}, "refresh=3"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(fields: dict[str, Any], named: str) -> None:

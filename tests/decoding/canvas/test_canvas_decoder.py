@@ -10,7 +10,7 @@ from fake_canvas_model import MASK, TAIL, FakeModel, drive, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, Refresh
+from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock, Refresh
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
 from mbd_core.decoding.canvas.plan import Lane, num_lanes
@@ -23,7 +23,9 @@ CACHES = st.sampled_from(["none", "prefix", "dual"])
 def canvases(draw: st.DrawFn, max_tokens: int) -> Canvas:
     """Any method there is."""
     kind = draw(
-        st.sampled_from(["quota", "schedule", "origin", "threshold", "factor", "candidates", "leap", "branches"])
+        st.sampled_from(
+            ["quota", "schedule", "origin", "threshold", "factor", "candidates", "leap", "branches", "multi_block"]
+        )
     )
     if kind == "branches":
         lengths = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 16]), min_size=1, max_size=4, unique=True))
@@ -34,6 +36,19 @@ def canvases(draw: st.DrawFn, max_tokens: int) -> Canvas:
                 tau_merge=draw(st.sampled_from([0.05, 0.3, 1.0])),
                 tau_sync=draw(st.sampled_from([0, 2, 1000])),
                 refresh=draw(st.sampled_from([1, 4, 1000])),
+            ),
+        )
+    if kind == "multi_block":
+        delay = draw(st.sampled_from([None, 0, 1, 3]))
+        return Canvas(
+            block_length=draw(LENGTHS),
+            multi_block=MultiBlock(
+                tau_entropy=draw(st.sampled_from([0.0, 1.0, 2.5])),
+                tau_add=draw(st.sampled_from([0.0, 0.1, 1.0])),
+                tau_active=draw(st.sampled_from([0.0, 0.5, 1.0])),
+                cache_delay=delay,
+                refresh=None if delay is None else draw(st.sampled_from([None, 1, 3])),
+                rule=draw(st.sampled_from([None, "llada", "dream"])),
             ),
         )
     refresh = draw(
@@ -136,7 +151,7 @@ def test_an_eos_only_cuts(problem: tuple[Canvas, dict[str, Any], int], eos: set[
     canvas, rest, seed = problem
     ends = make(canvas, eos=tuple(eos), **rest)
     drive(ends, FakeModel(seed))
-    if canvas.branches is not None:  # another branch may win
+    if canvas.branches or canvas.multi_block:  # another branch may win; earlier blocks see the EOS behind them
         assert not set(ends.tokens[:-1]) & eos
         return
     full = drive(make(canvas, **rest), FakeModel(seed))

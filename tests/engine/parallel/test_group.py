@@ -76,7 +76,7 @@ def test_places_are_checked(folders: dict[str, Path]) -> None:
 
 def test_a_missing_rank_is_an_error_and_the_process_can_start_another_group(folders: dict[str, Path]) -> None:
     store = open_store("127.0.0.1", size=2, timeout=1)
-    with pytest.raises(RankLost, match=r"did not meet all 2 ranks .* within 1 s: 1 arrived"):
+    with pytest.raises(RankLost, match=r"within 1 s: 1 arrived"):
         init_group(rank_of(0, 2, store.port, timeout=1), store=store)
     assert not dist.is_initialized()
     with closing(start_parallel(folders["dense"], SIZES, size=2, timeout=LIMIT)) as engine:

@@ -39,9 +39,7 @@ def test_ranks_sleep_and_wake_up_together_or_not_at_all(
             with pytest.raises(ValueError, match="sleeps already"):
                 engine.sleep()
             if number == 0:
-                with pytest.raises(
-                    torch.OutOfMemoryError, match="rank 1: there is not enough memory to wake up: full"
-                ):
+                with pytest.raises(torch.OutOfMemoryError, match=r"rank 1: .* wake up: full"):
                     engine.wake_up()
                 assert engine.asleep and cache.k.untyped_storage().nbytes() == 0
             engine.wake_up()

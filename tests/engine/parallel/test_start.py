@@ -32,7 +32,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     check_size(DENSE, 1, device="cuda")
     check_size(DENSE, 2, device="cpu")
-    with pytest.raises(ValueError, match="tensor_parallel=2 needs a GPU for each rank; this process sees 1"):
+    with pytest.raises(ValueError, match="tensor_parallel=2 needs a GPU"):
         check_size(DENSE, 2, device="cuda")
 
 

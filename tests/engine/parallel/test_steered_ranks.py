@@ -37,6 +37,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "calls": {"grammar": Grammar(syntax="lark", text=CALLS, may_be_cut=True), "max_tokens": 30},
     "template": {"template": (*[None] * 5, 20, 21, 22, *[None] * 4), "max_tokens": 12, "ignore_eos": True},
     "scores": {"template": (30, 31, 32, 33, None), "max_tokens": 5, "ignore_eos": True, "scored": True},
+    "adjusted": {
+        "sampling": Sampling(logit_bias=((30, 2.0),), repetition_penalty=1.3, presence_penalty=0.5),
+        "min_tokens": 20,
+        "max_tokens": 24,
+        "top_logprobs": 3,
+    },
+    "adjusted and drawn": {
+        "sampling": Sampling(temperature=0.9, min_p=0.02, frequency_penalty=0.5, seed=4),
+        "ignore_eos": True,
+        "stop_token_ids": (60, 61),
+        "max_tokens": 24,
+    },
 }
 
 

@@ -174,7 +174,7 @@ def test_seeds_of_a_task_that_reads_a_file_are_not_joined(tmp_path: Path) -> Non
                 for part in parts:
                     folder.write_part(part.number, graded_table(part))
     assert summarize_sweeps([tmp_path / "gsm-mini-0", tmp_path / "gsm-mini-1"]).num_samples == 12
-    with pytest.raises(ValueError, match=r"from sweeps that differ; .* \(a seed changes nothing of the problems of a"):
+    with pytest.raises(ValueError, match=r"from sweeps that differ"):
         summarize_sweeps([tmp_path / "gsm8k-0", tmp_path / "gsm8k-1"])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from planned_samples import planned_samples
+from sweep_rows import planned_samples
 
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.blocks.request import Counts, Output, Request, Rollout

@@ -4,7 +4,7 @@ import json
 
 import pyarrow as pa
 import pytest
-from planned_samples import planned_samples
+from sweep_rows import planned_samples
 
 from mbd_core.evaluation.sandbox.processes import available_isolation
 from mbd_core.evaluation.sweep import grading as grade_stage

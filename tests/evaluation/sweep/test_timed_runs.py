@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned_samples import planned_samples
+from sweep_rows import planned_samples
 
 from mbd_core.decoding.blocks.request import Request, StepOutput
 from mbd_core.engine.config import EngineConfig

@@ -30,10 +30,10 @@ def paper(name: str) -> str:
 
 def test_recipes_are_found_by_name_and_ours_has_every_task() -> None:
     assert all(find_recipe(name).name == name for name in RECIPES)
-    with pytest.raises(ValueError, match="unknown recipe 'bd3lm'; known: own, bare, mbd-lms, mbd-lms-sdar"):
+    with pytest.raises(ValueError, match="'bd3lm'; known: own, bare"):
         find_recipe("bd3lm")
     assert set(OWN.prompts) == set(REAL_TASKS)
-    with pytest.raises(ValueError, match="recipe 'blockbatch' has no prompt for task 'mbpp-plus'; it has gsm8k, math"):
+    with pytest.raises(ValueError, match=r"'blockbatch' .*'mbpp-plus'; it has gsm8k, math"):
         find_recipe("blockbatch").task_prompt("mbpp-plus")
 
 

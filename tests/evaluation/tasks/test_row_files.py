@@ -67,12 +67,10 @@ def test_what_the_hub_cannot_give_is_one_sentence(monkeypatch: pytest.MonkeyPatc
     task = find_task("gsm8k")
     with pytest.raises(ValueError, match=r"^hub:x/y, row 1: no column 'answer'"):
         load_problems(task, data="hub:x/y")
-    with pytest.raises(
-        ValueError, match=r"^hub:no/such cannot be loaded: FileNotFoundError: Couldn't find 'no/such'$"
-    ):
+    with pytest.raises(ValueError, match=r"^hub:no/such cannot be loaded: FileNotFoundError"):
         load_problems(task, data="hub:no/such")
     with pytest.raises(ValueError, match="hub: names no data set"):
         load_problems(task, data="hub:")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match="cannot be read without the package datasets"):
+    with pytest.raises(ValueError, match="the package datasets"):
         load_problems(task, data="hub:x/y")

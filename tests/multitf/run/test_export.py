@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from d2f_states import D2F_STATES
 from family_models import FAMILIES, random_model, rewrite
 from safetensors.torch import load_file, save_file
+from trainer_state import D2F_STATES
 
 from jobs.convert_checkpoint import main as convert_checkpoint
 from mbd_core.checkpoint.config import load_config
@@ -31,7 +31,7 @@ from mbd_core.multitf.step.workers import ALONE
 from mbd_core.ops.attention.whole import DenseAttention
 from mbd_core.tasks.tiny_tokenizer import train_tokenizer
 
-SUPPORT = Path(__file__).parent.parent.parent / "support"
+SUPPORT = Path(__file__).parent.parent.parent / "support" / "models"
 CODE = {
     "sdar": ("SDARConfig", "modeling_sdar.SDARForCausalLM"),
     "sdar-moe": ("SDARMoeConfig", "modeling_sdar_moe.SDARMoeForCausalLM"),

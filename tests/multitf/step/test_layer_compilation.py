@@ -4,22 +4,19 @@ Most tests take `aot_eager`, which traces as inductor does and generates no code
 """
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from family_models import FAMILIES, random_model
+from gloo_workers import started
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from cluster.local import free_ports
 from mbd_core.multitf.config import LoraSettings, TrainConfig
 from mbd_core.multitf.data.encoding import Example
 from mbd_core.multitf.states.layout import StateConfig
@@ -31,7 +28,6 @@ from mbd_core.ops.attention import whole as attention_flex
 from mbd_core.ops.attention.whole import FlexAttention, block_mask
 
 B = 4
-SUPPORT = Path(__file__).resolve().parent.parent.parent / "support"
 LENGTHS = (16, 24, 40, 32, 20, 48, 28, 36, 12, 44, 52, 56)
 
 
@@ -125,20 +121,8 @@ def test_inductor_s_losses_are_the_eager_ones() -> None:
 @pytest.mark.slow
 def test_two_workers_train_compiled_layers_as_eager_ones(tiny_model_dir: Path, tmp_path: Path) -> None:
     """Replicated weights, and sharded ones, which are gathered around the compiled layer."""
-    (port,) = free_ports(1)
-    paths = os.pathsep.join([str(SUPPORT), str(SUPPORT.parent.parent)])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": paths}
-    command = [sys.executable, str(SUPPORT / "compiled_pair.py"), str(tiny_model_dir), str(tmp_path / "losses.json")]
-    workers = [
-        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
-    try:
+    with started("compiled_pair.py", str(tiny_model_dir), str(tmp_path / "losses.json")) as workers:
         assert [worker.wait(300.0) for worker in workers] == [0, 0]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
     found = json.loads((tmp_path / "losses.json").read_text())
     for sharding in ("replicated", "sharded"):
         assert len(found[f"{sharding} eager"]) == 3

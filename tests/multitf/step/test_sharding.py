@@ -1,6 +1,6 @@
 """Two workers over gloo on a CPU: sharded and replicated weights train the same, from each other's checkpoints too.
 
-What they compute runs in two processes at once (`tests/support/training_pair.py`); here it is compared with one.
+What they compute runs in two processes at once (`tests/support/training/training_pair.py`); one is the comparison.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Tensor- and expert-parallel workers over gloo on a CPU compute what one worker does: losses, gradients, checkpoints.
 
-What they compute runs in processes of their own (`tests/support/training_groups.py`).
+What they compute runs in processes of their own (`tests/support/training/training_groups.py`).
 """
 
 import json

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from d2f_states import D2F_STATES
 from family_models import FAMILIES, random_model
-from trainer_state import load_trainer, trainer_state
+from trainer_state import D2F_STATES, load_trainer, trainer_state
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import LoraSettings, TrainConfig

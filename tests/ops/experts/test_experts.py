@@ -91,11 +91,11 @@ def test_choice_of_experts_and_its_reasons() -> None:
     assert bare.name == "grouped" and bare.reasons["triton"] == "triton is not installed"
     old = resolve_experts(CUDA, torch.bfloat16, capability=(8, 0), has_triton=False)
     assert old.name == "loop" and "waits for the host" in old.reasons["grouped"]
-    with pytest.raises(ValueError, match="'triton' cannot be used: it needs a CUDA device"):
+    with pytest.raises(ValueError, match=r"'triton' .*a CUDA device"):
         resolve_experts(CPU, torch.float32, "triton")
-    with pytest.raises(ValueError, match="'grouped' cannot be used: on CUDA it takes bfloat16, not float16"):
+    with pytest.raises(ValueError, match=r"'grouped' .*bfloat16, not float16"):
         resolve_experts(CUDA, torch.float16, "grouped", capability=(9, 0), has_triton=True)
-    with pytest.raises(ValueError, match=r"'fused' is unknown; choose one of .*triton, grouped, loop"):
+    with pytest.raises(ValueError, match=r"'fused' is unknown; .*triton, grouped, loop"):
         resolve_experts(CPU, torch.float32, "fused")
 
 

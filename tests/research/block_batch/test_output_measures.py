@@ -29,7 +29,7 @@ def test_the_oracle_keeps_accuracy_and_forwards_of_one_block_length() -> None:
     assert (report.mixed.accuracy, report.mixed.num_forwards) == (0.5, 20.0)
     assert report.chosen == {4: 0, 8: 1, 16: 1}
     assert (report.fixed[4].accuracy, report.fixed[4].num_forwards) == (0.5, 70.0)
-    with pytest.raises(ValueError, match="sample 1 has block lengths"):
+    with pytest.raises(ValueError, match="sample 1"):
         per_sample_oracle([{4: run(1, 1)}, {8: run(1, 1)}])
 
 

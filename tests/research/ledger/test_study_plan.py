@@ -80,7 +80,7 @@ def test_no_model_is_trained_or_evaluated_by_two_experiments(tmp_path: Path) -> 
 def test_an_experiment_needs_the_rows_of_those_before_it(tmp_path: Path) -> None:
     check_earlier(tmp_path, "ordering")
     for earlier, experiment in pairwise(ORDER):
-        with pytest.raises(ValueError, match=f"alignment compares with the rows of {earlier}.*run {earlier} first"):
+        with pytest.raises(ValueError, match=f"run {earlier} first"):
             check_earlier(tmp_path, "alignment")
         (tmp_path / earlier).mkdir()
         (tmp_path / earlier / ROWS).touch()
@@ -89,7 +89,7 @@ def test_an_experiment_needs_the_rows_of_those_before_it(tmp_path: Path) -> None
 
 def test_another_study_is_refused_by_what_differs(tmp_path: Path) -> None:
     claim(tmp_path, PLAN)
-    with pytest.raises(ValueError, match="holds another study: its base, problems differ"):
+    with pytest.raises(ValueError, match="base, problems differ"):
         claim(tmp_path, replace(PLAN, base="another", problems=21))
 
 

@@ -131,12 +131,12 @@ def test_a_value_that_is_refused_is_not_written_out(monkeypatch: pytest.MonkeyPa
 
     cases = [({str(i): 0 for i in range(MANY)}, "this value"), ([1] * MANY, "this value"), (2**70, "this value")]
     for value, shown in [*cases, ("a" * MANY, '"aaa'), (0.5, "0.5"), (True, "true")]:
-        body = dumps({"model": "m", "prompt": "a", "logit_bias": value}).encode()
+        body = dumps({"model": "m", "prompt": "a", "length_penalty": value}).encode()
         with monkeypatch.context() as patched:
             patched.setattr(json, "dumps", counted)
             error = refusal(CompletionRequest, body)
-        assert error.param == "logit_bias" and error.message.startswith(f"logit_bias: {shown}")
-        assert error.message.endswith("is not supported; leave it out or give {}")
+        assert error.param == "length_penalty" and error.message.startswith(f"length_penalty: {shown}")
+        assert error.message.endswith("is not supported; leave it out or give 1")
     assert max(written) < 1000
 
 

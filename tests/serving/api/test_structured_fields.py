@@ -78,7 +78,6 @@ def test_guided_fields_hold(tiny_model_dir: Path) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
         ({"response_format": {"type": "xml"}}, "response_format", "xml"),
         ({"response_format": FORMAT, "guided_regex": "a"}, "guided_regex", "give one of them"),
-        ({"guided_regex": "a", "stop": "b"}, "stop", "would cut an answer"),
         ({"guided_regex": "a", "decoding": {"t2t": {}}}, "guided_regex", "t2t changes tokens"),
         ({"guided_choice": []}, "guided_choice", "at least 1 item"),
         ({"guided_regex": "((((a{100}){100}){100}){100})"}, "guided_regex", "was found that the grammar accepts"),
@@ -97,6 +96,22 @@ def test_what_cannot_be_honoured_is_a_400_that_names_its_field(
     assert isinstance(error, ApiError), error
     assert (error.status, error.param) == (400, param), error.message
     assert reason in error.message
+
+
+def test_a_stop_string_ends_an_answer_in_the_middle_of_its_form(tiny_model_dir: Path) -> None:
+    whole, cut, events, never = answers(
+        tiny_model_dir,
+        *(
+            ("complete", {"guided_regex": r'\{"a":"bb","[c-e]{2}":1\}', "temperature": 1.0, "seed": 3} | more)
+            for more in ({}, {"stop": ["zz", '","']}, {"stop": '","', "stream": True}, {"stop": "zz"})
+        ),
+    )
+    text = text_of(whole)
+    assert text_of(cut) == text.split('","')[0] == '{"a":"bb'
+    assert "".join(e["choices"][0]["text"] for e in events if e["choices"]) == text_of(cut)
+    assert cut[0]["choices"][0]["finish_reason"] == "stop"
+    assert cut[0]["usage"]["completion_tokens"] < whole[0]["usage"]["completion_tokens"]
+    assert text_of(never) == text, "a stop string that does not come changes nothing"
 
 
 def test_revision_that_the_model_would_use_is_left_out(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import jsonschema
 import numpy as np
 import openai
 import pytest
+from chat_templates import OTHER_FORM, QWEN, tool_folder
 from local_server import LIMIT, MODEL, ROUTES, LocalServer, answers, openai_client, server_of
-from tool_templates import OTHER_FORM, QWEN, tool_folder
 from transformers import AutoTokenizer
 
 from mbd_core.checkpoint.chat import chat_text

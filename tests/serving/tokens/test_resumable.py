@@ -125,6 +125,23 @@ def test_no_token_is_lost_or_repeated(engine: Engine, lives: list[int | None], e
     assert output.counts.num_forwards == whole.counts.num_forwards
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_penalties_count_what_an_earlier_replica_committed(engine: Engine, temperature: float) -> None:
+    changes = {"frequency_penalty": 1.5, "presence_penalty": 1.0, "repetition_penalty": 1.3, "min_p": 0.01}
+    drawn = Sampling(temperature=temperature, seed=7, logit_bias=((30, 4.0), (31, 3.5)), **changes)
+    request = asked(sampling=drawn, min_tokens=20, logprobs=True, top_logprobs=3)
+    whole = engine.generate([request])[0]
+    plain = replace(request, sampling=Sampling(temperature=temperature, seed=7, logit_bias=drawn.logit_bias))
+    assert whole.tokens != engine.generate([plain])[0].tokens
+    steps, replicas, _ = steps_of(engine, request, [2, 3, 1])
+    output = output_of(steps)
+    assert len(replicas.requests) == 4 and output.tokens == whole.tokens and output.tops is not None
+    assert [[token for token, _ in each] for each in output.tops] == [
+        [t for t, _ in each] for each in whole.tops or ()
+    ]
+    assert tuple(t for s in steps for t in s.tops or ()) == output.tops
+
+
 @pytest.mark.parametrize("buffer_size", [1, 4])
 def test_a_drawn_answer_goes_on_with_its_seed_and_its_limits(engine: Engine, buffer_size: int) -> None:
     request = asked(sampling=Sampling(temperature=1.0, seed=7), buffer_size=buffer_size)

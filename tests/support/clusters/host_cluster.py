@@ -31,7 +31,7 @@ from manifests import BASE_CLUSTER_FILE, environment
 
 from cluster.local import RAY_START, SUPERVISOR
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 600.0  # seconds until a test gives up waiting for a state
 PREFIX = "mbdh"
 FOLDERS = Path("/tmp")  # a short path, wherever TMPDIR points: Ray's sockets lie below it

@@ -1,4 +1,4 @@
-"""The splits of the generated tasks: repeatable, without repetitions, and without a problem in two of them."""
+"""The generated tasks: answers are right; splits repeat, without repetitions, and no problem is in two of them."""
 
 import itertools
 from collections import Counter
@@ -6,10 +6,27 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.graders import grade
+from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.tasks import code_mini, gsm_mini
 from mbd_core.tasks.split import distinct, split_of
 
 Generate = Callable[..., Iterator[dict[str, str]]]
+
+
+@pytest.mark.parametrize(
+    ("task", "generate", "answer"),
+    [("code-mini", code_mini.generate, "canonical_solution"), ("gsm-mini", gsm_mini.generate, "answer")],
+)
+def test_every_generated_answer_is_right_and_another_problem_s_is_not(
+    task: str, generate: Generate, answer: str
+) -> None:
+    rows = itertools.islice(generate(split="test", seed=1), 6)
+    drawn = load_problems(find_task(task), seed=1, limit=6)
+    for problem, row in zip(drawn.problems, rows, strict=True):
+        assert grade(drawn.task, problem, row[answer]).correct
+        assert not grade(drawn.task, problem, "    return None\n").correct
 
 
 @pytest.mark.parametrize("generate", [gsm_mini.generate, code_mini.generate])

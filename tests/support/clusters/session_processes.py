@@ -1,7 +1,8 @@
-"""Where a Ray session's processes listen, and that nobody outside this machine reaches them."""
+"""The processes of a Ray session: which are alive, and where they listen."""
 
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -47,3 +48,15 @@ def check_loopback_only(session: str) -> None:
         if not address.startswith("127."):
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((address, port), timeout=5)
+
+
+def living_with(folder: str) -> list[str]:
+    """The commands of the processes that hold `folder` in their command line or environment, zombies left out."""
+    commands = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            command, environment = ((process / name).read_bytes() for name in ("cmdline", "environ"))
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z" and folder.encode() in command + environment:
+                commands.append(command.replace(b"\0", b" ").decode())
+    return commands

@@ -22,7 +22,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from cluster.local import free_ports
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "k8s" / "observability"
 LIMIT = 300  # seconds for what happens by itself, however busy the machine is
 MODEL = "tiny"

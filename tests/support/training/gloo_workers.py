@@ -22,7 +22,6 @@ def started(
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(SUPPORT.parent.parent)]),
         "OMP_NUM_THREADS": "1",
     }
     workers = [

@@ -1,7 +1,9 @@
-"""A trainer's state in one process: what a resumed run needs besides its recipe."""
+"""Training states as D2F's released code draws them, and a trainer's own state: what a resumed run needs."""
 
 from typing import Any
 
+from mbd_core.multitf.states.layout import StateConfig
+from mbd_core.multitf.states.noise import NoiseBounds
 from mbd_core.multitf.step.trainer import Trainer
 
 
@@ -20,3 +22,13 @@ def load_trainer(trainer: Trainer, state: dict[str, Any]) -> None:
     for optimizer, saved in zip(trainer.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     trainer.step_number = state["step"]
+
+
+D2F_STATES = StateConfig(
+    block_size=4,
+    layouts="d2f",
+    schedule="d2f_monotonic",
+    bounds=NoiseBounds(t_low=0.2, t_high=0.7, margin=0.0),
+    rounding="bernoulli",
+    weighting="ratio_mean",
+)

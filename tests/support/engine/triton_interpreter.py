@@ -18,7 +18,7 @@ def run_interpreted(script: str, *folders: Path, seconds: float = 120) -> None:
     """
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed here; its kernels are not tested")
-    paths = [str(Path(__file__).parent), *map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},

@@ -14,8 +14,8 @@ from typing import Any
 import failing_storage  # noqa: F401  (the scheme failing://)
 import fsspec
 import torch
-from d2f_states import D2F_STATES
 from torch import distributed
+from trainer_state import D2F_STATES
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.multitf.config import LoraSettings, Sharding, TrainConfig

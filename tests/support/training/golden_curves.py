@@ -1,4 +1,4 @@
-"""Curves of 20 updates on the CPU, each number as its bits: `python tests/support/golden_curves.py` writes them anew.
+"""Curves of 20 updates on the CPU, each number as its bits. `MADE_WITH` writes them anew.
 
 Which bits come out is up to torch's build and the CPU it runs on, so the file says on what it was made (`Arithmetic`).
 A change of the file is a change of what is trained: say in its commit which one, and why.
@@ -13,9 +13,9 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from d2f_states import D2F_STATES
 from family_models import FAMILIES, random_model
 from torch.nn import functional as F
+from trainer_state import D2F_STATES
 
 from mbd_core.files import write_json
 from mbd_core.multitf.config import LoraSettings, TrainConfig
@@ -23,7 +23,8 @@ from mbd_core.multitf.data.encoding import Example
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.step.trainer import Trainer
 
-FILE = Path(__file__).resolve().parents[1] / "multitf" / "step" / "golden_curves.json"
+MADE_WITH = "PYTHONPATH=tests/support/models python tests/support/training/golden_curves.py"
+FILE = Path(__file__).resolve().parents[2] / "multitf" / "step" / "golden_curves.json"
 STEPS = 20
 MULTITF = StateConfig(block_size=4, max_group=3, num_random=1, num_layouts=3, rounding="ceil")
 ADAMW = TrainConfig(
@@ -114,7 +115,7 @@ def curve(name: str) -> list[list[str]]:
 
 
 def main() -> None:
-    made = {"made_with": "python tests/support/golden_curves.py", "arithmetic": asdict(Arithmetic.here())}
+    made = {"made_with": MADE_WITH, "arithmetic": asdict(Arithmetic.here())}
     write_json(FILE, {**made, "curves": {name: curve(name) for name in RUNS}})
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 OVERLAYS = ROOT / "k8s" / "overlays"
 BASE_CLUSTER_FILE = ROOT / "k8s" / "base" / "nodes" / "ray-cluster.yaml"
 BASE_SERVE_FILE = ROOT / "k8s" / "base" / "serve.yaml"

@@ -1,0 +1,52 @@
+"""The command `mbd`, of which every job is a sub-command; `python -m jobs` is the same."""
+
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jobs.command_line import sub_commands
+
+COMMANDS = {
+    "doctor": ("jobs.doctor", "what this machine can do, and what a model folder needs"),
+    "serve": ("jobs.serve", "serve a model over OpenAI's HTTP API"),
+    "prepare": ("jobs.prepare_data", "make training data of conversations"),
+    "train": ("jobs.train_multitf", "train a recipe"),
+    "sweep": ("jobs.eval_sweep", "evaluate models x methods x thresholds over tasks"),
+    "report": ("jobs.report_sweep", "report, join and compare sweeps; choose their best points"),
+    "grade": ("jobs.grade", "grade anybody's samples without a model"),
+    "trace": ("jobs.trace_report", "replay how a request is decoded, forward by forward"),
+    "convert": ("jobs.convert_checkpoint", "convert a checkpoint, or write one of random weights"),
+    "tasks": ("jobs.harness_tasks", "write a recipe's tasks for lm-evaluation-harness"),
+    "bench": ("benchmarks.__main__", "measure this machine; the repository has it, the package does not"),
+    "demo": ("jobs.demo", "train a little, sweep, serve and ask, in three minutes"),
+}
+DISTRIBUTION = "mbd-cluster"
+
+# An editable installation finds its own packages alone, and `bench` is of a package beside them.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(importlib.metadata.version(DISTRIBUTION))
+        raise typer.Exit
+
+
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train, serve and evaluate multi-block diffusion language models.
+
+    mbd NAME --help shows the options of a command.
+    """
+
+
+main = sub_commands("mbd", COMMANDS, options=options, add_completion=True)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""d3LLM: several blocks of a canvas at once, accepted by entropy, with a delayed cache.
+
+    prompt | block | block | block |  masks: blocks that are not yet added
+    committed -----^                ^end of the added blocks: only positions before it may be filled
+
+A block is added when the one before it has enough tokens, and becomes active when that one is nearly done. Every
+forward sees the whole canvas, or, behind a committed prefix, the rest of it. A done block is committed some forwards
+after it was done: its keys are then those of that forward, in which its tokens had settled.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mbd_core.decoding.blocks.canvas_config import MultiBlock
+from mbd_core.decoding.blocks.sampling import log_probability
+from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasTask, CanvasUpdate, Lane
+from mbd_core.decoding.canvas.unmasking import Guesses, guess
+
+
+@dataclass
+class _Block:
+    """Positions [start, stop) of the canvas. Number 0 is the prompt.
+
+    active     the rule of the first active block counts for it
+    done_at    the forward before which it was first seen without a mask
+    """
+
+    start: int
+    stop: int
+    active: bool = False
+    done_at: int | None = None
+    cached: bool = False
+
+
+class MultiBlockCanvas:
+    """One trajectory over several blocks, on one lane."""
+
+    num_lanes = 1
+
+    def __init__(self, task: CanvasTask) -> None:
+        assert task.canvas.multi_block is not None
+        self.settings: MultiBlock = task.canvas.multi_block
+        self.prompt_length, self.length = len(task.prompt), len(task.prompt) + task.max_tokens
+        self.num_forwards = 0
+        self.done = False
+        self._scoring = replace(task.canvas, multi_block=None, score="neg_entropy")
+        self._sampling, self._vocab, self._eos = task.sampling, task.vocab, task.eos_token_ids
+        self._shift = int(task.shift)
+        self._rule = self.settings.rule or ("dream" if task.shift else "llada")
+        self._lane = Lane.fresh(task.prompt, task.max_tokens, task.vocab.mask_token_id)
+        self._size = task.canvas.block_length or task.max_tokens
+        self._blocks = [_Block(0, self.prompt_length, active=True, done_at=0)]
+        self._committed = 0  # the keys of the positions before it are final
+        self._add_block()
+        self._prepare()
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._lane.tokens[self._decided].tolist()
+
+    @property
+    def log_probs(self) -> list[float]:
+        return self._lane.log_probs[self._decided].tolist()
+
+    @property
+    def steps(self) -> list[int]:
+        return self._lane.steps[self._decided].tolist()
+
+    @property
+    def _decided(self) -> slice:
+        return self._lane.decided_range(self.prompt_length, self._eos)
+
+    def plan(self) -> CanvasPlan:
+        """The next forward: the canvas from `_begin` on, with logits for the masks of all added blocks."""
+        assert not self.done
+        positions = self._open()
+        logits_at = (positions - 1).clamp(min=0) if self._shift else positions
+        return CanvasPlan([], [self._lane.query(0, self._begin, self.length, logits_at)])
+
+    def update(self, logits: list[Tensor]) -> CanvasUpdate:
+        """Accept tokens from this forward's logits (A, V)."""
+        (logits_PV,) = logits
+        if self._scoring.forbid_eos:
+            logits_PV[:, list(self._eos)] = -torch.inf
+        positions = self._open()
+        guesses = guess(logits_PV, positions, self.num_forwards, self._scoring, self._sampling, self._vocab)
+        accepted = self._accept(guesses)
+        tokens = guesses.select(accepted)
+        counts, ratios = {}, {}
+        for number, block in enumerate(self._blocks[1:]):
+            inside = (tokens.position_P >= block.start) & (tokens.position_P < block.stop)
+            left = self._left(block)
+            if left:
+                counts[0, number], ratios[0, number] = int(inside.sum()), left / (block.stop - block.start)
+        self.num_forwards += 1
+        log_probs = log_probability(tokens.confidence_P)
+        self._lane.fill(tokens.position_P, tokens.token_P, log_probs, step=self.num_forwards)
+        self._prepare()
+        return CanvasUpdate(counts, ratios)
+
+    def _open(self) -> Tensor:
+        """The masked positions that this forward may fill: those of all added blocks, active or not."""
+        return self._lane.open_positions(self.prompt_length, self._end)
+
+    def _left(self, block: _Block) -> int:
+        return int(self._lane.masked[block.start : block.stop].sum())
+
+    def _progress(self, block: _Block) -> float:
+        return 1.0 - self._left(block) / (block.stop - block.start)
+
+    def _accept(self, guesses: Guesses) -> Tensor:
+        """Which open positions become tokens (P,): those of low entropy. LLaDA's rule always adds the lowest one. If
+        the first active block with a mask got none, its lowest one is added."""
+        entropy_P = -guesses.score_P
+        if self._rule == "llada":
+            accepted_P = entropy_P <= self.settings.tau_entropy
+            accepted_P[entropy_P.argmin()] = True
+        else:
+            accepted_P = entropy_P < self.settings.tau_entropy
+        first = next((b for b in self._blocks if b.active and self._left(b)), None)
+        if first is not None:
+            inside_P = (guesses.position_P >= first.start) & (guesses.position_P < first.stop)
+            if not bool((accepted_P & inside_P).any()):
+                accepted_P[entropy_P.masked_fill(~inside_P, torch.inf).argmin()] = True
+        return accepted_P
+
+    def _prepare(self) -> None:
+        """Everything before the next forward: the EOS, blocks that become active or are added, the cache."""
+        eos = self._lane.find(self._eos, self.prompt_length, self.length)
+        if eos is not None:
+            self._close_behind(eos)
+        if not bool(self._lane.masked.any()):
+            self.done = True
+            return
+        for before, block in zip(self._blocks, self._blocks[1:], strict=False):
+            block.active = block.active or self._progress(before) >= self.settings.tau_active
+        last = self._blocks[-1]
+        if eos is None and last.stop < self.length and self._progress(last) >= self.settings.tau_add:
+            self._add_block()
+        self._end = max(b.stop for b in self._blocks[1:] if b.active or self._left(b))
+        self._begin = self._commit_done()
+
+    def _add_block(self) -> None:
+        last = self._blocks[-1]
+        active = self._progress(last) >= self.settings.tau_active
+        self._blocks.append(_Block(last.stop, min(last.stop + self._size, self.length), active=active))
+
+    def _close_behind(self, eos: int) -> None:
+        """Nothing behind the first EOS is decoded: its positions get this EOS, and no forward number."""
+        behind = torch.arange(eos + 1, self.length)
+        tokens = torch.full_like(behind, int(self._lane.tokens[eos]))
+        self._lane.fill(behind, tokens, torch.zeros(len(behind), dtype=torch.float64), step=0)
+
+    def _commit_done(self) -> int:
+        """Commit the blocks that were done long enough; the first position that the next forward computes.
+
+        The forward that commits a block computes it once more. With a block that is done but not committed, and every
+        `refresh` forwards, the whole canvas is computed.
+        """
+        delay, forward, committed = self.settings.cache_delay, self.num_forwards + 1, self._committed
+        if delay is None:
+            return 0
+        settling = False
+        for block in self._blocks:
+            if block.stop <= committed or block.cached:
+                continue
+            if self._left(block):
+                break
+            if block.done_at is None:
+                block.done_at = forward
+            if forward - block.done_at < delay:
+                settling = True
+                if self._rule == "llada":
+                    break
+                continue
+            block.cached = True
+            self._committed = max(self._committed, block.stop)
+        if self._committed > committed:
+            return self._with_predictor(committed)
+        refreshes = self.settings.refresh is not None and forward % self.settings.refresh == 0
+        return 0 if settling or refreshes else self._with_predictor(committed)
+
+    def _with_predictor(self, start: int) -> int:
+        """`start`, or with shifted logits the position before it, if that one predicts a masked position."""
+        return start - 1 if self._shift and start and bool(self._lane.masked[start]) else start
