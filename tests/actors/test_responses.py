@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from chat_templates import QWEN, tool_folder
 from gateway_in_process import running_gateway
-from tool_templates import QWEN, tool_folder
 
 from actors.serving.args import ServingArgs
 
