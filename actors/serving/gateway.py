@@ -27,7 +27,7 @@ from ray.serve.handle import DeploymentHandle
 from actors.serving.administration import Administration, Standing
 from actors.serving.args import GatewayContent, ModelArgs, ServingArgs
 from actors.serving.data_rows import ROWS_KEY, answer_row
-from actors.serving.http import HANDLERS, check_query, client_key, playground_file, read_body, reply, respond
+from actors.serving.http import HANDLERS, HEADERS, check_query, client_key, playground_file, read_body, reply, respond
 from actors.serving.logs import join_core_logs, keep_to_loopback
 from actors.serving.metrics import CONTENT_TYPE, ExportTimer, RequestExporter, metrics_page
 from actors.serving.replica_source import ReplicaSource
@@ -36,6 +36,7 @@ from mbd_core.serving.api.access import ApiKeys
 from mbd_core.serving.api.errors import ASLEEP_SECONDS, ApiError, clip
 from mbd_core.serving.api.openapi import openapi_document
 from mbd_core.serving.api.parsing import parse
+from mbd_core.serving.api.reference import docs_page
 from mbd_core.serving.api.requests import ModelOrder, SleepOrder, WeightsUpdate
 from mbd_core.serving.api.shapes import Completion, Health, ModelState, Order, Ready, ReplicaState
 from mbd_core.serving.server.openai_server import OpenAIServer, served_name
@@ -241,6 +242,8 @@ class Gateway:
             "models": models,
         }
 
+    @api.head("/ping")
+    @api.get("/ping")
     @api.head("/ready")
     @api.get("/ready")
     async def ready(self) -> Response:
@@ -254,6 +257,10 @@ class Gateway:
     @api.get("/openapi.json")
     async def openapi(self) -> Response:
         return JSONResponse(self._document)
+
+    @api.get("/docs")
+    async def docs(self) -> Response:
+        return Response(docs_page(), media_type="text/html", headers=HEADERS)
 
     @api.get("/")
     async def playground(self) -> Response:
@@ -294,6 +301,11 @@ class Gateway:
     async def chat_completions(self, request: Request) -> Response:
         key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
         return await respond(lambda: self.server.chat(read, key=key))
+
+    @api.post("/v1/responses")
+    async def responses(self, request: Request) -> Response:
+        key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
+        return await respond(lambda: self.server.respond(read, key=key))
 
     @api.post("/tokenize")
     async def tokenize(self, request: Request) -> Response:

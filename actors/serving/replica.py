@@ -49,6 +49,8 @@ def note_end(output: Output) -> None:
         "tokens": counts.num_tokens,
         "forwards": counts.num_forwards,
         "preemptions": counts.num_preemptions,
+        "queue_seconds": round(counts.queue_seconds, 6),
+        "prompt_seconds": round(counts.prompt_seconds, 6),
         "decode_seconds": round(counts.decode_seconds, 6),
     }
     log.info("request ended", extra={"engine_request": output.request_id, **numbers})

@@ -126,7 +126,9 @@ class Collector:
             if not sequence.prompt_stored:
                 sequence.num_prefill_forwards += 1
             elif not sequence.stored_at:
-                sequence.stored_at = time.perf_counter()
+                sequence.stored_at = sequence.prompt_until = time.perf_counter()
+                if plan.decoding.get(sequence.row) is sequence:  # the forward's seconds are those of decoding
+                    sequence.prompt_until = max(plan.started, self._last_read)
         if report_copy is None:
             return [], "prefill"
         buffer = self._seating.buffer

@@ -73,7 +73,7 @@ class EngineCounts:
         if sequence.num_forwards:
             own_tokens = len(sequence.emitted) - len(sequence.request.committed)
             self.tokens_per_forward.add(own_tokens / sequence.num_forwards)
-        self.queue_seconds.add(sequence.admitted_at - sequence.added_at)
+        self.queue_seconds.add(sequence.queue_seconds)
         self.prefill_seconds.add(max(0.0, sequence.stored_at - sequence.admitted_at))
 
 

@@ -79,6 +79,7 @@ class SequenceState:
     block_ages         forwards that the blocks in its slots took part in, while it is preempted
     added_at, admitted_at, stored_at  when it arrived, was first admitted, and had its prompt stored, in seconds of
                        `time.perf_counter`; 0 before that
+    prompt_until       `stored_at`, or where that forward decoded too, its beginning
     """
 
     request: Request
@@ -111,6 +112,7 @@ class SequenceState:
     added_at: float = field(default_factory=time.perf_counter)
     admitted_at: float = 0.0
     stored_at: float = 0.0
+    prompt_until: float = 0.0
     tokens: list[int] = field(init=False)
     prefix_length: int = field(init=False)
     origin: int = field(init=False)
@@ -202,6 +204,16 @@ class SequenceState:
             return 0
         return self.origin + (len(self.tokens) - self.origin) // self.block_size * self.block_size
 
+    @property
+    def queue_seconds(self) -> float:
+        """From its arrival to its first batch row; 0 before that."""
+        return max(0.0, self.admitted_at - self.added_at)
+
+    @property
+    def prompt_seconds(self) -> float:
+        """From its first batch row to its first forward that decodes, or to the end of its prompt before that."""
+        return max(0.0, self.prompt_until - self.admitted_at)
+
     def counts(self) -> Counts:
         return Counts(
             num_prompt_tokens=len(self.request.prompt),
@@ -212,6 +224,8 @@ class SequenceState:
             decode_seconds=self.decode_seconds,
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
+            queue_seconds=self.queue_seconds,
+            prompt_seconds=self.prompt_seconds,
         )
 
     def output(self, reason: FinishReason) -> Output:

@@ -124,8 +124,8 @@ def test_the_document_declares_the_keys(guarded: tuple[str, list[Handle]]) -> No
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
     needed = {path: next(o["security"] for o in operations.values()) for path, operations in document["paths"].items()}
     assert needed["/health"] == [{"key": []}, {}], "with a key or without"
-    assert needed["/ready"] == needed["/version"] == []
-    others = {path: value for path, value in needed.items() if path not in ("/health", "/ready", "/version")}
+    assert needed["/ready"] == needed["/ping"] == needed["/version"] == []
+    others = {path: value for path, value in needed.items() if path not in ("/health", "/ready", "/ping", "/version")}
     assert all(value == [{"key": []}] for value in others.values()) and len(others) >= 10
     for path in ("/v1/models", "/tokenizer_info", "/metrics"):
         assert httpx.get(guarded[0] + path, timeout=LIMIT).status_code == 401

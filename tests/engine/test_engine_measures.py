@@ -1,6 +1,8 @@
 """What an engine says of itself equals what its traces and its outputs say, step by step."""
 
+import itertools
 import random
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -61,6 +63,36 @@ def serve(served: Engine, given: Iterable[Request], *, preempt: float = 0.0) -> 
             served.preempt()
         outputs += [step.output for step in served.step() if step.output is not None]
     return outputs
+
+
+@pytest.mark.parametrize("changes", [{}, {"static_shapes": True, "overlap": True}], ids=["packed", "ahead"])
+@pytest.mark.parametrize("preempt", [False, True])
+def test_queue_prompt_and_decode_are_parts_of_a_request_s_time(
+    model: Decoder, changes: dict[str, Any], preempt: bool
+) -> None:
+    served, _ = engine(model, **changes)
+    start, seconds, order = time.perf_counter(), dict[str, float](), list[Output]()
+    for request in requests(ignore_eos=True):
+        served.add(request)
+    for number in itertools.count():
+        if not served.has_work:
+            break
+        if preempt and number == 5:
+            served.preempt()
+        for step in served.step():
+            if step.output is not None:
+                order.append(step.output)
+                seconds[step.request_id] = time.perf_counter() - start
+    for output in order:
+        counts = output.counts
+        assert min(counts.queue_seconds, counts.prompt_seconds) >= 0 < counts.decode_seconds
+        parts = counts.queue_seconds + counts.prompt_seconds + counts.decode_seconds
+        assert parts <= seconds[output.request_id], "no second is counted twice"
+        if not (counts.num_preemptions or changes):
+            assert parts >= 0.5 * seconds[output.request_id], "and most of them are counted"
+    assert order[-1].counts.queue_seconds > order[0].counts.queue_seconds, "it waited for a row"
+    assert any(output.counts.prompt_seconds > 0 for output in order)
+    assert any(output.counts.num_preemptions for output in order) == preempt
 
 
 @pytest.mark.parametrize("changes", [{}, {"static_shapes": True, "overlap": True}], ids=["packed", "ahead"])

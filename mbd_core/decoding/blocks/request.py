@@ -1,6 +1,6 @@
 """The types of an engine's input and output: a request, its outputs, frames, and the traces of its steps."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Literal, Self
 
@@ -233,6 +233,8 @@ class Counts:
     decode_seconds        wall time of the steps counted in num_forwards
     num_cached_tokens     tokens of the prompt that came from the prefix cache
     num_preemptions       how often the request was preempted
+    queue_seconds         wall time from its arrival at the engine to its first batch row
+    prompt_seconds        from there to the end of its prompt's own forwards; 0 where the prefix cache held all of it
     """
 
     num_prompt_tokens: int
@@ -243,6 +245,8 @@ class Counts:
     decode_seconds: float
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    queue_seconds: float = field(default=0.0, compare=False)
+    prompt_seconds: float = field(default=0.0, compare=False)
 
     @property
     def tpf(self) -> float:

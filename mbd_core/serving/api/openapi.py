@@ -18,6 +18,7 @@ from mbd_core.serving.api.requests import (
     TokenizeRequest,
     WeightsUpdate,
 )
+from mbd_core.serving.api.responses import ResponsesRequest
 
 TITLE, VERSION = "mbd-cluster", "1"
 COMPONENTS = "#/components/schemas/{model}"
@@ -51,11 +52,13 @@ class Route(NamedTuple):
 NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 MODEL = {"name": "model", "in": "query", "schema": {"type": "string"}}
 OR_EVENTS = "with `stream`: `Event`s"
+OR_RESPONSE_EVENTS = "with `stream`: `ResponseEvent`s"
 UNREADY = "503 with the same body while it is not ready; `HEAD` has the status alone"
 SHORT = "without a key its first three fields, at most a second old"
 ROUTES = (
     Route("post", "/v1/chat/completions", "chat", "any", ChatRequest, shapes.Completion, note=OR_EVENTS),
     Route("post", "/v1/completions", "complete", "any", CompletionRequest, shapes.Completion, note=OR_EVENTS),
+    Route("post", "/v1/responses", "respond", "any", ResponsesRequest, shapes.Response, note=OR_RESPONSE_EVENTS),
     Route("get", "/v1/models", "list_models", "any", None, shapes.Models, (401,)),
     Route("get", "/v1/models/{name}", "get_model", "any", None, shapes.Model, (401, 404), (NAME,)),
     Route("post", "/tokenize", "tokenize", "any", TokenizeRequest, shapes.TokenIds),
@@ -73,6 +76,7 @@ ROUTES = (
     ),
     Route("get", "/health", "health", "none", None, shapes.Health, (503,), note=f"{SHORT}; {UNREADY}"),
     Route("get", "/ready", "ready", "none", None, shapes.Ready, (503,), note=UNREADY),
+    Route("get", "/ping", "ping", "none", None, shapes.Ready, (503,), note="as `/ready`"),
     Route("get", "/version", "version", "none", None, shapes.Version, ()),
     Route("get", "/metrics", "metrics", "administrator's", None, None, (401, 403, 503), note="Prometheus text"),
     Route("post", "/update_weights", "update_weights", "administrator's", WeightsUpdate, shapes.Order),
@@ -80,7 +84,8 @@ ROUTES = (
     Route("post", "/wakeup", "wakeup", "administrator's", ModelOrder, shapes.Order),
     Route("post", "/abort_requests", "abort_requests", "administrator's", ModelOrder, shapes.Order),
 )
-STREAMED = (shapes.Event, shapes.Chunk, shapes.FrameEvent, shapes.Error)
+EVENTS: dict[Any, type[Any]] = {shapes.Completion: shapes.Event, shapes.Response: shapes.ResponseEvent}
+STREAMED = (shapes.ResponseEvent, shapes.Event, shapes.Chunk, shapes.FrameEvent, shapes.Error)
 
 
 def openapi_document(*, body_prompts: int = MAX_PROMPTS, keys: bool = True) -> dict[str, Any]:
@@ -119,11 +124,11 @@ def _operation(route: Route, *, keys: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if route.reply is not None:
         content = _json(route.reply)
-    if route.reply is shapes.Completion:
-        content |= {"text/event-stream": {"schema": {"$ref": COMPONENTS.format(model="Event")}}}
+    if route.reply in EVENTS:
+        content |= {"text/event-stream": {"schema": {"$ref": COMPONENTS.format(model=EVENTS[route.reply].__name__)}}}
     responses = {"200": {"description": route.note, "content": content}}
     for status in route.errors:
-        reply = route.reply if route.path in ("/health", "/ready") else shapes.Error
+        reply = route.reply if route.path in ("/health", "/ready", "/ping") else shapes.Error
         responses[str(status)] = {"description": RESPONSES[status], "content": _json(reply)}
     operation: dict[str, Any] = {"operationId": route.operation, "responses": responses}
     if route.body is not None:

@@ -65,7 +65,7 @@ def parse(kind: type[R], body: bytes) -> R:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise _first_mistake(error) from None
+        raise validation_error(error) from None
 
 
 def _check_size(body: bytes) -> None:
@@ -85,6 +85,7 @@ def _check_most(most: int, marks: str, number: int) -> None:
 
 # Where a field may have several forms, pydantic reports an error for each form; the client gets these instead.
 FORMS = {
+    "input": "must be a string or a list of items: messages of text, function_call, function_call_output",
     "prompt": f"must be a string, a list of strings, a list of at most {MAX_IDS} token ids (0 or more), or a list of "
     f"such lists; at most {MOST_PROMPTS} prompts",
     "content": f"must be a string or a list of at most {MAX_TEXT_PARTS} text parts",
@@ -95,7 +96,8 @@ FORMS = {
 }
 
 
-def _first_mistake(error: ValidationError) -> ApiError:
+def validation_error(error: ValidationError) -> ApiError:
+    """What a client reads of pydantic's error: its first mistake."""
     if error.error_count() > MAX_ERRORS:  # to list them takes long
         return ApiError(400, f"more than {MAX_ERRORS} mistakes, unknown fields among them", code="unknown_field")
     first = error.errors(include_url=False)[0]

@@ -6,10 +6,12 @@ A table stands between `<!-- NAMES -->` and `<!-- end -->` and is written anew: 
 objects that share a table. What stands outside is written by hand.
 """
 
+import html
 import json
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +71,22 @@ class Tables:
 
     def table(self, names: Sequence[str]) -> str:
         """One table of these objects."""
+        return _table(*self.columns(names))
+
+    def columns(self, names: Sequence[str]) -> tuple[Sequence[str], Iterable[Sequence[str]]]:
+        """The heads and rows of that table."""
         if names == ["routes"]:
-            return _table(("route", "key", "body", "reply", ""), map(_route_row, ROUTES))
+            return ("route", "key", "body", "reply", ""), map(_route_row, ROUTES)
         if names == ["errors"]:
             errors = ((str(e.status), ", ".join(f"`{code}`" for code in e.codes), e.meaning) for e in ERRORS)
-            return _table(("status", "code", ""), errors)
+            return ("status", "code", ""), errors
         if len(names) == 1:
-            return _table(("field", "type", ""), self._rows(names[0]))
+            return ("field", "type", ""), self._rows(names[0])
         rows = []
         for name in names:
             first, *other_rows = self._rows(name)
             rows += [(f"`{name}`", *first), *(("", *row) for row in other_rows)]
-        return _table(("object", "field", "type", ""), rows)
+        return ("object", "field", "type", ""), rows
 
     def _rows(self, name: str) -> list[tuple[str, str, str]]:
         """A row for each description, required fields first and in bold; where its fields differ in type, each is
@@ -161,6 +167,26 @@ def _range(least: float | None, most: float | None, unit: str) -> str:
 def _number(value: float | None) -> str:
     powers = {2**63 - 1: "2^63 - 1", -(2**63): "-2^63", 2**31 - 1: "2^31 - 1", 2**53 - 1: "2^53 - 1"}
     return powers.get(value, f"{value:,}") if isinstance(value, int) else f"{value:g}"
+
+
+@cache
+def docs_page() -> str:
+    """The tables as an HTML page, which loads nothing from elsewhere."""
+    tables = Tables()
+    parts = ["<!doctype html><html lang=en><meta charset=utf-8><title>API</title>"]
+    parts.append('<h1>API</h1><p>As an OpenAPI document: <a href="/openapi.json">/openapi.json</a></p>')
+    for name in tables.names:
+        heads, rows = tables.columns([name])
+        parts.append(f'<h2 id="{name}">{name}</h2><table><tr>{_html_row("th", heads)}</tr>')
+        parts += [f"<tr>{_html_row('td', row)}</tr>" for row in rows]
+        parts.append("</table>")
+    return "".join(parts)
+
+
+def _html_row(tag: str, cells: Iterable[str]) -> str:
+    texts = (html.escape(cell).replace("**", "").split("`") for cell in cells)
+    codes = ("".join(f"<code>{t}</code>" if i % 2 else t for i, t in enumerate(parts)) for parts in texts)
+    return "".join(f"<{tag}>{text}</{tag}>" for text in codes)
 
 
 if __name__ == "__main__":

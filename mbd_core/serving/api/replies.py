@@ -177,6 +177,8 @@ class Reply:
             num_forwards=total.num_forwards,
             num_store_forwards=total.num_store_forwards,
             num_prefill_forwards=total.num_prefill_forwards,
+            queue_seconds=total.queue_seconds,
+            prompt_seconds=total.prompt_seconds,
             decode_seconds=total.decode_seconds,
             num_cached_tokens=total.num_cached_tokens,
             num_preemptions=total.num_preemptions,

@@ -98,11 +98,16 @@ class Measures(TypedDict):
     """of those, the ones that decoded none of its blocks"""
     num_prefill_forwards: int
     """that carried only its prompt, or repeated what a preemption undid; not in `num_forwards`"""
+    queue_seconds: float
+    """from the arrival at an engine to a batch row"""
+    prompt_seconds: float
+    """from there to the end of the prompt's own forwards; 0 where the prefix cache held it"""
     decode_seconds: float
     """of the forwards in `num_forwards`"""
     num_cached_tokens: int
     """of the prompt, from the prefix cache"""
     num_preemptions: int
+    """how often it lost its batch row, and waited for another"""
     tpf: float
     """`num_tokens` / `num_forwards`"""
     oldest_weights: int
@@ -139,6 +144,102 @@ class TokenFields(TypedDict, total=False):
     prompt_token_ids: list[int]
     rollout: RolloutFields
     holes: list[str]
+
+
+# Answers of `/v1/responses`.
+
+
+class OutputText(TypedDict):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class MessageItem(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class FunctionCallItem(TypedDict):
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    """that the call's result names"""
+    name: str
+    arguments: str
+    """a JSON object as text"""
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: "CachedTokens"
+    output_tokens: int
+    output_tokens_details: "ReasoningTokens"
+    total_tokens: int
+
+
+class ReasoningTokens(TypedDict):
+    reasoning_tokens: Literal[0]
+
+
+class IncompleteDetails(TypedDict):
+    reason: str
+    """`max_output_tokens`, or `abort`: an administrator ended it"""
+
+
+class Response(TypedDict):
+    id: ReplyId
+    object: Literal["response"]
+    created_at: Created
+    status: Literal["in_progress", "completed", "incomplete"]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    """of an answer that is `incomplete`"""
+    instructions: str | None
+    """as in the request"""
+    max_output_tokens: int | None
+    """as in the request"""
+    model: str
+    output: list[MessageItem | FunctionCallItem]
+    """a message, calls, or both"""
+    parallel_tool_calls: bool
+    """as in the request"""
+    previous_response_id: None
+    store: Literal[False]
+    """responses are not stored"""
+    temperature: float | None
+    """as in the request"""
+    text: dict[str, Any]
+    """as in the request"""
+    tool_choice: str | dict[str, Any]
+    """as in the request"""
+    tools: list[dict[str, Any]]
+    """as in the request"""
+    top_p: float | None
+    """as in the request"""
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    """at the end"""
+    user: str | None
+    """as in the request"""
+    metadata: dict[str, Any]
+    """as in the request"""
+    mbd: NotRequired[Measures]
+    """at the end"""
+
+
+class ResponseEvent(TypedDict):
+    """An event of a streamed response; what else it has goes by its `type`, as in OpenAI's API."""
+
+    type: str
+    """the event's name too"""
+    sequence_number: int
+    """from 0"""
 
 
 # Streams.

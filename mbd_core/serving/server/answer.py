@@ -225,13 +225,14 @@ class Answer:
     async def event_groups(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[list[str]]:
         """The events, those together that are there at once: a step's, whose text goes out token by token."""
         try:
-            async for chunks in self._chunks():
+            async for chunks in self.chunks():
                 yield list(map(event, chunks))
             yield [DONE]
         except Exception as error:
             yield [event(on_failure(error).body)]
 
-    async def _chunks(self) -> AsyncIterator[list[Chunk | FrameEvent]]:
+    async def chunks(self) -> AsyncIterator[list[Chunk | FrameEvent]]:
+        """The objects of the events, those of a step together."""
         reply = self._reply
         index = {r.request_id: i for i, r in enumerate(self._stream.requests)}
         counts: dict[int, Counts] = {}

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
+from typing import TypeVar
 
 from mbd_core.checkpoint.chat import decode_text, unknown_variables
 from mbd_core.checkpoint.tokenizer import grammars_of
@@ -40,10 +41,12 @@ from mbd_core.serving.api.requests import (
     GenerationRequest,
     TokenizeRequest,
 )
+from mbd_core.serving.api.responses import ResponsesRequest, own_error
 from mbd_core.serving.api.shapes import Model, Models, TokenIds, TokenizerInfo, TokenText
 from mbd_core.serving.server.answer import Answer, token_details
 from mbd_core.serving.server.measures import RequestWatch, ServerMeasures
 from mbd_core.serving.server.prompt_scores import ScoredAnswer, score_requests
+from mbd_core.serving.server.response_answer import ResponseAnswer
 from mbd_core.serving.server.text_stream import OpenChoices, Places, TextStream
 from mbd_core.serving.text.logprobs import ChoiceLogprobs, TokenTexts
 from mbd_core.serving.tokens.served_model import GrammarCompiler, ServedModel
@@ -51,7 +54,7 @@ from mbd_core.serving.tokens.stream import FairTurns, Refusals, TimeLimit, TooMa
 
 Body = bytes | Callable[[], Awaitable[bytes]]
 ApiRequest = CompletionRequest | ChatRequest
-Kind = type[CompletionRequest] | type[ChatRequest]
+K = TypeVar("K", CompletionRequest, ChatRequest, ResponsesRequest)
 
 LARGE_BODY = 2**17  # bytes: parsing more takes the event loop for many milliseconds
 MOST_LARGE = 16  # large bodies that may wait to be parsed
@@ -159,14 +162,18 @@ class OpenAIServer:
         choice of its client from now on. Raises `ApiError`,
         `TooManyRequests`, `EngineFailed` and `RequestTimedOut`.
         """
-        return await self._answer(CompletionRequest, body, key=key, limited=limited)
+        return (await self._answer(CompletionRequest, body, key=key, limited=limited))[1]
 
     async def chat(self, body: Body, *, key: str = "", limited: bool = True) -> Answer:
         """The answer to a chat request; as `complete`."""
-        return await self._answer(ChatRequest, body, key=key, limited=limited)
+        return (await self._answer(ChatRequest, body, key=key, limited=limited))[1]
 
-    async def _answer(self, kind: Kind, body: Body, *, key: str, limited: bool) -> Answer:
-        """The answer, whose request stays open until it is closed."""
+    async def respond(self, body: Body, *, key: str = "", limited: bool = True) -> ResponseAnswer:
+        """The answer to a request of `/v1/responses`; as `complete`."""
+        return ResponseAnswer(*await self._answer(ResponsesRequest, body, key=key, limited=limited))
+
+    async def _answer(self, kind: type[K], body: Body, *, key: str, limited: bool) -> tuple[K, Answer]:
+        """The request in a body, and its answer, whose request stays open until it is closed."""
         watch = self.measures.on_arrival()
         with watch.errors():
             async with self._refusals.slow_refusals(key):
@@ -174,9 +181,15 @@ class OpenAIServer:
             try:
                 whole = body if isinstance(body, bytes) else await body()
                 watch.on_body()
-                api_request = await self._bodies.parse(kind, whole, client=key)
+                parsed = await self._bodies.parse(kind, whole, client=key)
+                api_request = parsed.chat if isinstance(parsed, ResponsesRequest) else parsed
                 characters = api_request.num_characters(len(whole))
-                return await self._submit(api_request, characters, key=key, watch=watch, request=request)
+                return parsed, await self._submit(api_request, characters, key=key, watch=watch, request=request)
+            except ApiError as error:
+                request.end()
+                if kind is ResponsesRequest:
+                    raise own_error(error) from error.__cause__
+                raise
             except BaseException:
                 request.end()
                 raise
@@ -302,7 +315,7 @@ class _LargeBodies:
         self._waiting: Counter[str] = Counter()
         self._next_parse = 0.0  # when the next may be parsed, on the clock of the loop
 
-    async def parse(self, kind: Kind, body: bytes, *, client: str) -> ApiRequest:
+    async def parse(self, kind: type[K], body: bytes, *, client: str) -> K:
         """The request in a body; raises as `parse`, and `TooManyRequests` where many large ones wait."""
         if len(body) <= LARGE_BODY:
             return parse(kind, body)

@@ -167,4 +167,6 @@ def _sum(earlier: Counts | None, last: Counts) -> Counts:
         decode_seconds=earlier.decode_seconds + last.decode_seconds,
         num_cached_tokens=earlier.num_cached_tokens,
         num_preemptions=earlier.num_preemptions + last.num_preemptions,
+        queue_seconds=earlier.queue_seconds + last.queue_seconds,
+        prompt_seconds=earlier.prompt_seconds + last.prompt_seconds,
     )

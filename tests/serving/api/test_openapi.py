@@ -20,6 +20,7 @@ from mbd_core.serving.api.requests import (
     TokenizeRequest,
     WeightsUpdate,
 )
+from mbd_core.serving.api.responses import ResponsesRequest
 
 DOCUMENT = openapi_document()
 REQUESTS: dict[type[Strict], dict[str, Any]] = {
@@ -29,6 +30,7 @@ REQUESTS: dict[type[Strict], dict[str, Any]] = {
     DetokenizeRequest: {"tokens": [1]},
     WeightsUpdate: {"folder": "a"},
     SleepOrder: {},
+    ResponsesRequest: {"model": "m", "input": "a"},
 }
 NUMBERS = [0, 1, -1, 2, 0.5, 2.5, 128, 129, 2**31, -(2**63), 2**63, 1e-7]
 VALUES = [None, True, False, *NUMBERS, "", "a", [], ["a"], [[1]], [-1], {}, {"type": "text"}, {"include_usage": True}]
@@ -46,10 +48,12 @@ def test_the_document_is_valid_openapi() -> None:
     assert labels == {
         "POST /v1/chat/completions",
         "POST /v1/completions",
+        "POST /v1/responses",
         "GET /v1/models",
         "GET /v1/models/{name}",
         "GET /health",
         "GET /ready",
+        "GET /ping",
         "GET /version",
         "POST /tokenize",
         "POST /detokenize",

@@ -1,0 +1,135 @@
+"""A chat's answer as OpenAI's Responses have it: one object, or events in the order of OpenAI's API."""
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.api.responses import (
+    ResponsesRequest,
+    call_item,
+    finished,
+    message_item,
+    output_text,
+    whole_response,
+)
+from mbd_core.serving.api.shapes import Response
+from mbd_core.serving.server.answer import Answer
+
+
+class ResponseAnswer:
+    """The answer to a `ResponsesRequest`, over the chat's `answer`; `close()` it, however it ends."""
+
+    def __init__(self, request: ResponsesRequest, answer: Answer) -> None:
+        self._answer, self.streamed = answer, answer.streamed
+        self._response = request.response(id=f"resp_{uuid.uuid4().hex}", created=int(time.time()))
+
+    def close(self) -> None:
+        """Abort what the engine has not finished."""
+        self._answer.close()
+
+    async def whole(self) -> Response:
+        """The whole answer in one object."""
+        return whole_response(self._response, await self._answer.whole())
+
+    async def event_groups(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[list[str]]:
+        """The answer as server-sent events, those of one step together; a failure becomes the last one."""
+        events = _Events(self._response)
+        yield list(events.begin())
+        try:
+            async for chunks in self._answer.chunks():
+                yield [text for chunk in chunks for text in events.take(chunk)]
+            yield list(events.end())
+        except Exception as error:
+            yield [events.failure(on_failure(error))]
+
+
+class _Events:
+    """From a chat's chunks to events; an item is open until another begins or the answer ends."""
+
+    def __init__(self, response: Response) -> None:
+        self._response, self._suffix = response, response["id"].removeprefix("resp_")
+        self._number = 0
+        self._output: list[Any] = []  # the items that are whole
+        self._item: dict[str, Any] | None = None
+        self._text = ""  # of the open item
+        self._reason, self._last = "stop", dict[str, Any]()
+
+    def begin(self) -> Iterator[str]:
+        yield self._event("response.created", response=self._response)
+        yield self._event("response.in_progress", response=self._response)
+
+    def take(self, chunk: Any) -> Iterator[str]:
+        """The events of a chunk."""
+        if "mbd" in chunk:
+            self._last = chunk
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            if delta.get("content"):
+                yield from self._add_text(delta["content"])
+            for call in delta.get("tool_calls", ()):
+                yield from self._add_call(call)
+            self._reason = choice["finish_reason"] or self._reason
+
+    def end(self) -> Iterator[str]:
+        """The events behind the last chunk: an answer without text and calls has one empty message."""
+        if self._item is None and not self._output:
+            yield from self._open_message()
+        is_whole = self._reason in ("stop", "tool_calls")
+        yield from self._close_item("completed" if is_whole else "incomplete")
+        response = finished(self._response, self._last, self._output, self._reason)
+        yield self._event("response.completed" if is_whole else "response.incomplete", response=response)
+
+    def failure(self, error: ApiError) -> str:
+        fields = error.body["error"]
+        return self._event("error", code=fields["code"], message=fields["message"], param=fields["param"])
+
+    def _add_text(self, text: str) -> Iterator[str]:
+        if self._item is None or self._item["type"] != "message":
+            yield from self._close_item()
+            yield from self._open_message()
+        self._text += text
+        yield self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+
+    def _open_message(self) -> Iterator[str]:
+        item_id = f"msg_{self._suffix}" + (f"_{len(self._output)}" if self._output else "")
+        self._item, self._text = dict(message_item(item_id, None, status="in_progress")), ""
+        yield self._event("response.output_item.added", output_index=len(self._output), item=self._item)
+        yield self._of_item("response.content_part.added", content_index=0, part=output_text(""))
+
+    def _add_call(self, call: dict[str, Any]) -> Iterator[str]:
+        function = call["function"]
+        if "id" in call:
+            yield from self._close_item()
+            item_id = f"fc_{self._suffix}_{call['index']}"
+            self._item = dict(call_item(item_id, call["id"], function["name"], "", status="in_progress"))
+            self._text = ""
+            yield self._event("response.output_item.added", output_index=len(self._output), item=self._item)
+        if function["arguments"]:
+            self._text += function["arguments"]
+            yield self._of_item("response.function_call_arguments.delta", delta=function["arguments"])
+
+    def _close_item(self, status: Any = "completed") -> Iterator[str]:
+        if self._item is None:
+            return
+        item = self._item
+        if item["type"] == "message":
+            yield self._of_item("response.output_text.done", content_index=0, text=self._text, logprobs=[])
+            yield self._of_item("response.content_part.done", content_index=0, part=output_text(self._text))
+            whole: Any = message_item(item["id"], self._text, status=status)
+        else:
+            yield self._of_item("response.function_call_arguments.done", name=item["name"], arguments=self._text)
+            whole = call_item(item["id"], item["call_id"], item["name"], self._text, status=status)
+        yield self._event("response.output_item.done", output_index=len(self._output), item=whole)
+        self._output, self._item = [*self._output, whole], None
+
+    def _of_item(self, kind: str, **fields: Any) -> str:
+        assert self._item is not None
+        return self._event(kind, item_id=self._item["id"], output_index=len(self._output), **fields)
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        data = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
