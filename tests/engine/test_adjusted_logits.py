@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.blocks.literal_algorithms import LiteralRun, Tokens, Weights, naive_multibd
+from mbd_core.decoding.blocks.literal_algorithms import LiteralRun, Predictions, Tokens, Weights, naive_multibd
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling import Draw, gumbel
 from mbd_core.decoding.blocks.sampling_config import MAX_BIASES, MAX_STOP_IDS, Sampling
@@ -140,17 +140,18 @@ def literal(model: Decoder, r: Request) -> LiteralRun:
     """Algorithm 4; each forward counts the tokens of the prompt and those that earlier forwards have filled."""
     forwards = itertools.count()
 
-    def predict(prefix: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[list[tuple[int, float]]]:
+    def predict(prefix: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[Predictions]:
         forward = next(forwards)
         placed = [*prefix, *(t for block in blocks for t in block)]
         answer = [t for t in placed[len(r.prompt) :] if t is not None]
         raw = raw_logits(model, [MASK if t is None else t for t in placed])
-        pairs = []
+        triples = []
         for position in range(len(prefix), len(placed)):
             logits = torch.tensor(changed(raw[position].tolist(), r, answer, position))
             token = drawn(logits, r, position, forward) if r.sampling.draws else int(logits.argmax())
-            pairs.append((token, float(raw[position].softmax(-1)[token])))  # the model's own probability
-        return [pairs[i : i + B] for i in range(0, len(pairs), B)]
+            confidence = float(raw[position].softmax(-1)[token])  # the model's own probability
+            triples.append((token, confidence, confidence))
+        return [triples[i : i + B] for i in range(0, len(triples), B)]
 
     ends = r.ends((EOS,))
     return naive_multibd(list(r.prompt), r.max_tokens, r.decoding, predict, eos=ends, cap=r.decoding.buffer_size)
