@@ -6,13 +6,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, is_dataclass
 
 from actors.serving.args import Autoscaling, ModelArgs, ServingArgs
-from jobs.command_line import command_options, flag
+from jobs.command_line import command_options
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, Refresh
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
 from mbd_core.engine.config import EngineConfig
-from mbd_core.options import PANELS, OptionField, members, options_of
+from mbd_core.options import PANELS, OptionField, flag, members, options_of
 
-COMMANDS = ("serve", "eval_sweep", "prepare_data", "convert_checkpoint", "grade", "trace_report", "harness_tasks")
+COMMANDS = (
+    "serve",
+    "train_multitf",
+    "eval_sweep",
+    "prepare_data",
+    "convert_checkpoint",
+    "grade",
+    "trace_report",
+    "harness_tasks",
+)
 FILE_OBJECTS = {
     "`args`": ServingArgs,
     "each of `models`": ModelArgs,

@@ -25,9 +25,11 @@ class TrainingRun:
     the last one; the run survives `max_failures` lost workers. `device`: what the workers compute on; by default a GPU
     each, if the cluster has any. `sharding`: how weights, gradients and optimizer states lie on them. `log_targets`:
     where its numbers go besides its folder's `losses.jsonl`; `None` is TensorBoard where the first worker has it.
+    `changes`: what differs in the recipe from the one that was named.
     """
 
     recipe: TrainingRecipe
+    changes: tuple[str, ...] = ()
     name: str
     storage: Folder
     out: Folder

@@ -112,7 +112,13 @@ def train_on_ray(config: dict[str, Any]) -> int:
         run.out.check_writable()  # from this node, which is not the job's
         record_recipe(run, start.recipe)  # every worker has read the record when the precision is settled
     own = train_worker(
-        start, workers, run.sharding, checkpoints, every=run.checkpoint_every, log_targets=run.log_targets
+        start,
+        workers,
+        run.sharding,
+        checkpoints,
+        every=run.checkpoint_every,
+        log_targets=run.log_targets,
+        changes=run.changes,
     )
     if not workers.is_first:
         own.write(None)

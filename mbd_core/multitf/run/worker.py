@@ -45,11 +45,13 @@ def train_worker(
     *,
     every: int,
     log_targets: Sequence[str] | None = None,
+    changes: Sequence[str] = (),
 ) -> "Run":
     """Do all updates that are left; the first worker prints, and logs where the checkpoints lie.
 
     The precision is settled (`settle_precision`). `log_targets`: where the numbers go besides `losses.jsonl`; `None`
-    is TensorBoard where the first worker has it. `Run.write` then writes the model.
+    is TensorBoard where the first worker has it. `changes`: what differs from the recipe that was named. `Run.write`
+    then writes the model.
     """
     run = Run(start, workers, sharding, checkpoints)
     if not workers.is_first:
@@ -57,6 +59,8 @@ def train_worker(
         return run
     recipe, files = start.recipe, None
     say(start_line(recipe, device=workers.device, num_workers=workers.size))
+    if changes:
+        say(f"changed in the recipe: {'; '.join(changes)}")
     if run.resumed_after:
         say(f"resumed after step {run.resumed_after}")
     if checkpoints is not None:
