@@ -93,6 +93,7 @@ def run(
         name=name,
         storage=runs,
         out=runs / name / "model" if own.out is None else Folder.at(own.out),
+        written=options.write,
         overwrite=options.overwrite,
         num_workers=own.workers,
         device=own.device,
@@ -103,6 +104,7 @@ def run(
     )
     check_run(training, resume=own.resume)
     start = StartingPoint.read(recipe, fetch=fetch_model)
+    start.check_written(options.write)
     if note := start.note():
         print(f"note: {note}")
     train_on_cluster(training, start, resume=own.resume)

@@ -121,11 +121,11 @@ def train_on_ray(config: dict[str, Any]) -> int:
         changes=run.changes,
     )
     if not workers.is_first:
-        own.write(None)
+        own.write(None, written=run.written)
         return own.resumed_after
     # Where no step was left to do, an earlier start of this run may have written the model already.
     overwrite = run.overwrite or own.resumed_after == start.recipe.train.steps
     with run.out.staged(MODEL_KIND, overwrite=overwrite) as folder:
-        own.write(folder, overwrite=overwrite)
+        own.write(folder, written=run.written, overwrite=overwrite)
     say(f"wrote {run.out} and {run.folder / LOSSES}")
     return own.resumed_after

@@ -18,6 +18,8 @@ Sharding = Literal["replicated", "sharded"]
 ShardingChoice = Literal["auto", "replicated", "sharded"]
 """`auto`: replicated where that fits the workers' memory, else sharded."""
 ExpertsCut = Literal["expert", "width"]
+Written = Literal["model", "adapter"]
+"""What a run writes: a model, into which an adapter is merged, or the adapter alone."""
 AttentionChoice = Literal["auto", "dense", "flex"]
 
 

@@ -67,6 +67,7 @@ def run(choice: RecipeChoice, changes: dict[str, Any], options: RunOptions, own:
         check_checkpoints(own.checkpoints)
     folder = model_target(f"out/{recipe.name}" if own.out is None else own.out, overwrite=options.overwrite)
     start = StartingPoint.read(recipe)
+    start.check_written(options.write)
     with torchrun_workers() as workers:
         if workers.is_first and (note := start.note()):
             print(f"note: {note}")
@@ -76,7 +77,7 @@ def run(choice: RecipeChoice, changes: dict[str, Any], options: RunOptions, own:
         run = train_worker(
             start, workers, way, stored, every=own.every, log_targets=log_targets, changes=chosen.changes
         )
-        run.write(folder if workers.is_first else None, overwrite=options.overwrite)
+        run.write(folder if workers.is_first else None, written=options.write, overwrite=options.overwrite)
         if workers.is_first:
             say(f"wrote {folder}")
 

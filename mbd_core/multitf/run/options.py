@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from mbd_core.multitf.config import ShardingChoice
+from mbd_core.multitf.config import ShardingChoice, Written
 from mbd_core.multitf.run.log_targets import PACKAGES
 from mbd_core.options import (
     CLUSTER,
@@ -41,6 +41,10 @@ class RunOptions:
             default="tensorboard, if it is installed",
         ),
     ] = None
+    write: Annotated[
+        Written,
+        Option("What is written: the model, an adapter merged into it; or the adapter alone, as PEFT does.", OUTPUT),
+    ] = "model"
     overwrite: Annotated[bool, Option("Replace a model folder of this project.", OUTPUT)] = False
 
 

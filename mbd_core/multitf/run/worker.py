@@ -14,11 +14,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
+from mbd_core.checkpoint.adapter import save_adapter
 from mbd_core.checkpoint.folder import BaseFiles, model_digest, read_base
 from mbd_core.checkpoint.loading import fill_parts, load_model
 from mbd_core.checkpoint.saving import checkpoint_tensors, save_model
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.multitf.config import Sharding
+from mbd_core.multitf.config import Sharding, Written
 from mbd_core.multitf.data.prepared import (
     TOKENIZER_PAIRS,
     PreparedExamples,
@@ -30,7 +31,7 @@ from mbd_core.multitf.recipes.recipe import TrainingRecipe, start_line
 from mbd_core.multitf.run.checkpoints import Checkpoints, Curve
 from mbd_core.multitf.run.log import Log, RunLog, say
 from mbd_core.multitf.run.start import StartingPoint
-from mbd_core.multitf.step.adapter import base_tensors, fill_adapter, merge_adapter
+from mbd_core.multitf.step.adapter import adapter_factors, base_tensors, fill_adapter, merge_adapter
 from mbd_core.multitf.step.compute import device_peak
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.multitf.step.workers import ALONE, Workers
@@ -157,12 +158,28 @@ class Run:
         if checkpoints is not None:
             checkpoints.wait()
 
-    def write(self, folder: Path | None, *, overwrite: bool = False) -> None:
-        """Write the trained model (`export`); every worker calls it, and the first one names the folder."""
-        model = self.trainer.model
-        if self.workers.is_first:
+    def write(self, folder: Path | None, *, written: Written = "model", overwrite: bool = False) -> None:
+        """Write the trained model (`export`), or its adapter; every worker calls it, and the first one names the
+        folder."""
+        model, recipe = self.trainer.model, self.start.recipe
+        if written == "adapter":
+            lora, factors = recipe.train.lora, adapter_factors(model)
+            assert lora is not None and recipe.base is not None
+            if folder is not None:
+                save_adapter(
+                    folder,
+                    model.config,
+                    factors,
+                    rank=lora.rank,
+                    alpha=lora.alpha,
+                    dropout=lora.dropout,
+                    base=recipe.base,
+                    extra={RECIPE: recipe_text(recipe)},
+                    overwrite=overwrite,
+                )
+        elif self.workers.is_first:
             assert folder is not None
-            export(folder, self.start.recipe, model, self.tokenizer, self._base_files, overwrite=overwrite)
+            export(folder, recipe, model, self.tokenizer, self._base_files, overwrite=overwrite)
         elif any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             merge_adapter(model)
             for _ in checkpoint_tensors(model, "per_expert"):  # the first worker's `export` gathers each tensor
@@ -195,9 +212,17 @@ def export(
         tokenizer=tokenizer if base is None else None,
         generation=recipe.generation,
         dtype=torch.bfloat16,
-        extra={"recipe.json": json.dumps(asdict(recipe), indent=2, default=str) + "\n"},
+        extra={RECIPE: recipe_text(recipe)},
         overwrite=overwrite,
     )
+
+
+RECIPE = "recipe.json"
+
+
+def recipe_text(recipe: TrainingRecipe) -> str:
+    """The recipe as it lies beside what it trained."""
+    return json.dumps(asdict(recipe), indent=2, default=str) + "\n"
 
 
 def prepare(
