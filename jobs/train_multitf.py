@@ -101,6 +101,7 @@ def run(
         checkpoint_every=own.checkpoint_every,
         max_failures=own.max_failures,
         log_targets=chosen_targets(options.log_to),
+        measuring=options.measuring,
     )
     check_run(training, resume=own.resume)
     start = StartingPoint.read(recipe, fetch=fetch_model)

@@ -9,7 +9,7 @@ from cluster.storage import Folder, fetch_model
 from cluster.topology import Device
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import named_model
-from mbd_core.multitf.config import Precision, ShardingChoice, Written, check_workers
+from mbd_core.multitf.config import Measuring, Precision, ShardingChoice, Written, check_workers
 from mbd_core.multitf.data.prepared import PreparedData, named_data
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
 
@@ -25,7 +25,8 @@ class TrainingRun:
     `checkpoint_every` steps and after the last one; the run survives `max_failures` lost workers. `device`: what the
     workers compute on; by default a GPU each, if the cluster has any. `sharding`: how weights, gradients and optimizer
     states lie on them. `log_targets`: where its numbers go besides its folder's `losses.jsonl`; `None` is TensorBoard
-    where the first worker has it. `changes`: what differs in the recipe from the one that was named.
+    where the first worker has it. `changes`: what differs in the recipe from the one that was named;
+    `measuring`: what the run measures of itself.
     """
 
     recipe: TrainingRecipe
@@ -41,6 +42,7 @@ class TrainingRun:
     checkpoint_every: int = 100
     max_failures: int = 3
     log_targets: tuple[str, ...] | None = None
+    measuring: Measuring = Measuring()
 
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.checkpoint_every < 1 or self.max_failures < 0:

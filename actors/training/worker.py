@@ -119,6 +119,7 @@ def train_on_ray(config: dict[str, Any]) -> int:
         every=run.checkpoint_every,
         log_targets=run.log_targets,
         changes=run.changes,
+        measuring=run.measuring,
     )
     if not workers.is_first:
         own.write(None, written=run.written)

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mbd_core.options import CLUSTER, COMPUTING, LORA, UPDATES, Option, check
+from mbd_core.options import CLUSTER, COMPUTING, LORA, OUTPUT, UPDATES, Option, check
 
 Precision = Literal["auto", "float32", "bfloat16"]
 OptimizerName = Literal["muon", "adamw"]
@@ -51,6 +51,25 @@ class LoraSettings:
         check(self)
         if self.dropout >= 1.0 or not self.modules:
             raise ValueError(f"LoRA needs dropout < 1 and modules, not dropout={self.dropout}, modules={self.modules}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """What a run measures of itself: of its third update and those that follow, `updates` altogether."""
+
+    profile: Annotated[
+        int, Option("Write torch's trace of N updates, from the third on; 0: none.", OUTPUT, at_least=0, metavar="N")
+    ] = 0
+    memory_snapshot: Annotated[
+        bool, Option("Write what lies in a GPU's memory, and which line put it there.", OUTPUT)
+    ] = False
+
+    @property
+    def updates(self) -> int:
+        return self.profile or 1
+
+
+NOTHING_MEASURED = Measuring()
 
 
 @dataclass(frozen=True, kw_only=True)

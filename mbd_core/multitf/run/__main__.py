@@ -28,13 +28,13 @@ from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.run.checkpoints import Checkpoints
 from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.log_targets import chosen_targets
-from mbd_core.multitf.run.options import CommandLine, RunOptions
+from mbd_core.multitf.run.options import CommandLine, RunOptions, built, options_inside
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.worker import settle_precision, train_worker
 from mbd_core.multitf.step.memory import fitting, plan_lines, plan_memory
 from mbd_core.multitf.step.workers import Workers, torchrun_workers
 from mbd_core.ops.machine import free_host_memory
-from mbd_core.options import CLUSTER, OUTPUT, Option, changes_of, nested, options_of
+from mbd_core.options import CLUSTER, OUTPUT, Option, changes_of, nested
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,8 @@ def run(choice: RecipeChoice, changes: dict[str, Any], options: RunOptions, own:
     log_targets = chosen_targets(options.log_to)
     if options.log_to is not None and own.checkpoints is None:
         raise ValueError(f"--log-to {options.log_to} needs a folder for the run: name it with --checkpoints")
+    if (options.measuring.profile or options.measuring.memory_snapshot) and own.checkpoints is None:
+        raise ValueError("--profile and --memory-snapshot need a folder for the run: name it with --checkpoints")
     if own.checkpoints is not None:
         check_checkpoints(own.checkpoints)
     folder = model_target(f"out/{recipe.name}" if own.out is None else own.out, overwrite=options.overwrite)
@@ -75,7 +77,14 @@ def run(choice: RecipeChoice, changes: dict[str, Any], options: RunOptions, own:
         start = settle_precision(start, workers, stored)
         way = chosen_sharding(start, options.sharding, workers)
         run = train_worker(
-            start, workers, way, stored, every=own.every, log_targets=log_targets, changes=chosen.changes
+            start,
+            workers,
+            way,
+            stored,
+            every=own.every,
+            log_targets=log_targets,
+            changes=chosen.changes,
+            measuring=options.measuring,
         )
         run.write(folder if workers.is_first else None, written=options.write, overwrite=options.overwrite)
         if workers.is_first:
@@ -124,13 +133,12 @@ def chosen_sharding(start: StartingPoint, choice: config.ShardingChoice, workers
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse and run; bad input, or a storage that fails, is one sentence on stderr and the exit code."""
     changes = [*changes_of(TrainingRecipe)]
-    kinds = (RecipeChoice, RunOptions, PlainOptions)
-    items = [item for kind in kinds for item in options_of(kind)]
+    items = [item for kind in (RecipeChoice, RunOptions, PlainOptions) for item in options_inside(kind)]
     line = CommandLine("python -m mbd_core.multitf.run", run.__doc__ or "", [*items, *changes])
     try:
         given = line.read(sys.argv[1:] if argv is None else argv)
-        choice, options, own = (kind(**{item.name: given[item.name] for item in options_of(kind)}) for kind in kinds)
         values = {item.name: given[item.name] for item in changes if given[item.name] is not None}
+        choice, options, own = built(RecipeChoice, given), built(RunOptions, given), built(PlainOptions, given)
         run(choice, nested(values), options, own)
     except (ValueError, OSError) as error:
         if int(os.environ.get("RANK", 0)) == 0:

@@ -1,12 +1,12 @@
 """The options that both training commands have beside the recipe's, and the command line of the one without Ray."""
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from mbd_core.multitf.config import ShardingChoice, Written
+from mbd_core.multitf.config import Measuring, ShardingChoice, Written
 from mbd_core.multitf.run.log_targets import PACKAGES
 from mbd_core.options import (
     CLUSTER,
@@ -15,6 +15,7 @@ from mbd_core.options import (
     Option,
     OptionField,
     flag,
+    options_of,
     plain_type,
     value_of,
 )
@@ -45,7 +46,23 @@ class RunOptions:
         Written,
         Option("What is written: the model, an adapter merged into it; or the adapter alone, as PEFT does.", OUTPUT),
     ] = "model"
+    measuring: Annotated[Measuring, Option("What the run measures of itself.")] = Measuring()
     overwrite: Annotated[bool, Option("Replace a model folder of this project.", OUTPUT)] = False
+
+
+def options_inside(kind: Any) -> list[OptionField]:
+    """The options of a dataclass and of those that it holds, with their defaults."""
+    nested = (options_inside(item.hint) if is_dataclass(item.hint) else [item] for item in options_of(kind))
+    return [item for items in nested for item in items]
+
+
+def built(kind: Any, given: Mapping[str, Any]) -> Any:
+    """A dataclass, and those that it holds, of the values of `options_inside`."""
+    values = {
+        item.name: built(item.hint, given) if is_dataclass(item.hint) else given[item.name]
+        for item in options_of(kind)
+    }
+    return kind(**values)
 
 
 class CommandLine:

@@ -19,7 +19,7 @@ from mbd_core.checkpoint.folder import BaseFiles, model_digest, read_base
 from mbd_core.checkpoint.loading import fill_parts, load_model
 from mbd_core.checkpoint.saving import checkpoint_tensors, save_model
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.multitf.config import Sharding, Written
+from mbd_core.multitf.config import NOTHING_MEASURED, Measuring, Sharding, Written
 from mbd_core.multitf.data.prepared import (
     TOKENIZER_PAIRS,
     PreparedExamples,
@@ -30,6 +30,7 @@ from mbd_core.multitf.data.prepared import (
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, start_line
 from mbd_core.multitf.run.checkpoints import Checkpoints, Curve
 from mbd_core.multitf.run.log import Log, RunLog, say
+from mbd_core.multitf.run.profile import Profile, check_measuring
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.step.adapter import adapter_factors, base_tensors, fill_adapter, merge_adapter
 from mbd_core.multitf.step.compute import device_peak
@@ -47,6 +48,7 @@ def train_worker(
     every: int,
     log_targets: Sequence[str] | None = None,
     changes: Sequence[str] = (),
+    measuring: Measuring = NOTHING_MEASURED,
 ) -> "Run":
     """Do all updates that are left; the first worker prints, and logs where the checkpoints lie.
 
@@ -54,7 +56,8 @@ def train_worker(
     is TensorBoard where the first worker has it. `changes`: what differs from the recipe that was named. `Run.write`
     then writes the model.
     """
-    run = Run(start, workers, sharding, checkpoints)
+    check_measuring(measuring, workers.device)
+    run = Run(start, workers, sharding, checkpoints, measuring)
     if not workers.is_first:
         run.train(every=every)
         return run
@@ -75,6 +78,7 @@ def train_worker(
             targets=log_targets,
             options=checkpoints.options,
         )
+        files.write_page(changes, num_workers=workers.size, device=str(workers.device))
         say(files.describe())
     log = Log(run.curve, recipe.train.steps, files)
     run.train(every=every, log=log)
@@ -106,10 +110,15 @@ class Run:
     """
 
     def __init__(
-        self, start: StartingPoint, workers: Workers, sharding: Sharding, checkpoints: Checkpoints | None = None
+        self,
+        start: StartingPoint,
+        workers: Workers,
+        sharding: Sharding,
+        checkpoints: Checkpoints | None = None,
+        measuring: Measuring = NOTHING_MEASURED,
     ) -> None:
         recipe, base = start.recipe, start.base
-        self.start, self.workers, self.checkpoints = start, workers, checkpoints
+        self.start, self.workers, self.checkpoints, self.measuring = start, workers, checkpoints, measuring
         # read before training, for the folder may be gone when the model is written
         self._base_files = None if base is None or not workers.is_first else read_base(base.path)
         in_parts = sharding == "sharded" and workers.size > 1 and base is not None
@@ -141,11 +150,21 @@ class Run:
 
     def train(self, *, every: int = 1, log: Log | None = None) -> None:
         """Do the remaining updates; a checkpoint is begun every `every` steps and after the last one."""
+        measuring, left = self.measuring, self.trainer.config.steps - self.trainer.step_number
+        if self.checkpoints is None or not (measuring.profile or measuring.memory_snapshot):
+            self._train(every, log, None)
+            return
+        with Profile(measuring, self.checkpoints, self.workers, left=left) as measured:
+            self._train(every, log, measured)
+
+    def _train(self, every: int, log: Log | None, measured: Profile | None) -> None:
         trainer, checkpoints, steps = self.trainer, self.checkpoints, self.trainer.config.steps
         while trainer.step_number < steps:
             if log is not None:
                 log.begin()
             self.curve.append(self.workers.mean_metrics(trainer.step()).point())
+            if measured is not None:
+                measured.step()
             if log is not None:
                 log.add()
             if checkpoints is None:

@@ -190,10 +190,11 @@ def merge_adapter(model: Decoder) -> None:
 def adapter_factors(model: Decoder) -> dict[str, tuple[Tensor, Tensor]]:
     """A and B of each adapted projection, by its name in the decoder, on the CPU; every worker of a sharded model
     calls it."""
-    return {
-        name: tuple(whole(getattr(layer, each)["default"].weight).float().cpu() for each in ("lora_A", "lora_B"))
-        for name, layer in _adapted(model).items()
-    }  # type: ignore[return-value]
+
+    def matrix(layer: Any, factor: str) -> Tensor:
+        return whole(getattr(layer, factor)["default"].weight).float().cpu()
+
+    return {name: (matrix(layer, "lora_A"), matrix(layer, "lora_B")) for name, layer in _adapted(model).items()}
 
 
 def _adapted(model: Decoder) -> dict[str, Any]:
