@@ -1,4 +1,4 @@
-"""Reads and writes LoRA adapters in PEFT's layout: a folder with adapter_config.json and adapter_model.safetensors.
+"""Reads LoRA adapters in PEFT's layout: a folder with adapter_config.json and adapter_model.safetensors.
 
 The tensors have the names of the Hugging Face model that PEFT wrapped: `base_model.model.<module>.lora_A.weight` and
 `lora_B.weight`, with the module names of the family. A setting that changes what an adapter computes and is not
@@ -7,18 +7,15 @@ supported here is refused by its name.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mbd_core.checkpoint.safetensor_files import DTYPES, open_file, read_json
-from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.tensors import StoredTensor, TensorShape, decoder_shapes, stored_tensors
-from mbd_core.files import folder_beside, write_json
 from mbd_core.models.lora import Adapter, adapted_modules
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shard import Shard, split_dim
@@ -149,75 +146,3 @@ def _read_matrix(path: Path, file: Any, key: str, shape: tuple[int, int]) -> Ten
     if not bool(matrix.isfinite().all()):
         raise ValueError(f"{path}: tensor '{key}' has values that are not finite")
     return matrix
-
-
-Factors = Mapping[str, tuple[Tensor, Tensor]]
-
-
-def save_adapter(
-    folder: Path,
-    config: ModelConfig,
-    factors: Factors,
-    *,
-    rank: int,
-    alpha: int,
-    dropout: float,
-    base: str,
-    extra: Mapping[str, str],
-    overwrite: bool = False,
-) -> None:
-    """Write an adapter as PEFT does, for the base model as its family publishes it.
-
-    `factors` are A (rank, I) and B (O, rank) of each adapted module, by the decoder's names. Modules that the family
-    stores as one, as a fused query, key and value, get one adapter: their A's under each other, their B's as blocks.
-    All modules have its rank then, filled with zeros. `extra` adds small text files. Raises `ValueError` as
-    `files.check_target_folder` does.
-    """
-    stored = stored_tensors(config, decoder_shapes(config), "per_expert")
-    adapted = {
-        name.removesuffix(".weight"): tensor
-        for name, tensor in stored.items()
-        if any(part.target.removesuffix(".weight") in factors for part in tensor.parts)
-    }
-    joined = max(len(tensor.parts) for tensor in adapted.values())
-    tensors = {
-        f"base_model.model.{module}.lora_{factor}.weight": matrix
-        for module, tensor in adapted.items()
-        for factor, matrix in zip("AB", _joined(tensor, factors, rank, joined), strict=True)
-    }
-    settings = {
-        "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": base,
-        "r": rank * joined,
-        "lora_alpha": alpha * joined,
-        "lora_dropout": dropout,
-        "target_modules": sorted(_targets(stored, adapted)),
-        "bias": "none",
-        "inference_mode": True,
-    }
-    with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as beside:
-        write_json(beside / CONFIG, settings)
-        save_file(tensors, beside / WEIGHTS, metadata={"format": "pt"})
-        for name, text in extra.items():
-            (beside / name).write_text(text)
-
-
-def _joined(stored: StoredTensor, factors: Factors, rank: int, joined: int) -> tuple[Tensor, Tensor]:
-    """A (rank x joined, I) and B (O, rank x joined) of a stored module; what has no factors is zero."""
-    a, b = torch.zeros(rank * joined, stored.shape[1]), torch.zeros(stored.shape[0], rank * joined)
-    ends = [sum(stored.lengths[:number]) for number in range(len(stored.lengths) + 1)]
-    for number, part in enumerate(stored.parts):
-        pair = factors.get(part.target.removesuffix(".weight"))
-        if pair is not None:
-            ranks = slice(number * rank, (number + 1) * rank)
-            a[ranks], b[ends[number] : ends[number + 1], ranks] = pair
-    return a, b
-
-
-def _targets(stored: Mapping[str, StoredTensor], adapted: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """The modules' last names, as PEFT matches them; whole names where others have the same last one."""
-    modules = [name.removesuffix(".weight") for name in stored if name.endswith(".weight")]
-    for leaf in {module.rpartition(".")[2] for module in adapted}:
-        same = [module for module in modules if module.rpartition(".")[2] == leaf]
-        yield from [leaf] if all(module in adapted for module in same) else filter(adapted.__contains__, same)
