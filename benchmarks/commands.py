@@ -29,14 +29,13 @@ from jobs.command_line import (
     Seed,
     command,
     command_text,
-    names,
-    numbers,
 )
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.files import check_new_file, write_json
 from mbd_core.models.model_config import Parts
 from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.recipes.shipped import TINY_MODEL
+from mbd_core.options import names, numbers
 
 TRAINED = {"tiny": TINY_MODEL, **SHAPES}
 LEAST_ANSWERS = 16

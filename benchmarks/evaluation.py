@@ -16,13 +16,13 @@ import typer
 
 from benchmarks.measuring import markdown, run_seconds
 from cluster.storage import Folder
-from jobs.command_line import DATA, DECODING, ENGINE, MaxRows, ModelName, command, names
+from jobs.command_line import DATA, DECODING, ENGINE, MaxRows, ModelName, command
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sandbox.processes import Limits, describe_isolation
 from mbd_core.evaluation.sandbox.programs import Call, Verdict, run_calls, run_tests
 from mbd_core.evaluation.sweep.parts import SweepShard, Timing
-from mbd_core.options import CLUSTER
+from mbd_core.options import CLUSTER, names
 
 if TYPE_CHECKING:
     from mbd_core.evaluation.sweep.decoding import DecodingModel

@@ -28,7 +28,6 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.exceptions import TyperException
 from typer.main import get_command
 
-from mbd_core.json_text import parse_json
 from mbd_core.options import (
     DATA,
     DECODING,
@@ -39,9 +38,14 @@ from mbd_core.options import (
     PANELS,
     Option,
     OptionField,
-    members,
+    changes_of,
+    flag,
+    is_json,
+    nested,
     options_of,
+    plain_type,
     split,
+    value_of,
 )
 
 ModelName = Annotated[str, Option("A shipped model's name, or a model folder.", MODEL, flag="--model")]
@@ -77,11 +81,15 @@ class Fields:
 
 class Changes(Fields):
     """In `Annotated[dict[str, Any], ...]`: fields of a dataclass of which a command takes those that were given, by
-    name; `default` is what --help shows for the others."""
+    name, or without names all fields of it and of the dataclasses that it holds, as `mbd_core.options.changed` takes
+    them."""
 
-    def __init__(self, kind: type, *names: str, default: str | None = None) -> None:
+    def __init__(self, kind: type, *names: str) -> None:
         super().__init__(*names)
-        self.kind, self.default = kind, default
+        self.kind = kind
+
+
+METAVARS = {int: "N", float: "X"}  # of changed fields, whose many options have one narrow column of values
 
 
 class Command(TyperCommand):
@@ -211,7 +219,7 @@ def _parts(run: Callable[..., Any]) -> dict[str, _Part]:
 
 
 def _single(item: OptionField) -> _Part:
-    return _Part([item], lambda arguments: _field_value(item, arguments[item.name]))
+    return _Part([item], lambda arguments: value_of(item, arguments[_parameter_name(item)]))
 
 
 def _of_dataclass(kind: type, selection: Fields | None, defaults: Any) -> _Part:
@@ -235,54 +243,28 @@ def _of_dataclass(kind: type, selection: Fields | None, defaults: Any) -> _Part:
 
 def _changes(selection: Changes) -> _Part:
     """The given ones of a dataclass's fields; none has a default."""
-    fields_by_name = {field.name: field for field in options_of(selection.kind)}
-    items = []
-    for name in selection.names:
-        hint, option = fields_by_name[name].hint, fields_by_name[name].option
-        option = replace(option, default=option.default or selection.default)
-        items.append(OptionField(name=name, hint=hint | None, option=option, default=None))
+    known = {item.name: item for item in changes_of(selection.kind)}
+    items = [
+        replace(item, option=replace(item.option, metavar=item.option.metavar or METAVARS.get(plain_type(item.hint))))
+        for item in (map(known.__getitem__, selection.names) if selection.names else known.values())
+    ]
 
     def value(arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            item.name: _field_value(item, arguments[item.name]) for item in items if arguments[item.name] is not None
-        }
+        stated = {item: arguments[_parameter_name(item)] for item in items}
+        return nested({item.name: value_of(item, text) for item, text in stated.items() if text not in (None, [])})
 
     return _Part(items, value)
 
 
-def flag(item: OptionField) -> str:
-    """An option's name on the command line; a switch has two, if it is on by default or can be left open."""
-    if item.option.flag:
-        return item.option.flag
-    name = item.name.replace("_", "-")
-    return f"--{name}/--no-{name}" if _plain(item.hint) is bool and item.default is not False else f"--{name}"
-
-
-def _plain(hint: Any) -> Any:
-    """The type of an option's value on a command line, where an object of fields and nothing have no form."""
-    return next(member for member in members(hint) if member is not type(None) and not is_dataclass(member))
-
-
-def _field_value(item: OptionField, value: Any) -> Any:
-    """A field's value from what Typer read; `ValueError`, naming the option, for one that the field refuses."""
-    kind, name = _plain(item.hint), flag(item).partition("/")[0]
-    if typing.get_origin(kind) in LISTS:
-        if item.option.separator and value is not None:
-            value = numbers(value, name) if typing.get_args(kind)[0] is int else names(value, name)
-        value = tuple(value) if value else item.default if item.default is not MISSING else ()
-    elif typing.get_origin(kind) is dict:
-        value = item.default if value is None else json_object(value, name)
-    refusal = item.refusal(value)
-    if refusal is not None:
-        raise ValueError(f"{name} {value} {refusal}")
-    return value
+def _parameter_name(item: OptionField) -> str:
+    return item.name.replace(".", "__")
 
 
 def _typer_parameter(item: OptionField) -> inspect.Parameter:
     """An option as Typer declares it."""
-    option, kind = item.option, _plain(item.hint)
+    option, kind = item.option, plain_type(item.hint)
     default: Any = inspect.Parameter.empty if item.default is MISSING else item.default
-    if typing.get_origin(kind) is dict:
+    if is_json(item.hint):
         kind, default = str, None
     elif typing.get_origin(kind) in LISTS:
         (each,) = {*typing.get_args(kind)} - {...}
@@ -300,7 +282,9 @@ def _typer_parameter(item: OptionField) -> inspect.Parameter:
     }
     info = typer.Argument(**about) if option.positional else typer.Option(flag(item), **about)
     annotation: Any = Annotated[kind | None if default is None else kind, info]
-    return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        _parameter_name(item), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 class Group(TyperGroup):
@@ -395,27 +379,3 @@ def command_text(context: typer.Context) -> str:
     """The command as it was given, for reports; a job that takes a `typer.Context` has it."""
     assert isinstance(context.obj, str)
     return context.obj
-
-
-def json_object(text: str, option: str) -> dict[str, Any]:
-    """A JSON object that was given as an option; `ValueError` if it is none."""
-    value = parse_json(text, f"{option} {text!r}")
-    if not isinstance(value, dict):
-        raise ValueError(f"{option} {text!r} must be a JSON object")
-    return value
-
-
-def names(text: str, option: str) -> list[str]:
-    """A comma-separated list without repetitions; `ValueError` if it is empty."""
-    items = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not items:
-        raise ValueError(f"{option} names nothing; give at least one, separated by commas")
-    return items
-
-
-def numbers(text: str, option: str) -> list[int]:
-    """A comma-separated list of whole numbers of at least 1; `ValueError` names the one that is not."""
-    for name in names(text, option):
-        if not name.isdecimal() or int(name) < 1:
-            raise ValueError(f"{option} {name} must be a whole number of at least 1")
-    return [int(name) for name in names(text, option)]

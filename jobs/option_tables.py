@@ -7,11 +7,11 @@ from dataclasses import MISSING, is_dataclass
 
 from actors.serving.args import Autoscaling, ModelArgs, ServingArgs
 from jobs.__main__ import COMMANDS
-from jobs.command_line import command_options, flag
+from jobs.command_line import command_options
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock, Refresh
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
 from mbd_core.engine.config import EngineConfig
-from mbd_core.options import PANELS, OptionField, members, options_of
+from mbd_core.options import PANELS, OptionField, flag, members, options_of
 
 FILE_OBJECTS = {
     "`args`": ServingArgs,

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from jobs.command_line import DATA, DECODING, MODEL, OUTPUT, JsonFile, Main, Overwrite, command, names, with_default
+from jobs.command_line import DATA, DECODING, MODEL, OUTPUT, JsonFile, Main, Overwrite, command, with_default
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.sweep.best import By
 from mbd_core.files import check_target_folder, folder_beside, write_json
+from mbd_core.options import names
 
 if TYPE_CHECKING:
     from mbd_core.tables import Table

@@ -9,7 +9,14 @@ from cluster.storage import Folder, fetch_model
 from cluster.topology import Device
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import named_model
-from mbd_core.multitf.config import Precision, ShardingChoice, ValidationOptions, check_workers
+from mbd_core.multitf.config import (
+    Measuring,
+    Precision,
+    ShardingChoice,
+    ValidationOptions,
+    Written,
+    check_workers,
+)
 from mbd_core.multitf.data.prepared import PreparedData, named_data
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
 
@@ -20,18 +27,21 @@ RECORD = "run.json"
 class TrainingRun:
     """A recipe, and where and how it runs.
 
-    Everything of the run lies in `folder`, which all workers must be able to reach. The model is written to `out`;
-    `overwrite` replaces a model folder that is there. A checkpoint is written every `checkpoint_every` steps and after
-    the last one; the run survives `max_failures` lost workers. `device`: what the workers compute on; by default a GPU
-    each, if the cluster has any. `sharding`: how weights, gradients and optimizer states lie on them. `log_targets`:
-    where its numbers go besides its folder's `losses.jsonl`; `None` is TensorBoard where the first worker has it.
-    `validation` names held-out data by an absolute path or a URL (`validation_at`).
+    Everything of the run lies in `folder`, which all workers must be able to reach. The model, or its adapter
+    (`written`), is written to `out`; `overwrite` replaces a model folder that is there. A checkpoint is written every
+    `checkpoint_every` steps and after the last one; the run survives `max_failures` lost workers. `device`: what the
+    workers compute on; by default a GPU each, if the cluster has any. `sharding`: how weights, gradients and optimizer
+    states lie on them. `log_targets`: where its numbers go besides its folder's `losses.jsonl`; `None` is TensorBoard
+    where the first worker has it. `changes`: what differs in the recipe from the one that was named; `measuring`: what
+    the run measures of itself. `validation` names held-out data by an absolute path or a URL (`validation_at`).
     """
 
     recipe: TrainingRecipe
+    changes: tuple[str, ...] = ()
     name: str
     storage: Folder
     out: Folder
+    written: Written = "model"
     overwrite: bool = False
     num_workers: int = 2
     device: Device | None = None
@@ -39,6 +49,7 @@ class TrainingRun:
     checkpoint_every: int = 100
     max_failures: int = 3
     log_targets: tuple[str, ...] | None = None
+    measuring: Measuring = Measuring()
     validation: ValidationOptions = ValidationOptions()
 
     def __post_init__(self) -> None:

@@ -121,14 +121,16 @@ def train_on_ray(config: dict[str, Any]) -> int:
         checkpoints,
         every=run.checkpoint_every,
         log_targets=run.log_targets,
+        changes=run.changes,
+        measuring=run.measuring,
         validation=held_out,
     )
     if not workers.is_first:
-        worker_run.write(None)
+        worker_run.write(None, written=run.written)
         return worker_run.resumed_after
     # Where no step was left to do, an earlier start of this run may have written the model already.
     overwrite = run.overwrite or worker_run.resumed_after == start.recipe.train.steps
     with run.out.staged(MODEL_KIND, overwrite=overwrite) as folder:
-        worker_run.write(folder, overwrite=overwrite)
+        worker_run.write(folder, written=run.written, overwrite=overwrite)
     say(f"wrote {run.out} and {run.folder / LOSSES}")
     return worker_run.resumed_after

@@ -19,7 +19,8 @@ from benchmarks.load.attacks import ATTACKS, CROWD, HEADERS
 from benchmarks.load.crowd import Attackers, CrowdProcess, Endings
 from benchmarks.load.soak_parts import ROLES
 from benchmarks.load.stream_client import Target, open_session, record_stream, served_models
-from jobs.command_line import DATA, MODEL, command, names
+from jobs.command_line import DATA, MODEL, command
+from mbd_core.options import names
 
 # What the serving processes of this machine hold in memory, by role.
 

@@ -27,15 +27,13 @@ from jobs.command_line import (
     Threads,
     command,
     command_text,
-    json_object,
-    numbers,
 )
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.files import check_new_file, file_beside, write_json
 from mbd_core.models.shapes import SHAPES
-from mbd_core.options import CLUSTER
+from mbd_core.options import CLUSTER, json_object, numbers
 
 if TYPE_CHECKING:
     from benchmarks.load.loads import Load

@@ -5,20 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from jobs.command_line import (
-    DATA,
-    DECODING,
-    MODEL,
-    OUTPUT,
-    OutFolder,
-    Overwrite,
-    Seed,
-    command,
-    command_text,
-    json_object,
-    names,
-)
+from jobs.command_line import DATA, DECODING, MODEL, OUTPUT, OutFolder, Overwrite, Seed, command, command_text
 from mbd_core.files import check_target_folder, folder_beside
+from mbd_core.options import json_object, names
 from mbd_core.tasks.generated import GENERATED_TASKS
 
 KIND = "alignment report"

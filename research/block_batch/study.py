@@ -21,14 +21,13 @@ from jobs.command_line import (
     Seed,
     command,
     command_text,
-    json_object,
-    numbers,
 )
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task, find_task
 from mbd_core.evaluation.tasks.graders import grade
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.files import check_target_folder, folder_beside
+from mbd_core.options import json_object, numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jobs.command_line import DATA, DECODING, ModelName, OwnThreads, Seed, command, numbers
+from jobs.command_line import DATA, DECODING, ModelName, OwnThreads, Seed, command
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.measures.statistics import Interval, mean, percent_right
+from mbd_core.options import numbers
 from research.tables import table_lines
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.storage import Folder, fetch_model
-from jobs.command_line import DATA, DECODING, MODEL, OUTPUT, command, names, numbers
+from jobs.command_line import DATA, DECODING, MODEL, OUTPUT, command
 from jobs.eval_sweep import Subjects, run_work
 from jobs.train_multitf import train_on_cluster
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.parts import SweepShard, Timing
 from mbd_core.multitf.recipes.shipped import LEDGER_BD
-from mbd_core.options import CLUSTER
+from mbd_core.options import CLUSTER, names, numbers
 from research.ledger.plan import Experiment
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from jobs.command_line import Changes, Fields, command, command_options, flag
+from jobs.command_line import Changes, Fields, command, command_options
 from jobs.option_tables import described_commands, page
-from mbd_core.options import DATA, ENGINE, OUTPUT, Option, check, options_of, read
+from mbd_core.options import DATA, ENGINE, OUTPUT, Option, check, flag, options_of, read
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -152,7 +152,7 @@ def test_a_command_takes_some_fields_or_the_changes_of_some() -> None:
     def run(
         sizes: Annotated[Sizes, Fields("rows", "share")] = Sizes(exact=True, rows=7),
         *,
-        changes: Annotated[dict[str, Any], Changes(Setup, "kind", "tags", default="the recipe's")],
+        changes: Annotated[dict[str, Any], Changes(Setup, "kind", "tags")],
         chosen: Annotated[dict[str, Any], Changes(Sizes, "pages", "caching")],
     ) -> None:
         calls.append((sizes, changes, chosen))

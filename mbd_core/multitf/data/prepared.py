@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Annotated, Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +28,7 @@ from mbd_core.multitf.data.encoding import (
     filled_length,
     tokenizer_fingerprint,
 )
+from mbd_core.options import DATA, Option, OptionRefused, check
 from mbd_core.tasks.generated import GENERATED_TASKS
 
 if TYPE_CHECKING:
@@ -223,9 +224,18 @@ TOKENIZER_PAIRS = 8000
 class TinyData:
     """How many problems of each task, and the stream they come from."""
 
-    per_task: int
-    seed: int = 0
-    tasks: tuple[str, ...] = ("gsm-mini", "code-mini")
+    per_task: Annotated[int, Option("Generated problems of each task.", DATA, at_least=1)]
+    seed: Annotated[int, Option("Of the generated problems.", DATA, at_least=0, flag="--data-seed")] = 0
+    tasks: Annotated[
+        tuple[str, ...],
+        Option("The tasks whose problems are generated.", DATA, metavar="NAME,...", separator=","),
+    ] = ("gsm-mini", "code-mini")
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name in self.tasks:
+            if name not in GENERATED_TASKS:
+                raise OptionRefused("tasks", f": there is no task {name}; known: {', '.join(GENERATED_TASKS)}")
 
 
 def conversations(data: TinyData) -> Iterator[tuple[str, str]]:

@@ -9,13 +9,13 @@ place in the whole, so that other numbers of workers, and replicated or sharded 
 Where an adapter (LoRA) is trained, it alone is stored: the base is the recipe's, and has the digest that is kept.
 Data order, noise, schedule and dropout depend on (seed, step) alone: the step is all that is stored of them.
 
-Several workers write beside the next steps, from a copy in the host's memory; where one fails, all fail in the same
-call. One worker writes at once: that takes little beside the steps (docs/reference/training.md).
+Workers write beside the next steps, from a copy in the host's memory; where one fails, all fail in the same call.
 `jobs/convert_checkpoint.py` makes a model folder of a checkpoint.
 """
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -95,6 +95,8 @@ class Checkpoints:
         self.options = dict(options or {})
         self.base: str | None = None
         several = workers.size > 1
+        if not several:  # the thread that writes warns of it
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         self._group = distributed.new_group(backend="gloo") if several else None
         self._poll_group = distributed.new_group(backend="gloo") if several else None  # DCP's threads use the first
         self._writing: tuple[CheckpointRecord, Future[Any]] | None = None
@@ -160,12 +162,9 @@ class Checkpoints:
         self._on_first(partial(self._forget_unfinished, record.step), _not_written(folder))
         with _storage_failures(_not_written(folder)):
             writer = _Writer(folder, sync_files="://" not in self.location, **self.options)
-            if self._group is None:
-                with in_one_process():
-                    dcp.save(_state(trainer), storage_writer=writer, no_dist=True)
-                self._finish(record)
-                return
-            writing = dcp.async_save(_state(trainer), storage_writer=writer, process_group=self._group)
+            writing = dcp.async_save(
+                _state(trainer), storage_writer=writer, process_group=self._group, no_dist=self._group is None
+            )
         self._writing = record, cast("Future[Any]", writing)
 
     def poll(self) -> None:
@@ -175,7 +174,8 @@ class Checkpoints:
         """
         if self._writing is not None:
             done = torch.tensor(int(self._writing[1].done()))
-            distributed.all_reduce(done, op=distributed.ReduceOp.MIN, group=self._poll_group)
+            if self._poll_group is not None:
+                distributed.all_reduce(done, op=distributed.ReduceOp.MIN, group=self._poll_group)
             if done:
                 self.wait()
 
@@ -184,7 +184,7 @@ class Checkpoints:
         if self._writing is not None:
             (record, writing), self._writing = self._writing, None
             failure = _not_written(self._folder(record.step))
-            with _storage_failures(failure):
+            with _storage_failures(failure), in_one_process() if self._group is None else nullcontext():
                 writing.result()
             self._on_first(partial(self._finish, record), failure)
 

@@ -166,7 +166,7 @@ def _marker(steps: Sequence[float]) -> str | None:
     return "o" if len(steps) == 1 else None
 
 
-PLOT, IDS = "losses.png", "log_ids.json"
+PLOT, IDS, PAGE = "losses.png", "log_ids.json", "run.md"
 
 
 class RunLog:
@@ -212,6 +212,21 @@ class RunLog:
         """Where the numbers go and what MFU is measured against, for the line that a run begins with."""
         places = ", ".join((LOSSES, *self._targets))
         return "; ".join(filter(None, (f"logs: {places}", self._reason, str(self.peak))))
+
+    def write_page(self, changes: Sequence[str], *, num_workers: int, device: str) -> None:
+        """Write what is trained and what differs in it from the recipe that was named, as `run.md`."""
+        recipe, start = self.recipe, "random weights" if self.recipe.base is None else self.recipe.base
+        differs = "\n".join(f"- {change}" for change in changes) or "Nothing: the recipe is trained as it stands."
+        text = (
+            f"# {recipe.name}\n\n{recipe.train.steps} updates of {recipe.train.batch_size} samples from {start} in "
+            f"{recipe.train.precision}, by {num_workers} worker{'s' * (num_workers > 1)} on {device}. The recipe's "
+            f"numbers: {recipe.source}.\n\n## What differs from the recipe\n\n{differs}\n\n## Losses\n\n"
+            f"![losses]({PLOT}), in numbers: [{LOSSES}]({LOSSES})\n"
+        )
+        if self._is_here:
+            write_text(Path(self._path) / PAGE, text)
+        else:
+            self._system.pipe_file(f"{self._path}/{PAGE}", text.encode())
 
     def begin(self) -> None:
         """An update begins."""

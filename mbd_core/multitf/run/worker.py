@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.folder import BaseFiles, model_digest, read_base
 from mbd_core.checkpoint.loading import fill_parts, load_model
-from mbd_core.checkpoint.saving import checkpoint_tensors, save_model
+from mbd_core.checkpoint.saving import checkpoint_tensors, save_adapter, save_model
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.multitf.config import Sharding, ValidationOptions
+from mbd_core.multitf.config import NOTHING_MEASURED, Measuring, Sharding, ValidationOptions, Written
 from mbd_core.multitf.data.encoding import error_sentence
 from mbd_core.multitf.data.prepared import (
     TOKENIZER_PAIRS,
@@ -31,9 +31,10 @@ from mbd_core.multitf.data.prepared import (
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, start_line
 from mbd_core.multitf.run.checkpoints import Checkpoints, Curve, best_step
 from mbd_core.multitf.run.log import Log, RunLog, say
+from mbd_core.multitf.run.profile import Profile, check_measuring
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.validation import Validation, ValidationFailed
-from mbd_core.multitf.step.adapter import base_tensors, fill_adapter, merge_adapter
+from mbd_core.multitf.step.adapter import adapter_factors, base_tensors, fill_adapter, merge_adapter
 from mbd_core.multitf.step.compute import device_peak
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.multitf.step.workers import ALONE, Workers
@@ -48,19 +49,25 @@ def train_worker(
     *,
     every: int,
     log_targets: Sequence[str] | None = None,
+    changes: Sequence[str] = (),
+    measuring: Measuring = NOTHING_MEASURED,
     validation: ValidationOptions | None = None,
 ) -> "Run":
     """Do all updates that are left; the first worker prints, and logs where the checkpoints lie.
 
     The precision is settled (`settle_precision`). `log_targets`: where the numbers go besides `losses.jsonl`; `None`
-    is TensorBoard where the first worker has it. `Run.write` then writes the model.
+    is TensorBoard where the first worker has it. `changes`: what differs from the recipe that was named. `Run.write`
+    then writes the model.
     """
-    run = Run(start, workers, sharding, checkpoints, validation=validation)
+    check_measuring(measuring, workers.device)
+    run = Run(start, workers, sharding, checkpoints, measuring=measuring, validation=validation)
     if not workers.is_first:
         run.train(every=every)
         return run
     recipe, files = start.recipe, None
     say(start_line(recipe, device=workers.device, num_workers=workers.size))
+    if changes:
+        say(f"changed in the recipe: {'; '.join(changes)}")
     if run.resumed_after:
         say(f"resumed after step {run.resumed_after}")
     if checkpoints is not None:
@@ -74,6 +81,7 @@ def train_worker(
             targets=log_targets,
             options=checkpoints.options,
         )
+        files.write_page(changes, num_workers=workers.size, device=str(workers.device))
         say(files.describe())
     log = Log(run.curve, recipe.train.steps, files)
     run.train(every=every, log=log)
@@ -111,10 +119,11 @@ class Run:
         sharding: Sharding,
         checkpoints: Checkpoints | None = None,
         *,
+        measuring: Measuring = NOTHING_MEASURED,
         validation: ValidationOptions | None = None,
     ) -> None:
         recipe, base = start.recipe, start.base
-        self.start, self.workers, self.checkpoints = start, workers, checkpoints
+        self.start, self.workers, self.checkpoints, self.measuring = start, workers, checkpoints, measuring
         # read before training, for the folder may be gone when the model is written
         self._base_files = None if base is None or not workers.is_first else read_base(base.path)
         in_parts = sharding == "sharded" and workers.size > 1 and base is not None
@@ -152,11 +161,21 @@ class Run:
     def train(self, *, every: int = 1, log: Log | None = None) -> None:
         """Do the remaining updates; a checkpoint is begun every `every` steps, where a validation is the best yet, and
         after the last one."""
+        measuring, left = self.measuring, self.trainer.config.steps - self.trainer.step_number
+        if self.checkpoints is None or not (measuring.profile or measuring.memory_snapshot):
+            self._train(every, log, None)
+            return
+        with Profile(measuring, self.checkpoints, self.workers, left=left) as measured:
+            self._train(every, log, measured)
+
+    def _train(self, every: int, log: Log | None, measured: Profile | None) -> None:
         trainer, checkpoints, steps = self.trainer, self.checkpoints, self.trainer.config.steps
         while trainer.step_number < steps:
             if log is not None:
                 log.begin()
             self.curve.append(self.workers.mean_metrics(trainer.step()).point())
+            if measured is not None:
+                measured.step()
             seconds = self._validate(log)
             if log is not None:
                 log.add(beside=seconds)
@@ -193,12 +212,28 @@ class Run:
             say(f"validation after step {step}: {', '.join(numbers)}{' (the best yet)' * best}")
         return time.perf_counter() - began
 
-    def write(self, folder: Path | None, *, overwrite: bool = False) -> None:
-        """Write the trained model (`export`); every worker calls it, and the first one names the folder."""
-        model = self.trainer.model
-        if self.workers.is_first:
+    def write(self, folder: Path | None, *, written: Written = "model", overwrite: bool = False) -> None:
+        """Write the trained model (`export`), or its adapter; every worker calls it, and the first one names the
+        folder."""
+        model, recipe = self.trainer.model, self.start.recipe
+        if written == "adapter":
+            lora, factors = recipe.train.lora, adapter_factors(model)
+            assert lora is not None and recipe.base is not None
+            if folder is not None:
+                save_adapter(
+                    folder,
+                    model.config,
+                    factors,
+                    rank=lora.rank,
+                    alpha=lora.alpha,
+                    dropout=lora.dropout,
+                    base=recipe.base,
+                    extra={RECIPE: recipe_text(recipe)},
+                    overwrite=overwrite,
+                )
+        elif self.workers.is_first:
             assert folder is not None
-            export(folder, self.start.recipe, model, self.tokenizer, self._base_files, overwrite=overwrite)
+            export(folder, recipe, model, self.tokenizer, self._base_files, overwrite=overwrite)
         elif any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             merge_adapter(model)
             for _ in checkpoint_tensors(model, "per_expert"):  # the first worker's `export` gathers each tensor
@@ -231,9 +266,17 @@ def export(
         tokenizer=tokenizer if base is None else None,
         generation=recipe.generation,
         dtype=torch.bfloat16,
-        extra={"recipe.json": json.dumps(asdict(recipe), indent=2, default=str) + "\n"},
+        extra={RECIPE: recipe_text(recipe)},
         overwrite=overwrite,
     )
+
+
+RECIPE = "recipe.json"
+
+
+def recipe_text(recipe: TrainingRecipe) -> str:
+    """The recipe as it lies beside what it trained."""
+    return json.dumps(asdict(recipe), indent=2, default=str) + "\n"
 
 
 def prepare(
