@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from mbd_core.evaluation.measures.rates import GradedSample
-from mbd_core.evaluation.measures.statistics import Interval, mean_interval, sign_test, wins_and_losses
+from mbd_core.evaluation.measures.statistics import Interval, mean_interval, p_text, sign_test, wins_and_losses
 from mbd_core.evaluation.measures.summary import ReportKey, ReportRow, best_row
 from mbd_core.evaluation.report.metrics import SUBJECT
 from mbd_core.evaluation.sweep.folder import read_samples
@@ -125,7 +125,7 @@ def gap_table(
                 *(key.model, key.method, labels[key.task], varied[key] or None),
                 *(gap.num_problems, gap.only_it, gap.only_base),
                 f"{gap.difference:+.2f}" + ("" if gap.low is None else f" [{gap.low:+.2f}, {gap.high:+.2f}]"),
-                f"{gap.p_value:.3f}",
+                p_text(gap.p_value),
             ]
             for key, gap in gaps.items()
         ],

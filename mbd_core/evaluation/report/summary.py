@@ -196,7 +196,7 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     times = times_of(folders, rows)
     if any(record.num_cases for record in records) and (untimed := _untimed(rows, times, records)):
         settings = {"not timed": untimed, **settings}
-    aups, aup_means = with_intervals(build_aup(rows), samples)
+    aups, aup_means = with_intervals([*build_aup(rows), *build_aup(rows, by_slots=True)], samples)
     shown, seconds = choose_samples(folders), endpoint_seconds(folders)
     gaps = accuracy_gaps(rows, samples)
     files = report_files(

@@ -160,13 +160,18 @@ AUP_CAPTION = (
 
 
 def aup_table(aups: Sequence[AupRow], labels: Mapping[str, str]) -> Table:
+    """Each curve, those of one buffer size below that of all."""
+    order = {key: number for number, key in enumerate(dict.fromkeys((a.model, a.method, a.task) for a in aups))}
+    aups = sorted(aups, key=lambda a: (order[a.model, a.method, a.task], a.slots or 0))
+    slots = ["Slots"] if any(a.slots is not None for a in aups) else []
     return Table(
         title="AUP by task, with its points",
-        columns=(*SUBJECT[:3], "Eq. 4.1 [95 %]", "d3LLM [95 %]", "Points (TPF, Acc)", "Dropped by d3LLM"),
-        numeric=(3, 4),
+        columns=(*SUBJECT[:3], *slots, "Eq. 4.1 [95 %]", "d3LLM [95 %]", "Points (TPF, Acc)", "Dropped by d3LLM"),
+        numeric=range(3, 5 + len(slots)),
         rows=[
             (
-                *(a.model, a.method, labels[a.task], a.eq41.text(), a.d3llm.text()),
+                *(a.model, a.method, labels[a.task], *(["all" if a.slots is None else a.slots] if slots else [])),
+                *(a.eq41.text(), a.d3llm.text()),
                 *(_point_list(a.points), _point_list(a.dropped) or "none"),
             )
             for a in aups
