@@ -1,10 +1,11 @@
 """What counts as shown, stated before any result: the claims of the papers, each as a comparison with its rule.
 
 A claim compares two sides under one buffer size, at the threshold that the models recommend (`CLAIM_TAU`; one side at
-another, where a claim says so), or over all thresholds where it is of the AUP. It is *shown* if the 95 % interval over problems and seeds lies on the paper's
-side of its bound, and, where it is of accuracy, McNemar's p is below `ALPHA` divided by the number of the
-experiment's claims of accuracy (Bonferroni). It is *contradicted* if the interval lies on the other side of 0. A claim
-of no loss allows `MARGIN`, is contradicted beyond it, and has no p. All else is *not shown*, whatever the means are.
+another, where a claim says so), or over all thresholds where it is of the AUP. It is *shown* if the 95 % interval over
+problems and seeds lies on the paper's side of its bound, and, where it is of accuracy, McNemar's p is below `ALPHA`
+divided by the number of the experiment's claims of accuracy (Bonferroni). It is *contradicted* if the interval lies on
+the other side of 0. A claim of no loss allows `MARGIN`, is contradicted beyond it, and has no p. All else is *not
+shown*, whatever the means are.
 """
 
 from collections.abc import Sequence

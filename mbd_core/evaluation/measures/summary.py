@@ -198,8 +198,8 @@ def _curve(aup: AupRow) -> Curve:
 def with_intervals(
     aups: Sequence[AupRow], samples: Samples, *, num_draws: int = NUM_DRAWS
 ) -> tuple[list[AupRow], list[AupMean]]:
-    """The AUPs with their percentile intervals, and the means of those of every size over tasks with theirs. What `samples` says of a task
-    does not depend on other tasks."""
+    """The AUPs with their percentile intervals, and the means of those of every size over tasks with theirs. What
+    `samples` says of a task does not depend on other tasks."""
     areas: dict[tuple[Curve, str], np.ndarray] = {}
     for task in dict.fromkeys(key.task for key in samples):
         of_task = {key: graded for key, graded in samples.items() if key.task == task}

@@ -5,8 +5,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from mbd_core.evaluation.measures.rates import GradedSample
+from mbd_core.evaluation.measures.repeated import Repeated, measure_repeated
 from mbd_core.evaluation.measures.summary import (
     AupMean,
     AupRow,
@@ -30,7 +33,14 @@ from mbd_core.evaluation.report.speeds import (
     speed_gains,
     speed_table,
 )
-from mbd_core.evaluation.report.tables import aup_table, best_table, configuration_table, rule_table, settings_table
+from mbd_core.evaluation.report.tables import (
+    aup_table,
+    best_table,
+    configuration_table,
+    repeated_table,
+    rule_table,
+    settings_table,
+)
 from mbd_core.evaluation.sandbox.processes import MEANING
 from mbd_core.evaluation.sweep.endpoint import is_endpoint
 from mbd_core.evaluation.sweep.folder import SweepFolder, isolations, load_samples, read_record, read_times
@@ -53,6 +63,7 @@ def report_files(
     labels: Mapping[str, str],
     settings: Mapping[str, Any],
     seconds: Sequence[EndpointSeconds] = (),
+    repeated: Mapping[ReportKey, Repeated] = MappingProxyType({}),
 ) -> dict[str, bytes]:
     """The files by name, `report.json` last. `labels` maps task names to column heads.
 
@@ -61,6 +72,7 @@ def report_files(
     """
     gains = speed_gains(times, rows)
     papers = beside_tables(Own.of(rows, aups, times, aup_means))
+    again = {row.key: repeated[row.key] for row in rows if row.key in repeated}
     content = {
         "rows": [
             {
@@ -74,6 +86,7 @@ def report_files(
                     for rule, one in row.summary.by_rule.items()
                 },
                 "token_efficiency": token_efficiency(row),
+                **(asdict(again[row.key]) if row.key in again else {}),
             }
             for row in rows
         ],
@@ -95,7 +108,15 @@ def report_files(
     plot = io.BytesIO()
     draw_plot(rows, plot, labels=labels)
     tables = report_tables(
-        rows, aups, times, labels=labels, settings=settings, aup_means=aup_means, gaps=gaps, seconds=seconds
+        rows,
+        aups,
+        times,
+        labels=labels,
+        settings=settings,
+        aup_means=aup_means,
+        gaps=gaps,
+        seconds=seconds,
+        repeated=again,
     )
     return {
         "plot.png": plot.getvalue(),
@@ -127,6 +148,7 @@ def report_tables(
     aup_means: Sequence[AupMean] = (),
     gaps: Mapping[ReportKey, AccuracyGap] | None = None,
     seconds: Sequence[EndpointSeconds] = (),
+    repeated: Mapping[ReportKey, Repeated] = MappingProxyType({}),
 ) -> list[Table]:
     """The report as tables, in their order."""
     varied = {row.key: row.varied for row in rows}
@@ -136,6 +158,7 @@ def report_tables(
         best_table(rows, aup_means, labels, title="Evaluation sweep"),
         configuration_table(rows, labels),
         rule_table(rows, labels),
+        repeated_table(repeated, labels, varied) if repeated else None,
         aup_table(aups, labels),
         gap_table(gaps, labels, varied) if gaps else None,
         metric_table(),
@@ -200,9 +223,27 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     shown, seconds = choose_samples(folders), endpoint_seconds(folders)
     gaps = accuracy_gaps(rows, samples)
     files = report_files(
-        rows, aups, aup_means, times, shown, gaps=gaps, labels=labels, settings=settings, seconds=seconds
+        rows,
+        aups,
+        aup_means,
+        times,
+        shown,
+        gaps=gaps,
+        labels=labels,
+        settings=settings,
+        seconds=seconds,
+        repeated=repeated_of(samples),
     )
     return SweepSummary(files=files, num_samples=num_samples, num_planned=num_planned)
+
+
+def repeated_of(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> dict[ReportKey, Repeated]:
+    """pass@k and maj@k of the configurations with several answers to a problem."""
+    measured = {
+        key: measure_repeated(graded, votes=any(sample.vote is not None for sample in graded))
+        for key, graded in samples.items()
+    }
+    return {key: one for key, one in measured.items() if one is not None}
 
 
 def joinable_records(folders: Sequence[Path]) -> list[SweepRecord]:

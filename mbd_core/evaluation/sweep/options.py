@@ -76,6 +76,17 @@ class SweepOptions(TaskOptions):
         int | None,
         Option("New tokens a problem.", DECODING, at_least=1, default="the recipe's, 128 if generated"),
     ] = None
+    samples: Annotated[
+        int,
+        Option("Answers to a problem, for pass@k and maj@k; more than one takes a temperature.", DECODING, at_least=1),
+    ] = 1
+    temperature: Annotated[float, Option("Of drawn tokens; 0: greedy.", DECODING, at_least=0.0, at_most=10.0)] = 0.0
+    top_p: Annotated[
+        float,
+        Option(
+            "Draw among the likeliest tokens that together reach this probability.", DECODING, above=0.0, at_most=1.0
+        ),
+    ] = 1.0
     limit: Annotated[
         int | None, Option("Problems a task.", DATA, at_least=1, default="500 generated, all of a file")
     ] = None
