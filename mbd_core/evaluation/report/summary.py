@@ -21,6 +21,7 @@ from mbd_core.evaluation.measures.summary import (
     with_intervals,
 )
 from mbd_core.evaluation.report.comparisons import AccuracyGap, accuracy_gaps, gap_table
+from mbd_core.evaluation.report.harness_table import HarnessNumbers, harness_numbers, harness_table
 from mbd_core.evaluation.report.metrics import metric_table
 from mbd_core.evaluation.report.page import ShownSamples, choose_samples, draw_plot, render_page
 from mbd_core.evaluation.report.paper_tables import Own, beside_tables, paper_content, paper_section
@@ -64,6 +65,7 @@ def report_files(
     settings: Mapping[str, Any],
     seconds: Sequence[EndpointSeconds] = (),
     repeated: Mapping[ReportKey, Repeated] = MappingProxyType({}),
+    harness: Mapping[ReportKey, HarnessNumbers] = MappingProxyType({}),
 ) -> dict[str, bytes]:
     """The files by name, `report.json` last. `labels` maps task names to column heads.
 
@@ -87,6 +89,7 @@ def report_files(
                 },
                 "token_efficiency": token_efficiency(row),
                 **(asdict(again[row.key]) if row.key in again else {}),
+                **({"harness": asdict(harness[row.key])} if row.key in harness else {}),
             }
             for row in rows
         ],
@@ -117,6 +120,7 @@ def report_files(
         gaps=gaps,
         seconds=seconds,
         repeated=again,
+        harness=harness,
     )
     return {
         "plot.png": plot.getvalue(),
@@ -149,6 +153,7 @@ def report_tables(
     gaps: Mapping[ReportKey, AccuracyGap] | None = None,
     seconds: Sequence[EndpointSeconds] = (),
     repeated: Mapping[ReportKey, Repeated] = MappingProxyType({}),
+    harness: Mapping[ReportKey, HarnessNumbers] = MappingProxyType({}),
 ) -> list[Table]:
     """The report as tables, in their order."""
     varied = {row.key: row.varied for row in rows}
@@ -159,6 +164,7 @@ def report_tables(
         configuration_table(rows, labels),
         rule_table(rows, labels),
         repeated_table(repeated, labels, varied) if repeated else None,
+        harness_table(harness, labels, varied) if harness else None,
         aup_table(aups, labels),
         gap_table(gaps, labels, varied) if gaps else None,
         metric_table(),
@@ -233,6 +239,7 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
         settings=settings,
         seconds=seconds,
         repeated=repeated_of(samples),
+        harness=harness_numbers(folders, list(samples)),
     )
     return SweepSummary(files=files, num_samples=num_samples, num_planned=num_planned)
 

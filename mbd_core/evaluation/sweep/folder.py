@@ -25,7 +25,7 @@ from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT
 from mbd_core.evaluation.sweep.parts import COUNTS, ISOLATION
 from mbd_core.evaluation.sweep.record import SweepRecord, difference
-from mbd_core.evaluation.tasks.benchmarks import TASKS
+from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, TASKS
 from mbd_core.files import (
     MANIFEST,
     PartsFolder,
@@ -397,6 +397,8 @@ def load_samples(folders: Sequence[Path]) -> Samples:
 
 def _is_drawn(task: str) -> bool:
     """Whether a seed decides the problems of a task."""
+    if task.startswith(HARNESS_PREFIX):
+        return False
     return task not in TASKS or TASKS[task].generate is not None
 
 

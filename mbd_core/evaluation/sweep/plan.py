@@ -21,7 +21,8 @@ from mbd_core.evaluation.sweep.grid import Grid, Methods, Variant, parse_grid, p
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.parts import PROBLEM_COLUMNS
 from mbd_core.evaluation.tasks.asking import TaskInputs, ask_tasks, check_positions
-from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, find_task
+from mbd_core.evaluation.tasks.harness_tasks import load_harness_problems
 from mbd_core.evaluation.tasks.problems import ProblemSet, load_problems
 from mbd_core.evaluation.tasks.recipes import Recipe, find_recipe
 
@@ -182,7 +183,7 @@ class Sweep:
 
 def plan_sweep(options: SweepOptions) -> Sweep:
     """Load and check everything that the options name; `ValueError` says in one sentence what is wrong."""
-    tasks = [find_task(name) for name in options.tasks]
+    tasks = [find_task(name) for name in options.tasks if not name.startswith(HARNESS_PREFIX)]
     task_names = [task.name for task in tasks]
     files = task_files(options.data, task_names, option="--data")
     examples = task_files(options.examples, task_names, option="--examples")
@@ -201,6 +202,21 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         for task in tasks
     ]
     inputs = ask_tasks(problem_sets, recipe, examples=examples, max_tokens=options.max_tokens)
+    for problem_set, asked, generation in load_harness_problems(
+        [name for name in options.tasks if name.startswith(HARNESS_PREFIX)],
+        form=options.form,
+        include=options.include_path and str(Path(options.include_path).resolve()),
+        limit=options.limit,
+        max_tokens=options.max_tokens,
+    ):
+        if generation.sampling.temperature not in (0.0, sampling.temperature):
+            raise ValueError(
+                f"task '{problem_set.task.name}' draws at temperature {generation.sampling.temperature}; "
+                f"give --temperature {generation.sampling.temperature}"
+            )
+        problem_sets.append(problem_set)
+        inputs[problem_set.task.name] = asked
+        prompts.append(asked.prompt)
     models: dict[str, str] = {}
     variants: dict[str, list[Variant]] = {}
     notes: list[str] = []
