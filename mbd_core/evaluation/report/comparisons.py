@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -149,7 +150,7 @@ class Answer:
         return self.num_tokens / self.num_forwards
 
 
-SharedProblems = Mapping[tuple[int, str], Answer]
+SharedProblems = Mapping[tuple[Any, ...], Answer]  # by seed, problem and, of drawn answers, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +182,7 @@ def load_answers(
 ) -> SharedProblems:
     """The answers by (seed, problem), for one model and configuration; `ValueError` if none exists, or if the answers
     are of several configurations or methods."""
-    answers: dict[tuple[int, str], Answer] = {}
+    answers: dict[tuple[Any, ...], Answer] = {}
     found: set[tuple[str, str]] = set()
     for folder in folders:
         for row in read_samples(folder):
@@ -189,7 +190,8 @@ def load_answers(
             setting = (row["model"], row["task"], config.get("tau_m2t"), config.get("buffer_size"))
             if setting == (model, task, tau_m2t, buffer_size):
                 answer = Answer(bool(row["correct"]), row["num_tokens"] or 0, row["num_forwards"] or 0)
-                answers[row["seed"], row["problem_id"]] = answer
+                draw = () if row.get("draw") is None else (row["draw"],)
+                answers[(row["seed"], row["problem_id"], *draw)] = answer
                 found.add((row["method"], row["config"]))
     if len(found) > 1:
         names = "; ".join(f"{method} {config}" for method, config in sorted(found))

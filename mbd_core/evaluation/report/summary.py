@@ -322,6 +322,10 @@ def _meanings(record: SweepRecord) -> Iterator[tuple[str, Any]]:
         yield f"the rule or max_tokens of task '{name}'", (task["rule"], task["max_tokens"])
     for name, task in record.settings.get("tasks", {}).items():
         yield f"the prompts, examples or stop strings of task '{name}'", [task.get(part) for part in ASKED]
+    yield (
+        "--samples, --temperature or --top-p",
+        [record.plan.get(name) for name in ("samples", "temperature", "top_p")],
+    )
     for name, fields in record.settings.get("methods", {}).items():
         yield f"the fields of method '{name}'", json.loads(fields)
 

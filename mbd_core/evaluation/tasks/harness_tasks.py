@@ -157,7 +157,7 @@ def harness_metrics(task: Task, problem: Problem, text: str) -> Metrics:
     own._instances = [instance]
     own.apply_filters()
     found = {name: own.process_results(doc, [one]) for name, one in instance.filtered_resps.items()}
-    return json.loads(json.dumps(found, default=_plain))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(found, default=_plain))
 
 
 def _plain(value: Any) -> Any:
