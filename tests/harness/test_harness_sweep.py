@@ -123,7 +123,7 @@ def test_a_sweep_has_the_numbers_of_the_harness_s_own_run(folder: Path, tmp_path
 def test_what_a_decoder_does_not_change_and_what_is_not_there_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"local_choices.*log-likelihoods.*mbd-lm-eval"):
         plan_sweep(options(folder, "local_choices"))
-    with pytest.raises(ValueError, match=r"no task 'absent'.*--include-path"):
+    with pytest.raises(ValueError, match=r"no task 'absent'.*--include"):
         plan_sweep(options(folder, "absent"))
-    with pytest.raises(ValueError, match=r"local_missing.*cannot be loaded.*--include-path"):
+    with pytest.raises(ValueError, match=r"local_missing.*cannot be loaded.*--include"):
         plan_sweep(options(folder, "local_missing"))

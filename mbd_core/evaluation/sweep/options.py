@@ -84,12 +84,9 @@ class SweepOptions(TaskOptions):
         int,
         Option("Answers to a problem, for pass@k and maj@k; more than one takes a temperature.", DECODING, at_least=1),
     ] = 1
-    temperature: Annotated[float, Option("Of drawn tokens; 0: greedy.", DECODING, at_least=0.0, at_most=10.0)] = 0.0
+    temperature: Annotated[float, Option("Of drawn tokens; 0: greedy.", DECODING, metavar="T", at_least=0.0)] = 0.0
     top_p: Annotated[
-        float,
-        Option(
-            "Draw among the likeliest tokens that together reach this probability.", DECODING, above=0.0, at_most=1.0
-        ),
+        float, Option("Draw among the likeliest tokens, up to this share.", DECODING, metavar="P", at_most=1.0)
     ] = 1.0
     limit: Annotated[
         int | None, Option("Problems a task.", DATA, at_least=1, default="500 generated, all of a file")
@@ -97,7 +94,10 @@ class SweepOptions(TaskOptions):
     seed: Annotated[int, Option("Of whatever is drawn.", DATA, at_least=0)] = 0
     split: Annotated[Split, Option("Split of the generated tasks.", DATA)] = "test"
     include_path: Annotated[
-        str | None, Option("Folder of task files of lm-evaluation-harness, for harness:NAME.", DATA, metavar="DIR")
+        str | None,
+        Option(
+            "Folder of task files of lm-evaluation-harness, for harness:NAME.", DATA, flag="--include", metavar="DIR"
+        ),
     ] = None
     form: Annotated[
         Form,

@@ -49,7 +49,7 @@ def _loaded(name: str, include: str | None) -> dict[str, Any]:
     if name not in manager.all_tasks:
         raise ValueError(
             f"lm-evaluation-harness has no task '{name}'{f', nor has {include}' if include else ''}; "
-            "`lm_eval ls tasks` lists its own, and --include-path names a folder with others"
+            "`lm_eval ls tasks` lists its own, and --include names a folder with others"
         )
     try:
         tasks = manager.load([name])["tasks"]
@@ -57,7 +57,7 @@ def _loaded(name: str, include: str | None) -> dict[str, Any]:
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(
             f"task '{HARNESS_PREFIX}{name}' cannot be loaded: {type(error).__name__}: {reason}; where its data set "
-            "cannot be reached, give a task file that names local files (dataset_path: json) in --include-path"
+            "cannot be reached, give a task file that names local files (dataset_path: json) in --include"
         ) from None
     for task in tasks.values():
         task.set_fewshot_seed(seed=FEW_SHOT_SEED)
