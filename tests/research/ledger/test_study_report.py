@@ -106,6 +106,7 @@ PUBLISHED: list[tuple[str, Experiment]] = [
     ("ledger", "ordering"),
     ("ledger", "ablation"),
     ("ledger", "alignment"),
+    ("ledger", "thresholds"),
     ("ledger-b32", "ordering"),
     ("ledger-without-pages", "ordering"),
 ]
