@@ -191,6 +191,7 @@ def pairs(
     first model's mean minus the second's, with the 95 % interval of a bootstrap over the problems. Answers to one
     problem under several seeds count together.
     """
+    from mbd_core.evaluation.measures.statistics import p_text
     from mbd_core.evaluation.report.comparisons import load_answers, pair_answers
 
     sides = (
@@ -201,7 +202,7 @@ def pairs(
     print(
         f"{paired.num_problems} problems; only {first} right: {paired.first_only}, only {second}: {paired.second_only}"
     )
-    print(f"sign test, two-sided: p = {paired.p_value:.3f}")
+    print(f"sign test, two-sided: p {p_text(paired.p_value, equals='= ')}")
     print(f"accuracy: {paired.accuracy.text('+.2f')} points")
     for name, difference in (("TPF", paired.tpf), ("NFE", paired.nfe)):
         if difference is not None:

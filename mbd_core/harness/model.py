@@ -29,8 +29,8 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.decoding import fit_request, generate_until
 from mbd_core.evaluation.sweep.grid import DEFAULT_SLOTS, parse_grid
 from mbd_core.evaluation.sweep.parts import before_stop
+from mbd_core.evaluation.tasks.generation_fields import Generation, read_generation
 from mbd_core.files import check_new_file, write_text
-from mbd_core.harness.generation_fields import Generation, read_generation
 from mbd_core.harness.likelihood import Draws, log_likelihood
 from mbd_core.harness.scoring import CountedText
 from mbd_core.serving.tokens.load import load_engine

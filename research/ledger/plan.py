@@ -16,20 +16,27 @@ from mbd_core.multitf.data.prepared import TinyData
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened, with_fitted_noise
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_MBD, LEDGER_TF
 
-Experiment = Literal["ordering", "ablation", "alignment"]
+Experiment = Literal["ordering", "ablation", "alignment", "thresholds"]
 BASE = "base"
 FITTED = "ledger-fitted"
 KIND = "study"
 RECORD, ROWS, REPORT, PLOT = "study.json", "rows.parquet", "study.md", "study.png"
 INFERENCE, DISTANCES, NOISE, TRACES = "inference", "distances.parquet", "noise.json", "traces"
-ORDER: tuple[Experiment, ...] = ("ordering", "ablation", "alignment")
-"""Each experiment is compared with all before it: no model is trained or evaluated twice."""
+LOW_TAUS = (0.3, 0.5, 0.7)
+COMPARED: dict[Experiment, tuple[Experiment, ...]] = {
+    "ordering": (),
+    "ablation": ("ordering",),
+    "alignment": ("ordering", "ablation"),
+    "thresholds": ("ordering",),
+}
+"""The experiments whose rows stand beside an experiment's own: no model is trained or evaluated twice."""
 TRAINED: dict[Experiment, tuple[TrainingRecipe, ...]] = {
     "ordering": (LEDGER_TF, LEDGER_MBD),
     "ablation": tuple(recipe for recipe in ABLATION_ROWS.values() if recipe not in (LEDGER_TF, LEDGER_MBD)),
     "alignment": (replace(LEDGER_MBD, name=FITTED),),
+    "thresholds": (),
 }
-"""What each experiment adds; the noise of `FITTED` is measured first."""
+"""What each experiment adds; the noise of `FITTED` is measured first. `thresholds` decodes the base anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +65,11 @@ class StudyPlan:
         if not all(0.0 < tau < 1.0 for tau in self.taus):
             raise ValueError(f"thresholds {self.taus} must lie between 0 and 1")
 
-    @property
-    def grid(self) -> str:
-        """The decoding grid, in the syntax of a sweep's `--grid`."""
-        return f"tau_m2t={','.join(map(str, self.taus))};buffer_size={','.join(map(str, self.buffers))}"
+    def decoded(self, experiment: Experiment) -> tuple[tuple[str, ...] | None, str]:
+        """The methods and the grid of an experiment's sweeps, in the syntax of a sweep's options."""
+        if experiment == "thresholds":
+            return ("single",), f"tau_m2t={','.join(map(str, LOW_TAUS))}"
+        return None, f"tau_m2t={','.join(map(str, self.taus))};buffer_size={','.join(map(str, self.buffers))}"
 
     def runs(self, experiment: Experiment) -> list[tuple[TrainingRecipe, int]]:
         """Every run, a seed's together, so that a study that is stopped has whole seeds."""
@@ -131,14 +139,14 @@ def model_path(folder: Path, recipe: TrainingRecipe, seed: int) -> Path:
 
 
 def swept_models(folder: Path, experiment: Experiment, seed: int, base: Path) -> dict[Path, str]:
-    """The models of a seed's sweep and their recipes: the experiment's own, and the base in the first one."""
+    """The models of a seed's sweep and their recipes: the experiment's own, and the base where it is to be decoded."""
     models = {model_path(folder, recipe, seed): recipe.name for recipe in TRAINED[experiment]}
-    return {base: BASE, **models} if experiment == ORDER[0] else models
+    return {base: BASE, **models} if experiment in ("ordering", "thresholds") else models
 
 
 def row_files(folder: Path, experiment: Experiment) -> list[Path]:
     """Where the rows of an experiment's report lie: its own last."""
-    return [folder / name / ROWS for name in ORDER[: ORDER.index(experiment) + 1]]
+    return [folder / name / ROWS for name in (*COMPARED[experiment], experiment)]
 
 
 def check_earlier(folder: Path, experiment: Experiment) -> None:

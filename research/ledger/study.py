@@ -78,6 +78,7 @@ def run(
 
     ordering: the base, the control and MBD (Table 1 in small). ablation: the rows of Table 2b. alignment: distances of
     each row's training states from inference (Figure 2), and noise that is fitted to traces as one row more.
+    thresholds: the base under SingleBD at low thresholds, beside MBD.
     The same command goes on with what is missing; experiments of one --out share their trained models.
     """
     from actors.training.run import named_base
@@ -270,11 +271,13 @@ def evaluate(out: Path, plan: StudyPlan, experiment: Experiment, seed: int, fold
     if state is not None and is_finished(place, state):
         return
     models = [str(path) for path in swept_models(out, experiment, seed, folder)]
+    methods, grid = plan.decoded(experiment)
     subjects = Subjects.find(models, (), ())
     options = SweepOptions(
         models=list(subjects.fetched.values()),
         tasks=list(LEDGER_TASK),
-        grid=plan.grid,
+        methods=methods,
+        grid=grid,
         limit=plan.problems,
         seed=seed,
         engine=EngineConfig(max_rows=MAX_ROWS),

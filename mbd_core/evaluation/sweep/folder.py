@@ -25,7 +25,7 @@ from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT
 from mbd_core.evaluation.sweep.parts import COUNTS, ISOLATION
 from mbd_core.evaluation.sweep.record import SweepRecord, difference
-from mbd_core.evaluation.tasks.benchmarks import TASKS
+from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, TASKS
 from mbd_core.files import (
     MANIFEST,
     PartsFolder,
@@ -43,6 +43,7 @@ FAILURE = "failure.txt"  # the traceback of a sweep that failed
 REPORT_FILES = ("plot.png", "report.md", "report.html", REPORT)
 LOCK = ".mbd-sweep.lock"
 FILES = (RECORD, LOCK, "samples/part-*.parquet", "times/case-*.parquet", *REPORT_FILES, FAILURE)
+OPTIONAL = ("draw", "vote")  # columns of a sweep that draws tokens
 TABLES = ("samples", "times")  # the folders of what carries an id
 MARK = b"mbd-sweep"  # the key of the id in a part's metadata
 
@@ -314,7 +315,13 @@ def read_report(folder: Path) -> dict[str, Any]:
 def read_samples(folder: Path, *, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     """A sweep's samples as rows of `GRADED_COLUMNS`, or some of them; `ValueError` if no sweep lies there."""
     for path in part_files(folder):
-        yield from pq.read_table(path, columns=None if columns is None else list(columns)).to_pylist()
+        if columns is None:
+            yield from pq.read_table(path).to_pylist()
+            continue
+        known = set(pq.read_schema(path).names)
+        table = pq.read_table(path, columns=[name for name in columns if name in known])
+        absent = {name: None for name in OPTIONAL if name in columns and name not in known}
+        yield from (row | absent for row in table.to_pylist())
 
 
 def part_files(folder: Path) -> Iterator[Path]:
@@ -343,6 +350,7 @@ def read_times(folder: Path) -> Iterator[dict[str, Any]]:
 # The graded samples of sweeps, gathered by configuration for the report.
 
 COLUMNS = (
+    *OPTIONAL,
     *("sample", "model", "method", "task", "config", "problem_id", "seed", "correct", "error", "finish_reason"),
     *(f"{rule}_correct" for rule in RULES),
     *COUNTS,
@@ -359,7 +367,7 @@ def load_samples(folders: Sequence[Path]) -> Samples:
     problem of it only if the task draws its problems; those of a file are the same under each, and so are the answers.
     """
     samples: Samples = {}
-    plans: dict[tuple[ReportKey, str, int | None], int] = {}  # (configuration, problem, seed) -> the plan it is of
+    plans: dict[tuple[ReportKey, str, int | None, int | None], int] = {}  # of (configuration, problem, seed, draw)
     rows: list[tuple[int, int, ReportKey, GradedSample]] = []
     plan_values: list[Any] = []
     for folder in folders:
@@ -371,7 +379,7 @@ def load_samples(folders: Sequence[Path]) -> Samples:
         plan = plan_values.index(record.plan)
         for row in read_samples(folder, columns=COLUMNS):
             key = ReportKey(row["model"], row["method"], row["task"], row["config"])
-            subject = (key, row["problem_id"], row["seed"] if _is_drawn(key.task) else None)
+            subject = (key, row["problem_id"], row["seed"] if _is_drawn(key.task) else None, row["draw"])
             if subject in plans:
                 if plans[subject] != plan:
                     raise ValueError(
@@ -389,6 +397,8 @@ def load_samples(folders: Sequence[Path]) -> Samples:
 
 def _is_drawn(task: str) -> bool:
     """Whether a seed decides the problems of a task."""
+    if task.startswith(HARNESS_PREFIX):
+        return False
     return task not in TASKS or TASKS[task].generate is not None
 
 
@@ -412,6 +422,8 @@ def graded_sample(row: dict[str, Any]) -> GradedSample:
         **{f"{rule}_correct": row[f"{rule}_correct"] for rule in RULES},
         is_bare=row["method"] == ENDPOINT_DEFAULT and row["num_forwards"] is None,
         seed=row["seed"],
+        draw=row.get("draw"),
+        vote=row.get("vote"),
     )
 
 

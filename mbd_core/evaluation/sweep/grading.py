@@ -12,9 +12,10 @@ import pyarrow as pa
 
 from mbd_core.evaluation.measures.statistics import wilson_interval
 from mbd_core.evaluation.sandbox.processes import available_isolation, describe_isolation
-from mbd_core.evaluation.sweep.parts import GRADED_COLUMNS, ISOLATION, PROBLEM_COLUMNS
+from mbd_core.evaluation.sweep.parts import GRADED_COLUMNS, ISOLATION, PROBLEM_COLUMNS, VOTE, with_draws
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task, find_task, runs_programs
 from mbd_core.evaluation.tasks.graders import Grade, grade, grade_program, program_of, ungradable
+from mbd_core.evaluation.tasks.math_answers import same_answer
 from mbd_core.evaluation.tasks.problems import ProblemSet
 from mbd_core.files import write_json, write_text
 from mbd_core.json_text import parse_json
@@ -42,10 +43,27 @@ def grade_table(table: pa.Table, *, isolated: bool = False) -> pa.Table:
             problem = Problem(**{name: row[name] for name in PROBLEM_COLUMNS})
             grades[key] = grade(find_task(row["task"]), problem, row["text"])
         row.update(asdict(grades[key]))
-    table_of_grades = pa.Table.from_pylist(rows, schema=GRADED_COLUMNS)
+    table_of_grades = with_votes(pa.Table.from_pylist(rows, schema=with_draws(GRADED_COLUMNS, rows)))
     if not any(runs_programs(find_task(task)) for task, *_ in grades):
         return table_of_grades
     return table_of_grades.replace_schema_metadata({ISOLATION: available_isolation()})
+
+
+def with_votes(graded: pa.Table) -> pa.Table:
+    """Graded rows with the votes of math answers to one problem by one configuration: of answers that the task's
+    grader takes as equal, the first one. Rows of a sweep that draws no tokens stay as they are."""
+    if VOTE.name not in graded.schema.names:
+        return graded
+    rows = graded.to_pylist()
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        task = find_task(row["task"])
+        answer = None if runs_programs(task) else row["strict" if task.rule == "strict" else "flexible"]
+        known = groups.setdefault(tuple(row[name] for name in ("model", "method", "config", "task", "problem_id")), [])
+        row["vote"] = None if answer is None else next((one for one in known if same_answer(one, answer)), answer)
+        if answer is not None and row["vote"] not in known:
+            known.append(answer)
+    return pa.Table.from_pylist(rows, schema=graded.schema)
 
 
 # Grades samples that somebody else generated: a JSON-lines file and a task's problems in, rows and a summary out.

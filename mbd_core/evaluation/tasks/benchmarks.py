@@ -11,7 +11,8 @@ from mbd_core.evaluation.tasks.evalplus import Dataset, PlusProblem
 from mbd_core.evaluation.tasks.math_answers import Mark, boxed, parse_number, strict_number
 from mbd_core.tasks.generated import GENERATED_TASKS
 
-Rule = Literal["strict", "flexible", "math", "code", "plus"]
+Rule = Literal["strict", "flexible", "math", "code", "plus", "harness"]
+HARNESS_PREFIX = "harness:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,8 @@ class Task:
     """A benchmark: its columns and their types, how a row becomes a problem, and the rule that grades an answer.
 
     rule        `strict` (the number after `####`), `flexible` (the answer that math-verify finds, a number), `math`
-                (that answer, any expression), `code` (the tests pass) or `plus` (EvalPlus's base and plus inputs pass)
+                (that answer, any expression), `code` (the tests pass), `plus` (EvalPlus's base and plus inputs pass)
+                or `harness` (lm-evaluation-harness's own filters and metrics, `harness_tasks.py`)
     generate    draws rows; a task without it reads its rows from a file that the user names
     mark        what stands before the answer of a worked solution, for `strict` and `flexible`
     max_tokens  tokens of an answer to a generated problem, at most; for a file's problems the recipe says them
@@ -231,6 +233,10 @@ _TASKS = (
 TASKS: dict[str, Task] = {task.name: task for task in _TASKS}
 
 
+def _no_problem(problem_id: str, _row: dict[str, Any]) -> Problem:
+    raise ValueError(f"{problem_id}: a task of lm-evaluation-harness is swept, by --tasks; it reads no rows of a file")
+
+
 def runs_programs(task: Task) -> bool:
     """Whether a task's answers are programs."""
     return task.rule in ("code", "plus")
@@ -238,6 +244,10 @@ def runs_programs(task: Task) -> bool:
 
 def find_task(name: str) -> Task:
     """The task with that name; `ValueError` lists the known names."""
+    if name.startswith(HARNESS_PREFIX):
+        return Task(
+            name=name, label=name.removeprefix(HARNESS_PREFIX), columns={}, rule="harness", problem=_no_problem
+        )
     if name not in TASKS:
-        raise ValueError(f"unknown task '{name}'; known: {', '.join(TASKS)}")
+        raise ValueError(f"unknown task '{name}'; known: {', '.join(TASKS)}, and in sweeps {HARNESS_PREFIX}NAME")
     return TASKS[name]

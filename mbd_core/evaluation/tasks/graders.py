@@ -12,6 +12,7 @@ from mbd_core.evaluation.sandbox.programs import Reason as RunReason
 from mbd_core.evaluation.sandbox.programs import extract_program, run_tests
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task, runs_programs
 from mbd_core.evaluation.tasks.evalplus import OracleFailure, judge_program
+from mbd_core.evaluation.tasks.harness_tasks import harness_metrics, is_right
 from mbd_core.evaluation.tasks.math_answers import (
     Mark,
     boxed,
@@ -48,7 +49,13 @@ def grade(task: Task, problem: Problem, text: str, *, limits: Limits | None = No
     try:
         if runs_programs(task):
             return grade_program(task, problem, program_of(problem, text), limits=limits)
+        if task.rule == "harness":
+            metrics = harness_metrics(task, problem, text)
+            right = is_right(metrics)
+            return Grade(correct=right, reason="passed" if right else "wrong", detail=json.dumps(metrics))
         return _grade_math(task, problem, text)
+    except ImportError:
+        raise
     except Exception as error:  # one text must not end a sweep, whatever it does to a parser
         return ungradable(error)
 
