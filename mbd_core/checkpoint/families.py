@@ -30,6 +30,7 @@ class Family:
                         are of training, of generating, of other software, or of a part that `fixed` switches off
     accepted            keys that are not read, with the values that leave the network as it is here; a list may hold
                         any of them. Every key that is in none of these is refused (`check_keys`)
+    rope_scaling        whether its files may scale rotary frequencies, in `rope_scaling` or `rope_parameters`
     switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` those of `MoEConfig`
     names               our module -> the checkpoint's name for it (`{i}` a layer, `{e}` an expert); modules with the
                         same name there are stored in one tensor, one after another
@@ -43,6 +44,7 @@ class Family:
     fixed: Json = field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    rope_scaling: bool = True
     switches: Json = field(default_factory=dict)
     moe_keys: Mapping[str, str] | None = None
     moe_switches: Json = field(default_factory=dict)
@@ -189,7 +191,7 @@ QWEN_KEYS = {
     "block_size": "block_size",
 }
 WITHOUT_HEAD_DIM = {ours: theirs for ours, theirs in QWEN_KEYS.items() if ours != "head_dim"}
-QWEN_FIXED = {"attention_bias": False, "hidden_act": "silu", "rope_scaling": None, "use_sliding_window": False}
+QWEN_FIXED = {"attention_bias": False, "hidden_act": "silu", "use_sliding_window": False}
 EXPERT_KEYS = {
     "num_experts": "num_experts",
     "experts_per_token": "num_experts_per_tok",
@@ -222,10 +224,18 @@ SDAR_MOE = replace(
 
 LLADA2_MOE = Family(
     model_types=("llada2_moe", "llada2_moe_veomni"),
-    keys={**QWEN_KEYS, "rotary_dim": "rotary_dim"},
+    keys={
+        **QWEN_KEYS,
+        "rotary_dim": "rotary_dim",
+        "delete_token_id": "delete_token_id",
+        "split_token_id": "split_token_id",
+    },
     defaults={
         "tie_word_embeddings": False,
         "block_size": 32,
+        "delete_token_id": None,
+        "split_token_id": None,
+        "expert_capacity": 0,
         "num_shared_experts": 0,
         "moe_router_enable_expert_bias": False,
     },
@@ -233,7 +243,6 @@ LLADA2_MOE = Family(
         "hidden_act": "silu",
         "norm_head": False,
         "norm_softmax": False,
-        "rope_scaling": None,
         "router_dtype": "fp32",
         "score_function": "sigmoid",
         "use_bias": False,
@@ -244,11 +253,9 @@ LLADA2_MOE = Family(
     },
     # How wide the shared experts are is `num_shared_experts` times an expert's, or their tensors do not fit.
     harmless=OF_ANY_MODEL | OF_ANY_MOE | WINDOW | {"moe_shared_expert_intermediate_size", "mtp_loss_scaling_factor"},
-    # LLaDA2.2 chooses experts for a whole block, `expert_capacity` of them.
     accepted={
         **EVERYWHERE,
         "attention_bias": (False,),
-        "expert_capacity": (0,),
         "moe_router_enable_routed_scaling": (True,),
         "moe_router_enable_shared_expert": (True,),
         "num_nextn_predict_layers": (0,),
@@ -263,6 +270,7 @@ LLADA2_MOE = Family(
         "routed_scaling": "routed_scaling_factor",
         "first_dense_layers": "first_k_dense_replace",
         "expert_bias": "moe_router_enable_expert_bias",
+        "expert_capacity": "expert_capacity",
     },
     moe_switches={"score": "sigmoid"},
     expert_model_types={"per_expert": "llada2_moe", "fused": "llada2_moe_veomni"},
@@ -317,6 +325,7 @@ LLADA = Family(
         "norm_after": (False,),
         "rope_full_precision": (True,),
     },
+    rope_scaling=False,
     switches={"qk_norm": False, "attention": "full"},
     names={
         "model.embed_tokens": "model.transformer.wte",
@@ -344,7 +353,7 @@ DREAM = Family(
     model_types=("Dream",),
     keys=WITHOUT_HEAD_DIM,
     defaults={"tie_word_embeddings": False, "block_size": 32},
-    fixed={"hidden_act": "silu", "rope_scaling": None, "use_sliding_window": False},
+    fixed={"hidden_act": "silu", "use_sliding_window": False},
     harmless=OF_ANY_MODEL | WINDOW | {"attention_bias"},  # q, k and v have a bias whatever it says
     accepted={**EVERYWHERE, "mlp_bias": (False,), "partial_rotary_factor": (1,), "use_mrope": (False,)},
     switches={"qk_norm": False, "qkv_bias": True, "shift_logits": True, "attention": "full"},
@@ -375,6 +384,7 @@ def check_keys(config: Json, architecture: str) -> None:
     family = FAMILIES[architecture]
     read = {*family.keys.values(), *(family.moe_keys or {}).values(), *family.fixed, *READ_IN_ANY}
     read |= {"partial_rotary_factor"} if "rotary_dim" in family.keys else set()
+    read |= {"rope_scaling"} if family.rope_scaling else set()
     unknown = [
         key
         for key, value in config.items()
