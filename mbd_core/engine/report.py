@@ -147,7 +147,7 @@ class StepMap:
     """The forwards of one sequence's slots. It moves as the slots do, and outlives a preemption as their row does.
 
     With `edits` it also keeps the tokens, and those that were overwritten. Positions that hold tokens of the prompt
-    are in it too, with a number that nobody reads.
+    are in it too, with a number that is not read.
     """
 
     def __init__(self, num_slots: int, block_size: int, *, edits: bool = False) -> None:

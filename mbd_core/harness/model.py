@@ -275,7 +275,7 @@ class HarnessModel(TemplateLM):
 
 
 def _device(name: str | None) -> torch.device | None:
-    """The device, `None` where the engine chooses: `cuda:0` is also what the harness says if nobody chose."""
+    """The device, `None` where the engine chooses: `cuda:0` is also what the harness says by default."""
     if name is None or (name in ("cuda", "cuda:0") and not torch.cuda.is_available()):
         return None
     return torch.device(name)

@@ -1,5 +1,6 @@
 """Options are said once: a dataclass's annotations are its checks, its reader, its command line and its table."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,10 +178,19 @@ def test_the_page_of_options_is_current() -> None:
 
 
 def test_the_page_has_every_option_of_a_command() -> None:
+    """In a row of its section, or by its name there and the same row in the section of a larger command."""
     commands = list(described_commands())
     assert {"serve", "sweep", "doctor"} <= {name for name, _, _ in commands}
-    for name, module, run in commands:
+    sections = {}
+    for name, module, _ in commands:
         heading = f"## mbd {name}, {module.replace('.', '/')}.py\n"
-        section = page().partition(heading)[2].partition("\n## ")[0]
-        names = {item.option.metavar if item.option.positional else flag(item) for item in command_options(run)}
-        assert names and all(f"| `{name}` |" in section.replace("\\|", "|") for name in names)
+        sections[name] = page().partition(heading)[2].partition("\n## ")[0].replace("\\|", "|")
+    for name, _, run in commands:
+        assert command_options(run)
+        for item in command_options(run):
+            option = f"`{item.option.metavar if item.option.positional else flag(item)}`"
+            (other,) = re.findall(rf"^As of `mbd (\w+)`:.* {re.escape(option)}[,.]", sections[name], re.MULTILINE) or [
+                name
+            ]
+            (row,) = [line for line in sections[other].splitlines() if line.startswith(f"| {option} |")]
+            assert item.option.help.replace("\\|", "|") in row, (name, option)

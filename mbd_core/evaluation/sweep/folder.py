@@ -6,7 +6,7 @@
     report.md, report.html, report.json, plot.png
 
 Each claim of a folder for a new sweep draws an id, which every part carries; of the report's files, which are not
-ours to mark, the digests are kept. What carries neither is somebody else's: it is never read, replaced or removed.
+ours to mark, the digests are kept. A file with neither is foreign: it is never read, replaced or removed.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ class FolderState:
             raise ValueError(f"{path} was not written by this version of the project ({error}); move it") from None
 
     def save(self, folder: Path) -> None:
-        """Write it, durably: without it the parts that are there are nobody's."""
+        """Write it, durably: without it the existing parts belong to no sweep."""
         content = {**vars(self), "record": self.record.as_json()}
         with durable_file(folder / RECORD) as new_file:
             new_file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -167,12 +167,12 @@ class SweepFolder:
         self._publish(name)
 
     def write_files(self, contents: dict[str, bytes]) -> None:
-        """Write files of the report; `OSError` if somebody else's lies in the place of one."""
+        """Write files of the report; `OSError` if a foreign file lies in the place of one."""
         for name, content in contents.items():
             if (self.path / name).exists() and not self.state.owns(self.path, name):
                 raise OSError(f"{self.path / name} was not written by this sweep, whose report has that name; move it")
             self.state.digests[name] = [hashlib.sha256(content).hexdigest(), *self.state.digests.get(name, [])][:8]
-        self._save()  # before the files: a process that is killed between them leaves none that nobody knows
+        self._save()  # before the files: a process that is killed between them leaves no unknown file
         for name, content in contents.items():
             with file_beside(self.path / name) as new_file:
                 new_file.write_bytes(content)
@@ -252,7 +252,7 @@ def check_sweep_folder(folder: Path, record: SweepRecord | None = None, *, overw
     """Raise `ValueError` if the sweep of `record`, or with `overwrite` any sweep, cannot be written to `folder`.
 
     It can if nothing lies there, or the same sweep, which is then gone on with. With `overwrite` a finished or another
-    sweep is replaced, unless files of somebody else lie beside it.
+    sweep is replaced, unless foreign files lie beside it.
     """
     if folder_kind(folder) != KIND:
         check_target_folder(folder, KIND, overwrite=overwrite, in_place=True)

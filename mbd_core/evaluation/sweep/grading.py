@@ -1,4 +1,4 @@
-"""Grading of rows: the second stage of a sweep, and samples that somebody else generated."""
+"""Grading of rows: the second stage of a sweep, and samples from other sources."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -66,7 +66,7 @@ def with_votes(graded: pa.Table) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=graded.schema)
 
 
-# Grades samples that somebody else generated: a JSON-lines file and a task's problems in, rows and a summary out.
+# Grades samples from other sources: a JSON-lines file and a task's problems in, rows and a summary out.
 
 Form = Literal["text", "completion", "solution"]
 FORMS: tuple[Form, ...] = ("solution", "completion", "text")
