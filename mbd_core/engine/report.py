@@ -152,6 +152,11 @@ class StepMap:
         """A position was filled before a forward: with number `forward`, or for 0 before all."""
         self._forward_NB[slot, offset] = forward
 
+    def carry(self, forward: int) -> None:
+        """The store of the blocks that have left filled the position behind them, if it was open."""
+        if self._forward_NB[0, 0] == OPEN:
+            self._forward_NB[0, 0] = forward
+
     def take(self, num_blocks: int) -> Rollout:
         """The steps and edits of the first blocks' positions, in order; those blocks leave the buffer."""
         steps = self._forward_NB[:num_blocks].ravel().tolist()

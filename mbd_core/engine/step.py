@@ -102,7 +102,7 @@ def decode_step(
         fallback_P=buffer.fallback_at(rows.at_A) if work.scores else None,
     )
     chosen = None if steering is None else steering.choose(prediction, buffer, state.vocab)
-    commit = buffer.commit(prediction, revises=work.revises, quotas=work.quotas, chosen=chosen)
+    commit = buffer.commit(prediction, revises=work.revises, quotas=work.quotas, by_parts=work.by_parts, chosen=chosen)
     runner.remember_prompts(rows.prompt_ends)
     runner.remember_committed(rows.slot_end_RN, commit.num_blocks_R)
     return pack_report(view, commit, buffer), state.canvas_logits(rows, batch, hidden_AD)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from small_engines import BLOCKWISE, EOS, FULL, MASK, VOCAB, build, engine, gist, request, run_with_preemption
+from small_engines import BLOCKWISE, EOS, FULL, MASK, SHIFTED, VOCAB, build, engine, gist, request, run_with_preemption
 
 from benchmarks.plain_loops import run_canvas
 from mbd_core.decoding.blocks.request import Request
@@ -22,12 +22,14 @@ def models() -> dict[str, Decoder]:
     return {
         "block_causal": build(),
         "full": build(architecture="LLaDAModelLM", attention="full"),
+        "shifted blocks": build("Fast_dLLM_QwenForCausalLM", shift_logits=True, qk_norm=False, qkv_bias=True),
         "shifted": build(architecture="DreamModel", attention="full", shift_logits=True, qk_norm=False, qkv_bias=True),
     }
 
 
 def cases() -> list[tuple[str, str]]:
-    return [("block_causal", m) for m in BLOCKWISE] + [(k, m) for k in ("full", "shifted") for m in FULL]
+    blocks = [("block_causal", m) for m in BLOCKWISE] + [("shifted blocks", m) for m in (*SHIFTED, "multi")]
+    return blocks + [(k, m) for k in ("full", "shifted") for m in FULL]
 
 
 @pytest.mark.parametrize(("kind", "method"), cases())

@@ -191,6 +191,19 @@ class Request:
         """Whether the host decides some of its tokens."""
         return self.grammar is not None or bool(self.template)
 
+    @property
+    def carries(self) -> bool:
+        """Whether a store fills the next block's first position; the host decides all tokens of a steered request."""
+        return self.decoding.carry and not self.steered
+
+    def first_block_start(self, number: int) -> int:
+        """Where the first block to decode begins, behind `number` tokens of prompt and answer.
+
+        With `carry` it is the last block that has a known token, so that its store gives the token after it.
+        """
+        origin, size = self.decoding.grid_origin(len(self.prompt)), self.decoding.block_size
+        return origin + max(0, number - origin - self.carries) // size * size
+
     def num_generated(self, number: int) -> int:
         """Of the first `number` tokens of its answer, those that were not fixed."""
         return number - sum(token is not None for token in self.template[:number])
