@@ -1,5 +1,6 @@
 """A rollout's step map and log-probabilities, run again with the definition, give the same tokens and numbers."""
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -106,7 +107,7 @@ def test_a_carried_token_has_the_forward_of_its_store(buffer_size: int, static: 
     if buffer_size == 1:  # the prompt is one block, and its store is the first forward
         assert steps[0] == 1
         blocks = [steps[i : i + B] for i in range(0, 3 * B, B)]
-        assert all(max(one) < two[0] < min(two[1:]) for one, two in zip(blocks, blocks[1:], strict=False))
+        assert all(max(one) < two[0] < min(two[1:]) for one, two in itertools.pairwise(blocks))
 
 
 @pytest.mark.parametrize("static", [False, True])
