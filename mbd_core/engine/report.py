@@ -215,6 +215,9 @@ class FrameLog:
         accepted_NB = filled_NB & self._masked_NB
         edited_NB = filled_NB & ~self._masked_NB & (tokens_NB != self._tokens_NB)
         self._keep(tokens_NB, masked_NB, num_stored)
+        behind = start + num_stored * size
+        if num_stored and self._request.carries and behind < self._end:
+            self._fixed[behind] = True
         slots = []
         for slot in np.flatnonzero(states_N[:n] != SlotState.DUMMY).tolist():
             pairs = zip(tokens_NB[slot].tolist(), masked_NB[slot].tolist(), strict=True)

@@ -18,7 +18,7 @@ class FrameSlot:
     state     the name of the `SlotState` that the forward saw; "IN_CACHE" if it stored the block, which has left the
               buffer then
     tokens    the block after the forward, `None` where it is masked; positions past the request's budget are left out
-    accepted  offsets of the tokens that this forward filled
+    accepted  offsets of the tokens that this forward filled; not those that the store of the block before carried
     edited    offsets of the tokens that it overwrote
     """
 
