@@ -30,6 +30,7 @@ class Family:
                         are of training, of generating, of other software, or of a part that `fixed` switches off
     accepted            keys that are not read, with the values that leave the network as it is here; a list may hold
                         any of them. Every key that is in none of these is refused (`check_keys`)
+    rope_scaling        whether its files may scale rotary frequencies, in `rope_scaling` or `rope_parameters`
     switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` those of `MoEConfig`
     names               our module -> the checkpoint's name for it (`{i}` a layer, `{e}` an expert); modules with the
                         same name there are stored in one tensor, one after another
@@ -43,6 +44,7 @@ class Family:
     fixed: Json = field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    rope_scaling: bool = True
     switches: Json = field(default_factory=dict)
     moe_keys: Mapping[str, str] | None = None
     moe_switches: Json = field(default_factory=dict)
@@ -189,7 +191,7 @@ QWEN_KEYS = {
     "block_size": "block_size",
 }
 WITHOUT_HEAD_DIM = {ours: theirs for ours, theirs in QWEN_KEYS.items() if ours != "head_dim"}
-QWEN_FIXED = {"attention_bias": False, "hidden_act": "silu", "rope_scaling": None, "use_sliding_window": False}
+QWEN_FIXED = {"attention_bias": False, "hidden_act": "silu", "use_sliding_window": False}
 EXPERT_KEYS = {
     "num_experts": "num_experts",
     "experts_per_token": "num_experts_per_tok",
@@ -233,7 +235,6 @@ LLADA2_MOE = Family(
         "hidden_act": "silu",
         "norm_head": False,
         "norm_softmax": False,
-        "rope_scaling": None,
         "router_dtype": "fp32",
         "score_function": "sigmoid",
         "use_bias": False,
@@ -317,6 +318,7 @@ LLADA = Family(
         "norm_after": (False,),
         "rope_full_precision": (True,),
     },
+    rope_scaling=False,
     switches={"qk_norm": False, "attention": "full"},
     names={
         "model.embed_tokens": "model.transformer.wte",
@@ -344,7 +346,7 @@ DREAM = Family(
     model_types=("Dream",),
     keys=WITHOUT_HEAD_DIM,
     defaults={"tie_word_embeddings": False, "block_size": 32},
-    fixed={"hidden_act": "silu", "rope_scaling": None, "use_sliding_window": False},
+    fixed={"hidden_act": "silu", "use_sliding_window": False},
     harmless=OF_ANY_MODEL | WINDOW | {"attention_bias"},  # q, k and v have a bias whatever it says
     accepted={**EVERYWHERE, "mlp_bias": (False,), "partial_rotary_factor": (1,), "use_mrope": (False,)},
     switches={"qk_norm": False, "qkv_bias": True, "shift_logits": True, "attention": "full"},
@@ -375,6 +377,7 @@ def check_keys(config: Json, architecture: str) -> None:
     family = FAMILIES[architecture]
     read = {*family.keys.values(), *(family.moe_keys or {}).values(), *family.fixed, *READ_IN_ANY}
     read |= {"partial_rotary_factor"} if "rotary_dim" in family.keys else set()
+    read |= {"rope_scaling"} if family.rope_scaling else set()
     unknown = [
         key
         for key, value in config.items()

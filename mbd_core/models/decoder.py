@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from mbd_core.models.lora import Adapt, TokenAdapters, adapted
 from mbd_core.models.mlp import MoE, Router, SwiGLU
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.rope import Rope, rotary, rotate
 from mbd_core.models.shard import Shard
 
 Reduce = Callable[[Tensor], Tensor]
-Rope = tuple[Tensor, Tensor]
 
 
 class Attend(Protocol):
@@ -40,22 +40,6 @@ class RMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
-
-
-def rotary(positions: Tensor, config: ModelConfig) -> Rope:
-    """Cosines and sines (..., 1, rotated channels) of the half-split rotation at `positions` (...), in float32."""
-    half = torch.arange(0, config.num_rotated, 2, device=positions.device, dtype=torch.float32)
-    angles = positions[..., None].float() * config.rope_theta ** (-half / config.num_rotated)
-    angles = torch.cat((angles, angles), dim=-1)[..., None, :]
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the leading channels of `x` (..., heads, C), as many as `cos` has; the other channels stay."""
-    leading, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = leading.chunk(2, dim=-1)
-    rotated = leading * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
-    return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)
 
 
 def pieces(x: Tensor, split: Sequence[int] | None) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """The configuration of a decoder stack, the same terms for every family; and the operations of its forward."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -58,6 +59,68 @@ class MoEConfig:
         return may_be_sparse and (layer + 1) % self.sparse_step == 0
 
 
+# Rotary frequencies for contexts longer than those of training: what each `rope_type` of a config.json says beside it.
+# `models/rope.py` has the formulas. A factor is how many times longer contexts are; the names are transformers'.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Every frequency is divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN: channels that turn more often than `beta_fast` over the positions of training keep their frequency, those
+    that turn less often than `beta_slow` have it divided; `truncate` rounds the bounds to whole channels."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(f"beta_fast={self.beta_fast} must be at least beta_slow={self.beta_slow}")
+
+    @property
+    def magnitude(self) -> float:
+        """What cosines and sines are multiplied by: `attention_factor`, or a value that follows from the rest."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self._growth(1.0)
+
+    def _growth(self, scale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's: waves that fit more than `high_freq_factor` times into the positions of training stay, those that
+    fit less than `low_freq_factor` times are divided by `factor`."""
+
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    high_freq_factor: float
+
+    def __post_init__(self) -> None:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor={self.high_freq_factor} must exceed low_freq_factor={self.low_freq_factor}"
+            )
+
+
+RopeScaling = LinearScaling | YarnScaling | Llama3Scaling
+ROPE_SCALINGS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "yarn": YarnScaling, "llama3": Llama3Scaling}
+
 WHOLE_NUMBERS = (
     "vocab_size",
     "hidden_size",
@@ -78,9 +141,9 @@ class ModelConfig:
 
     `architecture` is the Hugging Face class name in the checkpoint. `block_size` is the diffusion block that the
     weights were trained with; full-attention families were trained without one, and there it is only a default for
-    decoding. `rotary_dim` is how many of a head's leading channels rotate (None: all). `shift_logits`: the logits at a
-    position predict the next one's token. The defaults are SDAR's. Raises `ValueError` where sizes contradict each
-    other.
+    decoding. `rotary_dim` is how many of a head's leading channels rotate (None: all), `rope_scaling` how their
+    frequencies are changed. `shift_logits`: the logits at a position predict the next one's token. The defaults are
+    SDAR's. Raises `ValueError` where sizes contradict each other.
     """
 
     architecture: str
@@ -101,6 +164,7 @@ class ModelConfig:
     qk_norm: bool = True
     qkv_bias: bool = False
     rotary_dim: int | None = None
+    rope_scaling: RopeScaling | None = None
     shift_logits: bool = False
     attention: Literal["block_causal", "full"] = "block_causal"
     moe: MoEConfig | None = None
@@ -124,6 +188,8 @@ class ModelConfig:
         rotated = self.num_rotated
         if rotated % 2 or not 2 <= rotated <= self.head_dim:
             raise ValueError(f"rotary_dim={rotated} must be even and at most head_dim={self.head_dim}")
+        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta={self.rope_theta} must exceed 1 for YaRN")
 
     @property
     def num_rotated(self) -> int:

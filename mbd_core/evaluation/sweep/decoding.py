@@ -108,7 +108,7 @@ class Failure:
 def sample_requests(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> list[Request]:
     """A request for each row of `PLANNED_COLUMNS`; its id is the row's number. It asks for fewer tokens than the plan
     where the model holds no more, and the plan allows it."""
-    positions = model.engine.admission.model.max_positions
+    positions = model.engine.admission.max_positions
     requests = []
     for row, prompt in zip(rows, prompt_ids(model.tokenizer, [row["input"] for row in rows]), strict=True):
         request = Request(

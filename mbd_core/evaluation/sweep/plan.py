@@ -189,7 +189,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
             raise ValueError(f"model '{name}' has a tokenizer without a chat template, which the prompts need")
         contents = replace(contents, defaults=with_method(author_defaults(contents.defaults), contents.config))
         variants[name] = _model_variants(name, contents, grid, method_names, methods, options.tensor_parallel)
-        notes += check_positions(name, contents.config.max_positions, inputs)
+        notes += check_positions(name, options.engine.positions(contents.config.max_positions), inputs)
         model_notes = (
             edit_note(name, contents.defaults, variant.decoding) for variant in variants[name] if variant.decoding
         )

@@ -63,6 +63,7 @@ class EndpointArgs:
 
         folder = read_folder(model_folder(self.model).resolve())
         engine = _check_decoding(folder, self.engine)
+        engine.positions(folder.config.max_positions)
         if engine.attention not in (None, "reference", *KERNELS):
             raise ValueError(
                 f"attention={engine.attention!r} is unknown; choose one of {', '.join([*KERNELS, 'reference'])}"
