@@ -234,12 +234,8 @@ class Admission:
         for name, neutral in PENALTIES.items():
             if getattr(sampling, name) == neutral:
                 continue
-            changes = _revising_part(decoding)
-            if changes in ("t2t", "soft"):
-                reason = f"{changes} revises filled tokens, which a penalty would count against themselves"
-            elif decoding.canvas is not None and decoding.canvas.branches is not None:
-                reason = "branches take over each other's tokens, which no forward of their own has counted"
-            else:
+            reason = penalties_refused(decoding)
+            if reason is None:
                 continue
             message = f"{name}={getattr(sampling, name)} cannot be honoured: {reason}; decode without it"
             raise RequestRefused(name, message)  # type: ignore[arg-type]
@@ -334,6 +330,16 @@ def compile_guide(grammars: Grammars, request: Request) -> Guide | None:
 def _revising_part(decoding: DecodingConfig) -> str | None:
     """The part of a decoding that changes tokens after they were filled, if it has one."""
     return next((name for name in ("t2t", "soft", "canvas") if getattr(decoding, name) is not None), None)
+
+
+def penalties_refused(decoding: DecodingConfig) -> str | None:
+    """Why penalties cannot be honoured with a decoding; `None` where they can."""
+    changes = _revising_part(decoding)
+    if changes in ("t2t", "soft"):
+        return f"{changes} revises filled tokens, which a penalty would count against themselves"
+    if decoding.canvas is not None and decoding.canvas.branches is not None:
+        return "branches take over each other's tokens, which no forward of their own has counted"
+    return None
 
 
 def _check_rollout(request: Request) -> None:

@@ -23,6 +23,7 @@ SCHEMA = {
     "required": ["city"],
     "additionalProperties": False,
 }
+LOGPROBS = "message.output_text.logprobs"
 TOOL: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
 
 
@@ -89,6 +90,32 @@ def test_events_come_in_openai_s_order(client: openai.OpenAI) -> None:
     assert "".join(pieces) == text
 
 
+def test_log_probabilities_are_the_chat_s(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Tom has 3 apples."}],
+        max_tokens=40,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    fields: Any = {"model": MODEL, "max_output_tokens": 40, "top_logprobs": 2}
+    fields["include"] = [LOGPROBS, "reasoning.encrypted_content"]
+    response = client.responses.create(input="Tom has 3 apples.", **fields)
+    events: list[Any] = list(client.responses.create(input="Tom has 3 apples.", stream=True, **fields))
+    logprobs = chat.choices[0].logprobs
+    assert logprobs is not None and logprobs.content
+    wanted = [entry.model_dump() for entry in logprobs.content]
+    part: Any = response.output[0]
+    assert [entry.model_dump() for entry in part.content[0].logprobs] == wanted
+    last = events[-1].response.output[0].content[0].logprobs
+    done = next(event for event in events if event.type == "response.output_text.done")
+    deltas = [e for event in events if event.type == "response.output_text.delta" for e in event.logprobs]
+    assert [entry.model_dump() for entry in last] == wanted and len(done.logprobs) == len(wanted)
+    assert [e.token for e in deltas] == [e["token"] for e in wanted][: len(deltas)] and deltas
+    again: Any = [{"role": "user", "content": "Tom has 3 apples."}, *response.output, {"role": "user", "content": "x"}]
+    assert client.responses.create(model=MODEL, input=again, max_output_tokens=4).usage is not None
+
+
 def test_a_call_goes_there_and_its_result_comes_back(client: openai.OpenAI) -> None:
     fields: Any = {"model": MODEL, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
     response = client.responses.create(input="Weather?", max_output_tokens=200, **fields)
@@ -148,6 +175,10 @@ def test_a_schema_holds_the_text(client: openai.OpenAI) -> None:
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"colour": 1}, "colour"),
+        ({"include": ["everything"]}, "include.0"),
+        ({"include": [LOGPROBS], "tools": [TOOL]}, "include"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs"),
     ],
 )
 def test_what_cannot_be_honoured_is_a_400_that_names_the_field(url: str, fields: dict[str, Any], param: str) -> None:

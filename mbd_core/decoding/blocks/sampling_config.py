@@ -1,6 +1,8 @@
 """How a request draws its tokens."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 LEAST = 1e-6  # the least temperature above 0 and the least top_p; float32 is not exact enough for smaller values
 
@@ -93,3 +95,29 @@ class Sampling:
 
 
 PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+DRAWING = ("temperature", "top_p", "top_k", "min_p")
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
+    """What a `generation_config.json` says of a request's fields: of `DRAWING` where `do_sample` is true (without a
+    temperature it is 1, as in transformers), of `repetition_penalty`, and of `max_tokens` (its `max_new_tokens`).
+
+    Raises `ValueError` for a value that no request could have.
+    """
+    given = {name: value for name, value in generation.items() if value is not None}
+    draws, max_tokens = given.get("do_sample", False), given.get("max_new_tokens")
+    names = (*DRAWING, "repetition_penalty") if draws else ("repetition_penalty",)
+    defaults = {"temperature": 1.0} if draws else {}
+    defaults |= {name: given[name] for name in names if name in given}
+    try:
+        if not isinstance(draws, bool):
+            raise ValueError(f"do_sample={draws!r} must be true or false")
+        Sampling(**defaults)
+        if max_tokens is None:
+            return defaults
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_tokens!r} must be a whole number of at least 1")
+    except ValueError as error:
+        why = f"generation_config.json: {error}; correct it, or serve with generation_config=ignore"
+        raise ValueError(why) from None
+    return {**defaults, "max_tokens": max_tokens}

@@ -343,8 +343,12 @@ def _request(client: "openai.OpenAI", endpoint: Endpoint, row: Mapping[str, Any]
     fields |= json.loads(row.get("sampling") or "{}")
     stop = json.loads(row["stop"])[: None if endpoint.is_ours else MOST_STOPS]
     fields |= {"stop": stop} if stop else {}
+    extra: dict[str, Any] = {}
+    if "repetition_penalty" in (endpoint.defaults or {}):
+        extra["repetition_penalty"] = 1
     if decoding:
-        fields["extra_body"] = {"decoding": {name: value for name, value in decoding.items() if value is not None}}
+        extra["decoding"] = {name: value for name, value in decoding.items() if value is not None}
+    fields |= {"extra_body": extra} if extra else {}
     if isinstance(prompt, str):
         return client.completions.with_raw_response.create(prompt=prompt, **fields)
     return client.chat.completions.with_raw_response.create(messages=prompt, **fields)

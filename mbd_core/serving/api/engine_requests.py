@@ -43,6 +43,7 @@ def engine_requests(
     adapter: str | None = None,
     template: TemplateTokens | None = None,
     added_tokens: Mapping[str, int] = MappingProxyType({}),
+    default_max_tokens: int = MAX_TOKENS_DEFAULT,
 ) -> list[Request]:
     """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice; one `group`.
 
@@ -63,7 +64,7 @@ def engine_requests(
         request = Request(
             request_id=f"{group}-{len(requests)}",
             prompt=tuple(prompt),
-            max_tokens=MAX_TOKENS_DEFAULT if budget is None else budget,
+            max_tokens=max(default_max_tokens, api_request.min_tokens or 0) if budget is None else budget,
             decoding=decoding,
             sampling=samplings[0],
             logprobs=api_request.wants_logprobs,

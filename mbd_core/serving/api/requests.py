@@ -58,7 +58,8 @@ class GenerationRequest(StructuredFields):
     model: str
     """the name of a served model or of an adapter; 404 for another"""
     max_tokens: PositiveInt | None = None
-    """tokens of the answer, its EOS not included; default: what fits, at most 256. More than fit is refused
+    """tokens of the answer, its EOS not included; default: what fits, at most the `max_new_tokens` of the model's
+    `generation_config.json`, else 256. More than fit is refused
     (`context_length_exceeded`). What stands behind the last one is not decoded, so a smaller number may give another
     text and not a shorter one"""
     stream: bool | None = None
@@ -75,7 +76,8 @@ class GenerationRequest(StructuredFields):
     """instead of `decoding`: a point of the model's measured front, 0 its most accurate, 1 its fastest; refused for a
     model without a front"""
     temperature: Temperature | None = None
-    """of drawing; above 0 at least 1e-06; default 0, greedy"""
+    """of drawing; above 0 at least 1e-06; default 0, greedy. Where the model's `generation_config.json` has
+    `do_sample`, its values are the defaults of this and the next three fields"""
     top_p: TopP | None = None
     """draw among the likeliest tokens that together reach this probability; default 1. Like `top_k` and `min_p` it has
     no effect without `temperature`, which `mbd.notes` says then"""
@@ -91,7 +93,8 @@ class GenerationRequest(StructuredFields):
     frequency_penalty: Penalty | None = None
     """subtracted for each time that the answer has the token; default 0"""
     repetition_penalty: Annotated[float, Field(ge=LEAST, le=MAX_REPETITION)] | None = None
-    """of tokens that the prompt or the answer has: a positive logit is divided by it, another multiplied; default 1"""
+    """of tokens that the prompt or the answer has: a positive logit is divided by it, another multiplied; default
+    that of `generation_config.json`, else 1"""
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], items(MAX_BIASES)] | None = (
         None
     )
@@ -260,7 +263,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     """the prompt's text before each choice's; with `logprobs` the prompt's own log-probabilities"""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """of an answer, default: what fits, at most 256; 0 only with `echo` and `logprobs`, where it must be given,
+    """of an answer, default: as of a chat; 0 only with `echo` and `logprobs`, where it must be given,
     as 0 or 1"""
     logprobs: NumTops | None = None
     """each token's log-probability, and so many likeliest tokens beside it; with `echo` 0 or 1"""

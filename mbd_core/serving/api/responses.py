@@ -3,7 +3,7 @@
 Nothing is stored: each request brings its whole conversation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, cast
 
@@ -13,8 +13,9 @@ from mbd_core.serving.api.chat_fields import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS,
 from mbd_core.serving.api.errors import ApiError, FieldError
 from mbd_core.serving.api.fields import Seed
 from mbd_core.serving.api.parsing import MAX_TEXT_PARTS, Only, Strict, items, validation_error
-from mbd_core.serving.api.requests import ChatRequest, PositiveInt, Speed, Temperature, TopK, TopP
+from mbd_core.serving.api.requests import ChatRequest, NumTops, PositiveInt, Speed, Temperature, TopK, TopP
 from mbd_core.serving.api.shapes import Completion, FunctionCallItem, MessageItem, OutputText, Response, Usage
+from mbd_core.serving.text.logprobs import TokenLogprob
 
 NOT_STORED = "responses are not stored here"
 FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}  # of a chat
@@ -24,10 +25,22 @@ class InputText(Strict):
     type: Literal["input_text", "output_text"]
     text: str
     annotations: Annotated[Any, Only([])] = None
-    logprobs: Annotated[Any, Only([])] = None
+    logprobs: list[Any] | None = None
+    """those of an answer; changes nothing"""
 
 
 InputParts = str | Annotated[list[InputText], items(MAX_TEXT_PARTS)]
+LOGPROBS = "message.output_text.logprobs"
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -168,9 +181,12 @@ class ResponsesRequest(Strict):
     prompt_cache_retention: str | None = None
     """changes nothing"""
     background: Annotated[Any, Only(False)] = None
-    include: Annotated[Any, Only([])] = None
+    include: Annotated[list[Included], items(16)] | None = None
+    """`message.output_text.logprobs`: each token's log-probability, not beside tools that may be called; the others
+    name parts that no answer here has, and change nothing"""
     reasoning: Annotated[Any, Only({}, {"effort": "none"})] = None
-    top_logprobs: Annotated[Any, Only(0)] = None
+    top_logprobs: NumTops | None = None
+    """so many likeliest tokens beside each; only with the log-probabilities"""
     truncation: Annotated[Any, Only("disabled")] = None
     prompt: Annotated[Any, Only()] = None
 
@@ -181,7 +197,11 @@ class ResponsesRequest(Strict):
         for name in ("previous_response_id", "conversation"):
             if getattr(self, name) is not None:
                 raise FieldError(name, NOT_STORED, remedy="give the whole conversation in input, and leave it out")
-        _ = self.chat  # what a chat refuses is refused here
+        if self.top_logprobs and LOGPROBS not in (self.include or ()):
+            raise FieldError("top_logprobs", f"only allowed with {LOGPROBS}", remedy="name that in include")
+        if self.chat.wants_logprobs and self.chat.call_rule is not None:  # what a chat refuses is refused here
+            why = f"{LOGPROBS} is not given of an answer that may call tools"
+            raise FieldError("include", why, remedy="leave it out, or give tool_choice none")
         return self
 
     @cached_property
@@ -193,7 +213,8 @@ class ResponsesRequest(Strict):
             choice = {"type": "function", "function": {"name": choice.name}}
         names = ("model", "parallel_tool_calls", "temperature", "top_p", "top_k", "seed", "decoding", "speed", "user")
         body = {
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in (*names, "top_logprobs")},
+            "logprobs": LOGPROBS in (self.include or ()),
             "messages": self._messages,
             "tools": [
                 {"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools or ()
@@ -287,13 +308,15 @@ def own_error(error: ApiError) -> ApiError:
 # The parts of a response.
 
 
-def output_text(text: str) -> OutputText:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def output_text(text: str, logprobs: Sequence[TokenLogprob] = ()) -> OutputText:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def message_item(id: str, text: str | None, *, status: Status = "completed") -> MessageItem:
+def message_item(
+    id: str, text: str | None, logprobs: Sequence[TokenLogprob] = (), *, status: Status = "completed"
+) -> MessageItem:
     """A message of the assistant; without text it has no content yet."""
-    content = [] if text is None else [output_text(text)]
+    content = [] if text is None else [output_text(text, logprobs)]
     return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
@@ -328,6 +351,11 @@ def finished(response: Response, completion: dict[str, Any], output: list[Any], 
     }
 
 
+def entries(choice: Mapping[str, Any]) -> list[TokenLogprob]:
+    """The log-probabilities in a chat's choice, if it has any."""
+    return list((choice["logprobs"] or {}).get("content", ()))
+
+
 def whole_response(response: Response, completion: Completion) -> Response:
     """The response of a chat's whole answer."""
     choice = completion["choices"][0]
@@ -337,7 +365,7 @@ def whole_response(response: Response, completion: Completion) -> Response:
     status: Status = "completed" if reason in ("stop", "tool_calls") else "incomplete"
     output: list[Any] = []
     if message["content"] or not calls:
-        output.append(message_item(f"msg_{suffix}", message["content"] or "", status=status))
+        output.append(message_item(f"msg_{suffix}", message["content"] or "", entries(choice), status=status))
     for number, call in enumerate(calls):
         function = call["function"]
         output.append(call_item(f"fc_{suffix}_{number}", call["id"], function["name"], function["arguments"]))

@@ -495,7 +495,7 @@ class ReplicaState(TypedDict):
     attention: NotRequired[dict[str, Any]]
     """the kernel's `name`, and for each other kernel why it was `not_chosen`"""
     defaults: NotRequired[dict[str, Any]]
-    """the decoding of a request that asks for nothing"""
+    """the decoding and sampling of a request that asks for nothing"""
     speed_front: NotRequired["Front | None"]
     """the measured front of accuracy and speed; `null` without one"""
     engine: NotRequired[dict[str, Any]]

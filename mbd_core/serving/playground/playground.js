@@ -184,7 +184,7 @@ function body(slots) {
     stream: true,
     ...(!hasCanvas() && { frames: true }),
     return_token_ids: true,
-    ...(temperature && { temperature, seed: 1 }),
+    temperature, ...(temperature && { seed: 1 }),
     ...(!hasCanvas() && { decoding: { buffer_size: slots, ...Object.fromEntries(THRESHOLDS.map((t) => [t, Number($(t).value)])) } }),
   };
 }

@@ -36,6 +36,7 @@ class EngineService:
         self.loaded = load_engine(
             Path(args.model), args.engine, trace=trace, fp8=args.fp8, tensor_parallel=args.tensor_parallel
         )
+        self._sampling = args.sampling(self.loaded.defaults)
         self._front = read_front(self.loaded.defaults, block_size=self.loaded.engine.block_size)
         self.loaded.prepare()
         self._weights: Path | None = None
@@ -45,8 +46,9 @@ class EngineService:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The decoding of a request that asks for nothing."""
-        return {**asdict(self.loaded.decoding({})), "temperature": 0, "max_tokens": MAX_TOKENS_DEFAULT}
+        """The decoding and sampling of a request that asks for nothing."""
+        own = {"temperature": 0, "max_tokens": MAX_TOKENS_DEFAULT}
+        return {**asdict(self.loaded.decoding({})), **own, **self._sampling}
 
     @property
     def limits(self) -> EngineLimits:
@@ -56,6 +58,7 @@ class EngineService:
             admission=engine.admission,
             block_size=engine.block_size,
             generation=self.loaded.defaults,
+            sampling=self._sampling,
             rows=engine.config.max_rows,
             capacity=self.engine.capacity,
         )

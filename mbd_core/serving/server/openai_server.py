@@ -16,7 +16,7 @@ from mbd_core.checkpoint.tokenizer import grammars_of
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.methods import SpeedPoint
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.engine.admission import RequestRefused, compile_guide
+from mbd_core.engine.admission import RequestRefused, compile_guide, penalties_refused
 from mbd_core.serving.api.access import OpenRequest, OpenRequests
 from mbd_core.serving.api.engine_requests import (
     TokenizerThreads,
@@ -35,6 +35,7 @@ from mbd_core.serving.api.fields import Template, TemplateTokens, template_token
 from mbd_core.serving.api.parsing import MAX_PROMPTS, parse
 from mbd_core.serving.api.replies import Reply
 from mbd_core.serving.api.requests import (
+    MAX_TOKENS_DEFAULT,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -54,6 +55,7 @@ from mbd_core.serving.tokens.stream import FairTurns, Refusals, TimeLimit, TooMa
 
 Body = bytes | Callable[[], Awaitable[bytes]]
 ApiRequest = CompletionRequest | ChatRequest
+A = TypeVar("A", CompletionRequest, ChatRequest)
 K = TypeVar("K", CompletionRequest, ChatRequest, ResponsesRequest)
 
 LARGE_BODY = 2**17  # bytes: parsing more takes the event loop for many milliseconds
@@ -231,7 +233,6 @@ class OpenAIServer:
         limit, client = TimeLimit(self._request_seconds), key or api_request.user or ""
         self.model(api_request.model)
         watch.on_model(api_request.model)
-        seed = _seed(api_request)
         async with limit.watch():
             async with self._refusals.slow_refusals(client) if characters <= LARGE_BODY else nullcontext():
                 self._count(api_request, request)
@@ -240,6 +241,8 @@ class OpenAIServer:
                 route.choices.check(
                     client, api_request.num_prompts * api_request.num_choices
                 )  # before anything is tokenised
+            api_request = route.with_defaults(api_request)
+            seed = _seed(api_request)
             call = partial(route.requests, api_request, seed=seed)
             requests, template, echoes = await self._tokenizing.run(call, characters=characters)
             await route.check_grammar(api_request, requests)
@@ -400,9 +403,21 @@ class _Route:
             adapter=self.model.adapter,
             template=template,
             added_tokens=self.model.tokenizer.get_added_vocab(),
+            default_max_tokens=int(self.model.limits.sampling.get("max_tokens", MAX_TOKENS_DEFAULT)),
         )
         echoes = api_request.echoes(self.decode) if isinstance(api_request, CompletionRequest) else []
         return requests, template, echoes
+
+    def with_defaults(self, api_request: A) -> A:
+        """The request with the model's own sampling where it says nothing; its default penalty gives way to a decoding
+        that takes none. A prompt is scored without them."""
+        if isinstance(api_request, CompletionRequest) and api_request.scores_prompt:
+            return api_request
+        defaults = {name: value for name, value in self.model.limits.sampling.items() if name != "max_tokens"}
+        if "repetition_penalty" in defaults and penalties_refused(self._decoding(api_request)):
+            del defaults["repetition_penalty"]
+        absent = {name: value for name, value in defaults.items() if getattr(api_request, name) is None}
+        return api_request.model_copy(update=absent) if absent else api_request
 
     def _read(self, api_request: ApiRequest) -> Callable[[], list[list[int]]]:
         if isinstance(api_request, ChatRequest):

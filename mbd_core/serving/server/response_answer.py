@@ -10,6 +10,7 @@ from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.responses import (
     ResponsesRequest,
     call_item,
+    entries,
     finished,
     message_item,
     output_text,
@@ -55,6 +56,7 @@ class _Events:
         self._output: list[Any] = []  # the items that are whole
         self._item: dict[str, Any] | None = None
         self._text = ""  # of the open item
+        self._logprobs, self._num_sent = list[Any](), 0  # of the message's tokens, of which so many are out
         self._reason, self._last = "stop", dict[str, Any]()
 
     def begin(self) -> Iterator[str]:
@@ -67,6 +69,7 @@ class _Events:
             self._last = chunk
         for choice in chunk["choices"]:
             delta = choice["delta"]
+            self._logprobs += entries(choice)
             if delta.get("content"):
                 yield from self._add_text(delta["content"])
             for call in delta.get("tool_calls", ()):
@@ -91,7 +94,9 @@ class _Events:
             yield from self._close_item()
             yield from self._open_message()
         self._text += text
-        yield self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+        new = self._logprobs[self._num_sent :]
+        self._num_sent = len(self._logprobs)
+        yield self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=new)
 
     def _open_message(self) -> Iterator[str]:
         item_id = f"msg_{self._suffix}" + (f"_{len(self._output)}" if self._output else "")
@@ -116,9 +121,10 @@ class _Events:
             return
         item = self._item
         if item["type"] == "message":
-            yield self._of_item("response.output_text.done", content_index=0, text=self._text, logprobs=[])
-            yield self._of_item("response.content_part.done", content_index=0, part=output_text(self._text))
-            whole: Any = message_item(item["id"], self._text, status=status)
+            part = output_text(self._text, self._logprobs)
+            yield self._of_item("response.output_text.done", content_index=0, text=self._text, logprobs=self._logprobs)
+            yield self._of_item("response.content_part.done", content_index=0, part=part)
+            whole: Any = message_item(item["id"], self._text, self._logprobs, status=status)
         else:
             yield self._of_item("response.function_call_arguments.done", name=item["name"], arguments=self._text)
             whole = call_item(item["id"], item["call_id"], item["name"], self._text, status=status)

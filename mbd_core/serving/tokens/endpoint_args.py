@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.blocks.sampling_config import sampling_defaults
 from mbd_core.engine.config import EngineConfig
 from mbd_core.models.model_config import Parts
 from mbd_core.options import CLUSTER, ENGINE, MODEL, OUTPUT, Option, check
@@ -30,6 +32,14 @@ class EndpointArgs:
             MODEL,
         ),
     ] = None
+    generation_config: Annotated[
+        Literal["model", "ignore"],
+        Option(
+            "Defaults of temperature, top_p, top_k, min_p, repetition_penalty and length: those of the model's "
+            "generation_config.json, or none of them. Its decoding counts in either case.",
+            MODEL,
+        ),
+    ] = "model"
     tensor_parallel: Annotated[
         int,
         Option("Ranks that the model is cut among: GPUs of a node, or processes without GPUs.", CLUSTER, at_least=1),
@@ -51,6 +61,10 @@ class EndpointArgs:
         """What clients call the model."""
         return self.name or self.model.rstrip("/").rpartition("/")[2]
 
+    def sampling(self, generation: Mapping[str, Any]) -> dict[str, float]:
+        """The defaults of a request's sampling and `max_tokens` under the model's `generation_config.json`."""
+        return {} if self.generation_config == "ignore" else sampling_defaults(generation)
+
     def checked(self) -> Self:
         """The arguments with the model's whole path, its name, and the slots of its decoding.
 
@@ -64,6 +78,7 @@ class EndpointArgs:
         folder = read_folder(model_folder(self.model).resolve())
         engine = _check_decoding(folder, self.engine)
         engine.positions(folder.config.max_positions)
+        self.sampling(folder.defaults)
         if engine.attention not in (None, "reference", *KERNELS):
             raise ValueError(
                 f"attention={engine.attention!r} is unknown; choose one of {', '.join([*KERNELS, 'reference'])}"

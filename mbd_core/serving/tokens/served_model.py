@@ -23,6 +23,7 @@ class EngineLimits:
     """What an engine tells those who send it requests.
 
     generation  the model's `generation_config.json`, with the engine's block size for a model trained without one
+    sampling    the model's own defaults of a request's sampling and `max_tokens` (`sampling_defaults`)
     rows        sequences decoded at once
     capacity    requests that may run and wait together
     """
@@ -30,6 +31,7 @@ class EngineLimits:
     admission: Admission
     block_size: int
     generation: Mapping[str, Any]
+    sampling: Mapping[str, float]
     rows: int
     capacity: int
 

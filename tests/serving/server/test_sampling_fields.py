@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from family_models import rewrite
 from gateway_in_process import running_gateway
 from local_server import LIMIT, MODEL, ROUTES, answers, server_of
 
@@ -104,6 +105,60 @@ def test_what_has_no_effect_is_noted_and_answered(tiny_model_dir: Path, route: s
     assert [note.split()[0] for note in noted[0]["mbd"]["notes"]] == ["top_p", "top_k", "min_p"]
     assert all("temperature" in note for note in noted[0]["mbd"]["notes"])
     assert len(events[-1]["mbd"]["notes"]) == 1 and "notes" not in drawn[0]["mbd"]
+
+
+AUTHOR = {"do_sample": True, "temperature": 0.9, "top_k": 12, "top_p": 0.9, "repetition_penalty": 1.3}
+
+
+def copy_with(folder: Path, tmp_path: Path, **generation: Any) -> Path:
+    copy = tmp_path / "of-an-author"
+    shutil.copytree(folder, copy)
+    rewrite(copy / "generation_config.json", **generation)
+    return copy
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_a_request_leaves_out_is_as_the_author_says(tiny_model_dir: Path, tmp_path: Path, route: str) -> None:
+    """Equal to a request that spells the author's values; its own values win, and each only over its own."""
+    spelled = {name: value for name, value in AUTHOR.items() if name != "do_sample"}
+    folder = copy_with(tiny_model_dir, tmp_path, **AUTHOR, max_new_tokens=11)
+    asked = GREEDY | {"seed": 3, "ignore_eos": True}
+    empty = {"max_tokens": None, "ignore_eos": True}
+    revised = asked | {"decoding": {"t2t": {}}}
+    plain = [
+        (route, asked | spelled),
+        (route, asked | spelled | {"temperature": 0}),
+        (route, asked | spelled | {"top_k": 2}),
+        (route, revised | {"temperature": 0.9, "top_k": 12, "top_p": 0.9}),
+        ("complete", {"echo": True, "logprobs": 1, "max_tokens": 1}),
+    ]
+    fields = [{}, {"temperature": 0}, {"top_k": 2}]
+    own = [(route, asked | each) for each in fields] + [(route, revised), plain[-1]]
+    wanted, (*got, lengths, longer) = (
+        answers(tiny_model_dir, *plain),
+        answers(folder, *own, (route, empty), (route, empty | {"min_tokens": 20})),
+    )
+    assert [reply["choices"] for [reply] in got] == [reply["choices"] for [reply] in wanted]
+    assert len({json.dumps(reply["choices"]) for [reply] in wanted[:3]}) == 3
+    assert got[0][0]["mbd"]["seed"] == 3 and "seed" not in got[1][0]["mbd"]
+    assert (lengths[0]["usage"]["completion_tokens"], longer[0]["usage"]["completion_tokens"]) == (11, 20)
+
+
+def test_the_author_is_heard_unless_the_server_ignores_the_file(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Without `do_sample` nothing is drawn, and a penalty counts all the same."""
+    folder = copy_with(tiny_model_dir, tmp_path, **AUTHOR | {"temperature": None}, max_new_tokens=11)
+
+    def in_force(folder: Path, **settings: Any) -> tuple[Any, ...]:
+        server = server_of(folder, **settings)
+        defaults = server.service.state()["defaults"]
+        assert all(f"{name}={defaults[name]}" in server.service.describe() for name in ("temperature", "max_tokens"))
+        asyncio.run(server.stop())
+        return tuple(defaults.get(name) for name in ("temperature", "top_k", "repetition_penalty", "max_tokens"))
+
+    assert in_force(folder) == (1.0, 12, 1.3, 11)
+    assert in_force(folder, generation_config="ignore") == in_force(tiny_model_dir) == (0, None, None, 256)
+    rewrite(folder / "generation_config.json", do_sample=False)
+    assert in_force(folder) == (0, None, 1.3, 11)
 
 
 def names(entry: dict[str, Any]) -> list[str]:

@@ -47,6 +47,33 @@ def test_a_setting_that_the_model_cannot_honour_is_refused(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"do_sample": "yes"}, "do_sample='yes'"),
+        ({"do_sample": True, "temperature": "hot"}, "temperature='hot'"),
+        ({"do_sample": True, "top_p": 0}, "top_p=0"),
+        ({"do_sample": True, "top_k": -1}, "top_k=-1"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0"),
+        ({"max_new_tokens": True}, "max_new_tokens=True"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    ],
+)
+def test_sampling_that_no_request_could_have_is_refused_at_the_start(
+    tiny_model_dir: Path, tmp_path: Path, wrong: dict[str, Any], name: str
+) -> None:
+    folder = tmp_path / "wrong"
+    shutil.copytree(tiny_model_dir, folder)
+    rewrite(folder / "generation_config.json", **wrong)
+    with pytest.raises(ValueError, match=re.escape(name)) as caught:
+        EndpointArgs(model=str(folder)).checked()
+    assert "generation_config.json" in str(caught.value) and "\n" not in str(caught.value)
+    assert EndpointArgs(model=str(folder), generation_config="ignore").checked().generation_config == "ignore"
+    if wrong.get("do_sample") is True:  # without it nothing is drawn, and the file may say what it likes
+        rewrite(folder / "generation_config.json", do_sample=False)
+        EndpointArgs(model=str(folder)).checked()
+
+
 def test_a_model_that_decodes_with_more_slots_is_served_with_them(tiny_model_dir: Path, tmp_path: Path) -> None:
     """A stated size stays as it is, or is refused where the model's own decoding needs more."""
     folder = tmp_path / "wide"
