@@ -18,7 +18,7 @@ from mbd_core.evaluation.sandbox.processes import Contained, Isolation, Limits, 
 # Runs a program in the sandbox, on inputs or under a benchmark's tests. The verdict comes from another process.
 
 Reason = Literal["passed", "wrong", "error", "timeout", "memory"]
-Conversion = Literal["", "set", "given"]
+Conversion = Literal["", "set", "given", "printed"]
 DEFINE_SECONDS = 10.0
 LONGEST_VERDICT = 4096
 MOST_WRONG = 20  # inputs that are named

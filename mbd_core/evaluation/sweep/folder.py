@@ -25,7 +25,7 @@ from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT
 from mbd_core.evaluation.sweep.parts import COUNTS, ISOLATION
 from mbd_core.evaluation.sweep.record import SweepRecord, difference
-from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, TASKS
+from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, LIVE_CODE_BENCH, TASKS
 from mbd_core.files import (
     MANIFEST,
     PartsFolder,
@@ -397,7 +397,7 @@ def load_samples(folders: Sequence[Path]) -> Samples:
 
 def _is_drawn(task: str) -> bool:
     """Whether a seed decides the problems of a task."""
-    if task.startswith(HARNESS_PREFIX):
+    if task.startswith((HARNESS_PREFIX, f"{LIVE_CODE_BENCH}:")):
         return False
     return task not in TASKS or TASKS[task].generate is not None
 
