@@ -74,8 +74,9 @@ def run(
 
     Data, updates, training states, adapter and computation are the recipe's where no option or file changes them.
     """
-    from actors.training.run import TrainingRun, check_run, named_base, prepared_data_at
+    from actors.training.run import TrainingRun, check_run, fetched, named_base, prepared_data_at, validation_at
     from mbd_core.multitf.run.start import StartingPoint
+    from mbd_core.multitf.run.validation import check_held_out
     from mbd_core.multitf.step.memory import plan_lines, plan_memory
 
     chosen = choose_recipe(choice, changes, default="tiny-mbd", named_base=named_base, named_data=prepared_data_at)
@@ -102,10 +103,12 @@ def run(
         max_failures=own.max_failures,
         log_targets=chosen_targets(options.log_to),
         measuring=options.measuring,
+        validation=validation_at(options.held_out),
     )
     check_run(training, resume=own.resume)
     start = StartingPoint.read(recipe, fetch=fetch_model)
     start.check_written(options.write)
+    check_held_out(fetched(training.validation), start, None if start.base is None else start.base.tokenizer)
     if note := start.note():
         print(f"note: {note}")
     train_on_cluster(training, start, resume=own.resume)

@@ -33,7 +33,8 @@ class TrainingRun:
     workers compute on; by default a GPU each, if the cluster has any. `sharding`: how weights, gradients and optimizer
     states lie on them. `log_targets`: where its numbers go besides its folder's `losses.jsonl`; `None` is TensorBoard
     where the first worker has it. `changes`: what differs in the recipe from the one that was named; `measuring`: what
-    the run measures of itself. `validation` names held-out data by an absolute path or a URL (`validation_at`).
+    the run measures of itself. `validation` names held-out data by an absolute path or a URL
+    (`validation_at`), or a share.
     """
 
     recipe: TrainingRecipe
@@ -92,9 +93,16 @@ def prepared_data_at(data: str) -> PreparedData:
 
 def validation_at(options: ValidationOptions) -> ValidationOptions:
     """The options with the absolute path or URL of the data; `ValueError` for a folder that holds none."""
-    if options.validation is None:
+    if options.validation is None or options.share is not None:
         return options
     return replace(options, validation=prepared_data_at(options.validation).path)
+
+
+def fetched(options: ValidationOptions) -> ValidationOptions:
+    """The options with a folder of held-out data on this machine."""
+    if options.validation is None or options.share is not None:
+        return options
+    return replace(options, validation=fetch_model(options.validation))
 
 
 def check_run(run: TrainingRun, *, resume: bool) -> None:

@@ -14,7 +14,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.training.run import TrainingRun, record_recipe, recorded_precision
+from actors.training.run import TrainingRun, fetched, record_recipe, recorded_precision
 from cluster.storage import fetch_model
 from cluster.topology import Resources, Topology, plan_topology
 from mbd_core.checkpoint.saving import MODEL_KIND
@@ -111,9 +111,7 @@ def train_on_ray(config: dict[str, Any]) -> int:
     if workers.is_first:
         run.out.check_writable()  # from this node, which is not the job's
         record_recipe(run, start.recipe)  # every worker has read the record when the precision is settled
-    held_out = run.validation
-    if held_out.validation is not None:
-        held_out = replace(held_out, validation=fetch_model(held_out.validation))
+    held_out = fetched(run.validation)
     worker_run = train_worker(
         start,
         workers,

@@ -231,12 +231,33 @@ class ValidationOptions:
 
     validation: Annotated[
         str | None,
-        Option("Held-out data that jobs/prepare_data.py wrote, whose losses are logged.", DATA, metavar="DIR"),
+        Option(
+            "Log the losses of held-out data that jobs/prepare_data.py wrote; or hold out a share of the training "
+            "data, as 0.02.",
+            DATA,
+            metavar="DIR|SHARE",
+        ),
     ] = None
-    validate_every: Annotated[int, Option("Updates between two validations.", DATA, at_least=1)] = 100
+    validate_every: Annotated[int, Option("Updates between two validations.", DATA, at_least=1, metavar="N")] = 100
     keep_best: Annotated[
         Metric, Option("The number by which the best checkpoint is kept beside the newest two.", OUTPUT)
     ] = "validation_loss"
 
     def __post_init__(self) -> None:
         check(self)
+        if self.share is not None and not 0 < self.share < 1:
+            raise ValueError(
+                f"--validation {self.validation}: a share of the training data is above 0 and below 1, as 0.02; write "
+                f"a folder of that name as ./{self.validation}"
+            )
+
+    @property
+    def share(self) -> float | None:
+        """The share of the training data's conversations that is held out; `None` for data of their own."""
+        try:
+            return None if self.validation is None else float(self.validation)
+        except ValueError:
+            return None
+
+
+NOTHING_HELD_OUT = ValidationOptions()

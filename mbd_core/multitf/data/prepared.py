@@ -6,9 +6,11 @@ made of. Its digest identifies the data in a run's record.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -179,6 +181,25 @@ class PreparedExamples(Sequence[Example]):
             lengths = own + np.bincount(np.repeat(np.arange(len(own)), counts), spans, len(own)).astype(np.int64)
         self.lengths: list[int] = lengths.tolist()
 
+    def split(self, share: float) -> tuple[PreparedExamples, PreparedExamples]:
+        """These samples without `num_held_out` of the conversations, and the samples of those.
+
+        Which ones depends on their number and the share alone.
+        """
+        count = len(self._table)
+        chosen = random.Random(f"held-out/{count}").sample(range(count), num_held_out(count, share))
+        rows = np.arange(count) if self._rows is None else self._rows
+        is_held_out = np.isin(rows, chosen)
+        return self._only(~is_held_out), self._only(is_held_out)
+
+    def _only(self, places: NDArray[np.bool_]) -> PreparedExamples:
+        """The samples at these places."""
+        part = copy.copy(self)
+        part._rows = np.flatnonzero(places) if self._rows is None else self._rows[places]
+        part._answers = None if self._answers is None else self._answers[places]
+        part.lengths = np.array(self.lengths)[places].tolist()
+        return part
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -205,6 +226,11 @@ class PreparedExamples(Sequence[Example]):
         if self._answers is not None:
             return whole[int(self._answers[index])]
         return replace(whole[-1], earlier=tuple(whole[:-1]))
+
+
+def num_held_out(count: int, share: float) -> int:
+    """How many of so many conversations a share is, at least one."""
+    return max(1, round(share * count))
 
 
 def sample_lengths(examples: Sequence[Example]) -> Sequence[int]:

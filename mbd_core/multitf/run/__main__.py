@@ -30,6 +30,7 @@ from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.log_targets import chosen_targets
 from mbd_core.multitf.run.options import CommandLine, RunOptions, built, options_inside
 from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.run.validation import check_held_out
 from mbd_core.multitf.run.worker import settle_precision, train_worker
 from mbd_core.multitf.step.memory import fitting, plan_lines, plan_memory
 from mbd_core.multitf.step.workers import Workers, torchrun_workers
@@ -70,6 +71,7 @@ def run(choice: RecipeChoice, changes: dict[str, Any], options: RunOptions, own:
     folder = model_target(f"out/{recipe.name}" if own.out is None else own.out, overwrite=options.overwrite)
     start = StartingPoint.read(recipe)
     start.check_written(options.write)
+    check_held_out(options.held_out, start, None if start.base is None else start.base.tokenizer)
     with torchrun_workers() as workers:
         if workers.is_first and (note := start.note()):
             print(f"note: {note}")
@@ -85,6 +87,7 @@ def run(choice: RecipeChoice, changes: dict[str, Any], options: RunOptions, own:
             log_targets=log_targets,
             changes=chosen.changes,
             measuring=options.measuring,
+            validation=options.held_out,
         )
         run.write(folder if workers.is_first else None, written=options.write, overwrite=options.overwrite)
         if workers.is_first:

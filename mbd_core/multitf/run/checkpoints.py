@@ -54,13 +54,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
-    """What a checkpoint says of itself. The curve has a point for an update; `base` is an adapter's, by its digest."""
+    """What a checkpoint says of itself. The curve has a point for an update; `base` is an adapter's, by its digest;
+    `held_out` is the share of the data that is not trained on."""
 
     step: int
     recipe: dict[str, Any]
     precision: Literal["float32", "bfloat16"]
     curve: Curve
     base: str | None = None
+    held_out: float | None = None
 
 
 def best_step(curve: Curve, metric: str | None) -> int | None:
@@ -76,7 +78,7 @@ class Checkpoints:
     """The newest `keep` checkpoints of a run. Every worker calls every method, in the same order.
 
     `options` go to the storage's library. Failures of the storage are `OSError`s, on all workers. Where an adapter is
-    trained, the first worker says the digest of its base in `base`.
+    trained, the first worker says the digest of its base in `base`; `held_out` is the share that is not trained on.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Checkpoints:
         self.recipe = as_recorded(recipe)
         self.options = dict(options or {})
         self.base: str | None = None
+        self.held_out: float | None = None
         several = workers.size > 1
         if not several:  # the thread that writes warns of it
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -126,6 +129,15 @@ class Checkpoints:
         result: Result = results[0]
         return result
 
+    def check_share(self, record: CheckpointRecord) -> None:
+        """Raise `ValueError` for a checkpoint of a run that trains on another share of its data."""
+        if record.held_out != self.held_out:
+            share = "leave --validation SHARE out" if record.held_out is None else f"--validation {record.held_out}"
+            raise ValueError(
+                f"{self.location} holds checkpoints of a run that trains on another share of the data: {share}, or "
+                "give another folder"
+            )
+
     def load(self, trainer: Trainer, record: CheckpointRecord) -> None:
         """Fill the trainer's weights and optimizer states from that checkpoint, and go on after its step.
 
@@ -157,6 +169,7 @@ class Checkpoints:
             precision=trainer.precision,
             curve=list(curve),
             base=self.base,
+            held_out=self.held_out,
         )
         folder = self._folder(record.step)
         self._on_first(partial(self._forget_unfinished, record.step), _not_written(folder))

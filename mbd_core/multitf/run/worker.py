@@ -19,7 +19,14 @@ from mbd_core.checkpoint.folder import BaseFiles, model_digest, read_base
 from mbd_core.checkpoint.loading import fill_parts, load_model
 from mbd_core.checkpoint.saving import checkpoint_tensors, save_adapter, save_model
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.multitf.config import NOTHING_MEASURED, Measuring, Sharding, ValidationOptions, Written
+from mbd_core.multitf.config import (
+    NOTHING_HELD_OUT,
+    NOTHING_MEASURED,
+    Measuring,
+    Sharding,
+    ValidationOptions,
+    Written,
+)
 from mbd_core.multitf.data.encoding import error_sentence
 from mbd_core.multitf.data.prepared import (
     TOKENIZER_PAIRS,
@@ -33,7 +40,7 @@ from mbd_core.multitf.run.checkpoints import Checkpoints, Curve, best_step
 from mbd_core.multitf.run.log import Log, RunLog, say
 from mbd_core.multitf.run.profile import Profile, check_measuring
 from mbd_core.multitf.run.start import StartingPoint
-from mbd_core.multitf.run.validation import Validation, ValidationFailed
+from mbd_core.multitf.run.validation import Validation, ValidationFailed, check_held_out
 from mbd_core.multitf.step.adapter import adapter_factors, base_tensors, fill_adapter, merge_adapter
 from mbd_core.multitf.step.compute import device_peak
 from mbd_core.multitf.step.trainer import Trainer
@@ -51,7 +58,7 @@ def train_worker(
     log_targets: Sequence[str] | None = None,
     changes: Sequence[str] = (),
     measuring: Measuring = NOTHING_MEASURED,
-    validation: ValidationOptions | None = None,
+    validation: ValidationOptions = NOTHING_HELD_OUT,
 ) -> "Run":
     """Do all updates that are left; the first worker prints, and logs where the checkpoints lie.
 
@@ -120,7 +127,7 @@ class Run:
         checkpoints: Checkpoints | None = None,
         *,
         measuring: Measuring = NOTHING_MEASURED,
-        validation: ValidationOptions | None = None,
+        validation: ValidationOptions = NOTHING_HELD_OUT,
     ) -> None:
         recipe, base = start.recipe, start.base
         self.start, self.workers, self.checkpoints, self.measuring = start, workers, checkpoints, measuring
@@ -128,10 +135,15 @@ class Run:
         self._base_files = None if base is None or not workers.is_first else read_base(base.path)
         in_parts = sharding == "sharded" and workers.size > 1 and base is not None
         model, self.tokenizer, examples = prepare(start, workers=workers, on_meta=in_parts)
-        self.validation = None
-        if validation is not None and validation.validation is not None:
-            self.validation = Validation(validation, start, self.tokenizer)
-            if checkpoints is not None and validation.keep_best != "none":
+        self.validation, share = None, None
+        check_held_out(validation, start, self.tokenizer)
+        if validation.share is not None:
+            examples, share = examples.split(validation.share)
+        if validation.validation is not None:
+            self.validation = Validation(validation, start, share)
+        if checkpoints is not None:
+            checkpoints.held_out = validation.share
+            if validation.validation is not None and validation.keep_best != "none":
                 checkpoints.keep_best = validation.keep_best
         self.trainer = Trainer(
             model,
@@ -153,6 +165,7 @@ class Run:
             fill_adapter(model, seed=recipe.train.seed)
         self.curve: Curve = []
         if checkpoints is not None and record is not None:
+            checkpoints.check_share(record)
             checkpoints.load(self.trainer, record)
             self.curve = list(record.curve)
         self.resumed_after = self.trainer.step_number
