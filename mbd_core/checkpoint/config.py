@@ -45,7 +45,7 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
             raise ValueError(f"config.json has {key}={config[key]!r}; {architecture} is supported with {value!r} only")
     check_keys(config, architecture)
     recommended = {k: v for k, v in (generation or {}).items() if k in DECODING_KEYS and v is not None}
-    published = family.published if config.get("vocab_size") == family.published.get("vocab_size") else {}
+    published = family.published if config.get("vocab_size") in family.vocab_sizes else {}
     values = {**family.defaults, **published, **recommended, **config}
     elsewhere = recommended.keys() - config.keys()
 

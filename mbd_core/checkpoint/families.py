@@ -34,8 +34,9 @@ class Family:
     switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` those of `MoEConfig`
     names               our module -> the checkpoint's name for it (`{i}` a layer, `{e}` an expert); modules with the
                         same name there are stored in one tensor, one after another
-    published           ids of the released vocabulary, for folders of that `vocab_size` whose files leave them out;
-                        the tokenizer must agree (`tokenizer_files.load_tokenizer`)
+    published           ids of the released vocabulary, for folders whose files leave them out and whose `vocab_size`
+                        is one of `vocab_sizes`; the tokenizer must agree (`tokenizer.load_tokenizer`)
+    decoding            the method of folders whose generation_config.json names none, as fields of `DecodingConfig`
     """
 
     model_types: tuple[str, ...]
@@ -50,7 +51,9 @@ class Family:
     moe_switches: Json = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     expert_model_types: Mapping[str, str] | None = None
+    vocab_sizes: tuple[int, ...] = ()
     published: Json = field(default_factory=dict)
+    decoding: Json = field(default_factory=dict)
 
 
 # What transformers writes into any config.json, of its versions 4 and 5, and what trainers and engines add.
@@ -210,7 +213,8 @@ SDAR = Family(
     fixed=QWEN_FIXED,
     harmless=OF_ANY_MODEL | OF_ANY_MOE | WINDOW,
     accepted={**EVERYWHERE, "mlp_bias": (False,), "partial_rotary_factor": (1,), "use_regular_causal": (False,)},
-    published={"vocab_size": 151936, "mask_token_id": 151669, "eos_token_id": 151643},
+    vocab_sizes=(151936,),
+    published={"mask_token_id": 151669, "eos_token_id": 151643},
 )
 
 SDAR_MOE = replace(
@@ -282,7 +286,8 @@ LLADA2_MOE = Family(
         "model.layers.{i}.self_attn.o_proj": "model.layers.{i}.attention.dense",
         **PER_EXPERT,
     },
-    published={"vocab_size": 157184, "mask_token_id": 156895, "eos_token_id": 156892},
+    vocab_sizes=(157184,),
+    published={"mask_token_id": 156895, "eos_token_id": 156892},
 )
 
 LLADA = Family(
@@ -346,7 +351,9 @@ LLADA = Family(
             }.items()
         },
     },
-    published={"vocab_size": 126464, "mask_token_id": 126336, "eos_token_id": 126081},
+    vocab_sizes=(126464,),
+    published={"mask_token_id": 126336, "eos_token_id": 126081},
+    decoding={"canvas": {}},
 )
 
 DREAM = Family(
@@ -357,7 +364,22 @@ DREAM = Family(
     harmless=OF_ANY_MODEL | WINDOW | {"attention_bias"},  # q, k and v have a bias whatever it says
     accepted={**EVERYWHERE, "mlp_bias": (False,), "partial_rotary_factor": (1,), "use_mrope": (False,)},
     switches={"qk_norm": False, "qkv_bias": True, "shift_logits": True, "attention": "full"},
-    published={"vocab_size": 152064, "mask_token_id": 151666, "eos_token_id": 151643},
+    vocab_sizes=(152064,),
+    published={"mask_token_id": 151666, "eos_token_id": 151643},
+    decoding={"canvas": {}},
+)
+
+# Qwen2.5 as a block-diffusion model. No config of a release has the mask's id: 151665, and 151645 for the end of an
+# answer, are default arguments of the released code, so they stand here. A config that names them counts.
+FAST_DLLM_V2 = replace(
+    DREAM,
+    model_types=("Fast_dLLM_Qwen",),
+    keys={**WITHOUT_HEAD_DIM, "block_size": "bd_size"},
+    defaults={"tie_word_embeddings": False, "bd_size": 32},
+    switches={"qk_norm": False, "qkv_bias": True, "shift_logits": True},
+    vocab_sizes=(151936, 152064),
+    published={"mask_token_id": 151665, "eos_token_id": 151645},
+    decoding={"carry": True, "sub_block": 8, "tau_m2t": 0.9},
 )
 
 FAMILIES: dict[str, Family] = {
@@ -366,6 +388,7 @@ FAMILIES: dict[str, Family] = {
     "LLaDA2MoeModelLM": LLADA2_MOE,
     "LLaDAModelLM": LLADA,
     "DreamModel": DREAM,
+    "Fast_dLLM_QwenForCausalLM": FAST_DLLM_V2,
 }
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from mbd_core.checkpoint import adapter
 from mbd_core.checkpoint.config import write_config
-from mbd_core.checkpoint.families import ExpertLayout
+from mbd_core.checkpoint.families import FAMILIES, ExpertLayout
 from mbd_core.checkpoint.folder import BaseFiles, carried_config, carried_generation
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, ShardWriter
 from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, StoredTensor, decoder_shapes, stored_tensors
@@ -119,7 +119,10 @@ def random_generation(config: ModelConfig) -> dict[str, Any]:
 
     A full-attention model decodes a canvas, whose rule always takes one.
     """
-    return {} if config.attention == "full" else {"buffer_size": 2, "tokens_per_step": min(4, config.block_size)}
+    if config.attention == "full":
+        return {}
+    method = FAMILIES[config.architecture].decoding
+    return {**method, "buffer_size": 2, "tokens_per_step": min(4, config.block_size)}
 
 
 def check_room(folder: Path, num_bytes: int) -> None:

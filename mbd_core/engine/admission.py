@@ -309,6 +309,11 @@ class Admission:
                 f"prompt_attention='full' (D2F) needs a model with full attention; {self._model.architecture} "
                 "attends in blocks"
             )
+        if decoding.carry and not self._model.shift_logits:
+            raise ValueError(
+                f"carry=True needs logits that predict the next position; {self._model.architecture}'s predict their "
+                "own; leave it out"
+            )
         if decoding.buffer_size > self._buffer_size:
             raise ValueError(f"buffer_size={decoding.buffer_size} exceeds this engine's {self._buffer_size} slots")
 

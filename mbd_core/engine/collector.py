@@ -204,6 +204,8 @@ class Collector:
             tops = sequence.top_log.take(len(committed) // sequence.block_size)[useful]
         if sequence.step_map is not None:
             taken = sequence.step_map.take(len(committed) // sequence.block_size)
+            if request.carries:
+                sequence.step_map.carry(self._forward(sequence))
             written = taken.cut((), useful.stop, room=0).without(useful.start)
             rollout = replace(written, logprobs=tuple(logprobs or ()))
         return self._emit(

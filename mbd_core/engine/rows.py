@@ -252,6 +252,8 @@ def resident_slots(
         of = asked_at_A // size
         opens = (slot[of] == 0) & (asked_at_A % size == 0)
         hidden_at_A = torch.where(opens, to_device(last, row.device)[row[of]], hidden_at_A - 1)
+        stores = buffer.carried_RN[row, slot][of] & (asked_at_A % size == 0)
+        hidden_at_A = torch.where(stores, slot_end_RN[row, slot][of], hidden_at_A)
     rows = Rows(
         tokens_T=buffer.tokens_RNB[row, slot].flatten(),
         positions_T=positions_KB.flatten(),
@@ -290,7 +292,8 @@ def static_rows(
     slot_end_RN = at[..., -1]
     if shift:
         remembered = -1 - torch.arange(num_rows, device=device)[:, None]
-        at = torch.cat((remembered, at.flatten(1)[:, :-1]), dim=1)
+        at = torch.cat((remembered, at.flatten(1)[:, :-1]), dim=1).view_as(at)
+        at[..., 0] = torch.where(buffer.carried_RN[:, :num_slots], slot_end_RN, at[..., 0])
     hidden_at_A, at_A = at.flatten(), None
     if num_asked is not None:
         total = hidden_at_A.numel()

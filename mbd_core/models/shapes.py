@@ -136,6 +136,14 @@ DREAM_7B = ModelConfig(
     shift_logits=True,
     attention="full",
 )
+FAST_DLLM_V2_7B = replace(
+    DREAM_7B,
+    architecture="Fast_dLLM_QwenForCausalLM",
+    max_positions=32768,
+    mask_token_id=151665,
+    eos_token_ids=(151645,),
+    attention="block_causal",
+)
 
 
 def _tiny(config: ModelConfig, *, num_kv_heads: int = 2) -> ModelConfig:
@@ -190,11 +198,22 @@ SHAPES: dict[str, ModelConfig] = {
     "llada2.2-flash": LLADA22_FLASH,
     "llada-8b": LLADA_8B,
     "dream-7b": DREAM_7B,
+    "fast-dllm-v2-1.5b": replace(
+        FAST_DLLM_V2_7B,
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_heads=12,
+        num_kv_heads=2,
+        tie_word_embeddings=True,
+    ),
+    "fast-dllm-v2-7b": FAST_DLLM_V2_7B,
     "tiny-sdar": _tiny(SDAR_8B),
     "tiny-llada2": _tiny(LLADA2_MINI),
     "tiny-llada2.2": _tiny(LLADA22_MINI),
     "tiny-llada": _tiny(LLADA_8B, num_kv_heads=4),
     "tiny-dream": _tiny(DREAM_7B),
+    "tiny-fast-dllm-v2": _tiny(FAST_DLLM_V2_7B),
 }
 
 

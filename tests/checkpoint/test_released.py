@@ -222,6 +222,22 @@ DIFFUCODER = {
     "attention_bias": True,
     "use_cache": True,
 }
+FAST_DLLM_V2 = {  # neither its mask nor its end of an answer stands in a file of the release
+    **{k: v for k, v in DIFFUCODER.items() if k not in ("mask_token_id", "eos_token_id", "use_mrope")},
+    "architectures": ["Fast_dLLM_QwenForCausalLM"],
+    "model_type": "Fast_dLLM_Qwen",
+    "bd_size": 32,
+    "max_position_embeddings": 32768,
+    "layer_types": ["full_attention"] * 28,
+}
+FAST_DLLM_V2_SMALL = FAST_DLLM_V2 | {
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
 IM_END = {"eos_token_id": [151645, 151643]}  # SDAR's generation_config.json
 
 
@@ -257,6 +273,8 @@ RELEASES = {
     "SDAR-30B-A3B": Release(SDAR_30B, {"block_size": 4}, MOE_SHAPE, 30.532e9, 18867),
     "LLaDA-8B": Release(LLADA_8B, {}, SHAPES["llada-8b"], 8.02e9, 291),
     "Dream-7B": Release(DIFFUCODER, {}, SHAPES["dream-7b"], 7.616e9, 339),
+    "Fast-dLLM-v2-7B": Release(FAST_DLLM_V2, {}, SHAPES["fast-dllm-v2-7b"], 7.616e9, 339),
+    "Fast-dLLM-v2-1.5B": Release(FAST_DLLM_V2_SMALL, {}, SHAPES["fast-dllm-v2-1.5b"], 1.5437e9, 338),
 }
 
 
@@ -305,6 +323,7 @@ NAMES: dict[str, dict[str, str]] = {
     "SDAR-8B, blocks of 4": QWEN | QK_NORM,
     "SDAR-30B-A3B": {n: s for n, s in (QWEN | QK_NORM | EXPERTS).items() if f"{LAYER}.mlp" not in n or n in EXPERTS},
     "Dream-7B": QWEN | BIASES,
+    "Fast-dLLM-v2-7B": QWEN | BIASES,
     "LLaDA2-mini": {
         "model.word_embeddings.weight": "vd",
         f"{LAYER}.input_layernorm.weight": "d",

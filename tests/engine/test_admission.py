@@ -62,6 +62,16 @@ def test_block_batch_behind_a_long_prompt_is_served_with_fewer_tokens() -> None:
     assert not accepts(limits, replace(asked, max_tokens=number + 1))
 
 
+def test_only_logits_of_the_next_position_can_carry() -> None:
+    asked, blocks = request(DecodingConfig(block_size=B, carry=True), 5, 9), {"qk_norm": False, "qkv_bias": True}
+    shifted = build("Fast_dLLM_QwenForCausalLM", shift_logits=True, **blocks).config
+    sizes = {"block_size": B, "buffer_size": 4, "page_size": PAGE, "num_pages": 40, "prefix_caching": True}
+    assert accepts(Admission(shifted, **sizes), asked)
+    with pytest.raises(RequestRefused, match=r"carry=True .*SDARForCausalLM") as caught:
+        Admission(build().config, **sizes).check(asked)
+    assert caught.value.field == "decoding"
+
+
 @settings(derandomize=True)
 @given(st.sampled_from(METHODS), st.integers(1, 90), st.integers(1, 60), st.integers(1, 40))
 def test_the_default_is_the_nearest_number_that_is_accepted(

@@ -13,6 +13,7 @@ from small_engines import (
     EXPERTS,
     FULL,
     MASK,
+    SHIFTED,
     VOCAB,
     B,
     build,
@@ -36,12 +37,14 @@ def models() -> dict[str, Decoder]:
         "block_causal": build(),
         "experts by block": build("LLaDA2MoeModelLM", moe=dataclasses.replace(EXPERTS, expert_capacity=3)),
         "full": build(architecture="LLaDAModelLM", attention="full"),
+        "shifted blocks": build("Fast_dLLM_QwenForCausalLM", shift_logits=True, qk_norm=False, qkv_bias=True),
         "shifted": build(architecture="DreamModel", attention="full", shift_logits=True, qk_norm=False, qkv_bias=True),
     }
 
 
 def cases() -> list[tuple[str, str]]:
     blockwise = [(k, m) for k in ("block_causal", "experts by block") for m in BLOCKWISE]
+    blockwise += [("shifted blocks", m) for m in (*SHIFTED, "multi")]
     return blockwise + [(k, m) for k in ("full", "shifted") for m in FULL]
 
 

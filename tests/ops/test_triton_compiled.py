@@ -388,6 +388,7 @@ def test_the_buffers_kernels_fit(capability: int, tmp_path: Path) -> None:
             "LISTED": most,
             "REVISES": most,
             "QUOTAS": most,
+            "PARTS": most,
             "LEFTMOST": 1,
             "JETENGINE": 2,
             "UNITS": 65536.0,
