@@ -75,6 +75,8 @@ def run(
     Data, updates, training states, adapter and computation are the recipe's where no option or file changes them.
     """
     from actors.training.run import TrainingRun, check_run, fetched, named_base, prepared_data_at, validation_at
+    from mbd_core.evaluation.tasks.benchmarks import find_task
+    from mbd_core.evaluation.tasks.problems import load_problems
     from mbd_core.multitf.run.start import StartingPoint
     from mbd_core.multitf.run.validation import check_held_out
     from mbd_core.multitf.step.memory import plan_lines, plan_memory
@@ -104,7 +106,11 @@ def run(
         log_targets=chosen_targets(options.log_to),
         measuring=options.measuring,
         validation=validation_at(options.held_out),
+        sweeping=options.sweeping,
     )
+    if options.sweeping.sweep_every:
+        task = find_task(options.sweeping.task)
+        load_problems(task, limit=options.sweeping.limit, data=options.sweeping.sweep_data)  # refused before the run
     check_run(training, resume=own.resume)
     start = StartingPoint.read(recipe, fetch=fetch_model)
     start.check_written(options.write)

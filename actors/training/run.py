@@ -13,8 +13,10 @@ from mbd_core.multitf.config import (
     Measuring,
     Precision,
     ShardingChoice,
+    Sweeping,
     ValidationOptions,
     Written,
+    check_best,
     check_workers,
 )
 from mbd_core.multitf.data.prepared import PreparedData, named_data
@@ -34,7 +36,7 @@ class TrainingRun:
     states lie on them. `log_targets`: where its numbers go besides its folder's `losses.jsonl`; `None` is TensorBoard
     where the first worker has it. `changes`: what differs in the recipe from the one that was named; `measuring`: what
     the run measures of itself. `validation` names held-out data by an absolute path or a URL
-    (`validation_at`), or a share.
+    (`validation_at`), or a share. `sweeping` is what an engine beside it decodes.
     """
 
     recipe: TrainingRecipe
@@ -52,6 +54,7 @@ class TrainingRun:
     log_targets: tuple[str, ...] | None = None
     measuring: Measuring = Measuring()
     validation: ValidationOptions = ValidationOptions()
+    sweeping: Sweeping = Sweeping()
 
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.checkpoint_every < 1 or self.max_failures < 0:
@@ -60,6 +63,7 @@ class TrainingRun:
                 f"max_failures={self.max_failures} at least 0"
             )
         check_workers(self.recipe.train, self.num_workers)
+        check_best(self.validation, self.sweeping)
         if Path(self.name).name != self.name or self.name in ("", "..") or not self.name.isprintable():
             raise ValueError(f"run name {self.name!r} must be one folder name")
         for folder in (self.storage, self.out):

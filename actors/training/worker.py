@@ -15,6 +15,7 @@ from ray.train.torch import TorchTrainer, get_device
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.training.run import TrainingRun, fetched, record_recipe, recorded_precision
+from actors.training.sweeps import RaySweeper
 from cluster.storage import fetch_model
 from cluster.topology import Resources, Topology, plan_topology
 from mbd_core.checkpoint.saving import MODEL_KIND
@@ -122,6 +123,8 @@ def train_on_ray(config: dict[str, Any]) -> int:
         changes=run.changes,
         measuring=run.measuring,
         validation=held_out,
+        sweeping=run.sweeping,
+        sweeper=RaySweeper(run) if workers.is_first else None,
     )
     if not workers.is_first:
         worker_run.write(None, written=run.written)

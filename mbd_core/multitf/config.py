@@ -222,7 +222,7 @@ def check_workers(config: TrainConfig, num_workers: int) -> None:
         raise ValueError(f"batch_size={config.batch_size} does not divide over {groups} {kind}")
 
 
-Metric = Literal["validation_loss", "validation_accuracy", "none"]
+Metric = Literal["validation_loss", "validation_accuracy", "sweep_accuracy", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,3 +261,55 @@ class ValidationOptions:
 
 
 NOTHING_HELD_OUT = ValidationOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweeping:
+    """A small task that an engine beside the run decodes with the run's weights."""
+
+    sweep_every: Annotated[
+        int,
+        Option(
+            "On a Ray cluster, log accuracy and TPF of a small task, decoded beside the run, every N updates; 0: "
+            "never.",
+            DATA,
+            at_least=0,
+            metavar="N",
+        ),
+    ] = 0
+    sweep_task: Annotated[
+        str, Option("The task of these sweeps, and how many of its problems.", DATA, metavar="NAME[:LIMIT]")
+    ] = "gsm-mini:32"
+    sweep_data: Annotated[
+        str | None,
+        Option("Where a task that is not generated lies, as jobs/eval_sweep.py takes it.", DATA, metavar="PATH"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        limit = self.sweep_task.partition(":")[2]
+        if ":" in self.sweep_task and (not limit.isdecimal() or int(limit) < 1):
+            raise ValueError(
+                f"--sweep-task {self.sweep_task} must be a task, or a task and a number of problems of at least 1, as "
+                "gsm-mini:32"
+            )
+
+    @property
+    def task(self) -> str:
+        return self.sweep_task.partition(":")[0]
+
+    @property
+    def limit(self) -> int:
+        """How many problems are decoded."""
+        return int(self.sweep_task.partition(":")[2] or SWEPT_PROBLEMS)
+
+
+SWEPT_PROBLEMS = 32
+"""Of a task without a number."""
+NO_SWEEPS = Sweeping()
+
+
+def check_best(held_out: ValidationOptions, sweeping: Sweeping) -> None:
+    """Raise `ValueError` for a best checkpoint by the accuracy of sweeps that are not made."""
+    if held_out.keep_best == "sweep_accuracy" and not sweeping.sweep_every:
+        raise ValueError("--keep-best sweep_accuracy needs sweeps: say how often with --sweep-every N")

@@ -61,6 +61,12 @@ def run(choice: RecipeChoice, changes: dict[str, Any], options: RunOptions, own:
         for workload in StartingPoint.read(recipe).workloads(options.sharding, num_workers=own.plan, device="GPU"):
             print("\n".join(plan_lines(workload, plan_memory(workload))))
         return
+    if options.sweeping.sweep_every:
+        raise ValueError(
+            f"--sweep-every {options.sweeping.sweep_every} needs a Ray cluster, whose engines sweep beside the run: "
+            "train with jobs/train_multitf.py, or leave it out"
+        )
+    config.check_best(options.held_out, options.sweeping)
     log_targets = chosen_targets(options.log_to)
     if options.log_to is not None and own.checkpoints is None:
         raise ValueError(f"--log-to {options.log_to} needs a folder for the run: name it with --checkpoints")

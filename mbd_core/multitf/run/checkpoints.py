@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from mbd_core.checkpoint.dcp import MARKER, UNPICKLING_ERRORS, in_one_process
 from mbd_core.checkpoint.safetensor_files import METADATA
+from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.data.encoding import error_sentence
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
 from mbd_core.multitf.step.adapter import is_adapters
@@ -97,6 +98,8 @@ class Checkpoints:
         self.options = dict(options or {})
         self.base: str | None = None
         self.held_out: float | None = None
+        self.in_use: int | None = None
+        """The step whose checkpoint is read meanwhile, and so stays; the first worker's."""
         several = workers.size > 1
         if not several:  # the thread that writes warns of it
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -144,21 +147,30 @@ class Checkpoints:
         Raises `ValueError` if a file of it is missing or cut.
         """
         state = _state(trainer)
-        reader = FsspecReader(self._folder(record.step), **self.options)
+        self._fill(state, record.step)
+        set_model_state_dict(trainer.model, state["model"], options=StateDictOptions(strict=not _has_adapter(trainer)))
+        set_optimizer_state_dict(trainer.model, trainer.optimizers, state["optimizers"])
+        trainer.step_number = record.step
+
+    def load_weights(self, model: Decoder, step: int, *, adapter: bool) -> None:
+        """Fill a model, or its adapter alone, from the checkpoint of a step. Raises as `load`."""
+        state = {"model": _weights(model, adapter=adapter)}
+        self._fill(state, step)
+        set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not adapter))
+
+    def _fill(self, state: dict[str, Any], step: int) -> None:
+        reader = FsspecReader(self._folder(step), **self.options)
         try:
             with (
-                _storage_failures(f"the checkpoint {self._folder(record.step)} cannot be read"),
+                _storage_failures(f"the checkpoint {self._folder(step)} cannot be read"),
                 in_one_process() if self._group is None else nullcontext(),
             ):
                 dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
         except OSError:
-            damage = self._damage(record.step)
+            damage = self._damage(step)
             if damage is None:
                 raise
-            raise self._damaged(record.step, damage) from None
-        set_model_state_dict(trainer.model, state["model"], options=StateDictOptions(strict=not _has_adapter(trainer)))
-        set_optimizer_state_dict(trainer.model, trainer.optimizers, state["optimizers"])
-        trainer.step_number = record.step
+            raise self._damaged(step, damage) from None
 
     def save(self, trainer: Trainer, curve: Curve) -> None:
         """Begin to write a checkpoint; the one before is whole when this returns."""
@@ -192,6 +204,10 @@ class Checkpoints:
             if done:
                 self.wait()
 
+    def is_writing(self, step: int) -> bool:
+        """Whether the checkpoint of a step that was begun is not whole yet."""
+        return self._writing is not None and self._writing[0].step == step
+
     def wait(self) -> None:
         """Return when the checkpoint that is being written is whole."""
         if self._writing is not None:
@@ -208,12 +224,13 @@ class Checkpoints:
             self._system.rm(unfinished)
 
     def _finish(self, record: CheckpointRecord) -> None:
-        """Write the marker, and remove the checkpoints that are older than the newest `keep`, but for the best."""
+        """Write the marker, and remove the checkpoints that are older than the newest `keep`, but for the best and
+        one in use."""
         file = f"{self._path}/{_name(record.step)}/{MARKER}"
         with self._system.open(f"{file}.partial", "w") as beside:
             json.dump(vars(record), beside)
         self._system.mv(f"{file}.partial", file)
-        kept = [*self._whole()[: self.keep], best_step(record.curve, self.keep_best)]
+        kept = [*self._whole()[: self.keep], best_step(record.curve, self.keep_best), self.in_use]
         for step in self._steps():
             if step not in kept and step < record.step and self._is_ours(step):
                 self._system.rm(f"{self._path}/{_name(step)}", recursive=True)
@@ -347,7 +364,10 @@ def _has_adapter(trainer: Trainer) -> bool:
 
 def _state(trainer: Trainer) -> dict[str, Any]:
     """What is stored: all weights, or those of an adapter alone, whose base stays as it is; the optimizers' states."""
-    weights = get_model_state_dict(trainer.model)
-    if _has_adapter(trainer):
-        weights = {name: tensor for name, tensor in weights.items() if is_adapters(name)}
+    weights = _weights(trainer.model, adapter=_has_adapter(trainer))
     return {"model": weights, "optimizers": get_optimizer_state_dict(trainer.model, trainer.optimizers)}
+
+
+def _weights(model: Decoder, *, adapter: bool) -> dict[str, Any]:
+    weights = get_model_state_dict(model)
+    return {name: tensor for name, tensor in weights.items() if is_adapters(name)} if adapter else weights

@@ -6,7 +6,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from mbd_core.multitf.config import Measuring, ShardingChoice, ValidationOptions, Written
+from mbd_core.multitf.config import Measuring, ShardingChoice, Sweeping, ValidationOptions, Written
 from mbd_core.multitf.run.log_targets import PACKAGES
 from mbd_core.options import (
     CLUSTER,
@@ -49,6 +49,7 @@ class RunOptions:
     held_out: Annotated[ValidationOptions, Option("What the run measures on data that it does not learn from.")] = (
         ValidationOptions()
     )
+    sweeping: Annotated[Sweeping, Option("What an engine beside the run decodes with its weights.")] = Sweeping()
     measuring: Annotated[Measuring, Option("What the run measures of itself.")] = Measuring()
     overwrite: Annotated[bool, Option("Replace a model folder of this project.", OUTPUT)] = False
 

@@ -20,10 +20,12 @@ from mbd_core.checkpoint.loading import fill_parts, load_model
 from mbd_core.checkpoint.saving import checkpoint_tensors, save_adapter, save_model
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.multitf.config import (
+    NO_SWEEPS,
     NOTHING_HELD_OUT,
     NOTHING_MEASURED,
     Measuring,
     Sharding,
+    Sweeping,
     ValidationOptions,
     Written,
 )
@@ -40,8 +42,9 @@ from mbd_core.multitf.run.checkpoints import Checkpoints, Curve, best_step
 from mbd_core.multitf.run.log import Log, RunLog, say
 from mbd_core.multitf.run.profile import Profile, check_measuring
 from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.run.sweeps import Sweeper, Sweeps
 from mbd_core.multitf.run.validation import Validation, ValidationFailed, check_held_out
-from mbd_core.multitf.step.adapter import adapter_factors, base_tensors, fill_adapter, merge_adapter
+from mbd_core.multitf.step.adapter import adapter_factors, add_adapter, base_tensors, fill_adapter, merge_adapter
 from mbd_core.multitf.step.compute import device_peak
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.multitf.step.workers import ALONE, Workers
@@ -59,15 +62,17 @@ def train_worker(
     changes: Sequence[str] = (),
     measuring: Measuring = NOTHING_MEASURED,
     validation: ValidationOptions = NOTHING_HELD_OUT,
+    sweeping: Sweeping = NO_SWEEPS,
+    sweeper: Sweeper | None = None,
 ) -> "Run":
     """Do all updates that are left; the first worker prints, and logs where the checkpoints lie.
 
     The precision is settled (`settle_precision`). `log_targets`: where the numbers go besides `losses.jsonl`; `None`
-    is TensorBoard where the first worker has it. `changes`: what differs from the recipe that was named. `Run.write`
-    then writes the model.
+    is TensorBoard where the first worker has it. `changes`: what differs from the recipe that was named. `sweeper`
+    makes the first worker's sweeps. `Run.write` then writes the model.
     """
     check_measuring(measuring, workers.device)
-    run = Run(start, workers, sharding, checkpoints, measuring=measuring, validation=validation)
+    run = Run(start, workers, sharding, checkpoints, measuring=measuring, validation=validation, sweeping=sweeping)
     if not workers.is_first:
         run.train(every=every)
         return run
@@ -91,7 +96,11 @@ def train_worker(
         files.write_page(changes, num_workers=workers.size, device=str(workers.device))
         say(files.describe())
     log = Log(run.curve, recipe.train.steps, files)
-    run.train(every=every, log=log)
+    sweeps = None
+    if sweeping.sweep_every:
+        assert sweeper is not None and checkpoints is not None
+        sweeps = Sweeps(sweeper, checkpoints, log)
+    run.train(every=every, log=log, sweeps=sweeps)
     log.close()
     return run
 
@@ -128,9 +137,11 @@ class Run:
         *,
         measuring: Measuring = NOTHING_MEASURED,
         validation: ValidationOptions = NOTHING_HELD_OUT,
+        sweeping: Sweeping = NO_SWEEPS,
     ) -> None:
         recipe, base = start.recipe, start.base
         self.start, self.workers, self.checkpoints, self.measuring = start, workers, checkpoints, measuring
+        self.sweep_every = sweeping.sweep_every
         # read before training, for the folder may be gone when the model is written
         self._base_files = None if base is None or not workers.is_first else read_base(base.path)
         in_parts = sharding == "sharded" and workers.size > 1 and base is not None
@@ -143,7 +154,8 @@ class Run:
             self.validation = Validation(validation, start, share)
         if checkpoints is not None:
             checkpoints.held_out = validation.share
-            if validation.validation is not None and validation.keep_best != "none":
+            is_swept = validation.keep_best == "sweep_accuracy"
+            if sweeping.sweep_every if is_swept else validation.validation is not None:
                 checkpoints.keep_best = validation.keep_best
         self.trainer = Trainer(
             model,
@@ -171,18 +183,20 @@ class Run:
         self.resumed_after = self.trainer.step_number
         """The updates that were done before this start."""
 
-    def train(self, *, every: int = 1, log: Log | None = None) -> None:
-        """Do the remaining updates; a checkpoint is begun every `every` steps, where a validation is the best yet, and
-        after the last one."""
+    def train(self, *, every: int = 1, log: Log | None = None, sweeps: Sweeps | None = None) -> None:
+        """Do the remaining updates; a checkpoint is begun every `every` steps, where a validation is the best yet, for
+        every sweep, and after the last one."""
         measuring, left = self.measuring, self.trainer.config.steps - self.trainer.step_number
         if self.checkpoints is None or not (measuring.profile or measuring.memory_snapshot):
-            self._train(every, log, None)
+            self._train(every, log, None, sweeps)
             return
         with Profile(measuring, self.checkpoints, self.workers, left=left) as measured:
-            self._train(every, log, measured)
+            self._train(every, log, measured, sweeps)
 
-    def _train(self, every: int, log: Log | None, measured: Profile | None) -> None:
+    def _train(self, every: int, log: Log | None, measured: Profile | None, sweeps: Sweeps | None) -> None:
         trainer, checkpoints, steps = self.trainer, self.checkpoints, self.trainer.config.steps
+        if trainer.step_number == steps:
+            sweeps = None
         while trainer.step_number < steps:
             if log is not None:
                 log.begin()
@@ -196,12 +210,19 @@ class Run:
                 continue
             checkpoints.poll()
             step = trainer.step_number
-            if step % every == 0 or step == steps or step == best_step(self.curve, checkpoints.keep_best):
+            is_swept = bool(self.sweep_every) and step % self.sweep_every == 0
+            if sweeps is not None and is_swept and step < steps:
+                sweeps.request(step)
+            if is_swept or step % every == 0 or step in (steps, best_step(self.curve, checkpoints.keep_best)):
                 if log is not None:
                     log.flush()
                 checkpoints.save(trainer, self.curve)
+            if sweeps is not None:
+                sweeps.poll()
         if checkpoints is not None:
             checkpoints.wait()
+        if sweeps is not None:
+            sweeps.finish(steps)
 
     def _validate(self, log: Log | None) -> float:
         """Add a validation's numbers to the update's point, if one is due; the seconds that it took."""
@@ -284,6 +305,16 @@ def export(
     )
 
 
+def export_checkpoint(folder: Path, start: StartingPoint, checkpoints: Checkpoints, step: int) -> None:
+    """Write the model of a checkpoint, from its weights alone. Raises as `Checkpoints.load`."""
+    recipe, base = start.recipe, start.base
+    model, tokenizer = initial_model(start)
+    if recipe.train.lora is not None:
+        add_adapter(model, recipe.train.lora, seed=recipe.train.seed)
+    checkpoints.load_weights(model, step, adapter=recipe.train.lora is not None)
+    export(folder, recipe, model, tokenizer, None if base is None else read_base(base.path))
+
+
 RECIPE = "recipe.json"
 
 
@@ -292,14 +323,9 @@ def recipe_text(recipe: TrainingRecipe) -> str:
     return json.dumps(asdict(recipe), indent=2, default=str) + "\n"
 
 
-def prepare(
-    start: StartingPoint, *, workers: Workers = ALONE, on_meta: bool = False
-) -> tuple[Decoder, PreTrainedTokenizerBase, PreparedExamples]:
-    """The model on the CPU in float32, its tokenizer, and all samples; `on_meta`: a base's shapes without its values.
-
-    Of generated data each machine makes its samples once, for all of its workers. Raises `ValueError` if the base
-    cannot be loaded.
-    """
+def initial_model(start: StartingPoint, *, on_meta: bool = False) -> tuple[Decoder, PreTrainedTokenizerBase]:
+    """The model that the run begins with, on the CPU in float32, and its tokenizer; `on_meta`: a base's shapes without
+    its values. Raises `ValueError` if the base cannot be loaded."""
     recipe, config = start.recipe, start.config
     if start.base is not None:
         if on_meta:
@@ -308,12 +334,24 @@ def prepare(
         else:
             model = load_model(start.base.path, dtype=torch.float32)
         tokenizer, model.config = start.base.tokenizer, config
-    else:
-        assert isinstance(recipe.data, TinyData)
-        texts = (f"{user}\n{assistant}" for user, assistant in conversations(recipe.data))
-        tokenizer = train_tokenizer(itertools.islice(texts, TOKENIZER_PAIRS), vocab_size=config.vocab_size)
-        model = Decoder(config)
-        init_weights(model, seed=recipe.train.seed)
+        return model, tokenizer
+    assert isinstance(recipe.data, TinyData)
+    texts = (f"{user}\n{assistant}" for user, assistant in conversations(recipe.data))
+    tokenizer = train_tokenizer(itertools.islice(texts, TOKENIZER_PAIRS), vocab_size=config.vocab_size)
+    model = Decoder(config)
+    init_weights(model, seed=recipe.train.seed)
+    return model, tokenizer
+
+
+def prepare(
+    start: StartingPoint, *, workers: Workers = ALONE, on_meta: bool = False
+) -> tuple[Decoder, PreTrainedTokenizerBase, PreparedExamples]:
+    """The model and its tokenizer (`initial_model`), and all samples.
+
+    Of generated data each machine makes its samples once, for all of its workers.
+    """
+    recipe = start.recipe
+    model, tokenizer = initial_model(start, on_meta=on_meta)
     size, room, fill = recipe.states.block_size, start.sample_length, recipe.trailing_fill
     if start.data is not None:
         apart = recipe.states.layouts == "d2f"  # whose sequences have no clean stream that answers could share
