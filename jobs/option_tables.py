@@ -4,14 +4,15 @@ import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, is_dataclass
+from pathlib import Path
 
 from actors.serving.args import Autoscaling, ModelArgs, ServingArgs
 from jobs.__main__ import COMMANDS
-from jobs.command_line import command_options
+from jobs.command_line import by_panel, command_options
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock, Refresh
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
 from mbd_core.engine.config import EngineConfig
-from mbd_core.options import PANELS, OptionField, flag, members, options_of
+from mbd_core.options import OptionField, flag, members, options_of
 
 FILE_OBJECTS = {
     "`args`": ServingArgs,
@@ -68,7 +69,7 @@ def described_commands() -> Iterator[tuple[str, str, Callable[..., None]]]:
 def _command_sections() -> Iterator[str]:
     """A section for each command. From `MANY` on, rows that a larger command has too stand there alone."""
     commands = list(described_commands())
-    rows = {name: {_name(item): _row(item) for item in _sorted(command_options(run))} for name, _, run in commands}
+    rows = {name: {_name(item): _row(item) for item in by_panel(command_options(run))} for name, _, run in commands}
     for name, module, _ in commands:
         shared: dict[str, list[str]] = {}
         for option, row in rows[name].items():
@@ -83,16 +84,12 @@ def _command_sections() -> Iterator[str]:
         yield "\n".join([heading, *lines, _table(["option", "values", "default", "what it is"], own)])
 
 
-def _sorted(items: list[OptionField]) -> list[OptionField]:
-    return sorted(items, key=lambda item: PANELS.index(item.option.panel) if item.option.panel else -1)
-
-
 def _row(item: OptionField) -> list[str]:
     return [_values(item), _default(item), item.option.help]
 
 
 def _name(item: OptionField) -> str:
-    return str(item.option.metavar) if item.option.positional else flag(item)
+    return str(item.metavar) if item.option.positional else flag(item)
 
 
 def _file_section() -> str:
@@ -121,8 +118,8 @@ def _only_in_files(kind: type, item: OptionField) -> bool:
 
 def _values(item: OptionField) -> str:
     """The values, without an article and `null`."""
-    if item.option.metavar and not item.option.positional:
-        return f"`{item.option.metavar}`"
+    if item.metavar and not item.option.positional:
+        return f"`{item.metavar}`"
     if bool in members(item.hint) and item.option.panel:
         return "switch"
     for article in ("a ", "an ", "one of null, ", "one of "):
@@ -139,7 +136,7 @@ def _default(item: OptionField) -> str:
         return "**required**"
     if item.default in (None, (), {}, "") or is_dataclass(item.default):
         return ""
-    return f"`{item.default if isinstance(item.default, str) else json.dumps(item.default)}`"
+    return f"`{item.default if isinstance(item.default, str | Path) else json.dumps(item.default)}`"
 
 
 def _table(heads: list[str], rows: Iterable[list[str]]) -> str:

@@ -22,10 +22,12 @@ from mbd_core.json_text import parse_json
 
 # The panels of --help, in this order.
 MODEL, DATA, DECODING, ENGINE, CLUSTER, OUTPUT = "What runs", "Data", "Decoding", "Engine", "Cluster", "Output"
+LOAD = "Load"
 UPDATES, STATES, LORA, COMPUTING = "Updates", "Training states", "Adapter (LoRA)", "How a step is computed"
-PANELS = (MODEL, DATA, UPDATES, STATES, LORA, COMPUTING, DECODING, ENGINE, CLUSTER, OUTPUT)
+PANELS = (MODEL, DATA, LOAD, UPDATES, STATES, LORA, COMPUTING, DECODING, ENGINE, CLUSTER, OUTPUT)
 MOST = 2**31 - 1  # of counts that tensors of 32-bit integers hold
 LISTS = (tuple, list, Sequence)
+LIST_METAVARS = {int: "N,...", float: "X,...", str: "NAME,..."}
 T = TypeVar("T")
 
 
@@ -38,7 +40,7 @@ class Option:
     flag        the name on a command line (default: the field's name); `False`: it is read from files alone, and so
                 are the options inside a dataclass
     positional  an argument of a command line instead of an option
-    metavar     what --help shows for the value (default: its type)
+    metavar     what --help shows for the value (default: its type, "N,..." or "NAME,..." for one text)
     default     what --help shows for the default (default: the default itself)
     separator   a list is one text with this between its items (default: the option is repeated for each item)
     """
@@ -89,6 +91,13 @@ class OptionField:
     hint: Any
     option: Option
     default: Any = MISSING
+
+    @property
+    def metavar(self) -> str | None:
+        """What --help shows for the value; `None`: its type."""
+        if self.option.metavar is None and self.option.separator is not None:
+            return LIST_METAVARS[typing.get_args(plain_type(self.hint))[0]]
+        return self.option.metavar
 
     def refusal(self, value: Any) -> str | None:
         """What the value must be, as the rest of a sentence; `None` if it is that."""
@@ -323,10 +332,11 @@ def value_of(item: OptionField, given: Any) -> Any:
     elif typing.get_origin(kind) in LISTS:
         if item.option.separator and given is not None:
             each = typing.get_args(kind)[0]
+            value = names(given, name)
             if each is float:
-                value = [_float(text, name) for text in given.split(",")]
-            else:
-                value = numbers(given, name) if each is int else names(given, name)
+                value = [_float(text, name) for text in given.split(",") if text.strip()]
+            elif each is int:
+                value = numbers(given, name, at_least=int(item.option.at_least or 0))
         value = tuple(value) if value else item.default if item.default is not MISSING else ()
     refusal = item.refusal(value)
     if refusal is not None:
@@ -357,11 +367,11 @@ def names(text: str, option: str) -> list[str]:
     return items
 
 
-def numbers(text: str, option: str) -> list[int]:
-    """A comma-separated list of whole numbers of at least 1; `ValueError` names the one that is not."""
+def numbers(text: str, option: str, *, at_least: int = 1) -> list[int]:
+    """A comma-separated list of whole numbers; `ValueError` names the one that is not, or is too small."""
     for name in names(text, option):
-        if not name.isdecimal() or int(name) < 1:
-            raise ValueError(f"{option} {name} must be a whole number of at least 1")
+        if not name.isdecimal() or int(name) < at_least:
+            raise ValueError(f"{option} {name} must be a whole number of at least {at_least}")
     return [int(name) for name in names(text, option)]
 
 

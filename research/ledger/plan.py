@@ -9,12 +9,13 @@ EXPERIMENT/           of one experiment: sweeps/seed-SEED, the evaluations; rows
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mbd_core.files import write_json
 from mbd_core.multitf.data.prepared import TinyData
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened, with_fitted_noise
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_MBD, LEDGER_TF
+from mbd_core.options import DATA, DECODING, MODEL, Option
 
 Experiment = Literal["ordering", "ablation", "alignment", "thresholds"]
 BASE = "base"
@@ -40,22 +41,24 @@ TRAINED: dict[Experiment, tuple[TrainingRecipe, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyPlan:
-    """A study as its folder records it. Two plans that are equal give the same rows.
+class StudySize:
+    """How large a study is.
 
-    base       the digest of the model that all runs go on from
-    seeds      of training: which samples, in which order, with which noise; run `s` is evaluated on the problems of
-               the sweep's seed `s`, and so is the base
-    problems   for each seed
-    steps      updates of a run instead of its recipe's
+    seeds   of training: which samples, in which order, with which noise; run `s` is evaluated on the problems of the
+            sweep's seed `s`, and so is the base
     """
 
-    base: str
-    seeds: tuple[int, ...]
-    problems: int
-    taus: tuple[float, ...]
-    buffers: tuple[int, ...]
-    steps: int | None = None
+    seeds: Annotated[
+        tuple[int, ...],
+        Option("Training seeds.", DATA, at_least=0, separator=",", metavar="S,..."),
+    ] = (0, 1, 2)
+    problems: Annotated[int, Option("Unseen problems a seed.", DATA, at_least=2)] = 2000
+    taus: Annotated[
+        tuple[float, ...],
+        Option("Thresholds tau_m2t.", DECODING, separator=",", metavar="TAU,..."),
+    ] = (0.8, 0.9, 0.95)
+    buffers: Annotated[tuple[int, ...], Option("Slots of MultiBD.", DECODING, at_least=1, separator=",")] = (2, 4)
+    steps: Annotated[int | None, Option("Updates of a run.", MODEL, at_least=1, default="the recipe's")] = None
 
     def __post_init__(self) -> None:
         if not self.seeds or not self.taus or not self.buffers or self.problems < 2:
@@ -64,6 +67,16 @@ class StudyPlan:
             raise ValueError(f"buffer sizes {self.buffers} are of MultiBD, at least 2: SingleBD is always evaluated")
         if not all(0.0 < tau < 1.0 for tau in self.taus):
             raise ValueError(f"thresholds {self.taus} must lie between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyPlan(StudySize):
+    """A study as its folder records it. Two plans that are equal give the same rows.
+
+    base    the digest of the model that all runs go on from
+    """
+
+    base: str
 
     def decoded(self, experiment: Experiment) -> tuple[tuple[str, ...] | None, str]:
         """The methods and the grid of an experiment's sweeps, in the syntax of a sweep's options."""
@@ -107,7 +120,7 @@ def claim(folder: Path, plan: StudyPlan) -> None:
     if path.exists():
         recorded = read_plan(folder)
         if recorded != plan:
-            names = [name for name, value in asdict(plan).items() if getattr(recorded, name) != value]
+            names = sorted(name for name, value in asdict(plan).items() if getattr(recorded, name) != value)
             raise ValueError(f"{folder} holds another study: its {', '.join(names)} differ; give another folder")
         return
     if folder.exists() and any(folder.iterdir()):
