@@ -194,8 +194,10 @@ class BlockBuffer:
 
     @property
     def carried_RN(self) -> Tensor:
-        """Slots whose store gives the token behind their block."""
-        return (self.state_RN == SlotState.TO_CACHE) & (self.settings.carries_R[:, None] > 0)
+        """Slots whose store gives the token behind their block: of those that a forward stores, the last."""
+        stores_RN = self.state_RN == SlotState.TO_CACHE
+        more_RN = torch.nn.functional.pad(stores_RN[:, 1:], (0, 1))
+        return stores_RN & ~more_RN & (self.settings.carries_R[:, None] > 0)
 
     @property
     def progress_RN(self) -> Tensor:
