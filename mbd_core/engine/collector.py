@@ -232,12 +232,14 @@ class Collector:
         stops = request.ends(self._eos)
         cut = min([tokens.index(eos) for eos in stops if eos in tokens], default=None)
         reason: FinishReason | None = None
+        stop_reason: int | None = None
         if ended:
             reason = "stop" if request.template else "length"
         if cut is not None:
             if rollout is not None:
                 end = len(request.prompt) + len(sequence.emitted) + cut
                 rollout = rollout.cut(tuple(tokens), cut, room=request.rest_of_block(end))
+            stop_reason = tokens[cut] if tokens[cut] in request.stop_token_ids else None
             tokens, reason = tokens[:cut], "stop"
         if rollout is not None and sequence.rollout is not None:
             sequence.rollout = sequence.rollout.then(rollout)
@@ -252,7 +254,7 @@ class Collector:
         if reason is not None:
             self._seating.finish(sequence)
             self.counts.end(sequence)
-        output = sequence.output(reason) if reason is not None else None
+        output = sequence.output(reason, stop_reason=stop_reason) if reason is not None else None
         step = self._step(sequence, tokens)
         return replace(
             step,

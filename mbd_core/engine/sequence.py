@@ -224,12 +224,13 @@ class SequenceState:
             prompt_seconds=self.prompt_seconds,
         )
 
-    def output(self, reason: FinishReason) -> Output:
+    def output(self, reason: FinishReason, *, stop_reason: int | None = None) -> Output:
         return Output(
             request_id=self.request.request_id,
             tokens=tuple(self.emitted),
             finish_reason=reason,
             counts=self.counts(),
+            stop_reason=stop_reason,
             logprobs=tuple(self.logprobs) if self.request.logprobs else None,
             tops=tuple(self.tops) if self.request.top_logprobs else None,
             rollout=self.rollout,

@@ -280,6 +280,7 @@ class TokenScore:
 class Output:
     """A finished request: its useful tokens (EOS excluded), why it ended, its counts.
 
+    stop_reason  the stop string, or the one of the request's `stop_token_ids`, that ended it
     logprobs  if requested, the natural log-probability of each token in the forward that accepted it; not of the
               request's `committed` tokens, which an earlier engine accepted
     tops      if requested, the likeliest tokens of each place in that forward; empty where no forward had logits
@@ -291,6 +292,7 @@ class Output:
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     counts: Counts
+    stop_reason: int | str | None = None
     logprobs: tuple[float, ...] | None = None
     tops: tuple[TopTokens, ...] | None = None
     rollout: Rollout | None = None

@@ -107,7 +107,7 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
     given = {name: value for name, value in generation.items() if value is not None}
     draws, max_tokens = given.get("do_sample", False), given.get("max_new_tokens")
     names = (*DRAWING, "repetition_penalty") if draws else ("repetition_penalty",)
-    defaults = {"temperature": 1.0} if draws else {}
+    defaults: dict[str, Any] = {"temperature": 1.0} if draws else {}
     defaults |= {name: given[name] for name in names if name in given}
     try:
         if not isinstance(draws, bool):

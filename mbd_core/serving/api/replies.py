@@ -52,6 +52,7 @@ class ReplyChoice:
 
     text: str
     reason: EndReason
+    stop_reason: int | str | None = None
     calls: Sequence[AnswerCall] = ()
     logprobs: Logprobs = None
     details: TokenFields = field(default_factory=lambda: TokenFields())
@@ -97,6 +98,7 @@ class Reply:
                 "text": choice.text,
                 "logprobs": choice.logprobs,
                 "finish_reason": choice.reason,
+                "stop_reason": choice.stop_reason,
                 **choice.details,
             }
         message: AnswerMessage = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -107,6 +109,7 @@ class Reply:
             "message": message,
             "logprobs": choice.logprobs,
             "finish_reason": choice.reason,
+            "stop_reason": choice.stop_reason,
             **choice.details,
         }
 
@@ -118,11 +121,14 @@ class Reply:
         calls: Sequence[dict[str, Any]] = (),
         first: bool = False,
         reason: EndReason | None = None,
+        stop_reason: int | str | None = None,
         logprobs: Logprobs = None,
         details: TokenFields | None = None,
     ) -> Chunk:
         """One streamed chunk of choice `index`: its beginning, some text or parts of calls, or its end."""
         end: TokenFields = details or {}
+        if reason is not None:
+            end = {"stop_reason": stop_reason, **end}
         if not self.chat:
             return self._chunk([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, **end}])
         delta: Delta = {"role": "assistant", "content": ""} if first else {}

@@ -42,6 +42,8 @@ class Choice(TypedDict):
     """of a chat, or of a completion"""
     finish_reason: EndReason
     """`abort`: an administrator ended it"""
+    stop_reason: int | str | None
+    """the stop string, or the one of `stop_token_ids`, that ended it; else `null`"""
     token_ids: NotRequired[list[int]]
     """with `return_token_ids`"""
     prompt_token_ids: NotRequired[list[int]]
@@ -144,6 +146,7 @@ class TokenFields(TypedDict, total=False):
     prompt_token_ids: list[int]
     rollout: RolloutFields
     holes: list[str]
+    stop_reason: int | str | None
 
 
 # Answers of `/v1/responses`.
@@ -275,6 +278,8 @@ class ChunkChoice(TypedDict):
     """of a chat, or of a completion"""
     finish_reason: EndReason | None
     """`null` before a choice's last piece"""
+    stop_reason: NotRequired[int | str | None]
+    """in a choice's last piece"""
     token_ids: NotRequired[list[int]]
     """with `return_token_ids` or `resumable`"""
     prompt_token_ids: NotRequired[list[int]]

@@ -184,6 +184,7 @@ class Answer:
                 index,
                 self._details.text(text, output.tokens, echo=self._echoes[index]),
                 reason=output.finish_reason,
+                stop_reason=output.stop_reason,
                 logprobs=self._logprobs_of(index, output.tokens, output.logprobs, output.tops),
                 details=self._details.of_prompt(request.prompt)
                 | self._details.of(output.tokens, output.rollout, ends=True)
@@ -256,7 +257,8 @@ class Answer:
                 counts[i] = step.output.counts
                 weights.append(step.weights)
                 end = self._details.of_answer(step.output.tokens)
-                last = self._chunk(i, reason=self._reason(i, step.output.finish_reason), details=end)
+                reason = self._reason(i, step.output.finish_reason)
+                last = self._chunk(i, reason=reason, stop_reason=step.output.stop_reason, details=end)
                 if len(counts) == len(index) and not self._include_usage:
                     last["mbd"] = reply.measures([counts[i] for i in sorted(counts)], weights)
                 objects.append(last)

@@ -55,7 +55,6 @@ from mbd_core.serving.tokens.stream import FairTurns, Refusals, TimeLimit, TooMa
 
 Body = bytes | Callable[[], Awaitable[bytes]]
 ApiRequest = CompletionRequest | ChatRequest
-A = TypeVar("A", CompletionRequest, ChatRequest)
 K = TypeVar("K", CompletionRequest, ChatRequest, ResponsesRequest)
 
 LARGE_BODY = 2**17  # bytes: parsing more takes the event loop for many milliseconds
@@ -408,7 +407,7 @@ class _Route:
         echoes = api_request.echoes(self.decode) if isinstance(api_request, CompletionRequest) else []
         return requests, template, echoes
 
-    def with_defaults(self, api_request: A) -> A:
+    def with_defaults(self, api_request: ApiRequest) -> ApiRequest:
         """The request with the model's own sampling where it says nothing; its default penalty gives way to a decoding
         that takes none. A prompt is scored without them."""
         if isinstance(api_request, CompletionRequest) and api_request.scores_prompt:

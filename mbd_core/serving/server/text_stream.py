@@ -200,6 +200,7 @@ class _AnswerText:
                 request_id=self._request.request_id,
                 tokens=tuple(self._tokens),
                 finish_reason="stop",
+                stop_reason=self._text.stop,
                 counts=replace(step.counts, num_tokens=len(self._tokens)),
                 logprobs=tuple(self._logprobs) if self._request.logprobs else None,
                 tops=tuple(self._tops) if self._request.top_logprobs else None,

@@ -95,7 +95,11 @@ class CommittedText:
         self._context = ""  # their text
         self._ending = ""  # characters that may begin a stop string
         self.num_tokens = 0
-        self.stopped = False
+        self.stop: str | None = None  # the stop string at which the text has ended
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
 
     def push(self, token: int) -> str:
         """The text that became certain with `token`, often empty."""
@@ -124,9 +128,10 @@ class CommittedText:
         match = self._matcher.push(delta) if self.num_tokens > self._min_tokens else None
         text = self._ending + delta
         if match is not None:
-            self.stopped = True
             end, length = match
-            return text[: len(self._ending) + end - length]
+            end += len(self._ending)
+            self.stop = text[end - length : end]
+            return text[: end - length]
         split = len(text) - self._matcher.open_length
         self._ending = text[split:]
         return text[:split]

@@ -73,6 +73,9 @@ def test_a_stop_token_ends_an_answer_before_it(tiny_model_dir: Path, route: str)
         (route, asked | {"stop_token_ids": [ids[9]], "stream": True}),
     )
     assert tokens(ended) == ids[: ids.index(ids[9])] and ended[0]["choices"][0]["finish_reason"] == "stop"
+    whole, last = ended[0]["choices"][0], events[-1]["choices"][0]
+    assert whole["stop_reason"] == last["stop_reason"] == ids[9] and free[0]["choices"][0]["stop_reason"] is None
+    assert all("stop_reason" not in event["choices"][0] for event in events[:-1])
     assert ended[0]["usage"]["completion_tokens"] == len(tokens(ended))
     assert len(tokens(later)) == 30 and ids[9] not in tokens(later)
     assert [t for e in events for t in e["choices"][0].get("token_ids", [])] == tokens(ended)
@@ -84,12 +87,13 @@ def test_stop_strings_wait_for_min_tokens(tiny_model_dir: Path) -> None:
     letter = next(c for c in free[0]["choices"][0]["text"] if not c.isspace())
     short, longer = answers(
         tiny_model_dir,
-        ("complete", asked | {"stop": letter}),
+        ("complete", asked | {"stop": ["@@", letter]}),
         ("complete", asked | {"stop": letter, "min_tokens": 12}),
     )
     assert (
         len(tokens(short)) < 12 < len(tokens(longer)) <= 30 and tokens(longer) == tokens(free)[: len(tokens(longer))]
     )
+    assert short[0]["choices"][0]["stop_reason"] == letter
 
 
 @pytest.mark.parametrize("route", ROUTES)
