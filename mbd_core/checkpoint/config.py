@@ -15,7 +15,11 @@ from mbd_core.models.model_config import ModelConfig, MoEConfig
 # Keys that generation_config.json may have instead of config.json.
 DECODING_KEYS = ("mask_token_id", "eos_token_id", "block_size")
 # The least value of each whole number that may be less than 1, and the greatest value of any whole number.
-LEAST = {"mask_token_id": 0, "eos_token_ids": 0, "num_shared_experts": 0, "first_dense_layers": 0, "dense_layers": 0}
+LEAST = dict.fromkeys(
+    ("mask_token_id", "eos_token_ids", "delete_token_id", "split_token_id", "expert_capacity")
+    + ("num_shared_experts", "first_dense_layers", "dense_layers"),
+    0,
+)
 MOST = 2**31 - 1
 
 
@@ -126,7 +130,7 @@ def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
         "architectures": [config.architecture],
         "model_type": family.model_types[0] if kinds is None else kinds["fused" if fused else "per_expert"],
         **family.fixed,
-        **values,
+        **{key: value for key, value in values.items() if value is not None},
     }
     whole = config.rotary_dim == config.head_dim
     if read_config(written) != (replace(config, rotary_dim=None) if whole else config):

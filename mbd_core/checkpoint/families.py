@@ -222,10 +222,18 @@ SDAR_MOE = replace(
 
 LLADA2_MOE = Family(
     model_types=("llada2_moe", "llada2_moe_veomni"),
-    keys={**QWEN_KEYS, "rotary_dim": "rotary_dim"},
+    keys={
+        **QWEN_KEYS,
+        "rotary_dim": "rotary_dim",
+        "delete_token_id": "delete_token_id",
+        "split_token_id": "split_token_id",
+    },
     defaults={
         "tie_word_embeddings": False,
         "block_size": 32,
+        "delete_token_id": None,
+        "split_token_id": None,
+        "expert_capacity": 0,
         "num_shared_experts": 0,
         "moe_router_enable_expert_bias": False,
     },
@@ -244,11 +252,9 @@ LLADA2_MOE = Family(
     },
     # How wide the shared experts are is `num_shared_experts` times an expert's, or their tensors do not fit.
     harmless=OF_ANY_MODEL | OF_ANY_MOE | WINDOW | {"moe_shared_expert_intermediate_size", "mtp_loss_scaling_factor"},
-    # LLaDA2.2 chooses experts for a whole block, `expert_capacity` of them.
     accepted={
         **EVERYWHERE,
         "attention_bias": (False,),
-        "expert_capacity": (0,),
         "moe_router_enable_routed_scaling": (True,),
         "moe_router_enable_shared_expert": (True,),
         "num_nextn_predict_layers": (0,),
@@ -263,6 +269,7 @@ LLADA2_MOE = Family(
         "routed_scaling": "routed_scaling_factor",
         "first_dense_layers": "first_k_dense_replace",
         "expert_bias": "moe_router_enable_expert_bias",
+        "expert_capacity": "expert_capacity",
     },
     moe_switches={"score": "sigmoid"},
     expert_model_types={"per_expert": "llada2_moe", "fused": "llada2_moe_veomni"},

@@ -101,6 +101,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         sparse = config.is_sparse(layer)
         self.mlp = MoE(config) if sparse else SwiGLU(config.hidden_size, config.intermediate_size)
+        # in a mixture with a capacity a token's experts depend on its whole block
+        self._needs_blocks = sparse and config.moe is not None and config.moe.expert_capacity > 0
 
     def forward(
         self,
@@ -116,7 +118,7 @@ class DecoderLayer(nn.Module):
         """The residual stream after this layer, in the same rows; only `attend` gets all rows in one tensor.
 
         With `kept` (N), places of the only row's tokens counted without its shape, it is these tokens' (N, D), and the
-        MLP runs on them alone.
+        MLP runs on them alone, unless their experts depend on whole blocks.
         """
         adapts = [None] * len(rows) if adapters is None else [a.of(layer) for a in adapters.split(split)]
         parts = [
@@ -135,10 +137,11 @@ class DecoderLayer(nn.Module):
         heads = attended.flatten(-2)
         out = adapted(self.self_attn.o_proj(heads), adapt, "o_proj", heads)
         x = x + (out if reduce is None else reduce(out))
-        if kept is not None:
-            x = x.flatten(0, -2)[kept]
+        if kept is not None and not self._needs_blocks:
+            x, kept = x.flatten(0, -2)[kept], None
         out = self.mlp(self.post_attention_layernorm(x), adapt)
-        return x + (out if reduce is None else reduce(out))
+        x = x + (out if reduce is None else reduce(out))
+        return x if kept is None else x.flatten(0, -2)[kept]
 
 
 class Stack(nn.Module):

@@ -16,8 +16,9 @@ class MoEConfig:
     `intermediate_size` is one expert's width; the shared experts are one SwiGLU of `num_shared_experts` times that.
     Routing: the function `score` gives the scores; with `num_groups` > 1 only the best `topk_groups` groups of experts
     can be chosen (a group's score is the sum of its best two); weights are normalised if `norm_topk_prob` and scaled
-    by `routed_scaling`. `expert_bias` adds a learned float32 offset to the choice, never to the weights. A layer is
-    dense if it is one of the first `first_dense_layers`, or in `dense_layers`, or not every `sparse_step`-th.
+    by `routed_scaling`. `expert_bias` adds a learned float32 offset to the choice, never to the weights. With an
+    `expert_capacity` there are no groups: the tokens of a block choose among the block's `expert_capacity` best
+    experts, and an expert is as good as the best of its values over the block. A layer is dense if it is one of the first `first_dense_layers`, or in `dense_layers`, or not every `sparse_step`-th.
     """
 
     num_experts: int
@@ -33,13 +34,19 @@ class MoEConfig:
     first_dense_layers: int = 0
     sparse_step: int = 1
     dense_layers: tuple[int, ...] = ()
+    expert_capacity: int = 0
 
     def __post_init__(self) -> None:
+        if self.expert_capacity and not self.experts_per_token <= self.expert_capacity <= self.num_experts:
+            raise ValueError(
+                f"expert_capacity={self.expert_capacity} must be 0 or lie in num_experts_per_tok="
+                f"{self.experts_per_token}..num_experts={self.num_experts}"
+            )
         if self.num_groups < 1 or self.num_experts % self.num_groups:
             raise ValueError(f"num_experts={self.num_experts} does not divide into n_group={self.num_groups} groups")
         if not 1 <= self.topk_groups <= self.num_groups:
             raise ValueError(f"topk_group={self.topk_groups} must lie in 1..n_group={self.num_groups}")
-        reachable = self.num_experts // self.num_groups * self.topk_groups
+        reachable = self.expert_capacity or self.num_experts // self.num_groups * self.topk_groups
         if not 1 <= self.experts_per_token <= reachable:
             raise ValueError(f"num_experts_per_tok={self.experts_per_token} must lie in 1..{reachable}")
         if self.num_groups > 1 and self.num_experts // self.num_groups < 2:
@@ -79,7 +86,8 @@ class ModelConfig:
     `architecture` is the Hugging Face class name in the checkpoint. `block_size` is the diffusion block that the
     weights were trained with; full-attention families were trained without one, and there it is only a default for
     decoding. `rotary_dim` is how many of a head's leading channels rotate (None: all). `shift_logits`: the logits at a
-    position predict the next one's token. The defaults are SDAR's. Raises `ValueError` where sizes contradict each
+    position predict the next one's token. `delete_token_id` and `split_token_id` are the tokens by which a model edits
+    (`Levenshtein`), both or neither. The defaults are SDAR's. Raises `ValueError` where sizes contradict each
     other.
     """
 
@@ -104,6 +112,8 @@ class ModelConfig:
     shift_logits: bool = False
     attention: Literal["block_causal", "full"] = "block_causal"
     moe: MoEConfig | None = None
+    delete_token_id: int | None = None
+    split_token_id: int | None = None
 
     def __post_init__(self) -> None:
         for name in WHOLE_NUMBERS:
@@ -114,7 +124,16 @@ class ModelConfig:
             raise ValueError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
             )
-        for name, token in [("mask_token_id", self.mask_token_id), *(("eos_token_id", e) for e in self.eos_token_ids)]:
+        edits = {"delete_token_id": self.delete_token_id, "split_token_id": self.split_token_id}
+        given = [(name, token) for name, token in edits.items() if token is not None]
+        if len(given) == 1:
+            raise ValueError(
+                f"{given[0][0]}={given[0][1]} stands alone; give delete_token_id and split_token_id, or none"
+            )
+        special = [("mask_token_id", self.mask_token_id), *(("eos_token_id", e) for e in self.eos_token_ids)]
+        if len({token for _, token in (special[0], *given)}) < 1 + len(given):
+            raise ValueError(f"mask_token_id={self.mask_token_id}, {edits} must be different tokens")
+        for name, token in (*special, *given):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"{name}={token} lies outside the vocabulary of {self.vocab_size} tokens")
         if not self.eos_token_ids:

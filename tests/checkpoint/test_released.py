@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mbd_core.checkpoint.config import read_config
+from mbd_core.checkpoint.config import read_config, write_config
 from mbd_core.checkpoint.families import ExpertLayout
 from mbd_core.checkpoint.tensors import stored_tensors
 from mbd_core.models.decoder import Decoder
@@ -397,15 +397,24 @@ LLADA2_2 = LLADA2_MINI | {
     "block_size": 32,
     "transformers_version": "5.2.0",
     "expert_capacity": 48,
-    "delete_token_id": 156901,
-    "split_token_id": 156902,
+    "delete_token_id": 156930,
+    "split_token_id": 156931,
 }
+EDITS = {"delete_token_id", "split_token_id"}
 
 
-def test_a_release_whose_routing_is_another_is_refused_by_name() -> None:
+def test_a_release_that_routes_by_block_is_read_as_one() -> None:
     """LLaDA2.2 has LLaDA2's architecture and tensors: only these keys show that it computes something else."""
     ids = {"mask_token_id": 156895, "eos_token_id": [156892, 156900]}
-    with pytest.raises(ValueError, match=r"expert_capacity=48, delete_token_id=156901, split_token_id=156902"):
-        read_config(LLADA2_2, ids)
-    read = {key: value for key, value in LLADA2_2.items() if not key.endswith("_token_id")} | {"expert_capacity": 0}
-    assert read_config(read, ids).rope_theta == 3e6
+    config = read_config(LLADA2_2, ids)
+    assert config.moe is not None and (config.moe.expert_capacity, config.block_size) == (48, 32)
+    assert (config.delete_token_id, config.split_token_id) == (156930, 156931)
+    assert read_config(write_config(config)) == config
+    older = read_config({k: v for k, v in LLADA2_2.items() if k not in ("expert_capacity", *EDITS)}, ids)
+    assert older.moe is not None and (older.moe.expert_capacity, older.delete_token_id) == (0, None)
+    assert not EDITS & write_config(older).keys()
+    for wrong in ({"expert_capacity": 7}, {"expert_capacity": 257}, {"split_token_id": None}):
+        with pytest.raises(ValueError, match=next(iter(wrong)) if wrong.get("expert_capacity") else "delete_token_id"):
+            read_config(LLADA2_2 | wrong, ids)
+    with pytest.raises(ValueError, match="delete_token_id"):
+        read_config(LLADA2_2 | {"delete_token_id": 156895}, ids)

@@ -58,7 +58,9 @@ LLADA2_MOE = replace(
         first_dense_layers=1,
     ),
 )
-CONFIGS = {"dense": DENSE, "llada2-moe": LLADA2_MOE, "sdar-moe": SDAR_MOE}
+assert LLADA2_MOE.moe is not None
+LLADA22_MOE = replace(LLADA2_MOE, moe=replace(LLADA2_MOE.moe, expert_capacity=3))
+CONFIGS = {"dense": DENSE, "llada2-moe": LLADA2_MOE, "llada2.2-moe": LLADA22_MOE, "sdar-moe": SDAR_MOE}
 SIZES = EngineConfig(max_rows=3, num_pages=24, page_size=8, max_prefill_tokens=12)
 METHODS: tuple[dict[str, Any], ...] = (
     {"buffer_size": 1, "tau_m2t": 0.4},
