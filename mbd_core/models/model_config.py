@@ -18,7 +18,8 @@ class MoEConfig:
     can be chosen (a group's score is the sum of its best two); weights are normalised if `norm_topk_prob` and scaled
     by `routed_scaling`. `expert_bias` adds a learned float32 offset to the choice, never to the weights. With an
     `expert_capacity` there are no groups: the tokens of a block choose among the block's `expert_capacity` best
-    experts, and an expert is as good as the best of its values over the block. A layer is dense if it is one of the first `first_dense_layers`, or in `dense_layers`, or not every `sparse_step`-th.
+    experts, and an expert is as good as the best of its values over the block. A layer is dense if it is one of the
+    first `first_dense_layers`, or in `dense_layers`, or not every `sparse_step`-th.
     """
 
     num_experts: int

@@ -78,7 +78,7 @@ def test_alone_is_in_a_batch_is_static_is_preempted_is_cached(
 
 @pytest.mark.parametrize("length", [3, 16, 23])
 def test_a_block_chooses_its_experts_whole_however_a_prompt_is_cut(models: dict[str, Decoder], length: int) -> None:
-    """One forward of the whole prompt is the yardstick; chunks of one block, of two, and a resumed answer follow it."""
+    """One forward of the whole prompt is the yardstick; chunks of one block, of two, and a resumed answer match."""
     model, prompt = models["experts by block"], tuple(range(2, 2 + length))
     r = request("a", 5, "single", prompt=prompt, max_tokens=22, sampling=Sampling(), ignore_eos=True)
     wanted = multi_bd(model, list(prompt), 22, r.decoding, ignore_eos=True)
