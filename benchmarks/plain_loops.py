@@ -213,10 +213,9 @@ def run_edits(
     """LLaDA2.2's decoding; the forward that a block's final tokens go into stores it."""
     device, size = model.lm_head.weight.device, config.block_size
     sizes = model.config
-    assert sizes.delete_token_id is not None and sizes.split_token_id is not None, "the model has no tokens that edit"
-    ids = EditTokens(sizes.mask_token_id, sizes.delete_token_id, sizes.split_token_id)
+    assert sizes.edit_token_ids is not None, "the model has no tokens that edit"
     eos = () if ignore_eos else sizes.eos_token_ids
-    run = LevenshteinRun(prompt, max_tokens, config, ids, sizes.vocab_size, eos)
+    run = LevenshteinRun(prompt, max_tokens, config, EditTokens(*sizes.edit_token_ids), sizes.vocab_size, eos)
     cache = ContiguousCache(model, num_lanes=1, length=len(prompt) + max_tokens + size)
 
     def forward(ids: list[int], start: int) -> Tensor:

@@ -146,6 +146,13 @@ class ModelConfig:
             raise ValueError(f"rotary_dim={rotated} must be even and at most head_dim={self.head_dim}")
 
     @property
+    def edit_token_ids(self) -> tuple[int, int, int] | None:
+        """The mask and the tokens that delete and split, `None` for a model that does not edit so."""
+        if self.delete_token_id is None or self.split_token_id is None:
+            return None
+        return self.mask_token_id, self.delete_token_id, self.split_token_id
+
+    @property
     def num_rotated(self) -> int:
         """Channels of a head that rotate."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim

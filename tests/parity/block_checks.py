@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file
 
 from benchmarks.plain_loops import run_edits
@@ -79,7 +80,14 @@ def check_entropy_bound(folder: Path, case: dict[str, Any]) -> None:
 
 
 def decode(
-    folder: Path, prompt: list[int], max_tokens: int, decoding: DecodingConfig, *, eos: int | None, **engine: Any
+    folder: Path,
+    prompt: list[int],
+    max_tokens: int,
+    decoding: DecodingConfig,
+    *,
+    eos: int | None,
+    replay: bool = True,
+    **engine: Any,
 ) -> Output:
     model = with_config(
         load_model(folder), block_size=decoding.block_size, **({"eos_token_ids": (eos,)} if eos is not None else {})
@@ -90,7 +98,8 @@ def decode(
         max_tokens=max_tokens,
         decoding=decoding,
         ignore_eos=eos is None,
-        replay=True,
+        replay=replay,
+        logprobs=True,
     )
     config = EngineConfig(max_rows=1, buffer_size=decoding.buffer_size, **engine)
     return Engine(model, config).generate([request])[0]
@@ -206,6 +215,18 @@ def check_edit_generation(folder: Path, case: dict[str, Any]) -> None:
     assert run.tokens == [token for token in wanted if token not in eos]
     assert run.num_forwards == expected["num_forwards"]
     assert (run.finish_reason == "stop") == (wanted[-1] in eos)
+    for static in (False, True):
+        output = decode(
+            folder,
+            inputs["prompt"],
+            inputs["gen_length"],
+            decoding,
+            eos=eos[0] if eos else None,
+            replay=False,
+            static_shapes=static,
+        )
+        assert list(output.tokens) == run.tokens and output.counts.num_forwards == run.num_forwards
+        assert output.logprobs == pytest.approx(run.log_probs, abs=1e-3)
 
 
 def edit_rule(inputs: dict[str, Any]) -> Levenshtein:

@@ -249,6 +249,13 @@ class _Sglang(EditedBlock):
 VARIANTS: dict[str, type[EditedBlock]] = {"fluxserve": _Fluxserve, "sglang": _Sglang}
 
 
+def edited_block(tokens: Sequence[int], prompt_length: int, config: DecodingConfig, ids: EditTokens) -> EditedBlock:
+    """The block of a request whose configuration has `edit`."""
+    assert config.edit is not None
+    kind = VARIANTS[config.edit.variant]
+    return kind(tokens, prompt_length, threshold=config.tau_m2t, rule=config.edit, ids=ids)
+
+
 @dataclass
 class LevenshteinRun:
     """A request decoded block by block: which tokens the next forward takes at which place, and what came of it.
@@ -276,15 +283,9 @@ class LevenshteinRun:
         self.block = self._next_block()
 
     def _next_block(self) -> EditedBlock:
-        rest, rule = self.prompt[len(self.stored) :], self.config.edit
-        assert rule is not None
-        return VARIANTS[rule.variant](
-            rest + [self.ids.mask] * (self.config.block_size - len(rest)),
-            len(rest),
-            threshold=self.config.tau_m2t,
-            rule=rule,
-            ids=self.ids,
-        )
+        rest = self.prompt[len(self.stored) :]
+        masks = [self.ids.mask] * (self.config.block_size - len(rest))
+        return edited_block(rest + masks, len(rest), self.config, self.ids)
 
     @property
     def start(self) -> int:
