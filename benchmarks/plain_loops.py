@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from mbd_core.decoding.blocks.acceptance import FALLBACKS, predicted
 from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.levenshtein import EditTokens, LevenshteinRun
 from mbd_core.decoding.blocks.literal_algorithms import Predictions, Tokens, Weights, naive_multibd
 from mbd_core.decoding.blocks.request import FinishReason
 from mbd_core.decoding.blocks.sampling import Vocab
@@ -152,8 +153,8 @@ def multi_bd(
     writes their keys at their positions and so stores final blocks. The prefill of a D2F prompt stores all of it, and
     the algorithm begins with an empty prompt.
     """
-    if config.canvas is not None:
-        raise ValueError("the plain block loop decodes no canvas (run_canvas does)")
+    if config.canvas is not None or config.edit is not None:
+        raise ValueError("the plain block loop decodes no canvas (run_canvas does) and no edits (run_edits does)")
     if config.prompt_attention == "full" and model.config.attention != "full":
         raise ValueError(
             f"prompt_attention='full' needs full attention; {model.config.architecture} attends in blocks"
@@ -205,4 +206,31 @@ def multi_bd(
         run.num_forwards,
         run.num_store_forwards,
         num_prefill_forwards=int(num_stored > 0),
+    )
+
+
+@torch.inference_mode()
+def run_edits(
+    model: Decoder, prompt: list[int], max_tokens: int, config: DecodingConfig, *, ignore_eos: bool = False
+) -> PlainRun:
+    """LLaDA2.2's decoding; the forward that a block's final tokens go into stores it."""
+    device, size = model.lm_head.weight.device, config.block_size
+    sizes = model.config
+    assert sizes.edit_token_ids is not None, "the model has no tokens that edit"
+    eos = () if ignore_eos else sizes.eos_token_ids
+    run = LevenshteinRun(prompt, max_tokens, config, EditTokens(*sizes.edit_token_ids), sizes.vocab_size, eos)
+    cache = ContiguousCache(model, num_lanes=1, length=len(prompt) + max_tokens + size)
+
+    def forward(ids: list[int], start: int) -> Tensor:
+        positions = torch.arange(start, start + len(ids), device=device)
+        return model(torch.tensor(ids, device=device), positions, GridAttention(cache, 0, start, size))
+
+    if run.start:
+        forward(prompt[: run.start], 0)
+    num_prefill = int(run.start > 0)
+    while run.finish_reason is None:
+        run.advance(model.logits(forward(run.block.tokens, run.start)))
+    tokens = [cell.token for cell in run.useful]
+    return PlainRun(
+        tokens, run.finish_reason, run.num_forwards, num_prefill_forwards=num_prefill, log_probs=run.log_probs
     )

@@ -10,7 +10,7 @@ from actors.serving.args import Autoscaling, ModelArgs, ServingArgs
 from jobs.__main__ import COMMANDS
 from jobs.command_line import by_panel, command_options
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock, Refresh
-from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Levenshtein, Soft
 from mbd_core.engine.config import EngineConfig
 from mbd_core.options import OptionField, flag, members, options_of
 
@@ -32,6 +32,7 @@ DECODING_OBJECTS = {
     "`entropy`": EntropyBound,
     "`t2t`": T2T,
     "`soft`": Soft,
+    "`edit`": Levenshtein,
     "`canvas`": Canvas,
     "`leap` of a canvas": Leap,
     "`refresh` of a canvas": Refresh,

@@ -15,11 +15,16 @@ from mbd_core.models.model_config import ROPE_SCALINGS, ModelConfig, MoEConfig, 
 # Keys that generation_config.json may have instead of config.json.
 DECODING_KEYS = ("mask_token_id", "eos_token_id", "block_size")
 # The least value of each whole number that may be less than 1, and the greatest value of any whole number.
-LEAST = dict.fromkeys(
-    ("mask_token_id", "eos_token_ids", "delete_token_id", "split_token_id", "expert_capacity")
-    + ("num_shared_experts", "first_dense_layers", "dense_layers"),
-    0,
-)
+LEAST = {
+    "mask_token_id": 0,
+    "eos_token_ids": 0,
+    "delete_token_id": 0,
+    "split_token_id": 0,
+    "num_shared_experts": 0,
+    "first_dense_layers": 0,
+    "dense_layers": 0,
+    "expert_capacity": 0,
+}
 MOST = 2**31 - 1
 
 

@@ -300,6 +300,8 @@ class Admission:
             raise ValueError("prefix_cache=True cannot be honoured: this engine was started without prefix caching")
         if decoding.block_size != self._block_size:
             raise ValueError(f"block_size={decoding.block_size} differs from the model's {self._block_size}")
+        if decoding.edit is not None:
+            self._check_edit(request)
         if decoding.prompt_attention == "full" and self._model.attention != "full":
             raise ValueError(
                 f"prompt_attention='full' (D2F) needs a model with full attention; {self._model.architecture} "
@@ -312,6 +314,20 @@ class Admission:
             )
         if decoding.buffer_size > self._buffer_size:
             raise ValueError(f"buffer_size={decoding.buffer_size} exceeds this engine's {self._buffer_size} slots")
+
+    def _check_edit(self, request: Request) -> None:
+        """What cannot be had where tokens come and go inside a block."""
+        if self._model.edit_token_ids is None:
+            raise ValueError(f"edit needs tokens that edit; {self._model.architecture} here has no delete_token_id")
+        refused = {
+            "logprobs' top_logprobs": request.top_logprobs > 0,
+            "replay": request.replay,
+            "temperature above 0": request.sampling.draws,
+            "a logit_bias, a penalty, min_p or min_tokens": request.adjusts,
+        }
+        named = next((name for name, given in refused.items() if given), None)
+        if named is not None:
+            raise ValueError(f"edit cannot be had with {named}: its tokens are greedy and move; leave one of them out")
 
 
 def compile_guide(grammars: Grammars, request: Request) -> Guide | None:
@@ -329,7 +345,7 @@ def compile_guide(grammars: Grammars, request: Request) -> Guide | None:
 
 def _revising_part(decoding: DecodingConfig) -> str | None:
     """The part of a decoding that changes tokens after they were filled, if it has one."""
-    return next((name for name in ("t2t", "soft", "canvas") if getattr(decoding, name) is not None), None)
+    return next((name for name in ("t2t", "soft", "edit", "canvas") if getattr(decoding, name) is not None), None)
 
 
 def penalties_refused(decoding: DecodingConfig) -> str | None:

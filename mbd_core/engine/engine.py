@@ -12,6 +12,7 @@ import torch
 
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.levenshtein import EditTokens
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput, aborted_step
 from mbd_core.decoding.grammar.guide import STEP_TRIES, Grammars, Guide, GuideState
 from mbd_core.engine.admission import Admitted, RequestRefused, compile_guide
@@ -420,7 +421,8 @@ class Engine:
         if not plan.decoding:
             return LaunchedStep(plan=plan, report=None, canvas_logits_AV=store_step(self._state, lay_out(None)))
         tries = math.inf if self.config.batch_invariant else STEP_TRIES  # a row must not wait for others there
-        steering = self._seating.ledger.steering(self.share, tries=tries)
+        ids = self.model.config.edit_token_ids
+        steering = self._seating.ledger.steering(self.share, tries=tries, ids=EditTokens(*ids) if ids else None)
         report_X, canvas_logits_AV = decode_step(self._state, plan.kind, lay_out, steering)
         return LaunchedStep(plan=plan, report=HostCopy(report_X), canvas_logits_AV=canvas_logits_AV)
 

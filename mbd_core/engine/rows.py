@@ -264,8 +264,8 @@ def resident_slots(
         of = asked_at_A // size
         opens = (slot_A % resident_RN.shape[1] == 0) & (asked_at_A % size == 0)
         hidden_at_A = torch.where(opens, to_device(last, row.device)[row[of]], hidden_at_A - 1)
-        stores = buffer.carried_RN[row, slot][of] & (asked_at_A % size == 0)
-        hidden_at_A = torch.where(stores, slot_end_RN[row, slot][of], hidden_at_A)
+        stores = buffer.carried_RN.flatten()[slot_A] & (asked_at_A % size == 0)
+        hidden_at_A = torch.where(stores, ends_K[of], hidden_at_A)
     rows = Rows(
         tokens_T=resident(buffer.tokens_RNB).flatten(),
         positions_T=positions_KB.flatten(),

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
+from mbd_core.decoding.blocks.levenshtein import EditTokens
 from mbd_core.decoding.blocks.request import Counts, SlotState
 from mbd_core.engine.batch import to_device
 from mbd_core.engine.report import Report
@@ -71,12 +72,12 @@ class Ledger:
         """Whether the host decides tokens of some row."""
         return bool(self._steered)
 
-    def steering(self, share: Share, *, tries: float) -> Steering | None:
-        """The next step's, if it needs one; `tries` bounds the work of its guides."""
+    def steering(self, share: Share, *, tries: float, ids: EditTokens | None) -> Steering | None:
+        """The next step's, if it needs one; `tries` bounds the work of its guides, `ids` are the tokens that edit."""
         if not self._steered:
             return None
         done = {row: s.request.first_forward + self.counts(s).num_forwards for row, s in self._steered.items()}
-        return Steering(self._steered, done, share, tries=tries)
+        return Steering(self._steered, done, share, tries=tries, ids=ids)
 
     def update(self, sequence: SequenceState) -> None:
         """Read a sequence's progress and pages anew, after it has committed or got pages."""

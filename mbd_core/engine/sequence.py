@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from mbd_core.decoding.blocks.levenshtein import EditedBlock
 from mbd_core.decoding.blocks.request import Counts, FinishReason, Output, Request, Rollout, TokenScore, TopTokens
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import num_lanes
@@ -76,6 +77,7 @@ class SequenceState:
     guide              its way through its grammar, if it has one
     text_scores        where it is scored: the scores of its tokens
     rollout            the rollout of its emitted tokens, but for those that an earlier engine committed
+    block              where tokens come and go: the block under way
     weights            the numbers of the weights under which it was admitted first and last
     block_ages         forwards that the blocks in its slots took part in, while it is preempted
     added_at, admitted_at, stored_at  when it arrived, was first admitted, and had its prompt stored, in seconds of
@@ -98,6 +100,7 @@ class SequenceState:
     tops: list[TopTokens] = field(default_factory=list)
     rollout: Rollout | None = None
     guide: GuideState | None = None
+    block: EditedBlock | None = None
     saved: list[Tensor] | None = None
     num_resident: int = 1
     chain: list[bytes] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""Steps in which the host decides tokens of some rows: answers under a grammar, and templates with fixed text.
+"""Steps in which the host decides tokens of some rows: answers under a grammar, templates with fixed text, and blocks
+in which tokens come and go.
 
 Before the forward, tokens that are already certain take their places: a template's fixed ones, and those that a
 grammar forces. After it, a guide decides the tokens of its row, from left to right, on the host. Such a step runs
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.blocks.acceptance import Prediction
-from mbd_core.decoding.blocks.block_buffer import BlockBuffer, Chosen
+from mbd_core.decoding.blocks.block_buffer import BlockBuffer, Chosen, Rewritten
+from mbd_core.decoding.blocks.levenshtein import EditTokens, edited_block
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
 from mbd_core.decoding.grammar.guide import Choice, Guide, GuideState, Pick, Search
 from mbd_core.engine.sequence import SequenceState, TextScores
@@ -47,6 +49,15 @@ class _Row:
         return self.guide.waited if isinstance(self.guide, Guide) else 0
 
 
+class _EditedRow:
+    """A batch row whose only block the host edits: its open and filled positions, and the logits (V,) at each."""
+
+    def __init__(self, number: int, sequence: SequenceState, buffer: BlockBuffer) -> None:
+        self.number, self.sequence = number, sequence
+        self.asked_B = buffer.asked_RNB[number, 0]
+        self.logits: dict[int, Tensor] = {}
+
+
 @dataclass(frozen=True)
 class Decided:
     """What a step decides for one row: tokens and their probabilities for the first of its open positions, and the
@@ -65,12 +76,20 @@ class Steering:
     """One step's host decisions for the sequences of these batch rows."""
 
     def __init__(
-        self, sequences: Mapping[int, SequenceState], forwards: Mapping[int, int], share: Share, *, tries: float
+        self,
+        sequences: Mapping[int, SequenceState],
+        forwards: Mapping[int, int],
+        share: Share,
+        *,
+        tries: float,
+        ids: EditTokens | None = None,
     ) -> None:
         """`forwards` are the forwards that each of them took part in before this step; `tries` bounds the work of all
-        guides together."""
+        guides together; `ids` are the model's tokens that edit."""
+        self._ids = ids
         self._sequences, self._forwards, self._share, self._tries = sequences, forwards, share, tries
         self._rows: list[_Row] = []
+        self._edited: list[_EditedRow] = []
 
     def fill(self, buffer: BlockBuffer) -> None:
         """Put certain tokens into ACTIVE slots; a block that is complete then, and all before it, are stored by the
@@ -104,10 +123,16 @@ class Steering:
 
     def watch(self, logits_of: LogitsOf, at_A: Tensor, buffer: BlockBuffer) -> LogitsOf:
         """`logits_of`, which also keeps the logits at the first block's worth of each guided row's open positions."""
-        row_at: dict[int, tuple[_Row, int]] = {}
+        row_at: dict[int, tuple[_Row | _EditedRow, int]] = {}
         size = buffer.num_slots * buffer.block_size
         index_of = {place: index for index, place in enumerate(at_A.tolist())}
         for number, sequence in self._sequences.items():
+            if sequence.request.decoding.edit is not None:
+                edited = _EditedRow(number, sequence, buffer)
+                self._edited.append(edited)
+                places = (edited.asked_B.nonzero()[:, 0] + number * size).tolist()
+                row_at |= {index_of[place]: (edited, place - number * size) for place in places}
+                continue
             guide = sequence.text_scores or sequence.guide
             if guide is None or (isinstance(guide, GuideState) and guide.ended):
                 continue
@@ -139,9 +164,39 @@ class Steering:
             confidence[places] = torch.tensor([p for _, p in decided], dtype=confidence.dtype, device=token.device)
             accepted.view(-1)[places] = True
         for number, sequence in self._sequences.items():
-            if sequence.guide is not None or sequence.text_scores is not None:
+            edits = sequence.request.decoding.edit is not None
+            if edits or sequence.guide is not None or sequence.text_scores is not None:
                 guided[number] = True
-        return Chosen(guided, accepted)
+        return Chosen(guided, accepted, self._rewritten(buffer, vocab) if self._edited else None)
+
+    def _rewritten(self, buffer: BlockBuffer, vocab: Vocab) -> Rewritten:
+        """What becomes of the blocks in which tokens come and go. Every rank computes it from the same logits."""
+        new = Rewritten(
+            torch.zeros(len(buffer.state_RN), dtype=torch.bool, device=buffer.state_RN.device),
+            buffer.tokens_RNB.clone(),
+            buffer.masked_RNB.clone(),
+            buffer.confidence_RNB.clone(),
+            torch.zeros_like(buffer.resident_RN),
+        )
+        for row in self._edited:
+            sequence, number = row.sequence, row.number
+            if sequence.block is None:
+                tokens, fixed = buffer.tokens_RNB[number, 0], ~row.asked_B
+                decoding = sequence.request.decoding
+                assert self._ids is not None
+                sequence.block = edited_block(tokens.tolist(), int(fixed.sum()), decoding, self._ids)
+            block = sequence.block
+            some_V = next(iter(row.logits.values()))
+            rows = [row.logits.get(offset, some_V) for offset in range(buffer.block_size)]
+            block.advance(torch.stack(rows)[:, : vocab.size], self._forwards[number] + 1)
+            new.rows_R[number] = True
+            new.tokens_RNB[number, 0] = torch.tensor(block.tokens)
+            new.masked_RNB[number, 0] = torch.tensor([i in block.masks for i in range(buffer.block_size)])
+            new.confidence_RNB[number, 0] = torch.tensor([cell.confidence for cell in block.cells])
+            new.stored_RN[number, 0] = block.done
+            if block.done:
+                sequence.block = None
+        return new
 
     def _decisions(self, buffer: BlockBuffer, vocab: Vocab) -> list[list[tuple[int, float]]]:
         """Tokens and their probabilities for the first open positions of each row; its guide knows of them."""

@@ -19,7 +19,8 @@ class MoEConfig:
     can be chosen (a group's score is the sum of its best two); weights are normalised if `norm_topk_prob` and scaled
     by `routed_scaling`. `expert_bias` adds a learned float32 offset to the choice, never to the weights. With an
     `expert_capacity` there are no groups: the tokens of a block choose among the block's `expert_capacity` best
-    experts, and an expert is as good as the best of its values over the block. A layer is dense if it is one of the first `first_dense_layers`, or in `dense_layers`, or not every `sparse_step`-th.
+    experts, and an expert is as good as the best of its values over the block. A layer is dense if it is one of the
+    first `first_dense_layers`, or in `dense_layers`, or not every `sparse_step`-th.
     """
 
     num_experts: int
@@ -209,6 +210,13 @@ class ModelConfig:
             raise ValueError(f"rotary_dim={rotated} must be even and at most head_dim={self.head_dim}")
         if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
             raise ValueError(f"rope_theta={self.rope_theta} must exceed 1 for YaRN")
+
+    @property
+    def edit_token_ids(self) -> tuple[int, int, int] | None:
+        """The mask and the tokens that delete and split, `None` for a model that does not edit so."""
+        if self.delete_token_id is None or self.split_token_id is None:
+            return None
+        return self.mask_token_id, self.delete_token_id, self.split_token_id
 
     @property
     def num_rotated(self) -> int:

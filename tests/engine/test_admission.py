@@ -10,8 +10,9 @@ from small_engines import build, engine, gist
 from small_engines import request as small_request
 
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
-from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.config import DecodingConfig, Levenshtein
 from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.admission import Admission, RequestRefused
 
 B, PAGE = 8, 16
@@ -125,3 +126,29 @@ def test_an_engine_with_a_limit_of_length_decodes_what_fits_alike() -> None:
         limited.admission.check(replace(asked[0], max_tokens=longest))
     with pytest.raises(ValueError, match=r"max_model_len=257 .*256 positions; .*rope_scaling"):
         engine(model, max_model_len=257)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"sampling": Sampling(temperature=0.7)}, "temperature"),
+        ({"sampling": Sampling(logit_bias=((5, 1.0),))}, "logit_bias"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+        ({"replay": True}, "replay"),
+        ({"rollout": True}, "edit"),
+        ({"template": (5, None, 6, 7), "ignore_eos": True}, "edit"),
+    ],
+)
+def test_what_moving_tokens_cannot_have_is_refused(changes: dict, named: str) -> None:
+    config = replace(build().config, delete_token_id=38, split_token_id=39, block_size=B)
+    limits = Admission(config, block_size=B, buffer_size=1, page_size=PAGE, num_pages=9, prefix_caching=True)
+    asked = request(DecodingConfig(block_size=B, edit=Levenshtein()), 5, 4)
+    assert limits.check(asked)
+    with pytest.raises(RequestRefused, match=named):
+        limits.check(replace(asked, **changes))
+    limits = Admission(
+        replace(config, delete_token_id=None, split_token_id=None),
+        block_size=B, buffer_size=1, page_size=PAGE, num_pages=9, prefix_caching=True,
+    )  # fmt: skip
+    with pytest.raises(RequestRefused, match="delete_token_id"):
+        limits.check(asked)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_engines import (
     BLOCKWISE,
+    EDITS,
     EOS,
     EXPERTS,
     FULL,
@@ -35,7 +36,12 @@ from mbd_core.models.decoder import Decoder
 def models() -> dict[str, Decoder]:
     return {
         "block_causal": build(),
-        "experts by block": build("LLaDA2MoeModelLM", moe=dataclasses.replace(EXPERTS, expert_capacity=3)),
+        "experts by block": build(
+            "LLaDA2MoeModelLM",
+            moe=dataclasses.replace(EXPERTS, expert_capacity=3),
+            delete_token_id=38,
+            split_token_id=39,
+        ),
         "full": build(architecture="LLaDAModelLM", attention="full"),
         "shifted blocks": build("Fast_dLLM_QwenForCausalLM", shift_logits=True, qk_norm=False, qkv_bias=True),
         "shifted": build(architecture="DreamModel", attention="full", shift_logits=True, qk_norm=False, qkv_bias=True),
@@ -45,6 +51,7 @@ def models() -> dict[str, Decoder]:
 def cases() -> list[tuple[str, str]]:
     blockwise = [(k, m) for k in ("block_causal", "experts by block") for m in BLOCKWISE]
     blockwise += [("shifted blocks", m) for m in (*SHIFTED, "multi")]
+    blockwise += [("experts by block", m) for m in EDITS]
     return blockwise + [(k, m) for k in ("full", "shifted") for m in FULL]
 
 
@@ -62,7 +69,7 @@ def test_alone_is_in_a_batch_is_static_is_preempted_is_cached(
 
     ahead = engine(model, static_shapes=True, overlap=True)
     assert [gist(o) for o in ahead.generate(requests)] == alone
-    assert ahead.ahead.num_ahead > 0 or any("canvas" in FULL.get(m, {}) for m in (method, *others))
+    assert ahead.ahead.num_ahead > 0 or any("canvas" in FULL.get(m, {}) or m in EDITS for m in (method, *others))
     ahead.check_integrity()
     assert ahead.scheduler.pool.num_free == ahead.scheduler.pool.capacity
 
@@ -81,7 +88,7 @@ def test_alone_is_in_a_batch_is_static_is_preempted_is_cached(
 
 @pytest.mark.parametrize("length", [3, 16, 23])
 def test_a_block_chooses_its_experts_whole_however_a_prompt_is_cut(models: dict[str, Decoder], length: int) -> None:
-    """One forward of the whole prompt is the yardstick; chunks of one block, of two, and a resumed answer follow it."""
+    """One forward of the whole prompt is the yardstick; chunks of one block, of two, and a resumed answer match."""
     model, prompt = models["experts by block"], tuple(range(2, 2 + length))
     r = request("a", 5, "single", prompt=prompt, max_tokens=22, sampling=Sampling(), ignore_eos=True)
     wanted = multi_bd(model, list(prompt), 22, r.decoding, ignore_eos=True)

@@ -1,4 +1,5 @@
-"""Decoding block by block in the engine: SDAR, LLaDA2 (plain, dInfer, DMax) and D2F on LLaDA and Dream."""
+"""Decoding block by block in the engine: SDAR, LLaDA2 (plain, dInfer, DMax) and D2F on LLaDA and Dream; and LLaDA2.2's
+edits in the plain loop."""
 
 import dataclasses
 import math
@@ -6,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+from benchmarks.plain_loops import run_edits
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.decoding.blocks.config import DecodingConfig, EntropyBound, EntropyRule, Soft
+from mbd_core.decoding.blocks.config import DecodingConfig, EntropyBound, EntropyRule, Levenshtein, Soft
+from mbd_core.decoding.blocks.levenshtein import VARIANTS, EditTokens
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
@@ -76,7 +80,14 @@ def check_entropy_bound(folder: Path, case: dict[str, Any]) -> None:
 
 
 def decode(
-    folder: Path, prompt: list[int], max_tokens: int, decoding: DecodingConfig, *, eos: int | None, **engine: Any
+    folder: Path,
+    prompt: list[int],
+    max_tokens: int,
+    decoding: DecodingConfig,
+    *,
+    eos: int | None,
+    replay: bool = True,
+    **engine: Any,
 ) -> Output:
     model = with_config(
         load_model(folder), block_size=decoding.block_size, **({"eos_token_ids": (eos,)} if eos is not None else {})
@@ -87,7 +98,8 @@ def decode(
         max_tokens=max_tokens,
         decoding=decoding,
         ignore_eos=eos is None,
-        replay=True,
+        replay=replay,
+        logprobs=True,
     )
     config = EngineConfig(max_rows=1, buffer_size=decoding.buffer_size, **engine)
     return Engine(model, config).generate([request])[0]
@@ -234,11 +246,63 @@ def accepted_of_row(expected: dict[str, Any], row: int, *, alone: bool) -> list[
     ]
 
 
+def check_edit_script(folder: Path, case: dict[str, Any]) -> None:
+    """One block whose logits are given; every record of every forward."""
+    inputs, expected = case["inputs"], case["expected"]
+    logits = load_file(folder / "logits.safetensors")[f"{case['name']}.logits"]
+    ids = EditTokens(inputs["mask_id"], inputs["delete_token_id"], inputs["split_token_id"])
+    rule, size = edit_rule(inputs), len(inputs["block"])
+    block = VARIANTS[rule.variant](
+        inputs["block"], inputs["prompt_len"], threshold=inputs["threshold"], rule=rule, ids=ids
+    )
+    for number, record in enumerate(expected["records"]):
+        block.advance(logits[number], number + 1)
+        assert block.tokens == record["tokens"]
+        is_mask = [int(cell.original) for cell in block.cells]
+        assert is_mask == record["is_original_mask"] and block.done == record["done"]
+        counted = (record["step_id"], record["post_steps"]) if rule.variant == "fluxserve" else None
+        counted = counted or (record["num_update_steps"], record["post_edit_steps"])
+        assert (block.num_steps, block.num_post_steps) == counted
+    assert block.tokens == expected["tokens"] and len(block.tokens) == size
+    assert len(expected["records"]) == expected["num_forwards"]
+
+
+def check_edit_generation(folder: Path, case: dict[str, Any]) -> None:
+    inputs, expected = case["inputs"], case["expected"]
+    eos = tuple(inputs["eos_ids"])
+    model = with_config(load_model(folder), **({"eos_token_ids": eos} if eos else {}))
+    decoding = DecodingConfig(block_size=inputs["block_length"], tau_m2t=inputs["threshold"], edit=edit_rule(inputs))
+    run = run_edits(model, inputs["prompt"], inputs["gen_length"], decoding, ignore_eos=not eos)
+    wanted = expected["output"]
+    assert run.tokens == [token for token in wanted if token not in eos]
+    assert run.num_forwards == expected["num_forwards"]
+    assert (run.finish_reason == "stop") == (wanted[-1] in eos)
+    for static in (False, True):
+        output = decode(
+            folder,
+            inputs["prompt"],
+            inputs["gen_length"],
+            decoding,
+            eos=eos[0] if eos else None,
+            replay=False,
+            static_shapes=static,
+        )
+        assert list(output.tokens) == run.tokens and output.counts.num_forwards == run.num_forwards
+        assert output.logprobs == pytest.approx(run.log_probs, abs=1e-3)
+
+
+def edit_rule(inputs: dict[str, Any]) -> Levenshtein:
+    names = {"steps": "steps", "max_steps_per_block": "max_steps", "max_post_steps": "max_post_steps"}
+    values = {ours: inputs[theirs] for theirs, ours in names.items() if theirs in inputs}
+    return Levenshtein(tau=inputs["editing_threshold"], variant=inputs["variant"], **values)
+
+
 def with_config(model: Decoder, **changes: Any) -> Decoder:
     model.config = dataclasses.replace(model.config, **changes)
     return model
 
 
+NAMED_QUIRKS = (("llada22", "script"),)  # a variant by name is the released code's, quirks included
 CHECKS = {
     ("sdar", "gen"): check_sdar_generation,
     ("sdar-eb", "eb"): check_entropy_bound,
@@ -246,6 +310,8 @@ CHECKS = {
     ("llada2", "gen"): check_llada2_generation,
     ("llada2", "dinfer"): check_dinfer,
     ("llada2", "spd"): check_soft,
+    ("llada22", "script"): check_edit_script,
+    ("llada22", "gen"): check_edit_generation,
     ("llada", "d2f"): check_d2f,
     ("dream", "d2f"): check_d2f,
 }

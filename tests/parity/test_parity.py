@@ -49,7 +49,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_case(folder: Path, case: dict[str, Any]) -> None:
     family = folder.name.rsplit("-", 1)[0]
     kind = (family, case["name"].split("_")[0])
-    if case.get("quirk") and kind not in full_attention_checks.NFE_ONLY_QUIRKS + training_checks.IMPLEMENTED_QUIRKS:
+    known = full_attention_checks.NFE_ONLY_QUIRKS + training_checks.IMPLEMENTED_QUIRKS + block_checks.NAMED_QUIRKS
+    if case.get("quirk") and kind not in known:
         pytest.skip(f"quirk of the reference: {case['quirk_note']}")
     check = CHECKS.get(kind)
     if check is None:

@@ -57,11 +57,25 @@ class Commit:
 
 
 @dataclass(frozen=True)
+class Rewritten:
+    """Rows (R,) whose slots the host has written anew: what stands in them now, and which blocks are final and were
+    so in this step's forward."""
+
+    rows_R: Tensor
+    tokens_RNB: Tensor
+    masked_RNB: Tensor
+    confidence_RNB: Tensor
+    stored_RN: Tensor
+
+
+@dataclass(frozen=True)
 class Chosen:
-    """Rows (R,) whose tokens the host has chosen, and which of their positions (R, N, B) become tokens."""
+    """Rows (R,) whose tokens the host has chosen, and which of their positions (R, N, B) become tokens; of these rows
+    `rewritten` are those in which tokens also move."""
 
     rows_R: Tensor
     accepted_RNB: Tensor
+    rewritten: Rewritten | None = None
 
 
 _PER_SLOT = (
@@ -380,12 +394,18 @@ class BlockBuffer:
         self.tokens_RNB.copy_(torch.where(written, prediction.token_RNB, self.tokens_RNB))
         self.masked_RNB.logical_and_(~accepted)
 
+        num_accepted_RN = accepted.sum(-1)
+        if chosen is not None and chosen.rewritten is not None:
+            num_accepted_RN, num_edited_RN = self._rewrite(chosen.rewritten, num_accepted_RN, num_edited_RN)
+
         final = self._complete_RN
         if revises:
             changed = written.any(-1)
             settled = self._settled(final, was_complete, changed)
             stored = stored | (active & was_complete & ~changed & (settings.edits_R[:, None] > 0))
             final = (self.state_RN == SlotState.TO_CACHE) | settled
+        if chosen is not None and chosen.rewritten is not None:
+            stored = torch.where(chosen.rewritten.rows_R[:, None], chosen.rewritten.stored_RN, stored)
         final = final.long().cumprod(-1).bool()
         self.state_RN.masked_fill_(final, int(SlotState.TO_CACHE))
         if revises:
@@ -397,7 +417,7 @@ class BlockBuffer:
             self.tokens_RNB.clone(),
             self.masked_RNB.clone(),
             self.confidence_RNB.clone(),
-            accepted.sum(-1),
+            num_accepted_RN,
             num_edited_RN,
         )
         self._slide(commit.num_blocks_R)
@@ -418,6 +438,17 @@ class BlockBuffer:
             ours[:, 0, 0] = torch.where(fills_R, given[..., 0].gather(1, last_R1)[:, 0], ours[:, 0, 0])
         self.masked_RNB[:, 0, 0] &= ~fills_R
         self.state_RN[:, 0].masked_fill_(fills_R & self._complete_RN[:, 0], int(SlotState.TO_CACHE))
+
+    def _rewrite(self, new: Rewritten, accepted_RN: Tensor, edited_RN: Tensor) -> tuple[Tensor, Tensor]:
+        """Put what the host has written into its rows; how many positions (R, N) of all are filled, and changed."""
+        rows_RNB = new.rows_R[:, None, None]
+        filled = self.masked_RNB & ~new.masked_RNB
+        changed = ~self.masked_RNB & ~new.masked_RNB & (self.tokens_RNB != new.tokens_RNB)
+        self.tokens_RNB.copy_(torch.where(rows_RNB, new.tokens_RNB, self.tokens_RNB))
+        self.masked_RNB.copy_(torch.where(rows_RNB, new.masked_RNB, self.masked_RNB))
+        self.confidence_RNB.copy_(torch.where(rows_RNB, new.confidence_RNB, self.confidence_RNB))
+        rows_RN = new.rows_R[:, None]
+        return torch.where(rows_RN, filled.sum(-1), accepted_RN), torch.where(rows_RN, changed.sum(-1), edited_RN)
 
     @property
     def _complete_RN(self) -> Tensor:

@@ -10,6 +10,7 @@ from mbd_core.options import MOST, Option, check, read
 Fallback = Literal["confidence", "leftmost", "margin", "neg_entropy"]
 PromptAttention = Literal["block_causal", "full"]
 EntropyRule = Literal["paper", "jetengine"]
+EditVariant = Literal["fluxserve", "sglang"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,43 @@ class EntropyBound:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levenshtein:
+    """LLaDA2.2's decoding, in which tokens also come and go inside a block; `tau_m2t` is its threshold."""
+
+    tau: Annotated[
+        float,
+        Option("A filled position takes a new token, or an edit, whose confidence > tau.", at_least=0, at_most=1),
+    ] = 0.0
+    variant: Annotated[
+        EditVariant,
+        Option(
+            "fluxserve: `steps` forwards fill a block's masks. sglang: each forward fills one mask at least, and the "
+            "mask may be predicted. `levenshtein.py` has all that differs."
+        ),
+    ] = "fluxserve"
+    steps: Annotated[
+        int, Option("fluxserve: forwards over which a block's masks are spread.", at_least=1, at_most=MOST)
+    ] = 32
+    max_post_steps: Annotated[
+        int,
+        Option(
+            "After so many forwards without a mask of the block's begin the block is resolved; 0: with the last one.",
+            at_least=0,
+            at_most=MOST,
+        ),
+    ] = 16
+    max_steps: Annotated[
+        int, Option("fluxserve: the forward of a block that resolves it in any case.", at_least=1, at_most=MOST)
+    ] = 1000
+
+    def __post_init__(self) -> None:
+        check(self)
+        for f in fields(self):
+            if self.variant == "sglang" and f.name in ("steps", "max_steps") and getattr(self, f.name) != f.default:
+                raise ValueError(f"edit.{f.name}={getattr(self, f.name)} has no meaning with sglang; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +205,13 @@ class DecodingConfig:
     ] = None
     t2t: Annotated[T2T | None, Option("Token-to-token editing of filled positions.")] = None
     soft: Annotated[Soft | None, Option("Soft parallel decoding.")] = None
+    edit: Annotated[
+        Levenshtein | None,
+        Option(
+            "Insert and delete tokens inside a block (LLaDA2.2); then all fields except `block_size`, `tau_m2t` and "
+            "`prefix_cache` must be left out."
+        ),
+    ] = None
     canvas: Annotated[
         Canvas | None,
         Option(
@@ -193,6 +238,10 @@ class DecodingConfig:
             raise ValueError("carry=True cannot be honoured with prompt_attention='full': no block ends such a prompt")
         if self.t2t and self.soft:
             raise ValueError("t2t and soft are two ways to revise filled tokens; give one of them")
+        if self.edit is not None:
+            for f in fields(self):
+                if f.name not in EDIT_FIELDS and getattr(self, f.name) != f.default:
+                    raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with edit; leave it out")
         if self.entropy is not None:
             for f in fields(self):
                 if f.name in (*REPLACED_BY_ENTROPY, "soft") and getattr(self, f.name) != f.default:
@@ -221,7 +270,7 @@ class DecodingConfig:
     @property
     def revises(self) -> bool:
         """Whether a filled position may still change."""
-        return self.t2t is not None or self.soft is not None
+        return self.t2t is not None or self.soft is not None or self.edit is not None
 
     @property
     def ranking(self) -> Fallback:
@@ -243,6 +292,7 @@ class DecodingConfig:
         return prompt_length if self.prompt_attention == "full" else 0
 
 
+EDIT_FIELDS = ("block_size", "tau_m2t", "prefix_cache", "edit")
 CANVAS_FIELDS = ("block_size", "prefix_cache", "canvas")
 REPLACED_BY_ENTROPY = ("tau_m2t", "tokens_per_step", "fallback")
 
@@ -256,8 +306,8 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
     """A request's config: `overrides`, its own fields, replace those in `defaults` (`generation_config.json`).
 
     Other keys in `defaults` are ignored, because Hugging Face keeps many settings there. If one of the two names
-    `canvas` and the other decodes block by block, the method of `overrides` counts; so it does between `entropy` and
-    the fields that it replaces. Raises `ValueError` for an unknown key in `overrides`, and for a `block_size` in
+    `canvas` or `edit` and the other decodes otherwise, the method of `overrides` counts; so it does between `entropy`
+    and the fields that it replaces. Raises `ValueError` for an unknown key in `overrides`, and for a `block_size` in
     either that is not the model's.
     """
     names = [f.name for f in fields(DecodingConfig)]
@@ -268,6 +318,10 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
         if source.get("block_size", block_size) != block_size:
             raise ValueError(f"block_size={source['block_size']} cannot be honoured: the model has {block_size}")
     values = {k: v for k, v in defaults.items() if k in names}
+    if overrides.get("edit") is not None:
+        values = {k: v for k, v in values.items() if k in EDIT_FIELDS}
+    elif set(overrides) - set(EDIT_FIELDS):
+        values.pop("edit", None)
     if overrides.get("canvas") is not None:
         values = {k: v for k, v in values.items() if k in CANVAS_FIELDS}
     elif set(overrides) - set(CANVAS_FIELDS):

@@ -210,7 +210,7 @@ class Request:
     @property
     def steered(self) -> bool:
         """Whether the host decides some of its tokens."""
-        return self.grammar is not None or bool(self.template)
+        return self.grammar is not None or bool(self.template) or self.decoding.edit is not None
 
     @property
     def carries(self) -> bool:

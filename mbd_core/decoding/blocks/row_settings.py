@@ -53,7 +53,8 @@ class RowSettings:
 
     first_block  index of the block in slot 0
     origin       position at which block 0 begins
-    begin, end   positions [begin, end) may be filled: from the prompt's end to the end of the token budget
+    begin, end   positions [begin, end) may be filled: from the prompt's end to the end of the token budget, or where
+                 tokens come and go, of its last block
     limit        the request's buffer size
     kept         how many of these blocks a busy engine leaves it: 1, or all if the request is not adaptive
     forward      forwards that the row took part in; the noise of drawn tokens depends on it
@@ -118,11 +119,14 @@ class RowSettings:
         """Write a request's settings into a row; `first_block` is its boundary block."""
         config, sampling, length = request.decoding, request.sampling, len(request.prompt)
         origin, begin = config.grid_origin(length), length + len(request.committed)
+        end = length + request.max_tokens
+        if config.edit is not None:  # tokens move across the budget's end
+            end = -(-end // block_size) * block_size
         whole = {
             "first_block": (request.first_block_start(begin) - origin) // block_size,
             "origin": origin,
             "begin": begin,
-            "end": length + request.max_tokens,
+            "end": end,
             "limit": config.buffer_size,
             "kept": 1 if config.adaptive else config.buffer_size,
             "quota": config.tokens_per_step,
@@ -131,7 +135,7 @@ class RowSettings:
             "eos_stops": not request.ignore_eos,
             "sub_block": config.sub_block or block_size,
             "carries": request.carries,
-            "edits": config.t2t is not None,
+            "edits": config.t2t is not None or config.edit is not None,
             "max_edits": config.t2t.max_edits if config.t2t else 0,
             "softens": config.soft is not None,
             "top_k": sampling.top_k,

@@ -154,8 +154,9 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Expert ids (T, K + S) int64, best first, and their weights (T, K + S) float32, of float32 logits (T, E).
 
-    The arguments are those of `MoEConfig`; with a `capacity` the tokens are whole blocks. Last stand the `num_shared` (S) experts that every token shares, E to
-    E + S - 1, with weight 1. The ids of a token that is not `live_T` are all E + S, which is no expert.
+    The arguments are those of `MoEConfig`; with a `capacity` the tokens are whole blocks. Last stand the `num_shared`
+    (S) experts that every token shares, E to E + S - 1, with weight 1. The ids of a token that is not `live_T` are all
+    E + S, which is no expert.
     """
     tokens, experts = logits_TE.shape
     columns = per_token + num_shared

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock, Refresh
-from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Levenshtein, Soft
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
@@ -26,6 +26,10 @@ SHIFTED: dict[str, dict[str, Any]] = {  # models that attend in blocks, whose lo
     "carry": {"tau_m2t": 0.4, "sub_block": 2, "carry": True},
     "multi carry": {"buffer_size": 3, "tau_m2t": 0.4, "sub_block": 2, "carry": True},
     "entropy carry": {"buffer_size": 2, "entropy": EntropyBound(gamma=4.0), "carry": True},
+}
+EDITS: dict[str, dict[str, Any]] = {
+    "edit": {"tau_m2t": 0.3, "edit": Levenshtein(steps=B, max_post_steps=5)},
+    "edit sglang": {"tau_m2t": 0.3, "edit": Levenshtein(variant="sglang", max_post_steps=5, tau=0.2)},
 }
 FULL: dict[str, dict[str, Any]] = {
     "d2f": {"buffer_size": 3, "tau_m2t": 0.3, "prompt_attention": "full"},
@@ -86,13 +90,15 @@ def request(name: str, seed: int, method: str, **changes: Any) -> Request:
     fields = {
         "prompt": tuple(rng.choices(range(VOCAB), k=rng.randint(1, 25))),
         "max_tokens": rng.randint(1, 30),
-        "decoding": DecodingConfig(block_size=B, **(BLOCKWISE | SHIFTED | FULL)[method]),
+        "decoding": DecodingConfig(block_size=B, **(BLOCKWISE | SHIFTED | EDITS | FULL)[method]),
         "sampling": Sampling(temperature=rng.choice((0.0, 0.8)), top_p=0.9, top_k=rng.choice((0, 20)), seed=seed),
         "logprobs": True,
         "ignore_eos": rng.random() < 0.3,
     }
     if "steps" in repr(fields["decoding"]) and getattr(fields["decoding"].canvas, "steps", None):
         fields["max_tokens"] = 24
+    if fields["decoding"].edit is not None:
+        fields["sampling"] = Sampling(seed=seed)
     return Request(request_id=name, **(fields | changes))
 
 
