@@ -190,7 +190,7 @@ def _random_model(family: str) -> Decoder:
 
 
 def chosen_cases(
-    cases: list[ModelCase], models: list[str] | None, methods: list[str] | None
+    cases: list[ModelCase], models: Sequence[str] | None, methods: Sequence[str] | None
 ) -> list[tuple[ModelCase, MethodCase]]:
     """The models that begin with one of these names, and their methods that contain one; `ValueError` without any."""
     begins = tuple(models or [""])

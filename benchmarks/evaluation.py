@@ -12,17 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from benchmarks.measuring import markdown, run_seconds
 from cluster.storage import Folder
-from jobs.command_line import DATA, DECODING, ENGINE, MaxRows, ModelName, command, names
+from jobs.command_line import Fields, ModelName, command
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sandbox.processes import Limits, describe_isolation
 from mbd_core.evaluation.sandbox.programs import Call, Verdict, run_calls, run_tests
 from mbd_core.evaluation.sweep.parts import SweepShard, Timing
-from mbd_core.options import CLUSTER
+from mbd_core.options import CLUSTER, DATA, DECODING, ENGINE, Option
 
 if TYPE_CHECKING:
     from mbd_core.evaluation.sweep.decoding import DecodingModel
@@ -86,25 +84,17 @@ class SweepCost:
 
 def run_sweep(
     model: ModelName = "tiny-mbd",
-    tasks: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Generated tasks.", rich_help_panel=DATA)
-    ] = "gsm-mini,code-mini",
-    grid: Annotated[
-        str, typer.Option(metavar="FIELD=VALUE,...;...", help="As eval_sweep's.", rich_help_panel=DECODING)
-    ] = "tau_m2t=0.7,0.9",
+    *,
+    tasks: Annotated[tuple[str, ...], Option("Generated tasks.", DATA, separator=",")] = ("gsm-mini", "code-mini"),
+    grid: Annotated[str, Option("As eval_sweep's.", DECODING, metavar="FIELD=VALUE,...;...")] = "tau_m2t=0.7,0.9",
     seconds: Annotated[
-        float, typer.Option(help="Length of the direct run, about; a trial finds the problems.", min=1)
+        float, Option("Length of the direct run, about; a trial finds the problems.", DATA, at_least=1)
     ] = 300.0,
-    limit: Annotated[
-        int | None,
-        typer.Option(help="Problems a task.", show_default="by --seconds", min=1, rich_help_panel=DATA),
-    ] = None,
-    max_rows: MaxRows = EngineConfig.max_rows,
-    actors: Annotated[
-        int, typer.Option(help="Run the sweep again with so many engines; 1: not.", min=1, rich_help_panel=CLUSTER)
-    ] = 1,
+    limit: Annotated[int | None, Option("Problems a task.", DATA, at_least=1, default="by --seconds")] = None,
+    engine: Annotated[EngineConfig, Fields("max_rows")],
+    actors: Annotated[int, Option("Run the sweep again with so many engines; 1: not.", CLUSTER, at_least=1)] = 1,
     threads: Annotated[
-        int, typer.Option(help="Torch's threads of the direct run; a sweep's engine has one.", rich_help_panel=ENGINE)
+        int, Option("Torch's threads of the direct run; a sweep's engine has one.", ENGINE, at_least=1)
     ] = 1,
 ) -> None:
     """Decode one plan by the engine in this process, all samples at once, and by a sweep with one engine on Ray.
@@ -125,10 +115,10 @@ def run_sweep(
     torch.set_num_threads(threads)
     options = SweepOptions(
         models=[model],
-        tasks=names(tasks, "--tasks"),
+        tasks=list(tasks),
         grid=grid,
         limit=TRIAL if limit is None else limit,
-        engine=EngineConfig(max_rows=max_rows),
+        engine=engine,
     )
     sweep = plan_sweep(options)
     began = time.perf_counter()
@@ -228,7 +218,7 @@ TESTS = "def check(candidate):\n    assert candidate(2) == 2\n"
 
 
 def run_sandbox(
-    repeats: Annotated[int, typer.Option(help="Runs of each kind.", min=1, rich_help_panel=DATA)] = 20,
+    repeats: Annotated[int, Option("Runs of each kind.", DATA, at_least=1)] = 20,
 ) -> None:
     """Time a program that returns its input: a process that gets inputs, and the two processes of tests.
 

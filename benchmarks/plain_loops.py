@@ -160,7 +160,7 @@ def multi_bd(
         )
     size, device, shift = config.block_size, model.lm_head.weight.device, model.config.shift_logits
     origin = config.grid_origin(len(prompt))
-    num_stored = origin + (len(prompt) - origin) // size * size
+    num_stored = origin + max(0, len(prompt) - origin - config.carry) // size * size
     span = origin + -(-(len(prompt) - origin + max_tokens) // size) * size
     cache = ContiguousCache(model, num_lanes=1, length=span)
     vocab = Vocab(model.config.mask_token_id, model.config.vocab_size)
@@ -183,8 +183,11 @@ def multi_bd(
     def predict(cached: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[Predictions]:
         ids = [model.config.mask_token_id if t is None else t for block in blocks for t in block]
         soft = [w for block in weights for w in block] if config.soft else None
-        logits = model.logits(forward(ids, origin + len(cached), soft))
-        fallback_P = None
+        shifted = forward(ids, origin + len(cached), soft)
+        if config.carry:  # a complete block predicts the token behind it
+            ends = [i * size for i, block in enumerate(blocks) if None not in block]
+            shifted[ends] = hidden[[end + size - 1 for end in ends]]
+        logits, fallback_P = model.logits(shifted), None
         if config.ranks_by_score:
             fallback_P = torch.full((len(ids),), FALLBACKS[config.ranking], device=device)
         values, _ = predicted(lambda part: logits[part], len(ids), vocab, chunk=len(ids), fallback_P=fallback_P)

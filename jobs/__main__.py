@@ -1,11 +1,7 @@
 """The command `mbd`, of which every job is a sub-command; `python -m jobs` is the same."""
 
-import importlib.metadata
 import sys
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from jobs.command_line import sub_commands
 
@@ -23,30 +19,17 @@ COMMANDS = {
     "bench": ("benchmarks.__main__", "measure this machine; the repository has it, the package does not"),
     "demo": ("jobs.demo", "train a little, sweep, serve and ask, in three minutes"),
 }
-DISTRIBUTION = "mbd-cluster"
 
 # An editable installation finds its own packages alone, and `bench` is of a package beside them.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(importlib.metadata.version(DISTRIBUTION))
-        raise typer.Exit
-
-
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Train, serve and evaluate multi-block diffusion language models.
-
-    mbd NAME --help shows the options of a command.
-    """
-
-
-main = sub_commands("mbd", COMMANDS, options=options, add_completion=True)
+main = sub_commands(
+    "mbd",
+    COMMANDS,
+    about="Train, serve and evaluate multi-block diffusion language models.\n\n"
+    "mbd NAME --help shows the options of a command.",
+    distribution="mbd-cluster",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

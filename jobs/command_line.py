@@ -7,17 +7,19 @@ A job is a function and its `main = command(function)`. A parameter of the funct
 
 `Annotated[EngineConfig, Fields("max_rows", "num_pages")]` takes some of the fields alone; `Changes` takes those that
 were given, for a configuration that is found later. A parameter's default gives a dataclass's fields other defaults.
+A parameter that is a `CommandLine` is no option: it gets the command itself. Typer is named in this module alone.
 
 Exit codes: 0 done, 1 it failed, 2 bad input, in one sentence on stderr and before any work begins.
 """
 
 import importlib
+import importlib.metadata
 import inspect
 import re
 import shlex
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +30,6 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.exceptions import TyperException
 from typer.main import get_command
 
-from mbd_core.json_text import parse_json
 from mbd_core.options import (
     DATA,
     DECODING,
@@ -39,14 +40,18 @@ from mbd_core.options import (
     PANELS,
     Option,
     OptionField,
-    members,
+    changes_of,
+    flag,
+    is_json,
+    nested,
     options_of,
+    plain_type,
     split,
+    value_of,
 )
 
 ModelName = Annotated[str, Option("A shipped model's name, or a model folder.", MODEL, flag="--model")]
 Seed = Annotated[int, Option("Of whatever is drawn.", DATA, at_least=0)]
-Threads = Annotated[int, Option("Torch's threads, each rank's.", ENGINE, at_least=1)]
 OwnThreads = Annotated[
     int | None, Option("Torch's threads (default: torch's own)", ENGINE, flag="--threads", at_least=1)
 ]
@@ -62,10 +67,10 @@ IsolationText = Annotated[
         flag="--isolation",
     ),
 ]
-MaxRows = Annotated[int, Option("Sequences decoded at once.", ENGINE, at_least=1)]
-NumPages = Annotated[
-    int | None, Option("Pages of KV memory, each engine's (default: as many as fit).", ENGINE, at_least=2)
-]
+
+
+class CommandLine(str):
+    """The command as it was given, for reports."""
 
 
 class Fields:
@@ -77,11 +82,16 @@ class Fields:
 
 class Changes(Fields):
     """In `Annotated[dict[str, Any], ...]`: fields of a dataclass of which a command takes those that were given, by
-    name; `default` is what --help shows for the others."""
+    name, or without names all fields of it and of the dataclasses that it holds, as `mbd_core.options.changed` takes
+    them."""
 
-    def __init__(self, kind: type, *names: str, default: str | None = None) -> None:
+    def __init__(self, kind: type, *names: str) -> None:
         super().__init__(*names)
-        self.kind, self.default = kind, default
+        self.kind = kind
+
+
+METAVARS = {int: "N", float: "X"}  # of changed fields, whose many options have one narrow column of values
+COMMAND = "_command"  # among the values of options: the command itself
 
 
 class Command(TyperCommand):
@@ -163,34 +173,24 @@ def command_options(run: Callable[..., Any]) -> list[OptionField]:
     return options
 
 
+def by_panel(options: Iterable[OptionField]) -> list[OptionField]:
+    """Options in the order of the panels of --help; first those that have none."""
+    return sorted(options, key=lambda item: PANELS.index(item.option.panel) if item.option.panel else -1)
+
+
 def _typer_function(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as Typer takes it: each option is a parameter, and the dataclasses are built of their values.
+    """The function as Typer takes it: each option is a parameter, and the dataclasses are built of their values."""
+    parts = _parts(run)
 
-    Parameters that are annotated for Typer itself, as its context, are left as they are.
-    """
-    parts, hints = _parts(run), typing.get_type_hints(run, include_extras=True)
-    parameters_left = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name])
-        for name, parameter in inspect.signature(run).parameters.items()
-        if name not in parts
-    ]
+    def call(_context: typer.Context, **arguments: Any) -> Any:
+        arguments[COMMAND] = _context.obj
+        return run(**{name: part.value(arguments) for name, part in parts.items()})
 
-    def call(**values_given: Any) -> Any:
-        values = {name: part.value(values_given) for name, part in parts.items()}
-        return run(**{parameter.name: values_given[parameter.name] for parameter in parameters_left}, **values)
-
-    parameters = [*parameters_left, *map(_typer_parameter, command_options(run))]
-    parameters.sort(key=_panel_number)
+    context = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [context, *map(_typer_parameter, by_panel(command_options(run)))]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {}
     return call
-
-
-def _panel_number(parameter: inspect.Parameter) -> int:
-    """Where the panel of an option as Typer declares it stands in --help; -1 for none."""
-    about = getattr(parameter.annotation, "__metadata__", (None,))[0]
-    panel = getattr(about, "rich_help_panel", None)
-    return PANELS.index(panel) if panel in PANELS else -1
 
 
 def _parts(run: Callable[..., Any]) -> dict[str, _Part]:
@@ -200,18 +200,22 @@ def _parts(run: Callable[..., Any]) -> dict[str, _Part]:
         kind, option = split(hints[name])
         default = MISSING if parameter.default is parameter.empty else parameter.default
         selection = next((item for item in getattr(hints[name], "__metadata__", ()) if isinstance(item, Fields)), None)
-        if isinstance(selection, Changes):
+        if kind is CommandLine:
+            parts[name] = _Part([], lambda arguments: CommandLine(arguments[COMMAND]))
+        elif isinstance(selection, Changes):
             parts[name] = _changes(selection)
         elif option is not None:
             parts[name] = _single(OptionField(name=name, hint=kind, option=option, default=default))
         elif is_dataclass(kind):
             parts[name] = part = _of_dataclass(typing.cast(type, kind), selection, default)
             assert selection is None or {*selection.names} <= {item.name for item in part.options}, selection.names
+        else:
+            raise TypeError(f"{run.__name__}: the parameter {name} has no option")
     return parts
 
 
 def _single(item: OptionField) -> _Part:
-    return _Part([item], lambda arguments: _field_value(item, arguments[item.name]))
+    return _Part([item], lambda arguments: value_of(item, arguments[_parameter_name(item)]))
 
 
 def _of_dataclass(kind: type, selection: Fields | None, defaults: Any) -> _Part:
@@ -235,54 +239,28 @@ def _of_dataclass(kind: type, selection: Fields | None, defaults: Any) -> _Part:
 
 def _changes(selection: Changes) -> _Part:
     """The given ones of a dataclass's fields; none has a default."""
-    fields_by_name = {field.name: field for field in options_of(selection.kind)}
-    items = []
-    for name in selection.names:
-        hint, option = fields_by_name[name].hint, fields_by_name[name].option
-        option = replace(option, default=option.default or selection.default)
-        items.append(OptionField(name=name, hint=hint | None, option=option, default=None))
+    known = {item.name: item for item in changes_of(selection.kind)}
+    items = [
+        replace(item, option=replace(item.option, metavar=item.option.metavar or METAVARS.get(plain_type(item.hint))))
+        for item in (map(known.__getitem__, selection.names) if selection.names else known.values())
+    ]
 
     def value(arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            item.name: _field_value(item, arguments[item.name]) for item in items if arguments[item.name] is not None
-        }
+        stated = {item: arguments[_parameter_name(item)] for item in items}
+        return nested({item.name: value_of(item, text) for item, text in stated.items() if text not in (None, [])})
 
     return _Part(items, value)
 
 
-def flag(item: OptionField) -> str:
-    """An option's name on the command line; a switch has two, if it is on by default or can be left open."""
-    if item.option.flag:
-        return item.option.flag
-    name = item.name.replace("_", "-")
-    return f"--{name}/--no-{name}" if _plain(item.hint) is bool and item.default is not False else f"--{name}"
-
-
-def _plain(hint: Any) -> Any:
-    """The type of an option's value on a command line, where an object of fields and nothing have no form."""
-    return next(member for member in members(hint) if member is not type(None) and not is_dataclass(member))
-
-
-def _field_value(item: OptionField, value: Any) -> Any:
-    """A field's value from what Typer read; `ValueError`, naming the option, for one that the field refuses."""
-    kind, name = _plain(item.hint), flag(item).partition("/")[0]
-    if typing.get_origin(kind) in LISTS:
-        if item.option.separator and value is not None:
-            value = numbers(value, name) if typing.get_args(kind)[0] is int else names(value, name)
-        value = tuple(value) if value else item.default if item.default is not MISSING else ()
-    elif typing.get_origin(kind) is dict:
-        value = item.default if value is None else json_object(value, name)
-    refusal = item.refusal(value)
-    if refusal is not None:
-        raise ValueError(f"{name} {value} {refusal}")
-    return value
+def _parameter_name(item: OptionField) -> str:
+    return item.name.replace(".", "__")
 
 
 def _typer_parameter(item: OptionField) -> inspect.Parameter:
     """An option as Typer declares it."""
-    option, kind = item.option, _plain(item.hint)
+    option, kind = item.option, plain_type(item.hint)
     default: Any = inspect.Parameter.empty if item.default is MISSING else item.default
-    if typing.get_origin(kind) is dict:
+    if is_json(item.hint):
         kind, default = str, None
     elif typing.get_origin(kind) in LISTS:
         (each,) = {*typing.get_args(kind)} - {...}
@@ -292,7 +270,7 @@ def _typer_parameter(item: OptionField) -> inspect.Parameter:
     is_number = kind in (int, float)
     about: dict[str, Any] = {
         "help": option.help if option.above is None else f"{option.help} (above {option.above:g})",
-        "metavar": option.metavar,
+        "metavar": item.metavar,
         "min": option.at_least if is_number else None,
         "max": option.at_most if is_number else None,
         "show_default": option.default or True,
@@ -300,7 +278,9 @@ def _typer_parameter(item: OptionField) -> inspect.Parameter:
     }
     info = typer.Argument(**about) if option.positional else typer.Option(flag(item), **about)
     annotation: Any = Annotated[kind | None if default is None else kind, info]
-    return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        _parameter_name(item), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 class Group(TyperGroup):
@@ -344,28 +324,40 @@ def sub_commands(
     called: str,
     modules: Mapping[str, tuple[str, str]],
     *,
-    options: Callable[..., None] | None = None,
-    add_completion: bool = False,
+    about: str | None = None,
+    distribution: str | None = None,
 ) -> Main:
     """`CALLED NAME ...`: calls what `modules` has for NAME, beside a sentence on what it does.
 
-    That is the `Main` named `main` in a module, or with "MODULE:ENTRY" another one. `options` takes the options that
-    stand before NAME, and its docstring stands above the list of names.
+    That is the `Main` named `main` in a module, or with "MODULE:ENTRY" another one. `about` stands above the list of
+    names. The command of a `distribution` has --version, and is completed by shells.
     """
 
     class Named(Group):
         pass
 
+    def print_version(wanted: bool) -> None:
+        if wanted:
+            print(importlib.metadata.version(str(distribution)))
+            raise typer.Exit
+
+    def options() -> None:
+        """None stand before the name."""
+
+    def options_of_distribution(
+        version: Annotated[
+            bool, typer.Option("--version", help="Print the version.", callback=print_version, is_eager=True)
+        ] = False,
+    ) -> None:
+        """Typer calls back for the version."""
+
     Named.modules = modules
     app = typer.Typer(
-        cls=Named, add_completion=add_completion, pretty_exceptions_enable=False, rich_markup_mode="rich"
+        cls=Named, add_completion=bool(distribution), pretty_exceptions_enable=False, rich_markup_mode="rich"
     )
-    app.callback(help=_help(options) if options else None, subcommand_metavar="NAME ...")(options or _nothing)
+    callback = options_of_distribution if distribution else options
+    app.callback(help=about, subcommand_metavar="NAME ...")(callback)
     return Main(lambda: get_command(app), called)
-
-
-def _nothing() -> None:
-    """No options before the name."""
 
 
 class _GroupWithDefault(TyperGroup):
@@ -389,33 +381,3 @@ def with_default(called: str, mains: Mapping[str, Main]) -> Main:
 def _help(run: Callable[..., Any]) -> str:
     """The docstring, each paragraph on one line, so that the terminal breaks it."""
     return re.sub(r"(?<!\n)\n(?=\w)", " ", inspect.cleandoc(run.__doc__ or ""))
-
-
-def command_text(context: typer.Context) -> str:
-    """The command as it was given, for reports; a job that takes a `typer.Context` has it."""
-    assert isinstance(context.obj, str)
-    return context.obj
-
-
-def json_object(text: str, option: str) -> dict[str, Any]:
-    """A JSON object that was given as an option; `ValueError` if it is none."""
-    value = parse_json(text, f"{option} {text!r}")
-    if not isinstance(value, dict):
-        raise ValueError(f"{option} {text!r} must be a JSON object")
-    return value
-
-
-def names(text: str, option: str) -> list[str]:
-    """A comma-separated list without repetitions; `ValueError` if it is empty."""
-    items = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not items:
-        raise ValueError(f"{option} names nothing; give at least one, separated by commas")
-    return items
-
-
-def numbers(text: str, option: str) -> list[int]:
-    """A comma-separated list of whole numbers of at least 1; `ValueError` names the one that is not."""
-    for name in names(text, option):
-        if not name.isdecimal() or int(name) < 1:
-            raise ValueError(f"{option} {name} must be a whole number of at least 1")
-    return [int(name) for name in names(text, option)]

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from tqdm import tqdm
 
-from jobs.command_line import DATA, MODEL, OUTPUT, command
+from jobs.command_line import command
 from mbd_core.files import check_target_folder
+from mbd_core.options import DATA, MODEL, OUTPUT, Option
 from mbd_core.tasks import gsm_mini
 
 if TYPE_CHECKING:
@@ -33,12 +33,13 @@ BASE, TRAINED = "ledger-bd", "ledger-mbd"
 THRESHOLDS, SHOWN_THRESHOLD, SLOTS = (0.8, 0.9, 0.95), 0.9, 4
 NUM_QUESTIONS = 8
 
-Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for all results.", rich_help_panel=OUTPUT)]
-Steps = Annotated[int, typer.Option(min=1, help="Updates of the short training job.", rich_help_panel=MODEL)]
-Limit = Annotated[int, typer.Option(min=1, help="Problems of the sweep.", rich_help_panel=DATA)]
 
-
-def run(*, out: Out = Path("out/demo"), steps: Steps = 30, limit: Limit = 100) -> None:
+def run(
+    *,
+    out: Annotated[Path, Option("Folder for all results.", OUTPUT, metavar="DIR")] = Path("out/demo"),
+    steps: Annotated[int, Option("Updates of the short training job.", MODEL, at_least=1)] = 30,
+    limit: Annotated[int, Option("Problems of the sweep.", DATA, at_least=1)] = 100,
+) -> None:
     """All of it on this machine: train a little, sweep a base and its MBD, serve a model and ask it questions.
 
     It starts a local Ray cluster, submits a short MultiTF job and a sweep to it (ray job submit), starts the endpoint

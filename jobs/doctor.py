@@ -237,7 +237,7 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
             ["experts", None if config.moe is None else config.moe.num_experts],
             ["attention", config.attention],
             ["block size", endpoint.engine.block_size or config.block_size],
-            ["longest sequence", config.max_positions],
+            ["longest sequence", endpoint.engine.positions(config.max_positions)],
             ["computed on", f"{device.type}, {ranks} rank{'s' if ranks > 1 else ''}"],
         ],
     )

@@ -4,14 +4,15 @@ import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, is_dataclass
+from pathlib import Path
 
 from actors.serving.args import Autoscaling, ModelArgs, ServingArgs
 from jobs.__main__ import COMMANDS
-from jobs.command_line import command_options, flag
+from jobs.command_line import by_panel, command_options
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock, Refresh
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
 from mbd_core.engine.config import EngineConfig
-from mbd_core.options import PANELS, OptionField, members, options_of
+from mbd_core.options import OptionField, flag, members, options_of
 
 FILE_OBJECTS = {
     "`args`": ServingArgs,
@@ -37,6 +38,8 @@ DECODING_OBJECTS = {
     "`branches` of a canvas": Branches,
     "`multi_block` of a canvas": MultiBlock,
 }
+MANY = 3
+"""From this number on, options that a larger command has too are a line of names."""
 DECODING = """## Decoding fields
 
 What a request's `decoding`, a method of a sweep and `--decoding` may set.
@@ -50,9 +53,8 @@ have; unknown names are refused. [k8s/base/serve.yaml](../../k8s/base/serve.yaml
 
 def page() -> str:
     """The whole page."""
-    commands = [_command_section(name, module, run) for name, module, run in described_commands()]
-    decoding = [f"### {place}\n\n" + _field_table(options_of(kind)) for place, kind in DECODING_OBJECTS.items()]
-    return "\n".join([OPENING, *commands, IN_A_FILE, *_file_sections(), DECODING, *decoding])
+    decoding = _object_table(DECODING_OBJECTS)
+    return "\n".join([OPENING, *_command_sections(), IN_A_FILE, _file_section(), DECODING, decoding])
 
 
 def described_commands() -> Iterator[tuple[str, str, Callable[..., None]]]:
@@ -64,40 +66,60 @@ def described_commands() -> Iterator[tuple[str, str, Callable[..., None]]]:
                 yield name, module, run
 
 
-def _command_section(name: str, module: str, run: Callable[..., None]) -> str:
-    items = command_options(run)
-    items.sort(key=lambda item: PANELS.index(item.option.panel) if item.option.panel else -1)
-    rows = [[f"`{_name(item)}`", _values(item), _default(item), item.option.help] for item in items]
-    heading = f"## mbd {name}, {module.replace('.', '/')}.py"
-    return f"{heading}\n\n" + _table(["option", "values", "default", "what it is"], rows)
+def _command_sections() -> Iterator[str]:
+    """A section for each command. From `MANY` on, rows that a larger command has too stand there alone."""
+    commands = list(described_commands())
+    rows = {name: {_name(item): _row(item) for item in by_panel(command_options(run))} for name, _, run in commands}
+    for name, module, _ in commands:
+        shared: dict[str, list[str]] = {}
+        for option, row in rows[name].items():
+            larger = [other for other in rows if len(rows[other]) > len(rows[name]) and rows[other].get(option) == row]
+            if larger:
+                shared.setdefault(larger[0], []).append(option)
+        also = {other: options for other, options in shared.items() if len(options) >= MANY}
+        elsewhere = {option for options in also.values() for option in options}
+        lines = [f"As of `mbd {other}`: {', '.join(f'`{option}`' for option in also[other])}.\n" for other in also]
+        own = [[f"`{option}`", *row] for option, row in rows[name].items() if option not in elsewhere]
+        heading = f"## mbd {name}, {module.replace('.', '/')}.py\n"
+        yield "\n".join([heading, *lines, _table(["option", "values", "default", "what it is"], own)])
+
+
+def _row(item: OptionField) -> list[str]:
+    return [_values(item), _default(item), item.option.help]
 
 
 def _name(item: OptionField) -> str:
-    return str(item.option.metavar) if item.option.positional else flag(item)
+    return str(item.metavar) if item.option.positional else flag(item)
 
 
-def _file_sections() -> Iterator[str]:
+def _file_section() -> str:
+    lines = []
     for place, kind in FILE_OBJECTS.items():
-        items = options_of(kind)
-        shared = [f"`{item.name}`" for item in items if not _is_for_files(item) and kind is not Autoscaling]
-        also = f"As on the command line: {', '.join(shared)}.\n\n" if shared else ""
-        file_items = [item for item in items if _is_for_files(item) or kind is Autoscaling]
-        yield f"### {place}\n\n{also}" + _field_table(file_items)
+        shared = [f"`{item.name}`" for item in options_of(kind) if not _only_in_files(kind, item)]
+        if shared:
+            lines.append(f"- {place}, as on the command line: {', '.join(shared)}.\n")
+    return "".join(lines) + "\n" + _object_table(FILE_OBJECTS, _only_in_files)
 
 
-def _field_table(items: Iterable[OptionField]) -> str:
-    rows = [[f"`{item.name}`", _values(item), _default(item), item.option.help] for item in items]
-    return _table(["field", "values", "default", "what it is"], rows)
+def _object_table(
+    objects: dict[str, type], is_shown: Callable[[type, OptionField], bool] = lambda kind, item: True
+) -> str:
+    """The fields of several objects; the first row of each names it."""
+    rows = []
+    for place, kind in objects.items():
+        shown = [item for item in options_of(kind) if is_shown(kind, item)]
+        rows += [["" if i else place, f"`{item.name}`", *_row(item)] for i, item in enumerate(shown)]
+    return _table(["object", "field", "values", "default", "what it is"], rows)
 
 
-def _is_for_files(item: OptionField) -> bool:
-    return item.option.flag is False or is_dataclass(item.hint)
+def _only_in_files(kind: type, item: OptionField) -> bool:
+    return kind is Autoscaling or item.option.flag is False or is_dataclass(item.hint)
 
 
 def _values(item: OptionField) -> str:
     """The values, without an article and `null`."""
-    if item.option.metavar and not item.option.positional:
-        return f"`{item.option.metavar}`"
+    if item.metavar and not item.option.positional:
+        return f"`{item.metavar}`"
     if bool in members(item.hint) and item.option.panel:
         return "switch"
     for article in ("a ", "an ", "one of null, ", "one of "):
@@ -114,7 +136,7 @@ def _default(item: OptionField) -> str:
         return "**required**"
     if item.default in (None, (), {}, "") or is_dataclass(item.default):
         return ""
-    return f"`{item.default if isinstance(item.default, str) else json.dumps(item.default)}`"
+    return f"`{item.default if isinstance(item.default, str | Path) else json.dumps(item.default)}`"
 
 
 def _table(heads: list[str], rows: Iterable[list[str]]) -> str:

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
-from jobs.command_line import DATA, DECODING, MODEL, OUTPUT, JsonFile, Main, Overwrite, command, names, with_default
+from jobs.command_line import JsonFile, Main, Overwrite, command, with_default
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.sweep.best import By
 from mbd_core.files import check_target_folder, folder_beside, write_json
+from mbd_core.options import DATA, DECODING, MODEL, OUTPUT, Option
 
 if TYPE_CHECKING:
     from mbd_core.tables import Table
@@ -23,8 +22,7 @@ BEST = (
     "against TPF. It is chosen on half of the problems, and its accuracy on the others is printed."
 )
 Folders = Annotated[
-    list[Path],
-    typer.Argument(metavar="DIR...", help="--out folders of sweeps or of their shards.", rich_help_panel=DATA),
+    tuple[Path, ...], Option("--out folders of sweeps or of their shards.", DATA, positional=True, metavar="DIR...")
 ]
 
 
@@ -32,12 +30,7 @@ def report(
     folders: Folders,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder to write; several sweeps need one.",
-            show_default="the sweep's own",
-            rich_help_panel=OUTPUT,
-        ),
+        Option("Folder to write; several sweeps need one.", OUTPUT, metavar="DIR", default="the sweep's own"),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -70,14 +63,10 @@ def report(
 def best(
     folders: Folders,
     folder: Annotated[
-        list[Path],
-        typer.Option(
-            metavar="DIR",
-            help="The folder of a model of the sweep, known by its files; repeatable.",
-            rich_help_panel=OUTPUT,
-        ),
+        tuple[Path, ...],
+        Option("The folder of a model of the sweep, known by its files; repeatable.", OUTPUT, metavar="DIR"),
     ],
-    by: Annotated[By, typer.Option(help=f"Which is the best: {BEST}", rich_help_panel=DATA)] = "accuracy",
+    by: Annotated[By, Option(f"Which is the best: {BEST}", DATA)] = "accuracy",
 ) -> None:
     """Write the best configuration of each model into its generation_config.json, where engine and endpoint find it.
 
@@ -91,21 +80,11 @@ def best(
 
 
 def front(
-    sweep: Annotated[Path, typer.Argument(metavar="DIR", help="--out folder of a sweep.", rich_help_panel=DATA)],
-    folder: Annotated[
-        str, typer.Option(metavar="DIR", help="The model folder that gets the front.", rich_help_panel=OUTPUT)
-    ],
-    model: Annotated[
-        str | None,
-        typer.Option(help="The model's name in the sweep.", show_default="its only one", rich_help_panel=MODEL),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(metavar="NAME,...", help="Tasks to take the means of.", show_default="all", rich_help_panel=DATA),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a front that the folder has.", rich_help_panel=OUTPUT)
-    ] = False,
+    sweep: Annotated[Path, Option("--out folder of a sweep.", DATA, positional=True, metavar="DIR")],
+    folder: Annotated[str, Option("The model folder that gets the front.", OUTPUT, metavar="DIR")],
+    model: Annotated[str | None, Option("The model's name in the sweep.", MODEL, default="its only one")] = None,
+    tasks: Annotated[tuple[str, ...], Option("Tasks to take the means of.", DATA, separator=",", default="all")] = (),
+    overwrite: Annotated[bool, Option("Replace a front that the folder has.", OUTPUT)] = False,
 ) -> None:
     """Write the Pareto front of a sweep (accuracy against tokens per forward) into a model's generation_config.json.
 
@@ -117,8 +96,7 @@ def front(
     from mbd_core.evaluation.report.choice import front_of, front_table, write_front
     from mbd_core.evaluation.sweep.folder import read_report
 
-    task_names = () if tasks is None else names(tasks, "--tasks")
-    points = front_of(read_report(sweep), model=model, tasks=task_names)
+    points = front_of(read_report(sweep), model=model, tasks=tasks)
     write_front(model_folder(folder), points, overwrite=overwrite)
     print(front_table(points))
 
@@ -136,16 +114,12 @@ def seeds(folders: Folders, json_file: JsonFile = None) -> None:
 
 def transfer(
     chosen_on: Annotated[
-        list[Path],
-        typer.Option(metavar="DIR", help="A sweep that settings are chosen on; repeatable.", rich_help_panel=DATA),
+        tuple[Path, ...], Option("A sweep that settings are chosen on; repeatable.", DATA, metavar="DIR")
     ],
-    reported_on: Annotated[
-        list[Path],
-        typer.Option(metavar="DIR", help="A sweep of the same on other problems.", rich_help_panel=DATA),
-    ],
+    reported_on: Annotated[tuple[Path, ...], Option("A sweep of the same on other problems.", DATA, metavar="DIR")],
     by: Annotated[
         Literal["accuracy", "knee"],
-        typer.Option(help="The most accurate setting, or the knee of accuracy against TPF."),
+        Option("The most accurate setting, or the knee of accuracy against TPF.", DATA),
     ] = "accuracy",
     json_file: JsonFile = None,
 ) -> None:
@@ -175,11 +149,11 @@ def overlap(folders: Folders, json_file: JsonFile = None) -> None:
 
 def pairs(
     folders: Folders,
-    first: Annotated[str, typer.Option(help="A model's name in the sweeps.", rich_help_panel=MODEL)],
-    second: Annotated[str, typer.Option(help="The other model's name.", rich_help_panel=MODEL)],
-    task: Annotated[str, typer.Option(help="The task.", rich_help_panel=DATA)],
-    tau_m2t: Annotated[float, typer.Option(help="The configuration's threshold.", rich_help_panel=DECODING)],
-    buffer_size: Annotated[int, typer.Option(help="The configuration's slots.", rich_help_panel=DECODING)],
+    first: Annotated[str, Option("A model's name in the sweeps.", MODEL)],
+    second: Annotated[str, Option("The other model's name.", MODEL)],
+    task: Annotated[str, Option("The task.", DATA)],
+    tau_m2t: Annotated[float, Option("The configuration's threshold.", DECODING)],
+    buffer_size: Annotated[int, Option("The configuration's slots.", DECODING)],
 ) -> None:
     """Two models on the same problems: how often only one of them is right, and how their tokens per forward differ.
 
@@ -190,6 +164,7 @@ def pairs(
     first model's mean minus the second's, with the 95 % interval of a bootstrap over the problems. Answers to one
     problem under several seeds count together.
     """
+    from mbd_core.evaluation.measures.statistics import p_text
     from mbd_core.evaluation.report.comparisons import load_answers, pair_answers
 
     sides = (
@@ -200,7 +175,7 @@ def pairs(
     print(
         f"{paired.num_problems} problems; only {first} right: {paired.first_only}, only {second}: {paired.second_only}"
     )
-    print(f"sign test, two-sided: p = {paired.p_value:.3f}")
+    print(f"sign test, two-sided: p {p_text(paired.p_value, equals='= ')}")
     print(f"accuracy: {paired.accuracy.text('+.2f')} points")
     for name, difference in (("TPF", paired.tpf), ("NFE", paired.nfe)):
         if difference is not None:

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from jobs.command_line import MaxTokens, OutFolder, Overwrite, command, command_text
+from jobs.command_line import CommandLine, MaxTokens, OutFolder, Overwrite, command
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.options import DATA, DECODING, MODEL, OUTPUT, Option
@@ -41,7 +39,7 @@ class TraceSource:
 
 
 def run(
-    context: typer.Context,
+    command_line: CommandLine,
     *,
     traces: Annotated[
         tuple[str, ...],
@@ -104,7 +102,7 @@ def run(
             source = _read(paths, tokenizer, block_size, request)
         else:
             source = _record(model, folder / "traces", prompt, decoding or {}, buffer_size, max_tokens)
-        settings = {**source.settings, "command": command_text(context)}
+        settings = {**source.settings, "command": command_line}
         text = write_trace_report(source.runs, folder, settings=settings)
         replay = _replay(source, folder / "replay.html")
     print(text)

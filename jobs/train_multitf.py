@@ -12,180 +12,112 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 if __name__ == "__main__":  # run by its path, it finds the project's packages beside it
     sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-import typer
-
 from cluster.storage import Folder, fetch_model
 from cluster.topology import Device
-from jobs.command_line import DATA, MODEL, OUTPUT, Overwrite, command
+from jobs.command_line import Changes, command
 from mbd_core.multitf.recipes.by_name import RECIPES
+from mbd_core.multitf.recipes.choice import RecipeChoice, choose_recipe
+from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.run.log_targets import chosen_targets
-from mbd_core.multitf.run.options import (
-    AttentionName,
-    Compiled,
-    ComputeAgain,
-    CutExperts,
-    FittedNoise,
-    LogTo,
-    Lora,
-    MicroBatch,
-    Pack,
-    PrecisionName,
-    Sharding,
-    Steps,
-    TensorParallel,
-)
-from mbd_core.options import CLUSTER
+from mbd_core.multitf.run.options import RunOptions
+from mbd_core.options import CLUSTER, OUTPUT, Option
 
 if TYPE_CHECKING:
     from actors.training.run import TrainingRun
     from mbd_core.multitf.run.start import StartingPoint
 
-RUNS = "~/mbd-runs"
 FAILURE = "failure.txt"
 
-Recipe = Annotated[
-    str, typer.Option(metavar="NAME", help="What is trained, and how; the names are below.", rich_help_panel=MODEL)
-]
-Base = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Start from this model instead of the recipe's: a shipped model's name, a model folder, or its URL.",
-        rich_help_panel=MODEL,
-    ),
-]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR|URL",
-        help="Train on the data that jobs/prepare_data.py wrote there, instead of the recipe's.",
-        rich_help_panel=DATA,
-    ),
-]
-Workers = Annotated[int, typer.Option(min=1, help="Training processes.", rich_help_panel=CLUSTER)]
-MaxFailures = Annotated[int, typer.Option(min=0, help="Lost workers the run survives.", rich_help_panel=CLUSTER)]
-ComputeOn = Annotated[
-    Device | None,
-    typer.Option(
-        help="What workers compute on.", show_default="a GPU each, if there are any", rich_help_panel=CLUSTER
-    ),
-]
-Plan = Annotated[
-    bool,
-    typer.Option("--plan", help="Print what a step takes of each worker's memory, and end.", rich_help_panel=CLUSTER),
-]
-Storage = Annotated[
-    str,
-    typer.Option(
-        metavar="DIR|URL",
-        help="Where runs lie: a folder that every worker reaches, or a URL as s3://bucket/path.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-RunName = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", help="The run's folder in --storage.", show_default="the recipe's", rich_help_panel=OUTPUT
-    ),
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of this name.", rich_help_panel=OUTPUT)]
-CheckpointEvery = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Steps between checkpoints.", rich_help_panel=OUTPUT)
-]
-Out = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR|URL", help="Model folder to write.", show_default="STORAGE/NAME/model", rich_help_panel=OUTPUT
-    ),
-]
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions:
+    """What this command alone has."""
+
+    workers: Annotated[int, Option("Training processes.", CLUSTER, at_least=1)] = 2
+    device: Annotated[
+        Device | None, Option("What workers compute on.", CLUSTER, default="a GPU each, if there are any")
+    ] = None
+    plan: Annotated[bool, Option("Print what a step takes of each worker's memory, and end.", CLUSTER)] = False
+    max_failures: Annotated[int, Option("Lost workers the run survives.", CLUSTER, at_least=0)] = 3
+    storage: Annotated[
+        str,
+        Option(
+            "Where runs lie: a folder that every worker reaches, or a URL as s3://bucket/path.",
+            OUTPUT,
+            metavar="DIR|URL",
+        ),
+    ] = "~/mbd-runs"
+    run_name: Annotated[
+        str | None, Option("The run's folder in --storage.", OUTPUT, metavar="NAME", default="the recipe's")
+    ] = None
+    resume: Annotated[bool, Option("Go on with the run of this name.", OUTPUT)] = False
+    checkpoint_every: Annotated[int, Option("Steps between checkpoints.", OUTPUT, at_least=1, metavar="N")] = 100
+    out: Annotated[
+        str | None, Option("Model folder to write.", OUTPUT, metavar="DIR|URL", default="STORAGE/NAME/model")
+    ] = None
 
 
 def run(
-    *,
-    recipe: Recipe = "tiny-mbd",
-    base: Base = None,
-    data: Data = None,
-    fitted_noise: FittedNoise = None,
-    steps: Steps = None,
-    precision: PrecisionName = "auto",
-    workers: Workers = 2,
-    device: ComputeOn = None,
-    sharding: Sharding = "auto",
-    micro_batch: MicroBatch = None,
-    pack: Pack = None,
-    again: ComputeAgain = None,
-    attention: AttentionName = None,
-    compile: Compiled = None,
-    lora: Lora = None,
-    tensor_parallel: TensorParallel = None,
-    cut_experts: CutExperts = None,
-    plan: Plan = False,
-    max_failures: MaxFailures = 3,
-    storage: Storage = RUNS,
-    run_name: RunName = None,
-    resume: Resume = False,
-    checkpoint_every: CheckpointEvery = 100,
-    log_to: LogTo = None,
-    out: Out = None,
-    overwrite: Overwrite = False,
+    choice: RecipeChoice,
+    changes: Annotated[dict[str, Any], Changes(TrainingRecipe)],
+    options: RunOptions,
+    own: RayOptions,
 ) -> None:
-    """Train a recipe on Ray: on the cluster of RAY_ADDRESS, else on one that is started for it."""
-    from actors.training.run import TrainingRun, check_run, named_base, prepared_data_at
-    from mbd_core.multitf.recipes.by_name import recipe_named
-    from mbd_core.multitf.recipes.recipe import with_options, with_precision
+    """Train a recipe on Ray: on the cluster of RAY_ADDRESS, else on one that is started for it.
+
+    Data, updates, training states, adapter and computation are the recipe's where no option or file changes them.
+    """
+    from actors.training.run import TrainingRun, check_run, fetched, named_base, prepared_data_at, validation_at
+    from mbd_core.evaluation.tasks.benchmarks import find_task
+    from mbd_core.evaluation.tasks.problems import load_problems
     from mbd_core.multitf.run.start import StartingPoint
+    from mbd_core.multitf.run.validation import check_held_out
     from mbd_core.multitf.step.memory import plan_lines, plan_memory
 
-    chosen = with_precision(recipe_named(recipe), precision)
-    if base is not None:
-        chosen = replace(chosen, base=named_base(base))
-    if data is not None:
-        chosen = replace(chosen, data=prepared_data_at(data))
-    chosen = with_options(
-        chosen,
-        fitted_noise=fitted_noise,
-        steps=steps,
-        micro_batch=micro_batch,
-        pack=pack,
-        lora=lora,
-        activation_checkpointing=again,
-        attention=attention,
-        compile=compile,
-        tensor_parallel=tensor_parallel,
-        cut_experts=cut_experts,
-    )
-    if plan:
-        kind = "CPU" if device == "cpu" else "GPU"
-        start = StartingPoint.read(chosen, fetch=fetch_model)
-        for workload in start.workloads(sharding, num_workers=workers, device=kind):
+    chosen = choose_recipe(choice, changes, default="tiny-mbd", named_base=named_base, named_data=prepared_data_at)
+    recipe = chosen.recipe
+    if own.plan:
+        kind = "CPU" if own.device == "cpu" else "GPU"
+        start = StartingPoint.read(recipe, fetch=fetch_model)
+        for workload in start.workloads(options.sharding, num_workers=own.workers, device=kind):
             print("\n".join(plan_lines(workload, plan_memory(workload), device=kind)))
         return
-    runs, name = Folder.at(os.path.expanduser(storage)), chosen.name if run_name is None else run_name
+    runs, name = Folder.at(os.path.expanduser(own.storage)), recipe.name if own.run_name is None else own.run_name
     training = TrainingRun(
-        recipe=chosen,
+        recipe=recipe,
+        changes=chosen.changes,
         name=name,
         storage=runs,
-        out=runs / name / "model" if out is None else Folder.at(out),
-        overwrite=overwrite,
-        num_workers=workers,
-        device=device,
-        sharding=sharding,
-        checkpoint_every=checkpoint_every,
-        max_failures=max_failures,
-        log_targets=chosen_targets(log_to),
+        out=runs / name / "model" if own.out is None else Folder.at(own.out),
+        written=options.write,
+        overwrite=options.overwrite,
+        num_workers=own.workers,
+        device=own.device,
+        sharding=options.sharding,
+        checkpoint_every=own.checkpoint_every,
+        max_failures=own.max_failures,
+        log_targets=chosen_targets(options.log_to),
+        measuring=options.measuring,
+        validation=validation_at(options.held_out),
+        sweeping=options.sweeping,
     )
-    check_run(training, resume=resume)
-    start = StartingPoint.read(chosen, fetch=fetch_model)
+    if options.sweeping.sweep_every:
+        task = find_task(options.sweeping.task)
+        load_problems(task, limit=options.sweeping.limit, data=options.sweeping.sweep_data)  # refused before the run
+    check_run(training, resume=own.resume)
+    start = StartingPoint.read(recipe, fetch=fetch_model)
+    start.check_written(options.write)
+    check_held_out(fetched(training.validation), start, None if start.base is None else start.base.tokenizer)
     if note := start.note():
         print(f"note: {note}")
-    train_on_cluster(training, start, resume=resume)
+    train_on_cluster(training, start, resume=own.resume)
     print(f"model: {training.out}")
 
 

@@ -42,9 +42,14 @@ def differing_fields(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
 
     Objects are compared field by field, lists as a whole.
     """
-    said = [f"{name} is {_shown(old)} there, not {_shown(new)}" for name, old, new in _differing(there, here, "")]
+    said = [f"{name} is {old} there, not {new}" for name, old, new in differences(there, here)]
     more = len(said) - MOST_SHOWN
     return "; ".join(said[:MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The fields in which two JSON objects differ, by their paths, with both values as texts."""
+    return [(name, _shown(old), _shown(new)) for name, old, new in _differing(there, here, "")]
 
 
 def _differing(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:

@@ -2,31 +2,32 @@
 
     max_rows: Annotated[int, Option("Sequences decoded at once.", ENGINE, at_least=1)] = 16
 
-`check` holds an instance against its annotations, `read` builds one from JSON or YAML, and `options_of` lists the
-fields. `jobs/command_line.py` derives command lines from that list, and `jobs/option_tables.py` the documents' tables.
+`check` holds an instance against its annotations, `read` builds one from JSON or YAML, `changed` changes one, and
+`options_of` lists the fields. `jobs/command_line.py` and a training without Ray derive command lines from that list,
+and `jobs/option_tables.py` the documents' tables.
 """
 
+import difflib
 import functools
 import json
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-MODEL, DATA, DECODING, ENGINE, CLUSTER, OUTPUT = (
-    "What runs",
-    "Data",
-    "Decoding",
-    "Engine",
-    "Cluster",
-    "Output",
-)  # the panels of --help, in this order
-PANELS = (MODEL, DATA, DECODING, ENGINE, CLUSTER, OUTPUT)
+from mbd_core.json_text import parse_json
+
+# The panels of --help, in this order.
+MODEL, DATA, DECODING, ENGINE, CLUSTER, OUTPUT = "What runs", "Data", "Decoding", "Engine", "Cluster", "Output"
+LOAD = "Load"
+UPDATES, STATES, LORA, COMPUTING = "Updates", "Training states", "Adapter (LoRA)", "How a step is computed"
+PANELS = (MODEL, DATA, LOAD, UPDATES, STATES, LORA, COMPUTING, DECODING, ENGINE, CLUSTER, OUTPUT)
 MOST = 2**31 - 1  # of counts that tensors of 32-bit integers hold
 LISTS = (tuple, list, Sequence)
+LIST_METAVARS = {int: "N,...", float: "X,...", str: "NAME,..."}
 T = TypeVar("T")
 
 
@@ -39,7 +40,7 @@ class Option:
     flag        the name on a command line (default: the field's name); `False`: it is read from files alone, and so
                 are the options inside a dataclass
     positional  an argument of a command line instead of an option
-    metavar     what --help shows for the value (default: its type)
+    metavar     what --help shows for the value (default: its type, "N,..." or "NAME,..." for one text)
     default     what --help shows for the default (default: the default itself)
     separator   a list is one text with this between its items (default: the option is repeated for each item)
     """
@@ -91,6 +92,13 @@ class OptionField:
     option: Option
     default: Any = MISSING
 
+    @property
+    def metavar(self) -> str | None:
+        """What --help shows for the value; `None`: its type."""
+        if self.option.metavar is None and self.option.separator is not None:
+            return LIST_METAVARS[typing.get_args(plain_type(self.hint))[0]]
+        return self.option.metavar
+
     def refusal(self, value: Any) -> str | None:
         """What the value must be, as the rest of a sentence; `None` if it is that."""
         if _fits(value, self.hint) and all(self.option.allows(number) for number in _numbers(value)):
@@ -126,6 +134,33 @@ def options_of(kind: type) -> tuple[OptionField, ...]:
     return tuple(items)
 
 
+def changes_of(kind: type, path: str = "") -> Iterator[OptionField]:
+    """The options of a dataclass and of those that it holds, by their paths (`train.lr`); none has a default.
+
+    A field whose values are dataclasses alone, or nothing, stands for the options of the first of them.
+    """
+    own, hints = {item.name: item for item in options_of(kind)}, typing.get_type_hints(kind)
+    for each in fields(kind):
+        item = own.get(each.name)
+        if item is not None and item.option.flag is False:
+            continue
+        kinds = [member for member in members(hints[each.name]) if member is not type(None)]
+        if all(map(is_dataclass, kinds)):
+            inner = kinds[0]
+            yield from changes_of(typing.cast(type, inner), f"{path}{each.name}.")
+        elif item is not None:
+            yield replace(item, name=f"{path}{each.name}", hint=item.hint | None, default=None)
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by paths as an object of objects: `{"train.lr": 1}` is `{"train": {"lr": 1}}`."""
+    result: dict[str, Any] = {}
+    for path, value in values.items():
+        *outer, name = path.split(".")
+        functools.reduce(lambda place, key: place.setdefault(key, {}), outer, result)[name] = value
+    return result
+
+
 def split(hint: Any) -> tuple[Any, Option | None]:
     """A type hint without its annotations, and its option if it has one."""
     if typing.get_origin(hint) is not typing.Annotated:
@@ -152,19 +187,49 @@ def read(kind: type[T], values: Any, *, noun: str = "option", path: str = "") ->
     Raises `ValueError` that names the field which is unknown, missing or refused; `noun` is what such a field is
     called, `path` the place of the values in the file, with a dot at its end.
     """
-    if not isinstance(values, Mapping):
-        raise OptionRefused(path.removesuffix("."), f"={value_text(values)} must be {_kind_text(kind)}")
-    items = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
-    unknown = sorted(str(name) for name in values if name not in items)
-    if unknown:
-        raise ValueError(f"unknown {noun} '{path}{unknown[0]}'; known: {', '.join(items)}")
-    for name, item in items.items():
+    known = _known_fields(kind, values, noun, path)
+    for name, item in known.items():
         if name not in values and item.default is MISSING and item.default_factory is MISSING:
             raise ValueError(f"{noun} '{path}{name}' is missing")
     hints = typing.get_type_hints(kind)
-    arguments = {name: _convert(hints[name], value, noun, f"{path}{name}") for name, value in values.items()}
+    converted = {name: _convert(hints[name], value, noun, f"{path}{name}") for name, value in values.items()}
+    return _named_in(path, lambda: kind(**converted))
+
+
+def changed(instance: T, values: Any, *, noun: str = "option", path: str = "") -> T:
+    """A dataclass with the fields that a JSON or YAML file, or a command line, gives: those that it holds are changed
+    in turn, an object that is no dataclass by its keys. Raises `ValueError` as `read` does."""
+    kind = type(instance)
+    _known_fields(kind, values, noun, path)
+    hints, converted = typing.get_type_hints(kind), {}
+    for name, value in values.items():
+        old, place = getattr(instance, name), f"{path}{name}"
+        if isinstance(value, Mapping) and isinstance(old, dict):
+            converted[name] = {**old, **value}
+        elif isinstance(value, Mapping) and is_dataclass(old) and value.keys() <= {item.name for item in fields(old)}:
+            converted[name] = changed(typing.cast(Any, old), value, noun=noun, path=f"{place}.")
+        else:
+            converted[name] = _convert(hints[name], value, noun, place)
+    return _named_in(path, lambda: replace(instance, **converted))  # type: ignore[type-var]
+
+
+def _known_fields(kind: type, values: Any, noun: str, path: str) -> dict[str, Any]:
+    """The fields of a dataclass by name; `ValueError` for values that are no object of some of them."""
+    if not isinstance(values, Mapping):
+        raise OptionRefused(path.removesuffix("."), f"={value_text(values)} must be {_kind_text(kind)}")
+    known = {item.name: item for item in fields(kind)}
+    unknown = sorted(str(name) for name in values if name not in known)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        meant = f"; is '{near[0]}' meant?" if near else ""
+        raise ValueError(f"unknown {noun} '{path}{unknown[0]}'; known: {', '.join(known)}{meant}")
+    return known
+
+
+def _named_in(path: str, build: Callable[[], T]) -> T:
+    """What `build` returns; a field that it refuses is named with its path."""
     try:
-        return kind(**arguments)
+        return build()
     except OptionRefused as error:
         raise OptionRefused(f"{path}{error.path}", error.text) from None
 
@@ -172,7 +237,9 @@ def read(kind: type[T], values: Any, *, noun: str = "option", path: str = "") ->
 def _convert(hint: Any, value: Any, noun: str, path: str) -> Any:
     """A JSON value as a field takes it: objects as dataclasses, lists as tuples, texts as paths, where the hint has
     them; any other as it is."""
-    for member in members(hint):
+    kinds = [member for member in members(hint) if is_dataclass(member)]
+    kinds.sort(key=lambda kind: not isinstance(value, Mapping) or not value.keys() <= {f.name for f in fields(kind)})
+    for member in (*kinds, *members(hint)):  # of several dataclasses the one that has the values' names
         if is_dataclass(member) and isinstance(value, Mapping):
             return read(typing.cast(type, member), value, noun=noun, path=f"{path}.")
         if member is Path and isinstance(value, str):
@@ -180,6 +247,8 @@ def _convert(hint: Any, value: Any, noun: str, path: str) -> Any:
         if typing.get_origin(member) in LISTS and isinstance(value, list):
             item = typing.get_args(member)[0]
             return tuple(_convert(item, each, noun, f"{path}.{number}") for number, each in enumerate(value))
+    if kinds and not _fits(value, hint):
+        raise OptionRefused(path, f"={value_text(value)} must be {_kind_text(kinds[0])}")
     return value
 
 
@@ -227,3 +296,87 @@ def _kind_text(hint: Any) -> str:
     if typing.get_origin(hint) in (dict, Mapping):
         return "an object"
     return {int: "a whole number", float: "a number", str: "a text", Path: "a path"}.get(hint, str(hint))
+
+
+# Options as texts of a command line.
+
+
+def flag(item: OptionField) -> str:
+    """An option's name on the command line; a switch has two, if it is on by default or can be left open."""
+    if item.option.flag:
+        return item.option.flag
+    name = item.name.rpartition(".")[2].replace("_", "-")
+    return f"--{name}/--no-{name}" if plain_type(item.hint) is bool and item.default is not False else f"--{name}"
+
+
+def plain_type(hint: Any) -> Any:
+    """The type of an option's value on a command line, where an object of fields and nothing have no form."""
+    return next(member for member in members(hint) if member is not type(None) and not is_dataclass(member))
+
+
+def is_json(hint: Any) -> bool:
+    """Whether the value is JSON on a command line: an object, or a list of lists."""
+    kind = plain_type(hint)
+    is_list = typing.get_origin(kind) in LISTS
+    return typing.get_origin(kind) is dict or (is_list and typing.get_origin(typing.get_args(kind)[0]) in LISTS)
+
+
+def value_of(item: OptionField, given: Any) -> Any:
+    """A field's value from what a command line gives, `None` for nothing; `ValueError`, naming the option, for one
+    that the field refuses."""
+    kind, name = plain_type(item.hint), flag(item).partition("/")[0]
+    value = given
+    if is_json(item.hint):
+        is_object = typing.get_origin(kind) is dict
+        value = item.default if given is None else (json_object if is_object else _json_lists)(given, name)
+    elif typing.get_origin(kind) in LISTS:
+        if item.option.separator and given is not None:
+            each = typing.get_args(kind)[0]
+            value = names(given, name)
+            if each is float:
+                value = [_float(text, name) for text in given.split(",") if text.strip()]
+            elif each is int:
+                value = numbers(given, name, at_least=int(item.option.at_least or 0))
+        value = tuple(value) if value else item.default if item.default is not MISSING else ()
+    refusal = item.refusal(value)
+    if refusal is not None:
+        raise ValueError(f"{name} {given} {refusal}")
+    return value
+
+
+def json_object(text: str, option: str) -> dict[str, Any]:
+    """A JSON object that was given as an option; `ValueError` if it is none."""
+    value = parse_json(text, f"{option} {text!r}")
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} {text!r} must be a JSON object")
+    return value
+
+
+def _json_lists(text: str, option: str) -> tuple[tuple[Any, ...], ...]:
+    value = parse_json(text, f"{option} {text!r}")
+    if not isinstance(value, list) or not all(isinstance(each, list) for each in value):
+        raise ValueError(f"{option} {text!r} must be a JSON list of lists, as [[0.1, 0.2], [0.8, 1.0]]")
+    return tuple(map(tuple, value))
+
+
+def names(text: str, option: str) -> list[str]:
+    """A comma-separated list without repetitions; `ValueError` if it is empty."""
+    items = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not items:
+        raise ValueError(f"{option} names nothing; give at least one, separated by commas")
+    return items
+
+
+def numbers(text: str, option: str, *, at_least: int = 1) -> list[int]:
+    """A comma-separated list of whole numbers; `ValueError` names the one that is not, or is too small."""
+    for name in names(text, option):
+        if not name.isdecimal() or int(name) < at_least:
+            raise ValueError(f"{option} {name} must be a whole number of at least {at_least}")
+    return [int(name) for name in names(text, option)]
+
+
+def _float(text: str, option: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{option} {text} must be a number") from None

@@ -47,6 +47,7 @@ log = logging.getLogger("ray.serve")
 
 LIMITS_PAUSE = 0.2  # between two attempts to ask a replica for its limits
 STATE_SECONDS = 5.0  # for all replicas to answer `/health`
+LEARN_SECONDS = 2.0  # for replicas to tell their limits to a list of models
 RECENT_SECONDS = 1.0  # for which their answers hold, for whoever is not told the whole of them
 STOP_SECONDS = 10.0
 Kind = TypeVar("Kind", bound=ModelOrder)
@@ -158,6 +159,7 @@ class Gateway:
             log=log,
         )
         self._document = openapi_document(body_prompts=args.body_prompts, keys=self._keys is not None)
+        self._bases: dict[str, str] = {}  # the model behind each name, itself or an adapter's
         self._serves = False
         self._refusal: str | None = None  # why the newest content was not taken over
         least = {name: route.model.least_replicas for name, route in self._routes.items()}
@@ -179,8 +181,10 @@ class Gateway:
             self._refusal = str(error)
             return
         models = {name: self._model(name, route, None) for name, route in self._routes.items()}
+        self._bases = {name: name for name in self._routes}
         for base, names in adapters.items():
             models |= {name: self._model(name, self._routes[base], name) for name in names}
+            self._bases |= dict.fromkeys(names, base)
         self.server.offer(models)
         self._serves, self._refusal = True, None
 
@@ -285,12 +289,19 @@ class Gateway:
     @api.get("/v1/models")
     async def models(self, request: Request) -> Response:
         self._client(request)
+        await self._learn_limits()
         return JSONResponse(self.server.models())
 
     @api.get("/v1/models/{name:path}")
     async def model(self, name: str, request: Request) -> Response:
         self._client(request)
+        await self._learn_limits()
         return JSONResponse(self.server.model(name))
+
+    async def _learn_limits(self) -> None:
+        """Ask for the limits that a list of models shows; no replica is started for that."""
+        names = [name for name, base in self._bases.items() if self._routes[base].model.least_replicas]
+        await self.server.learn_limits(names, seconds=LEARN_SECONDS)
 
     @api.post("/v1/completions")
     async def completions(self, request: Request) -> Response:

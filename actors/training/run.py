@@ -9,7 +9,16 @@ from cluster.storage import Folder, fetch_model
 from cluster.topology import Device
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import named_model
-from mbd_core.multitf.config import Precision, ShardingChoice, ValidationOptions, check_workers
+from mbd_core.multitf.config import (
+    Measuring,
+    Precision,
+    ShardingChoice,
+    Sweeping,
+    ValidationOptions,
+    Written,
+    check_best,
+    check_workers,
+)
 from mbd_core.multitf.data.prepared import PreparedData, named_data
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
 
@@ -20,18 +29,22 @@ RECORD = "run.json"
 class TrainingRun:
     """A recipe, and where and how it runs.
 
-    Everything of the run lies in `folder`, which all workers must be able to reach. The model is written to `out`;
-    `overwrite` replaces a model folder that is there. A checkpoint is written every `checkpoint_every` steps and after
-    the last one; the run survives `max_failures` lost workers. `device`: what the workers compute on; by default a GPU
-    each, if the cluster has any. `sharding`: how weights, gradients and optimizer states lie on them. `log_targets`:
-    where its numbers go besides its folder's `losses.jsonl`; `None` is TensorBoard where the first worker has it.
-    `validation` names held-out data by an absolute path or a URL (`validation_at`).
+    Everything of the run lies in `folder`, which all workers must be able to reach. The model, or its adapter
+    (`written`), is written to `out`; `overwrite` replaces a model folder that is there. A checkpoint is written every
+    `checkpoint_every` steps and after the last one; the run survives `max_failures` lost workers. `device`: what the
+    workers compute on; by default a GPU each, if the cluster has any. `sharding`: how weights, gradients and optimizer
+    states lie on them. `log_targets`: where its numbers go besides its folder's `losses.jsonl`; `None` is TensorBoard
+    where the first worker has it. `changes`: what differs in the recipe from the one that was named; `measuring`: what
+    the run measures of itself. `validation` names held-out data by an absolute path or a URL
+    (`validation_at`), or a share. `sweeping` is what an engine beside it decodes.
     """
 
     recipe: TrainingRecipe
+    changes: tuple[str, ...] = ()
     name: str
     storage: Folder
     out: Folder
+    written: Written = "model"
     overwrite: bool = False
     num_workers: int = 2
     device: Device | None = None
@@ -39,7 +52,9 @@ class TrainingRun:
     checkpoint_every: int = 100
     max_failures: int = 3
     log_targets: tuple[str, ...] | None = None
+    measuring: Measuring = Measuring()
     validation: ValidationOptions = ValidationOptions()
+    sweeping: Sweeping = Sweeping()
 
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.checkpoint_every < 1 or self.max_failures < 0:
@@ -48,6 +63,7 @@ class TrainingRun:
                 f"max_failures={self.max_failures} at least 0"
             )
         check_workers(self.recipe.train, self.num_workers)
+        check_best(self.validation, self.sweeping)
         if Path(self.name).name != self.name or self.name in ("", "..") or not self.name.isprintable():
             raise ValueError(f"run name {self.name!r} must be one folder name")
         for folder in (self.storage, self.out):
@@ -81,9 +97,16 @@ def prepared_data_at(data: str) -> PreparedData:
 
 def validation_at(options: ValidationOptions) -> ValidationOptions:
     """The options with the absolute path or URL of the data; `ValueError` for a folder that holds none."""
-    if options.validation is None:
+    if options.validation is None or options.share is not None:
         return options
     return replace(options, validation=prepared_data_at(options.validation).path)
+
+
+def fetched(options: ValidationOptions) -> ValidationOptions:
+    """The options with a folder of held-out data on this machine."""
+    if options.validation is None or options.share is not None:
+        return options
+    return replace(options, validation=fetch_model(options.validation))
 
 
 def check_run(run: TrainingRun, *, resume: bool) -> None:

@@ -14,7 +14,8 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.training.run import TrainingRun, record_recipe, recorded_precision
+from actors.training.run import TrainingRun, fetched, record_recipe, recorded_precision
+from actors.training.sweeps import RaySweeper
 from cluster.storage import fetch_model
 from cluster.topology import Resources, Topology, plan_topology
 from mbd_core.checkpoint.saving import MODEL_KIND
@@ -111,9 +112,7 @@ def train_on_ray(config: dict[str, Any]) -> int:
     if workers.is_first:
         run.out.check_writable()  # from this node, which is not the job's
         record_recipe(run, start.recipe)  # every worker has read the record when the precision is settled
-    held_out = run.validation
-    if held_out.validation is not None:
-        held_out = replace(held_out, validation=fetch_model(held_out.validation))
+    held_out = fetched(run.validation)
     worker_run = train_worker(
         start,
         workers,
@@ -121,14 +120,18 @@ def train_on_ray(config: dict[str, Any]) -> int:
         checkpoints,
         every=run.checkpoint_every,
         log_targets=run.log_targets,
+        changes=run.changes,
+        measuring=run.measuring,
         validation=held_out,
+        sweeping=run.sweeping,
+        sweeper=RaySweeper(run) if workers.is_first else None,
     )
     if not workers.is_first:
-        worker_run.write(None)
+        worker_run.write(None, written=run.written)
         return worker_run.resumed_after
     # Where no step was left to do, an earlier start of this run may have written the model already.
     overwrite = run.overwrite or worker_run.resumed_after == start.recipe.train.steps
     with run.out.staged(MODEL_KIND, overwrite=overwrite) as folder:
-        worker_run.write(folder, overwrite=overwrite)
+        worker_run.write(folder, written=run.written, overwrite=overwrite)
     say(f"wrote {run.out} and {run.folder / LOSSES}")
     return worker_run.resumed_after

@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 import aiohttp
 import numpy as np
 import psutil
-import typer
 
 from benchmarks.load.attacks import ATTACKS, CROWD, HEADERS
 from benchmarks.load.crowd import Attackers, CrowdProcess, Endings
 from benchmarks.load.soak_parts import ROLES
-from benchmarks.load.stream_client import Target, open_session, record_stream, served_models
-from jobs.command_line import DATA, MODEL, command, names
+from benchmarks.load.stream_client import RequestSeconds, Target, open_session, record_stream, served_models
+from jobs.command_line import command
+from mbd_core.options import DATA, LOAD, MODEL, Option
 
 # What the serving processes of this machine hold in memory, by role.
 
@@ -121,7 +121,6 @@ async def _short(session: aiohttp.ClientSession, target: Target, prompt: str, co
     return seconds
 
 
-LOAD = "Load"  # a panel of --help
 KEY = "OPENAI_API_KEY"
 BYSTANDER = "bystander"
 CHOICES = (*ATTACKS, HEADERS)
@@ -129,41 +128,26 @@ SHORT = "Tom has 12 pens and buys 9 pens. How many pens does Tom have now?"
 
 
 def run(
-    url: Annotated[str, typer.Option(help="The endpoint, without /v1.", rich_help_panel=MODEL)],
-    model: Annotated[
-        str | None, typer.Option(help="Its model.", show_default="the first it serves", rich_help_panel=MODEL)
-    ] = None,
+    *,
+    url: Annotated[str, Option("The endpoint, without /v1.", MODEL)],
+    model: Annotated[str | None, Option("Its model.", MODEL, default="the first it serves")] = None,
     attacks: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,...", help=f"What the crowd sends, in turn: {', '.join(CHOICES)}.", rich_help_panel=DATA
-        ),
-    ] = "prompts",
-    characters: Annotated[int, typer.Option(help="Of a long text.", min=1, rich_help_panel=DATA)] = 100_000,
-    crowd: Annotated[int, typer.Option(help="Senders of the attack.", min=1, rich_help_panel=LOAD)] = 8,
+        tuple[str, ...], Option(f"What the crowd sends, in turn: {', '.join(CHOICES)}.", DATA, separator=",")
+    ] = ("prompts",),
+    characters: Annotated[int, Option("Of a long text.", DATA, at_least=1)] = 100_000,
+    crowd: Annotated[int, Option("Senders of the attack.", LOAD, at_least=1)] = 8,
     requests: Annotated[
-        int,
-        typer.Option(help="Short requests in quiet, and as many beside the crowd's.", min=4, rich_help_panel=LOAD),
+        int, Option("Short requests in quiet, and as many beside the crowd's.", LOAD, at_least=4)
     ] = 40,
-    max_tokens: Annotated[int, typer.Option(help="Of a short request.", min=1, rich_help_panel=LOAD)] = 16,
-    request_seconds: Annotated[
-        float, typer.Option(help="Time limit of a request.", min=0.1, rich_help_panel=LOAD)
-    ] = 600.0,
+    max_tokens: Annotated[int, Option("Of a short request.", LOAD, at_least=1)] = 16,
+    request_seconds: RequestSeconds = 600.0,
     crowd_key: Annotated[
-        str,
-        typer.Option(
-            metavar="VARIABLE", help="The environment variable that holds the crowd's API key.", rich_help_panel=LOAD
-        ),
+        str, Option("The environment variable that holds the crowd's API key.", LOAD, metavar="VARIABLE")
     ] = KEY,
-    one_client: Annotated[
-        bool, typer.Option("--one-client", help="The crowd's bodies name the bystander's user.", rich_help_panel=LOAD)
-    ] = False,
-    rounds: Annotated[int, typer.Option(help="How often to send all attacks.", min=1, rich_help_panel=LOAD)] = 1,
+    one_client: Annotated[bool, Option("The crowd's bodies name the bystander's user.", LOAD)] = False,
+    rounds: Annotated[int, Option("How often to send all attacks.", LOAD, at_least=1)] = 1,
     memory: Annotated[
-        bool,
-        typer.Option(
-            "--memory", help="Print what the server's processes hold, which run on this machine.", rich_help_panel=LOAD
-        ),
+        bool, Option("Print what the server's processes hold, which run on this machine.", LOAD)
     ] = False,
 ) -> None:
     """Measure how long short requests take in quiet and beside a crowd's, in turns, and print the ratio.
@@ -175,8 +159,7 @@ def run(
     A request that the endpoint refuses after it has looked at it is a load too. The crowd and the bystander are two
     clients: on a server without keys by their field `user`, on one with keys where --crowd-key names another one.
     """
-    chosen = names(attacks, "--attacks")
-    if unknown := [name for name in chosen if name not in CHOICES]:
+    if unknown := [name for name in attacks if name not in CHOICES]:
         raise ValueError(f"--attacks {unknown[0]} is unknown; choose among {', '.join(CHOICES)}")
     if crowd_key != KEY and not os.environ.get(crowd_key):
         raise ValueError(f"--crowd-key {crowd_key}: this environment variable holds nothing; put a key there")
@@ -185,7 +168,7 @@ def run(
     if memory:
         _print_memory(url)
     for _ in range(rounds):
-        for name in chosen:
+        for name in attacks:
             senders = partial(Attackers, attack=name, url=url, number=crowd, characters=characters, user=user)
             _print(name, asyncio.run(_measure(senders, url, model, max_tokens, requests, request_seconds, crowd_key)))
             if memory:

@@ -7,140 +7,85 @@ import platform
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any
 
 from benchmarks.load.endpoints import Asking, measure, own_sides, url_sides
-from benchmarks.load.stream_client import Route
-from jobs.command_line import (
-    DATA,
-    DECODING,
-    ENGINE,
-    MODEL,
-    OUTPUT,
-    JsonFile,
-    MaxRows,
-    MaxTokens,
-    NumPages,
-    Seed,
-    Threads,
-    command,
-    command_text,
-    json_object,
-    numbers,
-)
+from benchmarks.load.stream_client import RequestSeconds, Route
+from jobs.command_line import Changes, CommandLine, JsonFile, MaxTokens, Seed, command
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.files import check_new_file, file_beside, write_json
 from mbd_core.models.shapes import SHAPES
-from mbd_core.options import CLUSTER
+from mbd_core.options import CLUSTER, DATA, DECODING, ENGINE, LOAD, MODEL, OUTPUT, Option, json_object
 
 if TYPE_CHECKING:
     from benchmarks.load.loads import Load
 
-LOAD = "Load"
-OWN_OPTIONS = ("replicas", "max_rows", "buffer_size", "num_pages", "threads")
-
-Urls = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--url",
-        help="An OpenAI endpoint, http://HOST:PORT; repeatable. Without one, ours is started and measured beside its "
-        "engine alone. OPENAI_API_KEY is sent where it is set.",
-        rich_help_panel=MODEL,
-    ),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="With --url: what the endpoints call it (default: the one that they serve). Else a shipped model, a "
-        f"folder, or a shape with random weights: {', '.join(SHAPES)} (default: sdar-50m).",
-        rich_help_panel=MODEL,
-    ),
-]
-RouteName = Annotated[Route, typer.Option(help="The route, under /v1.", rich_help_panel=MODEL)]
-TaskName = Annotated[
-    str, typer.Option(help=f"Whose problems are the prompts: {', '.join(TASKS)}.", rich_help_panel=DATA)
-]
-DataFile = Annotated[
-    str | None, typer.Option(metavar="PATH", help="The file of a task that is not generated.", rich_help_panel=DATA)
-]
-ConcurrencyList = Annotated[
-    str | None, typer.Option(metavar="N,...", help="Requests open at once (default: 1,4,16,64).", rich_help_panel=LOAD)
-]
-Rates = Annotated[
-    str | None, typer.Option("--rate", metavar="R,...", help="Poisson arrivals a second.", rich_help_panel=LOAD)
-]
-Requests = Annotated[
-    int | None,
-    typer.Option(
-        help="Requests of each load in a round (default: 2 for each that is open at once, or 20 s of arrivals; at "
-        "least 16).",
-        min=1,
-        rich_help_panel=LOAD,
-    ),
-]
-Repeats = Annotated[int, typer.Option(help="Rounds; the targets take turns in each.", min=1, rich_help_panel=LOAD)]
-WarmUp = Annotated[int, typer.Option(help="Requests to each target before it counts.", min=0, rich_help_panel=LOAD)]
-RequestSeconds = Annotated[float, typer.Option(help="Time limit of a request.", min=0.1, rich_help_panel=LOAD)]
-ExtraBody = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="JSON",
-        help='More fields of each request, such as {"decoding": {"buffer_size": 4}}; once for all targets, or once '
-        "for each --url.",
-        rich_help_panel=DECODING,
-    ),
-]
-BufferSize = Annotated[
-    int | None,
-    typer.Option(
-        help="Slots a sequence (default: as many as the model decodes with, at least 4).",
-        min=1,
-        rich_help_panel=ENGINE,
-    ),
-]
-Replicas = Annotated[
-    str, typer.Option(metavar="N,...", help="Replicas; an endpoint of ours for each number.", rich_help_panel=CLUSTER)
-]
-Slo = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ttft=MS,tpot=MS,e2e=MS", help="Count the requests within these limits.", rich_help_panel=OUTPUT
-    ),
-]
-PlotFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also draw latency and throughput.", rich_help_panel=OUTPUT)
-]
-
 
 def run(
-    context: typer.Context,
+    command_line: CommandLine,
     *,
-    url: Urls = None,
-    model: Model = None,
-    route: RouteName = "chat/completions",
-    task: TaskName = "gsm-mini",
-    data: DataFile = None,
+    url: Annotated[
+        tuple[str, ...],
+        Option(
+            "An OpenAI endpoint, http://HOST:PORT; repeatable. Without one, ours is started and measured beside its "
+            "engine alone. OPENAI_API_KEY is sent where it is set.",
+            MODEL,
+        ),
+    ] = (),
+    model: Annotated[
+        str | None,
+        Option(
+            "With --url: what the endpoints call it (default: the one that they serve). Else a shipped model, a "
+            f"folder, or a shape with random weights: {', '.join(SHAPES)} (default: sdar-50m).",
+            MODEL,
+        ),
+    ] = None,
+    route: Annotated[Route, Option("The route, under /v1.", MODEL)] = "chat/completions",
+    task: Annotated[str, Option(f"Whose problems are the prompts: {', '.join(TASKS)}.", DATA)] = "gsm-mini",
+    data: Annotated[str | None, Option("The file of a task that is not generated.", DATA, metavar="PATH")] = None,
     seed: Seed = 0,
-    concurrency: ConcurrencyList = None,
-    rate: Rates = None,
-    requests: Requests = None,
-    repeats: Repeats = 3,
-    warm_up: WarmUp = 4,
+    concurrency: Annotated[
+        tuple[int, ...],
+        Option("Requests open at once (default: 1,4,16,64).", LOAD, at_least=1, separator=","),
+    ] = (),
+    rate: Annotated[
+        tuple[float, ...], Option("Poisson arrivals a second.", LOAD, above=0, separator=",", metavar="R,...")
+    ] = (),
+    requests: Annotated[
+        int | None,
+        Option(
+            "Requests of each load in a round (default: 2 for each that is open at once, or 20 s of arrivals; at "
+            "least 16).",
+            LOAD,
+            at_least=1,
+        ),
+    ] = None,
+    repeats: Annotated[int, Option("Rounds; the targets take turns in each.", LOAD, at_least=1)] = 3,
+    warm_up: Annotated[int, Option("Requests to each target before it counts.", LOAD, at_least=0)] = 4,
     request_seconds: RequestSeconds = 600.0,
     max_tokens: MaxTokens = 64,
-    extra_body: ExtraBody = None,
-    max_rows: MaxRows = EngineConfig.max_rows,
-    buffer_size: BufferSize = EngineConfig.buffer_size,
-    num_pages: NumPages = EngineConfig.num_pages,
-    threads: Threads = 1,
-    replicas: Replicas = "1",
-    slo: Slo = None,
+    extra_body: Annotated[
+        tuple[str, ...],
+        Option(
+            'More fields of each request, such as {"decoding": {"buffer_size": 4}}; once for all targets, or once '
+            "for each --url.",
+            DECODING,
+            metavar="JSON",
+        ),
+    ] = (),
+    engine: Annotated[dict[str, Any], Changes(EngineConfig, "max_rows", "buffer_size", "num_pages")],
+    threads: Annotated[int | None, Option("Torch's threads, each rank's.", ENGINE, at_least=1, default="1")] = None,
+    replicas: Annotated[
+        tuple[int, ...],
+        Option("Replicas; an endpoint of ours for each number.", CLUSTER, at_least=1, separator=",", default="1"),
+    ] = (),
+    slo: Annotated[
+        str | None, Option("Count the requests within these limits.", OUTPUT, metavar="ttft=MS,tpot=MS,e2e=MS")
+    ] = None,
     json: JsonFile = None,
-    plot: PlotFile = None,
+    plot: Annotated[Path | None, Option("Also draw latency and throughput.", OUTPUT, metavar="FILE")] = None,
 ) -> None:
     """Load endpoints with streamed requests, and print their latencies, throughput and goodput beside each other.
 
@@ -154,22 +99,22 @@ def run(
     objective = None if slo is None else parse_objective(slo)
     loads = _loads(concurrency, rate, seed)
     counts = [requests or _requests_of(load) for load in loads]
-    extra = [json_object(text, "--extra-body") for text in extra_body or ["{}"]]
+    extra = [json_object(text, "--extra-body") for text in extra_body or ("{}",)]
     asking = Asking(model=model, route=route, max_tokens=max_tokens, extra=extra, seconds=request_seconds)
-    _check_options(context, url, asking)
+    own = {**engine, "threads": threads, "replicas": replicas or None}
+    _check_options(url, asking, [name for name, value in own.items() if value is not None])
     prompts = _prompts(task, data, seed, count=warm_up + repeats * sum(counts))
     busy = os.getloadavg()[0]
     with ExitStack() as started:
         if url:
             sides = url_sides(url, asking)
         else:
-            engine = EngineConfig(max_rows=max_rows, buffer_size=buffer_size, num_pages=num_pages)
-            sizes = numbers(replicas, "--replicas")
-            sides = started.enter_context(own_sides(asking, engine, threads=threads, replicas=sizes))
+            config = EngineConfig(**engine)
+            sides = started.enter_context(own_sides(asking, config, threads=threads or 1, replicas=replicas or (1,)))
         runs = measure(sides, loads, counts, prompts, warm_up=warm_up, repeats=repeats)
     report = build_report(runs, loads, objective)
     report["settings"] = {
-        "command": command_text(context),
+        "command": command_line,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "load_average": {"before": busy, "after": os.getloadavg()[0]},
         "requests": {str(load): count for load, count in zip(loads, counts, strict=True)},
@@ -185,19 +130,12 @@ def run(
 # -- what is asked for --------------------------------------------------------------------------------------------
 
 
-def _loads(concurrency: str | None, rate: str | None, seed: int) -> list[Load]:
+def _loads(concurrency: Sequence[int], rates: Sequence[float], seed: int) -> list[Load]:
     """The loads in the order of the options."""
     from benchmarks.load.loads import Concurrency, Poisson
 
-    if concurrency is None and rate is None:
-        concurrency = "1,4,16,64"
-    loads: list[Load] = [] if concurrency is None else [Concurrency(n) for n in numbers(concurrency, "--concurrency")]
-    for text in (rate or "").split(",") if rate is not None else ():
-        try:
-            loads.append(Poisson(float(text), seed))
-        except ValueError:
-            raise ValueError(f"--rate '{text}' must be a number of requests a second above 0") from None
-    return loads
+    sizes = concurrency or (() if rates else (1, 4, 16, 64))
+    return [*map(Concurrency, sizes), *(Poisson(rate, seed) for rate in rates)]
 
 
 def _requests_of(load: Load) -> int:
@@ -206,15 +144,14 @@ def _requests_of(load: Load) -> int:
     return max(16, 2 * load.size if isinstance(load, Concurrency) else round(20 * load.rate))
 
 
-def _check_options(context: typer.Context, urls: Sequence[str] | None, asking: Asking) -> None:
-    """Raise `ValueError` for options that cannot be honoured together."""
-    if len(asking.extra) > 1 and len(asking.extra) != len(urls or ()):
+def _check_options(urls: Sequence[str], asking: Asking, own: Sequence[str]) -> None:
+    """Raise `ValueError` for options that cannot be honoured together; `own` are those of our own endpoint."""
+    if len(asking.extra) > 1 and len(asking.extra) != len(urls):
         raise ValueError(f"--extra-body is given {len(asking.extra)} times; give it once, or once for each --url")
     if urls:
-        for name in OWN_OPTIONS:
-            if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option} sets up our own endpoint, which is not started with --url; leave it out")
+        if own:
+            option = f"--{own[0].replace('_', '-')}"
+            raise ValueError(f"{option} sets up our own endpoint, which is not started with --url; leave it out")
         return
     more = sorted(set(asking.extra[0]) - {"decoding"})
     if more:

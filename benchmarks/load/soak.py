@@ -9,31 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from benchmarks.load.endpoints import OwnEndpoint, own_endpoint
 from benchmarks.load.soak_parts import Ended, SoakClient, SoakWatch, memory_rows
 from benchmarks.load.stream_client import Target, open_session, served_models
 from benchmarks.measuring import markdown
-from jobs.command_line import (
-    OUTPUT,
-    JsonFile,
-    MaxRows,
-    MaxTokens,
-    ModelName,
-    NumPages,
-    Seed,
-    command,
-    command_text,
-)
+from jobs.command_line import CommandLine, Fields, JsonFile, MaxTokens, ModelName, Seed, command
+from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.files import check_new_file, write_json
-from mbd_core.options import CLUSTER
+from mbd_core.options import CLUSTER, LOAD, OUTPUT, Option
 
-LOAD = "Load"
 SETTLE_SECONDS = 60.0
 NUM_PROMPTS = 40
+SMALL_ENGINE = EngineConfig(max_rows=8, num_pages=400)
 END_COLUMNS = {k: k for k in ("request", "whole", "refused", "hung up", "error", "lost", "wrong")}
 MEMORY_COLUMNS = {
     "role": "process",
@@ -42,32 +31,22 @@ MEMORY_COLUMNS = {
     "flat": "flat",
 }
 
-Minutes = Annotated[float, typer.Option(help="How long requests are sent.", min=0.01, rich_help_panel=LOAD)]
-Clients = Annotated[int, typer.Option(help="Clients, each with one request at a time.", min=1, rich_help_panel=LOAD)]
-KillEvery = Annotated[
-    float, typer.Option(help="Seconds between kills of a replica; 0: none.", min=0, rich_help_panel=LOAD)
-]
-SampleEvery = Annotated[float, typer.Option(help="Seconds between memory samples.", min=0.1, rich_help_panel=OUTPUT)]
-RecoverySeconds = Annotated[
-    float, typer.Option(help="Time limit of a recovery, and of a request.", min=1, rich_help_panel=LOAD)
-]
-Replicas = Annotated[int, typer.Option(help="Replicas of the engine.", min=1, rich_help_panel=CLUSTER)]
-
 
 def run(
-    context: typer.Context,
+    command_line: CommandLine,
     *,
     model: ModelName = "tiny-mbd",
     seed: Seed = 0,
-    minutes: Minutes = 10.0,
-    clients: Clients = 8,
-    kill_every: KillEvery = 60.0,
-    recovery_seconds: RecoverySeconds = 300.0,
+    minutes: Annotated[float, Option("How long requests are sent.", LOAD, at_least=0.01)] = 10.0,
+    clients: Annotated[int, Option("Clients, each with one request at a time.", LOAD, at_least=1)] = 8,
+    kill_every: Annotated[float, Option("Seconds between kills of a replica; 0: none.", LOAD, at_least=0)] = 60.0,
+    recovery_seconds: Annotated[
+        float, Option("Time limit of a recovery, and of a request.", LOAD, at_least=1)
+    ] = 300.0,
     max_tokens: MaxTokens = 96,
-    max_rows: MaxRows = 8,
-    num_pages: NumPages = 400,
-    replicas: Replicas = 2,
-    sample_every: SampleEvery = 5.0,
+    engine: Annotated[EngineConfig, Fields("max_rows", "num_pages")] = SMALL_ENGINE,
+    replicas: Annotated[int, Option("Replicas of the engine.", CLUSTER, at_least=1)] = 2,
+    sample_every: Annotated[float, Option("Seconds between memory samples.", OUTPUT, at_least=0.1)] = 5.0,
     json: JsonFile = None,
 ) -> int:
     """Serve a model on a Ray of its own and load it for long: streams, whole answers, clients that hang up, bad
@@ -77,8 +56,8 @@ def run(
     """
     if json is not None:
         check_new_file(json)
-    serve = ["--model", model, "--replicas", str(replicas), "--max-rows", str(max_rows)]
-    serve += ["--num-pages", str(num_pages or 400), "--batch-invariant"]
+    serve = ["--model", model, "--replicas", str(replicas), "--max-rows", str(engine.max_rows)]
+    serve += ["--num-pages", str(engine.num_pages), "--batch-invariant"]
     with (
         tempfile.TemporaryDirectory(prefix="soak-") as scratch,
         own_endpoint(serve, log=Path(scratch) / "serve.log") as endpoint,
@@ -95,7 +74,7 @@ def run(
             seed=seed,
         )
         report = asyncio.run(load)
-    report["settings"] = {"command": command_text(context)}
+    report["settings"] = {"command": command_line}
     if json is not None:
         write_json(json, report)
     _print(report)

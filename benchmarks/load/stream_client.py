@@ -4,13 +4,15 @@ import json
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import aiohttp
 
 from benchmarks.load.loads import Arrival, RequestRecord, shared_out
+from mbd_core.options import LOAD, Option
 
 Route = Literal["chat/completions", "completions"]
+RequestSeconds = Annotated[float, Option("Time limit of a request.", LOAD, at_least=0.1)]
 LINE_BYTES = 2**24  # the longest event that is read
 TOGETHER_SECONDS = 1e-3  # events that follow each other within it came together: a block's, an event a token
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")

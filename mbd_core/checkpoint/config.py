@@ -2,20 +2,24 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from mbd_core.checkpoint.families import FAMILIES, Json, check_keys, family_of
 from mbd_core.checkpoint.safetensor_files import block_shape, read_json
-from mbd_core.models.model_config import ModelConfig, MoEConfig
+from mbd_core.models.model_config import ROPE_SCALINGS, ModelConfig, MoEConfig, RopeScaling
 
 # Reads a Hugging Face config.json as a `ModelConfig`, and writes it back.
 
 # Keys that generation_config.json may have instead of config.json.
 DECODING_KEYS = ("mask_token_id", "eos_token_id", "block_size")
 # The least value of each whole number that may be less than 1, and the greatest value of any whole number.
-LEAST = {"mask_token_id": 0, "eos_token_ids": 0, "num_shared_experts": 0, "first_dense_layers": 0, "dense_layers": 0}
+LEAST = dict.fromkeys(
+    ("mask_token_id", "eos_token_ids", "delete_token_id", "split_token_id", "expert_capacity")
+    + ("num_shared_experts", "first_dense_layers", "dense_layers"),
+    0,
+)
 MOST = 2**31 - 1
 
 
@@ -27,7 +31,13 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
     """
     architecture, family = family_of(config)
     block_shape(config)
-    config = {key: value for key, value in _flat_rope(config).items() if value is not None}
+    config, scaling = _read_rope(config)
+    if scaling is not None and not family.rope_scaling:
+        raise ValueError(
+            f"config.json scales rotary frequencies ({_scaling_name(scaling)}), which {architecture} does not; "
+            "take a release without it"
+        )
+    config = {key: value for key, value in config.items() if value is not None}
     if config.get("model_type", family.model_types[0]) not in family.model_types:
         raise ValueError(f"config.json has model_type={config['model_type']!r}, which is not {architecture}'s")
     for key, value in family.fixed.items():
@@ -35,7 +45,7 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
             raise ValueError(f"config.json has {key}={config[key]!r}; {architecture} is supported with {value!r} only")
     check_keys(config, architecture)
     recommended = {k: v for k, v in (generation or {}).items() if k in DECODING_KEYS and v is not None}
-    published = family.published if config.get("vocab_size") == family.published.get("vocab_size") else {}
+    published = family.published if config.get("vocab_size") in family.vocab_sizes else {}
     values = {**family.defaults, **published, **recommended, **config}
     elsewhere = recommended.keys() - config.keys()
 
@@ -54,26 +64,26 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
         head_dim = field_value(ModelConfig, "head_dim", "head_dim")
         rotated = _rotary_dim(config, head_dim)
         values["rotary_dim"] = None if rotated == head_dim else rotated
-    fields = {ours: field_value(ModelConfig, ours, theirs) for ours, theirs in family.keys.items()}
+    sizes = {ours: field_value(ModelConfig, ours, theirs) for ours, theirs in family.keys.items()}
     if "head_dim" not in family.keys:
-        fields["head_dim"], rest = divmod(fields["hidden_size"], fields["num_heads"])
+        sizes["head_dim"], rest = divmod(sizes["hidden_size"], sizes["num_heads"])
         if rest:
             raise ValueError(
-                f"config.json: hidden size {fields['hidden_size']} has no {fields['num_heads']} equal heads"
+                f"config.json: hidden size {sizes['hidden_size']} has no {sizes['num_heads']} equal heads"
             )
-        if config.get("head_dim", fields["head_dim"]) != fields["head_dim"]:
+        if config.get("head_dim", sizes["head_dim"]) != sizes["head_dim"]:
             raise ValueError(
-                f"config.json has head_dim={config['head_dim']!r}; {architecture} has heads of {fields['head_dim']}"
+                f"config.json has head_dim={config['head_dim']!r}; {architecture} has heads of {sizes['head_dim']}"
             )
-    if fields["vocab_size"] != config.get("embedding_size", fields["vocab_size"]):
+    if sizes["vocab_size"] != config.get("embedding_size", sizes["vocab_size"]):
         raise ValueError(
-            f"config.json has embedding_size={config['embedding_size']!r} and vocab_size={fields['vocab_size']}; "
+            f"config.json has embedding_size={config['embedding_size']!r} and vocab_size={sizes['vocab_size']}; "
             "they must be equal"
         )
     experts = {ours: field_value(MoEConfig, ours, theirs) for ours, theirs in (family.moe_keys or {}).items()}
     try:
         moe = MoEConfig(**experts, **family.moe_switches) if experts else None
-        return ModelConfig(architecture=architecture, **fields, **family.switches, moe=moe)
+        return ModelConfig(architecture=architecture, **sizes, **family.switches, rope_scaling=scaling, moe=moe)
     except ValueError as error:
         files = "config.json with generation_config.json" if elsewhere else "config.json"
         raise ValueError(f"{files}: {error}") from None
@@ -110,6 +120,8 @@ def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
     eos = config.eos_token_ids
     values = {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
     values["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
+    if family.rope_scaling:
+        values["rope_scaling"] = None if config.rope_scaling is None else _written_scaling(config.rope_scaling)
     if family.moe_keys is not None:
         assert config.moe is not None
         values |= {theirs: getattr(config.moe, ours) for ours, theirs in family.moe_keys.items()}
@@ -126,7 +138,7 @@ def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
         "architectures": [config.architecture],
         "model_type": family.model_types[0] if kinds is None else kinds["fused" if fused else "per_expert"],
         **family.fixed,
-        **values,
+        **{key: value for key, value in values.items() if value is not None},
     }
     whole = config.rotary_dim == config.head_dim
     if read_config(written) != (replace(config, rotary_dim=None) if whole else config):
@@ -134,24 +146,81 @@ def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
     return written
 
 
-def _flat_rope(config: Json) -> dict[str, Any]:
-    """`config` with the values of transformers 5's `rope_parameters` under the keys of older files."""
-    config = dict(config)
-    rope = config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"config.json has rope_parameters={rope!r}; it must be an object")
-    for key in ("rope_type", "type"):
-        if rope.get(key, "default") != "default":
-            raise ValueError(f"config.json has {key}={rope[key]!r}; 'default' only is supported")
-    for key, value in rope.items():
-        if value is not None and key not in ("rope_type", "type", "rope_theta", "partial_rotary_factor"):
+# Of any rotation's object, beside what its `rope_type` asks for.
+OF_ANY_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+TRAINED_LENGTH = "original_max_position_embeddings"
+
+
+def _read_rope(config: Json) -> tuple[dict[str, Any], RopeScaling | None]:
+    """`config` with the values of transformers 5's `rope_parameters` under the keys of older files; and how rotary
+    frequencies are scaled, from it or from the older `rope_scaling`, which must agree."""
+    objects = {name: config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name) is not None}
+    for name, rope in objects.items():
+        if not isinstance(rope, dict):
+            raise ValueError(f"config.json has {name}={rope!r}; it must be an object")
+    scalings = [_scaling_of(name, rope, config) for name, rope in objects.items() if rope]
+    if any(scaling != scalings[0] for scaling in scalings):
+        raise ValueError("config.json has a rope_scaling that is not that of its rope_parameters; remove one of them")
+    flat, scaling = dict(config), scalings[0] if scalings else None
+    for rope in objects.values():
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if key in rope and flat.get(key) is None:
+                flat[key] = rope[key]
+    if hasattr(scaling, TRAINED_LENGTH):
+        flat.pop(TRAINED_LENGTH, None)
+    return flat, scaling
+
+
+def _rope_type(rope: Json, name: str) -> Any:
+    kinds = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None] or ["default"]
+    if kinds[0] != kinds[-1]:
+        raise ValueError(f"config.json has rope_type={kinds[0]!r} and type={kinds[1]!r} in {name}; remove one of them")
+    return kinds[0]
+
+
+def _scaling_of(name: str, rope: Json, config: Json) -> RopeScaling | None:
+    """What the object `rope` under the key `name` says; a length of training that it lacks is the config's, as in
+    transformers, whose `original_max_position_embeddings` beside the object counts first."""
+    kind = _rope_type(rope, name)
+    if kind != "default" and (not isinstance(kind, str) or kind not in ROPE_SCALINGS):
+        known = ", ".join(["default", *sorted(ROPE_SCALINGS)])
+        raise ValueError(f"config.json has rope_type={kind!r} in {name}, which is not known; known: {known}")
+    hints = {} if kind == "default" else get_type_hints(ROPE_SCALINGS[kind])
+    given = {
+        k: v for k, v in rope.items() if k not in OF_ANY_ROPE and (v is not None or k in hints.keys() & {"truncate"})
+    }
+    if TRAINED_LENGTH in hints:
+        lengths = [config.get(TRAINED_LENGTH), given.get(TRAINED_LENGTH), config.get("max_position_embeddings")]
+        given[TRAINED_LENGTH] = next((length for length in lengths if length is not None), None)
+    for key, value in given.items():
+        if key not in hints:
             raise ValueError(
-                f"config.json has {key}={value!r} in rope_parameters, which is not known; take a release without it"
+                f"config.json has {key}={value!r} in {name}, which is not known; take a release without it"
             )
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if key in rope and config.get(key) is None:
-            config[key] = rope[key]
-    return config
+        subject, hint = f"config.json has {name}.{key}", next(iter(get_args(hints[key])), hints[key])
+        given[key] = _typed(hint, value, subject, 1)
+        if key == "factor" and given[key] < 1:
+            raise ValueError(f"{subject}={value!r}; it must be a number of at least 1")
+    if kind == "default":
+        return None
+    for item in fields(ROPE_SCALINGS[kind]):
+        if item.default is MISSING and item.name not in given:
+            raise ValueError(f"config.json has rope_type={kind!r} in {name} without '{item.name}', which it needs")
+    try:
+        return ROPE_SCALINGS[kind](**given)
+    except ValueError as error:
+        raise ValueError(f"config.json has a {name} with {error}") from None
+
+
+def _scaling_name(scaling: RopeScaling) -> str:
+    return next(name for name, kind in ROPE_SCALINGS.items() if isinstance(scaling, kind))
+
+
+def _written_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    """The `rope_scaling` of a config.json: what differs from its type's defaults."""
+    defaults = {item.name: item.default for item in fields(scaling)}
+    said = {key: value for key, value in asdict(scaling).items() if value != defaults[key]}
+    return {"rope_type": _scaling_name(scaling), **said}
 
 
 def _rotary_dim(config: Json, head_dim: int) -> int:

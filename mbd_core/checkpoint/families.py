@@ -30,11 +30,13 @@ class Family:
                         are of training, of generating, of other software, or of a part that `fixed` switches off
     accepted            keys that are not read, with the values that leave the network as it is here; a list may hold
                         any of them. Every key that is in none of these is refused (`check_keys`)
+    rope_scaling        whether its files may scale rotary frequencies, in `rope_scaling` or `rope_parameters`
     switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` those of `MoEConfig`
     names               our module -> the checkpoint's name for it (`{i}` a layer, `{e}` an expert); modules with the
                         same name there are stored in one tensor, one after another
-    published           ids of the released vocabulary, for folders of that `vocab_size` whose files leave them out;
-                        the tokenizer must agree (`tokenizer_files.load_tokenizer`)
+    published           ids of the released vocabulary, for folders whose files leave them out and whose `vocab_size`
+                        is one of `vocab_sizes`; the tokenizer must agree (`tokenizer.load_tokenizer`)
+    decoding            the method of folders whose generation_config.json names none, as fields of `DecodingConfig`
     """
 
     model_types: tuple[str, ...]
@@ -43,12 +45,15 @@ class Family:
     fixed: Json = field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    rope_scaling: bool = True
     switches: Json = field(default_factory=dict)
     moe_keys: Mapping[str, str] | None = None
     moe_switches: Json = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     expert_model_types: Mapping[str, str] | None = None
+    vocab_sizes: tuple[int, ...] = ()
     published: Json = field(default_factory=dict)
+    decoding: Json = field(default_factory=dict)
 
 
 # What transformers writes into any config.json, of its versions 4 and 5, and what trainers and engines add.
@@ -189,7 +194,7 @@ QWEN_KEYS = {
     "block_size": "block_size",
 }
 WITHOUT_HEAD_DIM = {ours: theirs for ours, theirs in QWEN_KEYS.items() if ours != "head_dim"}
-QWEN_FIXED = {"attention_bias": False, "hidden_act": "silu", "rope_scaling": None, "use_sliding_window": False}
+QWEN_FIXED = {"attention_bias": False, "hidden_act": "silu", "use_sliding_window": False}
 EXPERT_KEYS = {
     "num_experts": "num_experts",
     "experts_per_token": "num_experts_per_tok",
@@ -208,7 +213,8 @@ SDAR = Family(
     fixed=QWEN_FIXED,
     harmless=OF_ANY_MODEL | OF_ANY_MOE | WINDOW,
     accepted={**EVERYWHERE, "mlp_bias": (False,), "partial_rotary_factor": (1,), "use_regular_causal": (False,)},
-    published={"vocab_size": 151936, "mask_token_id": 151669, "eos_token_id": 151643},
+    vocab_sizes=(151936,),
+    published={"mask_token_id": 151669, "eos_token_id": 151643},
 )
 
 SDAR_MOE = replace(
@@ -222,10 +228,18 @@ SDAR_MOE = replace(
 
 LLADA2_MOE = Family(
     model_types=("llada2_moe", "llada2_moe_veomni"),
-    keys={**QWEN_KEYS, "rotary_dim": "rotary_dim"},
+    keys={
+        **QWEN_KEYS,
+        "rotary_dim": "rotary_dim",
+        "delete_token_id": "delete_token_id",
+        "split_token_id": "split_token_id",
+    },
     defaults={
         "tie_word_embeddings": False,
         "block_size": 32,
+        "delete_token_id": None,
+        "split_token_id": None,
+        "expert_capacity": 0,
         "num_shared_experts": 0,
         "moe_router_enable_expert_bias": False,
     },
@@ -233,7 +247,6 @@ LLADA2_MOE = Family(
         "hidden_act": "silu",
         "norm_head": False,
         "norm_softmax": False,
-        "rope_scaling": None,
         "router_dtype": "fp32",
         "score_function": "sigmoid",
         "use_bias": False,
@@ -244,11 +257,9 @@ LLADA2_MOE = Family(
     },
     # How wide the shared experts are is `num_shared_experts` times an expert's, or their tensors do not fit.
     harmless=OF_ANY_MODEL | OF_ANY_MOE | WINDOW | {"moe_shared_expert_intermediate_size", "mtp_loss_scaling_factor"},
-    # LLaDA2.2 chooses experts for a whole block, `expert_capacity` of them.
     accepted={
         **EVERYWHERE,
         "attention_bias": (False,),
-        "expert_capacity": (0,),
         "moe_router_enable_routed_scaling": (True,),
         "moe_router_enable_shared_expert": (True,),
         "num_nextn_predict_layers": (0,),
@@ -263,6 +274,7 @@ LLADA2_MOE = Family(
         "routed_scaling": "routed_scaling_factor",
         "first_dense_layers": "first_k_dense_replace",
         "expert_bias": "moe_router_enable_expert_bias",
+        "expert_capacity": "expert_capacity",
     },
     moe_switches={"score": "sigmoid"},
     expert_model_types={"per_expert": "llada2_moe", "fused": "llada2_moe_veomni"},
@@ -274,7 +286,8 @@ LLADA2_MOE = Family(
         "model.layers.{i}.self_attn.o_proj": "model.layers.{i}.attention.dense",
         **PER_EXPERT,
     },
-    published={"vocab_size": 157184, "mask_token_id": 156895, "eos_token_id": 156892},
+    vocab_sizes=(157184,),
+    published={"mask_token_id": 156895, "eos_token_id": 156892},
 )
 
 LLADA = Family(
@@ -317,6 +330,7 @@ LLADA = Family(
         "norm_after": (False,),
         "rope_full_precision": (True,),
     },
+    rope_scaling=False,
     switches={"qk_norm": False, "attention": "full"},
     names={
         "model.embed_tokens": "model.transformer.wte",
@@ -337,18 +351,35 @@ LLADA = Family(
             }.items()
         },
     },
-    published={"vocab_size": 126464, "mask_token_id": 126336, "eos_token_id": 126081},
+    vocab_sizes=(126464,),
+    published={"mask_token_id": 126336, "eos_token_id": 126081},
+    decoding={"canvas": {}},
 )
 
 DREAM = Family(
     model_types=("Dream",),
     keys=WITHOUT_HEAD_DIM,
     defaults={"tie_word_embeddings": False, "block_size": 32},
-    fixed={"hidden_act": "silu", "rope_scaling": None, "use_sliding_window": False},
+    fixed={"hidden_act": "silu", "use_sliding_window": False},
     harmless=OF_ANY_MODEL | WINDOW | {"attention_bias"},  # q, k and v have a bias whatever it says
     accepted={**EVERYWHERE, "mlp_bias": (False,), "partial_rotary_factor": (1,), "use_mrope": (False,)},
     switches={"qk_norm": False, "qkv_bias": True, "shift_logits": True, "attention": "full"},
-    published={"vocab_size": 152064, "mask_token_id": 151666, "eos_token_id": 151643},
+    vocab_sizes=(152064,),
+    published={"mask_token_id": 151666, "eos_token_id": 151643},
+    decoding={"canvas": {}},
+)
+
+# Qwen2.5 as a block-diffusion model. No config of a release has the mask's id: 151665, and 151645 for the end of an
+# answer, are default arguments of the released code, so they stand here. A config that names them counts.
+FAST_DLLM_V2 = replace(
+    DREAM,
+    model_types=("Fast_dLLM_Qwen",),
+    keys={**WITHOUT_HEAD_DIM, "block_size": "bd_size"},
+    defaults={"tie_word_embeddings": False, "bd_size": 32},
+    switches={"qk_norm": False, "qkv_bias": True, "shift_logits": True},
+    vocab_sizes=(151936, 152064),
+    published={"mask_token_id": 151665, "eos_token_id": 151645},
+    decoding={"carry": True, "sub_block": 8, "tau_m2t": 0.9},
 )
 
 FAMILIES: dict[str, Family] = {
@@ -357,6 +388,7 @@ FAMILIES: dict[str, Family] = {
     "LLaDA2MoeModelLM": LLADA2_MOE,
     "LLaDAModelLM": LLADA,
     "DreamModel": DREAM,
+    "Fast_dLLM_QwenForCausalLM": FAST_DLLM_V2,
 }
 
 
@@ -375,6 +407,7 @@ def check_keys(config: Json, architecture: str) -> None:
     family = FAMILIES[architecture]
     read = {*family.keys.values(), *(family.moe_keys or {}).values(), *family.fixed, *READ_IN_ANY}
     read |= {"partial_rotary_factor"} if "rotary_dim" in family.keys else set()
+    read |= {"rope_scaling"} if family.rope_scaling else set()
     unknown = [
         key
         for key, value in config.items()

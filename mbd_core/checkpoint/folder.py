@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
+from mbd_core.checkpoint.families import FAMILIES
 from mbd_core.checkpoint.loading import refuse_dcp
 from mbd_core.checkpoint.safetensor_files import METADATA, list_tensors, read_json
 from mbd_core.checkpoint.tensors import match_tensors
@@ -70,11 +71,10 @@ def read_folder(folder: Path) -> ModelFolder:
 
 
 def with_method(defaults: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """A `generation_config.json` with a decoding method: full-attention models decode whole canvases, unless it says
-    otherwise."""
-    if config.attention == "full" and not set(defaults) & METHOD_FIELDS:
-        return {**defaults, "canvas": {}}
-    return dict(defaults)
+    """A `generation_config.json` with a decoding method: its family's, unless it says otherwise."""
+    if set(defaults) & METHOD_FIELDS:
+        return dict(defaults)
+    return {**defaults, **FAMILIES[config.architecture].decoding}
 
 
 def edit_note(name: str, defaults: Mapping[str, Any], decoding: DecodingConfig) -> str | None:

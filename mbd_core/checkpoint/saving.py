@@ -1,4 +1,4 @@
-"""Writes model folders: config.json, safetensors, tokenizer, generation_config.json, and the project's manifest.
+"""Writes model folders: config.json, safetensors, tokenizer, generation_config.json, manifest; and adapters.
 
 A folder is written beside its target and then renamed, so no partial folder appears. An existing target is refused.
 """
@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mbd_core.checkpoint import adapter
 from mbd_core.checkpoint.config import write_config
-from mbd_core.checkpoint.families import ExpertLayout
+from mbd_core.checkpoint.families import FAMILIES, ExpertLayout
 from mbd_core.checkpoint.folder import BaseFiles, carried_config, carried_generation
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, ShardWriter
-from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, decoder_shapes, stored_tensors
+from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, StoredTensor, decoder_shapes, stored_tensors
 from mbd_core.files import check_target_folder, folder_beside, write_json
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
@@ -117,7 +119,10 @@ def random_generation(config: ModelConfig) -> dict[str, Any]:
 
     A full-attention model decodes a canvas, whose rule always takes one.
     """
-    return {} if config.attention == "full" else {"buffer_size": 2, "tokens_per_step": min(4, config.block_size)}
+    if config.attention == "full":
+        return {}
+    method = FAMILIES[config.architecture].decoding
+    return {**method, "buffer_size": 2, "tokens_per_step": min(4, config.block_size)}
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
@@ -183,3 +188,78 @@ def write_configs(
     }
     for name, content in files.items():
         write_json(folder / name, content)
+
+
+# An adapter's folder, as `adapter.py` reads it.
+
+
+Factors = Mapping[str, tuple[Tensor, Tensor]]
+
+
+def save_adapter(
+    folder: Path,
+    config: ModelConfig,
+    factors: Factors,
+    *,
+    rank: int,
+    alpha: int,
+    dropout: float,
+    base: str,
+    extra: Mapping[str, str],
+    overwrite: bool = False,
+) -> None:
+    """Write an adapter as PEFT does, for the base model as its family publishes it.
+
+    `factors` are A (rank, I) and B (O, rank) of each adapted module, by the decoder's names. Modules that the family
+    stores as one, as a fused query, key and value, get one adapter: their A's under each other, their B's as blocks.
+    All modules have its rank then, filled with zeros. `extra` adds small text files. Raises `ValueError` as
+    `files.check_target_folder` does.
+    """
+    stored = stored_tensors(config, decoder_shapes(config), "per_expert")
+    adapted = {
+        name.removesuffix(".weight"): tensor
+        for name, tensor in stored.items()
+        if any(part.target.removesuffix(".weight") in factors for part in tensor.parts)
+    }
+    joined = max(len(tensor.parts) for tensor in adapted.values())
+    tensors = {
+        f"base_model.model.{module}.lora_{factor}.weight": matrix
+        for module, tensor in adapted.items()
+        for factor, matrix in zip("AB", _joined(tensor, factors, rank, joined), strict=True)
+    }
+    settings = {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base,
+        "r": rank * joined,
+        "lora_alpha": alpha * joined,
+        "lora_dropout": dropout,
+        "target_modules": sorted(_targets(stored, adapted)),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as beside:
+        write_json(beside / adapter.CONFIG, settings)
+        save_file(tensors, beside / adapter.WEIGHTS, metadata={"format": "pt"})
+        for name, text in extra.items():
+            (beside / name).write_text(text)
+
+
+def _joined(stored: StoredTensor, factors: Factors, rank: int, joined: int) -> tuple[Tensor, Tensor]:
+    """A (rank x joined, I) and B (O, rank x joined) of a stored module; what has no factors is zero."""
+    a, b = torch.zeros(rank * joined, stored.shape[1]), torch.zeros(stored.shape[0], rank * joined)
+    ends = [sum(stored.lengths[:number]) for number in range(len(stored.lengths) + 1)]
+    for number, part in enumerate(stored.parts):
+        pair = factors.get(part.target.removesuffix(".weight"))
+        if pair is not None:
+            ranks = slice(number * rank, (number + 1) * rank)
+            a[ranks], b[ends[number] : ends[number + 1], ranks] = pair
+    return a, b
+
+
+def _targets(stored: Mapping[str, StoredTensor], adapted: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """The modules' last names, as PEFT matches them; whole names where others have the same last one."""
+    modules = [name.removesuffix(".weight") for name in stored if name.endswith(".weight")]
+    for leaf in {module.rpartition(".")[2] for module in adapted}:
+        same = [module for module in modules if module.rpartition(".")[2] == leaf]
+        yield from [leaf] if all(module in adapted for module in same) else filter(adapted.__contains__, same)

@@ -52,6 +52,7 @@ CHAT_TOKENS = {
     "SDARForCausalLM": SDAR_TOKENS,
     "SDARMoeForCausalLM": SDAR_TOKENS,
     "DreamModel": _chat_ml("<|mask|>", 151666, ("<|endoftext|>", "<|im_end|>")),
+    "Fast_dLLM_QwenForCausalLM": _chat_ml("|<MASK>|", 151665, ("<|im_end|>", "<|endoftext|>")),
     "LLaDA2MoeModelLM": ChatTokens(
         "<|mask|>",
         ("<|endoftext|>", "<|role_end|>"),
@@ -111,8 +112,8 @@ def shape_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
 
 def special_ids(config: ModelConfig) -> dict[str, int]:
     """The special tokens' ids: those that the configuration names, then the release's, if they are free, then any."""
-    chat, published = CHAT_TOKENS[config.architecture], FAMILIES[config.architecture].published
-    released = chat.ids if config.vocab_size == published["vocab_size"] else {}
+    chat, family = CHAT_TOKENS[config.architecture], FAMILIES[config.architecture]
+    released = chat.ids if config.vocab_size in family.vocab_sizes else {}
     names = {number: name for name, number in released.items()}
     ids = {chat.mask: config.mask_token_id}
     for number in config.eos_token_ids:

@@ -63,17 +63,18 @@ class Admitted:
 
 
 class Admission:
-    """The limits of one engine: the model's positions and vocabulary, its slots, its pages.
+    """The limits of one engine: its positions, the model's vocabulary, its slots, its pages.
 
-    `num_pages` is how many pages a sequence can own. `adapters` are the names of the LoRA adapters that are loaded at
-    any time; a copy in another process does not know them, and leaves that check to the engine. `grammars` says
-    whether the engine can compile any.
+    `max_positions` are a sequence's, at most the model's. `num_pages` is how many pages a sequence can own. `adapters`
+    are the names of the LoRA adapters that are loaded at any time; a copy in another process does not know them, and
+    leaves that check to the engine. `grammars` says whether the engine can compile any.
     """
 
     def __init__(
         self,
         model: ModelConfig,
         *,
+        max_positions: int,
         block_size: int,
         buffer_size: int,
         page_size: int,
@@ -83,6 +84,7 @@ class Admission:
         grammars: bool = False,
     ) -> None:
         self._adapters: Set[str] | None = adapters
+        self.max_positions = max_positions
         self._model, self._prefix_caching = model, prefix_caching
         self._block_size, self._buffer_size = block_size, buffer_size
         self._page_size, self._num_pages = page_size, num_pages
@@ -103,7 +105,7 @@ class Admission:
     @property
     def max_length(self) -> int:
         """Tokens that a prompt and its answer can have together."""
-        return min(self._model.max_positions, self._num_pages * self._page_size)
+        return min(self.max_positions, self._num_pages * self._page_size)
 
     def room(self, prompt_length: int) -> int:
         """Tokens that can follow a prompt of `prompt_length`; a canvas with several lanes may have less."""
@@ -122,6 +124,14 @@ class Admission:
         number = min(preferred, most) if canvas is None else canvas_max_tokens(canvas, preferred=preferred, most=most)
         return max(1, number)
 
+    def _what_fits(self, request: Request) -> str:
+        number = self.default_max_tokens(request)
+        sized = replace(request, max_tokens=number)
+        pages = pages_needed(sized, block_size=self._block_size, page_size=self._page_size)
+        if number <= self.room(len(request.prompt)) and pages <= self._num_pages:
+            return f"max_tokens={number} fits behind this prompt"
+        return f"shorten the prompt: {self.max_length} tokens fit in all"
+
     def check(self, request: Request) -> Admitted:
         """Raise `RequestRefused` for a request this engine can never serve, saying which value and what to do."""
         self._check_prompt(request)
@@ -138,7 +148,7 @@ class Admission:
             raise RequestRefused(
                 "max_tokens",
                 f"the prompt and max_tokens={request.max_tokens} need {needed} KV pages, the engine has "
-                f"{self._num_pages}; lower max_tokens or start it with more num_pages",
+                f"{self._num_pages}; {self._what_fits(request)}, more with more num_pages",
                 "context_length_exceeded",
             )
         return Admitted(request)
@@ -236,11 +246,13 @@ class Admission:
             raise RequestRefused("prompt", "the prompt is empty: it must hold at least one token")
         if not isinstance(request.max_tokens, int) or request.max_tokens < 1:
             raise RequestRefused("max_tokens", f"max_tokens={request.max_tokens} must be a whole number of at least 1")
-        if length + request.max_tokens > model.max_positions:
+        if length + request.max_tokens > self.max_positions:
+            whole = self.max_positions == model.max_positions
             raise RequestRefused(
-                "prompt" if length >= model.max_positions else "max_tokens",
-                f"the prompt's {length} tokens and max_tokens={request.max_tokens} exceed the model's "
-                f"{model.max_positions} positions; shorten the prompt or lower max_tokens",
+                "prompt" if length >= self.max_positions else "max_tokens",
+                f"the prompt's {length} tokens and max_tokens={request.max_tokens} exceed "
+                f"{'the model' if whole else 'this server'}'s {self.max_positions} positions; "
+                f"{self._what_fits(request)}",
                 "context_length_exceeded",
             )
         if len(request.committed) >= request.max_tokens:
@@ -292,6 +304,11 @@ class Admission:
             raise ValueError(
                 f"prompt_attention='full' (D2F) needs a model with full attention; {self._model.architecture} "
                 "attends in blocks"
+            )
+        if decoding.carry and not self._model.shift_logits:
+            raise ValueError(
+                f"carry=True needs logits that predict the next position; {self._model.architecture}'s predict their "
+                "own; leave it out"
             )
         if decoding.buffer_size > self._buffer_size:
             raise ValueError(f"buffer_size={decoding.buffer_size} exceeds this engine's {self._buffer_size} slots")

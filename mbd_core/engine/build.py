@@ -41,7 +41,7 @@ def bytes_per_page(model: ModelConfig, page_size: int, dtype: torch.dtype) -> in
 
 def longest_in_pages(model: ModelConfig, config: EngineConfig, page_size: int) -> int:
     """Pages that the longest possible sequence fills, with a full buffer behind it."""
-    return -(-model.max_positions // page_size) + config.num_slots
+    return -(-config.positions(model.max_positions) // page_size) + config.num_slots
 
 
 def fit_num_pages(
@@ -189,6 +189,7 @@ def build_parts(
         overlap=on_gpu if config.overlap is None else config.overlap,
         admission=Admission(
             c,
+            max_positions=config.positions(c.max_positions),
             block_size=block_size,
             buffer_size=config.num_slots,
             page_size=page_size,
@@ -249,6 +250,7 @@ def _check(model: Decoder, config: EngineConfig, vocab_limit: int | None) -> int
         raise ValueError(f"vocab_limit={vocab_limit} must lie in 1..{c.vocab_size}")
     if config.block_size not in (None, c.block_size) and c.attention == "block_causal":
         raise ValueError(f"block_size={config.block_size} cannot be honoured: the model has {c.block_size}")
+    config.positions(c.max_positions)
     block_size = config.block_size or c.block_size
     if config.max_prefill_tokens < block_size:
         raise ValueError(f"max_prefill_tokens={config.max_prefill_tokens} is less than a block ({block_size})")
@@ -288,7 +290,7 @@ def _step_state(
 ) -> StepState:
     c, device, page_size = runner.model.config, runner.cache.k.device, runner.cache.page_size
     width = min(num_pages, longest_in_pages(c, config, page_size))
-    longest = min(c.max_positions, num_pages * page_size)
+    longest = min(config.positions(c.max_positions), num_pages * page_size)
     return StepState(
         runner=runner,
         buffer=BlockBuffer(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #     host    plan 1, launch 1 | plan 2, launch 2 | read 1, emit 1 | plan 3, launch 3 | read 2, emit 2 | ...
 #     device                   [ step 1 ................][ step 2 ..................][ step 3 ....... ]
 #
-# The host plans step 2 without knowing what step 1 commits. That is safe when nobody is to be seated and every
+# The host plans step 2 without knowing what step 1 commits. That is safe when no sequence waits to be seated and every
 # sequence has pages for whatever both steps can fill (`unread` in `Ledger`). What ends in step 1 takes part in step 2
 # without effect, and its share of step 2 is dropped.
 
@@ -204,6 +204,8 @@ class Collector:
             tops = sequence.top_log.take(len(committed) // sequence.block_size)[useful]
         if sequence.step_map is not None:
             taken = sequence.step_map.take(len(committed) // sequence.block_size)
+            if request.carries:
+                sequence.step_map.carry(self._forward(sequence))
             written = taken.cut((), useful.stop, room=0).without(useful.start)
             rollout = replace(written, logprobs=tuple(logprobs or ()))
         return self._emit(

@@ -43,6 +43,15 @@ class EngineConfig:
             "Tokens of D2F's blocks, for a model that was trained without blocks (LLaDA, Dream).", ENGINE, at_least=1
         ),
     ] = None
+    max_model_len: Annotated[
+        int | None,
+        Option(
+            "Tokens that a prompt and its answer can have together, at most the model's positions (default: these, or "
+            "what all pages hold).",
+            ENGINE,
+            at_least=2,
+        ),
+    ] = None
     page_size: Annotated[
         int | None,
         Option("Tokens of a page, a multiple of the block size (default: at least 16).", ENGINE, at_least=1),
@@ -130,6 +139,15 @@ class EngineConfig:
         if self.block_budget is None:
             return self.num_slots
         return max(1, min(self.num_slots, self.block_budget // max(1, num_running)))
+
+    def positions(self, model_positions: int) -> int:
+        """Positions of the longest sequence; `ValueError` if `max_model_len` asks for more than the model has."""
+        if self.max_model_len is not None and self.max_model_len > model_positions:
+            raise ValueError(
+                f"max_model_len={self.max_model_len} exceeds the model's {model_positions} positions; lower it, "
+                "or raise max_position_embeddings in the model's config.json, with a rope_scaling that reaches so far"
+            )
+        return model_positions if self.max_model_len is None else self.max_model_len
 
     def resolve_page_size(self, block_size: int) -> int:
         """Tokens a page; `ValueError` if `page_size` is not a multiple of the model's block size."""

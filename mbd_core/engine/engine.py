@@ -437,7 +437,7 @@ class Engine:
         return self.static_shapes and bool(plan.decoding) and not self._seating.decides_on_host
 
     def _may_run_ahead(self) -> bool:
-        """Whether nobody is to be seated, and there are pages for what the step under way and the next may fill."""
+        """Whether no sequence waits to be seated, and there are pages for what this step and the next may fill."""
         running = self.scheduler.running
         if not running or (self.scheduler.waiting and len(running) < self.config.max_rows):
             return False

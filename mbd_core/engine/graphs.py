@@ -64,6 +64,7 @@ def kernel_step(state: StepState, kind: StepKind, tables_RP: Tensor, adapters_R:
         entropy_units=(ENTROPY_UNITS, MOST_ENTROPY),
         revises=work.revises,
         quotas=work.quotas,
+        by_parts=work.by_parts,
     )
     ends_RN = None
     if shift:

@@ -1,7 +1,7 @@
-"""What an engine has done and how full it is, for whoever watches it.
+"""What an engine has done and how full it is, for its observers.
 
-The steps count with numbers that they read anyway; what can be read at any time (queues, pages, slots) is read when
-somebody asks.
+The steps count with numbers that they read anyway; queues, pages and slots are read on
+demand.
 """
 
 from collections import deque

@@ -114,7 +114,7 @@ class PagePool:
 
     def publish(self, page: int, digest: bytes) -> bool:
         """Make an owned page, stored for good, known under `digest`; false if another page is known under it."""
-        assert self._num_owners[page], f"page {page} has no owner, so nobody can know what it holds"
+        assert self._num_owners[page], f"page {page} has no owner, so what it holds is not known"
         holder = self._page_of.setdefault(digest, page)
         if holder == page:
             assert self._hash_of.setdefault(page, digest) == digest, f"page {page} is published with other content"
@@ -133,7 +133,7 @@ class PagePool:
             if index < len(chain):
                 self.publish(page, chain[index])
             self._num_owners[page] -= 1
-            assert self._num_owners[page] >= 0, f"page {page} was released by somebody who does not own it"
+            assert self._num_owners[page] >= 0, f"page {page} was released by a sequence that does not own it"
             if not self._num_owners[page]:
                 if page in self._hash_of:
                     self._cached[page] = None
@@ -174,7 +174,7 @@ class PagePool:
             twice = len(names) > 1 and (unowned or page not in self._hash_of or len(set(names)) < len(names))
             assert not twice, f"page {page} is held by {' and by '.join(names)}"
         lost = set(range(1, self.num_pages)) - holders.keys()
-        assert not lost, f"nobody holds pages {sorted(lost)}"
+        assert not lost, f"no owner holds pages {sorted(lost)}"
         counted = dict.fromkeys(range(1, self.num_pages), 0)
         for pages in owned.values():
             for page in pages:

@@ -147,7 +147,7 @@ class StepMap:
     """The forwards of one sequence's slots. It moves as the slots do, and outlives a preemption as their row does.
 
     With `edits` it also keeps the tokens, and those that were overwritten. Positions that hold tokens of the prompt
-    are in it too, with a number that nobody reads.
+    are in it too, with a number that is not read.
     """
 
     def __init__(self, num_slots: int, block_size: int, *, edits: bool = False) -> None:
@@ -173,6 +173,11 @@ class StepMap:
     def mark(self, slot: int, offset: int, forward: int) -> None:
         """A position was filled before a forward: with number `forward`, or for 0 before all."""
         self._forward_NB[slot, offset] = forward
+
+    def carry(self, forward: int) -> None:
+        """The store of the blocks that have left filled the position behind them, if it was open."""
+        if self._forward_NB[0, 0] == OPEN:
+            self._forward_NB[0, 0] = forward
 
     def take(self, num_blocks: int) -> Rollout:
         """The steps and edits of the first blocks' positions, in order; those blocks leave the buffer."""
@@ -267,6 +272,9 @@ class FrameLog:
         accepted_NB = filled_NB & self._masked_NB
         edited_NB = filled_NB & ~self._masked_NB & (tokens_NB != self._tokens_NB)
         self._keep(tokens_NB, masked_NB, num_stored)
+        behind = start + num_stored * size
+        if num_stored and self._request.carries and behind < self._end:
+            self._fixed[behind] = True
         slots = []
         for slot in np.flatnonzero(states_N[:n] != SlotState.DUMMY).tolist():
             pairs = zip(tokens_NB[slot].tolist(), masked_NB[slot].tolist(), strict=True)

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.request import Rollout
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
 from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan, CanvasUpdate
+from mbd_core.decoding.canvas.unmasking import guess
 from mbd_core.engine.batch import Rows, to_device
 from mbd_core.engine.pages import PagedKVCache
 from mbd_core.engine.scheduler import PrefillChunk
@@ -77,13 +79,14 @@ class CanvasRuns:
             return None
         device = self._cache.k.device
         tokens, positions, lengths, kv_lens, pages, at, rows = [], [], [], [], [], [], []
+        places = torch.arange(max(run.decoder.length for run in self._runs.values()))
         for run in self._runs.values():
             run.plan = run.decoder.plan()
             for source, target in run.plan.copies:
                 self._cache.copy_pages(run.lanes_LP[source], run.lanes_LP[target])
             for q in run.plan.queries:
                 tokens.append(q.tokens)
-                positions.append(torch.arange(q.start, q.stop))
+                positions.append(places[q.start : q.stop])
                 lengths.append(q.stop - q.start)
                 kv_lens.append(run.decoder.length)
                 pages.append(run.lanes_LP[q.lane])
@@ -96,7 +99,7 @@ class CanvasRuns:
             positions_T=torch.cat(positions).to(device),
             lengths_K=lengths,
             kv_lens_K=torch.tensor(kv_lens, device=device),
-            pages_KP=torch.stack([torch.nn.functional.pad(p, (0, width - len(p))) for p in pages]),
+            pages_KP=torch.stack([p if len(p) == width else F.pad(p, (0, width - len(p))) for p in pages]),
             stored_K=torch.ones(len(lengths), dtype=torch.bool, device=device),
             logits_at_A=torch.cat(at).to(device),
             adapter_K=None if adapters_R is None else adapters_R[torch.tensor(rows, device=device)],
@@ -104,8 +107,10 @@ class CanvasRuns:
 
     def update(self, logits_AV: Tensor) -> list[tuple[CanvasRun, CanvasUpdate]]:
         """Hand every canvas its part of the logits of `rows()`; what each made of it."""
-        parts = iter(logits_AV.split(self.num_asked))
-        return [(run, run.decoder.update([next(parts) for _ in run.plan.queries])) for run in self._runs.values()]
+        parts, runs = iter(logits_AV.split(self.num_asked)), self.running
+        opened = [run.decoder.open_logits([next(parts) for _ in run.plan.queries]) for run in runs]
+        guesses = guess(opened) if opened else []
+        return [(run, run.decoder.accept(o, g)) for run, o, g in zip(runs, opened, guesses, strict=True)]
 
     @property
     def num_asked(self) -> list[int]:
@@ -252,6 +257,8 @@ def resident_slots(
         of = asked_at_A // size
         opens = (slot[of] == 0) & (asked_at_A % size == 0)
         hidden_at_A = torch.where(opens, to_device(last, row.device)[row[of]], hidden_at_A - 1)
+        stores = buffer.carried_RN[row, slot][of] & (asked_at_A % size == 0)
+        hidden_at_A = torch.where(stores, slot_end_RN[row, slot][of], hidden_at_A)
     rows = Rows(
         tokens_T=buffer.tokens_RNB[row, slot].flatten(),
         positions_T=positions_KB.flatten(),
@@ -290,7 +297,8 @@ def static_rows(
     slot_end_RN = at[..., -1]
     if shift:
         remembered = -1 - torch.arange(num_rows, device=device)[:, None]
-        at = torch.cat((remembered, at.flatten(1)[:, :-1]), dim=1)
+        at = torch.cat((remembered, at.flatten(1)[:, :-1]), dim=1).view_as(at)
+        at[..., 0] = torch.where(buffer.carried_RN[:, :num_slots], slot_end_RN, at[..., 0])
     hidden_at_A, at_A = at.flatten(), None
     if num_asked is not None:
         total = hidden_at_A.numel()

@@ -262,7 +262,7 @@ class Scheduler:
         return not any(s.is_canvas and s.emitted for s in (*self.running.values(), *self.waiting))
 
     def weights_changed(self, version: int) -> None:
-        """What pages hold is of no use any more; nobody runs."""
+        """Forget what pages hold; no sequence runs."""
         assert not self.running, "a running sequence owns pages that the old weights computed"
         self._weights_version = version
         for sequence in self.waiting:

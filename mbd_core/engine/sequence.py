@@ -61,8 +61,9 @@ class SequenceState:
     window             positions of its whole buffer
     num_lanes          copies of its positions in the cache: one, or one for each lane of a canvas
     is_canvas          it decodes on a canvas, not in blocks
-    prefix_length      tokens to be stored before it decodes: the whole blocks of the prompt, or of all `tokens` after
-                       a preemption; at least the prompt where the prompt attends in full; 0 for a canvas
+    prefix_length      tokens to be stored before it decodes: the prompt's up to its first block in the buffer, or all
+                       that were committed before a preemption; at least the prompt where the prompt attends in full;
+                       0 for a canvas
     saved              its Block Buffer row, while it is preempted
     num_resident       its blocks in that row: one when it joins, as many as it left with after a preemption
     num_pages_in_table  how many of its pages stand in the device's page table
@@ -134,7 +135,7 @@ class SequenceState:
         self.end = len(request.prompt) + request.max_tokens
         self.span, self.window = span(request, self.block_size), request.decoding.buffer_size * self.block_size
         self.num_lanes, self.is_canvas = lanes(request), request.decoding.canvas is not None
-        self.prefix_length = self._whole_prefix()
+        self.prefix_length = 0 if self.is_canvas else request.first_block_start(len(self.tokens))
         self.rollout = Rollout() if request.has_rollout else None
         self.text_scores = TextScores(request) if request.scored else None
         self.step_map = self._step_map()
@@ -188,8 +189,8 @@ class SequenceState:
 
     def rewind(self) -> None:
         """It has lost its pages: its committed tokens must be stored again before it goes on."""
+        self.prefix_length = max(self.prefix_length, self.committed)
         self.prefilled = self.committed = 0
-        self.prefix_length = self._whole_prefix()
         self.num_preemptions += 1
 
     def _step_map(self) -> StepMap | None:
@@ -198,11 +199,6 @@ class SequenceState:
             return None
         revises = config.t2t is not None or config.soft is not None
         return StepMap(config.buffer_size, self.block_size, edits=revises)
-
-    def _whole_prefix(self) -> int:
-        if self.is_canvas:
-            return 0
-        return self.origin + (len(self.tokens) - self.origin) // self.block_size * self.block_size
 
     @property
     def queue_seconds(self) -> float:

@@ -110,7 +110,7 @@ def decode_step(
         num_tops=state.num_tops if work.tops else 0,
     )
     chosen = None if steering is None else steering.choose(prediction, buffer, state.vocab)
-    commit = buffer.commit(prediction, revises=work.revises, quotas=work.quotas, chosen=chosen)
+    commit = buffer.commit(prediction, revises=work.revises, quotas=work.quotas, by_parts=work.by_parts, chosen=chosen)
     runner.remember_prompts(rows.prompt_ends)
     runner.remember_committed(rows.slot_end_RN, commit.num_blocks_R)
     report_X = pack_report(view, commit, buffer)

@@ -23,6 +23,7 @@ class Work:
     softens    filled positions are embedded as a mixture (DMax)
     revises    filled positions may change (T2T, DMax)
     quotas     several positions may be accepted by their rank
+    by_parts   blocks are filled part by part, or begin with a carried token
     adapts     a LoRA adapter changes the forward
     adjusts    logits are changed before a token is chosen (penalties, biases, bans, min_p)
     tops       the likeliest tokens of each position are reported
@@ -34,6 +35,7 @@ class Work:
     softens: bool = False
     revises: bool = False
     quotas: bool = False
+    by_parts: bool = False
     adapts: bool = False
     adjusts: bool = False
     tops: bool = False
@@ -56,6 +58,7 @@ def work_of(decoding: DecodingConfig, sampling: Sampling, *, adapts: bool = Fals
         softens=decoding.soft is not None,
         revises=decoding.revises,
         quotas=decoding.accepts_several,
+        by_parts=decoding.by_parts,
         adapts=adapts,
     )
 

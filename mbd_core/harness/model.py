@@ -29,8 +29,8 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.decoding import fit_request, generate_until
 from mbd_core.evaluation.sweep.grid import DEFAULT_SLOTS, parse_grid
 from mbd_core.evaluation.sweep.parts import before_stop
+from mbd_core.evaluation.tasks.generation_fields import Generation, read_generation
 from mbd_core.files import check_new_file, write_text
-from mbd_core.harness.generation_fields import Generation, read_generation
 from mbd_core.harness.likelihood import Draws, log_likelihood
 from mbd_core.harness.scoring import CountedText
 from mbd_core.serving.tokens.load import load_engine
@@ -275,7 +275,7 @@ class HarnessModel(TemplateLM):
 
 
 def _device(name: str | None) -> torch.device | None:
-    """The device, `None` where the engine chooses: `cuda:0` is also what the harness says if nobody chose."""
+    """The device, `None` where the engine chooses: `cuda:0` is also what the harness says by default."""
     if name is None or (name in ("cuda", "cuda:0") and not torch.cuda.is_available()):
         return None
     return torch.device(name)

@@ -48,7 +48,7 @@ MEASURES = ("nfe", "tokens", "tpf", "tps", "cut")
 
 def metrics_of(task: Task) -> tuple[str, ...]:
     """The names of what `score` returns for a task, the accuracy first."""
-    kinds = {"code": (), "plus": ("base", "plus")}.get(task.rule, ("strict", "flexible"))
+    kinds = {"code": (), "contest": (), "plus": ("base", "plus")}.get(task.rule, ("strict", "flexible"))
     return ("accuracy", *kinds, *MEASURES)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from mbd_core.evaluation.sweep.parts import PROBLEM_COLUMNS
 from mbd_core.evaluation.tasks.asking import examples_of
+from mbd_core.evaluation.tasks.benchmarks import runs_programs
 from mbd_core.evaluation.tasks.problems import ProblemSet
 from mbd_core.evaluation.tasks.prompts import FewShotExample
 from mbd_core.evaluation.tasks.recipes import Recipe, TaskPrompt
@@ -58,7 +59,7 @@ def _problem_rows(problem_set: ProblemSet, prompt: TaskPrompt) -> list[dict[str,
         {
             "task": problem_set.task.name,
             "asked": prompt.wording.text.format(question=one.text or one.prompt, tests=one.tests),
-            "target": one.reference if problem_set.task.rule not in ("code", "plus") else one.entry_point,
+            "target": one.reference if not runs_programs(problem_set.task) else one.entry_point,
             **{name: getattr(one, name) for name in PROBLEM_COLUMNS},
         }
         for one in problem_set.problems
@@ -87,6 +88,7 @@ def _yaml(name: str, recipe: Recipe, problem_set: ProblemSet, prompt: TaskPrompt
         "output_type": "generate_until",
         "doc_to_text": "asked",
         "doc_to_target": "target",
+        **({"description": wording.system} if wording.system else {}),
         "target_delimiter": wording.joint,
         "fewshot_delimiter": wording.between,
         "num_fewshot": prompt.num_examples,

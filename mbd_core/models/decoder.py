@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from mbd_core.models.lora import Adapt, TokenAdapters, adapted
 from mbd_core.models.mlp import MoE, Router, SwiGLU
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.rope import Rope, rotary, rotate
 from mbd_core.models.shard import Shard
 
 Reduce = Callable[[Tensor], Tensor]
-Rope = tuple[Tensor, Tensor]
 
 
 class Attend(Protocol):
@@ -40,22 +40,6 @@ class RMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
-
-
-def rotary(positions: Tensor, config: ModelConfig) -> Rope:
-    """Cosines and sines (..., 1, rotated channels) of the half-split rotation at `positions` (...), in float32."""
-    half = torch.arange(0, config.num_rotated, 2, device=positions.device, dtype=torch.float32)
-    angles = positions[..., None].float() * config.rope_theta ** (-half / config.num_rotated)
-    angles = torch.cat((angles, angles), dim=-1)[..., None, :]
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the leading channels of `x` (..., heads, C), as many as `cos` has; the other channels stay."""
-    leading, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = leading.chunk(2, dim=-1)
-    rotated = leading * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
-    return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)
 
 
 def pieces(x: Tensor, split: Sequence[int] | None) -> list[Tensor]:
@@ -101,6 +85,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         sparse = config.is_sparse(layer)
         self.mlp = MoE(config) if sparse else SwiGLU(config.hidden_size, config.intermediate_size)
+        # in a mixture with a capacity a token's experts depend on its whole block
+        self._needs_blocks = sparse and config.moe is not None and config.moe.expert_capacity > 0
 
     def forward(
         self,
@@ -116,7 +102,7 @@ class DecoderLayer(nn.Module):
         """The residual stream after this layer, in the same rows; only `attend` gets all rows in one tensor.
 
         With `kept` (N), places of the only row's tokens counted without its shape, it is these tokens' (N, D), and the
-        MLP runs on them alone.
+        MLP runs on them alone, unless their experts depend on whole blocks.
         """
         adapts = [None] * len(rows) if adapters is None else [a.of(layer) for a in adapters.split(split)]
         parts = [
@@ -135,10 +121,11 @@ class DecoderLayer(nn.Module):
         heads = attended.flatten(-2)
         out = adapted(self.self_attn.o_proj(heads), adapt, "o_proj", heads)
         x = x + (out if reduce is None else reduce(out))
-        if kept is not None:
-            x = x.flatten(0, -2)[kept]
+        if kept is not None and not self._needs_blocks:
+            x, kept = x.flatten(0, -2)[kept], None
         out = self.mlp(self.post_attention_layernorm(x), adapt)
-        return x + (out if reduce is None else reduce(out))
+        x = x + (out if reduce is None else reduce(out))
+        return x if kept is None else x.flatten(0, -2)[kept]
 
 
 class Stack(nn.Module):

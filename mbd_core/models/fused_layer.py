@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mbd_core.models.decoder import Attend, Decoder, DecoderLayer, Reduce, RMSNorm, rotary
+from mbd_core.models.decoder import Attend, Decoder, DecoderLayer, Reduce, RMSNorm
 from mbd_core.models.lora import TokenAdapters
 from mbd_core.models.mlp import MoE, SwiGLU
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.rope import rotary
 
 
 class FusedLayer:

@@ -1,9 +1,11 @@
 """The MLPs of a decoder layer: dense SwiGLU, and the mixture of experts with its router and shared experts.
 
-`Router` covers LLaDA2's grouped sigmoid router, whose offset changes the choice of experts but not their weights, and
-the softmax router of SDAR-MoE (Qwen3-MoE). Both compute in float32, whatever the model's dtype.
+`Router` covers LLaDA2's grouped sigmoid router, whose offset changes the choice of experts but not their weights,
+LLaDA2.2's choice for a whole block, and the softmax router of SDAR-MoE (Qwen3-MoE). All compute in float32, whatever
+the model's dtype.
 
-Shape legend: T tokens, D hidden, E experts, G groups, K experts a token, F expert width, S shared experts.
+Shape legend: T tokens, D hidden, E experts, G groups, K experts a token, F expert width, S shared experts, N blocks,
+B block size.
 """
 
 import functools
@@ -44,13 +46,14 @@ class SwiGLU(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses each token's experts and their weights."""
+    """Chooses each token's experts and their weights. With an `expert_capacity` the tokens are whole blocks of
+    `block_size`, one after another, wherever each lies in its sequence."""
 
     expert_bias: Tensor
 
-    def __init__(self, hidden: int, config: MoEConfig) -> None:
+    def __init__(self, hidden: int, config: MoEConfig, *, block_size: int = 1) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.block_size = config, block_size
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden))
         if config.expert_bias:
             self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
@@ -63,6 +66,14 @@ class Router(nn.Module):
             self.expert_bias = original.to(self.expert_bias.device)
         return self
 
+    def check_blocks(self, num_tokens: int) -> None:
+        """Raise `ValueError` if tokens that choose together are not all there."""
+        if self.config.expert_capacity and num_tokens % self.block_size:
+            raise ValueError(
+                f"{num_tokens} tokens are no whole number of blocks of {self.block_size} tokens, which choose their "
+                "experts together; fill the last block"
+            )
+
     def logits(self, x_TD: Tensor) -> Tensor:
         """Float32 scores (T, E) before sigmoid or softmax."""
         return F.linear(x_TD.float(), self.weight.float())
@@ -72,6 +83,7 @@ class Router(nn.Module):
         that every token shares, E to E + S - 1. Tokens that are not `live_T` go to the sentinel E + S, which is no
         expert."""
         c = self.config
+        self.check_blocks(len(x_TD))
         if torch.is_inference_mode_enabled() and triton_serves(x_TD.device, x_TD.dtype):
             return route(
                 product_in_float32(x_TD, self.weight),
@@ -84,11 +96,19 @@ class Router(nn.Module):
                 scaling=c.routed_scaling,
                 num_shared=num_shared,
                 live_T=live_T,
+                capacity=c.expert_capacity,
+                block_size=self.block_size,
             )
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.sigmoid() if c.score == "sigmoid" else logits_TE.softmax(dim=-1)
         choice_TE = scores_TE + self.expert_bias if c.expert_bias else scores_TE
-        if c.num_groups > 1:
+        if c.expert_capacity:
+            choice_NBE = choice_TE.unflatten(0, (-1, self.block_size))
+            best_NE = choice_NBE.amax(1)
+            kept_NE = torch.zeros_like(best_NE, dtype=torch.bool)
+            kept_NE = kept_NE.scatter(-1, best_NE.topk(c.expert_capacity, dim=-1).indices, True)
+            choice_TE = choice_NBE.masked_fill(~kept_NE[:, None], -torch.inf).flatten(0, 1)
+        elif c.num_groups > 1:
             choice_TGe = choice_TE.unflatten(-1, (c.num_groups, -1))
             best_TG = choice_TGe.topk(2, dim=-1).values.sum(-1)
             kept_TG = torch.zeros_like(best_TG, dtype=torch.bool)
@@ -191,7 +211,7 @@ class MoE(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.moe is not None
-        self.gate = Router(config.hidden_size, config.moe)
+        self.gate = Router(config.hidden_size, config.moe, block_size=config.block_size)
         self.experts = Experts(config.hidden_size, config.moe)
         shared = config.moe.shared_size
         self.shared_experts = SwiGLU(config.hidden_size, shared) if shared else None
@@ -216,5 +236,6 @@ class MoE(nn.Module):
         return self.experts.parts(x_TD, ids_TK, weights_TK, shared)
 
     def forward(self, x: Tensor, adapt: Adapt | None = None) -> Tensor:
+        self.gate.check_blocks(x.shape[-2])  # each sequence by itself
         out = self.routed(x.flatten(0, -2)).view_as(x)
         return out if self.shared_experts is None else out + self.shared_experts(x, adapt)

@@ -1,5 +1,6 @@
 """The configuration of a decoder stack, the same terms for every family; and the operations of its forward."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,8 +17,9 @@ class MoEConfig:
     `intermediate_size` is one expert's width; the shared experts are one SwiGLU of `num_shared_experts` times that.
     Routing: the function `score` gives the scores; with `num_groups` > 1 only the best `topk_groups` groups of experts
     can be chosen (a group's score is the sum of its best two); weights are normalised if `norm_topk_prob` and scaled
-    by `routed_scaling`. `expert_bias` adds a learned float32 offset to the choice, never to the weights. A layer is
-    dense if it is one of the first `first_dense_layers`, or in `dense_layers`, or not every `sparse_step`-th.
+    by `routed_scaling`. `expert_bias` adds a learned float32 offset to the choice, never to the weights. With an
+    `expert_capacity` there are no groups: the tokens of a block choose among the block's `expert_capacity` best
+    experts, and an expert is as good as the best of its values over the block. A layer is dense if it is one of the first `first_dense_layers`, or in `dense_layers`, or not every `sparse_step`-th.
     """
 
     num_experts: int
@@ -33,13 +35,19 @@ class MoEConfig:
     first_dense_layers: int = 0
     sparse_step: int = 1
     dense_layers: tuple[int, ...] = ()
+    expert_capacity: int = 0
 
     def __post_init__(self) -> None:
+        if self.expert_capacity and not self.experts_per_token <= self.expert_capacity <= self.num_experts:
+            raise ValueError(
+                f"expert_capacity={self.expert_capacity} must be 0 or lie in num_experts_per_tok="
+                f"{self.experts_per_token}..num_experts={self.num_experts}"
+            )
         if self.num_groups < 1 or self.num_experts % self.num_groups:
             raise ValueError(f"num_experts={self.num_experts} does not divide into n_group={self.num_groups} groups")
         if not 1 <= self.topk_groups <= self.num_groups:
             raise ValueError(f"topk_group={self.topk_groups} must lie in 1..n_group={self.num_groups}")
-        reachable = self.num_experts // self.num_groups * self.topk_groups
+        reachable = self.expert_capacity or self.num_experts // self.num_groups * self.topk_groups
         if not 1 <= self.experts_per_token <= reachable:
             raise ValueError(f"num_experts_per_tok={self.experts_per_token} must lie in 1..{reachable}")
         if self.num_groups > 1 and self.num_experts // self.num_groups < 2:
@@ -57,6 +65,68 @@ class MoEConfig:
         may_be_sparse = layer >= self.first_dense_layers and layer not in self.dense_layers
         return may_be_sparse and (layer + 1) % self.sparse_step == 0
 
+
+# Rotary frequencies for contexts longer than those of training: what each `rope_type` of a config.json says beside it.
+# `models/rope.py` has the formulas. A factor is how many times longer contexts are; the names are transformers'.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Every frequency is divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN: channels that turn more often than `beta_fast` over the positions of training keep their frequency, those
+    that turn less often than `beta_slow` have it divided; `truncate` rounds the bounds to whole channels."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(f"beta_fast={self.beta_fast} must be at least beta_slow={self.beta_slow}")
+
+    @property
+    def magnitude(self) -> float:
+        """What cosines and sines are multiplied by: `attention_factor`, or a value that follows from the rest."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self._growth(1.0)
+
+    def _growth(self, scale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's: waves that fit more than `high_freq_factor` times into the positions of training stay, those that
+    fit less than `low_freq_factor` times are divided by `factor`."""
+
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    high_freq_factor: float
+
+    def __post_init__(self) -> None:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor={self.high_freq_factor} must exceed low_freq_factor={self.low_freq_factor}"
+            )
+
+
+RopeScaling = LinearScaling | YarnScaling | Llama3Scaling
+ROPE_SCALINGS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "yarn": YarnScaling, "llama3": Llama3Scaling}
 
 WHOLE_NUMBERS = (
     "vocab_size",
@@ -78,9 +148,10 @@ class ModelConfig:
 
     `architecture` is the Hugging Face class name in the checkpoint. `block_size` is the diffusion block that the
     weights were trained with; full-attention families were trained without one, and there it is only a default for
-    decoding. `rotary_dim` is how many of a head's leading channels rotate (None: all). `shift_logits`: the logits at a
-    position predict the next one's token. The defaults are SDAR's. Raises `ValueError` where sizes contradict each
-    other.
+    decoding. `rotary_dim` is how many of a head's leading channels rotate (None: all), `rope_scaling` how their
+    frequencies are changed. `shift_logits`: the logits at a position predict the next one's token. `delete_token_id`
+    and `split_token_id` are the tokens by which a model edits (`Levenshtein`), both or neither. The defaults are
+    SDAR's. Raises `ValueError` where sizes contradict each other.
     """
 
     architecture: str
@@ -101,9 +172,12 @@ class ModelConfig:
     qk_norm: bool = True
     qkv_bias: bool = False
     rotary_dim: int | None = None
+    rope_scaling: RopeScaling | None = None
     shift_logits: bool = False
     attention: Literal["block_causal", "full"] = "block_causal"
     moe: MoEConfig | None = None
+    delete_token_id: int | None = None
+    split_token_id: int | None = None
 
     def __post_init__(self) -> None:
         for name in WHOLE_NUMBERS:
@@ -114,7 +188,16 @@ class ModelConfig:
             raise ValueError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
             )
-        for name, token in [("mask_token_id", self.mask_token_id), *(("eos_token_id", e) for e in self.eos_token_ids)]:
+        edits = {"delete_token_id": self.delete_token_id, "split_token_id": self.split_token_id}
+        given = [(name, token) for name, token in edits.items() if token is not None]
+        if len(given) == 1:
+            raise ValueError(
+                f"{given[0][0]}={given[0][1]} stands alone; give delete_token_id and split_token_id, or none"
+            )
+        special = [("mask_token_id", self.mask_token_id), *(("eos_token_id", e) for e in self.eos_token_ids)]
+        if len({token for _, token in (special[0], *given)}) < 1 + len(given):
+            raise ValueError(f"mask_token_id={self.mask_token_id}, {edits} must be different tokens")
+        for name, token in (*special, *given):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"{name}={token} lies outside the vocabulary of {self.vocab_size} tokens")
         if not self.eos_token_ids:
@@ -124,6 +207,8 @@ class ModelConfig:
         rotated = self.num_rotated
         if rotated % 2 or not 2 <= rotated <= self.head_dim:
             raise ValueError(f"rotary_dim={rotated} must be even and at most head_dim={self.head_dim}")
+        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta={self.rope_theta} must exceed 1 for YaRN")
 
     @property
     def num_rotated(self) -> int:

@@ -8,7 +8,7 @@ hundred thousand parameters.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mbd_core.models.model_config import ModelConfig, MoEConfig
 
@@ -86,6 +86,16 @@ LLADA2_FLASH = replace(
     num_heads=32,
     moe=replace(LLADA2_MINI.moe, intermediate_size=1024),
 )
+LLADA22: dict[str, Any] = {  # what LLaDA2.2 changes
+    "rope_theta": 3e6,
+    "max_positions": 131072,
+    "eos_token_ids": (156892, 156900),
+    "delete_token_id": 156930,
+    "split_token_id": 156931,
+}
+LLADA22_MINI = replace(LLADA2_MINI, **LLADA22, moe=replace(LLADA2_MINI.moe, expert_capacity=48))
+assert LLADA2_FLASH.moe is not None
+LLADA22_FLASH = replace(LLADA2_FLASH, **LLADA22, moe=replace(LLADA2_FLASH.moe, expert_capacity=48))
 LLADA_8B = ModelConfig(
     architecture="LLaDAModelLM",
     vocab_size=126464,
@@ -126,13 +136,23 @@ DREAM_7B = ModelConfig(
     shift_logits=True,
     attention="full",
 )
+FAST_DLLM_V2_7B = replace(
+    DREAM_7B,
+    architecture="Fast_dLLM_QwenForCausalLM",
+    max_positions=32768,
+    mask_token_id=151665,
+    eos_token_ids=(151645,),
+    attention="block_causal",
+)
 
 
 def _tiny(config: ModelConfig, *, num_kv_heads: int = 2) -> ModelConfig:
     """The same family at a few hundred thousand parameters, the size of the parity fixtures."""
     moe = config.moe
     if moe is not None:
-        moe = replace(moe, num_experts=16, experts_per_token=4, intermediate_size=32, num_groups=4, topk_groups=2)
+        capacity = min(moe.expert_capacity, 6)
+        moe = replace(moe, num_experts=16, experts_per_token=4, intermediate_size=32, expert_capacity=capacity)
+        moe = replace(moe, num_groups=4, topk_groups=2)
     return replace(
         config,
         vocab_size=256,
@@ -146,6 +166,8 @@ def _tiny(config: ModelConfig, *, num_kv_heads: int = 2) -> ModelConfig:
         max_positions=512,
         mask_token_id=250,
         eos_token_ids=(251,),
+        delete_token_id=None if config.delete_token_id is None else 252,
+        split_token_id=None if config.split_token_id is None else 253,
         moe=moe,
     )
 
@@ -172,12 +194,26 @@ SHAPES: dict[str, ModelConfig] = {
     "sdar-8b": SDAR_8B,
     "llada2-mini": LLADA2_MINI,
     "llada2-flash": LLADA2_FLASH,
+    "llada2.2-mini": LLADA22_MINI,
+    "llada2.2-flash": LLADA22_FLASH,
     "llada-8b": LLADA_8B,
     "dream-7b": DREAM_7B,
+    "fast-dllm-v2-1.5b": replace(
+        FAST_DLLM_V2_7B,
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_heads=12,
+        num_kv_heads=2,
+        tie_word_embeddings=True,
+    ),
+    "fast-dllm-v2-7b": FAST_DLLM_V2_7B,
     "tiny-sdar": _tiny(SDAR_8B),
     "tiny-llada2": _tiny(LLADA2_MINI),
+    "tiny-llada2.2": _tiny(LLADA22_MINI),
     "tiny-llada": _tiny(LLADA_8B, num_kv_heads=4),
     "tiny-dream": _tiny(DREAM_7B),
+    "tiny-fast-dllm-v2": _tiny(FAST_DLLM_V2_7B),
 }
 
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mbd_core.options import DATA, OUTPUT, Option, check
+from mbd_core.options import CLUSTER, COMPUTING, DATA, LORA, OUTPUT, UPDATES, Option, check
 
 Precision = Literal["auto", "float32", "bfloat16"]
 OptimizerName = Literal["muon", "adamw"]
@@ -18,6 +18,8 @@ Sharding = Literal["replicated", "sharded"]
 ShardingChoice = Literal["auto", "replicated", "sharded"]
 """`auto`: replicated where that fits the workers' memory, else sharded."""
 ExpertsCut = Literal["expert", "width"]
+Written = Literal["model", "adapter"]
+"""What a run writes: a model, into which an adapter is merged, or the adapter alone."""
 AttentionChoice = Literal["auto", "dense", "flex"]
 
 
@@ -25,17 +27,49 @@ AttentionChoice = Literal["auto", "dense", "flex"]
 class LoraSettings:
     """An adapter's rank, scale (alpha / rank), dropout on its input, and the projections that have one."""
 
-    rank: int = 32
-    alpha: int = 32
-    dropout: float = 0.1
-    modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    rank: Annotated[
+        int,
+        Option(
+            "Train an adapter of this rank instead of all weights.", LORA, at_least=1, flag="--lora", metavar="RANK"
+        ),
+    ] = 32
+    alpha: Annotated[
+        int,
+        Option(
+            "The adapter's scale is alpha / rank.", LORA, at_least=1, flag="--lora-alpha", default="RANK of --lora"
+        ),
+    ] = 32
+    dropout: Annotated[
+        float, Option("Share of its inputs that are dropped; below 1.", LORA, at_least=0, flag="--lora-dropout")
+    ] = 0.1
+    modules: Annotated[
+        tuple[str, ...],
+        Option("The projections that get one.", LORA, flag="--lora-modules", metavar="NAME,...", separator=","),
+    ] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or not 0.0 <= self.dropout < 1.0 or not self.modules:
-            raise ValueError(
-                f"LoRA needs rank >= 1, 0 <= dropout < 1 and modules, not rank={self.rank}, dropout={self.dropout}, "
-                f"modules={self.modules}"
-            )
+        check(self)
+        if self.dropout >= 1.0 or not self.modules:
+            raise ValueError(f"LoRA needs dropout < 1 and modules, not dropout={self.dropout}, modules={self.modules}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """What a run measures of itself: of its third update and those that follow, `updates` altogether."""
+
+    profile: Annotated[
+        int, Option("Write torch's trace of N updates, from the third on; 0: none.", OUTPUT, at_least=0, metavar="N")
+    ] = 0
+    memory_snapshot: Annotated[
+        bool, Option("Write what lies in a GPU's memory, and which line put it there.", OUTPUT)
+    ] = False
+
+    @property
+    def updates(self) -> int:
+        return self.profile or 1
+
+
+NOTHING_MEASURED = Measuring()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,48 +83,103 @@ class TrainConfig:
     The learning rate warms up linearly over `warmup` steps. `trapezoid`: it then stays, and decays linearly to 0 over
     the last `decay` share of the steps. `cosine` and `linear` fall to `lr_min` at the end; `constant` stays.
 
-    `micro_batch`: samples that a worker computes at once; the gradients of a step are the same. `pack`: samples of up
-    to so many tokens together share a training sequence (`packing`), and `micro_batch` counts sequences.
-    `distillation`: learn from the network without its adapter (D2F, Eq. 3) instead of from the text. `lora`: train an
-    adapter, which is merged when the model is written. `activation_checkpointing`: keep each layer's input alone, and
-    compute the layer again in the backward pass. `attention`: a block mask (`flex`) or a dense one; `auto` is flex on
-    a GPU. `compile`: `torch.compile` of the layers. `tensor_parallel`: so many workers share their samples and every
-    layer, its experts `cut_experts` by expert or by width. In bfloat16 the objective runs under autocast; weights and
-    optimizer states are float32 in either precision.
+    `pack`: samples of up to so many tokens together share a training sequence (`packing`), and `micro_batch` counts
+    sequences. `distillation`: learn from the network without its adapter (D2F, Eq. 3) instead of from the text. In
+    bfloat16 the objective runs under autocast; weights and optimizer states are float32 in either precision.
     """
 
-    steps: int
-    batch_size: int
-    lr: float
-    warmup: int = 100
-    decay: float = 0.4
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    seed: int = 0
-    precision: Precision = "auto"
-    optimizer: OptimizerName = "muon"
-    betas: tuple[float, float] = (0.9, 0.95)
-    schedule: Literal["trapezoid", "cosine", "linear", "constant"] = "trapezoid"
-    lr_min: float = 0.0
-    micro_batch: int | None = None
-    pack: int | None = None
-    distillation: Distillation | None = None
+    steps: Annotated[
+        int,
+        Option("Updates. Where they are given, warm-up and generated data shrink with them.", UPDATES, at_least=1),
+    ]
+    batch_size: Annotated[int, Option("Samples of an update, over all workers.", UPDATES, at_least=1)]
+    lr: Annotated[float, Option("The highest learning rate.", UPDATES, at_least=0)]
+    warmup: Annotated[int, Option("Updates in which the learning rate rises.", UPDATES, at_least=0)] = 100
+    decay: Annotated[
+        float, Option("Share of the updates in which a trapezoid falls.", UPDATES, at_least=0, at_most=1)
+    ] = 0.4
+    weight_decay: Annotated[float, Option("The optimizer's weight decay.", UPDATES, at_least=0)] = 0.01
+    clip: Annotated[float, Option("The gradients' norm is clipped to this.", UPDATES, above=0)] = 1.0
+    seed: Annotated[int, Option("Of order, noise, dropout and fresh weights.", UPDATES, at_least=0)] = 0
+    precision: Annotated[
+        Precision,
+        Option(
+            "float32, bfloat16, or auto: bfloat16 where all workers compute it, else float32.",
+            COMPUTING,
+            metavar="DTYPE",
+        ),
+    ] = "auto"
+    optimizer: Annotated[
+        OptimizerName, Option("adamw, or muon: Muon for the layers' matrices, AdamW for the rest.", UPDATES)
+    ] = "muon"
+    betas: Annotated[
+        tuple[float, float], Option("AdamW's.", UPDATES, at_least=0, at_most=1, metavar="B1,B2", separator=",")
+    ] = (0.9, 0.95)
+    schedule: Annotated[
+        Literal["trapezoid", "cosine", "linear", "constant"],
+        Option(
+            "How the learning rate goes after the warm-up: trapezoid, cosine, linear, or constant.",
+            UPDATES,
+            flag="--lr-schedule",
+            metavar="NAME",
+        ),
+    ] = "trapezoid"
+    lr_min: Annotated[float, Option("Where cosine and linear end.", UPDATES, at_least=0)] = 0.0
+    micro_batch: Annotated[
+        int | None,
+        Option(
+            "Samples, or with --pack training sequences, a worker computes at once.",
+            COMPUTING,
+            at_least=1,
+            metavar="N",
+        ),
+    ] = None
+    pack: Annotated[
+        int | None,
+        Option(
+            "Short samples share training sequences, up to N tokens of samples in each.",
+            COMPUTING,
+            at_least=1,
+            metavar="N",
+        ),
+    ] = None
+    distillation: Annotated[
+        Distillation | None,
+        Option(
+            "Learn from the network without its adapter (D2F), by KL(student_teacher) or KL(teacher_student).",
+            UPDATES,
+            metavar="NAME",
+        ),
+    ] = None
     lora: LoraSettings | None = None
-    activation_checkpointing: bool = False
-    attention: AttentionChoice = "auto"
-    compile: bool = False
-    tensor_parallel: int = 1
-    cut_experts: ExpertsCut = "expert"
+    activation_checkpointing: Annotated[
+        bool, Option("Keep each layer's input alone, and compute the layer again in the backward pass.", COMPUTING)
+    ] = False
+    attention: Annotated[
+        AttentionChoice,
+        Option("flex (a block mask, on GPUs), dense, or auto: flex on a GPU.", COMPUTING, metavar="NAME"),
+    ] = "auto"
+    compile: Annotated[
+        bool, Option("Compile the layers (torch.compile); the first steps take minutes then.", COMPUTING)
+    ] = False
+    tensor_parallel: Annotated[
+        int,
+        Option(
+            "Workers that share their samples and every layer, each with its part of it.",
+            CLUSTER,
+            at_least=1,
+            metavar="N",
+        ),
+    ] = 1
+    cut_experts: Annotated[
+        ExpertsCut,
+        Option("How tensor-parallel workers share experts: whole ones, or a part of each one's width.", CLUSTER),
+    ] = "expert"
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 1:
-            raise ValueError(f"steps={self.steps} and batch_size={self.batch_size} must be at least 1")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise ValueError(f"micro_batch={self.micro_batch} must be at least 1, or None for a worker's whole batch")
-        if self.pack is not None and self.pack < 1:
-            raise ValueError(f"pack={self.pack} must be at least 1 token, or None for a sequence of each sample")
-        if self.tensor_parallel < 1:
-            raise ValueError(f"tensor_parallel={self.tensor_parallel} must be at least 1")
+        check(self)
+        if len(self.betas) != 2 or max(self.betas) >= 1:
+            raise ValueError(f"betas={list(self.betas)} must be two numbers below 1")
         if self.tensor_parallel > 1 and self.lora is not None:
             raise ValueError(
                 "an adapter (LoRA) is not trained by tensor-parallel workers: use --sharding sharded alone"
@@ -133,7 +222,7 @@ def check_workers(config: TrainConfig, num_workers: int) -> None:
         raise ValueError(f"batch_size={config.batch_size} does not divide over {groups} {kind}")
 
 
-Metric = Literal["validation_loss", "validation_accuracy", "none"]
+Metric = Literal["validation_loss", "validation_accuracy", "sweep_accuracy", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +231,85 @@ class ValidationOptions:
 
     validation: Annotated[
         str | None,
-        Option("Held-out data that jobs/prepare_data.py wrote, whose losses are logged.", DATA, metavar="DIR"),
+        Option(
+            "Log the losses of held-out data that jobs/prepare_data.py wrote; or hold out a share of the training "
+            "data, as 0.02.",
+            DATA,
+            metavar="DIR|SHARE",
+        ),
     ] = None
-    validate_every: Annotated[int, Option("Updates between two validations.", DATA, at_least=1)] = 100
+    validate_every: Annotated[int, Option("Updates between two validations.", DATA, at_least=1, metavar="N")] = 100
     keep_best: Annotated[
         Metric, Option("The number by which the best checkpoint is kept beside the newest two.", OUTPUT)
     ] = "validation_loss"
 
     def __post_init__(self) -> None:
         check(self)
+        if self.share is not None and not 0 < self.share < 1:
+            raise ValueError(
+                f"--validation {self.validation}: a share of the training data is above 0 and below 1, as 0.02; write "
+                f"a folder of that name as ./{self.validation}"
+            )
+
+    @property
+    def share(self) -> float | None:
+        """The share of the training data's conversations that is held out; `None` for data of their own."""
+        try:
+            return None if self.validation is None else float(self.validation)
+        except ValueError:
+            return None
+
+
+NOTHING_HELD_OUT = ValidationOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweeping:
+    """A small task that an engine beside the run decodes with the run's weights."""
+
+    sweep_every: Annotated[
+        int,
+        Option(
+            "On a Ray cluster, log accuracy and TPF of a small task, decoded beside the run, every N updates; 0: "
+            "never.",
+            DATA,
+            at_least=0,
+            metavar="N",
+        ),
+    ] = 0
+    sweep_task: Annotated[
+        str, Option("The task of these sweeps, and how many of its problems.", DATA, metavar="NAME[:LIMIT]")
+    ] = "gsm-mini:32"
+    sweep_data: Annotated[
+        str | None,
+        Option("Where a task that is not generated lies, as jobs/eval_sweep.py takes it.", DATA, metavar="PATH"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        limit = self.sweep_task.partition(":")[2]
+        if ":" in self.sweep_task and (not limit.isdecimal() or int(limit) < 1):
+            raise ValueError(
+                f"--sweep-task {self.sweep_task} must be a task, or a task and a number of problems of at least 1, as "
+                "gsm-mini:32"
+            )
+
+    @property
+    def task(self) -> str:
+        return self.sweep_task.partition(":")[0]
+
+    @property
+    def limit(self) -> int:
+        """How many problems are decoded."""
+        return int(self.sweep_task.partition(":")[2] or SWEPT_PROBLEMS)
+
+
+SWEPT_PROBLEMS = 32
+"""Of a task without a number."""
+NO_SWEEPS = Sweeping()
+
+
+def check_best(held_out: ValidationOptions, sweeping: Sweeping) -> None:
+    """Raise `ValueError` for a best checkpoint by the accuracy of sweeps that are not made."""
+    if held_out.keep_best == "sweep_accuracy" and not sweeping.sweep_every:
+        raise ValueError("--keep-best sweep_accuracy needs sweeps: say how often with --sweep-every N")

@@ -3,97 +3,68 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from jobs.command_line import (
-    DATA,
-    DECODING,
-    MODEL,
-    OUTPUT,
-    OutFolder,
-    Overwrite,
-    Seed,
-    command,
-    command_text,
-    json_object,
-    names,
-)
+from jobs.command_line import CommandLine, OutFolder, Overwrite, Seed, command
 from mbd_core.files import check_target_folder, folder_beside
+from mbd_core.options import DATA, DECODING, MODEL, OUTPUT, Option
 from mbd_core.tasks.generated import GENERATED_TASKS
 
 KIND = "alignment report"
 SCHEDULES = (
-    "chain_uniform, sorted_uniform, power_law, stratified, independent_uniform, linear@one_group, "
-    "d2f_monotonic@one_group, fitted"
+    "chain_uniform",
+    "sorted_uniform",
+    "power_law",
+    "stratified",
+    "independent_uniform",
+    "linear@one_group",
+    "d2f_monotonic@one_group",
+    "fitted",
 )
-
-Models = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL,...",
-        help="Decode with these: shipped models' names, or model folders (default: tiny-bd,tiny-mbd)",
-        rich_help_panel=MODEL,
-    ),
-]
-Traces = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Take the traces that an earlier run wrote there instead: no model is loaded.",
-        rich_help_panel=MODEL,
-    ),
-]
-Schedules = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME,...",
-        help="Noise-schedules, each with a layout or the recipe's: NAME or NAME@LAYOUT. `fitted` is fitted here.",
-        rich_help_panel=DATA,
-    ),
-]
-Recipe = Annotated[
-    str,
-    typer.Option(
-        help="Where all else of the training states is from: one of those of train_multitf.py.",
-        rich_help_panel=DATA,
-    ),
-]
-Task = Annotated[
-    str | None,
-    typer.Option(help=f"What is asked: {' or '.join(GENERATED_TASKS)} (default: gsm-mini)", rich_help_panel=DATA),
-]
-Limit = Annotated[
-    int | None, typer.Option(help="Problems, half of them for `fitted` (default: 64)", min=2, rich_help_panel=DATA)
-]
-MaxTokens = Annotated[
-    int | None, typer.Option(help="Tokens of an answer, at most (default: 128)", min=1, rich_help_panel=DECODING)
-]
-Draws = Annotated[int, typer.Option(help="Draws of each problem's layouts.", min=1, rich_help_panel=DATA)]
-Bootstrap = Annotated[int, typer.Option(help="Samples of the intervals.", min=20, rich_help_panel=OUTPUT)]
-BufferSize = Annotated[
-    int | None,
-    typer.Option(help="Slots (default: the model's, if more than 1, or 4)", min=2, rich_help_panel=DECODING),
-]
-Decoding = Annotated[
-    str | None, typer.Option(metavar="JSON", help='Decoding fields, as {"tau_m2t": 0.8}.', rich_help_panel=DECODING)
-]
 
 
 def run(
-    context: typer.Context,
+    command_line: CommandLine,
     *,
-    models: Models = None,
-    traces: Traces = None,
-    schedules: Schedules = SCHEDULES,
-    recipe: Recipe = "tiny-mbd",
-    task: Task = None,
-    limit: Limit = None,
-    draws: Draws = 8,
-    bootstrap: Bootstrap = 500,
+    models: Annotated[
+        tuple[str, ...] | None,
+        Option(
+            "Decode with these: shipped models' names, or model folders (default: tiny-bd,tiny-mbd)",
+            MODEL,
+            separator=",",
+            metavar="MODEL,...",
+        ),
+    ] = None,
+    traces: Annotated[
+        Path | None,
+        Option("Take the traces that an earlier run wrote there instead: no model is loaded.", MODEL, metavar="DIR"),
+    ] = None,
+    schedules: Annotated[
+        tuple[str, ...],
+        Option(
+            "Noise-schedules, each with a layout or the recipe's: NAME or NAME@LAYOUT. `fitted` is fitted here.",
+            DATA,
+            separator=",",
+            default=", ".join(SCHEDULES),
+        ),
+    ] = SCHEDULES,
+    recipe: Annotated[
+        str, Option("Where all else of the training states is from: one of those of train_multitf.py.", DATA)
+    ] = "tiny-mbd",
+    task: Annotated[
+        str | None, Option(f"What is asked: {' or '.join(GENERATED_TASKS)} (default: gsm-mini)", DATA)
+    ] = None,
+    limit: Annotated[int | None, Option("Problems, half of them for `fitted` (default: 64)", DATA, at_least=2)] = None,
+    draws: Annotated[int, Option("Draws of each problem's layouts.", DATA, at_least=1)] = 8,
+    bootstrap: Annotated[int, Option("Samples of the intervals.", OUTPUT, at_least=20)] = 500,
     seed: Seed = 0,
-    max_tokens: MaxTokens = None,
-    buffer_size: BufferSize = None,
-    decoding: Decoding = None,
+    max_tokens: Annotated[
+        int | None, Option("Tokens of an answer, at most (default: 128)", DECODING, at_least=1)
+    ] = None,
+    buffer_size: Annotated[
+        int | None, Option("Slots (default: the model's, if more than 1, or 4)", DECODING, at_least=2)
+    ] = None,
+    decoding: Annotated[
+        dict[str, Any] | None, Option('Decoding fields, as {"tau_m2t": 0.8}.', DECODING, metavar="JSON")
+    ] = None,
     out: OutFolder,
     overwrite: Overwrite = False,
 ) -> None:
@@ -113,19 +84,18 @@ def run(
         check_traces_alone(
             models=models, task=task, limit=limit, max_tokens=max_tokens, buffer_size=buffer_size, decoding=decoding
         )
-    chosen = tuple(names(schedules, "--schedules"))
     states = recipe_named(recipe).states
-    check_schedules(chosen, states)
+    check_schedules(schedules, states)
     plan = TracingPlan(
         task=task or "gsm-mini",
         num_problems=limit or 64,
         seed=seed,
         max_tokens=max_tokens or 128,
         buffer_size=buffer_size,
-        decoding=json_object(decoding or "{}", "--decoding"),
+        decoding=decoding or {},
     )
     check_target_folder(out, KIND, overwrite=overwrite)
-    settings: dict[str, Any] = {"command": command_text(context), "recipe": recipe, "draws": draws, "seed": seed}
+    settings: dict[str, Any] = {"command": command_line, "recipe": recipe, "draws": draws, "seed": seed}
     settings["bootstrap samples"] = bootstrap
     if traces is not None:
         if traces.resolve().is_relative_to(out.resolve()):
@@ -133,18 +103,18 @@ def run(
         recorded, of_record = read_models(traces)
         settings |= {"traces": str(traces), "asked": of_record}
     else:
-        folders = check_models(names(models or "tiny-bd,tiny-mbd", "--models"), plan)
+        folders = check_models(models or ("tiny-bd", "tiny-mbd"), plan)
     with folder_beside(out, KIND, overwrite=overwrite) as folder:
         if traces is None:
             recorded = record_models(folders, plan, folder / "traces")
             settings |= {"asked": {**vars(plan)}}
-        compared = compare_models(recorded, chosen, states, draws=draws, num_bootstrap=bootstrap, seed=seed)
+        compared = compare_models(recorded, schedules, states, draws=draws, num_bootstrap=bootstrap, seed=seed)
         text = write_alignment(compared, folder, settings=settings)
     print(text)
     print(f"report: {out / 'alignment.md'}, with alignment.json, the pictures and the fitted noise beside it")
 
 
-def check_traces_alone(**options: str | int | None) -> None:
+def check_traces_alone(**options: object) -> None:
     """Raise `ValueError` for an option that says how to decode, beside traces that are recorded already."""
     for name, value in options.items():
         if value is not None:

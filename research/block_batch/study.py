@@ -7,28 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from tqdm import tqdm
 
-from jobs.command_line import (
-    DATA,
-    DECODING,
-    OUTPUT,
-    MaxTokens,
-    ModelName,
-    OutFolder,
-    Overwrite,
-    Seed,
-    command,
-    command_text,
-    json_object,
-    numbers,
-)
+from jobs.command_line import CommandLine, MaxTokens, ModelName, OutFolder, Overwrite, Seed, command
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task, find_task
 from mbd_core.evaluation.tasks.graders import grade
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.files import check_target_folder, folder_beside
+from mbd_core.options import DATA, DECODING, OUTPUT, Option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,67 +24,37 @@ if TYPE_CHECKING:
     from research.block_batch.decoding import StudyDecoder, StudyPrompt
 
 KIND = "branch report"
+LENGTHS = (4, 8, 16, 32)
 GENERATED_LIMIT = 16  # problems of a generated task, unless --limit says otherwise
-
-PromptsFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="JSON lines with prompt or prompt_ids.", rich_help_panel=DATA),
-]
-TaskName = Annotated[
-    str | None,
-    typer.Option(
-        help="A benchmark, whose answers are graded: gsm-mini, code-mini, gsm8k, humaneval.", rich_help_panel=DATA
-    ),
-]
-TaskData = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE", help="The benchmark's file, if its problems are not generated.", rich_help_panel=DATA
-    ),
-]
-Limit = Annotated[
-    int | None,
-    typer.Option(
-        help="Prompts, at most (default: all of a file, 16 of a generated task)", min=1, rich_help_panel=DATA
-    ),
-]
-BlockLengths = Annotated[str, typer.Option(metavar="N,...", help="Ascending.", rich_help_panel=DECODING)]
-Tau = Annotated[float | None, typer.Option(help="Confidence threshold (default: 0.9)", rich_help_panel=DECODING)]
-Decoding = Annotated[
-    str,
-    typer.Option(
-        metavar="JSON",
-        help='More of the decoding, as {"canvas": {"branches": {"tau_sync": 16}}}.',
-        rich_help_panel=DECODING,
-    ),
-]
-Watch = Annotated[
-    int, typer.Option(help="Watch the caches of the first prompts, this many.", min=0, rich_help_panel=OUTPUT)
-]
-Draw = Annotated[int, typer.Option(help="Pictures of the first prompts, this many.", min=0, rich_help_panel=OUTPUT)]
-SketchSize = Annotated[
-    int,
-    typer.Option("--sketch", help="Numbers that a watched cache is projected to.", min=1, rich_help_panel=OUTPUT),
-]
 
 
 def run(
-    context: typer.Context,
+    command_line: CommandLine,
     *,
     model: ModelName,
-    prompts: PromptsFile = None,
-    task: TaskName = None,
-    data: TaskData = None,
-    limit: Limit = None,
+    prompts: Annotated[Path | None, Option("JSON lines with prompt or prompt_ids.", DATA, metavar="FILE")] = None,
+    task: Annotated[
+        str | None,
+        Option("A benchmark, whose answers are graded: gsm-mini, code-mini, gsm8k, humaneval.", DATA),
+    ] = None,
+    data: Annotated[
+        str | None, Option("The benchmark's file, if its problems are not generated.", DATA, metavar="FILE")
+    ] = None,
+    limit: Annotated[
+        int | None, Option("Prompts, at most (default: all of a file, 16 of a generated task)", DATA, at_least=1)
+    ] = None,
     seed: Seed = 1729,
     max_tokens: MaxTokens = 128,
-    block_lengths: BlockLengths = "4,8,16,32",
-    tau: Tau = None,
-    decoding: Decoding = "{}",
+    block_lengths: Annotated[tuple[int, ...], Option("Ascending.", DECODING, at_least=1, separator=",")] = LENGTHS,
+    tau: Annotated[float | None, Option("Confidence threshold (default: 0.9)", DECODING)] = None,
+    decoding: Annotated[
+        dict[str, Any] | None,
+        Option('More of the decoding, as {"canvas": {"branches": {"tau_sync": 16}}}.', DECODING, metavar="JSON"),
+    ] = None,
     out: OutFolder,
-    watch: Watch = 4,
-    draw: Draw = 3,
-    sketch: SketchSize = 256,
+    watch: Annotated[int, Option("Watch the caches of the first prompts, this many.", OUTPUT, at_least=0)] = 4,
+    draw: Annotated[int, Option("Pictures of the first prompts, this many.", OUTPUT, at_least=0)] = 3,
+    sketch: Annotated[int, Option("Numbers that a watched cache is projected to.", OUTPUT, at_least=1)] = 256,
     overwrite: Overwrite = False,
 ) -> None:
     """Each block length alone, all of them under BlockBatch, and what happens to their caches.
@@ -117,8 +74,7 @@ def run(
         raise ValueError(f"--data {data} belongs to a --task; there is none")
     folder = model_folder(model)
     config = load_config(folder)
-    lengths, fields = numbers(block_lengths, "--block-lengths"), json_object(decoding, "--decoding")
-    canvases = compared_canvases(config, lengths, max_tokens=max_tokens, tau=tau, fields=fields)
+    canvases = compared_canvases(config, block_lengths, max_tokens=max_tokens, tau=tau, fields=decoding or {})
     if task is None:
         assert prompts is not None
         study_prompts, tokenizer = _prompts_of_file(prompts, folder, limit)
@@ -133,10 +89,10 @@ def run(
         sketch_size=sketch,
         seed=seed,
     )
-    with tqdm(total=len(study_prompts) * (len(lengths) + 1), desc="runs", file=sys.stderr) as bar:
+    with tqdm(total=len(study_prompts) * (len(block_lengths) + 1), desc="runs", file=sys.stderr) as bar:
         study = decoder.study(study_prompts, num_watched=watch, tick=partial(bar.update, 1))
     settings = {
-        "command": command_text(context),
+        "command": command_line,
         "model": f"{model} ({config.architecture})",
         "prompts": f"{len(study_prompts)} from {task or prompts}",
         **_settings(decoder),

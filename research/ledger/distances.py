@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mbd_core.checkpoint.folder import read_folder
-from mbd_core.evaluation.measures.statistics import Interval
+from mbd_core.evaluation.measures.statistics import Interval, p_text
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.files import file_beside, folder_beside
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_MBD, LEDGER_TASK
@@ -230,5 +230,5 @@ def distance_lines(
         "",
     ]
     heads = ["Distance, outcome", "Rows", "Spearman's rho [95 %]", "p, all orders"]
-    tests = [[what, one.n, one.rho.text("+.2f"), f"{one.p_value:.3f}"] for what, one in correlated.items()]
+    tests = [[what, one.n, one.rho.text("+.2f"), p_text(one.p_value)] for what, one in correlated.items()]
     return [*lines, *table_lines(heads, tests, num_text=1), ""]

@@ -11,19 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from jobs.command_line import DATA, DECODING, ModelName, OwnThreads, Seed, command, numbers
+from jobs.command_line import ModelName, OwnThreads, Seed, command
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.measures.statistics import Interval, mean, percent_right
+from mbd_core.options import DATA, DECODING, Option
 from research.tables import table_lines
 
 if TYPE_CHECKING:
     from mbd_core.decoding.blocks.request import Counts
 
-Problems = Annotated[int, typer.Option(min=1, help="Problems of the valid split.", rich_help_panel=DATA)]
-Tau = Annotated[float, typer.Option("--tau-m2t", help="The threshold.", rich_help_panel=DECODING)]
-Buffers = Annotated[str, typer.Option(metavar="N,...", help="Slots beside SingleBD's one.", rich_help_panel=DECODING)]
 HEADS = ("Slots", "n", "Accuracy [95 %]", "Decoding forwards a block", "At the floor", "TPF")
 ACCURACY = (70.0, 92.0)  # percent
 LEAST_DEPTH = 4.0
@@ -33,9 +29,12 @@ ROWS = 16
 
 def run(
     model: ModelName,
-    problems: Problems = 500,
-    tau: Tau = 0.9,
-    buffers: Buffers = "1",
+    *,
+    problems: Annotated[int, Option("Problems of the valid split.", DATA, at_least=1)] = 500,
+    tau: Annotated[float, Option("The threshold.", DECODING, flag="--tau-m2t")] = 0.9,
+    buffers: Annotated[
+        tuple[int, ...], Option("Slots beside SingleBD's one.", DECODING, at_least=1, separator=",")
+    ] = (1,),
     seed: Seed = 0,
     threads: OwnThreads = None,
 ) -> int:
@@ -46,7 +45,7 @@ def run(
     """
     import torch
 
-    sizes = (1, *(size for size in numbers(buffers, "--buffers") if size > 1))
+    sizes = (1, *(size for size in buffers if size > 1))
     if not 0.0 < tau < 1.0:
         raise ValueError(f"--tau-m2t {tau:g} must lie between 0 and 1")
     folder = model_folder(model)

@@ -9,46 +9,56 @@ EXPERIMENT/           of one experiment: sweeps/seed-SEED, the evaluations; rows
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mbd_core.files import write_json
 from mbd_core.multitf.data.prepared import TinyData
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened, with_fitted_noise
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_MBD, LEDGER_TF
+from mbd_core.options import DATA, DECODING, MODEL, Option
 
-Experiment = Literal["ordering", "ablation", "alignment"]
+Experiment = Literal["ordering", "ablation", "alignment", "thresholds"]
 BASE = "base"
 FITTED = "ledger-fitted"
 KIND = "study"
 RECORD, ROWS, REPORT, PLOT = "study.json", "rows.parquet", "study.md", "study.png"
 INFERENCE, DISTANCES, NOISE, TRACES = "inference", "distances.parquet", "noise.json", "traces"
-ORDER: tuple[Experiment, ...] = ("ordering", "ablation", "alignment")
-"""Each experiment is compared with all before it: no model is trained or evaluated twice."""
+LOW_TAUS = (0.3, 0.5, 0.7)
+COMPARED: dict[Experiment, tuple[Experiment, ...]] = {
+    "ordering": (),
+    "ablation": ("ordering",),
+    "alignment": ("ordering", "ablation"),
+    "thresholds": ("ordering",),
+}
+"""The experiments whose rows stand beside an experiment's own: no model is trained or evaluated twice."""
 TRAINED: dict[Experiment, tuple[TrainingRecipe, ...]] = {
     "ordering": (LEDGER_TF, LEDGER_MBD),
     "ablation": tuple(recipe for recipe in ABLATION_ROWS.values() if recipe not in (LEDGER_TF, LEDGER_MBD)),
     "alignment": (replace(LEDGER_MBD, name=FITTED),),
+    "thresholds": (),
 }
-"""What each experiment adds; the noise of `FITTED` is measured first."""
+"""What each experiment adds; the noise of `FITTED` is measured first. `thresholds` decodes the base anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyPlan:
-    """A study as its folder records it. Two plans that are equal give the same rows.
+class StudySize:
+    """How large a study is.
 
-    base       the digest of the model that all runs go on from
-    seeds      of training: which samples, in which order, with which noise; run `s` is evaluated on the problems of
-               the sweep's seed `s`, and so is the base
-    problems   for each seed
-    steps      updates of a run instead of its recipe's
+    seeds   of training: which samples, in which order, with which noise; run `s` is evaluated on the problems of the
+            sweep's seed `s`, and so is the base
     """
 
-    base: str
-    seeds: tuple[int, ...]
-    problems: int
-    taus: tuple[float, ...]
-    buffers: tuple[int, ...]
-    steps: int | None = None
+    seeds: Annotated[
+        tuple[int, ...],
+        Option("Training seeds.", DATA, at_least=0, separator=",", metavar="S,..."),
+    ] = (0, 1, 2)
+    problems: Annotated[int, Option("Unseen problems a seed.", DATA, at_least=2)] = 2000
+    taus: Annotated[
+        tuple[float, ...],
+        Option("Thresholds tau_m2t.", DECODING, separator=",", metavar="TAU,..."),
+    ] = (0.8, 0.9, 0.95)
+    buffers: Annotated[tuple[int, ...], Option("Slots of MultiBD.", DECODING, at_least=1, separator=",")] = (2, 4)
+    steps: Annotated[int | None, Option("Updates of a run.", MODEL, at_least=1, default="the recipe's")] = None
 
     def __post_init__(self) -> None:
         if not self.seeds or not self.taus or not self.buffers or self.problems < 2:
@@ -58,10 +68,21 @@ class StudyPlan:
         if not all(0.0 < tau < 1.0 for tau in self.taus):
             raise ValueError(f"thresholds {self.taus} must lie between 0 and 1")
 
-    @property
-    def grid(self) -> str:
-        """The decoding grid, in the syntax of a sweep's `--grid`."""
-        return f"tau_m2t={','.join(map(str, self.taus))};buffer_size={','.join(map(str, self.buffers))}"
+
+@dataclass(frozen=True, kw_only=True)
+class StudyPlan(StudySize):
+    """A study as its folder records it. Two plans that are equal give the same rows.
+
+    base    the digest of the model that all runs go on from
+    """
+
+    base: str
+
+    def decoded(self, experiment: Experiment) -> tuple[tuple[str, ...] | None, str]:
+        """The methods and the grid of an experiment's sweeps, in the syntax of a sweep's options."""
+        if experiment == "thresholds":
+            return ("single",), f"tau_m2t={','.join(map(str, LOW_TAUS))}"
+        return None, f"tau_m2t={','.join(map(str, self.taus))};buffer_size={','.join(map(str, self.buffers))}"
 
     def runs(self, experiment: Experiment) -> list[tuple[TrainingRecipe, int]]:
         """Every run, a seed's together, so that a study that is stopped has whole seeds."""
@@ -99,7 +120,7 @@ def claim(folder: Path, plan: StudyPlan) -> None:
     if path.exists():
         recorded = read_plan(folder)
         if recorded != plan:
-            names = [name for name, value in asdict(plan).items() if getattr(recorded, name) != value]
+            names = sorted(name for name, value in asdict(plan).items() if getattr(recorded, name) != value)
             raise ValueError(f"{folder} holds another study: its {', '.join(names)} differ; give another folder")
         return
     if folder.exists() and any(folder.iterdir()):
@@ -131,14 +152,14 @@ def model_path(folder: Path, recipe: TrainingRecipe, seed: int) -> Path:
 
 
 def swept_models(folder: Path, experiment: Experiment, seed: int, base: Path) -> dict[Path, str]:
-    """The models of a seed's sweep and their recipes: the experiment's own, and the base in the first one."""
+    """The models of a seed's sweep and their recipes: the experiment's own, and the base where it is to be decoded."""
     models = {model_path(folder, recipe, seed): recipe.name for recipe in TRAINED[experiment]}
-    return {base: BASE, **models} if experiment == ORDER[0] else models
+    return {base: BASE, **models} if experiment in ("ordering", "thresholds") else models
 
 
 def row_files(folder: Path, experiment: Experiment) -> list[Path]:
     """Where the rows of an experiment's report lie: its own last."""
-    return [folder / name / ROWS for name in ORDER[: ORDER.index(experiment) + 1]]
+    return [folder / name / ROWS for name in (*COMPARED[experiment], experiment)]
 
 
 def check_earlier(folder: Path, experiment: Experiment) -> None:

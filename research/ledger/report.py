@@ -7,7 +7,7 @@ from typing import BinaryIO
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from mbd_core.evaluation.measures.statistics import NUM_DRAWS, Interval, student_interval
+from mbd_core.evaluation.measures.statistics import NUM_DRAWS, Interval, p_text, student_interval
 from mbd_core.files import write_text
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS
 from research.ledger.claims import CLAIM_TAU, CLAIMS, RULE, JudgedClaim, judge
@@ -68,6 +68,7 @@ TITLES: dict[Experiment, str] = {
     "ordering": "Does MultiTF raise accuracy and tokens per forward under MultiBD?",
     "ablation": "Which training states matter?",
     "alignment": "Do training states that are nearer to inference's do better?",
+    "thresholds": "Can SingleBD be as fast as MBD by a low threshold alone?",
 }
 NAMES = {
     BASE: "the base",
@@ -131,8 +132,7 @@ def _claim_lines(judged: Sequence[JudgedClaim]) -> list[str]:
     for one in judged:
         counts: tuple[object, ...] = ("-", "-", "-")
         if one.test is not None:
-            p_value = f"{one.test.p_value:.2g}" if one.test.p_value else "< 1e-300"
-            counts = one.test.first_only, one.test.second_only, p_value
+            counts = one.test.first_only, one.test.second_only, p_text(one.test.p_value)
         differences = _signed(one.difference), _signed(one.over_seeds)
         rows.append([one.claim.text, one.buffer_size, *differences, *counts, one.verdict])
     heads = ["Claim", "Buffer", "Difference [95 %]", "Over seeds, t [95 %]"]

@@ -3,87 +3,76 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from cluster.storage import Folder, fetch_model
-from jobs.command_line import DATA, DECODING, MODEL, OUTPUT, command, names, numbers
+from jobs.command_line import command
 from jobs.eval_sweep import Subjects, run_work
 from jobs.train_multitf import train_on_cluster
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.parts import SweepShard, Timing
 from mbd_core.multitf.recipes.shipped import LEDGER_BD
-from mbd_core.options import CLUSTER
-from research.ledger.plan import Experiment
+from mbd_core.options import CLUSTER, DATA, MODEL, OUTPUT, Option
+from research.ledger.plan import (
+    FITTED,
+    ROWS,
+    Experiment,
+    StudyPlan,
+    StudySize,
+    check_earlier,
+    claim,
+    missing_models,
+    model_path,
+    run_name,
+    seeded,
+    swept_models,
+)
 
 if TYPE_CHECKING:
     from actors.training.run import TrainingRun
     from mbd_core.multitf.recipes.recipe import TrainingRecipe
-    from research.ledger.plan import StudyPlan
 
 MAX_ROWS = 64
 
-Out = Annotated[
-    str, typer.Option(metavar="DIR", help="Folder to write, which every node reaches.", rich_help_panel=OUTPUT)
-]
-What = Annotated[Experiment, typer.Argument(help="What is studied; each needs the rows of those before it.")]
-Base = Annotated[
-    str,
-    typer.Option(help="The model that all runs go on from: a folder, or a shipped model.", rich_help_panel=MODEL),
-]
-Seeds = Annotated[str, typer.Option(metavar="S,...", help="Training seeds.", rich_help_panel=DATA)]
-Problems = Annotated[int, typer.Option(min=2, help="Unseen problems a seed.", rich_help_panel=DATA)]
-Taus = Annotated[str, typer.Option(metavar="TAU,...", help="Thresholds tau_m2t.", rich_help_panel=DECODING)]
-Buffers = Annotated[str, typer.Option(metavar="N,...", help="Slots of MultiBD.", rich_help_panel=DECODING)]
-Steps = Annotated[
-    int | None,
-    typer.Option(min=1, help="Updates of a run.", show_default="the recipe's", rich_help_panel=MODEL),
-]
-Traced = Annotated[int, typer.Option(min=4, help="Problems that are traced for alignment, half of them for its fit.")]
-Workers = Annotated[int, typer.Option(min=1, help="Training processes of a run.", rich_help_panel=CLUSTER)]
-AtOnce = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Runs that are trained at once; refused where the cluster has no room for all their workers.",
-        rich_help_panel=CLUSTER,
-    ),
-]
-Actors = Annotated[int, typer.Option(min=1, help="Engines of a sweep.", rich_help_panel=CLUSTER)]
-ReportOnly = Annotated[
-    bool, typer.Option("--report-only", help="Write the report again, from the rows alone.", rich_help_panel=OUTPUT)
-]
-
 
 def run(
-    experiment: What,
+    experiment: Annotated[
+        Experiment, Option("What is studied; each needs the rows of those before it.", positional=True)
+    ],
     *,
-    out: Out,
-    base: Base = LEDGER_BD.name,
-    seeds: Seeds = "0,1,2",
-    problems: Problems = 2000,
-    taus: Taus = "0.8,0.9,0.95",
-    buffers: Buffers = "2,4",
-    steps: Steps = None,
-    traced: Traced = 512,
-    workers: Workers = 2,
-    at_once: AtOnce = 1,
-    actors: Actors = 2,
-    report_only: ReportOnly = False,
+    out: Annotated[str, Option("Folder to write, which every node reaches.", OUTPUT, metavar="DIR")],
+    base: Annotated[
+        str, Option("The model that all runs go on from: a folder, or a shipped model.", MODEL)
+    ] = LEDGER_BD.name,
+    size: StudySize,
+    traced: Annotated[
+        int, Option("Problems that are traced for alignment, half of them for its fit.", DATA, at_least=4)
+    ] = 512,
+    workers: Annotated[int, Option("Training processes of a run.", CLUSTER, at_least=1)] = 2,
+    at_once: Annotated[
+        int,
+        Option(
+            "Runs that are trained at once; refused where the cluster has no room for all their workers.",
+            CLUSTER,
+            at_least=1,
+        ),
+    ] = 1,
+    actors: Annotated[int, Option("Engines of a sweep.", CLUSTER, at_least=1)] = 2,
+    report_only: Annotated[bool, Option("Write the report again, from the rows alone.", OUTPUT)] = False,
 ) -> None:
     """Train an experiment's recipes with several seeds from one base, evaluate them, and judge the papers' claims.
 
     ordering: the base, the control and MBD (Table 1 in small). ablation: the rows of Table 2b. alignment: distances of
     each row's training states from inference (Figure 2), and noise that is fitted to traces as one row more.
+    thresholds: the base under SingleBD at low thresholds, beside MBD.
     The same command goes on with what is missing; experiments of one --out share their trained models.
     """
     from actors.training.run import named_base
     from mbd_core.checkpoint.folder import model_digest, read_folder
     from research.ledger.distances import measure_inference
-    from research.ledger.plan import StudyPlan, check_earlier, claim
     from research.ledger.report import report
 
     if report_only:
@@ -92,18 +81,13 @@ def run(
     place = checked_out(out)
     base = named_base(base)
     folder = read_folder(model_folder(fetch_model(base))).path.resolve()
-    plan = StudyPlan(
-        base=model_digest(folder),
-        seeds=tuple(int(seed) for seed in checked_seeds(seeds)),
-        problems=problems,
-        taus=thresholds(taus),
-        buffers=tuple(numbers(buffers, "--buffers")),
-        steps=steps,
-    )
+    size = replace(size, taus=tuple(dict.fromkeys(size.taus)))
+    plan = StudyPlan(base=model_digest(folder), **vars(size))
     check_earlier(place, experiment)
     claim(place, plan)
     noise = measure_inference(place, folder, num_problems=traced) if experiment == "alignment" else None
-    compute(place, plan, experiment, folder, base=base, noise=noise, workers=workers, at_once=at_once, actors=actors)
+    study = Study(out=place, experiment=experiment, plan=plan, base=base, folder=folder, noise=noise)
+    study.compute(workers=workers, at_once=at_once, actors=actors)
     print(report(place, experiment))
 
 
@@ -115,65 +99,97 @@ def checked_out(text: str) -> Path:
     return folder.path
 
 
-def checked_seeds(text: str) -> list[str]:
-    """The seeds; `ValueError` names the one that is no whole number."""
-    for name in names(text, "--seeds"):
-        if not name.isdecimal():
-            raise ValueError(f"--seeds {name} must be a whole number of at least 0")
-    return names(text, "--seeds")
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """An experiment of a study: its folder, and the base by its name and as a model folder.
 
+    noise   the file of noise that is fitted to traces, of an experiment that has it
+    """
 
-def thresholds(text: str) -> tuple[float, ...]:
-    """The thresholds; `ValueError` names the one that is no number."""
-    try:
-        return tuple(float(name) for name in names(text, "--taus"))
-    except ValueError as error:
-        raise ValueError(f"--taus {text}: {error}") from None
+    out: Path
+    experiment: Experiment
+    plan: StudyPlan
+    base: str
+    folder: Path
+    noise: Path | None = None
 
+    def compute(self, *, workers: int, at_once: int, actors: int) -> None:
+        """Train and evaluate what is missing, on one cluster, and write the experiment's rows."""
+        from actors.training.run import check_run
+        from mbd_core.multitf.run.start import StartingPoint
+        from research.ledger.rows import sweep_rows, write_rows
 
-def compute(
-    out: Path,
-    plan: StudyPlan,
-    experiment: Experiment,
-    folder: Path,
-    *,
-    base: str,
-    noise: Path | None,
-    workers: int,
-    at_once: int,
-    actors: int,
-) -> None:
-    """Train and evaluate what is missing, on one cluster, and write the experiment's rows."""
-    from actors.training.run import check_run
-    from mbd_core.multitf.run.start import StartingPoint
-    from research.ledger.plan import ROWS, missing_models, swept_models
-    from research.ledger.rows import sweep_rows, write_rows
+        missing = missing_models(self.out, self.plan, self.experiment)
+        runs = [self.training(recipe, seed, workers=workers) for recipe, seed in missing]
+        for one in runs:
+            check_run(one, resume=one.folder.exists())
+            StartingPoint.read(one.recipe, fetch=fetch_model)
+        from cluster.local import connect  # Ray takes seconds to import: bad input is refused before that
 
-    runs = [
-        training(out, recipe, seed, plan, base=base, folder=folder, noise=noise, workers=workers)
-        for recipe, seed in missing_models(out, plan, experiment)
-    ]
-    for one in runs:
-        check_run(one, resume=one.folder.exists())
-        StartingPoint.read(one.recipe, fetch=fetch_model)
-    from cluster.local import connect  # Ray takes seconds to import: bad input is refused before that
+        at_once = min(at_once, len(runs))
+        is_ours = connect(num_cpus=max(4, at_once * workers + 1, actors + 2), worker_logs=False)
+        try:
+            train_all(runs, at_once=at_once)
+            for seed in self.plan.seeds:
+                self.evaluate(seed, actors=actors)
+        finally:
+            if is_ours:
+                import ray
 
-    at_once = min(at_once, len(runs))
-    is_ours = connect(num_cpus=max(4, at_once * workers + 1, actors + 2), worker_logs=False)
-    try:
-        train_all(runs, at_once=at_once)
-        for seed in plan.seeds:
-            evaluate(out, plan, experiment, seed, folder, actors=actors)
-    finally:
-        if is_ours:
-            import ray
+                ray.shutdown()
+        tables = []
+        for seed in self.plan.seeds:
+            models = {path.name: recipe for path, recipe in self.models(seed).items()}
+            tables.append(sweep_rows(self.sweep_folder(seed), models))
+        write_rows(self.out / self.experiment / ROWS, tables)
 
-            ray.shutdown()
-    tables = []
-    for seed in plan.seeds:
-        models = {path.name: recipe for path, recipe in swept_models(out, experiment, seed, folder).items()}
-        tables.append(sweep_rows(sweep_folder(out, experiment, seed), models))
-    write_rows(out / experiment / ROWS, tables)
+    def training(self, recipe: TrainingRecipe, seed: int, *, workers: int) -> TrainingRun:
+        """A run from the base; one that was begun is gone on with."""
+        from actors.training.run import TrainingRun
+        from mbd_core.checkpoint.config import load_config
+
+        noise, size = self.noise if recipe.name == FITTED else None, load_config(self.folder).block_size
+        return TrainingRun(
+            recipe=seeded(recipe, seed, base=self.base, block_size=size, steps=self.plan.steps, noise=noise),
+            name=run_name(recipe.name, seed),
+            storage=Folder.at(str(self.out / "runs")),
+            out=Folder.at(str(model_path(self.out, recipe, seed))),
+            num_workers=workers,
+            log_targets=(),
+        )
+
+    def models(self, seed: int) -> dict[Path, str]:
+        """The models of a seed's sweep, and their recipes."""
+        return swept_models(self.out, self.experiment, seed, self.folder)
+
+    def sweep_folder(self, seed: int) -> Path:
+        return self.out / self.experiment / "sweeps" / f"seed-{seed}"
+
+    def evaluate(self, seed: int, *, actors: int) -> None:
+        """The sweep of a seed, if it is not finished: SingleBD and MultiBD of its models on its problems."""
+        from mbd_core.evaluation.sweep.folder import FolderState, is_finished
+        from mbd_core.evaluation.sweep.options import SweepOptions
+        from mbd_core.evaluation.sweep.plan import plan_sweep
+        from mbd_core.evaluation.sweep.run import SweepRun
+        from mbd_core.multitf.recipes.shipped import LEDGER_TASK
+
+        place = self.sweep_folder(seed)
+        state = FolderState.load(place)
+        if state is not None and is_finished(place, state):
+            return
+        methods, grid = self.plan.decoded(self.experiment)
+        subjects = Subjects.find([str(path) for path in self.models(seed)], (), ())
+        options = SweepOptions(
+            models=list(subjects.fetched.values()),
+            tasks=list(LEDGER_TASK),
+            methods=methods,
+            grid=grid,
+            limit=self.plan.problems,
+            seed=seed,
+            engine=EngineConfig(max_rows=MAX_ROWS),
+        )
+        work = SweepRun.of(plan_sweep(options), shard=SweepShard(), timing=Timing(problems=0))
+        run_work(Folder.at(str(place)), work, subjects, num_actors=actors)
 
 
 def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
@@ -223,64 +239,6 @@ def train_one(one: TrainingRun) -> None:
 
     start = StartingPoint.read(one.recipe, fetch=fetch_model)
     train_on_cluster(one, start, resume=one.folder.exists(), go_on="the same command")
-
-
-def training(
-    out: Path,
-    recipe: TrainingRecipe,
-    seed: int,
-    plan: StudyPlan,
-    *,
-    base: str,
-    folder: Path,
-    noise: Path | None,
-    workers: int,
-) -> TrainingRun:
-    """A run of the study from `base`, which lies in `folder`; one that was begun is gone on with."""
-    from actors.training.run import TrainingRun
-    from mbd_core.checkpoint.config import load_config
-    from research.ledger.plan import FITTED, model_path, run_name, seeded
-
-    measured, size = noise if recipe.name == FITTED else None, load_config(folder).block_size
-    return TrainingRun(
-        recipe=seeded(recipe, seed, base=base, block_size=size, steps=plan.steps, noise=measured),
-        name=run_name(recipe.name, seed),
-        storage=Folder.at(str(out / "runs")),
-        out=Folder.at(str(model_path(out, recipe, seed))),
-        num_workers=workers,
-        log_targets=(),
-    )
-
-
-def sweep_folder(out: Path, experiment: Experiment, seed: int) -> Path:
-    return out / experiment / "sweeps" / f"seed-{seed}"
-
-
-def evaluate(out: Path, plan: StudyPlan, experiment: Experiment, seed: int, folder: Path, *, actors: int) -> None:
-    """The sweep of a seed, if it is not finished: SingleBD and MultiBD of its models on its problems."""
-    from mbd_core.evaluation.sweep.folder import FolderState, is_finished
-    from mbd_core.evaluation.sweep.options import SweepOptions
-    from mbd_core.evaluation.sweep.plan import plan_sweep
-    from mbd_core.evaluation.sweep.run import SweepRun
-    from mbd_core.multitf.recipes.shipped import LEDGER_TASK
-    from research.ledger.plan import swept_models
-
-    place = sweep_folder(out, experiment, seed)
-    state = FolderState.load(place)
-    if state is not None and is_finished(place, state):
-        return
-    models = [str(path) for path in swept_models(out, experiment, seed, folder)]
-    subjects = Subjects.find(models, (), ())
-    options = SweepOptions(
-        models=list(subjects.fetched.values()),
-        tasks=list(LEDGER_TASK),
-        grid=plan.grid,
-        limit=plan.problems,
-        seed=seed,
-        engine=EngineConfig(max_rows=MAX_ROWS),
-    )
-    work = SweepRun.of(plan_sweep(options), shard=SweepShard(), timing=Timing(problems=0))
-    run_work(Folder.at(str(place)), work, subjects, num_actors=actors)
 
 
 main = command(run, "python -m research ledger")

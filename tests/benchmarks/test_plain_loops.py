@@ -55,6 +55,15 @@ def test_the_plain_block_loop_is_the_engine(model: Decoder, config: DecodingConf
     assert (plain.num_forwards, plain.num_store_forwards) == (counts.num_forwards, counts.num_store_forwards)
 
 
+@pytest.mark.parametrize("buffer_size", [1, 3])
+@pytest.mark.parametrize("length", [3, 4, 7])
+def test_the_plain_block_loop_carries_as_the_engine(length: int, buffer_size: int) -> None:
+    config = replace(SHAPES["tiny-fast-dllm-v2"], block_size=4)
+    shifted = random_model(config, device=torch.device("cpu"), dtype=torch.float64, std=0.3)
+    decoding = DecodingConfig(block_size=4, buffer_size=buffer_size, tau_m2t=0.3, sub_block=2, carry=True)
+    test_the_plain_block_loop_is_the_engine(shifted, decoding, length)
+
+
 def test_the_plain_block_loop_refuses_what_it_cannot_decode(model: Decoder) -> None:
     base = DecodingConfig(block_size=4)
     for config, named in (

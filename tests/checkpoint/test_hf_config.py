@@ -136,7 +136,11 @@ def test_a_key_that_nobody_reads_is_refused_by_name(config: ModelConfig) -> None
         ("sdar", {"partial_rotary_factor": 0.5}, "has partial_rotary_factor=0.5, which"),
         ("sdar", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "has partial_rotary_factor=0.5, which"),
         ("sdar", {"rope_parameters": {"factor": 4.0}}, "has factor=4.0 in rope_parameters, which is not known"),
-        ("sdar", {"rope_parameters": {"type": "linear"}}, "has type='linear'; 'default' only is supported"),
+        (
+            "sdar",
+            {"rope_parameters": {"type": "linear"}},
+            "has rope_type='linear' in rope_parameters without 'factor'",
+        ),
         ("sdar", {"use_regular_causal": True}, "has use_regular_causal=true, which"),
         ("sdar-moe", {"shared_expert_intermediate_size": 6}, "has shared_expert_intermediate_size=6, which"),
         ("llada2", {"use_qk_norm": False}, "has use_qk_norm=false, which"),

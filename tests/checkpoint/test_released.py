@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mbd_core.checkpoint.config import read_config
+from mbd_core.checkpoint.config import read_config, write_config
 from mbd_core.checkpoint.families import ExpertLayout
 from mbd_core.checkpoint.tensors import stored_tensors
 from mbd_core.models.decoder import Decoder
@@ -222,6 +222,22 @@ DIFFUCODER = {
     "attention_bias": True,
     "use_cache": True,
 }
+FAST_DLLM_V2 = {  # neither its mask nor its end of an answer stands in a file of the release
+    **{k: v for k, v in DIFFUCODER.items() if k not in ("mask_token_id", "eos_token_id", "use_mrope")},
+    "architectures": ["Fast_dLLM_QwenForCausalLM"],
+    "model_type": "Fast_dLLM_Qwen",
+    "bd_size": 32,
+    "max_position_embeddings": 32768,
+    "layer_types": ["full_attention"] * 28,
+}
+FAST_DLLM_V2_SMALL = FAST_DLLM_V2 | {
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
 IM_END = {"eos_token_id": [151645, 151643]}  # SDAR's generation_config.json
 
 
@@ -257,6 +273,8 @@ RELEASES = {
     "SDAR-30B-A3B": Release(SDAR_30B, {"block_size": 4}, MOE_SHAPE, 30.532e9, 18867),
     "LLaDA-8B": Release(LLADA_8B, {}, SHAPES["llada-8b"], 8.02e9, 291),
     "Dream-7B": Release(DIFFUCODER, {}, SHAPES["dream-7b"], 7.616e9, 339),
+    "Fast-dLLM-v2-7B": Release(FAST_DLLM_V2, {}, SHAPES["fast-dllm-v2-7b"], 7.616e9, 339),
+    "Fast-dLLM-v2-1.5B": Release(FAST_DLLM_V2_SMALL, {}, SHAPES["fast-dllm-v2-1.5b"], 1.5437e9, 338),
 }
 
 
@@ -305,6 +323,7 @@ NAMES: dict[str, dict[str, str]] = {
     "SDAR-8B, blocks of 4": QWEN | QK_NORM,
     "SDAR-30B-A3B": {n: s for n, s in (QWEN | QK_NORM | EXPERTS).items() if f"{LAYER}.mlp" not in n or n in EXPERTS},
     "Dream-7B": QWEN | BIASES,
+    "Fast-dLLM-v2-7B": QWEN | BIASES,
     "LLaDA2-mini": {
         "model.word_embeddings.weight": "vd",
         f"{LAYER}.input_layernorm.weight": "d",
@@ -397,15 +416,24 @@ LLADA2_2 = LLADA2_MINI | {
     "block_size": 32,
     "transformers_version": "5.2.0",
     "expert_capacity": 48,
-    "delete_token_id": 156901,
-    "split_token_id": 156902,
+    "delete_token_id": 156930,
+    "split_token_id": 156931,
 }
+EDITS = {"delete_token_id", "split_token_id"}
 
 
-def test_a_release_whose_routing_is_another_is_refused_by_name() -> None:
+def test_a_release_that_routes_by_block_is_read_as_one() -> None:
     """LLaDA2.2 has LLaDA2's architecture and tensors: only these keys show that it computes something else."""
     ids = {"mask_token_id": 156895, "eos_token_id": [156892, 156900]}
-    with pytest.raises(ValueError, match=r"expert_capacity=48, delete_token_id=156901, split_token_id=156902"):
-        read_config(LLADA2_2, ids)
-    read = {key: value for key, value in LLADA2_2.items() if not key.endswith("_token_id")} | {"expert_capacity": 0}
-    assert read_config(read, ids).rope_theta == 3e6
+    config = read_config(LLADA2_2, ids)
+    assert config.moe is not None and (config.moe.expert_capacity, config.block_size) == (48, 32)
+    assert (config.delete_token_id, config.split_token_id) == (156930, 156931)
+    assert read_config(write_config(config)) == config
+    older = read_config({k: v for k, v in LLADA2_2.items() if k not in ("expert_capacity", *EDITS)}, ids)
+    assert older.moe is not None and (older.moe.expert_capacity, older.delete_token_id) == (0, None)
+    assert not EDITS & write_config(older).keys()
+    for wrong in ({"expert_capacity": 7}, {"expert_capacity": 257}, {"split_token_id": None}):
+        with pytest.raises(ValueError, match=next(iter(wrong)) if wrong.get("expert_capacity") else "delete_token_id"):
+            read_config(LLADA2_2 | wrong, ids)
+    with pytest.raises(ValueError, match="delete_token_id"):
+        read_config(LLADA2_2 | {"delete_token_id": 156895}, ids)

@@ -27,7 +27,7 @@ NAMES = sorted(p.parent.name for p in SHIPPED.glob("*/config.json"))
 
 
 def test_the_models_are_there() -> None:
-    assert {"tiny-bd", "tiny-mbd", "ledger-bd", "ledger-mbd"} <= set(NAMES)
+    assert {"tiny-bd", "tiny-mbd", "ledger-bd", "ledger-mbd", "ledger-tf"} <= set(NAMES)
 
 
 def test_together_they_are_small() -> None:

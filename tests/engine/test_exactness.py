@@ -7,9 +7,23 @@ import random
 
 import pytest
 import torch
-from small_engines import BLOCKWISE, EOS, FULL, MASK, VOCAB, build, engine, gist, request, run_with_preemption
+from small_engines import (
+    BLOCKWISE,
+    EOS,
+    EXPERTS,
+    FULL,
+    MASK,
+    SHIFTED,
+    VOCAB,
+    B,
+    build,
+    engine,
+    gist,
+    request,
+    run_with_preemption,
+)
 
-from benchmarks.plain_loops import run_canvas
+from benchmarks.plain_loops import multi_bd, run_canvas
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, uniform
 from mbd_core.decoding.blocks.sampling_config import Sampling
@@ -21,13 +35,17 @@ from mbd_core.models.decoder import Decoder
 def models() -> dict[str, Decoder]:
     return {
         "block_causal": build(),
+        "experts by block": build("LLaDA2MoeModelLM", moe=dataclasses.replace(EXPERTS, expert_capacity=3)),
         "full": build(architecture="LLaDAModelLM", attention="full"),
+        "shifted blocks": build("Fast_dLLM_QwenForCausalLM", shift_logits=True, qk_norm=False, qkv_bias=True),
         "shifted": build(architecture="DreamModel", attention="full", shift_logits=True, qk_norm=False, qkv_bias=True),
     }
 
 
 def cases() -> list[tuple[str, str]]:
-    return [("block_causal", m) for m in BLOCKWISE] + [(k, m) for k in ("full", "shifted") for m in FULL]
+    blockwise = [(k, m) for k in ("block_causal", "experts by block") for m in BLOCKWISE]
+    blockwise += [("shifted blocks", m) for m in (*SHIFTED, "multi")]
+    return blockwise + [(k, m) for k in ("full", "shifted") for m in FULL]
 
 
 @pytest.mark.parametrize(("kind", "method"), cases())
@@ -59,6 +77,20 @@ def test_alone_is_in_a_batch_is_static_is_preempted_is_cached(
         preempted = engine(model, static_shapes=overlap, overlap=overlap)
         assert [gist(o) for o in run_with_preemption(preempted, requests, random.Random(5))] == alone
         preempted.check_integrity()
+
+
+@pytest.mark.parametrize("length", [3, 16, 23])
+def test_a_block_chooses_its_experts_whole_however_a_prompt_is_cut(models: dict[str, Decoder], length: int) -> None:
+    """One forward of the whole prompt is the yardstick; chunks of one block, of two, and a resumed answer follow it."""
+    model, prompt = models["experts by block"], tuple(range(2, 2 + length))
+    r = request("a", 5, "single", prompt=prompt, max_tokens=22, sampling=Sampling(), ignore_eos=True)
+    wanted = multi_bd(model, list(prompt), 22, r.decoding, ignore_eos=True)
+    for chunk in (B, 2 * B, 64):
+        output = engine(model, max_prefill_tokens=chunk).generate([r])[0]
+        assert list(output.tokens) == wanted.tokens and output.counts.num_forwards == wanted.num_forwards
+    stored = (length + 8) // B * B - length
+    rest = engine(model).generate([dataclasses.replace(r, committed=tuple(wanted.tokens[:stored]))])[0]
+    assert list(rest.tokens) == wanted.tokens
 
 
 def may_share(r: Request) -> bool:

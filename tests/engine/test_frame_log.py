@@ -22,6 +22,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "t2t": {"buffer_size": 3, "tau_m2t": 0.1, "t2t": T2T(tau=0.2)},
     "soft": {"buffer_size": 2, "tau_m2t": 0.2, "soft": Soft()},
     "d2f": {"buffer_size": 3, "tau_m2t": 0.3, "prompt_attention": "full"},
+    "carry": {"buffer_size": 3, "tau_m2t": 0.3, "sub_block": 2, "carry": True},
 }
 
 
@@ -80,6 +81,7 @@ def check(request: Request, steps: list[StepOutput], rows: list[list[StepTrace]]
     edits = 0
     for frame, slots in zip(frames, rows, strict=True):
         assert frame.num_slots == request.decoding.buffer_size and len(frame.slots) == len(slots)
+        behind: set[int] = set()
         for index, (slot, row) in enumerate(zip(frame.slots, slots, strict=True)):
             start = frame.position + len(request.prompt) + index * B
             assert start == origin + row.block * B
@@ -97,6 +99,8 @@ def check(request: Request, steps: list[StepOutput], rows: list[list[StepTrace]]
             held |= {start + offset: token for offset, token in now.items()}
             if slot.state == "IN_CACHE":
                 stored |= {start + offset: token for offset, token in now.items()}
+                behind = {start + B} if request.carries else set()
+        fixed |= behind
     tokens = [token for step in steps for token in step.new_tokens]
     assert [stored[len(request.prompt) + i] for i in range(len(tokens))] == tokens
     return edits
@@ -106,7 +110,7 @@ def check(request: Request, steps: list[StepOutput], rows: list[list[StepTrace]]
 @pytest.mark.parametrize("method", METHODS)
 def test_frames_are_what_the_trace_says(models: dict[bool, Decoder], method: str, static: bool) -> None:
     requests = [asked(seed, method) for seed in range(5)]
-    steps, rows = traced(models[method == "d2f"], requests, static_shapes=static)
+    steps, rows = traced(models[method in ("d2f", "carry")], requests, static_shapes=static)
     edits = sum(check(r, steps[r.request_id], rows[r.request_id]) for r in requests)
     assert (edits > 0) == (method in ("t2t", "soft"))
 

@@ -13,7 +13,7 @@ import torch
 from expert_layers import cut_tiles
 from fake_attention import FakePackages, sequences
 from fake_device import FakeDevice, Graph, OnDevice, fake_device
-from small_engines import BLOCKWISE, EXPERTS, FULL, MASK, VOCAB, B, build, gist, request
+from small_engines import BLOCKWISE, EXPERTS, FULL, MASK, SHIFTED, VOCAB, B, build, gist, request
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -53,6 +53,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dream": {
         "architecture": "DreamModel",
         "attention": "full",
+        "shift_logits": True,
+        "qk_norm": False,
+        "qkv_bias": True,
+    },
+    "fast-dllm-v2": {
+        "architecture": "Fast_dLLM_QwenForCausalLM",
         "shift_logits": True,
         "qk_norm": False,
         "qkv_bias": True,
@@ -245,7 +251,8 @@ def requests(family: str) -> list[Request]:
     """Every method the family decodes with, and every kind of work a program may have to do."""
     blockwise = [*BLOCKWISE.values(), {"tau_m2t": 0.4, "tokens_per_step": 2}, {"tau_m2t": 0.4, "fallback": "margin"}]
     canvases = [method for method in FULL.values() if "canvas" in method]
-    methods = blockwise if family != "dream" else [*canvases, *(m for m in FULL.values() if m not in canvases)]
+    others = [*canvases, *(m for m in FULL.values() if m not in canvases)]
+    methods = {"dream": others, "fast-dllm-v2": [*SHIFTED.values(), BLOCKWISE["multi"]]}.get(family, blockwise)
     plain = [
         request(
             f"r{i}",
@@ -307,7 +314,7 @@ def test_an_engine_on_a_device_of_its_own_gives_the_hosts_tokens(
     assert served.static_shapes and served.overlap and served._state.tables_RP.device == CUDA
     assert [gist(o)[0] for o in served.generate(requests(family))] == wanted
     assert served.ahead.num_ahead > 0
-    for flag in set(WORK_NAMES) - {"adapts"} if family != "dream" else ():  # adapters: test_adapters.py
+    for flag in set(WORK_NAMES) - {"adapts"} if family in ("sdar", "llada2") else ():  # adapters: test_adapters.py
         assert {getattr(kind.work, flag) for kind in kinds} == {False, True}
     report = served.graph_report()
     assert report["captured"] == len(kinds) > 0 and report["steps_replayed"] > 0 == report["steps_eager"]

@@ -21,7 +21,7 @@ from mbd_core.engine.graphs import static_step
 from mbd_core.engine.step import StepState
 from mbd_core.engine.step_kind import ALL_WORK, StepKind, Work, work_of
 
-def groups(size, slots):
+def groups(size, slots, shift):
     plain = DecodingConfig(block_size=size, buffer_size=slots, tau_m2t=0.5, tau_add=0.3, tau_semi=0.4)
     t2t = replace(plain, t2t=T2T(tau=0.4, max_edits=2), tau_stable=0.1)
     soft = replace(plain, soft=Soft(stop_confidence=0.6))
@@ -29,7 +29,13 @@ def groups(size, slots):
     leftmost = replace(several, fallback="leftmost")
     bound = DecodingConfig(block_size=size, buffer_size=slots, tau_semi=0.4, entropy=EntropyBound(gamma=4.0))
     strict = replace(bound, entropy=EntropyBound(gamma=6.0, rule="jetengine"))
-    short = [[plain, replace(plain, buffer_size=1)], [soft, t2t, leftmost, bound]]
+    part = next(n for n in (2, size) if size % n == 0)
+    parts = replace(plain, sub_block=part)
+    if shift:
+        carry = replace(parts, carry=True)
+        soft, bound = replace(soft, sub_block=part), replace(bound, carry=True)
+        plain, strict = carry, replace(strict, sub_block=part, carry=True)
+    short = [[plain, replace(plain, buffer_size=1)], [soft, t2t, leftmost, bound, parts]]
     return [*short, [bound, strict], [leftmost, several, plain], [t2t, plain], [soft, t2t, several]] if LONG else short
 
 def compare(size, slots, num_slots, methods, *, asked, shift, all_work):
@@ -99,7 +105,7 @@ def compare(size, slots, num_slots, methods, *, asked, shift, all_work):
 size, slots, num_slots, asked, shift, all_work = CASE
 edited = sum(
     compare(size, slots, num_slots, methods, asked=asked, shift=shift, all_work=all_work)
-    for methods in groups(size, num_slots)
+    for methods in groups(size, num_slots, shift)
 )
 assert edited > 0, "no token was edited"
 print("all held")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_engines import build
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.config import DecodingConfig
@@ -50,6 +51,34 @@ def test_single_block_decoding_goes_on_as_if_nothing_had_happened(engine: Engine
         assert rest.logprobs == pytest.approx(whole.logprobs[len(committed) :], abs=1e-5)
         assert rest.counts.num_forwards == whole.counts.num_forwards - steps[cut - 1].counts.num_forwards
         assert rest.counts.num_prompt_tokens == len(PROMPT)
+
+
+def test_a_carried_token_comes_from_the_block_that_is_stored_again() -> None:
+    model = build("Fast_dLLM_QwenForCausalLM", shift_logits=True, qk_norm=False, qkv_bias=True)
+    served = Engine(model, EngineConfig(max_rows=2, num_pages=40))
+    decoding = DecodingConfig(block_size=BLOCK_SIZE, tau_m2t=0.4, sub_block=2, carry=True)
+    request = replace(asked(), decoding=decoding)
+    steps, whole = steps_of(served, request)
+    cuts = [n for n, step in enumerate(steps, start=1) if step.new_tokens and step.output is None]
+    assert len(cuts) > 5
+    for cut in cuts:
+        committed = tuple(t for s in steps[:cut] for t in s.new_tokens)
+        _, rest = steps_of(served, replace(request, committed=committed))
+        assert (rest.tokens, rest.finish_reason) == (whole.tokens, whole.finish_reason)
+        assert rest.logprobs == pytest.approx(whole.logprobs[len(committed) :], abs=1e-5)
+        # the last block is stored once more
+        assert rest.counts.num_forwards == whole.counts.num_forwards - steps[cut - 1].counts.num_forwards + 1
+
+
+def test_a_template_on_a_model_that_carries_keeps_its_text() -> None:
+    model = build("Fast_dLLM_QwenForCausalLM", shift_logits=True, qk_norm=False, qkv_bias=True)
+    served = Engine(model, EngineConfig(max_rows=2, num_pages=40))
+    template = tuple(None if i % 3 == 0 else 5 + i for i in range(14))
+    decoding = DecodingConfig(block_size=BLOCK_SIZE, tau_m2t=0.4, sub_block=2, carry=True)
+    for prompt in (PROMPT, PROMPT[:12]):
+        request = replace(asked(max_tokens=14, template=template, prompt=prompt), decoding=decoding)
+        _, output = steps_of(served, request)
+        assert [(a, b) for a, b in zip(template, output.tokens, strict=True) if a not in (None, b)] == []
 
 
 @pytest.mark.parametrize("buffer_size", [1, 3])

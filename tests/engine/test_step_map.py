@@ -1,5 +1,6 @@
 """A rollout's step map and log-probabilities, run again with the definition, give the same tokens and numbers."""
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -88,6 +89,25 @@ def test_shifted_logits_and_prompts_under_full_attention_replay(models: dict[str
     requests = [asked(s, method) for s in range(6)]
     for request, output in zip(requests, engine_of(models["shifted"]).generate(requests), strict=True):
         check(models["shifted"], request, output)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("buffer_size", [1, 3])
+def test_a_carried_token_has_the_forward_of_its_store(buffer_size: int, static: bool) -> None:
+    model = build("Fast_dLLM_QwenForCausalLM", shift_logits=True, qk_norm=False, qkv_bias=True)
+    decoding = DecodingConfig(block_size=B, buffer_size=buffer_size, tau_m2t=0.4, sub_block=2, carry=True)
+    requests = [replace(asked(s, "single"), decoding=decoding) for s in range(8)]
+    requests.append(replace(asked(8, "single", prompt=(5,) * B, max_tokens=3 * B, ignore_eos=True), decoding=decoding))
+    outputs = engine_of(model, static_shapes=static, overlap=static).generate(requests)
+    for request, output in zip(requests, outputs, strict=True):
+        assert output.rollout is not None
+        check_replay(model, request, output)
+    assert output.rollout is not None
+    steps = output.rollout.steps
+    if buffer_size == 1:  # the prompt is one block, and its store is the first forward
+        assert steps[0] == 1
+        blocks = [steps[i : i + B] for i in range(0, 3 * B, B)]
+        assert all(max(one) < two[0] < min(two[1:]) for one, two in itertools.pairwise(blocks))
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.harness.generation_fields import read_generation
+from mbd_core.evaluation.tasks.generation_fields import read_generation
 
 
 def test_a_task_s_fields_become_a_generation() -> None:

@@ -47,6 +47,7 @@ def imported_packages(path: Path) -> set[str]:
 def test_every_package_that_is_imported_is_a_base_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     base = {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in project["dependencies"]}
+    base |= {"yaml"} if "pyyaml" in base else set()  # a package that is imported by another name
     files = [*(ROOT / "mbd_core").rglob("*.py"), *(ROOT / f"{job.replace('.', '/')}.py" for job in JOBS)]
     known = base | OPTIONAL | set(sys.stdlib_module_names) | {"mbd_core", "jobs", "benchmarks", "research"}
     assert {

@@ -1,5 +1,6 @@
 """Options are said once: a dataclass's annotations are its checks, its reader, its command line and its table."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from jobs.command_line import Changes, Fields, command, command_options, flag
+from jobs.command_line import Changes, Fields, command, command_options
 from jobs.option_tables import described_commands, page
-from mbd_core.options import DATA, ENGINE, OUTPUT, Option, check, options_of, read
+from mbd_core.options import DATA, ENGINE, OUTPUT, Option, check, flag, options_of, read
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -152,7 +153,7 @@ def test_a_command_takes_some_fields_or_the_changes_of_some() -> None:
     def run(
         sizes: Annotated[Sizes, Fields("rows", "share")] = Sizes(exact=True, rows=7),
         *,
-        changes: Annotated[dict[str, Any], Changes(Setup, "kind", "tags", default="the recipe's")],
+        changes: Annotated[dict[str, Any], Changes(Setup, "kind", "tags")],
         chosen: Annotated[dict[str, Any], Changes(Sizes, "pages", "caching")],
     ) -> None:
         calls.append((sizes, changes, chosen))
@@ -177,10 +178,19 @@ def test_the_page_of_options_is_current() -> None:
 
 
 def test_the_page_has_every_option_of_a_command() -> None:
+    """In a row of its section, or by its name there and the same row in the section of a larger command."""
     commands = list(described_commands())
     assert {"serve", "sweep", "doctor"} <= {name for name, _, _ in commands}
-    for name, module, run in commands:
+    sections = {}
+    for name, module, _ in commands:
         heading = f"## mbd {name}, {module.replace('.', '/')}.py\n"
-        section = page().partition(heading)[2].partition("\n## ")[0]
-        names = {item.option.metavar if item.option.positional else flag(item) for item in command_options(run)}
-        assert names and all(f"| `{name}` |" in section.replace("\\|", "|") for name in names)
+        sections[name] = page().partition(heading)[2].partition("\n## ")[0].replace("\\|", "|")
+    for name, _, run in commands:
+        assert command_options(run)
+        for item in command_options(run):
+            option = f"`{item.option.metavar if item.option.positional else flag(item)}`"
+            (other,) = re.findall(rf"^As of `mbd (\w+)`:.* {re.escape(option)}[,.]", sections[name], re.MULTILINE) or [
+                name
+            ]
+            (row,) = [line for line in sections[other].splitlines() if line.startswith(f"| {option} |")]
+            assert item.option.help.replace("\\|", "|") in row, (name, option)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.mlp import Experts, MoE, Router, experts_kernel, kernel_for
 from mbd_core.models.model_config import ModelConfig, MoEConfig
+from mbd_core.ops.attention.whole import DenseAttention
 from mbd_core.ops.experts.choice import grouped_experts, loop_experts
 
 GROUPED = MoEConfig(
@@ -88,6 +89,39 @@ def test_router_is_its_rule(config: MoEConfig) -> None:
         for token in range(64):
             wanted = by_hand(config, router, x[token])
             assert dict(zip(ids[token].tolist(), weights[token].tolist(), strict=True)) == pytest.approx(wanted)
+
+
+def test_a_block_chooses_among_its_own_best_experts() -> None:
+    """Token by token on Python lists; without the other tokens of its block a token would choose differently."""
+    config = replace(GROUPED, expert_capacity=5)
+    router = drawn(Router(16, config, block_size=4))
+    x = tokens(12)
+    differ = 0
+    with torch.no_grad():
+        ids, weights = router(x)
+        choice = (router.logits(x).sigmoid() + router.expert_bias).tolist()
+        for token in range(12):
+            block = choice[token // 4 * 4 : token // 4 * 4 + 4]
+            kept = sorted(range(16), key=lambda e: -max(row[e] for row in block))[:5]
+            chosen = sorted(kept, key=lambda e: -choice[token][e])[:4]
+            assert ids[token].tolist() == chosen
+            scores = router.logits(x[token]).sigmoid()[chosen]
+            torch.testing.assert_close(weights[token], scores / scores.sum() * 2.5)
+            differ += sorted(chosen) != sorted(range(16), key=lambda e: -choice[token][e])[:4]
+        assert differ
+        with pytest.raises(ValueError, match="10 tokens"):
+            router(tokens(10))
+
+
+def test_the_last_layer_of_a_training_forward_chooses_for_whole_blocks() -> None:
+    model = drawn(Decoder(replace(CONFIG, moe=replace(GROUPED, expert_capacity=5))))
+    ids, positions = torch.arange(2, 26).view(2, 12), torch.arange(12).expand(2, -1)
+    attend, kept = DenseAttention(torch.ones(1, 1, 12, 12).bool()), torch.tensor([1, 6, 7, 20])
+    with torch.no_grad():
+        whole = model(ids, positions, attend).flatten(0, 1)[kept]
+        torch.testing.assert_close(model(ids, positions, attend, kept=kept), whole)
+    with pytest.raises(ValueError, match="6 tokens"):
+        model(ids.view(4, 6), positions.reshape(4, 6), DenseAttention(torch.ones(1, 1, 6, 6).bool()))
 
 
 def test_offsets_steer_the_choice_and_not_the_weights() -> None:

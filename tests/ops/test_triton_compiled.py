@@ -279,19 +279,22 @@ def test_the_layer_kernels_fit(capability: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_the_routing_kernels_fit(capability: int, tmp_path: Path) -> None:
-    """LLaDA2's grouped choice and SDAR-MoE's of 128 by softmax."""
+    """LLaDA2's grouped choice, SDAR-MoE's of 128 by softmax, and LLaDA2.2's for a block."""
     choice = router_triton.ROUTE.compiled
     pointers = {
         "logits_ptr": "*fp32",
         "bias_ptr": "*fp32",
         "live_ptr": "*i1",
+        "kept_ptr": "*i8",
         "ids_ptr": "*i64",
         "weights_ptr": "*fp32",
         "scaling": "fp32!",
     }
-    for experts, groups, kept, sigmoid, shared in ((256, 8, 4, True, 1), (128, 1, 1, False, 0)):
+    for experts, groups, kept, sigmoid, shared in ((256, 8, 4, True, 1), (128, 1, 1, False, 0), (256, 1, 1, True, 1)):
         rule = {
             "E": experts,
+            "B": 32,
+            "LIMITED": sigmoid and groups == 1,
             "SHARED": shared,
             "GROUPS": groups,
             "KEPT": kept,
@@ -305,6 +308,9 @@ def test_the_routing_kernels_fit(capability: int, tmp_path: Path) -> None:
             "BLOCK_K": 8 << shared,
         }
         check(compiled(choice, {**pointers, **rule}, capability, num_warps=1), capability, tmp_path)
+    block = {"E": 256, "B": 32, "CAPACITY": 48, "SIGMOID": True, "BIASED": True, "BLOCK_E": 256}
+    block |= {"logits_ptr": "*fp32", "bias_ptr": "*fp32", "kept_ptr": "*i8"}
+    check(compiled(router_triton.KEEP_EXPERTS.compiled, block, capability, num_warps=1), capability, tmp_path)
     tiles = expert_tiles.TILES_KERNEL.compiled
     layout = {
         "ids_ptr": "*i64",
@@ -382,6 +388,7 @@ def test_the_buffers_kernels_fit(capability: int, tmp_path: Path) -> None:
             "LISTED": most,
             "REVISES": most,
             "QUOTAS": most,
+            "PARTS": most,
             "LEFTMOST": 1,
             "JETENGINE": 2,
             "UNITS": 65536.0,

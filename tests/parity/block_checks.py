@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.config import DecodingConfig, EntropyBound, EntropyRule, Soft
 from mbd_core.decoding.blocks.request import Output, Request
@@ -170,6 +172,68 @@ def check_d2f(folder: Path, case: dict[str, Any]) -> None:
     assert forwards == expected["forwards"] if eos not in generated else forwards <= expected["forwards"]
 
 
+def check_fast_dllm_v2(folder: Path, case: dict[str, Any]) -> None:
+    """`generate`, and `batch_sample` with all its rows in one engine: tokens, and the positions of every forward.
+
+    The reference ends one token behind its last block, and at a stop word before it has filled the word's block; its
+    rows of a batch wait for each other, which counts in its forwards and in no row's tokens.
+    """
+    inputs, expected = case["inputs"], case["expected"]
+    if inputs["use_block_cache"]:
+        pytest.skip("the cache of stale sub-block keys is not part of this project")
+    size, stop, alone = inputs["block_size"], inputs["stop_token"], "prompt" in inputs
+    prompts = [inputs["prompt"]] if alone else inputs["prompts"]
+    rows = [expected["tokens"]] if alone else expected["tokens"]
+    end = (max(len(p) for p in prompts) // size + inputs["max_new_tokens"] // size) * size
+    decoding = DecodingConfig(
+        block_size=size, sub_block=inputs["small_block_size"], tau_m2t=inputs["threshold"], carry=True
+    )
+    requests = [
+        Request(
+            request_id=str(i),
+            prompt=tuple(prompt),
+            max_tokens=end - len(prompt),
+            decoding=decoding,
+            replay=True,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    model = with_config(load_model(folder), block_size=size, eos_token_ids=(stop,))
+    for static in (False, True):
+        outputs = Engine(model, EngineConfig(max_rows=len(rows), static_shapes=static)).generate(requests)
+        for i, (prompt, row, output) in enumerate(zip(prompts, rows, outputs, strict=True)):
+            stops = stop in row[len(prompt) :]
+            assert list(output.tokens) == (before(row[len(prompt) :], stop) if stops else row[len(prompt) : end])
+            written = [each for each in forwards_of(output, len(prompt), size) if each]
+            wanted = [sorted(each) for each in accepted_of_row(expected, i, alone=alone) if each]
+            assert written[: len(wanted)] == wanted
+            assert stops or len(written) == len(wanted)
+            if alone and not stops:
+                counts = output.counts
+                assert counts.num_forwards - counts.num_store_forwards == expected["denoise_forwards"]
+                # the store of a prompt's last block is a forward of its own here, and part of the prefill there
+                assert counts.num_store_forwards == expected["store_forwards"] + (len(prompt) % size == 0)
+
+
+def forwards_of(output: Output, start: int, size: int) -> list[list[int]]:
+    """The positions that each forward filled; those at which a block begins are filled by the store before it."""
+    assert output.rollout is not None
+    steps = (*output.rollout.steps, *output.rollout.tail_steps)
+    return [
+        [start + i for i, s in enumerate(steps) if s == step and (start + i) % size] for step in sorted(set(steps))
+    ]
+
+
+def accepted_of_row(expected: dict[str, Any], row: int, *, alone: bool) -> list[list[int]]:
+    if alone:
+        return expected["accepted"]
+    return [
+        positions[rows.index(row)]
+        for positions, rows in zip(expected["accepted"], expected["rows"], strict=True)
+        if row in rows
+    ]
+
+
 def with_config(model: Decoder, **changes: Any) -> Decoder:
     model.config = dataclasses.replace(model.config, **changes)
     return model
@@ -178,6 +242,7 @@ def with_config(model: Decoder, **changes: Any) -> Decoder:
 CHECKS = {
     ("sdar", "gen"): check_sdar_generation,
     ("sdar-eb", "eb"): check_entropy_bound,
+    **{("fastdllm2", kind): check_fast_dllm_v2 for kind in ("gen", "batch1", "batch2", "batch3")},
     ("llada2", "gen"): check_llada2_generation,
     ("llada2", "dinfer"): check_dinfer,
     ("llada2", "spd"): check_soft,

@@ -23,7 +23,7 @@ CHECKS = {
     **training_checks.CHECKS,
     **aup_checks.CHECKS,
 }
-WITH_MODEL = ("sdar", "llada2", "llada", "dream")
+WITH_MODEL = ("sdar", "llada2", "llada22", "llada", "dream", "fastdllm2")
 
 
 def fixture_folders(config: pytest.Config) -> list[Path]:

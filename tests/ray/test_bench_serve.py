@@ -141,8 +141,8 @@ def test_an_endpoint_that_does_not_count_its_tokens_is_refused(capsys: pytest.Ca
     [
         (["--url", "URL", "--max-rows", "4"], "--max-rows sets up our own endpoint"),
         (["--url", "URL", "--model", "other"], "does not serve 'other'; it serves known"),
-        (["--url", "URL", "--rate", "0"], "--rate '0' must be"),
-        (["--url", "URL", "--rate", "often"], "--rate 'often' must be"),
+        (["--url", "URL", "--rate", "0"], "--rate 0 must be"),
+        (["--url", "URL", "--rate", "often"], "--rate often must be"),
         (["--url", "URL", "--concurrency", "none"], "--concurrency none must be"),
         (["--url", "URL", "--slo", "ttfb=1"], "'ttfb' is unknown"),
         (["--url", "URL", "--extra-body", "[]"], "must be a JSON object"),

@@ -18,12 +18,14 @@ from ray.train import ControllerError, WorkerGroupError
 
 from actors.training import worker as training
 from actors.training.run import TrainingRun, begin
+from actors.training.sweeps import RaySweeper, sweep_checkpoint
 from actors.training.worker import fit
 from cluster import local
 from cluster.storage import Folder
 from jobs import train_multitf
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
+from mbd_core.multitf.config import Sweeping
 from mbd_core.multitf.recipes.recipe import shortened
 from mbd_core.multitf.run.checkpoints import MARKER
 from mbd_core.multitf.run.log import LOSSES
@@ -65,6 +67,28 @@ def test_two_workers_train_what_one_process_trains(undisturbed, tiny_recipe):
     load_tokenizer(undisturbed.out.path, written.config)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(written.state_dict()[name], tensor, rtol=1e-2, atol=5e-3)  # written in bfloat16
+
+
+@pytest.mark.slow
+def test_sweeps_beside_a_run_have_the_numbers_of_its_checkpoints(ray_cluster, tiny_recipe, tmp_path, monkeypatch):
+    sweeping = Sweeping(sweep_every=6, sweep_task="gsm-mini:2")
+    run = start(tiny_recipe, tmp_path, "swept", checkpoint_every=100, sweeping=sweeping)
+    assert fit(run) == 0
+    lines = [json.loads(line) for line in run.folder.read_text(LOSSES).splitlines()]
+    numbers = {line["step"] + 1: {n: v for n, v in line.items() if n.startswith("sweep_")} for line in lines}
+    assert [step for step, values in numbers.items() if values] == [6, 12]
+    for step in (6, 12):
+        assert numbers[step] == sweep_checkpoint(run, step, on_gpu=False)
+    sweeper = RaySweeper(run)
+    error = sweeper.begin(99).exception(PATIENCE)
+    assert error is not None and "step_000099" in sweeper.reason(error) and "\n" not in sweeper.reason(error)
+    sweep = sweeper.begin(12)
+    sweeper.end()
+    error = sweep.exception(PATIENCE)
+    assert error is not None and "\n" not in sweeper.reason(error)
+    monkeypatch.setattr("ray.available_resources", dict)
+    with pytest.raises(RuntimeError, match="no free CPU"):
+        sweeper.begin(12)
 
 
 class HeldCheckpoint:
@@ -144,7 +168,7 @@ def test_a_killed_worker_costs_time_and_nothing_else(undisturbed, tiny_recipe, t
         (["--recipe", "tiny-bd", "--workers", "7"], "does not divide over 7 workers"),
         (
             ["--recipe", "tiny-bd", "--base", "nowhere"],
-            "known name; known: ledger-bd, ledger-mbd, tiny-bd, tiny-bd-b8, tiny-mbd",
+            "known name; known: ledger-bd, ledger-mbd, ledger-tf, tiny-bd, tiny-bd-b8, tiny-mbd",
         ),
         (["--recipe", "tiny-bd", "--resume", "--storage", "."], "there is no run"),
     ],

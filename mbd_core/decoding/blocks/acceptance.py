@@ -118,6 +118,13 @@ def placed_tops(tops_A2K: Tensor, at_A: Tensor | None, *, num_places: int) -> Te
     return placed.index_copy_(0, at_A, tops_A2K)[:-1]
 
 
+def leftmost_part(open_RNB: Tensor, size_R: Tensor) -> Tensor:
+    """The open positions (R, N, B) of the leftmost sub-block of each slot that has one; it has `size_R` positions."""
+    part_RB = torch.arange(open_RNB.shape[-1], device=open_RNB.device) // size_R.clamp(min=1)[:, None]
+    first_RN = part_RB.gather(1, open_RNB.int().argmax(-1))
+    return open_RNB & (part_RB[:, None] == first_RN[..., None])
+
+
 def accept_m2t(
     prediction: Prediction,
     open_RNB: Tensor,

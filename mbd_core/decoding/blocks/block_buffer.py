@@ -26,6 +26,7 @@ from mbd_core.decoding.blocks.acceptance import (
     accept_by_entropy,
     accept_from_left,
     accept_m2t,
+    leftmost_part,
     revise,
 )
 from mbd_core.decoding.blocks.adjustments import Adjust, Adjustments
@@ -184,9 +185,17 @@ class BlockBuffer:
 
     @property
     def asked_RNB(self) -> Tensor:
-        """The positions that a forward may fill or revise, which therefore need logits."""
+        """The positions that a forward may fill or revise, which therefore need logits; and the first position of a
+        block whose store carries: its logits are those of the position behind the block."""
         changes = self.masked_RNB | (self.settings.edits_R + self.settings.softens_R > 0)[:, None, None]
-        return changes & self.editable_RNB & self.active_RN[..., None]
+        asked_RNB = changes & self.editable_RNB & self.active_RN[..., None]
+        asked_RNB[..., 0] |= self.carried_RN
+        return asked_RNB
+
+    @property
+    def carried_RN(self) -> Tensor:
+        """Slots whose store gives the token behind their block."""
+        return (self.state_RN == SlotState.TO_CACHE) & (self.settings.carries_R[:, None] > 0)
 
     @property
     def progress_RN(self) -> Tensor:
@@ -233,20 +242,23 @@ class BlockBuffer:
         return (at_A // (self.num_slots * self.block_size)).clamp(max=len(self.masked_RNB) - 1)
 
     def _position_of(self, at_A: Tensor | None) -> Tensor:
-        """The position of each place in its sequence; of the sentinel, the last place's."""
-        positions = self.positions_RNB.flatten()
+        """The position that each place predicts; of the sentinel, the last place's."""
+        positions_RNB = self.positions_RNB.clone()
+        positions_RNB[..., 0] += self.carried_RN * self.block_size
+        positions = positions_RNB.flatten()
         return positions if at_A is None else positions[at_A.clamp(max=len(positions) - 1)]
 
     def join(self, row: int, request: Request) -> None:
-        """Seat a request: slot 0 gets its boundary block, with the prompt's remainder, and becomes ACTIVE."""
+        """Seat a request: slot 0 gets its boundary block, with the prompt's remainder, and becomes ACTIVE. A whole
+        block is TO_CACHE."""
         self._clear(row)
         tokens = (*request.prompt, *request.committed)
-        origin = request.decoding.grid_origin(len(request.prompt))
-        remainder = tokens[len(tokens) - (len(tokens) - origin) % self.block_size :]
+        remainder = tokens[request.first_block_start(len(tokens)) :]
         if remainder:
             self.tokens_RNB[row, 0, : len(remainder)] = torch.tensor(remainder)
             self.masked_RNB[row, 0, : len(remainder)] = False
-        self.state_RN[row, 0] = int(SlotState.ACTIVE)
+        whole = len(remainder) == self.block_size
+        self.state_RN[row, 0] = int(SlotState.TO_CACHE if whole else SlotState.ACTIVE)
         self.settings.write(row, request, block_size=self.block_size)
         if self.adjustments is not None and request.adjusts:
             ends, free = request.ends(self._eos_ids), len(request.prompt) + request.min_tokens
@@ -328,17 +340,23 @@ class BlockBuffer:
         self.state_RN[row] = self.state_RN[row].masked_fill(final_N, int(SlotState.TO_CACHE))
 
     def commit(
-        self, prediction: Prediction, *, revises: bool = True, quotas: bool = True, chosen: Chosen | None = None
+        self,
+        prediction: Prediction,
+        *,
+        revises: bool = True,
+        quotas: bool = True,
+        by_parts: bool = True,
+        chosen: Chosen | None = None,
     ) -> Commit:
         """Accept and revise tokens, mark final blocks TO_CACHE, remove stored ones and slide (Alg. 5 lines 10 to 25).
 
-        `revises` may be false if no row revises (neither T2T nor DMax), and `quotas` if no row accepts several
-        positions by their rank (`tokens_per_step`, `entropy`): that work is then skipped. In `chosen` rows the host
-        has decided what is accepted.
+        `revises` may be false if no row revises (neither T2T nor DMax), `quotas` if no row accepts several positions
+        by their rank (`tokens_per_step`, `entropy`), and `by_parts` if no row has sub-blocks or carries: that work is
+        then skipped. In `chosen` rows the host has decided what is accepted.
         """
         settings, active, was_complete = self.settings, self.active_RN, self._complete_RN
         stored = self.state_RN == SlotState.TO_CACHE
-        accepted = self._accept(prediction, revises, quotas)
+        accepted = self._accept(prediction, revises, quotas, by_parts)
         if chosen is not None:
             accepted = torch.where(chosen.rows_R[:, None, None], chosen.accepted_RNB, accepted)
         written, rated, num_edited_RN = accepted, accepted, torch.zeros_like(self.num_steps_RN)
@@ -375,15 +393,33 @@ class BlockBuffer:
             num_edited_RN,
         )
         self._slide(commit.num_blocks_R)
+        if by_parts:
+            self._carry(prediction, commit.num_blocks_R)
         return commit
+
+    def _carry(self, prediction: Prediction, num_blocks_R: Tensor) -> None:
+        """Fill the first position of the row's first block, where it is open, with the token that the store of the
+        block before it predicted. A block that is complete with that is final."""
+        settings, last_R1 = self.settings, (num_blocks_R - 1).clamp(min=0)[:, None]
+        opens_R = self.masked_RNB[:, 0, 0] & self.editable_RNB[:, 0, 0]
+        fills_R = opens_R & (num_blocks_R > 0) & (settings.carries_R > 0)
+        for ours, given in (
+            (self.tokens_RNB, prediction.token_RNB),
+            (self.confidence_RNB, prediction.confidence_RNB),
+        ):
+            ours[:, 0, 0] = torch.where(fills_R, given[..., 0].gather(1, last_R1)[:, 0], ours[:, 0, 0])
+        self.masked_RNB[:, 0, 0] &= ~fills_R
+        self.state_RN[:, 0].masked_fill_(fills_R & self._complete_RN[:, 0], int(SlotState.TO_CACHE))
 
     @property
     def _complete_RN(self) -> Tensor:
         return self.resident_RN & ~(self.masked_RNB & self.editable_RNB).any(-1)
 
-    def _accept(self, prediction: Prediction, revises: bool, quotas: bool) -> Tensor:
+    def _accept(self, prediction: Prediction, revises: bool, quotas: bool, by_parts: bool) -> Tensor:
         """Open positions that become tokens. The first slot and those after a semi-complete slot may fall back."""
         settings, open_RNB = self.settings, self.open_RNB
+        if by_parts:
+            open_RNB = leftmost_part(open_RNB, settings.sub_block_R)
         semi = self.progress_RN[:, :-1] >= settings.tau_semi_R[:, None]
         gate_RN = torch.nn.functional.pad(semi, (1, 0), value=True)
         by_threshold = accept_m2t(

@@ -142,6 +142,22 @@ class DecodingConfig:
         EntropyBound | None,
         Option("Accept by a bound on entropy; then `tau_m2t`, `tokens_per_step` and `fallback` must be left out."),
     ] = None
+    sub_block: Annotated[
+        int | None,
+        Option(
+            "Positions of a part of a block; only the leftmost part with masks is filled. It divides `block_size`.",
+            at_least=1,
+            at_most=MOST,
+            default="the whole block",
+        ),
+    ] = None
+    carry: Annotated[
+        bool,
+        Option(
+            "The forward that stores a block also fills the first position of the next one, whatever its confidence "
+            "(models whose logits predict the next position)."
+        ),
+    ] = False
     prompt_attention: Annotated[
         PromptAttention,
         Option("How the prompt attends: in blocks, or in full with the block grid beginning at its end (D2F)."),
@@ -169,6 +185,12 @@ class DecodingConfig:
 
     def _check_parts(self) -> None:
         """Raise `ValueError` for fields that contradict each other."""
+        if self.sub_block is not None and self.block_size % self.sub_block:
+            raise ValueError(f"sub_block={self.sub_block} does not divide block_size={self.block_size}")
+        if self.carry and self.revises:
+            raise ValueError("carry=True needs filled tokens that stay; leave out t2t and soft, or carry")
+        if self.carry and self.prompt_attention == "full":
+            raise ValueError("carry=True cannot be honoured with prompt_attention='full': no block ends such a prompt")
         if self.t2t and self.soft:
             raise ValueError("t2t and soft are two ways to revise filled tokens; give one of them")
         if self.entropy is not None:
@@ -190,6 +212,11 @@ class DecodingConfig:
                     continue
                 if getattr(self, f.name) != f.default:
                     raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with canvas; leave it out")
+
+    @property
+    def by_parts(self) -> bool:
+        """Whether a block is filled part by part, or begins with a carried token."""
+        return self.carry or self.sub_block is not None
 
     @property
     def revises(self) -> bool:

@@ -11,7 +11,9 @@ an EOS counts once its block is stored. Algorithm 4 marks a complete block TO_CA
 blocks before it are final. Both follow Algorithm 5 here, so that they share the code of a step and differ in the
 buffer alone. With T2T a forward that does not change a complete block stores it, if all blocks before it are final in
 that forward; a block that still changes is final after `max_edits` more forwards. With DMax the inputs of a block are
-mixed, so the next forward stores it from its hard tokens.
+mixed, so the next forward stores it from its hard tokens. With `carry` the forward that stores a block predicts at
+its first position the token behind it, which fills the next block's first position if that is still a mask; and a
+prompt of whole blocks begins with the store of its last one.
 """
 
 import itertools
@@ -71,6 +73,8 @@ def accepted_tokens(
 ) -> dict[int, int]:
     """The tokens that an active block accepts, by position (Alg. 5 lines 11 to 14); `gate` allows the fallback."""
     masks = block.masks
+    if config.sub_block is not None:
+        masks = [i for i in masks if i // config.sub_block == masks[0] // config.sub_block]
     if config.soft:
         first_run = list(itertools.takewhile(lambda i: predictions[i][1] > config.tau_m2t, masks))
         positions = first_run or (masks[:1] if gate else [])
@@ -142,9 +146,10 @@ class LiteralDecoding:
     ) -> None:
         self.config, self.predict, self.eos = config, predict, eos
         self.prompt, self.end = prompt, len(prompt) + max_tokens
-        boundary = len(prompt) // config.block_size * config.block_size
+        boundary = max(0, len(prompt) - config.carry) // config.block_size * config.block_size
         self.cached: list[int] = prompt[:boundary]
         self.run = LiteralRun()
+        self.carried: int | None = None  # the last forward's prediction behind the blocks that it stored
 
     def masked_block(self, distance: int) -> ResidentBlock:
         """The block at `distance` blocks after the cached prefix: all masks, except the prompt's remainder."""
@@ -152,7 +157,17 @@ class LiteralDecoding:
         positions = range(start, start + self.config.block_size)
         tokens: Tokens = [self.prompt[p] if p < len(self.prompt) else None for p in positions]
         editable = [len(self.prompt) <= p < self.end for p in positions]
-        return ResidentBlock(tokens, editable, [1.0] * len(tokens))
+        block = ResidentBlock(tokens, editable, [1.0] * len(tokens))
+        if None not in tokens:
+            block.state = SlotState.TO_CACHE
+        if distance == 0:
+            self.carry_into(block)
+        return block
+
+    def carry_into(self, block: ResidentBlock) -> None:
+        """Fill the first position of the first block behind those that the last forward stored, if it is open."""
+        if self.carried is not None and block.editable[0] and block.tokens[0] is None:
+            block.tokens[0] = self.carried
 
     def wants_another(self, resident: list[ResidentBlock]) -> bool:
         """Whether another block is activated (Alg. 4 line 5, Alg. 5 line 6)."""
@@ -185,7 +200,14 @@ class LiteralDecoding:
         ):
             block.state = SlotState.TO_CACHE
             block.weights = [1.0] * len(block.tokens)
-        return len(list(itertools.takewhile(lambda outcome: outcome in ("stored", "verified"), outcomes)))
+        num_stored = len(list(itertools.takewhile(lambda outcome: outcome in ("stored", "verified"), outcomes)))
+        self.carried = predictions[num_stored - 1][0][0] if self.config.carry and num_stored else None
+        if self.carried is not None and num_stored < len(resident):
+            front = resident[num_stored]
+            self.carry_into(front)
+            if not front.masks:
+                front.state = SlotState.TO_CACHE
+        return num_stored
 
     def commit(self, block: ResidentBlock) -> None:
         """Move the front block into the cache: its useful tokens count, and an EOS or the budget ends the run."""

@@ -23,6 +23,8 @@ METHODS: dict[str, Fields] = {
     MULTI: {},
     "single-bd-riding-store": {"buffer_size": 2, "tau_add": 1.0},
     "multi-bd": {"buffer_size": 4, "tau_add": 0.1, "tau_semi": 0.9},
+    "fast-dllm-v2": {"tau_m2t": 0.9, "sub_block": 8, "carry": True},
+    "multi-bd-fast-dllm-v2": {"buffer_size": 2, "tau_m2t": 0.9, "sub_block": 8, "carry": True},
     "eb": {"entropy": {"gamma": 0.35}},
     "eb-jetengine": {"entropy": {"gamma": 0.35, "rule": "jetengine"}},
     "t2t": {"tau_m2t": 0.7, "t2t": {"tau": 0.5}},

@@ -18,7 +18,7 @@ class FrameSlot:
     state     the name of the `SlotState` that the forward saw; "IN_CACHE" if it stored the block, which has left the
               buffer then
     tokens    the block after the forward, `None` where it is masked; positions past the request's budget are left out
-    accepted  offsets of the tokens that this forward filled
+    accepted  offsets of the tokens that this forward filled; not those that the store of the block before carried
     edited    offsets of the tokens that it overwrote
     """
 
@@ -211,6 +211,19 @@ class Request:
     def steered(self) -> bool:
         """Whether the host decides some of its tokens."""
         return self.grammar is not None or bool(self.template)
+
+    @property
+    def carries(self) -> bool:
+        """Whether a store fills the next block's first position; the host decides all tokens of a steered request."""
+        return self.decoding.carry and not self.steered
+
+    def first_block_start(self, number: int) -> int:
+        """Where the first block to decode begins, behind `number` tokens of prompt and answer.
+
+        With `carry` it is the last block that has a known token, so that its store gives the token after it.
+        """
+        origin, size = self.decoding.grid_origin(len(self.prompt)), self.decoding.block_size
+        return origin + max(0, number - origin - self.carries) // size * size
 
     def num_generated(self, number: int) -> int:
         """Of the first `number` tokens of its answer, those that were not fixed."""

@@ -24,6 +24,8 @@ _WHOLE = (
     "entropy_rule",
     "fallback",
     "eos_stops",
+    "sub_block",
+    "carries",
     "edits",
     "max_edits",
     "softens",
@@ -70,6 +72,8 @@ class RowSettings:
     entropy_rule_R: Tensor
     fallback_R: Tensor
     eos_stops_R: Tensor
+    sub_block_R: Tensor
+    carries_R: Tensor
     edits_R: Tensor
     max_edits_R: Tensor
     softens_R: Tensor
@@ -115,7 +119,7 @@ class RowSettings:
         config, sampling, length = request.decoding, request.sampling, len(request.prompt)
         origin, begin = config.grid_origin(length), length + len(request.committed)
         whole = {
-            "first_block": (begin - origin) // block_size,
+            "first_block": (request.first_block_start(begin) - origin) // block_size,
             "origin": origin,
             "begin": begin,
             "end": length + request.max_tokens,
@@ -125,6 +129,8 @@ class RowSettings:
             "entropy_rule": ENTROPY_RULES[config.entropy.rule] if config.entropy else 0,
             "fallback": FALLBACKS[config.ranking],
             "eos_stops": not request.ignore_eos,
+            "sub_block": config.sub_block or block_size,
+            "carries": request.carries,
             "edits": config.t2t is not None,
             "max_edits": config.t2t.max_edits if config.t2t else 0,
             "softens": config.soft is not None,

@@ -22,10 +22,17 @@ from torch import Tensor
 from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.decoding.canvas.branch import Branch, BranchStats, Phase, compatible, lane_changes, likeliest_tokens
 from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasTask, CanvasUpdate, Lane, distinct_lengths
-from mbd_core.decoding.canvas.unmasking import Guesses, LaneAdjustments, accept_best, accept_over_threshold, guess
+from mbd_core.decoding.canvas.unmasking import (
+    Guesses,
+    GuessingCanvas,
+    LaneAdjustments,
+    OpenLogits,
+    accept_best,
+    accept_over_threshold,
+)
 
 
-class BranchedCanvas:
+class BranchedCanvas(GuessingCanvas):
     """BlockBatch on one request: a `CanvasDecoder` with one lane for each branch.
 
     `tokens`, `log_probs` and `steps` are empty until a branch wins. A token that it merged has the step of the merge,
@@ -86,33 +93,44 @@ class BranchedCanvas:
         ]
         return CanvasPlan(self._useful_copies(), queries)
 
-    def update(self, logits: list[Tensor]) -> CanvasUpdate:
+    def open_logits(self, logits: list[Tensor]) -> OpenLogits:
+        logits_PV, undecided = torch.cat(logits), self._undecided()
+        if self.canvas.forbid_eos:
+            logits_PV[:, list(self._eos)] = -torch.inf
+        positions_P = torch.cat([self._logits_positions(b, undecided) for b in self._participants()])
+        return OpenLogits(
+            logits_PV=logits_PV,
+            position_P=positions_P,
+            forward=self.num_forwards,
+            canvas=self.canvas,
+            sampling=self.sampling,
+            vocab=self._vocab,
+            adjust=self._adjustments.at(self.branches[0].lane, positions_P, logits_PV),
+        )
+
+    def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:
         """One iteration of Algorithm 1: decode from a forward's logits, then choose the next forward."""
         phase, participants, undecided = self._phase, self._participants(), self._undecided()
         self.num_query_positions += sum(stop - start for start, stop in map(self._query_range, participants))
         self._copies = []
         earlier_lanes = [b.lane.copy() for b in self.branches]
-        positions_P = torch.cat([self._logits_positions(b, undecided) for b in participants])
-        parts = _parts([len(rows) for rows in logits])
+        parts = _parts([len(self._logits_positions(b, undecided)) for b in participants])
         if phase is Phase.INIT:  # one forward serves all branches
             self._copies = [(0, b.index) for b in self.branches[1:]]
             participants, parts = self.branches, parts * self.num_lanes
-        certainty = self._decode_all(participants, parts, positions_P, torch.cat(logits))
+        certainty = self._decode_all(participants, parts, opened, guesses)
         self.num_forwards += 1
         self._choose_phase(phase, participants, certainty)
         return self._changes(earlier_lanes)
 
     def _decode_all(
-        self, participants: list[Branch], parts: list[slice], positions_P: Tensor, logits_PV: Tensor
+        self, participants: list[Branch], parts: list[slice], opened: OpenLogits, guesses: Guesses
     ) -> dict[int, float]:
         """Decode each branch's window from its part of the logits.
 
         Returns the probability of the ending EOS for each branch that has one with logits here.
         """
-        if self.canvas.forbid_eos:
-            logits_PV[:, list(self._eos)] = -torch.inf
-        adjust = self._adjustments.at(self.branches[0].lane, positions_P, logits_PV)
-        guesses = guess(logits_PV, positions_P, self.num_forwards, self.canvas, self.sampling, self._vocab, adjust)
+        positions_P, logits_PV = opened.position_P, opened.logits_PV
         tokens_PK, p_PK = likeliest_tokens(logits_PV, self.settings.tau_merge)
         certainty: dict[int, float] = {}
         for branch, part in zip(participants, parts, strict=True):

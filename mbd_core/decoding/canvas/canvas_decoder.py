@@ -24,12 +24,13 @@ from mbd_core.decoding.canvas.multi_block import MultiBlockCanvas
 from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan, CanvasTask, CanvasUpdate, Lane, num_lanes
 from mbd_core.decoding.canvas.unmasking import (
     Guesses,
+    GuessingCanvas,
     LaneAdjustments,
+    OpenLogits,
     accept_best,
     accept_by_chance,
     accept_by_factor,
     accept_over_threshold,
-    guess,
     noisy_scores,
     quota,
     scheduled_quota,
@@ -118,7 +119,7 @@ def canvas_decoder(
     )
 
 
-class SingleCanvas:
+class SingleCanvas(GuessingCanvas):
     """One trajectory: blocks from left to right on one lane; guidance has a second lane, whose prompt is masked."""
 
     def __init__(self, task: CanvasTask) -> None:
@@ -152,37 +153,47 @@ class SingleCanvas:
         """The next forward: the ranges to recompute on each lane, and logits for the current block's masks."""
         assert not self.done
         logits_at = self._predictors(self._lane.open_positions(self._start, self._stop))
-        queries = []
+        ranges, queries = self._ranges(), []
         for index in range(self.num_lanes):
             lane = self._lane if index == 0 else self._unconditional_lane()
-            for start, stop in self._ranges():
-                inside = (logits_at >= start) & (logits_at < stop)
-                queries.append(lane.query(index, start, stop, logits_at[inside]))
+            for start, stop in ranges:
+                at = logits_at
+                if len(ranges) > 1:
+                    at = at[(at >= start) & (at < stop)]
+                queries.append(lane.query(index, start, stop, at))
         return CanvasPlan([], queries)
 
-    def update(self, logits: list[Tensor]) -> CanvasUpdate:
-        """Accept tokens from this forward's logits, one tensor (len(logits_at), V) for each query."""
+    def open_logits(self, logits: list[Tensor]) -> OpenLogits:
         per_lane = len(logits) // self.num_lanes
-        logits_PV = torch.cat(logits[:per_lane])
+        logits_PV = logits[0] if per_lane == 1 else torch.cat(logits[:per_lane])
         if self.num_lanes == 2:
             conditional_PV, unconditional_PV = logits_PV.float(), torch.cat(logits[per_lane:]).float()
             logits_PV = unconditional_PV + (self.canvas.cfg_scale + 1) * (conditional_PV - unconditional_PV)
         if self.canvas.forbid_eos:
-            logits_PV[:, list(self._eos)] = -torch.inf
+            logits_PV = logits_PV.index_fill(1, torch.tensor(self._eos, device=logits_PV.device), -torch.inf)
         positions = self._lane.open_positions(self._start, self._stop)
-        adjust = self._adjustments.at(self._lane, positions, logits_PV)
-        guesses = guess(logits_PV, positions, self.num_forwards, self.canvas, self.sampling, self._vocab, adjust)
+        return OpenLogits(
+            logits_PV=logits_PV,
+            position_P=positions,
+            forward=self.num_forwards,
+            canvas=self.canvas,
+            sampling=self.sampling,
+            vocab=self._vocab,
+            adjust=self._adjustments.at(self._lane, positions, logits_PV),
+        )
+
+    def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:
         accepted = self._accept(guesses)
-        mask_ratio = len(positions) / (self._stop - self._start)
+        mask_ratio = len(opened.position_P) / (self._stop - self._start)
         block = (self._start - self.prompt_length) // self._block_length
         tokens = guesses.select(accepted)
         self.num_forwards += 1
         log_probs = log_probability(tokens.confidence_P)
         self._lane.fill(tokens.position_P, tokens.token_P, log_probs, step=self.num_forwards)
         self._step += 1
-        if bool(accepted.all()):
+        if len(tokens.position_P) == len(opened.position_P):
             self._finish_block(block)
-        return CanvasUpdate({(0, block): int(accepted.sum())}, {(0, block): mask_ratio})
+        return CanvasUpdate({(0, block): len(tokens.position_P)}, {(0, block): mask_ratio})
 
     def _begin_block(self, block: int) -> None:
         self._start = self.prompt_length + block * self._block_length

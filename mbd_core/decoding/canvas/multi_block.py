@@ -16,7 +16,7 @@ from torch import Tensor
 from mbd_core.decoding.blocks.canvas_config import MultiBlock
 from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasTask, CanvasUpdate, Lane
-from mbd_core.decoding.canvas.unmasking import Guesses, guess
+from mbd_core.decoding.canvas.unmasking import Guesses, GuessingCanvas, OpenLogits
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _Block:
     cached: bool = False
 
 
-class MultiBlockCanvas:
+class MultiBlockCanvas(GuessingCanvas):
     """One trajectory over several blocks, on one lane."""
 
     num_lanes = 1
@@ -79,13 +79,20 @@ class MultiBlockCanvas:
         logits_at = (positions - 1).clamp(min=0) if self._shift else positions
         return CanvasPlan([], [self._lane.query(0, self._begin, self.length, logits_at)])
 
-    def update(self, logits: list[Tensor]) -> CanvasUpdate:
-        """Accept tokens from this forward's logits (A, V)."""
+    def open_logits(self, logits: list[Tensor]) -> OpenLogits:
         (logits_PV,) = logits
         if self._scoring.forbid_eos:
             logits_PV[:, list(self._eos)] = -torch.inf
-        positions = self._open()
-        guesses = guess(logits_PV, positions, self.num_forwards, self._scoring, self._sampling, self._vocab)
+        return OpenLogits(
+            logits_PV=logits_PV,
+            position_P=self._open(),
+            forward=self.num_forwards,
+            canvas=self._scoring,
+            sampling=self._sampling,
+            vocab=self._vocab,
+        )
+
+    def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:
         accepted = self._accept(guesses)
         tokens = guesses.select(accepted)
         counts, ratios = {}, {}

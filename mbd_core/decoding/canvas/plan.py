@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
+
+if TYPE_CHECKING:
+    from mbd_core.decoding.canvas.unmasking import Guesses, OpenLogits
 
 # The interface between canvas decoders and engines: the forward that a decoder plans, and its update afterwards.
 #
@@ -94,7 +98,8 @@ class CanvasUpdate:
 
 
 class CanvasDecoder(Protocol):
-    """One request: a state machine without a model. `plan` changes nothing, `update` advances the state.
+    """One request: a state machine without a model. `plan` changes nothing, `update` advances the state; it is
+    `accept` of the guesses at `open_logits`, between which the guesses of many canvases are one operation.
 
     `tokens` begin at the prompt's end and stop before the first mask, or after the first EOS before that mask.
     `log_probs` are their log-probabilities in the forwards that accepted them, `steps` the numbers of these, from 1.
@@ -125,6 +130,10 @@ class CanvasDecoder(Protocol):
 
     def update(self, logits: list[Tensor]) -> CanvasUpdate: ...
 
+    def open_logits(self, logits: list[Tensor]) -> "OpenLogits": ...
+
+    def accept(self, opened: "OpenLogits", guesses: "Guesses") -> CanvasUpdate: ...
+
 
 # A lane: one copy of a canvas, with keys and values of its own. Guidance has two, BlockBatch one for each branch.
 
@@ -132,6 +141,8 @@ class CanvasDecoder(Protocol):
 @dataclass
 class Lane:
     """The tokens of a canvas on the host. Masked is a boolean, never "token == mask id".
+
+    Its methods work on the tensors' memory as numpy arrays, whose operations on so few numbers cost a fraction.
 
     log_probs  of each token in the forward that accepted it, whose number is in `steps`
     """
@@ -154,23 +165,25 @@ class Lane:
 
     def open_positions(self, start: int, stop: int) -> Tensor:
         """Masked positions in [start, stop), ascending."""
-        return self.masked[start:stop].nonzero()[:, 0] + start
+        return torch.from_numpy(np.flatnonzero(self.masked.numpy()[start:stop]) + start)
 
     def fill(self, positions: Tensor, tokens: Tensor, log_probs: Tensor, *, step: int) -> None:
-        self.tokens[positions] = tokens
-        self.log_probs[positions] = log_probs
-        self.steps[positions] = step
-        self.masked[positions] = False
+        at = positions.numpy()
+        self.tokens.numpy()[at] = tokens.numpy()
+        self.log_probs.numpy()[at] = log_probs.numpy()
+        self.steps.numpy()[at] = step
+        self.masked.numpy()[at] = False
 
     def first_mask(self, start: int) -> int:
         """The first masked position from `start` on; the canvas's length if there is none."""
-        rest = self.masked[start:]
-        return start + int(rest.int().argmax()) if bool(rest.any()) else len(self.masked)
+        rest = self.masked.numpy()[start:]
+        return start + int(rest.argmax()) if rest.any() else len(self.masked)
 
     def find(self, ids: tuple[int, ...], start: int, stop: int) -> int | None:
         """The first decided position in [start, stop) whose token is one of `ids`."""
-        hits = torch.isin(self.tokens[start:stop], torch.tensor(ids, dtype=torch.int64)) & ~self.masked[start:stop]
-        return start + int(hits.int().argmax()) if bool(hits.any()) else None
+        tokens, hits = self.tokens.numpy()[start:stop], ~self.masked.numpy()[start:stop]
+        hits &= (tokens[:, None] == np.array(ids, dtype=np.int64)).any(-1)
+        return start + int(hits.argmax()) if hits.any() else None
 
     def decided_range(self, start: int, eos_token_ids: tuple[int, ...]) -> slice:
         """The positions from `start` up to the first mask, or up to and including the first EOS before that mask."""

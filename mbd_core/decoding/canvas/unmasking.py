@@ -5,6 +5,8 @@ Each rule returns a boolean mask (P,) of the positions it accepts.
 Shape legend: P open positions, ascending, V vocabulary.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +16,7 @@ from mbd_core.decoding.blocks.adjustments import Adjust, Adjustments
 from mbd_core.decoding.blocks.canvas_config import Canvas, Leap
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose, gumbel, margin, neg_entropy, uniform
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.decoding.canvas.plan import CanvasTask, Lane
+from mbd_core.decoding.canvas.plan import CanvasTask, CanvasUpdate, Lane
 
 # Acceptance on a canvas: the model's guess at each open position, and the positions that become tokens.
 
@@ -33,7 +35,8 @@ class Guesses:
 
     def select(self, index: Tensor | slice) -> "Guesses":
         """The guess at some of the positions."""
-        return Guesses(self.position_P[index], self.token_P[index], self.confidence_P[index], self.score_P[index])
+        at = index if isinstance(index, slice) else index.nonzero()[:, 0]
+        return Guesses(self.position_P[at], self.token_P[at], self.confidence_P[at], self.score_P[at])
 
 
 def noise_source(position_P: Tensor, sampling: Sampling, forward: int) -> Draw:
@@ -81,39 +84,90 @@ class LaneAdjustments:
         )
 
 
-def guess(
-    logits_PV: Tensor,
-    position_P: Tensor,
-    forward: int,
-    canvas: Canvas,
-    sampling: Sampling,
-    vocab: Vocab,
-    adjust: Adjust | None = None,
-) -> Guesses:
-    """The guess at each open position, in one copy to the host.
+@dataclass(frozen=True, kw_only=True)
+class OpenLogits:
+    """The logits (P, V) that predict a canvas's open positions in forward number `forward`, and how to read them."""
+
+    logits_PV: Tensor
+    position_P: Tensor
+    forward: int
+    canvas: Canvas
+    sampling: Sampling
+    vocab: Vocab
+    adjust: Adjust | None = None
+
+    @property
+    def kind(self) -> str | None:
+        """Parts of one kind are read together; `None`: this part alone."""
+        alone = self.sampling.draws or self.adjust is not None or self.canvas.score == "random"
+        return None if alone else self.canvas.score
+
+
+class GuessingCanvas:
+    """A canvas whose forward is read in two halves, so that the first is one operation for many canvases."""
+
+    def open_logits(self, logits: list[Tensor]) -> OpenLogits:
+        """This forward's logits, one tensor (len(logits_at), V) for each query, at the positions that it may fill."""
+        raise NotImplementedError
+
+    def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:
+        """Accept tokens from the guesses at these positions."""
+        raise NotImplementedError
+
+    def update(self, logits: list[Tensor]) -> CanvasUpdate:
+        """Both halves, for one canvas alone."""
+        opened = self.open_logits(logits)
+        return self.accept(opened, *guess([opened]))
+
+
+def guess(parts: Sequence[OpenLogits]) -> list[Guesses]:
+    """The guesses at the open positions of several canvases of one vocabulary, in one copy to the host.
 
     Margin and negative entropy are those of the model's own distribution, whatever the temperature.
     """
-    device_position_P = position_P.to(logits_PV.device)
-    draw = noise_source(device_position_P, sampling, forward)
-    token_P, confidence_P = choose(logits_PV, vocab, draw if sampling.draws else None, adjust)
-    match canvas.score:
-        case "confidence":
-            score_P = confidence_P
+    groups: dict[str | int, list[int]] = {}
+    for number, part in enumerate(parts):
+        groups.setdefault(part.kind or number, []).append(number)
+    read = [_read([parts[number] for number in group]) for group in groups.values()]
+    host = torch.cat(read, dim=-1).cpu()
+    tokens, confidence, score = host[0].long(), host[1], host[2]
+    guesses: dict[int, Guesses] = {}
+    start = 0
+    for number in itertools.chain.from_iterable(groups.values()):
+        position_P = parts[number].position_P
+        stop = start + len(position_P)
+        guesses[number] = Guesses(position_P, tokens[start:stop], confidence[start:stop], score[start:stop])
+        start = stop
+    return [guesses[number] for number in range(len(parts))]
+
+
+def _read(parts: Sequence[OpenLogits]) -> Tensor:
+    """Tokens, probabilities and scores (3, P) of parts that are read together, float64 on their device."""
+    first = parts[0]
+    logits_PV = first.logits_PV if len(parts) == 1 else torch.cat([part.logits_PV for part in parts])
+    draw = None
+    if first.sampling.draws or first.canvas.score == "random":
+        draw = noise_source(first.position_P.to(logits_PV.device), first.sampling, first.forward)
+    token_P, confidence_P = choose(logits_PV, first.vocab, draw if first.sampling.draws else None, first.adjust)
+    score_P = confidence_P
+    match first.canvas.score:
         case "margin":
-            score_P = margin(logits_PV, vocab)
+            score_P = margin(logits_PV, first.vocab)
         case "neg_entropy":
             score_P = neg_entropy(logits_PV)
         case "random":
-            score_P = uniform(draw, torch.full_like(device_position_P, RANDOM_SCORE)[:, None])[:, 0]
-    host = torch.stack((token_P.double(), confidence_P.double(), score_P.double())).cpu()
-    return Guesses(position_P, host[0].long(), host[1], host[2])
+            assert draw is not None
+            score_P = uniform(draw, torch.full_like(draw.position_P, RANDOM_SCORE)[:, None])[:, 0]
+    return torch.stack((token_P.double(), confidence_P.double(), score_P.double()))
 
 
 def accept_best(score_P: Tensor, count: int) -> Tensor:
     """The `count` positions of highest score, or all if there are fewer; ties go to the lowest position."""
     accepted_P = torch.zeros(score_P.shape, dtype=torch.bool)
-    accepted_P[score_P.argsort(descending=True, stable=True)[:count]] = True
+    if count == 1 and len(score_P):
+        accepted_P[score_P.argmax()] = True
+    else:
+        accepted_P[score_P.argsort(descending=True, stable=True)[:count]] = True
     return accepted_P
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mbd_core.evaluation.measures.statistics import Interval, mean_and_stderr, percent_right
+import numpy as np
+
+from mbd_core.evaluation.measures.statistics import Interval, mean_and_stderr, mean_interval, percent_right
 
 Rule = Literal["strict", "flexible", "base", "plus"]
 RULES: tuple[Rule, ...] = ("strict", "flexible", "base", "plus")
@@ -40,6 +42,8 @@ class GradedSample:
     cut      whether the answer ended at the limit of its tokens
     is_bare  whether it is of an endpoint that says no forwards
     seed     the sweep's, by which one problem can have several samples
+    draw     its number among the drawn answers to its problem; `None` of a greedy sweep
+    vote     of a drawn math answer, the first of those that the grader takes as equal to it
     """
 
     problem: str
@@ -52,6 +56,8 @@ class GradedSample:
     plus_correct: bool | None = None
     is_bare: bool = False
     seed: int = 0
+    draw: int | None = None
+    vote: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +65,7 @@ class Summary:
     """The results of a configuration on `n` samples.
 
     accuracy           percent right of all `n`, errors counted as wrong; `accuracy_low` and `accuracy_high` are the
-                       bounds of its 95 % Wilson interval
+                       bounds of its 95 % Wilson interval, of a bootstrap over problems where these have several draws
     by_rule            the accuracy by each rule that judged a sample: strict and flexible extraction, or EvalPlus's
                        base inputs and these with the plus inputs; a sample that a rule did not judge is wrong
     tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean
@@ -98,7 +104,7 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         raise ValueError("nothing to summarise: no samples")
     n = len(samples)
     counts = [s.counts for s in samples if s.counts is not None]
-    rated = percent_right([s.correct for s in samples])
+    rated = _percent_right(samples, [s.correct for s in samples])
     accuracy_low, accuracy_high = rated.bounds
     judged = {rule: [getattr(s, f"{rule}_correct") for s in samples] for rule in RULES}
     bare = any(s.is_bare for s in samples)
@@ -113,7 +119,9 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         accuracy=rated.value,
         accuracy_low=accuracy_low,
         accuracy_high=accuracy_high,
-        by_rule={rule: percent_right(flags) for rule, flags in judged.items() if any(f is not None for f in flags)},
+        by_rule={
+            rule: _percent_right(samples, flags) for rule, flags in judged.items() if any(f is not None for f in flags)
+        },
         tpf=tpf,
         tpf_stderr=tpf_stderr,
         tpf_ratio_of_sums=None if tpf is None else (tokens or 0) / forwards if forwards else 0.0,
@@ -126,6 +134,15 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         num_store_forwards=stores,
         num_prefill_forwards=prefills,
     )
+
+
+def _percent_right(samples: Sequence[GradedSample], flags: Sequence[bool | None]) -> Interval:
+    """The percentage right. Several answers to one problem are not independent: then problems are drawn, with all of
+    theirs; a single problem has the interval of its answers."""
+    problems = [s.problem for s in samples]
+    if not any(s.draw for s in samples) or len(set(problems)) < 2:
+        return percent_right(flags)
+    return mean_interval(100.0 * np.array([bool(flag) for flag in flags]), problems)
 
 
 TOTALS = ("num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards")

@@ -146,6 +146,11 @@ def sign_test(wins: int, losses: int) -> float:
     return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
 
 
+def p_text(p_value: float, *, equals: str = "") -> str:
+    """A p-value as reports print it; `equals` stands before one that is not too small to be printed."""
+    return "< 0.001" if p_value < 0.001 else f"{equals}{p_value:.3f}"
+
+
 def wins_and_losses(differences: Iterable[tuple[str, float]]) -> tuple[int, int]:
     """Of differences by problem, on how many problems their sum is above 0, and on how many below: the counts of a
     sign test, for which the values of one problem are one."""

@@ -53,6 +53,7 @@ class AupRow:
     anchor       the slowest point, up to which d3LLM's area is a rectangle without weight; no point is added at TPF 1
     y_max        the best accuracy in the pool, which is every row on the task; `y_max_of` is the row that has it
     y_max_pool   the models and methods of the pool, with their numbers of configurations
+    slots        the buffer size, if the points are those of one; `None`: they are all
     """
 
     model: str
@@ -67,6 +68,7 @@ class AupRow:
     y_max_of: str
     y_max_pool: tuple[str, ...]
     alpha: float
+    slots: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,18 +96,26 @@ def build_rows(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> list[Repo
     ]
 
 
-def build_aup(rows: Sequence[ReportRow], *, alpha: float = ALPHA) -> list[AupRow]:
+def build_aup(rows: Sequence[ReportRow], *, by_slots: bool = False, alpha: float = ALPHA) -> list[AupRow]:
     """Both AUPs of every (model, method, task), over all its configurations, without bounds; none of an endpoint whose
-    TPF is not known, which is in the pool of y_max all the same."""
+    TPF is not known, which is in the pool of y_max all the same.
+
+    With `by_slots` over its configurations of each buffer size, where they have several.
+    """
     by_task: dict[str, list[ReportRow]] = {}
-    points: dict[tuple[str, str, str], list[AupPoint]] = {}
+    points: dict[tuple[str, str, str, int | None], list[AupPoint]] = {}
+    sizes: dict[tuple[str, str, str], set[int | None]] = {}
     for row in rows:
         key, s = row.key, row.summary
         by_task.setdefault(key.task, []).append(row)
         if s.tpf is not None:
-            points.setdefault((key.model, key.method, key.task), []).append((s.tpf, s.accuracy))
+            slots = slots_of(row.config) if by_slots else None
+            sizes.setdefault((key.model, key.method, key.task), set()).add(slots)
+            points.setdefault((key.model, key.method, key.task, slots), []).append((s.tpf, s.accuracy))
     aups = []
-    for (model, method, task), of_curve in points.items():
+    for (model, method, task, slots), of_curve in points.items():
+        if by_slots and (slots is None or len(sizes[model, method, task]) < 2):
+            continue
         best, curve = best_row(by_task[task]), sorted_points(of_curve)
         y_max = best.summary.accuracy
         aups.append(
@@ -122,9 +132,15 @@ def build_aup(rows: Sequence[ReportRow], *, alpha: float = ALPHA) -> list[AupRow
                 y_max_of=", ".join(filter(None, (best.key.model, best.key.method, best.varied))),
                 y_max_pool=_pool(by_task[task]),
                 alpha=alpha,
+                slots=slots,
             )
         )
     return aups
+
+
+def slots_of(config: Mapping[str, Any]) -> int | None:
+    """The buffer size of a stored configuration; `None` for a canvas, and for an endpoint that decodes as it likes."""
+    return None if config.get("canvas") is not None else config.get("buffer_size")
 
 
 def _pool(rows: Iterable[ReportRow]) -> tuple[str, ...]:
@@ -172,22 +188,29 @@ SEED = 0
 DIGITS = 6  # of an interval's bounds: beyond them a sum may depend on how a machine adds
 
 
+Curve = tuple[str, str, int | None]  # model, method, buffer size; `None`: of every size
+
+
+def _curve(aup: AupRow) -> Curve:
+    return aup.model, aup.method, aup.slots
+
+
 def with_intervals(
     aups: Sequence[AupRow], samples: Samples, *, num_draws: int = NUM_DRAWS
 ) -> tuple[list[AupRow], list[AupMean]]:
-    """The AUPs with their percentile intervals, and their means over tasks with theirs. What `samples` says of a task
-    does not depend on other tasks."""
-    areas: dict[tuple[str, str, str], np.ndarray] = {}
+    """The AUPs with their percentile intervals, and the means of those of every size over tasks with theirs. What
+    `samples` says of a task does not depend on other tasks."""
+    areas: dict[tuple[Curve, str], np.ndarray] = {}
     for task in dict.fromkeys(key.task for key in samples):
         of_task = {key: graded for key, graded in samples.items() if key.task == task}
-        curves = [(aup.model, aup.method) for aup in aups if aup.task == task]
+        curves = [_curve(aup) for aup in aups if aup.task == task]
         alpha = next((aup.alpha for aup in aups if aup.task == task), ALPHA)
         for curve, areas_2D in zip(curves, task_areas(of_task, curves, alpha, num_draws=num_draws), strict=True):
-            areas[(*curve, task)] = areas_2D
+            areas[curve, task] = areas_2D
 
     def measured(of_curve: Sequence[AupRow]) -> tuple[Interval, Interval]:
         """Both AUPs as means over tasks."""
-        eq41_D, d3llm_D = np.mean([areas[aup.model, aup.method, aup.task] for aup in of_curve], axis=0)
+        eq41_D, d3llm_D = np.mean([areas[_curve(aup), aup.task] for aup in of_curve], axis=0)
         return (
             Interval.of_draws(mean([aup.eq41.value for aup in of_curve]), eq41_D, digits=DIGITS),
             Interval.of_draws(mean([aup.d3llm.value for aup in of_curve]), d3llm_D, digits=DIGITS),
@@ -199,17 +222,15 @@ def with_intervals(
         rows.append(replace(aup, eq41=eq41, d3llm=d3llm))
     means = []
     for model, method in dict.fromkeys((aup.model, aup.method) for aup in aups):
-        of_curve = [aup for aup in aups if (aup.model, aup.method) == (model, method)]
+        of_curve = [aup for aup in aups if _curve(aup) == (model, method, None)]
         eq41, d3llm = measured(of_curve)
         tasks = tuple(aup.task for aup in of_curve)
         means.append(AupMean(model=model, method=method, tasks=tasks, eq41=eq41, d3llm=d3llm))
     return rows, means
 
 
-def task_areas(
-    samples: Samples, curves: Sequence[tuple[str, str]], alpha: float, *, num_draws: int
-) -> Iterator[np.ndarray]:
-    """Eq. 4.1's AUP and d3LLM's in every draw (2, D) for each (model, method) on the task of `samples`; of a single
+def task_areas(samples: Samples, curves: Sequence[Curve], alpha: float, *, num_draws: int) -> Iterator[np.ndarray]:
+    """Eq. 4.1's AUP and d3LLM's in every draw (2, D) for each curve on the task of `samples`; of a single
     problem NaN."""
     problems = {sample.problem for graded in samples.values() for sample in graded}
     if len(problems) < 2:
@@ -218,8 +239,14 @@ def task_areas(
     points_K2D = drawn_points(samples, seed=zlib.crc32("\n".join(sorted(problems)).encode()), num_draws=num_draws)
     y_max_D = np.nanmax(points_K2D[:, 1], axis=0)
     keys = list(samples)
-    for model, method in curves:
-        curve = points_K2D[[number for number, key in enumerate(keys) if (key.model, key.method) == (model, method)]]
+    sizes = [slots_of(json.loads(key.config)) for key in keys]
+    for model, method, slots in curves:
+        of_curve = [
+            number
+            for number, key in enumerate(keys)
+            if (key.model, key.method) == (model, method) and slots in (None, sizes[number])
+        ]
+        curve = points_K2D[of_curve]
         yield np.stack([aup_eq41(curve), aup_d3llm(curve, y_max=y_max_D, alpha=alpha)])
 
 

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mbd_core.evaluation.measures.rates import GradedSample
-from mbd_core.evaluation.measures.statistics import Interval, mean_interval, sign_test, wins_and_losses
+from mbd_core.evaluation.measures.statistics import Interval, mean_interval, p_text, sign_test, wins_and_losses
 from mbd_core.evaluation.measures.summary import ReportKey, ReportRow, best_row
 from mbd_core.evaluation.report.metrics import SUBJECT
 from mbd_core.evaluation.sweep.folder import read_samples
@@ -125,7 +126,7 @@ def gap_table(
                 *(key.model, key.method, labels[key.task], varied[key] or None),
                 *(gap.num_problems, gap.only_it, gap.only_base),
                 f"{gap.difference:+.2f}" + ("" if gap.low is None else f" [{gap.low:+.2f}, {gap.high:+.2f}]"),
-                f"{gap.p_value:.3f}",
+                p_text(gap.p_value),
             ]
             for key, gap in gaps.items()
         ],
@@ -149,7 +150,7 @@ class GradedAnswer:
         return self.num_tokens / self.num_forwards
 
 
-SharedProblems = Mapping[tuple[int, str], GradedAnswer]
+SharedProblems = Mapping[tuple[Any, ...], GradedAnswer]  # by seed, problem and, of drawn answers, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +182,7 @@ def load_answers(
 ) -> SharedProblems:
     """The answers by (seed, problem), for one model and configuration; `ValueError` if none exists, or if the answers
     are of several configurations or methods."""
-    answers: dict[tuple[int, str], GradedAnswer] = {}
+    answers: dict[tuple[Any, ...], GradedAnswer] = {}
     found: set[tuple[str, str]] = set()
     for folder in folders:
         for row in read_samples(folder):
@@ -189,7 +190,8 @@ def load_answers(
             setting = (row["model"], row["task"], config.get("tau_m2t"), config.get("buffer_size"))
             if setting == (model, task, tau_m2t, buffer_size):
                 answer = GradedAnswer(bool(row["correct"]), row["num_tokens"] or 0, row["num_forwards"] or 0)
-                answers[row["seed"], row["problem_id"]] = answer
+                draw = () if row.get("draw") is None else (row["draw"],)
+                answers[(row["seed"], row["problem_id"], *draw)] = answer
                 found.add((row["method"], row["config"]))
     if len(found) > 1:
         names = "; ".join(f"{method} {config}" for method, config in sorted(found))

@@ -35,7 +35,7 @@ SUBJECT = ("model", "method", "task", "config", "problem_id", "seed", "sample", 
 GRADE = ("finish_reason", "error", "correct", "reason", "detail", "strict", "flexible")
 FLAGS = ("strict_correct", "flexible_correct", "base_correct", "plus_correct")
 ANSWER = ("text", *GRADE, *FLAGS, *COUNTS, "seconds", *(f.name for f in REPLAY))
-SHOWN = ("sample", "problem_id", "seed", "reference", *ANSWER)
+SHOWN = ("sample", "problem_id", "seed", "draw", "reference", *ANSWER)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _places(folders: Sequence[Path]) -> dict[ReportKey, list[SamplePlace]]:
     """Where every sample lies, by its configuration; one that several folders hold, in the first of them."""
     places: dict[ReportKey, list[SamplePlace]] = {}
     known: list[Any] = []
-    seen: set[tuple[int, str, int]] = set()  # of the configuration's number, for a key is slow to hash
+    seen: set[tuple[Any, ...]] = set()  # of the configuration's number, for a key is slow to hash
     numbers: dict[tuple[str, ...], int] = {}
     for folder in folders:
         record = read_record(folder)
@@ -123,12 +123,13 @@ def _places(folders: Sequence[Path]) -> dict[ReportKey, list[SamplePlace]]:
             places.setdefault(key, [])
         by_number = list(places.values())
         for path in part_files(folder):
-            table = pq.read_table(path, columns=list(SUBJECT))
-            columns = zip(*(table[name].to_pylist() for name in SUBJECT), strict=True)
-            for index, (*subject, problem, seed, sample, correct) in enumerate(columns):
-                number = numbers[tuple(subject)]
-                if (number, problem, seed) not in seen:
-                    seen.add((number, problem, seed))
+            names = [*SUBJECT, *(["draw"] if "draw" in pq.read_schema(path).names else [])]
+            table = pq.read_table(path, columns=names)
+            columns = zip(*(table[name].to_pylist() for name in names), strict=True)
+            for index, (model, method, task, config, problem, seed, sample, correct, *draw) in enumerate(columns):
+                number = numbers[model, method, task, config]
+                if (number, problem, seed, *draw) not in seen:
+                    seen.add((number, problem, seed, *draw))
                     by_number[number].append(SamplePlace(bool(correct), plan, sample, path, index))
     return {key: of_key for key, of_key in places.items() if of_key}
 

@@ -5,8 +5,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from mbd_core.evaluation.measures.rates import GradedSample
+from mbd_core.evaluation.measures.repeated import Repeated, measure_repeated
 from mbd_core.evaluation.measures.summary import (
     AupMean,
     AupRow,
@@ -18,6 +21,7 @@ from mbd_core.evaluation.measures.summary import (
     with_intervals,
 )
 from mbd_core.evaluation.report.comparisons import AccuracyGap, accuracy_gaps, gap_table
+from mbd_core.evaluation.report.harness_table import HarnessNumbers, harness_numbers, harness_table
 from mbd_core.evaluation.report.metrics import metric_table
 from mbd_core.evaluation.report.page import ShownSamples, choose_samples, draw_plot, render_page
 from mbd_core.evaluation.report.paper_tables import Own, beside_tables, paper_content, paper_section
@@ -30,7 +34,14 @@ from mbd_core.evaluation.report.speeds import (
     speed_gains,
     speed_table,
 )
-from mbd_core.evaluation.report.tables import aup_table, best_table, configuration_table, rule_table, settings_table
+from mbd_core.evaluation.report.tables import (
+    aup_table,
+    best_table,
+    configuration_table,
+    repeated_table,
+    rule_table,
+    settings_table,
+)
 from mbd_core.evaluation.sandbox.processes import MEANING
 from mbd_core.evaluation.sweep.endpoint import is_endpoint
 from mbd_core.evaluation.sweep.folder import SweepFolder, isolations, load_samples, read_record, read_times
@@ -53,6 +64,8 @@ def report_files(
     labels: Mapping[str, str],
     settings: Mapping[str, Any],
     seconds: Sequence[EndpointSeconds] = (),
+    repeated: Mapping[ReportKey, Repeated] = MappingProxyType({}),
+    harness: Mapping[ReportKey, HarnessNumbers] = MappingProxyType({}),
 ) -> dict[str, bytes]:
     """The files by name, `report.json` last. `labels` maps task names to column heads.
 
@@ -61,6 +74,7 @@ def report_files(
     """
     gains = speed_gains(times, rows)
     papers = beside_tables(Own.of(rows, aups, times, aup_means))
+    again = {row.key: repeated[row.key] for row in rows if row.key in repeated}
     content = {
         "rows": [
             {
@@ -74,6 +88,8 @@ def report_files(
                     for rule, one in row.summary.by_rule.items()
                 },
                 "token_efficiency": token_efficiency(row),
+                **(asdict(again[row.key]) if row.key in again else {}),
+                **({"harness": asdict(harness[row.key])} if row.key in harness else {}),
             }
             for row in rows
         ],
@@ -95,7 +111,16 @@ def report_files(
     plot = io.BytesIO()
     draw_plot(rows, plot, labels=labels)
     tables = report_tables(
-        rows, aups, times, labels=labels, settings=settings, aup_means=aup_means, gaps=gaps, seconds=seconds
+        rows,
+        aups,
+        times,
+        labels=labels,
+        settings=settings,
+        aup_means=aup_means,
+        gaps=gaps,
+        seconds=seconds,
+        repeated=again,
+        harness=harness,
     )
     return {
         "plot.png": plot.getvalue(),
@@ -127,6 +152,8 @@ def report_tables(
     aup_means: Sequence[AupMean] = (),
     gaps: Mapping[ReportKey, AccuracyGap] | None = None,
     seconds: Sequence[EndpointSeconds] = (),
+    repeated: Mapping[ReportKey, Repeated] = MappingProxyType({}),
+    harness: Mapping[ReportKey, HarnessNumbers] = MappingProxyType({}),
 ) -> list[Table]:
     """The report as tables, in their order."""
     varied = {row.key: row.varied for row in rows}
@@ -136,6 +163,8 @@ def report_tables(
         best_table(rows, aup_means, labels, title="Evaluation sweep"),
         configuration_table(rows, labels),
         rule_table(rows, labels),
+        repeated_table(repeated, labels, varied) if repeated else None,
+        harness_table(harness, labels, varied) if harness else None,
         aup_table(aups, labels),
         gap_table(gaps, labels, varied) if gaps else None,
         metric_table(),
@@ -196,13 +225,32 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     times = times_of(folders, rows)
     if any(record.num_cases for record in records) and (untimed := _untimed(rows, times, records)):
         settings = {"not timed": untimed, **settings}
-    aups, aup_means = with_intervals(build_aup(rows), samples)
+    aups, aup_means = with_intervals([*build_aup(rows), *build_aup(rows, by_slots=True)], samples)
     shown, seconds = choose_samples(folders), endpoint_seconds(folders)
     gaps = accuracy_gaps(rows, samples)
     files = report_files(
-        rows, aups, aup_means, times, shown, gaps=gaps, labels=labels, settings=settings, seconds=seconds
+        rows,
+        aups,
+        aup_means,
+        times,
+        shown,
+        gaps=gaps,
+        labels=labels,
+        settings=settings,
+        seconds=seconds,
+        repeated=repeated_of(samples),
+        harness=harness_numbers(folders, list(samples)),
     )
     return SweepSummary(files=files, num_samples=num_samples, num_planned=num_planned)
+
+
+def repeated_of(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> dict[ReportKey, Repeated]:
+    """pass@k and maj@k of the configurations with several answers to a problem."""
+    measured = {
+        key: measure_repeated(graded, votes=any(sample.vote is not None for sample in graded))
+        for key, graded in samples.items()
+    }
+    return {key: one for key, one in measured.items() if one is not None}
 
 
 def joinable_records(folders: Sequence[Path]) -> list[SweepRecord]:
@@ -274,6 +322,10 @@ def _meanings(record: SweepRecord) -> Iterator[tuple[str, Any]]:
         yield f"the rule or max_tokens of task '{name}'", (task["rule"], task["max_tokens"])
     for name, task in record.settings.get("tasks", {}).items():
         yield f"the prompts, examples or stop strings of task '{name}'", [task.get(part) for part in ASKED]
+    yield (
+        "--samples, --temperature or --top-p",
+        [record.plan.get(name) for name in ("samples", "temperature", "top_p")],
+    )
     for name, fields in record.settings.get("methods", {}).items():
         yield f"the fields of method '{name}'", json.loads(fields)
 

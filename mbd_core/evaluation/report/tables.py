@@ -7,10 +7,12 @@ from typing import Any
 
 from mbd_core.evaluation.measures.aup import AupPoint
 from mbd_core.evaluation.measures.rates import RULES, Summary
+from mbd_core.evaluation.measures.repeated import Repeated
 from mbd_core.evaluation.measures.statistics import NUM_DRAWS, mean, spread_of_mean
 from mbd_core.evaluation.measures.summary import (
     AupMean,
     AupRow,
+    ReportKey,
     ReportRow,
     best_row,
     token_efficiency,
@@ -19,6 +21,7 @@ from mbd_core.evaluation.report.metrics import ACCURACY, METRICS, NFE, SUBJECT, 
 from mbd_core.tables import Cell, Table
 
 SETTINGS = "What was run"
+Varied = Mapping[ReportKey, str]
 
 # The table of each method's best configuration.
 
@@ -148,6 +151,36 @@ def rule_table(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> Table | 
     )
 
 
+REPEATED_DEFINITIONS = (
+    "pass@k: the chance that one of k answers to a problem is right, by the unbiased estimator (Chen et al. 2021). "
+    "maj@k: the chance that the answer with the most votes among k is right; answers that the grader takes as equal "
+    "are one, and ties share. A program has no vote. [95 %]: percentiles of 2,000 draws of problems, each with all "
+    "its answers (cluster bootstrap), as is that of Acc here."
+)
+
+
+def repeated_table(repeated: Mapping[ReportKey, Repeated], labels: Mapping[str, str], varied: Varied) -> Table:
+    """pass@k and maj@k; `varied` has the settings in which configurations differ."""
+    sizes = sorted({k for one in repeated.values() for k in one.pass_at})
+    has_votes = any(one.maj_at for one in repeated.values())
+    heads = ["Problems", "Answers each", *(f"pass@{k} [95 %]" for k in sizes)]
+    heads += [f"maj@{k} [95 %]" for k in sizes if has_votes]
+    return Table(
+        title="Several answers to a problem",
+        columns=(*SUBJECT, *heads),
+        numeric=range(4, 4 + len(heads)),
+        rows=[
+            (
+                *(key.model, key.method, labels[key.task], varied[key] or None, one.num_problems, one.num_samples),
+                *(rate and rate.text(bounds=".1f") for rate in map(one.pass_at.get, sizes)),
+                *(rate and rate.text(bounds=".1f") for rate in map(one.maj_at.get, sizes if has_votes else ())),
+            )
+            for key, one in repeated.items()
+        ],
+        notes=(REPEATED_DEFINITIONS,),
+    )
+
+
 # Both AUPs of each task, with their points.
 
 AUP_CAPTION = (
@@ -160,13 +193,18 @@ AUP_CAPTION = (
 
 
 def aup_table(aups: Sequence[AupRow], labels: Mapping[str, str]) -> Table:
+    """Each curve, those of one buffer size below that of all."""
+    order = {key: number for number, key in enumerate(dict.fromkeys((a.model, a.method, a.task) for a in aups))}
+    aups = sorted(aups, key=lambda a: (order[a.model, a.method, a.task], a.slots or 0))
+    slots = ["Slots"] if any(a.slots is not None for a in aups) else []
     return Table(
         title="AUP by task, with its points",
-        columns=(*SUBJECT[:3], "Eq. 4.1 [95 %]", "d3LLM [95 %]", "Points (TPF, Acc)", "Dropped by d3LLM"),
-        numeric=(3, 4),
+        columns=(*SUBJECT[:3], *slots, "Eq. 4.1 [95 %]", "d3LLM [95 %]", "Points (TPF, Acc)", "Dropped by d3LLM"),
+        numeric=range(3, 5 + len(slots)),
         rows=[
             (
-                *(a.model, a.method, labels[a.task], a.eq41.text(), a.d3llm.text()),
+                *(a.model, a.method, labels[a.task], *(["all" if a.slots is None else a.slots] if slots else [])),
+                *(a.eq41.text(), a.d3llm.text()),
                 *(_point_list(a.points), _point_list(a.dropped) or "none"),
             )
             for a in aups

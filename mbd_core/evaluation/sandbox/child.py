@@ -196,7 +196,9 @@ def answer(order: dict[str, Any], calls_fd: int, answers_fd: int, _verdict_fd: i
             view = view[write(answers_fd, view) :]
 
     try:
+        printed = standard_streams() if order["convert"] == "printed" else None
         function = define(order["program"], "candidate")[order["entry_point"]]
+        function = printed(function) if printed else function
     except BaseException as error:
         return send("!", type(error).__name__)
     send("=", "")
@@ -218,11 +220,57 @@ def _as_set(out: Any) -> Any:
     return out if isinstance(out, (list, tuple, set, frozenset, dict, str, bool)) else set(out)
 
 
-# What is sent of a value: itself; the set of what it yields; whether there is one
+def standard_streams() -> Callable[[Callable[[], Any]], Callable[[str], str]]:
+    """Put standard streams in place, for all inputs the same ones, because a program may import them by name. What
+    comes back makes of a function that reads and prints one from the input to the output."""
+    import builtins
+    import contextlib
+    import io
+
+    class Source(io.BytesIO):
+        def close(self) -> None:
+            """The next input needs it."""
+
+    class Output(io.StringIO):
+        def close(self) -> None:
+            """What was printed is still to be read."""
+
+    source, stdout, files = Source(), Output(), open
+    stdin = io.TextIOWrapper(source, encoding="utf-8", errors="surrogatepass", newline="\n")
+
+    def open_input(file: Any, mode: str = "r", *rest: Any, **keywords: Any) -> Any:
+        if file == 0 or file == "/dev/stdin":
+            return source if "b" in mode else stdin
+        return files(file, mode, *rest, **keywords)
+
+    builtins.open = open_input  # type: ignore[assignment]
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # which `site` defines elsewhere
+
+    def printed(run: Callable[[], Any]) -> Callable[[str], str]:
+        def output(given: str) -> str:
+            sys.stdin, sys.stdout = stdin, stdout
+            source.seek(0)
+            source.truncate()
+            source.write(given.encode("utf-8", "surrogatepass"))
+            stdin.seek(0)
+            stdout.seek(0)
+            stdout.truncate()
+            with contextlib.suppress(SystemExit):
+                run()
+            return stdout.getvalue()
+
+        return output
+
+    sys.stdin, sys.stdout = stdin, stdout
+    return printed
+
+
+# What is sent of a value: itself; the set of what it yields; whether there is one; what the function printed
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "": lambda out: out,
     "set": _as_set,
     "given": lambda out: out if isinstance(out, bool) else out is not None,
+    "printed": lambda out: out,
 }
 
 

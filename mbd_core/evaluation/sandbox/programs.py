@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mbd_core.evaluation.sandbox.child import PROGRAM_ENDED
@@ -18,9 +18,11 @@ from mbd_core.evaluation.sandbox.processes import Contained, Isolation, Limits, 
 # Runs a program in the sandbox, on inputs or under a benchmark's tests. The verdict comes from another process.
 
 Reason = Literal["passed", "wrong", "error", "timeout", "memory"]
-Conversion = Literal["", "set", "given"]
+Conversion = Literal["", "set", "given", "printed"]
 DEFINE_SECONDS = 10.0
 LONGEST_VERDICT = 4096
+MOST_WRONG = 20  # inputs that are named
+FURTHER_SECONDS = 5.0  # for the inputs after the first wrong one, which change no verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,8 @@ def run_calls(
     convert: Conversion = "",
     isolation: Isolation | None = None,
 ) -> Verdict:
-    """Define the program, call its function, and pass every answer to `accept`, until one is refused.
+    """Define the program, call its function, and pass every answer to `accept`. The verdict is that of the first one
+    that is refused; the detail also names the others, as far as the program comes within `FURTHER_SECONDS`.
 
     `limits.wall_seconds` is for all calls together, by the rule of `Contained.read_line`; the definition has at most
     `DEFINE_SECONDS` of it.
@@ -71,9 +74,13 @@ def run_calls(
                 seconds = call.seconds
                 if time.monotonic() + seconds > surely_left:
                     seconds = min(seconds, process.left_of(limits.wall_seconds))
-                refusal = _judge(process, number, seconds, call.longest, accept)
+                line = process.read_line(seconds=seconds, longest=call.longest)
+                refusal = _judge(process, number, line, accept)
                 if refusal is not None:
-                    return refusal
+                    if line is None:
+                        return refusal
+                    wrong, num_run = _further(process, number, calls, accept, limits)
+                    return replace(refusal, detail=refusal.detail + _listed(wrong, num_run, len(calls)))
         except TimeoutError:
             return Verdict(reason="timeout", detail="over its time")
         except OverflowError:
@@ -81,10 +88,38 @@ def run_calls(
     return Verdict(reason="passed")
 
 
+def _further(
+    process: Contained, first: int, calls: Sequence[Call], accept: Callable[[int, Value], bool], limits: Limits
+) -> tuple[list[int], int]:
+    """The wrong inputs from the `first` on, and how many inputs have an answer."""
+    wrong, deadline = [first], time.monotonic() + FURTHER_SECONDS
+    for number, call in enumerate(calls[first + 1 :], start=first + 1):
+        left = min(deadline - time.monotonic(), process.left_of(limits.wall_seconds))
+        if left <= 0:
+            return wrong, number
+        try:
+            line = process.read_line(seconds=min(call.seconds, left), longest=call.longest)
+        except (TimeoutError, OverflowError):
+            return wrong, number
+        if line is None:
+            return wrong, number
+        if _judge(process, number, line, accept) is not None:
+            wrong.append(number)
+    return wrong, len(calls)
+
+
+def _listed(wrong: Sequence[int], num_run: int, num_calls: int) -> str:
+    """The wrong inputs in words, nothing of a single one."""
+    if len(wrong) < 2:
+        return ""
+    named = ", ".join(map(str, wrong[:MOST_WRONG])) + (", ..." if len(wrong) > MOST_WRONG else "")
+    of = f"{num_calls}" if num_run == num_calls else f"the first {num_run} of {num_calls}"
+    return f"; wrong inputs: {named} ({len(wrong)} of {of})"
+
+
 def _judge(
-    process: Contained, number: int, seconds: float, longest: int, accept: Callable[[int, Value], bool]
+    process: Contained, number: int, line: bytes | None, accept: Callable[[int, Value], bool]
 ) -> Verdict | None:
-    line = process.read_line(seconds=seconds, longest=longest)
     if line is None or line[:1] != b"=":
         return _raised(process, line)
     try:

@@ -12,10 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.blocks.config import read_decoding
 from mbd_core.decoding.blocks.request import Output, Request, Rollout, StepOutput
+from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.canvas_decoder import canvas_max_tokens
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
-from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, before_stop, in_turns
+from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, before_stop, in_turns, with_draws
 from mbd_core.evaluation.tasks.prompts import prompt_ids
 
 # Where answers end: at a stop string, which ends the decoding of its request, or at the limit of their tokens.
@@ -108,7 +109,7 @@ class Failure:
 def sample_requests(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> list[Request]:
     """A request for each row of `PLANNED_COLUMNS`; its id is the row's number. It asks for fewer tokens than the plan
     where the model holds no more, and the plan allows it."""
-    positions = model.engine.admission.model.max_positions
+    positions = model.engine.admission.max_positions
     requests = []
     for row, prompt in zip(rows, prompt_ids(model.tokenizer, [row["input"] for row in rows]), strict=True):
         request = Request(
@@ -116,6 +117,7 @@ def sample_requests(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> 
             prompt=tuple(prompt),
             max_tokens=row["max_tokens"],
             decoding=read_decoding(json.loads(row["config"])),
+            sampling=Sampling(**json.loads(row.get("sampling") or "{}")),
         )
         requests.append(fit_request(request, positions) if row["may_shorten"] else request)
     return requests
@@ -154,7 +156,7 @@ class DecodeStage:
         for name in dict.fromkeys(row["model"] for row in rows):
             self._model(name).engine.forget_prefixes()
             self._decode(name, in_turns([row for row in rows if row["model"] == name]))
-        return pa.Table.from_pylist(rows, schema=DECODED_COLUMNS)
+        return pa.Table.from_pylist(rows, schema=with_draws(DECODED_COLUMNS, rows))
 
     def close(self) -> None:
         """Close and drop the engine. The next table loads it again."""

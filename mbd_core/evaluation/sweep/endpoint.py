@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pyarrow as pa
 
-from mbd_core.evaluation.sweep.parts import COUNTS, DECODED_COLUMNS, before_stop, in_turns
+from mbd_core.evaluation.sweep.parts import COUNTS, DECODED_COLUMNS, before_stop, in_turns, with_draws
 
 if TYPE_CHECKING:
     import openai
@@ -285,7 +285,7 @@ class EndpointStage:
                     raise error
         finally:
             waiting.clear()
-        return pa.Table.from_pylist(rows, schema=DECODED_COLUMNS)
+        return pa.Table.from_pylist(rows, schema=with_draws(DECODED_COLUMNS, rows))
 
     def __enter__(self) -> Self:
         return self
@@ -340,6 +340,7 @@ def _request(client: "openai.OpenAI", endpoint: Endpoint, row: Mapping[str, Any]
     """The raw answer to a row's prompt: a chat, or a text that is gone on with."""
     prompt, decoding = json.loads(row["input"]), json.loads(row["config"])
     fields: dict[str, Any] = {"model": endpoint.model, "max_tokens": row["max_tokens"], "temperature": 0}
+    fields |= json.loads(row.get("sampling") or "{}")
     stop = json.loads(row["stop"])[: None if endpoint.is_ours else MOST_STOPS]
     fields |= {"stop": stop} if stop else {}
     extra: dict[str, Any] = {}

@@ -10,8 +10,8 @@ import pyarrow as pa
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.decoding import DecodeStage, DecodingModel
 from mbd_core.evaluation.sweep.folder import read_samples
-from mbd_core.evaluation.sweep.grading import grade_table
-from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, PLANNED_COLUMNS, Part, Row, TimedCase
+from mbd_core.evaluation.sweep.grading import grade_table, with_votes
+from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, PLANNED_COLUMNS, Part, Row, TimedCase, with_draws
 from mbd_core.evaluation.sweep.timed_runs import TimedStage, timing_engine
 
 NumberedTable = tuple[int, pa.Table]
@@ -170,7 +170,8 @@ class DividedParts:
     def samples(self) -> list[NumberedTable]:
         """Each sample by itself (`PLANNED_COLUMNS`), with its number."""
         return [
-            (sample, pa.Table.from_pylist([dict(row)], schema=PLANNED_COLUMNS)) for sample, row in self._row_of.items()
+            (sample, pa.Table.from_pylist([dict(row)], schema=with_draws(PLANNED_COLUMNS, [row])))
+            for sample, row in self._row_of.items()
         ]
 
     def add(self, sample: int, table: pa.Table) -> list[NumberedTable]:
@@ -201,12 +202,12 @@ class DividedParts:
 def _join_samples(samples: Sequence[pa.Table]) -> pa.Table:
     """A part of its samples, with what the graded ones say of how programs were contained."""
     metadata = next((table.schema.metadata for table in samples if table.schema.metadata), None)
-    return pa.concat_tables(samples).replace_schema_metadata(metadata)
+    return with_votes(pa.concat_tables(samples)).replace_schema_metadata(metadata)
 
 
 def _dead(row: Row) -> pa.Table:
     """A sample's graded row, with the reason why it has no text."""
-    return grade_table(pa.Table.from_pylist([{**row, "error": DIED}], schema=DECODED_COLUMNS))
+    return grade_table(pa.Table.from_pylist([{**row, "error": DIED}], schema=with_draws(DECODED_COLUMNS, [row])))
 
 
 def decode_parts(parts: Sequence[Part], executor: Executor, *, decoding: Collection[str]) -> Iterator[NumberedTable]:

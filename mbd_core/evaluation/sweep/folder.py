@@ -6,7 +6,7 @@
     report.md, report.html, report.json, plot.png
 
 Each claim of a folder for a new sweep draws an id, which every part carries; of the report's files, which are not
-ours to mark, the digests are kept. What carries neither is somebody else's: it is never read, replaced or removed.
+ours to mark, the digests are kept. A file with neither is foreign: it is never read, replaced or removed.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT
 from mbd_core.evaluation.sweep.parts import COUNTS, ISOLATION
 from mbd_core.evaluation.sweep.record import SweepRecord, difference
-from mbd_core.evaluation.tasks.benchmarks import TASKS
+from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, LIVE_CODE_BENCH, TASKS
 from mbd_core.files import (
     MANIFEST,
     PartsFolder,
@@ -43,6 +43,7 @@ FAILURE = "failure.txt"  # the traceback of a sweep that failed
 REPORT_FILES = ("plot.png", "report.md", "report.html", REPORT)
 LOCK = ".mbd-sweep.lock"
 FILES = (RECORD, LOCK, "samples/part-*.parquet", "times/case-*.parquet", *REPORT_FILES, FAILURE)
+OPTIONAL = ("draw", "vote")  # columns of a sweep that draws tokens
 TABLES = ("samples", "times")  # the folders of what carries an id
 MARK = b"mbd-sweep"  # the key of the id in a part's metadata
 
@@ -74,7 +75,7 @@ class FolderState:
             raise ValueError(f"{path} was not written by this version of the project ({error}); move it") from None
 
     def save(self, folder: Path) -> None:
-        """Write it, durably: without it the parts that are there are nobody's."""
+        """Write it, durably: without it the existing parts belong to no sweep."""
         content = {**vars(self), "record": self.record.as_json()}
         with durable_file(folder / RECORD) as new_file:
             new_file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -166,12 +167,12 @@ class SweepFolder:
         self._publish(name)
 
     def write_files(self, contents: dict[str, bytes]) -> None:
-        """Write files of the report; `OSError` if somebody else's lies in the place of one."""
+        """Write files of the report; `OSError` if a foreign file lies in the place of one."""
         for name, content in contents.items():
             if (self.path / name).exists() and not self.state.owns(self.path, name):
                 raise OSError(f"{self.path / name} was not written by this sweep, whose report has that name; move it")
             self.state.digests[name] = [hashlib.sha256(content).hexdigest(), *self.state.digests.get(name, [])][:8]
-        self._save()  # before the files: a process that is killed between them leaves none that nobody knows
+        self._save()  # before the files: a process that is killed between them leaves no unknown file
         for name, content in contents.items():
             with file_beside(self.path / name) as new_file:
                 new_file.write_bytes(content)
@@ -251,7 +252,7 @@ def check_sweep_folder(folder: Path, record: SweepRecord | None = None, *, overw
     """Raise `ValueError` if the sweep of `record`, or with `overwrite` any sweep, cannot be written to `folder`.
 
     It can if nothing lies there, or the same sweep, which is then gone on with. With `overwrite` a finished or another
-    sweep is replaced, unless files of somebody else lie beside it.
+    sweep is replaced, unless foreign files lie beside it.
     """
     if folder_kind(folder) != KIND:
         check_target_folder(folder, KIND, overwrite=overwrite, in_place=True)
@@ -314,7 +315,13 @@ def read_report(folder: Path) -> dict[str, Any]:
 def read_samples(folder: Path, *, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     """A sweep's samples as rows of `GRADED_COLUMNS`, or some of them; `ValueError` if no sweep lies there."""
     for path in part_files(folder):
-        yield from pq.read_table(path, columns=None if columns is None else list(columns)).to_pylist()
+        if columns is None:
+            yield from pq.read_table(path).to_pylist()
+            continue
+        known = set(pq.read_schema(path).names)
+        table = pq.read_table(path, columns=[name for name in columns if name in known])
+        absent = {name: None for name in OPTIONAL if name in columns and name not in known}
+        yield from (row | absent for row in table.to_pylist())
 
 
 def part_files(folder: Path) -> Iterator[Path]:
@@ -343,6 +350,7 @@ def read_times(folder: Path) -> Iterator[dict[str, Any]]:
 # The graded samples of sweeps, gathered by configuration for the report.
 
 COLUMNS = (
+    *OPTIONAL,
     *("sample", "model", "method", "task", "config", "problem_id", "seed", "correct", "error", "finish_reason"),
     *(f"{rule}_correct" for rule in RULES),
     *COUNTS,
@@ -359,7 +367,7 @@ def load_samples(folders: Sequence[Path]) -> Samples:
     problem of it only if the task draws its problems; those of a file are the same under each, and so are the answers.
     """
     samples: Samples = {}
-    plans: dict[tuple[ReportKey, str, int | None], int] = {}  # (configuration, problem, seed) -> the plan it is of
+    plans: dict[tuple[ReportKey, str, int | None, int | None], int] = {}  # of (configuration, problem, seed, draw)
     rows: list[tuple[int, int, ReportKey, GradedSample]] = []
     plan_values: list[Any] = []
     for folder in folders:
@@ -371,7 +379,7 @@ def load_samples(folders: Sequence[Path]) -> Samples:
         plan = plan_values.index(record.plan)
         for row in read_samples(folder, columns=COLUMNS):
             key = ReportKey(row["model"], row["method"], row["task"], row["config"])
-            subject = (key, row["problem_id"], row["seed"] if _is_drawn(key.task) else None)
+            subject = (key, row["problem_id"], row["seed"] if _is_drawn(key.task) else None, row["draw"])
             if subject in plans:
                 if plans[subject] != plan:
                     raise ValueError(
@@ -389,6 +397,8 @@ def load_samples(folders: Sequence[Path]) -> Samples:
 
 def _is_drawn(task: str) -> bool:
     """Whether a seed decides the problems of a task."""
+    if task.startswith((HARNESS_PREFIX, f"{LIVE_CODE_BENCH}:")):
+        return False
     return task not in TASKS or TASKS[task].generate is not None
 
 
@@ -412,6 +422,8 @@ def graded_sample(row: dict[str, Any]) -> GradedSample:
         **{f"{rule}_correct": row[f"{rule}_correct"] for rule in RULES},
         is_bare=row["method"] == ENDPOINT_DEFAULT and row["num_forwards"] is None,
         seed=row["seed"],
+        draw=row.get("draw"),
+        vote=row.get("vote"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Grading of rows: the second stage of a sweep, and samples that somebody else generated."""
+"""Grading of rows: the second stage of a sweep, and samples from other sources."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,9 +12,11 @@ import pyarrow as pa
 
 from mbd_core.evaluation.measures.statistics import wilson_interval
 from mbd_core.evaluation.sandbox.processes import available_isolation, describe_isolation
-from mbd_core.evaluation.sweep.parts import GRADED_COLUMNS, ISOLATION, PROBLEM_COLUMNS
+from mbd_core.evaluation.sweep.parts import GRADED_COLUMNS, ISOLATION, PROBLEM_COLUMNS, VOTE, with_draws
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task, find_task, runs_programs
 from mbd_core.evaluation.tasks.graders import Grade, grade, grade_program, program_of, ungradable
+from mbd_core.evaluation.tasks.livecodebench import ContestProblem
+from mbd_core.evaluation.tasks.math_answers import same_answer
 from mbd_core.evaluation.tasks.problems import ProblemSet
 from mbd_core.files import write_json, write_text
 from mbd_core.json_text import parse_json
@@ -42,17 +44,35 @@ def grade_table(table: pa.Table, *, isolated: bool = False) -> pa.Table:
             problem = Problem(**{name: row[name] for name in PROBLEM_COLUMNS})
             grades[key] = grade(find_task(row["task"]), problem, row["text"])
         row.update(asdict(grades[key]))
-    table_of_grades = pa.Table.from_pylist(rows, schema=GRADED_COLUMNS)
+    table_of_grades = with_votes(pa.Table.from_pylist(rows, schema=with_draws(GRADED_COLUMNS, rows)))
     if not any(runs_programs(find_task(task)) for task, *_ in grades):
         return table_of_grades
     return table_of_grades.replace_schema_metadata({ISOLATION: available_isolation()})
 
 
-# Grades samples that somebody else generated: a JSON-lines file and a task's problems in, rows and a summary out.
+def with_votes(graded: pa.Table) -> pa.Table:
+    """Graded rows with the votes of math answers to one problem by one configuration: of answers that the task's
+    grader takes as equal, the first one. Rows of a sweep that draws no tokens stay as they are."""
+    if VOTE.name not in graded.schema.names:
+        return graded
+    rows = graded.to_pylist()
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        task = find_task(row["task"])
+        answer = None if runs_programs(task) else row["strict" if task.rule == "strict" else "flexible"]
+        known = groups.setdefault(tuple(row[name] for name in ("model", "method", "config", "task", "problem_id")), [])
+        row["vote"] = None if answer is None else next((one for one in known if same_answer(one, answer)), answer)
+        if answer is not None and row["vote"] not in known:
+            known.append(answer)
+    return pa.Table.from_pylist(rows, schema=graded.schema)
+
+
+# Grades samples from other sources: a JSON-lines file and a task's problems in, rows and a summary out.
 
 Form = Literal["text", "completion", "solution"]
 FORMS: tuple[Form, ...] = ("solution", "completion", "text")
-IDS = ("problem_id", "task_id", "doc_id")
+NO_COMPLETION = ("completion", "contest")  # its prompts are no code
+IDS = ("problem_id", "task_id", "question_id", "doc_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +118,10 @@ def _sample(line: int, raw: bytes, problem_set: ProblemSet, by_id: dict[str, Pro
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, not a JSON object")
     is_code = runs_programs(problem_set.task)
-    form = next((form for form in FORMS if form in row and (is_code or form == "text")), None)
+    forms = [form for form in FORMS if form == "text" or (is_code and (form, problem_set.task.rule) != NO_COMPLETION)]
+    form = next((form for form in forms if form in row), None)
     if form is None:
-        fields = "'text', 'completion' or 'solution'" if is_code else "'text'"
+        fields = " or ".join(f"'{one}'" for one in forms)
         raise ValueError(f"no column {fields} with the answer")
     if not isinstance(row[form], str):
         raise ValueError(f"column '{form}' must be text, not {type(row[form]).__name__}")
@@ -135,7 +156,7 @@ def _grade_sample(task: Task, sample: Sample) -> SampleGrade:
     solution = sample.content if sample.form != "completion" else sample.problem.prompt + sample.content
     try:
         if sample.form == "text":
-            solution = program_of(sample.problem, sample.content)
+            solution = program_of(task, sample.problem, sample.content)
         outcome = grade_program(task, sample.problem, solution)
     except Exception as error:  # one sample, or a broken problem, must not lose what all others cost
         outcome = ungradable(error)
@@ -165,10 +186,23 @@ def summary(problem_set: ProblemSet, sample_grades: Sequence[SampleGrade]) -> di
         "accuracy_of_samples": correct / len(grades),
         "wilson_interval": wilson_interval(correct, len(grades)),
         **counts,
+        **({"by": _by_kind(sample_grades)} if problem_set.task.rule == "contest" else {}),
         "reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
         "isolation": available_isolation() if runs_programs(problem_set.task) else None,
         "versions": {name: version(name) for name in ("math-verify", "sympy", "numpy")},
     }
+
+
+def _by_kind(sample_grades: Sequence[SampleGrade]) -> dict[str, dict[str, int]]:
+    """LiveCodeBench's samples, and the right ones, of each difficulty, platform and month."""
+    found: dict[str, dict[str, int]] = {}
+    for item in sample_grades:
+        problem = ContestProblem.unpack(item.sample.problem.reference)
+        for kind in (problem.difficulty, problem.platform, problem.date[:7]):
+            count = found.setdefault(kind, {"samples": 0, "correct": 0})
+            count["samples"] += 1
+            count["correct"] += item.grade.correct
+    return dict(sorted(found.items()))
 
 
 def write_grades(folder: Path, problem_set: ProblemSet, sample_grades: Sequence[SampleGrade]) -> dict[str, Any]:

@@ -209,7 +209,7 @@ class PartDecoder:
                 decoding=settings.decoding,
                 sampling=sampling,
             )
-            requests.append(fit_request(request, engine.admission.model.max_positions))
+            requests.append(fit_request(request, engine.admission.max_positions))
         admitted = [request for request in requests if _is_admitted(engine, request)]
         outputs = {output.request_id: output for output in engine.generate(admitted)} if admitted else {}
         return [_line(tokenizer, outputs.get(request.request_id)) for request in requests]

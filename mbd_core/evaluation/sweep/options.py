@@ -7,6 +7,7 @@ from typing import Annotated
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.endpoint import Endpoint
 from mbd_core.evaluation.tasks.benchmarks import TASKS
+from mbd_core.evaluation.tasks.prompts import Form
 from mbd_core.evaluation.tasks.recipes import OWN, RECIPES
 from mbd_core.options import CLUSTER, DATA, DECODING, MODEL, Option, check
 from mbd_core.tasks.split import Split
@@ -18,7 +19,10 @@ LIST = "NAME,..."
 class TaskOptions:
     """Tasks, and how they are asked."""
 
-    tasks: Annotated[Sequence[str], Option(f"Tasks: {', '.join(TASKS)}.", DATA, separator=",", metavar=LIST)]
+    tasks: Annotated[
+        Sequence[str],
+        Option(f"Tasks: {', '.join(TASKS)}; in a sweep also harness:NAME.", DATA, separator=",", metavar=LIST),
+    ]
     recipe: Annotated[str, Option(f"How tasks are asked: {', '.join(RECIPES)}.", DATA, metavar="NAME")] = OWN.name
     examples: Annotated[
         Sequence[str],
@@ -76,11 +80,29 @@ class SweepOptions(TaskOptions):
         int | None,
         Option("New tokens a problem.", DECODING, at_least=1, default="the recipe's, 128 if generated"),
     ] = None
+    samples: Annotated[
+        int,
+        Option("Answers to a problem, for pass@k and maj@k; more than one takes a temperature.", DECODING, at_least=1),
+    ] = 1
+    temperature: Annotated[float, Option("Of drawn tokens; 0: greedy.", DECODING, metavar="T", at_least=0.0)] = 0.0
+    top_p: Annotated[
+        float, Option("Draw among the likeliest tokens, up to this share.", DECODING, metavar="P", at_most=1.0)
+    ] = 1.0
     limit: Annotated[
         int | None, Option("Problems a task.", DATA, at_least=1, default="500 generated, all of a file")
     ] = None
     seed: Annotated[int, Option("Of whatever is drawn.", DATA, at_least=0)] = 0
     split: Annotated[Split, Option("Split of the generated tasks.", DATA)] = "test"
+    include_path: Annotated[
+        str | None,
+        Option(
+            "Folder of task files of lm-evaluation-harness, for harness:NAME.", DATA, flag="--include", metavar="DIR"
+        ),
+    ] = None
+    form: Annotated[
+        Form,
+        Option("How tasks of lm-evaluation-harness are asked: plain text, one turn, or an example a turn.", DATA),
+    ] = "plain"
     tensor_parallel: Annotated[
         int,
         Option("Ranks that the model is cut among: GPUs of a node, or processes without GPUs.", CLUSTER, at_least=1),

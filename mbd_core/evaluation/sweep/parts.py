@@ -51,6 +51,18 @@ GRADED_COLUMNS = pa.schema(
     + [pa.field(f"{name}_correct", pa.bool_()) for name in ("strict", "flexible", "base", "plus")]
 )
 
+# Of a sweep that draws tokens also: the number of the answer among its problem's, from 0, and how it is drawn, as
+# JSON; graded, the answer that stands for all that the grader takes as equal to it.
+DRAWN_COLUMNS = (pa.field("draw", pa.int64()), pa.field("sampling", pa.string()))
+VOTE = pa.field("vote", pa.string())
+
+
+def with_draws(schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> pa.Schema:
+    """The schema of rows, which have further columns where the sweep draws tokens."""
+    if not rows or "draw" not in rows[0]:
+        return schema
+    return pa.schema([*schema, *DRAWN_COLUMNS, *([VOTE] if schema is GRADED_COLUMNS else [])])
+
 
 Row = Mapping[str, Any]
 AnyRow = TypeVar("AnyRow", bound=Row)
@@ -68,7 +80,7 @@ class Part:
         return str(self.rows[0]["model"])
 
     def table(self) -> pa.Table:
-        return pa.Table.from_pylist([dict(row) for row in self.rows], schema=PLANNED_COLUMNS)
+        return pa.Table.from_pylist([dict(row) for row in self.rows], schema=with_draws(PLANNED_COLUMNS, self.rows))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The plan of a sweep, loaded and checked before any computation: models, configurations, problems, engine."""
 
+import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from mbd_core.checkpoint.folder import ModelFolder, edit_note, read_folder, with_method
 from mbd_core.checkpoint.shipped import SHIPPED, model_folder
 from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, SINGLE
+from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.best_folder import author_defaults
 from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT, Endpoint
@@ -19,7 +21,8 @@ from mbd_core.evaluation.sweep.grid import Grid, Methods, Variant, parse_grid, p
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.parts import PROBLEM_COLUMNS
 from mbd_core.evaluation.tasks.asking import TaskInputs, ask_tasks, check_positions
-from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, find_task
+from mbd_core.evaluation.tasks.harness_tasks import load_harness_problems
 from mbd_core.evaluation.tasks.problems import ProblemSet, load_problems
 from mbd_core.evaluation.tasks.recipes import Recipe, find_recipe
 
@@ -68,8 +71,8 @@ def endpoint_notes(endpoint: Endpoint, inputs: Mapping[str, TaskInputs]) -> Sequ
                 f"endpoint '{endpoint.name}' holds {endpoint.positions} positions, prompt and answer together, and an "
                 f"answer of {task} may have {of_task.max_tokens} tokens; give --max-tokens"
             )
-    counts_note = "" if endpoint.is_ours else "; it says neither forwards nor TPF, and decodes as it likes"
-    return [f"model '{endpoint.name}' is '{endpoint.model}' at {endpoint.url}, asked at temperature 0{counts_note}"]
+    note = "" if endpoint.is_ours else "; it says neither forwards nor TPF, and decodes as it likes"
+    return [f"model '{endpoint.name}' is '{endpoint.model}' at {endpoint.url}, asked at the sweep's temperature{note}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,20 +98,29 @@ class Sweep:
     engine: EngineConfig
     tensor_parallel: int
     notes: list[str]
+    samples: int = 1
+    sampling: Sampling = Sampling()
+
+    @property
+    def draws(self) -> dict[str, Any]:
+        """How answers are drawn, as records say it; nothing of a greedy sweep."""
+        if not self.sampling.draws:
+            return {}
+        return {"samples": self.samples, "temperature": self.sampling.temperature, "top_p": self.sampling.top_p}
 
     @property
     def num_samples(self) -> int:
-        num_problems = sum(len(problem_set.problems) for problem_set in self.problem_sets)
+        num_problems = self.samples * sum(len(problem_set.problems) for problem_set in self.problem_sets)
         return num_problems * sum(len(variants) for variants in self.variants.values())
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One row for each sample (`PLANNED_COLUMNS`), ordered by model, problem and configuration."""
+        """One row for each sample (`PLANNED_COLUMNS`), ordered by model, problem, configuration and draw."""
         sample = 0
         for model, variants in self.variants.items():
             for problem_set in self.problem_sets:
                 inputs = self.inputs[problem_set.task.name]
                 for number, problem in enumerate(problem_set.problems):
-                    for variant in variants:
+                    for variant, draw in itertools.product(variants, range(self.samples)):
                         yield {
                             "sample": sample,
                             "model": model,
@@ -118,8 +130,18 @@ class Sweep:
                             "config": variant.config,
                             **inputs.columns(number),
                             "seed": self.seed,
+                            **self._drawn(problem_set.task.name, problem.problem_id, variant.config, draw),
                         }
                         sample += 1
+
+    def _drawn(self, task: str, problem: str, config: str, draw: int) -> dict[str, Any]:
+        """The columns `DRAWN_COLUMNS` of a row: its noise depends on what it is, not on what stands beside it."""
+        if not self.sampling.draws:
+            return {}
+        subject = json.dumps([self.seed, task, problem, config, draw])
+        seed = int.from_bytes(hashlib.sha256(subject.encode()).digest()[:4], "little")
+        drawn = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p, "seed": seed}
+        return {"draw": draw, "sampling": json.dumps(drawn)}
 
     def settings(self, *, engine: EngineConfig, num_actors: int, on_gpu: bool, machine: str) -> dict[str, Any]:
         """What a reader needs to judge the numbers or to repeat the sweep, by name. `engine` configures each of
@@ -146,6 +168,7 @@ class Sweep:
                 for problem_set in self.problem_sets
             },
             "seed": self.seed,
+            **self.draws,
             "recipe": f"{self.recipe.name} ({self.recipe.source})",
             **({"recipe_remark": self.recipe.remark} if self.recipe.remark else {}),
             "engine": asdict(engine),
@@ -159,11 +182,14 @@ class Sweep:
 
 def plan_sweep(options: SweepOptions) -> Sweep:
     """Load and check everything that the options name; `ValueError` says in one sentence what is wrong."""
-    tasks = [find_task(name) for name in options.tasks]
+    tasks = [find_task(name) for name in options.tasks if not name.startswith(HARNESS_PREFIX)]
     task_names = [task.name for task in tasks]
     files = task_files(options.data, task_names, option="--data")
     examples = task_files(options.examples, task_names, option="--examples")
     recipe = find_recipe(options.recipe)
+    sampling = Sampling(temperature=options.temperature, top_p=options.top_p)
+    if options.samples > 1 and not sampling.draws:
+        raise ValueError(f"--samples {options.samples} at temperature 0 are all alike; give --temperature above 0")
     prompts = [recipe.task_prompt(name) for name in task_names]
     grid, methods = parse_grid(options.grid), parse_methods(options.definitions)
     if ENDPOINT_DEFAULT in (options.methods or ()) and options.models:
@@ -175,6 +201,21 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         for task in tasks
     ]
     inputs = ask_tasks(problem_sets, recipe, examples=examples, max_tokens=options.max_tokens)
+    for problem_set, asked, generation in load_harness_problems(
+        [name for name in options.tasks if name.startswith(HARNESS_PREFIX)],
+        form=options.form,
+        include=options.include_path and str(Path(options.include_path).resolve()),
+        limit=options.limit,
+        max_tokens=options.max_tokens,
+    ):
+        if generation.sampling.temperature not in (0.0, sampling.temperature):
+            raise ValueError(
+                f"task '{problem_set.task.name}' draws at temperature {generation.sampling.temperature}; "
+                f"give --temperature {generation.sampling.temperature}"
+            )
+        problem_sets.append(problem_set)
+        inputs[problem_set.task.name] = asked
+        prompts.append(asked.prompt)
     models: dict[str, str] = {}
     variants: dict[str, list[Variant]] = {}
     notes: list[str] = []
@@ -189,7 +230,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
             raise ValueError(f"model '{name}' has a tokenizer without a chat template, which the prompts need")
         contents = replace(contents, defaults=with_method(author_defaults(contents.defaults), contents.config))
         variants[name] = _model_variants(name, contents, grid, method_names, methods, options.tensor_parallel)
-        notes += check_positions(name, contents.config.max_positions, inputs)
+        notes += check_positions(name, options.engine.positions(contents.config.max_positions), inputs)
         model_notes = (
             edit_note(name, contents.defaults, variant.decoding) for variant in variants[name] if variant.decoding
         )
@@ -222,6 +263,8 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         engine=replace(options.engine, buffer_size=num_slots),
         tensor_parallel=options.tensor_parallel,
         notes=notes,
+        samples=options.samples,
+        sampling=sampling,
     )
 
 

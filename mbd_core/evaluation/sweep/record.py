@@ -21,7 +21,7 @@ ROWS = 2
 # Sizes that were asked for: how rows are batched, and which requests there is memory for.
 ENGINE_SIZES = ("max_rows", "num_pages", "kv_memory_fraction")
 # Columns of a row that are no part of its problem.
-APART = ("sample", "model", "method", "config", "max_tokens", "seed")
+APART = ("sample", "model", "method", "config", "max_tokens", "seed", "draw", "sampling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,8 @@ class SweepRecord:
     @property
     def num_samples(self) -> int:
         """Of all shards together."""
-        return sum(self.plan["tasks"][key.task]["problems"] for key in self.subjects())
+        problems = sum(self.plan["tasks"][key.task]["problems"] for key in self.subjects())
+        return int(problems * self.plan.get("samples", 1))
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -94,6 +95,7 @@ def plan_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
             for problem_set in sweep.problem_sets
         },
         "seed": sweep.seed,
+        **sweep.draws,
         **{name: getattr(sweep.engine, name) for name in ENGINE_SIZES},
         "tensor_parallel": sweep.tensor_parallel,
         "rows": ROWS,
@@ -106,7 +108,7 @@ def _problems_digest(rows: Sequence[Row], task: str) -> str:
     first = next(row for row in rows if row["task"] == task)
     digest = hashlib.sha256()
     for row in rows:
-        if all(row[name] == first[name] for name in ("model", "task", "method", "config")):
+        if all(row.get(name) == first.get(name) for name in ("model", "task", "method", "config", "draw")):
             fields = {name: value for name, value in row.items() if name not in APART}
             digest.update(json.dumps(fields, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
@@ -134,7 +136,7 @@ def record_of(
 
 def timed_rows(sweep: Sweep, rows: Sequence[Row]) -> list[Row]:
     """The rows of which some are timed: those that engines decode here."""
-    return [row for row in rows if row["model"] in sweep.models]
+    return [row for row in rows if row["model"] in sweep.models and row.get("draw", 0) == 0]
 
 
 def difference(old: SweepRecord, new: SweepRecord) -> str | None:
@@ -164,6 +166,9 @@ def _differences(old_plan: Mapping[str, Any], new_plan: Mapping[str, Any]) -> It
     else:
         for name, task in new_plan["tasks"].items():
             yield from _other_problems(name, old_plan["tasks"][name], task)
+    for name, greedy in (("samples", 1), ("temperature", 0.0), ("top_p", 1.0)):
+        if old_plan.get(name, greedy) != new_plan.get(name, greedy):
+            yield f"its {name} is {old_plan.get(name, greedy)}, not {new_plan.get(name, greedy)}"
     for name in ("seed", *ENGINE_SIZES, "tensor_parallel"):
         if old_plan[name] != new_plan[name]:
             yield f"its {name} is {old_plan[name]}, not {new_plan[name]}"

@@ -207,14 +207,16 @@ class SweepProgress:
     ) -> None:
         self._parts, self._clock = {part.number: part for part in parts}, clock
         self._num_planned, self._num_left = Counter[Subject](), Counter[Subject]()
-        self._configurations: dict[Subject, set[tuple[str, str]]] = {}
+        self._configurations: dict[Subject, set[tuple[str, str, int]]] = {}
         for part in parts:
             rows = Counter(map(_subject, part.rows))
             self._num_planned += rows
             if part.number in missing:
                 self._num_left += rows
             for row in part.rows:
-                self._configurations.setdefault(_subject(row), set()).add((row["method"], row["config"]))
+                self._configurations.setdefault(_subject(row), set()).add(
+                    (row["method"], row["config"], row.get("draw", 0))
+                )
         self._shown_at = self._start = clock()
         self._num_first = num_engines  # parts until the rate begins
         self._num_done = 0  # rows since then
@@ -243,7 +245,8 @@ class SweepProgress:
             self._num_left[subject] // configurations,
         )
         text = f"{model} on {task}: {num_problems - num_left} of {num_problems} problems"
-        text += f" by each of {configurations} configurations"
+        methods = len({(method, config) for method, config, _ in self._configurations[subject]})
+        text += f" by each of {methods} configurations"
         return text + (f", about {_duration(self._seconds_left(model))} left" if num_left and self._num_done else "")
 
     def _seconds_left(self, model: str) -> float:

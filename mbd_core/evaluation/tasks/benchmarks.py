@@ -4,22 +4,26 @@ import ast
 import builtins
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from mbd_core.evaluation.tasks import livecodebench
 from mbd_core.evaluation.tasks.evalplus import Dataset, PlusProblem
 from mbd_core.evaluation.tasks.math_answers import Mark, boxed, parse_number, strict_number
 from mbd_core.tasks.generated import GENERATED_TASKS
 
-Rule = Literal["strict", "flexible", "math", "code", "plus"]
+Rule = Literal["strict", "flexible", "math", "code", "plus", "contest", "harness"]
+HARNESS_PREFIX = "harness:"
+LIVE_CODE_BENCH = "livecodebench"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One problem. `prompt` is the user's question; `reference` is what its answers are graded by: the right number or
-    expression, the tests as JSON (`code`), or the packed problem of EvalPlus (`plus`).
+    expression, the tests as JSON (`code`), or the packed problem of EvalPlus (`plus`) or LiveCodeBench (`contest`).
 
-    text, tests   MBPP's: the question in words, and the tests that a recipe may show; its `prompt` is code
+    text, tests   MBPP's: the question in words, and the tests that a recipe may show; its `prompt` is code.
+                  LiveCodeBench's `tests` are the form of the answer
     """
 
     problem_id: str
@@ -35,10 +39,13 @@ class Task:
     """A benchmark: its columns and their types, how a row becomes a problem, and the rule that grades an answer.
 
     rule        `strict` (the number after `####`), `flexible` (the answer that math-verify finds, a number), `math`
-                (that answer, any expression), `code` (the tests pass) or `plus` (EvalPlus's base and plus inputs pass)
+                (that answer, any expression), `code` (the tests pass), `plus` (EvalPlus's base and plus inputs pass),
+                `contest` (LiveCodeBench's public and private tests pass) or `harness` (lm-evaluation-harness's own
+                filters and metrics, `harness_tasks.py`)
     generate    draws rows; a task without it reads its rows from a file that the user names
     mark        what stands before the answer of a worked solution, for `strict` and `flexible`
     max_tokens  tokens of an answer to a generated problem, at most; for a file's problems the recipe says them
+    is_asked    whether a row is one of the task's problems; the others are passed over
     """
 
     name: str
@@ -49,6 +56,12 @@ class Task:
     generate: Callable[..., Iterator[dict[str, str]]] | None = None
     mark: Mark = "####"
     max_tokens: int = 128
+    is_asked: Callable[[dict[str, Any]], bool] = lambda _row: True
+
+    @property
+    def benchmark(self) -> str:
+        """The name without a window of dates, by which a recipe knows the task."""
+        return LIVE_CODE_BENCH if self.rule == "contest" else self.name
 
 
 def _number_problem(problem_id: str, row: dict[str, Any]) -> Problem:
@@ -139,6 +152,17 @@ def _plus_problem(dataset: Dataset) -> Callable[[str, dict[str, Any]], Problem]:
     return problem
 
 
+def _contest_problem(_problem_id: str, row: dict[str, Any]) -> Problem:
+    problem = livecodebench.ContestProblem.of_row(row)
+    return Problem(
+        problem_id=row["question_id"],
+        prompt=row["question_content"],
+        reference=problem.pack(),
+        entry_point=problem.function,
+        tests=livecodebench.answer_form(row["starter_code"]),
+    )
+
+
 def _check_dataset(dataset: Dataset, task_id: str) -> None:
     """Raise `ValueError` for a row of the other one of EvalPlus's files. The types of MBPP+'s inputs go by number."""
     prefix, _, number = task_id.rpartition("/")
@@ -227,17 +251,37 @@ _TASKS = (
         problem=_mbpp_problem,
     ),
     Task(name="mbpp-plus", label="MBPP+", columns=PLUS_COLUMNS, rule="plus", problem=_plus_problem("mbpp")),
+    Task(
+        name=LIVE_CODE_BENCH,
+        label="LiveCodeBench",
+        columns=livecodebench.COLUMNS,
+        rule="contest",
+        problem=_contest_problem,
+    ),
 )
 TASKS: dict[str, Task] = {task.name: task for task in _TASKS}
 
 
+def _no_problem(problem_id: str, _row: dict[str, Any]) -> Problem:
+    raise ValueError(f"{problem_id}: a task of lm-evaluation-harness is swept, by --tasks; it reads no rows of a file")
+
+
 def runs_programs(task: Task) -> bool:
     """Whether a task's answers are programs."""
-    return task.rule in ("code", "plus")
+    return task.rule in ("code", "plus", "contest")
 
 
 def find_task(name: str) -> Task:
-    """The task with that name; `ValueError` lists the known names."""
+    """The task with that name, which for LiveCodeBench may have a window of contest dates, as in
+    `livecodebench:2024-08..2025-01`; `ValueError` lists the known names."""
+    if name.startswith(f"{LIVE_CODE_BENCH}:"):
+        dates = name.removeprefix(f"{LIVE_CODE_BENCH}:")
+        is_asked = livecodebench.Window.parse(dates).holds
+        return replace(TASKS[LIVE_CODE_BENCH], name=name, label=f"LiveCodeBench {dates}", is_asked=is_asked)
+    if name.startswith(HARNESS_PREFIX):
+        return Task(
+            name=name, label=name.removeprefix(HARNESS_PREFIX), columns={}, rule="harness", problem=_no_problem
+        )
     if name not in TASKS:
-        raise ValueError(f"unknown task '{name}'; known: {', '.join(TASKS)}")
+        raise ValueError(f"unknown task '{name}'; known: {', '.join(TASKS)}, and in sweeps {HARNESS_PREFIX}NAME")
     return TASKS[name]

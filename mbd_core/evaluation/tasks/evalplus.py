@@ -311,15 +311,15 @@ class PlusVerdict:
 
 
 def judge_program(packed: str, program: str) -> PlusVerdict:
-    """Run a program on all inputs of a packed problem, by EvalPlus's rules; it stops at the first wrong result."""
+    """Run a program on all inputs of a packed problem, by EvalPlus's rules; the first wrong result decides."""
     oracle = find_oracle(packed)
     base, plus = oracle.comparisons()
-    num_right = 0
+    num_right = 0  # before the first wrong one
 
     def accept(number: int, out: Value) -> bool:
         nonlocal num_right
         right = base.accept(number, out) if number < oracle.num_base else plus.accept(number - oracle.num_base, out)
-        num_right += right
+        num_right += right and number == num_right
         return right
 
     entry_point = oracle.problem.entry_point

@@ -12,6 +12,8 @@ from mbd_core.evaluation.sandbox.programs import Reason as RunReason
 from mbd_core.evaluation.sandbox.programs import extract_program, run_tests
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task, runs_programs
 from mbd_core.evaluation.tasks.evalplus import OracleFailure, judge_program
+from mbd_core.evaluation.tasks.harness_tasks import harness_metrics, is_right
+from mbd_core.evaluation.tasks.livecodebench import extract_code, judge_contest
 from mbd_core.evaluation.tasks.math_answers import (
     Mark,
     boxed,
@@ -47,8 +49,14 @@ def grade(task: Task, problem: Problem, text: str, *, limits: Limits | None = No
     """Grade `text` as the answer to `problem`. A math answer with no number in it is `wrong`."""
     try:
         if runs_programs(task):
-            return grade_program(task, problem, program_of(problem, text), limits=limits)
+            return grade_program(task, problem, program_of(task, problem, text), limits=limits)
+        if task.rule == "harness":
+            metrics = harness_metrics(task, problem, text)
+            right = is_right(metrics)
+            return Grade(correct=right, reason="passed" if right else "wrong", detail=json.dumps(metrics))
         return _grade_math(task, problem, text)
+    except ImportError:
+        raise
     except Exception as error:  # one text must not end a sweep, whatever it does to a parser
         return ungradable(error)
 
@@ -58,13 +66,16 @@ def ungradable(error: Exception) -> Grade:
     return Grade(correct=False, reason="ungradable", detail=f"{type(error).__name__}: {error}"[:500])
 
 
-def program_of(problem: Problem, text: str) -> str:
+def program_of(task: Task, problem: Problem, text: str) -> str:
     """The program in a text, as it is run and as EvalPlus's sample files hold it."""
+    if task.rule == "contest":
+        return extract_code(text)
     return extract_program(problem.prompt, problem.entry_point, text)
 
 
 def grade_program(task: Task, problem: Problem, program: str, *, limits: Limits | None = None) -> Grade:
-    """Grade a whole program, as it stands. `limits` are those of tests; EvalPlus's inputs bring their own."""
+    """Grade a whole program, as it stands. `limits` are those of tests; the inputs of EvalPlus and LiveCodeBench
+    bring their own."""
     if "\0" in program or not _is_utf8(program):
         return Grade(correct=False, reason="error", detail="the program is no text")
     if task.rule == "plus":
@@ -79,8 +90,11 @@ def grade_program(task: Task, problem: Problem, program: str, *, limits: Limits 
             base_correct=judged.base,
             plus_correct=judged.plus,
         )
-    tests = json.loads(problem.reference)
-    verdict = run_tests(program, entry_point=problem.entry_point, limits=limits or Limits(), **tests)
+    if task.rule == "contest":
+        verdict = judge_contest(problem.reference, program)
+    else:
+        tests = json.loads(problem.reference)
+        verdict = run_tests(program, entry_point=problem.entry_point, limits=limits or Limits(), **tests)
     return Grade(correct=verdict.reason == "passed", reason=verdict.reason, detail=verdict.detail)
 
 

@@ -178,3 +178,11 @@ atexit.register(_JUDGE.close)
 def judge_answer(gold: str, text: str) -> MathAnswer:
     """Judge with this process's worker."""
     return _JUDGE.judge(gold, text)
+
+
+def same_answer(one: str, other: str) -> bool:
+    """Whether two answers count as one: the same text or number, or equal by math-verify."""
+    numbers = parse_number(one), parse_number(other)
+    if one == other or None not in numbers:
+        return one == other or numbers[0] == numbers[1]
+    return judge_answer(one, f"\\boxed{{{other}}}").correct

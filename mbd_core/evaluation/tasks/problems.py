@@ -1,5 +1,6 @@
 """The problems of a task: from a generator, or rows from where a benchmark lies."""
 
+import datetime
 import gzip
 import hashlib
 import itertools
@@ -124,7 +125,10 @@ def _read_problems(task: Task, path: str) -> list[Problem]:
     place_of: dict[str, str] = {}
     for number, place, row in read_rows(path):
         try:
-            problem = task.problem(f"{task.name}/{number}", _checked_row(row, columns=task.columns))
+            checked = _checked_row(row, columns=task.columns)
+            if not task.is_asked(checked):
+                continue
+            problem = task.problem(f"{task.name}/{number}", checked)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
         if problem.problem_id in place_of:
@@ -133,7 +137,7 @@ def _read_problems(task: Task, path: str) -> list[Problem]:
         place_of[problem.problem_id] = place
         problems.append(problem)
     if not problems:
-        raise ValueError(f"{path} holds no problems")
+        raise ValueError(f"{path} holds no problems of task '{task.name}'")
     return problems
 
 
@@ -148,4 +152,10 @@ def _checked_row(row: dict[str, Any], *, columns: Mapping[str, type | tuple[type
     return row
 
 
-_KINDS: dict[type, str] = {str: "text", list: "a list", int: "a whole number", float: "a number"}
+_KINDS: dict[type, str] = {
+    str: "text",
+    list: "a list",
+    int: "a whole number",
+    float: "a number",
+    datetime.datetime: "a date",
+}

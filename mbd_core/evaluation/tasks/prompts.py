@@ -25,10 +25,11 @@ class Wording:
 
     form     `turn`: one turn of the user, examples included; `turns`: every example is a turn of the user and one of
              the assistant; `plain`: text without a chat template
-    text     the problem, with {question} (in words) and, for MBPP, {tests}
+    text     the problem, with {question} (in words) and, for MBPP and LiveCodeBench, {tests}
     answer   what stands around an example's answer, with {answer}
     joint    between a problem's text and its example's answer, where both are in one text
     between  between examples in one text
+    system   the chat's system turn, if it has one
     """
 
     form: Form = "turn"
@@ -36,6 +37,7 @@ class Wording:
     answer: str = "{answer}"
     joint: str = " "
     between: str = "\n\n"
+    system: str = ""
 
     @property
     def needs_chat(self) -> bool:
@@ -58,12 +60,13 @@ def worded(wording: Wording, problem: Problem, examples: Sequence[FewShotExample
         for e in examples
     ]
     asked = wording.text.format(question=problem.text or problem.prompt, tests=problem.tests)
+    system = [{"role": "system", "content": wording.system}] if wording.system else []
     if wording.form == "turns":
         turns = [turn for pair in shown for turn in zip(("user", "assistant"), pair, strict=True)]
         messages = [{"role": role, "content": content} for role, content in turns]
-        return json.dumps([*messages, *question(asked)])
+        return json.dumps([*system, *messages, *question(asked)])
     whole = wording.between.join([*(text + wording.joint + answer for text, answer in shown), asked])
-    return json.dumps(whole if wording.form == "plain" else question(whole))
+    return json.dumps(whole if wording.form == "plain" else [*system, *question(whole)])
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, inputs: Sequence[str]) -> list[list[int]]:

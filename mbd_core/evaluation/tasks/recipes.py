@@ -14,7 +14,7 @@ the source counts.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mbd_core.evaluation.tasks.benchmarks import TASKS, Task
+from mbd_core.evaluation.tasks.benchmarks import LIVE_CODE_BENCH, Task, find_task
 from mbd_core.evaluation.tasks.prompts import Choice, Wording
 
 LONGEST_ANSWER = 4096  # MBD-LMs, Table 4: "Max New" of every row
@@ -53,11 +53,12 @@ class Recipe:
 
     def task_prompt(self, task: str) -> TaskPrompt:
         """How a task is asked; `ValueError` names the tasks that the recipe has."""
-        if TASKS[task].generate is not None:
-            return replace(GENERATED, max_tokens=TASKS[task].max_tokens)
-        if task not in self.prompts:
+        known = find_task(task)
+        if known.generate is not None:
+            return replace(GENERATED, max_tokens=known.max_tokens)
+        if known.benchmark not in self.prompts:
             raise ValueError(f"recipe '{self.name}' has no prompt for task '{task}'; it has {', '.join(self.prompts)}")
-        return self.prompts[task]
+        return self.prompts[known.benchmark]
 
 
 THIS_PROJECT = "this project"
@@ -155,6 +156,24 @@ def _as(prompt: TaskPrompt, form: str, **changes: object) -> TaskPrompt:
     return replace(prompt, wording=replace(prompt.wording, form=form), **changes)  # type: ignore[arg-type]
 
 
+# -- LiveCodeBench's own prompt --------------------------------------------------------------------------------------
+
+LIVE_CODE_BENCH_PROMPT = TaskPrompt(
+    wording=Wording(
+        form="turn",
+        system="You are an expert Python programmer. You will be given a question (problem specification) and will "
+        "generate a correct Python program that matches the specification and passes all tests.",
+        text="### Question:\n{question}\n\n### Format: {tests}\n\n"
+        "### Answer: (use the provided format with backticks)\n\n",
+    ),
+    max_tokens=2000,
+    source="LiveCodeBench's lcb_runner (2025), its prompt of chat models; its defaults are 2,000 tokens and 10 "
+    "answers at temperature 0.2, top_p 0.95",
+    extraction="what stands between the last two lines with a fence, and all public and private tests",
+    text_by="LiveCodeBench's lcb_runner",
+)
+
+
 # -- The recipes ----------------------------------------------------------------------------------------------------
 
 OWN = Recipe(
@@ -167,16 +186,26 @@ OWN = Recipe(
         ),
         **dict.fromkeys(("humaneval", "humaneval-plus"), _own(FUNCTION, max_tokens=LONGEST_ANSWER, source="own")),
         **dict.fromkeys(("mbpp", "mbpp-plus"), _own(FUNCTION_FOR_TESTS, max_tokens=LONGEST_ANSWER, source="own")),
+        LIVE_CODE_BENCH: replace(LIVE_CODE_BENCH_PROMPT, max_tokens=LONGEST_ANSWER),
     },
+)
+
+LIVE_CODE_BENCH_OWN = Recipe(
+    name=LIVE_CODE_BENCH,
+    source="LiveCodeBench's own evaluation",
+    prompts={LIVE_CODE_BENCH: LIVE_CODE_BENCH_PROMPT},
 )
 
 NOTHING_ADDED = Recipe(
     name="bare",
     source="this project",
-    remark="The problem alone, in one turn of the user; MBPP's with its tests, which name the function.",
+    remark="The problem alone, in one turn of the user; MBPP's with its tests, which name the function, and "
+    "LiveCodeBench's with the form of the answer.",
     prompts={
         **dict.fromkeys(OWN.prompts, _own(BARE, max_tokens=LONGEST_ANSWER, source="own")),
-        **dict.fromkeys(("mbpp", "mbpp-plus"), _own(BARE_WITH_TESTS, max_tokens=LONGEST_ANSWER, source="own")),
+        **dict.fromkeys(
+            ("mbpp", "mbpp-plus", LIVE_CODE_BENCH), _own(BARE_WITH_TESTS, max_tokens=LONGEST_ANSWER, source="own")
+        ),
     },
 )
 
@@ -400,6 +429,7 @@ RECIPES: dict[str, Recipe] = {
         SDAR,
         DINFER,
         D3LLM,
+        LIVE_CODE_BENCH_OWN,
     )
 }
 

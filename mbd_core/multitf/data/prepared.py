@@ -6,13 +6,15 @@ made of. Its digest identifies the data in a run's record.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Annotated, Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +30,7 @@ from mbd_core.multitf.data.encoding import (
     filled_length,
     tokenizer_fingerprint,
 )
+from mbd_core.options import DATA, Option, OptionRefused, check
 from mbd_core.tasks.generated import GENERATED_TASKS
 
 if TYPE_CHECKING:
@@ -178,6 +181,25 @@ class PreparedExamples(Sequence[Example]):
             lengths = own + np.bincount(np.repeat(np.arange(len(own)), counts), spans, len(own)).astype(np.int64)
         self.lengths: list[int] = lengths.tolist()
 
+    def split(self, share: float) -> tuple[PreparedExamples, PreparedExamples]:
+        """These samples without `num_held_out` of the conversations, and the samples of those.
+
+        Which ones depends on their number and the share alone.
+        """
+        count = len(self._table)
+        chosen = random.Random(f"held-out/{count}").sample(range(count), num_held_out(count, share))
+        rows = np.arange(count) if self._rows is None else self._rows
+        is_held_out = np.isin(rows, chosen)
+        return self._only(~is_held_out), self._only(is_held_out)
+
+    def _only(self, places: NDArray[np.bool_]) -> PreparedExamples:
+        """The samples at these places."""
+        part = copy.copy(self)
+        part._rows = np.flatnonzero(places) if self._rows is None else self._rows[places]
+        part._answers = None if self._answers is None else self._answers[places]
+        part.lengths = np.array(self.lengths)[places].tolist()
+        return part
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -206,6 +228,11 @@ class PreparedExamples(Sequence[Example]):
         return replace(whole[-1], earlier=tuple(whole[:-1]))
 
 
+def num_held_out(count: int, share: float) -> int:
+    """How many of so many conversations a share is, at least one."""
+    return max(1, round(share * count))
+
+
 def sample_lengths(examples: Sequence[Example]) -> Sequence[int]:
     """The samples' lengths, without reading prepared ones; of a conversation, those of its answers' samples."""
     if isinstance(examples, PreparedExamples):
@@ -223,9 +250,18 @@ TOKENIZER_PAIRS = 8000
 class TinyData:
     """How many problems of each task, and the stream they come from."""
 
-    per_task: int
-    seed: int = 0
-    tasks: tuple[str, ...] = ("gsm-mini", "code-mini")
+    per_task: Annotated[int, Option("Generated problems of each task.", DATA, at_least=1)]
+    seed: Annotated[int, Option("Of the generated problems.", DATA, at_least=0, flag="--data-seed")] = 0
+    tasks: Annotated[
+        tuple[str, ...],
+        Option("The tasks whose problems are generated.", DATA, metavar="NAME,...", separator=","),
+    ] = ("gsm-mini", "code-mini")
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name in self.tasks:
+            if name not in GENERATED_TASKS:
+                raise OptionRefused("tasks", f": there is no task {name}; known: {', '.join(GENERATED_TASKS)}")
 
 
 def conversations(data: TinyData) -> Iterator[tuple[str, str]]:

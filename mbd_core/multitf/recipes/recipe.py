@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any
 
 from mbd_core.json_text import differing_fields
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.multitf.config import AttentionChoice, ExpertsCut, LoraSettings, Precision, TrainConfig
+from mbd_core.multitf.config import Precision, TrainConfig
 from mbd_core.multitf.data.prepared import TOKENIZER_PAIRS, PreparedData, TinyData
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.noise import read_noise
+from mbd_core.options import DATA, OUTPUT, Option, check
 
 if TYPE_CHECKING:
     import torch
@@ -30,17 +31,23 @@ class TrainingRecipe:
     decoding. `source` says where the numbers come from.
     """
 
-    name: str
-    base: str | None
+    name: Annotated[str, Option("What the run and its folder are called.", flag=False)]
+    base: Annotated[str | None, Option("A shipped model's name, or an absolute path.", flag=False)]
     model: ModelConfig | None
     data: TinyData | PreparedData | None
     states: StateConfig
     train: TrainConfig
-    max_length: int
-    generation: dict[str, Any]
-    trailing_fill: int = 0
+    max_length: Annotated[int, Option("Tokens of a sample with its fill, at most.", DATA, at_least=1)]
+    generation: Annotated[
+        dict[str, Any],
+        Option("What the trained model recommends for decoding.", OUTPUT, metavar="JSON"),
+    ]
+    trailing_fill: Annotated[int, Option("Tokens of fill beyond the last block, at most.", DATA, at_least=0)] = 0
     architectures: tuple[str, ...] = ()
     source: str = "this project's own (docs/findings.md)"
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 def shortened(recipe: TrainingRecipe, steps: int) -> TrainingRecipe:
@@ -63,44 +70,16 @@ def with_precision(recipe: TrainingRecipe, precision: Precision) -> TrainingReci
     return replace(recipe, train=replace(recipe.train, precision=precision))
 
 
-class Computed(TypedDict, total=False):
-    """How updates are computed, which leaves them as they are up to the order of sums; `None` is the recipe's own."""
-
-    micro_batch: int | None
-    pack: int | None
-    activation_checkpointing: bool | None
-    attention: AttentionChoice | None
-    compile: bool | None
-    tensor_parallel: int | None
-    cut_experts: ExpertsCut | None
-
-
-WITHOUT_EFFECT = tuple(Computed.__annotations__)
-"""What a resumed run may change."""
-
-
-def with_options(
-    recipe: TrainingRecipe,
-    *,
-    fitted_noise: Path | None = None,
-    steps: int | None = None,
-    lora: int | None = None,
-    **computed: Unpack[Computed],
-) -> TrainingRecipe:
-    """The recipe with what a command says of it; `None` leaves the recipe's own.
-
-    `fitted_noise` is a file of mask ratios, `steps` the updates, `lora` an adapter's rank; `computed` are fields of
-    `TrainConfig` without effect on what is learned. Raises `ValueError` for a rank below 1, and as
-    `read_noise` does.
-    """
-    if fitted_noise is not None:
-        recipe = with_fitted_noise(recipe, fitted_noise)
-    if steps is not None:
-        recipe = shortened(recipe, steps)
-    changes: dict[str, Any] = {name: value for name, value in computed.items() if value is not None}
-    if lora is not None:
-        changes["lora"] = replace(recipe.train.lora or LoraSettings(), rank=lora, alpha=lora)
-    return replace(recipe, train=replace(recipe.train, **changes))
+WITHOUT_EFFECT = (
+    "micro_batch",
+    "pack",
+    "activation_checkpointing",
+    "attention",
+    "compile",
+    "tensor_parallel",
+    "cut_experts",
+)
+"""How updates are computed, which leaves them as they are up to the order of sums: what a resumed run may change."""
 
 
 def with_fitted_noise(recipe: TrainingRecipe, path: Path) -> TrainingRecipe:
@@ -126,7 +105,8 @@ def other_settings(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 
 def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe without what has no effect; generated data of before `tasks` could be chosen are of both."""
+    """The recipe without what has no effect on the weights; generated data of before `tasks` could be chosen are of
+    both."""
     train = {name: value for name, value in recipe["train"].items() if name not in WITHOUT_EFFECT}
     data = recipe["data"]
     if isinstance(data, dict) and "per_task" in data:

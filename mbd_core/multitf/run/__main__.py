@@ -10,15 +10,12 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import fsspec
 import torch
-import typer
-from typer.exceptions import TyperException
-from typer.main import get_command
 
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import named_model
@@ -26,130 +23,79 @@ from mbd_core.files import check_target_folder, check_writable, probe_folder
 from mbd_core.multitf import config
 from mbd_core.multitf.data.encoding import error_sentence
 from mbd_core.multitf.data.prepared import named_data
-from mbd_core.multitf.recipes.by_name import RECIPES, recipe_named
-from mbd_core.multitf.recipes.recipe import with_options, with_precision
+from mbd_core.multitf.recipes.choice import RecipeChoice, choose_recipe
+from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.run.checkpoints import Checkpoints
 from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.log_targets import chosen_targets
-from mbd_core.multitf.run.options import (
-    AttentionName,
-    Compiled,
-    ComputeAgain,
-    CutExperts,
-    FittedNoise,
-    LogTo,
-    Lora,
-    MicroBatch,
-    Pack,
-    PrecisionName,
-    Sharding,
-    Steps,
-    TensorParallel,
-)
+from mbd_core.multitf.run.options import CommandLine, RunOptions, built, options_inside
 from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.run.validation import check_held_out
 from mbd_core.multitf.run.worker import settle_precision, train_worker
 from mbd_core.multitf.step.memory import fitting, plan_lines, plan_memory
 from mbd_core.multitf.step.workers import Workers, torchrun_workers
 from mbd_core.ops.machine import free_host_memory
-from mbd_core.options import CLUSTER, DATA, MODEL, OUTPUT
-
-Recipe = Annotated[str, typer.Option(help=f"One of {', '.join(sorted(RECIPES))}.", rich_help_panel=MODEL)]
-Base = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Start from this shipped model or model folder, instead of the recipe's.",
-        rich_help_panel=MODEL,
-    ),
-]
-Data = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Train on the data that jobs/prepare_data.py wrote there.", rich_help_panel=DATA),
-]
-Plan = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Print what N GPUs would need of memory, and end.", rich_help_panel=CLUSTER),
-]
-Out = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="Model folder to write.", show_default="out/RECIPE", rich_help_panel=OUTPUT),
-]
-Overwrite = Annotated[
-    bool,
-    typer.Option("--overwrite", help="Replace a model folder of this project.", rich_help_panel=OUTPUT),
-]
-Location = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR|URL",
-        help="Where checkpoints and losses.jsonl lie; if one is there, go on.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-Every = Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.", rich_help_panel=OUTPUT)]
+from mbd_core.options import CLUSTER, OUTPUT, Option, changes_of, nested
 
 
-def run(
-    recipe: Recipe,
-    base: Base = None,
-    data: Data = None,
-    fitted_noise: FittedNoise = None,
-    steps: Steps = None,
-    precision: PrecisionName = "auto",
-    sharding: Sharding = "auto",
-    micro_batch: MicroBatch = None,
-    pack: Pack = None,
-    again: ComputeAgain = None,
-    attention: AttentionName = None,
-    compile: Compiled = None,
-    lora: Lora = None,
-    tensor_parallel: TensorParallel = None,
-    cut_experts: CutExperts = None,
-    plan: Plan = None,
-    out: Out = None,
-    overwrite: Overwrite = False,
-    checkpoints: Location = None,
-    every: Every = 500,
-    log_to: LogTo = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PlainOptions:
+    """What this command alone has."""
+
+    plan: Annotated[
+        int | None, Option("Print what N GPUs would need of memory, and end.", CLUSTER, at_least=1, metavar="N")
+    ] = None
+    out: Annotated[str | None, Option("Model folder to write.", OUTPUT, metavar="DIR", default="out/RECIPE")] = None
+    checkpoints: Annotated[
+        str | None,
+        Option("Where checkpoints and losses.jsonl lie; if one is there, go on.", OUTPUT, metavar="DIR|URL"),
+    ] = None
+    every: Annotated[int, Option("Steps between two checkpoints.", OUTPUT, at_least=1)] = 500
+
+
+def run(choice: RecipeChoice, changes: dict[str, Any], options: RunOptions, own: PlainOptions) -> None:
     """Train a recipe without Ray: in this process, or in those that torchrun started."""
-    chosen = with_precision(recipe_named(recipe), precision)
-    if base is not None:
-        chosen = replace(chosen, base=named_model(base))
-    if data is not None:
-        chosen = replace(chosen, data=named_data(data))
-    chosen = with_options(
-        chosen,
-        fitted_noise=fitted_noise,
-        steps=steps,
-        micro_batch=micro_batch,
-        pack=pack,
-        lora=lora,
-        activation_checkpointing=again,
-        attention=attention,
-        compile=compile,
-        tensor_parallel=tensor_parallel,
-        cut_experts=cut_experts,
-    )
-    if plan is not None:
-        for workload in StartingPoint.read(chosen).workloads(sharding, num_workers=plan, device="GPU"):
+    chosen = choose_recipe(choice, changes, named_base=named_model, named_data=lambda folder: named_data(Path(folder)))
+    recipe = chosen.recipe
+    if own.plan is not None:
+        for workload in StartingPoint.read(recipe).workloads(options.sharding, num_workers=own.plan, device="GPU"):
             print("\n".join(plan_lines(workload, plan_memory(workload))))
         return
-    log_targets = chosen_targets(log_to)
-    if log_to is not None and checkpoints is None:
-        raise ValueError(f"--log-to {log_to} needs a folder for the run: name it with --checkpoints")
-    if checkpoints is not None:
-        check_checkpoints(checkpoints)
-    folder = model_target(f"out/{chosen.name}" if out is None else out, overwrite=overwrite)
-    start = StartingPoint.read(chosen)
+    if options.sweeping.sweep_every:
+        raise ValueError(
+            f"--sweep-every {options.sweeping.sweep_every} needs a Ray cluster, whose engines sweep beside the run: "
+            "train with jobs/train_multitf.py, or leave it out"
+        )
+    config.check_best(options.held_out, options.sweeping)
+    log_targets = chosen_targets(options.log_to)
+    if options.log_to is not None and own.checkpoints is None:
+        raise ValueError(f"--log-to {options.log_to} needs a folder for the run: name it with --checkpoints")
+    if (options.measuring.profile or options.measuring.memory_snapshot) and own.checkpoints is None:
+        raise ValueError("--profile and --memory-snapshot need a folder for the run: name it with --checkpoints")
+    if own.checkpoints is not None:
+        check_checkpoints(own.checkpoints)
+    folder = model_target(f"out/{recipe.name}" if own.out is None else own.out, overwrite=options.overwrite)
+    start = StartingPoint.read(recipe)
+    start.check_written(options.write)
+    check_held_out(options.held_out, start, None if start.base is None else start.base.tokenizer)
     with torchrun_workers() as workers:
         if workers.is_first and (note := start.note()):
             print(f"note: {note}")
-        stored = None if checkpoints is None else Checkpoints(checkpoints, workers, recipe=chosen)
+        stored = None if own.checkpoints is None else Checkpoints(own.checkpoints, workers, recipe=recipe)
         start = settle_precision(start, workers, stored)
-        way = chosen_sharding(start, sharding, workers)
-        own = train_worker(start, workers, way, stored, every=every, log_targets=log_targets)
-        own.write(folder if workers.is_first else None, overwrite=overwrite)
+        way = chosen_sharding(start, options.sharding, workers)
+        run = train_worker(
+            start,
+            workers,
+            way,
+            stored,
+            every=own.every,
+            log_targets=log_targets,
+            changes=chosen.changes,
+            measuring=options.measuring,
+            validation=options.held_out,
+        )
+        run.write(folder if workers.is_first else None, written=options.write, overwrite=options.overwrite)
         if workers.is_first:
             say(f"wrote {folder}")
 
@@ -195,15 +141,17 @@ def chosen_sharding(start: StartingPoint, choice: config.ShardingChoice, workers
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse and run; bad input, or a storage that fails, is one sentence on stderr and the exit code."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(run)
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    changes = [*changes_of(TrainingRecipe)]
+    items = [item for kind in (RecipeChoice, RunOptions, PlainOptions) for item in options_inside(kind)]
+    line = CommandLine("python -m mbd_core.multitf.run", run.__doc__ or "", [*items, *changes])
     try:
-        get_command(app).main(arguments, prog_name="python -m mbd_core.multitf.run", standalone_mode=False)
-    except (TyperException, ValueError, OSError) as error:
-        sentence = error.format_message() if isinstance(error, TyperException) else str(error)
+        given = line.read(sys.argv[1:] if argv is None else argv)
+        values = {item.name: given[item.name] for item in changes if given[item.name] is not None}
+        choice, options, own = built(RecipeChoice, given), built(RunOptions, given), built(PlainOptions, given)
+        run(choice, nested(values), options, own)
+    except (ValueError, OSError) as error:
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"multitf.run: {sentence}", file=sys.stderr)
+            print(f"multitf.run: {error}", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 2
     return 0
 

@@ -9,13 +9,13 @@ place in the whole, so that other numbers of workers, and replicated or sharded 
 Where an adapter (LoRA) is trained, it alone is stored: the base is the recipe's, and has the digest that is kept.
 Data order, noise, schedule and dropout depend on (seed, step) alone: the step is all that is stored of them.
 
-Several workers write beside the next steps, from a copy in the host's memory; where one fails, all fail in the same
-call. One worker writes at once: that takes little beside the steps (docs/reference/training.md).
+Workers write beside the next steps, from a copy in the host's memory; where one fails, all fail in the same call.
 `jobs/convert_checkpoint.py` makes a model folder of a checkpoint.
 """
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from mbd_core.checkpoint.dcp import MARKER, UNPICKLING_ERRORS, in_one_process
 from mbd_core.checkpoint.safetensor_files import METADATA
+from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.data.encoding import error_sentence
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
 from mbd_core.multitf.step.adapter import is_adapters
@@ -54,13 +55,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
-    """What a checkpoint says of itself. The curve has a point for an update; `base` is an adapter's, by its digest."""
+    """What a checkpoint says of itself. The curve has a point for an update; `base` is an adapter's, by its digest;
+    `held_out` is the share of the data that is not trained on."""
 
     step: int
     recipe: dict[str, Any]
     precision: Literal["float32", "bfloat16"]
     curve: Curve
     base: str | None = None
+    held_out: float | None = None
 
 
 def best_step(curve: Curve, metric: str | None) -> int | None:
@@ -76,7 +79,7 @@ class Checkpoints:
     """The newest `keep` checkpoints of a run. Every worker calls every method, in the same order.
 
     `options` go to the storage's library. Failures of the storage are `OSError`s, on all workers. Where an adapter is
-    trained, the first worker says the digest of its base in `base`.
+    trained, the first worker says the digest of its base in `base`; `held_out` is the share that is not trained on.
     """
 
     def __init__(
@@ -94,7 +97,12 @@ class Checkpoints:
         self.recipe = as_recorded(recipe)
         self.options = dict(options or {})
         self.base: str | None = None
+        self.held_out: float | None = None
+        self.in_use: int | None = None
+        """The step whose checkpoint is read meanwhile, and so stays; the first worker's."""
         several = workers.size > 1
+        if not several:  # the thread that writes warns of it
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         self._group = distributed.new_group(backend="gloo") if several else None
         self._poll_group = distributed.new_group(backend="gloo") if several else None  # DCP's threads use the first
         self._writing: tuple[CheckpointRecord, Future[Any]] | None = None
@@ -124,27 +132,45 @@ class Checkpoints:
         result: Result = results[0]
         return result
 
+    def check_share(self, record: CheckpointRecord) -> None:
+        """Raise `ValueError` for a checkpoint of a run that trains on another share of its data."""
+        if record.held_out != self.held_out:
+            share = "leave --validation SHARE out" if record.held_out is None else f"--validation {record.held_out}"
+            raise ValueError(
+                f"{self.location} holds checkpoints of a run that trains on another share of the data: {share}, or "
+                "give another folder"
+            )
+
     def load(self, trainer: Trainer, record: CheckpointRecord) -> None:
         """Fill the trainer's weights and optimizer states from that checkpoint, and go on after its step.
 
         Raises `ValueError` if a file of it is missing or cut.
         """
         state = _state(trainer)
-        reader = FsspecReader(self._folder(record.step), **self.options)
+        self._fill(state, record.step)
+        set_model_state_dict(trainer.model, state["model"], options=StateDictOptions(strict=not _has_adapter(trainer)))
+        set_optimizer_state_dict(trainer.model, trainer.optimizers, state["optimizers"])
+        trainer.step_number = record.step
+
+    def load_weights(self, model: Decoder, step: int, *, adapter: bool) -> None:
+        """Fill a model, or its adapter alone, from the checkpoint of a step. Raises as `load`."""
+        state = {"model": _weights(model, adapter=adapter)}
+        self._fill(state, step)
+        set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not adapter))
+
+    def _fill(self, state: dict[str, Any], step: int) -> None:
+        reader = FsspecReader(self._folder(step), **self.options)
         try:
             with (
-                _storage_failures(f"the checkpoint {self._folder(record.step)} cannot be read"),
+                _storage_failures(f"the checkpoint {self._folder(step)} cannot be read"),
                 in_one_process() if self._group is None else nullcontext(),
             ):
                 dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
         except OSError:
-            damage = self._damage(record.step)
+            damage = self._damage(step)
             if damage is None:
                 raise
-            raise self._damaged(record.step, damage) from None
-        set_model_state_dict(trainer.model, state["model"], options=StateDictOptions(strict=not _has_adapter(trainer)))
-        set_optimizer_state_dict(trainer.model, trainer.optimizers, state["optimizers"])
-        trainer.step_number = record.step
+            raise self._damaged(step, damage) from None
 
     def save(self, trainer: Trainer, curve: Curve) -> None:
         """Begin to write a checkpoint; the one before is whole when this returns."""
@@ -155,17 +181,15 @@ class Checkpoints:
             precision=trainer.precision,
             curve=list(curve),
             base=self.base,
+            held_out=self.held_out,
         )
         folder = self._folder(record.step)
         self._on_first(partial(self._forget_unfinished, record.step), _not_written(folder))
         with _storage_failures(_not_written(folder)):
             writer = _Writer(folder, sync_files="://" not in self.location, **self.options)
-            if self._group is None:
-                with in_one_process():
-                    dcp.save(_state(trainer), storage_writer=writer, no_dist=True)
-                self._finish(record)
-                return
-            writing = dcp.async_save(_state(trainer), storage_writer=writer, process_group=self._group)
+            writing = dcp.async_save(
+                _state(trainer), storage_writer=writer, process_group=self._group, no_dist=self._group is None
+            )
         self._writing = record, cast("Future[Any]", writing)
 
     def poll(self) -> None:
@@ -175,16 +199,21 @@ class Checkpoints:
         """
         if self._writing is not None:
             done = torch.tensor(int(self._writing[1].done()))
-            distributed.all_reduce(done, op=distributed.ReduceOp.MIN, group=self._poll_group)
+            if self._poll_group is not None:
+                distributed.all_reduce(done, op=distributed.ReduceOp.MIN, group=self._poll_group)
             if done:
                 self.wait()
+
+    def is_writing(self, step: int) -> bool:
+        """Whether the checkpoint of a step that was begun is not whole yet."""
+        return self._writing is not None and self._writing[0].step == step
 
     def wait(self) -> None:
         """Return when the checkpoint that is being written is whole."""
         if self._writing is not None:
             (record, writing), self._writing = self._writing, None
             failure = _not_written(self._folder(record.step))
-            with _storage_failures(failure):
+            with _storage_failures(failure), in_one_process() if self._group is None else nullcontext():
                 writing.result()
             self._on_first(partial(self._finish, record), failure)
 
@@ -195,12 +224,13 @@ class Checkpoints:
             self._system.rm(unfinished)
 
     def _finish(self, record: CheckpointRecord) -> None:
-        """Write the marker, and remove the checkpoints that are older than the newest `keep`, but for the best."""
+        """Write the marker, and remove the checkpoints that are older than the newest `keep`, but for the best and
+        one in use."""
         file = f"{self._path}/{_name(record.step)}/{MARKER}"
         with self._system.open(f"{file}.partial", "w") as beside:
             json.dump(vars(record), beside)
         self._system.mv(f"{file}.partial", file)
-        kept = [*self._whole()[: self.keep], best_step(record.curve, self.keep_best)]
+        kept = [*self._whole()[: self.keep], best_step(record.curve, self.keep_best), self.in_use]
         for step in self._steps():
             if step not in kept and step < record.step and self._is_ours(step):
                 self._system.rm(f"{self._path}/{_name(step)}", recursive=True)
@@ -334,7 +364,10 @@ def _has_adapter(trainer: Trainer) -> bool:
 
 def _state(trainer: Trainer) -> dict[str, Any]:
     """What is stored: all weights, or those of an adapter alone, whose base stays as it is; the optimizers' states."""
-    weights = get_model_state_dict(trainer.model)
-    if _has_adapter(trainer):
-        weights = {name: tensor for name, tensor in weights.items() if is_adapters(name)}
+    weights = _weights(trainer.model, adapter=_has_adapter(trainer))
     return {"model": weights, "optimizers": get_optimizer_state_dict(trainer.model, trainer.optimizers)}
+
+
+def _weights(model: Decoder, *, adapter: bool) -> dict[str, Any]:
+    weights = get_model_state_dict(model)
+    return {name: tensor for name, tensor in weights.items() if is_adapters(name)} if adapter else weights

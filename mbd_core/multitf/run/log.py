@@ -34,6 +34,8 @@ LOSSES = "losses.jsonl"
 SPEEDS = ("seconds", "tokens_per_second", "mfu")
 """An update's wall time, the tokens without padding that it computed in a second, its share of the devices' peak."""
 
+SWEEP = "sweep_"  # how the names of a sweep's numbers begin, which come after their update
+
 Point = dict[str, float]
 
 
@@ -42,14 +44,16 @@ class CurveFile:
 
     In a folder here each update is a line at once; an object store cannot append, so there the file is written whole
     whenever `flush` is called. Its first writing drops the updates that a restart repeats, and keeps the others'
-    speeds. `points` are its lines.
+    speeds and sweeps. `points` are its lines.
     """
 
     def __init__(self, folder: str, curve: list[Point], *, options: Mapping[str, Any] | None = None) -> None:
         self._system, path = fsspec.core.url_to_fs(folder, **(options or {}))
         self._file, self._is_here, self.curve = f"{path}/{LOSSES}", isinstance(self._system, LocalFileSystem), curve
-        speeds = self._speeds()
-        self.points: list[Point] = [point | speeds.get(point["step"], {}) for point in curve]
+        there = self._there()
+        self.points: list[Point] = [point | there.get(point["step"], {}) for point in curve]
+        for own, point in zip(curve, self.points, strict=True):
+            own |= {name: number for name, number in point.items() if name.startswith(SWEEP)}
         self._write()
 
     def flush(self) -> None:
@@ -64,15 +68,21 @@ class CurveFile:
             with Path(self._file).open("a", encoding="utf-8") as file:
                 file.write(_line(self.points[-1]))
 
-    def _speeds(self) -> dict[float, Point]:
-        """The speeds of the updates that are in the file, by their steps."""
-        speeds: dict[float, Point] = {}
+    def amend(self, place: int, values: Point) -> None:
+        """Add numbers to the update at this place."""
+        self.points[place] |= values
+        self._write()
+
+    def _there(self) -> dict[float, Point]:
+        """The speeds and sweeps of the updates that are in the file, by their steps."""
+        there: dict[float, Point] = {}
         with suppress(FileNotFoundError):
             for line in self._system.cat_file(self._file).decode("utf-8", errors="replace").splitlines():
                 with suppress(ValueError, KeyError, TypeError):  # a line that a lost machine cut
                     point = json.loads(line)
-                    speeds[point["step"]] = {name: point[name] for name in SPEEDS if name in point}
-        return speeds
+                    kept = {name: point[name] for name in point if name in SPEEDS or name.startswith(SWEEP)}
+                    there[point["step"]] = kept
+        return there
 
     def _write(self) -> None:
         text = "".join(map(_line, self.points))
@@ -95,6 +105,8 @@ WINDOWS = 20
 """A moving mean is over a part of the run of one in so many, of 100 updates at most."""
 SINGLE = {"grad_norm": "gradient norm, before clipping", "lr": "learning rate", "tokens_per_second": "tokens/s"}
 
+SWEPT = {"sweep_accuracy": "accuracy of sweeps", "sweep_tpf": "TPF of sweeps"}
+
 Points = Sequence[Mapping[str, float]]
 
 
@@ -108,10 +120,12 @@ def moving_mean(values: Sequence[float], window: int) -> np.ndarray:
 
 def draw_losses(points: Points, path: Path | BinaryIO, *, title: str) -> None:
     """Write the plot of a run's points, of which there is at least one, as PNG."""
-    figure = Figure(figsize=(15.0, 7.6), layout="constrained")
+    singles = SINGLE | {name: label for name, label in SWEPT.items() if any(name in point for point in points)}
+    columns = 3 if len(singles) == len(SINGLE) else 4
+    figure = Figure(figsize=(5.0 * columns, 7.6), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(f"{title}: {len(points)} updates")
-    panels = figure.subplots(2, 3).ravel()
+    panels = figure.subplots(2, columns).ravel()
     window = max(1, min(100, len(points) // WINDOWS))
     _raw_and_mean(panels[0], points, "loss", window)
     steps, losses = _known(points, "validation_loss")
@@ -122,8 +136,8 @@ def draw_losses(points: Points, path: Path | BinaryIO, *, title: str) -> None:
     for panel, start, what in ((panels[1], "loss_slot_", "slot"), (panels[2], "loss_ratio_", "mask ratio (%)")):
         _means(panel, points, [name for name in BUCKETS if name.startswith(start)], start, window)
         panel.set_title(f"loss of a label, by {what}", fontsize="medium")
-    for panel, (name, label) in zip(panels[3:], SINGLE.items(), strict=True):
-        _raw_and_mean(panel, points, name, 1 if name == "lr" else window)
+    for panel, (name, label) in zip(panels[3:], singles.items(), strict=True):
+        _raw_and_mean(panel, points, name, 1 if name in ("lr", *SWEPT) else window)
         panel.set_title(label, fontsize="medium")
     for panel in panels:
         panel.set_xlabel("update")
@@ -166,7 +180,7 @@ def _marker(steps: Sequence[float]) -> str | None:
     return "o" if len(steps) == 1 else None
 
 
-PLOT, IDS = "losses.png", "log_ids.json"
+PLOT, IDS, PAGE = "losses.png", "log_ids.json", "run.md"
 
 
 class RunLog:
@@ -213,6 +227,21 @@ class RunLog:
         places = ", ".join((LOSSES, *self._targets))
         return "; ".join(filter(None, (f"logs: {places}", self._reason, str(self.peak))))
 
+    def write_page(self, changes: Sequence[str], *, num_workers: int, device: str) -> None:
+        """Write what is trained and what differs in it from the recipe that was named, as `run.md`."""
+        recipe, start = self.recipe, "random weights" if self.recipe.base is None else self.recipe.base
+        differs = "\n".join(f"- {change}" for change in changes) or "Nothing: the recipe is trained as it stands."
+        text = (
+            f"# {recipe.name}\n\n{recipe.train.steps} updates of {recipe.train.batch_size} samples from {start} in "
+            f"{recipe.train.precision}, by {num_workers} worker{'s' * (num_workers > 1)} on {device}. The recipe's "
+            f"numbers: {recipe.source}.\n\n## What differs from the recipe\n\n{differs}\n\n## Losses\n\n"
+            f"![losses]({PLOT}), in numbers: [{LOSSES}]({LOSSES})\n"
+        )
+        if self._is_here:
+            write_text(Path(self._path) / PAGE, text)
+        else:
+            self._system.pipe_file(f"{self._path}/{PAGE}", text.encode())
+
     def begin(self) -> None:
         """An update begins."""
         self._began = time.perf_counter()
@@ -226,6 +255,12 @@ class RunLog:
             speed["mfu"] = _short(share)
         self.file.append(**speed)
         self._send(self.file.points[-1], to=self._loggers)
+
+    def amend(self, step: int, values: Point) -> None:
+        """Log numbers of the update that `step` updates ended with, which came later."""
+        self.file.amend(step - 1, values)
+        for logger in self._loggers:
+            logger.amend(step - 1, values)
 
     def _send(self, point: Point, *, to: Sequence[RunLogger]) -> None:
         values = {name: number for name, number in point.items() if name != "step"}
@@ -301,6 +336,12 @@ class Log:
             self._bar.update()
         elif len(self.curve) in (self._first, self.steps) or time.monotonic() - self._since >= PROGRESS_SECONDS:
             self._say_progress()
+
+    def amend(self, step: int, values: Point) -> None:
+        """Add numbers to the update that `step` updates ended with, which came later."""
+        self.curve[step - 1] |= values
+        if self.files is not None:
+            self.files.amend(step, values)
 
     def _say_progress(self) -> None:
         recent, elapsed = self.curve[self._shown :], time.monotonic() - self._since

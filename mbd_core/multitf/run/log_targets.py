@@ -33,9 +33,10 @@ MLFLOW_BATCH = 100  # parameters that MLflow takes at once
 
 
 class RunLogger(Protocol):
-    """A place where numbers of updates are logged, in the order of their steps."""
+    """A place where numbers of updates are logged in the order of their steps; `amend` adds some to an earlier one."""
 
     def add(self, step: int, values: Mapping[str, float]) -> None: ...
+    def amend(self, step: int, values: Mapping[str, float]) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
 
@@ -75,7 +76,8 @@ def tag(name: str) -> str:
     if name.startswith("validation_"):
         group, _, rest = tag(name.removeprefix("validation_")).rpartition("/")
         return f"{group.replace('train', 'validation').replace('loss_by', 'validation_loss_by')}/{rest}"
-    for start, group in (("loss_slot_", "loss_by_slot"), ("loss_ratio_", "loss_by_mask_ratio")):
+    groups = {"loss_slot_": "loss_by_slot", "loss_ratio_": "loss_by_mask_ratio", "sweep_": "sweep"}
+    for start, group in groups.items():
         if name.startswith(start):
             return f"{group}/{name.removeprefix(start)}"
     return f"{'speed' if name in SPEED else 'train'}/{name}"
@@ -104,6 +106,9 @@ class TensorBoardLog:
     def add(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(tag(name), value, step)
+
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
+        self.add(step, values)
 
     def flush(self) -> None:
         self._writer.flush()
@@ -138,6 +143,13 @@ class WandbLog:
         if step >= self._next:
             self._run.log({tag(key): value for key, value in values.items()}, step=step)
 
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
+        """W&B takes no earlier step: these numbers have an axis of their own, `sweep/step`."""
+        names = {tag(key): value for key, value in values.items()}
+        for name in names:
+            self._run.define_metric(name, step_metric="sweep/step")
+        self._run.log({**names, "sweep/step": step})
+
     def flush(self) -> None:
         """Weights & Biases uploads by itself."""
 
@@ -165,11 +177,14 @@ class MlflowLog:
             self._next = 1 + max((m.step for m in self._client.get_metric_history(run_id, tag("loss"))), default=-1)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
+        if step >= self._next:
+            self.amend(step, values)
+
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
-        if step >= self._next:
-            now = int(time.time() * 1000)
-            self._client.log_batch(self.id, [Metric(tag(key), value, now, step) for key, value in values.items()])
+        now = int(time.time() * 1000)
+        self._client.log_batch(self.id, [Metric(tag(key), value, now, step) for key, value in values.items()])
 
     def flush(self) -> None:
         """Every update is sent at once."""
@@ -187,6 +202,9 @@ class GuardedLog:
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         self._try(lambda: self._log.add(step, values))
+
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
+        self._try(lambda: self._log.amend(step, values))
 
     def flush(self) -> None:
         self._try(self._log.flush)

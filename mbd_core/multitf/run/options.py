@@ -1,132 +1,111 @@
-"""The options of both training commands: `jobs/train_multitf.py` on Ray, `python -m mbd_core.multitf.run` without.
+"""The options that both training commands have beside the recipe's, and the command line of the one without Ray."""
 
-`recipes.recipe.with_options` takes what they change in a recipe.
-"""
-
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-import typer
-
-from mbd_core.multitf.config import AttentionChoice, ExpertsCut, Precision, ShardingChoice
+from mbd_core.multitf.config import Measuring, ShardingChoice, Sweeping, ValidationOptions, Written
 from mbd_core.multitf.run.log_targets import PACKAGES
-from mbd_core.options import CLUSTER, DATA, MODEL, OUTPUT
+from mbd_core.options import (
+    CLUSTER,
+    OUTPUT,
+    PANELS,
+    Option,
+    OptionField,
+    flag,
+    options_of,
+    plain_type,
+    value_of,
+)
 
-FittedNoise = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Mask ratios as research alignment measured and wrote them, instead of the recipe's noise-schedule.",
-        rich_help_panel=DATA,
-    ),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Updates, if not the recipe's; the schedule shrinks with them.",
-        rich_help_panel=MODEL,
-    ),
-]
-PrecisionName = Annotated[
-    Precision,
-    typer.Option(
-        metavar="DTYPE",
-        help="float32, bfloat16, or auto: bfloat16 where all workers compute it, else float32.",
-        rich_help_panel=MODEL,
-    ),
-]
-Sharding = Annotated[
-    ShardingChoice,
-    typer.Option(
-        "--sharding",
-        help="Weights, gradients and optimizer states of each worker: replicated, or sharded among them (FSDP2); "
-        "auto: replicated if that fits its memory.",
-        rich_help_panel=CLUSTER,
-    ),
-]
-MicroBatch = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Samples, or with --pack training sequences, a worker computes at once.",
-        show_default="the recipe's",
-        rich_help_panel=MODEL,
-    ),
-]
-Pack = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Short samples share training sequences, up to N tokens of samples in each.",
-        show_default="the recipe's: none share one",
-        rich_help_panel=MODEL,
-    ),
-]
-ComputeAgain = Annotated[
-    bool | None,
-    typer.Option(
-        "--activation-checkpointing/--no-activation-checkpointing",
-        help="Keep each layer's input alone, and compute the layer again in the backward pass.",
-        show_default="the recipe's",
-        rich_help_panel=MODEL,
-    ),
-]
-AttentionName = Annotated[
-    AttentionChoice | None,
-    typer.Option(
-        metavar="NAME",
-        help="flex (a block mask, on GPUs), dense, or auto: flex on a GPU.",
-        show_default="the recipe's",
-        rich_help_panel=MODEL,
-    ),
-]
-Compiled = Annotated[
-    bool | None,
-    typer.Option(
-        "--compile/--no-compile",
-        help="Compile the layers (torch.compile); the first steps take minutes then.",
-        show_default="the recipe's",
-        rich_help_panel=MODEL,
-    ),
-]
-Lora = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="RANK",
-        help="Train an adapter of this rank, merged into the model that is written.",
-        show_default="the recipe's",
-        rich_help_panel=MODEL,
-    ),
-]
-TensorParallel = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Workers that share their samples and every layer, each with its part of it.",
-        show_default="1",
-        rich_help_panel=CLUSTER,
-    ),
-]
-CutExperts = Annotated[
-    ExpertsCut | None,
-    typer.Option(
-        help="How tensor-parallel workers share experts: whole ones, or a part of each one's width.",
-        show_default="expert",
-        rich_help_panel=CLUSTER,
-    ),
-]
-LogTo = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME,...",
-        help=f"Log to these besides losses.jsonl: {', '.join(PACKAGES)}, or none.",
-        show_default="tensorboard, if it is installed",
-        rich_help_panel=OUTPUT,
-    ),
-]
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a run lies on its workers, and what it writes."""
+
+    sharding: Annotated[
+        ShardingChoice,
+        Option(
+            "Weights, gradients and optimizer states of each worker: replicated, or sharded among them (FSDP2); auto: "
+            "replicated if that fits its memory.",
+            CLUSTER,
+        ),
+    ] = "auto"
+    log_to: Annotated[
+        str | None,
+        Option(
+            f"Log to these besides losses.jsonl: {', '.join(PACKAGES)}, or none.",
+            OUTPUT,
+            metavar="NAME,...",
+            default="tensorboard, if it is installed",
+        ),
+    ] = None
+    write: Annotated[
+        Written,
+        Option("What is written: the model, an adapter merged into it; or the adapter alone, as PEFT does.", OUTPUT),
+    ] = "model"
+    held_out: Annotated[ValidationOptions, Option("What the run measures on data that it does not learn from.")] = (
+        ValidationOptions()
+    )
+    sweeping: Annotated[Sweeping, Option("What an engine beside the run decodes with its weights.")] = Sweeping()
+    measuring: Annotated[Measuring, Option("What the run measures of itself.")] = Measuring()
+    overwrite: Annotated[bool, Option("Replace a model folder of this project.", OUTPUT)] = False
+
+
+def options_inside(kind: Any) -> list[OptionField]:
+    """The options of a dataclass and of those that it holds, with their defaults."""
+    nested = (options_inside(item.hint) if is_dataclass(item.hint) else [item] for item in options_of(kind))
+    return [item for items in nested for item in items]
+
+
+def built(kind: Any, given: Mapping[str, Any]) -> Any:
+    """A dataclass, and those that it holds, of the values of `options_inside`."""
+    values = {
+        item.name: built(item.hint, given) if is_dataclass(item.hint) else given[item.name]
+        for item in options_of(kind)
+    }
+    return kind(**values)
+
+
+class CommandLine:
+    """A command line of options as argparse reads it, for processes that torchrun starts without Typer."""
+
+    def __init__(self, program: str, description: str, items: Sequence[OptionField]) -> None:
+        self.items = items
+        self.parser = argparse.ArgumentParser(
+            program, usage="%(prog)s [OPTIONS]", description=description, allow_abbrev=False, exit_on_error=False
+        )
+        groups = {panel: self.parser.add_argument_group(panel) for panel in PANELS}
+        for item in items:
+            groups[item.option.panel or OUTPUT].add_argument(*_names(item), dest=item.name, **_about(item))
+
+    def read(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """The values of all options, by their names; `ValueError`, naming the option, for one that is refused."""
+        try:
+            known, unknown = self.parser.parse_known_args(list(arguments))
+        except argparse.ArgumentError as error:
+            raise ValueError(str(error).removeprefix("argument ")) from None
+        if unknown:
+            raise ValueError(f"no such option: {unknown[0]} (see --help)")
+        return {item.name: value_of(item, getattr(known, item.name)) for item in self.items}
+
+
+def _names(item: OptionField) -> list[str]:
+    return flag(item).split("/")[:1]
+
+
+def _about(item: OptionField) -> dict[str, Any]:
+    """An option as argparse declares it."""
+    kind, default = plain_type(item.hint), item.default
+    shown = item.option.default or (None if default in (None, False) else default)
+    about: dict[str, Any] = {
+        "help": item.option.help + ("" if shown is None else f" (default: {shown})").replace("%", "%%"),
+        "default": default,
+    }
+    if kind is bool:
+        return about | {"action": argparse.BooleanOptionalAction if "/" in flag(item) else "store_true"}
+    reads = kind if kind in (int, float, Path) else str
+    choices = "|".join(get_args(kind)) if get_origin(kind) is Literal else {int: "N", float: "X"}.get(kind, "TEXT")
+    return about | {"type": reads, "metavar": item.option.metavar or choices}

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.multitf.config import Precision, Sharding, ShardingChoice, TrainConfig, check_workers
+from mbd_core.multitf.config import Precision, Sharding, ShardingChoice, TrainConfig, Written, check_workers
 from mbd_core.multitf.data.encoding import filled_length, tokenizer_fingerprint
 from mbd_core.multitf.data.prepared import PreparedData, read_record
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
@@ -91,6 +91,20 @@ class StartingPoint:
             f"{recipe.base} has blocks of {base.config.block_size}; recipe {recipe.name} makes a model with blocks of "
             f"{recipe.states.block_size}"
         )
+
+    def check_written(self, written: Written) -> None:
+        """Raise `ValueError` if the run cannot write an adapter alone."""
+        if written == "model":
+            return
+        recipe, base = self.recipe, self.base
+        if recipe.train.lora is None or base is None:
+            raise ValueError("--write adapter: no adapter of a base is trained; give --lora RANK, and a --base")
+        if base.config.attention != "full" and base.config.block_size != recipe.states.block_size:
+            raise ValueError(
+                f"--write adapter: an adapter keeps its base's blocks of {base.config.block_size}, and recipe "
+                f"{recipe.name} trains blocks of {recipe.states.block_size}; give --block-size "
+                f"{base.config.block_size}, or --write model"
+            )
 
     def workloads(self, choice: ShardingChoice, *, num_workers: int, device: str) -> list[Workload]:
         """What the workers' memory must hold, for each way in which `choice` lets the weights lie; the first is best.

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mbd_core.multitf.config import ValidationOptions
 from mbd_core.multitf.data.encoding import error_sentence, filled_length, tokenizer_fingerprint
-from mbd_core.multitf.data.prepared import PreparedExamples, read_record
+from mbd_core.multitf.data.prepared import PreparedExamples, TinyData, num_held_out, read_record
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.step.loss import BUCKETS, bucket_means
 from mbd_core.multitf.step.trainer import Trainer
@@ -23,31 +23,51 @@ class ValidationFailed(RuntimeError):
     """A validation that could not be computed; the run goes on."""
 
 
+def check_held_out(
+    options: ValidationOptions, start: StartingPoint, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Raise `ValueError` for held-out data of another tokenizer, or longer than the recipe and the model have room
+    for; and for a share that leaves less than a batch. A run whose tokenizer is yet to be trained has none here."""
+    if options.validation is None:
+        return
+    recipe, size = start.recipe, start.recipe.states.block_size
+    if options.share is not None:
+        data = recipe.data
+        count = data.per_task * len(data.tasks) if isinstance(data, TinyData) else (start.record or {})["samples"]
+        left = count - num_held_out(count, options.share)
+        if left < recipe.train.batch_size:
+            raise ValueError(
+                f"--validation {options.validation} leaves {left} of {count} conversations to train on, fewer than a "
+                f"batch of {recipe.train.batch_size}; give a smaller share, or more data"
+            )
+        return
+    folder = Path(options.validation)
+    record = read_record(folder)
+    same = tokenizer is None or record["tokenizer"] == tokenizer_fingerprint(tokenizer)
+    if not same or record["mask_token_id"] != start.config.mask_token_id:
+        raise ValueError(
+            f"--validation {folder} was tokenised for another model than this run's: prepare it again with --model"
+        )
+    longest = filled_length(record["longest"], size)
+    if longest > start.sample_length:
+        raise ValueError(
+            f"--validation {folder} has samples of up to {longest} tokens with their fill, and the run has room "
+            f"for {start.sample_length}: prepare it again with --max-length {start.sample_length // size * size}"
+        )
+
+
 class Validation:
-    """The held-out samples of a folder, which a run's weights are measured on.
+    """The held-out samples that a run's weights are measured on: `share`, or those of a folder that was checked
+    (`check_held_out`)."""
 
-    Raises `ValueError` for data of another tokenizer, or longer than the recipe and the model have room for.
-    """
-
-    def __init__(self, options: ValidationOptions, start: StartingPoint, tokenizer: PreTrainedTokenizerBase) -> None:
-        assert options.validation is not None
-        folder, size = Path(options.validation), start.recipe.states.block_size
-        record = read_record(folder)
-        same = record["tokenizer"] == tokenizer_fingerprint(tokenizer)
-        if not same or record["mask_token_id"] != start.config.mask_token_id:
-            raise ValueError(
-                f"--validation {folder} was tokenised for another model than this run's: prepare it again with --model"
-            )
-        longest = filled_length(record["longest"], size)
-        if longest > start.sample_length:
-            raise ValueError(
-                f"--validation {folder} has samples of up to {longest} tokens with their fill, and the run has room "
-                f"for {start.sample_length}: prepare it again with --max-length {start.sample_length // size * size}"
-            )
+    def __init__(
+        self, options: ValidationOptions, start: StartingPoint, share: PreparedExamples | None = None
+    ) -> None:
+        assert options.validation is not None and (share is None) == (options.share is None)
         self.every, self.keep_best = options.validate_every, options.keep_best
-        self.examples = PreparedExamples(
-            folder,
-            block_size=size,
+        self.examples = share or PreparedExamples(
+            Path(options.validation),
+            block_size=start.recipe.states.block_size,
             max_length=start.sample_length,
             trailing_fill=start.recipe.trailing_fill,
             apart=start.recipe.states.layouts == "d2f",

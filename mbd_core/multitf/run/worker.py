@@ -17,9 +17,18 @@ from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.folder import BaseFiles, model_digest, read_base
 from mbd_core.checkpoint.loading import fill_parts, load_model
-from mbd_core.checkpoint.saving import checkpoint_tensors, save_model
+from mbd_core.checkpoint.saving import checkpoint_tensors, save_adapter, save_model
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.multitf.config import Sharding, ValidationOptions
+from mbd_core.multitf.config import (
+    NO_SWEEPS,
+    NOTHING_HELD_OUT,
+    NOTHING_MEASURED,
+    Measuring,
+    Sharding,
+    Sweeping,
+    ValidationOptions,
+    Written,
+)
 from mbd_core.multitf.data.encoding import error_sentence
 from mbd_core.multitf.data.prepared import (
     TOKENIZER_PAIRS,
@@ -31,9 +40,11 @@ from mbd_core.multitf.data.prepared import (
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, start_line
 from mbd_core.multitf.run.checkpoints import Checkpoints, Curve, best_step
 from mbd_core.multitf.run.log import Log, RunLog, say
+from mbd_core.multitf.run.profile import Profile, check_measuring
 from mbd_core.multitf.run.start import StartingPoint
-from mbd_core.multitf.run.validation import Validation, ValidationFailed
-from mbd_core.multitf.step.adapter import base_tensors, fill_adapter, merge_adapter
+from mbd_core.multitf.run.sweeps import Sweeper, Sweeps
+from mbd_core.multitf.run.validation import Validation, ValidationFailed, check_held_out
+from mbd_core.multitf.step.adapter import adapter_factors, add_adapter, base_tensors, fill_adapter, merge_adapter
 from mbd_core.multitf.step.compute import device_peak
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.multitf.step.workers import ALONE, Workers
@@ -48,19 +59,27 @@ def train_worker(
     *,
     every: int,
     log_targets: Sequence[str] | None = None,
-    validation: ValidationOptions | None = None,
+    changes: Sequence[str] = (),
+    measuring: Measuring = NOTHING_MEASURED,
+    validation: ValidationOptions = NOTHING_HELD_OUT,
+    sweeping: Sweeping = NO_SWEEPS,
+    sweeper: Sweeper | None = None,
 ) -> "Run":
     """Do all updates that are left; the first worker prints, and logs where the checkpoints lie.
 
     The precision is settled (`settle_precision`). `log_targets`: where the numbers go besides `losses.jsonl`; `None`
-    is TensorBoard where the first worker has it. `Run.write` then writes the model.
+    is TensorBoard where the first worker has it. `changes`: what differs from the recipe that was named. `sweeper`
+    makes the first worker's sweeps. `Run.write` then writes the model.
     """
-    run = Run(start, workers, sharding, checkpoints, validation=validation)
+    check_measuring(measuring, workers.device)
+    run = Run(start, workers, sharding, checkpoints, measuring=measuring, validation=validation, sweeping=sweeping)
     if not workers.is_first:
         run.train(every=every)
         return run
     recipe, files = start.recipe, None
     say(start_line(recipe, device=workers.device, num_workers=workers.size))
+    if changes:
+        say(f"changed in the recipe: {'; '.join(changes)}")
     if run.resumed_after:
         say(f"resumed after step {run.resumed_after}")
     if checkpoints is not None:
@@ -74,9 +93,14 @@ def train_worker(
             targets=log_targets,
             options=checkpoints.options,
         )
+        files.write_page(changes, num_workers=workers.size, device=str(workers.device))
         say(files.describe())
     log = Log(run.curve, recipe.train.steps, files)
-    run.train(every=every, log=log)
+    sweeps = None
+    if sweeping.sweep_every:
+        assert sweeper is not None and checkpoints is not None
+        sweeps = Sweeps(sweeper, checkpoints, log)
+    run.train(every=every, log=log, sweeps=sweeps)
     log.close()
     return run
 
@@ -111,18 +135,27 @@ class Run:
         sharding: Sharding,
         checkpoints: Checkpoints | None = None,
         *,
-        validation: ValidationOptions | None = None,
+        measuring: Measuring = NOTHING_MEASURED,
+        validation: ValidationOptions = NOTHING_HELD_OUT,
+        sweeping: Sweeping = NO_SWEEPS,
     ) -> None:
         recipe, base = start.recipe, start.base
-        self.start, self.workers, self.checkpoints = start, workers, checkpoints
+        self.start, self.workers, self.checkpoints, self.measuring = start, workers, checkpoints, measuring
+        self.sweep_every = sweeping.sweep_every
         # read before training, for the folder may be gone when the model is written
         self._base_files = None if base is None or not workers.is_first else read_base(base.path)
         in_parts = sharding == "sharded" and workers.size > 1 and base is not None
         model, self.tokenizer, examples = prepare(start, workers=workers, on_meta=in_parts)
-        self.validation = None
-        if validation is not None and validation.validation is not None:
-            self.validation = Validation(validation, start, self.tokenizer)
-            if checkpoints is not None and validation.keep_best != "none":
+        self.validation, share = None, None
+        check_held_out(validation, start, self.tokenizer)
+        if validation.share is not None:
+            examples, share = examples.split(validation.share)
+        if validation.validation is not None:
+            self.validation = Validation(validation, start, share)
+        if checkpoints is not None:
+            checkpoints.held_out = validation.share
+            is_swept = validation.keep_best == "sweep_accuracy"
+            if sweeping.sweep_every if is_swept else validation.validation is not None:
                 checkpoints.keep_best = validation.keep_best
         self.trainer = Trainer(
             model,
@@ -144,19 +177,32 @@ class Run:
             fill_adapter(model, seed=recipe.train.seed)
         self.curve: Curve = []
         if checkpoints is not None and record is not None:
+            checkpoints.check_share(record)
             checkpoints.load(self.trainer, record)
             self.curve = list(record.curve)
         self.resumed_after = self.trainer.step_number
         """The updates that were done before this start."""
 
-    def train(self, *, every: int = 1, log: Log | None = None) -> None:
-        """Do the remaining updates; a checkpoint is begun every `every` steps, where a validation is the best yet, and
-        after the last one."""
+    def train(self, *, every: int = 1, log: Log | None = None, sweeps: Sweeps | None = None) -> None:
+        """Do the remaining updates; a checkpoint is begun every `every` steps, where a validation is the best yet, for
+        every sweep, and after the last one."""
+        measuring, left = self.measuring, self.trainer.config.steps - self.trainer.step_number
+        if self.checkpoints is None or not (measuring.profile or measuring.memory_snapshot):
+            self._train(every, log, None, sweeps)
+            return
+        with Profile(measuring, self.checkpoints, self.workers, left=left) as measured:
+            self._train(every, log, measured, sweeps)
+
+    def _train(self, every: int, log: Log | None, measured: Profile | None, sweeps: Sweeps | None) -> None:
         trainer, checkpoints, steps = self.trainer, self.checkpoints, self.trainer.config.steps
+        if trainer.step_number == steps:
+            sweeps = None
         while trainer.step_number < steps:
             if log is not None:
                 log.begin()
             self.curve.append(self.workers.mean_metrics(trainer.step()).point())
+            if measured is not None:
+                measured.step()
             seconds = self._validate(log)
             if log is not None:
                 log.add(beside=seconds)
@@ -164,12 +210,19 @@ class Run:
                 continue
             checkpoints.poll()
             step = trainer.step_number
-            if step % every == 0 or step == steps or step == best_step(self.curve, checkpoints.keep_best):
+            is_swept = bool(self.sweep_every) and step % self.sweep_every == 0
+            if sweeps is not None and is_swept and step < steps:
+                sweeps.request(step)
+            if is_swept or step % every == 0 or step in (steps, best_step(self.curve, checkpoints.keep_best)):
                 if log is not None:
                     log.flush()
                 checkpoints.save(trainer, self.curve)
+            if sweeps is not None:
+                sweeps.poll()
         if checkpoints is not None:
             checkpoints.wait()
+        if sweeps is not None:
+            sweeps.finish(steps)
 
     def _validate(self, log: Log | None) -> float:
         """Add a validation's numbers to the update's point, if one is due; the seconds that it took."""
@@ -193,12 +246,28 @@ class Run:
             say(f"validation after step {step}: {', '.join(numbers)}{' (the best yet)' * best}")
         return time.perf_counter() - began
 
-    def write(self, folder: Path | None, *, overwrite: bool = False) -> None:
-        """Write the trained model (`export`); every worker calls it, and the first one names the folder."""
-        model = self.trainer.model
-        if self.workers.is_first:
+    def write(self, folder: Path | None, *, written: Written = "model", overwrite: bool = False) -> None:
+        """Write the trained model (`export`), or its adapter; every worker calls it, and the first one names the
+        folder."""
+        model, recipe = self.trainer.model, self.start.recipe
+        if written == "adapter":
+            lora, factors = recipe.train.lora, adapter_factors(model)
+            assert lora is not None and recipe.base is not None
+            if folder is not None:
+                save_adapter(
+                    folder,
+                    model.config,
+                    factors,
+                    rank=lora.rank,
+                    alpha=lora.alpha,
+                    dropout=lora.dropout,
+                    base=recipe.base,
+                    extra={RECIPE: recipe_text(recipe)},
+                    overwrite=overwrite,
+                )
+        elif self.workers.is_first:
             assert folder is not None
-            export(folder, self.start.recipe, model, self.tokenizer, self._base_files, overwrite=overwrite)
+            export(folder, recipe, model, self.tokenizer, self._base_files, overwrite=overwrite)
         elif any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             merge_adapter(model)
             for _ in checkpoint_tensors(model, "per_expert"):  # the first worker's `export` gathers each tensor
@@ -231,19 +300,32 @@ def export(
         tokenizer=tokenizer if base is None else None,
         generation=recipe.generation,
         dtype=torch.bfloat16,
-        extra={"recipe.json": json.dumps(asdict(recipe), indent=2, default=str) + "\n"},
+        extra={RECIPE: recipe_text(recipe)},
         overwrite=overwrite,
     )
 
 
-def prepare(
-    start: StartingPoint, *, workers: Workers = ALONE, on_meta: bool = False
-) -> tuple[Decoder, PreTrainedTokenizerBase, PreparedExamples]:
-    """The model on the CPU in float32, its tokenizer, and all samples; `on_meta`: a base's shapes without its values.
+def export_checkpoint(folder: Path, start: StartingPoint, checkpoints: Checkpoints, step: int) -> None:
+    """Write the model of a checkpoint, from its weights alone. Raises as `Checkpoints.load`."""
+    recipe, base = start.recipe, start.base
+    model, tokenizer = initial_model(start)
+    if recipe.train.lora is not None:
+        add_adapter(model, recipe.train.lora, seed=recipe.train.seed)
+    checkpoints.load_weights(model, step, adapter=recipe.train.lora is not None)
+    export(folder, recipe, model, tokenizer, None if base is None else read_base(base.path))
 
-    Of generated data each machine makes its samples once, for all of its workers. Raises `ValueError` if the base
-    cannot be loaded.
-    """
+
+RECIPE = "recipe.json"
+
+
+def recipe_text(recipe: TrainingRecipe) -> str:
+    """The recipe as it lies beside what it trained."""
+    return json.dumps(asdict(recipe), indent=2, default=str) + "\n"
+
+
+def initial_model(start: StartingPoint, *, on_meta: bool = False) -> tuple[Decoder, PreTrainedTokenizerBase]:
+    """The model that the run begins with, on the CPU in float32, and its tokenizer; `on_meta`: a base's shapes without
+    its values. Raises `ValueError` if the base cannot be loaded."""
     recipe, config = start.recipe, start.config
     if start.base is not None:
         if on_meta:
@@ -252,12 +334,24 @@ def prepare(
         else:
             model = load_model(start.base.path, dtype=torch.float32)
         tokenizer, model.config = start.base.tokenizer, config
-    else:
-        assert isinstance(recipe.data, TinyData)
-        texts = (f"{user}\n{assistant}" for user, assistant in conversations(recipe.data))
-        tokenizer = train_tokenizer(itertools.islice(texts, TOKENIZER_PAIRS), vocab_size=config.vocab_size)
-        model = Decoder(config)
-        init_weights(model, seed=recipe.train.seed)
+        return model, tokenizer
+    assert isinstance(recipe.data, TinyData)
+    texts = (f"{user}\n{assistant}" for user, assistant in conversations(recipe.data))
+    tokenizer = train_tokenizer(itertools.islice(texts, TOKENIZER_PAIRS), vocab_size=config.vocab_size)
+    model = Decoder(config)
+    init_weights(model, seed=recipe.train.seed)
+    return model, tokenizer
+
+
+def prepare(
+    start: StartingPoint, *, workers: Workers = ALONE, on_meta: bool = False
+) -> tuple[Decoder, PreTrainedTokenizerBase, PreparedExamples]:
+    """The model and its tokenizer (`initial_model`), and all samples.
+
+    Of generated data each machine makes its samples once, for all of its workers.
+    """
+    recipe = start.recipe
+    model, tokenizer = initial_model(start, on_meta=on_meta)
     size, room, fill = recipe.states.block_size, start.sample_length, recipe.trailing_fill
     if start.data is not None:
         apart = recipe.states.layouts == "d2f"  # whose sequences have no clean stream that answers could share

@@ -3,9 +3,10 @@
 import random
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
 from mbd_core.multitf.states.noise import NoiseBounds, Rounding, ScheduleName
+from mbd_core.options import STATES, Option, check
 
 # Group-layouts: partitions of K consecutive blocks into noise-groups (paper Section 3.2, App. B.1).
 
@@ -146,28 +147,38 @@ class StateConfig:
                       `both` branches of every layout, or each layout in one of them, drawn evenly (`half`)
     """
 
-    block_size: int
-    max_group: int = 1
-    num_random: int = 0
-    num_layouts: int | None = None
-    span: Literal["content", "response"] = "content"
-    schedule: ScheduleName = "chain_uniform"
+    block_size: Annotated[int, Option("Tokens of a block, the trained model's too.", STATES, at_least=1)]
+    max_group: Annotated[int, Option("Blocks of the largest noise-group; 1: teacher forcing.", STATES, at_least=1)] = 1
+    num_random: Annotated[int, Option("Random layouts beside the systematic ones.", STATES, at_least=0)] = 0
+    num_layouts: Annotated[int | None, Option("Layouts drawn for each sample, of all.", STATES, at_least=1)] = None
+    span: Annotated[
+        Literal["content", "response"], Option("Where layouts lie: from the first block, or the response's.", STATES)
+    ] = "content"
+    schedule: Annotated[
+        ScheduleName,
+        Option(
+            f"The noise-schedule, which draws mask ratios: {', '.join(get_args(ScheduleName))}.",
+            STATES,
+            flag="--noise",
+            metavar="NAME",
+        ),
+    ] = "chain_uniform"
     bounds: NoiseBounds = NoiseBounds()
-    rounding: Rounding = "floor"
-    weighting: Weighting = "masked_mean"
-    layouts: Layouts = "systematic"
-    random_sizes: RandomSizes = "paper"
-    labels: Literal["masked", "answer"] = "masked"
-    self_denoising: SelfDenoising = "none"
+    rounding: Annotated[Rounding, Option("Masked positions of a block, from its ratio.", STATES)] = "floor"
+    weighting: Annotated[
+        Weighting,
+        Option(f"The weight of each label in the loss: {', '.join(get_args(Weighting))}.", STATES, metavar="NAME"),
+    ] = "masked_mean"
+    layouts: Annotated[
+        Layouts,
+        Option(f"How blocks are cut into noise-groups: {', '.join(get_args(Layouts))}.", STATES, metavar="NAME"),
+    ] = "systematic"
+    random_sizes: Annotated[RandomSizes, Option("How random layouts are drawn.", STATES)] = "paper"
+    labels: Annotated[Literal["masked", "answer"], Option("Which positions have labels.", STATES)] = "masked"
+    self_denoising: Annotated[SelfDenoising, Option("DMax's branches with own predictions.", STATES)] = "none"
 
     def __post_init__(self) -> None:
-        if self.max_group < 1 or self.block_size < 1 or self.num_random < 0:
-            raise ValueError(
-                f"max_group={self.max_group}, block_size={self.block_size} must be >= 1 and "
-                f"num_random={self.num_random} >= 0"
-            )
-        if self.num_layouts is not None and self.num_layouts < 1:
-            raise ValueError(f"num_layouts={self.num_layouts} must be at least 1, or None for the whole layout set")
+        check(self)
         if self.layouts in ("one_group", "d2f") and (self.max_group, self.num_random) != (1, 0):
             raise ValueError(f"layouts={self.layouts} is one layout: leave max_group at 1 and num_random at 0")
         if self.layouts == "random" and (self.max_group < 2 or self.num_random < 1):

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mbd_core.files import write_json
 from mbd_core.json_text import parse_json
+from mbd_core.options import STATES, Option, check
 
 # A noise-schedule fitted to decode traces: mask ratios as running-sets had them, drawn as often as they occurred.
 
@@ -114,22 +115,26 @@ class NoiseBounds:
     groups with more blocks use the last one again. `fitted` is what the schedule of that name draws from.
     """
 
-    t_low: float = 0.001
-    t_high: float = 1.0
-    margin: float = 0.01
-    gamma: float = 2.0
-    slots: tuple[tuple[float, float], ...] = ()
+    t_low: Annotated[float, Option("The lowest mask ratio.", STATES, at_least=0, at_most=1)] = 0.001
+    t_high: Annotated[float, Option("The highest mask ratio.", STATES, at_least=0, at_most=1)] = 1.0
+    margin: Annotated[
+        float, Option("Share of the range that is left out at its upper end.", STATES, at_least=0, at_most=1)
+    ] = 0.01
+    gamma: Annotated[float, Option("The bias of power_law.", STATES, above=0)] = 2.0
+    slots: Annotated[
+        tuple[tuple[float, float], ...],
+        Option("Ranges of slot_ranges, one a slot.", STATES, flag="--noise-slots", metavar="[[LOW,HIGH],...]"),
+    ] = ()
     fitted: FittedNoise | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.t_low < self.t_high <= 1.0:
+        check(self)
+        if not self.t_low < self.t_high:
             raise ValueError(f"noise bounds need 0 <= t_low < t_high <= 1, not {self.t_low} and {self.t_high}")
-        if not 0.0 <= self.margin < 1.0:
-            raise ValueError(f"margin={self.margin} must lie in [0, 1)")
-        if self.gamma <= 0.0:
-            raise ValueError(f"gamma={self.gamma} must be greater than 0")
-        for low, high in self.slots:
-            if not 0.0 <= low <= high <= 1.0:
+        if self.margin == 1.0:
+            raise ValueError("margin=1.0 must be below 1")
+        for ends in self.slots:
+            if len(ends) != 2 or not 0.0 <= ends[0] <= ends[1] <= 1.0:
                 raise ValueError(f"slots={self.slots}: a range needs 0 <= low <= high <= 1")
 
     @property

@@ -186,6 +186,17 @@ def merge_adapter(model: Decoder) -> None:
         model.set_submodule(name, base)
 
 
+@torch.no_grad()
+def adapter_factors(model: Decoder) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B of each adapted projection, by its name in the decoder, on the CPU; every worker of a sharded model
+    calls it."""
+
+    def matrix(layer: Any, factor: str) -> Tensor:
+        return whole(getattr(layer, factor)["default"].weight).float().cpu()
+
+    return {name: (matrix(layer, "lora_A"), matrix(layer, "lora_B")) for name, layer in _adapted(model).items()}
+
+
 def _adapted(model: Decoder) -> dict[str, Any]:
     """The projections with an adapter, peft's modules, by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}

@@ -16,9 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mbd_core.models.decoder import Attend, Attention, Decoder, DecoderLayer, Rope
+from mbd_core.models.decoder import Attend, Attention, Decoder, DecoderLayer
 from mbd_core.models.mlp import MoE, SwiGLU
 from mbd_core.models.model_config import ModelConfig, head_flops, matrix_flops, mlp_flops, pair_flops
+from mbd_core.models.rope import Rope
 from mbd_core.multitf.config import Precision
 from mbd_core.multitf.data.encoding import IGNORE
 from mbd_core.multitf.states.sample import MultiTFBatch

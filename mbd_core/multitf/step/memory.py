@@ -25,9 +25,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mbd_core.models.decoder import Decoder, DecoderLayer, rotary
+from mbd_core.models.decoder import Decoder, DecoderLayer
 from mbd_core.models.mlp import MoE, SwiGLU
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.rope import rotary
 from mbd_core.multitf.config import ExpertsCut, LoraSettings, Sharding, TrainConfig
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.sample import choose_layouts

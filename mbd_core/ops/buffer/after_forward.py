@@ -88,11 +88,13 @@ def _decide(
     SIZE: tl.constexpr,
     REVISES: tl.constexpr,
     QUOTAS: tl.constexpr,
+    PARTS: tl.constexpr,
     ENTROPY_RULE: tl.constexpr,
     JETENGINE: tl.constexpr,
     UNITS: tl.constexpr,
     MOST: tl.constexpr,
     GAMMA: tl.constexpr,
+    SUB_BLOCK: tl.constexpr,
     EDITS: tl.constexpr,
     MAX_EDITS: tl.constexpr,
     SOFTENS: tl.constexpr,
@@ -107,6 +109,9 @@ def _decide(
     edits, softens = tl.load(whole + EDITS) > 0, tl.load(whole + SOFTENS) > 0
     sureness = new_confidence.to(tl.float64)
     can, filled = masked & editable & active, (masked == 0) & editable & active
+    if PARTS:
+        part = at // tl.maximum(tl.load(whole + SUB_BLOCK), 1).to(tl.int32)
+        can = can & (part == tl.min(tl.where(can, part, BLOCK), 0))
     accepted = _accepted(
         can, sureness > tl.load(real + TAU_M2T), score, at, gate, quota, softens, QUOTAS, REVISES, BLOCK
     )
@@ -199,6 +204,7 @@ def _settle_kernel(
     LISTED: tl.constexpr,
     REVISES: tl.constexpr,
     QUOTAS: tl.constexpr,
+    PARTS: tl.constexpr,
     LEFTMOST: tl.constexpr,
     JETENGINE: tl.constexpr,
     UNITS: tl.constexpr,
@@ -208,6 +214,7 @@ def _settle_kernel(
     QUOTA: tl.constexpr,
     ENTROPY_RULE: tl.constexpr,
     FALLBACK: tl.constexpr,
+    SUB_BLOCK: tl.constexpr,
     EDITS: tl.constexpr,
     MAX_EDITS: tl.constexpr,
     SOFTENS: tl.constexpr,
@@ -228,6 +235,7 @@ def _settle_kernel(
     before = tl.full((), 0.0, tl.float64)  # the progress of the slot before
     stores, settles = 1, 1  # whether all slots so far are stored, and final
     num_blocks, num_resident = 0, 0
+    carried = kept_ptr + R * N * 3 + row * 2
     for slot in range(N):
         here = row * N + slot
         place = here * SIZE + at
@@ -265,11 +273,13 @@ def _settle_kernel(
             SIZE,
             REVISES,
             QUOTAS,
+            PARTS,
             ENTROPY_RULE,
             JETENGINE,
             UNITS,
             MOST,
             GAMMA,
+            SUB_BLOCK,
             EDITS,
             MAX_EDITS,
             SOFTENS,
@@ -280,6 +290,9 @@ def _settle_kernel(
         )
         settles, stores = settles * final.to(tl.int32), stores * stored.to(tl.int32)
         num_blocks, num_resident = num_blocks + stores, num_resident + (state != 0).to(tl.int32)
+        if PARTS:  # what the last block that is stored predicts behind itself
+            tl.store(carried + at, new_token.to(tl.float64), mask=(at == 0) & (stores > 0))
+            tl.store(carried + 1 + at, new_confidence.to(tl.float64), mask=(at == 0) & (stores > 0))
         if REVISES:
             mixed = (tl.load(whole + SOFTENS) > 0) & (state == 1) & (settles == 0) & editable & (masked == 0)
             weight = tl.where(mixed, confidence, 1.0)
@@ -328,11 +341,13 @@ def _slide_kernel(
     mask_token,
     N: tl.constexpr,
     SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
     WHOLE: tl.constexpr,
     FIRST_BLOCK: tl.constexpr,
     ORIGIN: tl.constexpr,
     BEGIN: tl.constexpr,
     END: tl.constexpr,
+    CARRIES: tl.constexpr,
     EDITS: tl.constexpr,
     SOFTENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -364,6 +379,18 @@ def _slide_kernel(
         state = tl.load(kept_ptr + from_slot * 3, mask=lives, other=0.0).to(tl.int32)
         num_steps = tl.load(kept_ptr + from_slot * 3 + 1, mask=lives, other=0.0)
         stability = tl.load(kept_ptr + from_slot * 3 + 2, mask=lives, other=1.0)
+        position = tl.load(whole + ORIGIN) + (first + slot) * SIZE + at
+        editable = inside & (position >= begin) & (position < end)
+        if PARTS:
+            carries = tl.load(whole + CARRIES) > 0
+            opens = (at == 0) & masked & editable & carries & (slot == 0) & (num_blocks > 0)
+            carried = kept_ptr + R * N * 3 + row * 2
+            token = tl.where(opens, tl.load(carried + at, mask=opens, other=0.0).to(tl.int64), token)
+            confidence = tl.where(opens, tl.load(carried + 1 + at, mask=opens, other=0.0), confidence)
+            masked = masked & (opens == 0)
+            fills = tl.sum(opens.to(tl.int32), 0) > 0
+            complete = tl.sum((masked & editable).to(tl.int32), 0) == 0
+            state = tl.where(fills & complete & (state != 0), 2, state)
         tl.store(tokens_ptr + place, token, mask=inside)
         tl.store(masked_ptr + place, masked, mask=inside)
         tl.store(confidence_ptr + place, confidence.to(tl.float32), mask=inside)
@@ -371,13 +398,13 @@ def _slide_kernel(
         tl.store(state_ptr + here, state.to(tl.int8))
         tl.store(num_steps_ptr + here, num_steps.to(tl.int64))
         tl.store(stability_ptr + here, stability)
-        position = tl.load(whole + ORIGIN) + (first + slot) * SIZE + at
-        editable = inside & (position >= begin) & (position < end)
         tl.store(positions_ptr + place, position, mask=inside)
         tl.store(editable_ptr + place, editable, mask=inside)
         tl.store(num_editable_ptr + here, tl.sum(editable.to(tl.int32), 0).to(tl.float64))
         num_resident += (state != 0).to(tl.int32)
         num_asked += tl.sum(((masked | revises) & editable & (state == 1)).to(tl.int32), 0)
+        if PARTS:
+            num_asked += ((tl.load(whole + CARRIES) > 0) & (state == 2)).to(tl.int32)
     tl.store(whole + FIRST_BLOCK, first)
     tl.store(report_ptr + row, num_blocks.to(tl.float64))
     tl.store(report_ptr + R + row, num_resident.to(tl.float64))
@@ -403,21 +430,23 @@ def close_step(
     entropy_units: tuple[float, float],
     revises: bool,
     quotas: bool,
+    by_parts: bool,
 ) -> Tensor:
     """Commit the predictions at the positions of `opened`, slide, and complete its report; the number of blocks that
     left each row (R,) int64.
 
     `leftmost` and `jetengine` are the numbers of that fallback and that rule on entropies, `entropy_units` the unit in
-    which these are summed and the most of one. `revises` and `quotas` are those of `BlockBuffer.commit`.
+    which these are summed and the most of one. `revises`, `quotas` and `by_parts` are those of `BlockBuffer.commit`.
     """
     rows, slots, size = memory.tokens_RNB.shape
     new_weight_RNB = torch.empty_like(memory.weight_RNB)
-    kept_RN3 = torch.empty((rows, slots, 3), dtype=torch.float64, device=memory.device)
+    kept = torch.empty(rows * (slots * 3 + 2), dtype=torch.float64, device=memory.device)
     num_blocks_R = torch.empty(rows, dtype=torch.int64, device=memory.device)
     names = (
         "quota",
         "entropy_rule",
         "fallback",
+        "sub_block",
         "edits",
         "max_edits",
         "softens",
@@ -450,7 +479,7 @@ def close_step(
         score_A,
         opened.report_X,
         new_weight_RNB,
-        kept_RN3,
+        kept,
         num_blocks_R,
         rows,
         N=slots,
@@ -459,6 +488,7 @@ def close_step(
         LISTED=opened.asked_RNB is not None,
         REVISES=revises,
         QUOTAS=quotas,
+        PARTS=by_parts,
         LEFTMOST=leftmost,
         JETENGINE=jetengine,
         UNITS=entropy_units[0],
@@ -466,7 +496,7 @@ def close_step(
         **memory.places(*names),
         **options,
     )
-    constants = memory.places("first_block", "origin", "begin", "end", "edits", "softens")
+    constants = memory.places("first_block", "origin", "begin", "end", "carries", "edits", "softens")
     del constants["REAL"]
     launch(
         SLIDE,
@@ -484,12 +514,13 @@ def close_step(
         memory.whole_RI,
         opened.report_X,
         new_weight_RNB,
-        kept_RN3,
+        kept,
         num_blocks_R,
         rows,
         memory.mask_token_id,
         N=slots,
         SIZE=size,
+        PARTS=by_parts,
         **constants,
         **options,
     )

@@ -260,6 +260,7 @@ def _list_kernel(
     SLOTS: tl.constexpr,
     SIZE: tl.constexpr,
     WHOLE: tl.constexpr,
+    CARRIES: tl.constexpr,
     EDITS: tl.constexpr,
     SOFTENS: tl.constexpr,
     ALL: tl.constexpr,
@@ -275,15 +276,18 @@ def _list_kernel(
         place = first + step
         inside = place < total
         slot, row = place // SIZE % N, place // SIZE // N
+        whole = whole_ptr + row * WHOLE
+        state = tl.load(state_ptr + place // SIZE, mask=inside, other=0)
+        carries = tl.load(whole + CARRIES, mask=inside, other=0) > 0
+        carries = carries & (state == 2) & (place % SIZE == 0) & (slot < SLOTS)
         if ALL:
             asked = inside & (slot < SLOTS)
         else:
-            whole = whole_ptr + row * WHOLE
             revises = tl.load(whole + EDITS, mask=inside, other=0) + tl.load(whole + SOFTENS, mask=inside, other=0)
             masked = tl.load(masked_ptr + place, mask=inside, other=0) != 0
             editable = tl.load(editable_ptr + place, mask=inside, other=0) != 0
-            active = tl.load(state_ptr + place // SIZE, mask=inside, other=0) == 1
-            asked = (masked | (revises > 0)) & editable & active & inside & (slot < SLOTS)
+            asked = (masked | (revises > 0)) & editable & (state == 1) & inside & (slot < SLOTS)
+            asked = asked | carries
         number = listed + tl.cumsum(asked.to(tl.int32), 0) - 1
         asked = asked & (number < A)
         listed += tl.sum(asked.to(tl.int32), 0)
@@ -291,7 +295,8 @@ def _list_kernel(
         tl.store(at_ptr + number, place.to(tl.int64), mask=asked)
         token = (row * SLOTS + slot) * SIZE + place % SIZE
         if SHIFT:
-            token = tl.where((slot == 0) & (place % SIZE == 0), tokens + row, token - 1)
+            before = tl.where((slot == 0) & (place % SIZE == 0), tokens + row, token - 1)
+            token = tl.where(carries, token + SIZE - 1, before)
         tl.store(logits_at_ptr + number, token.to(tl.int64), mask=asked)
     for first in range(0, A, BLOCK):
         number = first + step
@@ -364,7 +369,7 @@ def open_step(
         asked = count * size if num_asked is None else num_asked
         at_A, logits_at_A = torch.empty((2, asked), dtype=torch.int64, device=device).unbind()
         asked_RNB = torch.empty((rows, slots, size), dtype=torch.int32, device=device)
-        constants = memory.places("edits", "softens")
+        constants = memory.places("carries", "edits", "softens")
         del constants["REAL"]
         launch(
             LIST,

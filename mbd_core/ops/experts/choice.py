@@ -45,7 +45,7 @@ def unsort(y_AD: Tensor, order_A: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def without_sentinels(out_TD: Tensor, ids_TK: Tensor, num_experts: int) -> Tensor:
-    """`out_TD` with zeros for the tokens that go to no expert, whose sums are of memory that nobody wrote."""
+    """`out_TD` with zeros for the tokens that go to no expert, whose sums are of uninitialised memory."""
     return torch.where(ids_TK[:, :1] < num_experts, out_TD, 0.0)
 
 

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
-"""The choice of each token's experts from the router's logits as one Triton kernel: `models.moe.Router`'s rule.
+"""The choice of each token's experts from the router's logits as Triton kernels: `models.mlp.Router`'s rule.
 
-A program takes one token. Its experts lie group by group in a square of registers; the best of all that may be chosen
-is taken K times. Ties go to the lowest expert.
+A program of the first kernel takes one token. Its experts lie group by group in a square of registers; the best of all
+that may be chosen is taken K times. Ties go to the lowest expert. Where a block has a capacity, a program of the
+second takes one block before that, and marks the experts that its tokens may choose.
 
-Shape legend: T tokens, E experts, K experts a token, S shared experts.
+Shape legend: T tokens, E experts, K experts a token, S shared experts, N blocks, B block size.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ def _route_kernel(
     logits_ptr,
     bias_ptr,
     live_ptr,
+    kept_ptr,
     ids_ptr,
     weights_ptr,
     scaling,
     E: tl.constexpr,
+    B: tl.constexpr,
+    LIMITED: tl.constexpr,
     SHARED: tl.constexpr,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
@@ -56,6 +60,9 @@ def _route_kernel(
     if BIASED:
         choice = choice + tl.load(bias_ptr + expert, mask=inside, other=0.0)
     choice = tl.where(inside, choice, least)
+    if LIMITED:
+        kept = tl.load(kept_ptr + token // B * E + expert, mask=inside, other=0)
+        choice = tl.where(kept != 0, choice, least)
     if GROUPS > 1:
         first = tl.max(choice, 1)
         first_at = tl.min(tl.where(choice == first[:, None], expert, E), 1)
@@ -89,7 +96,45 @@ def _route_kernel(
     tl.store(weights_ptr + place, weights, mask=column < K + SHARED)
 
 
+def _keep_experts_kernel(
+    logits_ptr,
+    bias_ptr,
+    kept_ptr,
+    E: tl.constexpr,
+    B: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """One block: 1 for its CAPACITY best experts, by the largest value of each over its B tokens, 0 for the others."""
+    block = tl.program_id(0).to(tl.int64)
+    least = float("-inf")
+    expert = tl.arange(0, BLOCK_E)
+    inside = expert < E
+    best = tl.full((BLOCK_E,), least, tl.float32)
+    for token in range(B):
+        logits = tl.load(logits_ptr + (block * B + token) * E + expert, mask=inside, other=least)
+        if SIGMOID:
+            score = tl.sigmoid(logits)
+        else:
+            score = tl.exp(logits - tl.max(logits, 0))
+            score = score / tl.sum(score, 0)
+        best = tl.maximum(best, score)
+    if BIASED:
+        best = best + tl.load(bias_ptr + expert, mask=inside, other=0.0)
+    best = tl.where(inside, best, least)
+    kept = tl.zeros((BLOCK_E,), tl.int8)
+    for _ in range(CAPACITY):
+        top = tl.max(best, 0)
+        at = tl.min(tl.where(best == top, expert, E), 0)
+        kept = tl.where(expert == at, 1, kept).to(tl.int8)
+        best = tl.where(expert == at, least, best)
+    tl.store(kept_ptr + block * E + expert, kept, mask=inside)
+
+
 ROUTE = Kernel(_route_kernel)
+KEEP_EXPERTS = Kernel(_keep_experts_kernel)
 
 
 def route(
@@ -104,26 +149,51 @@ def route(
     scaling: float,
     num_shared: int = 0,
     live_T: Tensor | None = None,
+    capacity: int = 0,
+    block_size: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Expert ids (T, K + S) int64, best first, and their weights (T, K + S) float32, of float32 logits (T, E).
 
-    The arguments are those of `MoEConfig`. Last stand the `num_shared` (S) experts that every token shares, E to
+    The arguments are those of `MoEConfig`; with a `capacity` the tokens are whole blocks. Last stand the `num_shared` (S) experts that every token shares, E to
     E + S - 1, with weight 1. The ids of a token that is not `live_T` are all E + S, which is no expert.
     """
     tokens, experts = logits_TE.shape
     columns = per_token + num_shared
     ids_TK = torch.empty((tokens, columns), dtype=torch.int64, device=logits_TE.device)
     weights_TK = torch.empty((tokens, columns), dtype=torch.float32, device=logits_TE.device)
+    logits_TE = logits_TE.contiguous()
+    kept_NE = torch.empty(
+        (tokens // block_size if capacity else 0, experts), dtype=torch.int8, device=logits_TE.device
+    )
+    if capacity:
+        num_groups = kept_groups = 1
+        launch(
+            KEEP_EXPERTS,
+            (len(kept_NE),),
+            logits_TE,
+            logits_TE if bias_E is None else bias_E,
+            kept_NE,
+            E=experts,
+            B=block_size,
+            CAPACITY=capacity,
+            SIGMOID=sigmoid,
+            BIASED=bias_E is not None,
+            BLOCK_E=power_of_two(experts),
+            num_warps=1 if experts <= 256 else 4,
+        )
     launch(
         ROUTE,
         (tokens,),
-        logits_TE.contiguous(),
+        logits_TE,
         logits_TE if bias_E is None else bias_E,
         logits_TE if live_T is None else live_T,
+        kept_NE if capacity else logits_TE,
         ids_TK,
         weights_TK,
         scaling,
         E=experts,
+        B=block_size,
+        LIMITED=capacity > 0,
         SHARED=num_shared,
         GROUPS=num_groups,
         KEPT=kept_groups,

@@ -122,7 +122,7 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 # The API requests of a server that have not been answered, and its drain: it takes no more and finishes these.
 
-DRAIN_SECONDS = 30.0  # that a drain may take, unless somebody says otherwise
+DRAIN_SECONDS = 30.0  # that a drain may take, by default
 RETRY_SECONDS = 10  # a server that shuts down is replaced or started again, which takes a while
 
 

@@ -376,6 +376,8 @@ class Model(TypedDict):
     object: Literal["model"]
     created: Created
     owned_by: str
+    max_model_len: int | None
+    """tokens that a prompt and its answer can have together; `null` before a replica has told it"""
 
 
 class Models(TypedDict):
@@ -503,6 +505,8 @@ class ReplicaState(TypedDict):
     """the measured front of accuracy and speed; `null` without one"""
     engine: NotRequired[dict[str, Any]]
     """the engine's settings; `null` left a choice to the engine"""
+    max_model_len: NotRequired[int]
+    """tokens that a prompt and its answer can have together"""
     kv_cache: NotRequired[dict[str, Any]]
     """`num_pages`, `page_size`, `tokens`: how many tokens' keys and values fit, and `free_pages`, those included that
     hold cached prefixes"""

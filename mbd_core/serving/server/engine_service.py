@@ -233,6 +233,7 @@ class EngineService:
             "defaults": self.defaults,
             "speed_front": None if self._front is None else cast(Front, self._front.shown()),
             "engine": asdict(engine.config) | {"block_size": engine.block_size, "page_size": engine.page_size},
+            "max_model_len": engine.admission.max_length,
             "kv_cache": {
                 "num_pages": engine.num_pages,
                 "page_size": engine.page_size,

@@ -88,6 +88,7 @@ class OpenAIServer:
         self._log = log or logging.getLogger(__name__)
         self.measures = measures or ServerMeasures(self._models)
         self._routes: dict[str, _Route] = {}
+        self._learning: dict[str, asyncio.Future[_Route]] = {}
         self._open_requests = OpenRequests(most_each=client_requests)
         self._created = int(time.time())
         self._tokenizing = TokenizerThreads()
@@ -129,7 +130,30 @@ class OpenAIServer:
     def model(self, name: str) -> Model:
         """OpenAI's model object; `ApiError` (404) for a name that is not served."""
         served_name(name, self._models)
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "mbd"}
+        route = self._routes.get(name)
+        length = None if route is None else route.model.limits.admission.max_length
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "mbd",
+            "max_model_len": length,
+        }
+
+    async def learn_limits(self, names: Collection[str], *, seconds: float) -> None:
+        """Ask the engines of these models for their limits where they are unknown, and wait for `seconds` at most."""
+        for name in names:
+            if name in self._models and name not in self._routes and name not in self._learning:
+                task = asyncio.ensure_future(self._route(name))
+                self._learning[name] = task
+                task.add_done_callback(partial(self._learned, name))
+        if tasks := [self._learning[name] for name in names if name in self._learning]:
+            await asyncio.wait(tasks, timeout=seconds)
+
+    def _learned(self, name: str, task: "asyncio.Future[_Route]") -> None:
+        del self._learning[name]
+        if not task.cancelled() and task.exception() is not None:
+            self._log.warning("%s did not tell its limits", name, exc_info=task.exception())
 
     # -- the tokenizer ------------------------------------------------------------------------------------------
 
@@ -283,7 +307,9 @@ class OpenAIServer:
         """The model's side of a request."""
         if name not in self._routes:
             model = await self._models[name]()
-            self._routes[name] = await self._tokenizing.run(partial(_Route, model, self._log), characters=0)
+            route = await self._tokenizing.run(partial(_Route, model, self._log), characters=0)
+            if self._routes.setdefault(name, route) is not route:  # another request's was quicker
+                route.stop()
         return self._routes[name]
 
 

@@ -77,6 +77,7 @@ class EndpointArgs:
 
         folder = read_folder(model_folder(self.model).resolve())
         engine = _check_decoding(folder, self.engine)
+        engine.positions(folder.config.max_positions)
         self.sampling(folder.defaults)
         if engine.attention not in (None, "reference", *KERNELS):
             raise ValueError(

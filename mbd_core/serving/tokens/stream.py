@@ -22,7 +22,7 @@ class TooManyRequests(RuntimeError):
 
 
 class Asleep(RuntimeError):
-    """The engine's memory is given back until somebody wakes it up."""
+    """The engine's memory is given back until `/wakeup`."""
 
 
 class TokenStream:

@@ -67,6 +67,8 @@ def problems(draw: st.DrawFn) -> tuple[list[int], int, DecodingConfig, int, bool
     config = DecodingConfig(
         block_size=size,
         buffer_size=draw(st.integers(1, 4)),
+        sub_block=draw(st.sampled_from([None, *(n for n in (1, 2, 5) if size % n == 0)])),
+        carry=draw(st.booleans()) and not {"t2t", "soft"} & {n for n, part in revision.items() if part},
         tau_add=draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])),
         tau_semi=draw(st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0])),
         **({} if kind == "entropy" else {"tau_m2t": draw(st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0]))}),
@@ -95,7 +97,7 @@ def run_buffer(
             request_id=str(row), prompt=tuple(prompt), max_tokens=max_tokens, decoding=config, ignore_eos=not stops
         )
         buffer.join(row, request)
-        cached.append(prompt[: len(prompt) // size * size])
+        cached.append(prompt[: request.first_block_start(len(prompt))])
     while not all(ends):
         if limits is not None:
             buffer.hold_to(next(limits))
@@ -120,7 +122,8 @@ def run_buffer(
                 score[row, n] = torch.tensor([s for _, _, s in slot])
         quotas = any(config.accepts_several for _, _, config, _, _ in batch)
         revises = any(config.revises for _, _, config, _, _ in batch)
-        done = buffer.commit(Prediction(token, confidence, score), revises=revises, quotas=quotas)
+        by_parts = any(config.by_parts for _, _, config, _, _ in batch)
+        done = buffer.commit(Prediction(token, confidence, score), revises=revises, quotas=quotas, by_parts=by_parts)
         for row, (prompt, max_tokens, _, _, stops) in enumerate(batch):
             for block in done.tokens_RNB[row, : int(done.num_blocks_R[row])].tolist():
                 for t in block:

@@ -35,6 +35,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"canvas": {"forbid_eos": None}}, "canvas.forbid_eos=null must be one of true, false"),
     ({"canvas": {"branches": {"block_lengths": 8}}}, "branches.block_lengths"),
     ({"canvas": {"leap": {"radius": 0}}}, "leap.radius=0"),
+    ({"sub_block": 3}, "sub_block=3 does not divide block_size=4"),
+    ({"sub_block": 2, "canvas": {}}, "sub_block=2"),
+    ({"carry": True, "t2t": {}}, "leave out t2t"),
+    ({"carry": True, "prompt_attention": "full"}, "prompt_attention='full'"),
+    ({"use_block_cache": True}, "'use_block_cache'"),
     ({"remasking": True}, "'remasking'"),
     ({"block_size": 8}, "block_size=8"),
 ]

@@ -158,3 +158,30 @@ def test_a_mean_has_no_interval_where_a_task_has_none() -> None:
 def test_one_problem_has_no_interval() -> None:
     aup = found(samples_of({"m": [[(2, True)], [(4, True)]]}))["m", "a"]
     assert aup.eq41.value == 200 and aup.eq41.low is None and aup.d3llm.low is None
+
+
+def test_the_aup_of_one_buffer_size_is_that_of_a_sweep_with_no_other_in_the_same_pool() -> None:
+    samples = {
+        ReportKey("m", "multi", "t", json.dumps({"buffer_size": size, "tau_m2t": tau})): [
+            graded_sample(
+                tokens=40,
+                forwards=8 // size + problem % 2 + round(4 * tau),
+                correct=(problem * size) % 3 > 0,
+                problem=f"t/{problem}",
+            )
+            for problem in range(12)
+        ]
+        for size in (2, 4)
+        for tau in (0.5, 0.9)
+    }
+    rows = build_rows(samples)
+    mixed, *by_slots = [*build_aup(rows), *build_aup(rows, by_slots=True)]
+    assert mixed.slots is None and [one.slots for one in by_slots] == [2, 4]
+    drawn, of_tasks = with_intervals([mixed, *by_slots], samples)
+    assert drawn[0] == with_intervals([mixed], samples)[0][0] and len(of_tasks) == 1
+    for size, one in zip((2, 4), drawn[1:], strict=True):
+        alone = [(row.summary.tpf, row.summary.accuracy) for row in rows if row.config["buffer_size"] == size]
+        assert one.eq41.value == float(aup_eq41(alone)) and one.points == tuple(sorted(alone))
+        assert one.d3llm.value == float(aup_d3llm(alone, y_max=mixed.y_max))
+        assert one.d3llm.low is not None
+    assert build_aup([row for row in rows if row.config["buffer_size"] == 2], by_slots=True) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mbd_core.evaluation.sandbox import programs
 from mbd_core.evaluation.sandbox.plain_data import Value
 from mbd_core.evaluation.sandbox.processes import Isolation, Limits, available_isolation, contained, landlock_version
 from mbd_core.evaluation.sandbox.programs import Call, Verdict, run_calls, run_tests
@@ -282,3 +283,42 @@ def test_a_process_is_killed_with_the_body(isolation: Isolation) -> None:
     os.close(read_fd)
     os.close(write_fd)
     assert not survivors()
+
+
+WRONG_AT = "def f(x):\n    if x in {bad}:\n        {then}\n    return x\n"
+
+
+@pytest.mark.parametrize(
+    ("bad", "then", "reason", "detail"),
+    [
+        ({3}, "return -1", "wrong", "input 3"),
+        ({3, 5, 8}, "return -1", "wrong", "input 3; wrong inputs: 3, 5, 8 (3 of 30)"),
+        ({2, 4}, "raise ValueError", "error", "ValueError; wrong inputs: 2, 4 (2 of 30)"),
+        ({7}, "import os; os._exit(3)", "error", "the process ended early with status 3"),
+    ],
+)
+def test_all_wrong_inputs_are_named_and_the_first_one_decides(
+    bad: set[int], then: str, reason: str, detail: str
+) -> None:
+    calls = [Call(arguments=[x], seconds=5.0, longest=1000) for x in range(30)]
+    seen: list[int] = []
+
+    def accept(number: int, out: Value) -> bool:
+        seen.append(number)
+        return bool(out.value == number)
+
+    verdict = run_calls(WRONG_AT.format(bad=bad, then=then), "f", calls, accept, limits=Limits())
+    assert (verdict.reason, verdict.detail) == (reason, detail)
+    assert seen == sorted(set(seen)), "a program that goes on is judged once an input"
+
+
+def test_the_inputs_after_a_wrong_one_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "FURTHER_SECONDS", 0.4)
+    calls = [Call(arguments=[x], seconds=5.0, longest=1000) for x in range(200)]
+    refused = run_calls("def f(x):\n    return -1\n", "f", calls[:60], lambda _, out: out.value >= 0, limits=Limits())
+    assert refused.detail.endswith("19, ... (60 of 60)") or "of the first" in refused.detail
+    slow = "import time\ndef f(x):\n    time.sleep(0.1)\n    return -1\n"
+    begun = time.monotonic()
+    verdict = run_calls(slow, "f", calls, lambda _, out: out.value >= 0, limits=Limits())
+    assert verdict.detail.startswith("input 0; wrong inputs: 0, 1") and "of the first" in verdict.detail
+    assert time.monotonic() - begun < 8

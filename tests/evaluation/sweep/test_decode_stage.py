@@ -51,7 +51,7 @@ class FakeEngine:
 
     def __init__(self, *, failing: set[str], answer: list[int]) -> None:
         self.failing, self.answer, self.closed = failing, answer, False
-        self.admission = SimpleNamespace(check=lambda request: request, model=SimpleNamespace(max_positions=512))
+        self.admission = SimpleNamespace(check=lambda request: request, max_positions=512)
 
     def generate(self, requests: list[Request]) -> list[Output]:
         assert not self.closed

@@ -11,8 +11,9 @@ import pytest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.options import SweepOptions
-from mbd_core.evaluation.sweep.parts import PLANNED_COLUMNS
+from mbd_core.evaluation.sweep.parts import PLANNED_COLUMNS, cut
 from mbd_core.evaluation.sweep.plan import plan_sweep
+from mbd_core.evaluation.sweep.record import plan_of
 
 
 def options(folder: Path | str, **changes: Any) -> SweepOptions:
@@ -84,3 +85,24 @@ def test_two_models_of_one_name_are_refused(tiny_model_dir: Path, tmp_path: Path
     twin = shutil.copytree(tiny_model_dir, tmp_path / tiny_model_dir.name)
     with pytest.raises(ValueError, match=f"two models are named '{tiny_model_dir.name}'"):
         plan_sweep(options(tiny_model_dir, models=[str(tiny_model_dir), str(twin)]))
+
+
+def test_a_problem_has_as_many_rows_as_answers_are_drawn_and_each_noise_of_its_own(tiny_model_dir: Path) -> None:
+    drawn = list(plan_sweep(options(tiny_model_dir, samples=3, temperature=0.7, grid="tau_m2t=0.7,0.9")).rows())
+    again = list(plan_sweep(options(tiny_model_dir, samples=3, temperature=0.7, grid="tau_m2t=0.7,0.9")).rows())
+    assert drawn == again and {row["draw"] for row in drawn} == {0, 1, 2}
+    assert len({json.loads(row["sampling"])["seed"] for row in drawn}) == len(drawn) == 2 * 3 * 4
+    fewer = list(plan_sweep(options(tiny_model_dir, samples=2, temperature=0.7, grid="tau_m2t=0.7")).rows())
+    name = ("method", "config", "problem_id", "draw")
+    noise = {tuple(row[n] for n in name): row["sampling"] for row in drawn}
+    assert all(noise[tuple(row[n] for n in name)] == row["sampling"] for row in fewer)
+    (part,) = cut(fewer, rows_per_part=64)
+    assert part.table().to_pylist() == fewer
+
+
+def test_a_greedy_sweep_has_the_columns_that_it_had(tiny_model_dir: Path) -> None:
+    sweep = plan_sweep(options(tiny_model_dir))
+    (part,) = cut(sweep.rows(), rows_per_part=64)
+    assert part.table().schema == PLANNED_COLUMNS and "samples" not in plan_of(sweep, part.rows)
+    with pytest.raises(ValueError, match="--temperature above 0"):
+        plan_sweep(options(tiny_model_dir, samples=2))

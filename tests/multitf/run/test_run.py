@@ -1,15 +1,21 @@
 """A recipe in one process: what it writes, where it refuses to, and how it goes on."""
 
+import gzip
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from mbd_core.checkpoint.adapter import read_adapter
+from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import SHIPPED
 from mbd_core.multitf.recipes.by_name import RECIPES
-from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
+from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, with_precision
 from mbd_core.multitf.run import __main__ as run
 from mbd_core.multitf.run.checkpoints import MARKER
 from mbd_core.multitf.run.log import LOSSES, SPEEDS
@@ -94,7 +100,7 @@ def points(folder: str) -> list[dict[str, float]]:
 def test_a_run_goes_on_from_its_checkpoint(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--recipe", recipe, "--checkpoints", "run", "--every", "5"]
     assert run.main([*options, "--out", "whole"]) == 0
-    written = ["losses.jsonl", "losses.png", "step_000010", "step_000012", "tensorboard"]
+    written = ["losses.jsonl", "losses.png", "run.md", "step_000010", "step_000012", "tensorboard"]
     assert sorted(path.name for path in Path("run").iterdir()) == written
     losses = points("run")
     (Path("run/step_000012") / MARKER).unlink()  # as if the run had been killed while it wrote this one
@@ -113,6 +119,78 @@ def test_a_run_goes_on_from_its_checkpoint(recipe: str, capsys: pytest.CaptureFi
     assert run.main([*options, "--precision", "bfloat16", "--out", "other"]) == 2
     assert "--precision bfloat16: the run in run began in float32" in capsys.readouterr().err
     assert run.main([*options, "--micro-batch", "1", "--attention", "dense", "--pack", "300", "--out", "other"]) == 0
+
+
+def test_the_page_of_a_run_says_what_differs_from_its_recipe(recipe: str) -> None:
+    Path("my.yaml").write_text(f"recipe: {recipe}\ntrain: {{lr: 1e-4}}\n")
+    assert run.main(["--config", "my.yaml", "--steps", "1", "--clip", "0.5", "--checkpoints", "run"]) == 0
+    page = Path("run/run.md").read_text()
+    assert "- train.lr: 0.0001, not " in page and "- train.clip: 0.5, not 1.0" in page and "train.betas" not in page
+    assert json.loads((Path("out") / recipe / "recipe.json").read_text())["train"]["clip"] == 0.5
+
+
+def test_an_adapter_alone_is_written_on_demand(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--recipe", recipe, "--steps", "1", "--write", "adapter", "--out", "a"]
+    assert run.main(options) == 2 and "--lora" in capsys.readouterr().err
+    base = RECIPES[recipe].base
+    size = load_config(Path(str(base))).block_size
+    assert run.main([*options, "--lora", "2", "--lora-alpha", "6", "--block-size", str(size), "--overwrite"]) == 0
+    adapter = read_adapter(Path("a"), load_config(Path(str(base))))
+    assert adapter.rank == 2 and json.loads(Path("a/adapter_config.json").read_text())["lora_alpha"] == 6
+    assert sorted(path.name for path in Path("a").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "mbd-manifest.json",
+        "recipe.json",
+    ]
+
+
+def test_some_updates_are_profiled(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--recipe", recipe, "--steps", "5", "--checkpoints", "run"]
+    assert run.main([*options, "--out", "a", "--profile", "2"]) == 0
+    (trace,) = Path("run/profile").iterdir()
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert sum("Optimizer.step#AdamW" in event["name"] for event in events if event.get("ph") == "X") == 2
+    assert run.main(["--recipe", recipe, "--profile", "2"]) == 2 and "--checkpoints" in capsys.readouterr().err
+    assert run.main(["--recipe", recipe, "--memory-snapshot", "--checkpoints", "other"]) == 2
+    assert "--memory-snapshot" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_two_workers_and_then_with_one(tiny_recipe: TrainingRecipe, tmp_path: Path) -> None:
+    """The recipe goes to torchrun's processes as a file, and each start finds the checkpoint of the one before."""
+    file, one = tmp_path / "recipe.json", [sys.executable, "-m", "mbd_core.multitf.run"]
+    file.write_text(json.dumps(as_recorded(with_precision(tiny_recipe, "float32"))))
+    two = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mbd_core.multitf.run"]
+    options = [
+        "--config",
+        str(file),
+        "--steps",
+        "6",
+        "--every",
+        "2",
+        "--optimizer",
+        "adamw",
+        "--log-to",
+        "none",
+        "--checkpoints",
+        "run",
+    ]
+
+    def losses(command: list[str], out: str) -> list[float]:
+        subprocess.run([*command, *options, "--out", out], cwd=tmp_path, check=True, timeout=280)
+        lines = (tmp_path / "run" / LOSSES).read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    whole = losses(one, "whole")
+    shutil.rmtree(tmp_path / "run/step_000006")
+    assert losses(two, "two")[4:] == pytest.approx(whole[4:], rel=1e-4)
+    shutil.rmtree(tmp_path / "run/step_000004")
+    shutil.rmtree(tmp_path / "run/step_000006")
+    again = losses(two, "two-whole")
+    shutil.rmtree(tmp_path / "run/step_000006")
+    assert again == pytest.approx(whole, rel=1e-4)
+    assert losses(one, "one") == pytest.approx(whole, rel=1e-4)
 
 
 @pytest.mark.parametrize(

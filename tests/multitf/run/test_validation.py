@@ -9,13 +9,16 @@ import pytest
 import torch
 from chat_rows import chat, write_rows
 
+from actors.training.run import TrainingRun
+from jobs import train_multitf
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.multitf.config import ValidationOptions
 from mbd_core.multitf.data.conversation_rows import find_files
 from mbd_core.multitf.data.preparation import Preparation, prepare_data
-from mbd_core.multitf.data.prepared import named_data
+from mbd_core.multitf.data.prepared import PreparedExamples, named_data
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.recipe import shortened
+from mbd_core.multitf.run import __main__ as plain
 from mbd_core.multitf.run.checkpoints import Checkpoints, best_step
 from mbd_core.multitf.run.log import LOSSES, PLOT
 from mbd_core.multitf.run.log_targets import tag
@@ -116,6 +119,59 @@ def test_a_validation_that_fails_is_a_line_and_no_end(
     run = train_worker(start, ALONE, "replicated", None, every=1, validation=options(tmp_path))
     assert len(run.curve) == 5 and run.trainer.model.training
     assert "validation after step 2 failed: RuntimeError: out of memory" in capsys.readouterr().out
+
+
+def test_a_share_of_the_data_leaves_training_and_nothing_else_does(start: StartingPoint, tmp_path: Path) -> None:
+    for apart in (False, True):
+        whole = PreparedExamples(tmp_path / "data", block_size=4, max_length=64, apart=apart)
+        kept, share = whole.split(0.3)
+        assert len(share.lengths) == len(share) and 0 < len(share) < len(whole)
+        assert sorted([*map(repr, kept), *map(repr, share)]) == sorted(map(repr, whole))
+        assert [repr(one) for one in whole.split(0.3)[1]] == [repr(one) for one in share]
+        rows = [set(range(len(whole)) if part._rows is None else part._rows) for part in (kept, share)]
+        assert not rows[0] & rows[1] and len(rows[1]) == round(0.3 * 12)
+    run = Run(start, ALONE, "replicated", validation=ValidationOptions(validation="0.3"))
+    assert run.validation is not None
+    assert [len(run.trainer.examples), len(run.validation.examples)] == [8, 4]
+    stored = Checkpoints(str(tmp_path / "run"), ALONE, recipe=start.recipe)
+    train_worker(
+        start, ALONE, "replicated", stored, every=9, log_targets=(), validation=ValidationOptions(validation="0.3")
+    )
+    for other, remedy in (("0.4", "--validation 0.3"), (None, "--validation 0.3")):
+        with pytest.raises(ValueError, match=remedy):
+            Run(start, ALONE, "replicated", stored, validation=ValidationOptions(validation=other))
+    with pytest.raises(ValueError, match="leaves 1 of 12 conversations"):
+        Run(start, ALONE, "replicated", validation=ValidationOptions(validation="0.9"))
+    for share_text in ("0", "1", "-0.5", "nan"):
+        with pytest.raises(ValueError, match=share_text):
+            ValidationOptions(validation=share_text)
+
+
+def test_both_commands_measure_what_their_options_name(
+    start: StartingPoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(RECIPES, "held-out-run", replace(start.recipe, name="held-out-run"))
+    monkeypatch.chdir(tmp_path)
+    recipe = ["--recipe", "held-out-run", "--log-to", "none"]
+    for given, every in (("held-out", 2), ("0.25", 3)):
+        options = ["--validation", given, "--validate-every", str(every), "--keep-best", "validation_accuracy"]
+        place = ["--checkpoints", f"run-{every}", "--out", f"out-{every}"]
+        assert plain.main([*recipe, *options, *place]) == 0
+        lines = [json.loads(line) for line in (tmp_path / f"run-{every}" / LOSSES).read_text().splitlines()]
+        measured = [line["step"] + 1 for line in lines if "validation_loss" in line]
+        assert measured == [*range(every, 5, every), 5]
+    assert plain.main([*recipe, "--validation", "nowhere", "--out", "x"]) == 2
+    capsys.readouterr()
+
+    runs: list[TrainingRun] = []
+    monkeypatch.setattr(train_multitf, "train_on_cluster", lambda training, *_, **__: runs.append(training))
+    command = [*recipe, "--workers", "1", "--storage", str(tmp_path / "runs"), "--validate-every", "7"]
+    assert train_multitf.main([*command, "--validation", "held-out", "--keep-best", "none"]) == 0
+    assert train_multitf.main([*command, "--validation", "0.25"]) == 0
+    assert [one.validation.validation for one in runs] == [str(tmp_path / "held-out"), "0.25"]
+    assert runs[0].validation.validate_every == 7 and runs[0].validation.keep_best == "none"
+    assert train_multitf.main([*command, "--validation", "0.9"]) == 2
+    assert "--validation 0.9 leaves" in capsys.readouterr().err
 
 
 def test_held_out_data_that_do_not_fit_are_refused_before_the_run(start: StartingPoint, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from family_models import FAMILIES, random_model
 from gloo_workers import started
 from torch.distributed.checkpoint import FileSystemReader
-from training_pair import KEPT, STEPS, distilled, half_denoised, losses, recipe_on, trained, trained_adapter
+from training_pair import KEPT, STEPS, distilled, half_denoised, held_out, losses, recipe_on, trained, trained_adapter
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
@@ -55,7 +55,7 @@ def out(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(out: Path) -> dict[str, list[float]]:
+def alone(out: Path) -> dict[str, Any]:
     """The losses of one worker."""
     torch.set_num_threads(1)
     recipes = {name: recipe_on(out / "model", optimizer=name) for name in ("adamw", "muon")}
@@ -63,6 +63,7 @@ def alone(out: Path) -> dict[str, list[float]]:
     found["experts"] = losses(trained(recipe_on(out / "experts", steps=2), ALONE, "replicated"))
     found["packed"] = losses(trained(recipe_on(out / "model", steps=2), ALONE, "replicated"))
     found["half"] = losses(trained(half_denoised(out / "model"), ALONE, "replicated"))
+    found["held-out"] = held_out(recipe_on(out / "model"), ALONE, "replicated")
     found["adapter"] = trained_adapter(distilled(out / "dream"), ALONE, "replicated", out / "adapter-alone")
     trained(recipes["muon"], ALONE, "replicated", str(out / "one"))
     for step in (6, STEPS):
@@ -119,6 +120,13 @@ def test_a_worker_without_a_roll_out_waits_for_nobody(together: dict[str, Any], 
 
 def test_a_checkpoint_is_whole_as_soon_as_it_is_written(together: dict[str, Any]) -> None:
     assert together["marked"] == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize("sharding", ["replicated", "sharded"])
+def test_held_out_losses_of_two_workers_are_those_of_one(
+    sharding: str, together: dict[str, Any], alone: dict[str, Any]
+) -> None:
+    assert together[f"held-out-{sharding}"] == pytest.approx(alone["held-out"], rel=1e-5)
 
 
 def test_a_worker_without_a_label_holds_up_nobody(together: dict[str, Any]) -> None:

@@ -3,17 +3,21 @@
 import io
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from family_models import FAMILIES, random_model
+from peft import PeftModel
 from trainer_state import D2F_STATES, load_trainer, trainer_state
 
+from mbd_core.checkpoint.adapter import read_adapter
+from mbd_core.checkpoint.saving import save_adapter
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import LoraSettings, TrainConfig
 from mbd_core.multitf.data.encoding import Example
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.step.adapter import add_adapter, merge_adapter, without_adapter
+from mbd_core.multitf.step.adapter import adapter_factors, add_adapter, merge_adapter, without_adapter
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.ops.attention.whole import DenseAttention
 
@@ -65,6 +69,39 @@ def test_distillation_teaches_the_adapter_and_nothing_else(family: str) -> None:
     merge_adapter(model)
     assert model.state_dict().keys() == random_model(FAMILIES[family]).state_dict().keys()
     torch.testing.assert_close(outputs(model), adapted, rtol=1e-4, atol=1e-4)
+
+
+MODULES = {
+    "sdar": ("q_proj", "v_proj", "o_proj", "down_proj"),
+    "dream": ("q_proj", "k_proj", "gate_proj"),
+    "llada2": ("q_proj", "v_proj", "o_proj"),  # query, key and value are one module in its checkpoints
+    "llada": ("q_proj", "up_proj"),
+}
+
+
+@pytest.mark.parametrize("family", MODULES)
+def test_an_adapter_folder_holds_what_was_trained(family: str, tmp_path: Path) -> None:
+    """Read by serving's reader, and by peft where the decoder has the names of the published model."""
+    lora = LoraSettings(rank=3, alpha=5, dropout=0.0, modules=MODULES[family])
+    model = random_model(FAMILIES[family])
+    add_adapter(model, lora, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if ".lora_B" in name:
+            parameter.data.normal_(0.0, 0.1, generator=generator)
+    factors = adapter_factors(model)
+    save_adapter(
+        tmp_path / "a", model.config, factors, rank=3, alpha=5, dropout=0.0, base="base", extra={"note.txt": "x"}
+    )
+    adapter = read_adapter(tmp_path / "a", model.config)
+    for name, (a, b) in adapter.factors.items():
+        assert any(name.endswith(module) for module in lora.modules) == (name in factors)
+        expected = factors[name][1] @ factors[name][0] * 5 / 3 if name in factors else torch.zeros(len(b), a.shape[1])
+        torch.testing.assert_close(b @ a, expected, rtol=1e-5, atol=1e-6)
+    assert factors.keys() <= adapter.factors.keys()
+    if family == "sdar":
+        loaded = PeftModel.from_pretrained(random_model(FAMILIES[family]), str(tmp_path / "a"))
+        torch.testing.assert_close(outputs(loaded.base_model.model), outputs(model.eval()), rtol=1e-5, atol=1e-5)
 
 
 def test_a_resumed_run_drops_what_the_uninterrupted_one_dropped() -> None:

@@ -86,25 +86,29 @@ from mbd_core.models.model_config import MoEConfig
 from mbd_core.models.mlp import Router
 from mbd_core.ops.layer.router import route
 generator = torch.Generator().manual_seed(0)
-for experts, groups, kept, each, score, bias, normalizes in (
-    (16, 4, 2, 4, "sigmoid", True, True), (12, 3, 2, 3, "sigmoid", True, True), (9, 1, 1, 2, "softmax", False, True),
-    (20, 5, 5, 1, "softmax", True, False), (7, 1, 1, 7, "sigmoid", False, False),
+for experts, groups, kept, each, score, bias, normalizes, capacity in (
+    (16, 4, 2, 4, "sigmoid", True, True, 0), (12, 3, 2, 3, "sigmoid", True, True, 0),
+    (9, 1, 1, 2, "softmax", False, True, 0), (20, 5, 5, 1, "softmax", True, False, 0),
+    (7, 1, 1, 7, "sigmoid", False, False, 0), (16, 4, 2, 4, "sigmoid", True, True, 5),
+    (12, 1, 1, 3, "softmax", True, False, 3), (9, 1, 1, 2, "sigmoid", False, True, 9),
 ):
     config = MoEConfig(
         num_experts=experts, experts_per_token=each, intermediate_size=4, score=score, norm_topk_prob=normalizes,
-        expert_bias=bias, num_groups=groups, topk_groups=kept, routed_scaling=2.5,
+        expert_bias=bias, num_groups=groups, topk_groups=kept, routed_scaling=2.5, expert_capacity=capacity,
     )
-    router = Router(8, config).requires_grad_(False)
+    router = Router(8, config, block_size=3).requires_grad_(False)
     router.weight.normal_(generator=generator)
     if bias:
         router.expert_bias.normal_(generator=generator)
-    x, live = torch.randn(9, 8, generator=generator), torch.arange(9) % 3 != 1
+    x = torch.randn(9, 8, generator=generator)
+    live = torch.arange(9) // 3 != 1 if capacity else torch.arange(9) % 3 != 1
     wanted_ids, wanted = router(x)
     logits = router.logits(x)
     logits[~live] = torch.nan
     arguments = {
         "per_token": each, "sigmoid": score == "sigmoid", "bias_E": router.expert_bias if bias else None,
         "num_groups": groups, "kept_groups": kept, "normalizes": normalizes, "scaling": 2.5,
+        "capacity": capacity, "block_size": 3,
     }
     ids, weights = route(logits, live_T=live, **arguments)
     assert ids.dtype == torch.int64 and (ids[~live] == experts).all()

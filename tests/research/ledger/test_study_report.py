@@ -93,7 +93,7 @@ def test_alignment_sets_the_distances_beside_the_outcomes(tmp_path: Path) -> Non
     write_distances(tmp_path / "alignment" / INFERENCE / DISTANCES, distances)
     text = report(tmp_path, "alignment")
     line = next(line for line in text.splitlines() if line.startswith("| delta_r, accuracy, 2 slots |"))
-    found = re.fullmatch(r"\| delta_r, accuracy, 2 slots \| 9 \| (\S+) \[(\S+), (\S+)\] \| (\S+) \|", line)
+    found = re.fullmatch(r"\| delta_r, accuracy, 2 slots \| 9 \| (\S+) \[(\S+), (\S+)\] \| (?:< )?(\S+) \|", line)
     assert found is not None
     assert float(found[1]) < -0.9 and float(found[4]) < 0.01
     assert "| mean_w1, accuracy, 2 slots | 8 |" in text, "a row without the distance is left out"
@@ -106,6 +106,7 @@ PUBLISHED: list[tuple[str, Experiment]] = [
     ("ledger", "ordering"),
     ("ledger", "ablation"),
     ("ledger", "alignment"),
+    ("ledger", "thresholds"),
     ("ledger-b32", "ordering"),
     ("ledger-without-pages", "ordering"),
 ]

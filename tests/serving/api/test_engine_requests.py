@@ -40,7 +40,7 @@ BLOCK_BATCH = DecodingConfig(block_size=4, canvas=Canvas(branches=Branches(block
 def admission(**changes: Any) -> Admission:
     sizes = {"block_size": 4, "buffer_size": 2, "page_size": 16, "num_pages": 100, "prefix_caching": True}
     model = changes.pop("model", MODEL)
-    return Admission(model, **(sizes | changes))
+    return Admission(model, max_positions=model.max_positions, **(sizes | changes))
 
 
 def completion(**fields: Any) -> CompletionRequest:

@@ -300,7 +300,7 @@ def wanting(script: str, tokenizer: Any) -> Callable[..., Any]:
         def pick(i: int, allowed_V: Any) -> Choice:
             fits = [t for t, text in enumerate(texts) if text and left.startswith(text) and allowed_V[t]]
             likely = fits or ([1] if allowed_V[1] else np.flatnonzero(allowed_V).tolist())
-            return Choice(max(likely, key=lambda t: len(texts[t]) if t != 1 else 0), 0.0, not fits)
+            return Choice(max(likely, key=lambda t: len(texts[t]) if t != 1 else 0), -1.0, False)
 
         return pick
 

@@ -483,7 +483,10 @@ def test_the_tokenizer_s_routes_agree_with_the_prompts(tiny_model_dir: Path) -> 
     chat = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "Tom has 3 pens."}]
 
     async def scenario() -> None:
+        assert server.model("tiny")["max_model_len"] is None
+        await asyncio.gather(*(server.learn_limits(["tiny", "other"], seconds=LIMIT) for _ in range(3)))
         text = await server.tokenize(json.dumps({"prompt": "Tom has 3 pens.", "return_token_strs": True}).encode())
+        assert server.models()["data"][0]["max_model_len"] == 512
         assert text["count"] == len(text["tokens"]) == len(text["token_strs"]) and text["max_model_len"] == 512
         back = await server.detokenize(json.dumps({"tokens": text["tokens"]}).encode())
         assert back == {"prompt": "Tom has 3 pens."}

@@ -33,6 +33,7 @@ def test_arguments_name_the_folder_and_keep_the_settings(tiny_model_dir: Path, t
         ({"engine": EngineConfig(block_size=8)}, "block_size=8 cannot be honoured: tiny-random has 4"),
         ({"engine": EngineConfig(buffer_size=1)}, "the engine's buffer_size=1 must be at least that"),
         ({"engine": EngineConfig(attention="magic")}, "attention='magic' is unknown; choose one of "),
+        ({"engine": EngineConfig(max_model_len=10**6)}, "max_model_len=1000000 exceeds the model's 512 positions"),
         ({"tensor_parallel": 3}, "tensor_parallel=3 cannot be honoured: num_key_value_heads=2 does not divide"),
         ({"fp8": "experts"}, "fp8=experts cannot be honoured: tiny-random has no experts; fp8=all rounds its layers"),
         ({"fp8": "blocks"}, "fp8=blocks cannot be honoured: tiny-random has no experts; fp8=all rounds its layers"),

@@ -20,6 +20,12 @@ BLOCKWISE: dict[str, dict[str, Any]] = {
     "t2t": {"buffer_size": 2, "tau_m2t": 0.4, "t2t": T2T(tau=0.2, max_edits=4)},
     "soft": {"buffer_size": 3, "tau_m2t": 0.4, "soft": Soft(stop_confidence=0.5)},
     "entropy": {"buffer_size": 3, "entropy": EntropyBound(gamma=4.0)},
+    "parts": {"buffer_size": 2, "tau_m2t": 0.4, "sub_block": 2},
+}
+SHIFTED: dict[str, dict[str, Any]] = {  # models that attend in blocks, whose logits predict the next position
+    "carry": {"tau_m2t": 0.4, "sub_block": 2, "carry": True},
+    "multi carry": {"buffer_size": 3, "tau_m2t": 0.4, "sub_block": 2, "carry": True},
+    "entropy carry": {"buffer_size": 2, "entropy": EntropyBound(gamma=4.0), "carry": True},
 }
 FULL: dict[str, dict[str, Any]] = {
     "d2f": {"buffer_size": 3, "tau_m2t": 0.3, "prompt_attention": "full"},
@@ -80,7 +86,7 @@ def request(name: str, seed: int, method: str, **changes: Any) -> Request:
     fields = {
         "prompt": tuple(rng.choices(range(VOCAB), k=rng.randint(1, 25))),
         "max_tokens": rng.randint(1, 30),
-        "decoding": DecodingConfig(block_size=B, **(BLOCKWISE | FULL)[method]),
+        "decoding": DecodingConfig(block_size=B, **(BLOCKWISE | SHIFTED | FULL)[method]),
         "sampling": Sampling(temperature=rng.choice((0.0, 0.8)), top_p=0.9, top_k=rng.choice((0, 20)), seed=seed),
         "logprobs": True,
         "ignore_eos": rng.random() < 0.3,

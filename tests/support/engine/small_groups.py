@@ -58,7 +58,18 @@ LLADA2_MOE = replace(
         first_dense_layers=1,
     ),
 )
-CONFIGS = {"dense": DENSE, "llada2-moe": LLADA2_MOE, "sdar-moe": SDAR_MOE}
+assert LLADA2_MOE.moe is not None
+LLADA22_MOE = replace(LLADA2_MOE, moe=replace(LLADA2_MOE.moe, expert_capacity=3))
+FAST_DLLM_V2 = replace(
+    DENSE, architecture="Fast_dLLM_QwenForCausalLM", head_dim=4, qk_norm=False, qkv_bias=True, shift_logits=True
+)
+CONFIGS = {
+    "dense": DENSE,
+    "llada2-moe": LLADA2_MOE,
+    "llada2.2-moe": LLADA22_MOE,
+    "sdar-moe": SDAR_MOE,
+    "fast-dllm-v2": FAST_DLLM_V2,
+}
 SIZES = EngineConfig(max_rows=3, num_pages=24, page_size=8, max_prefill_tokens=12)
 METHODS: tuple[dict[str, Any], ...] = (
     {"buffer_size": 1, "tau_m2t": 0.4},
@@ -68,14 +79,17 @@ METHODS: tuple[dict[str, Any], ...] = (
 )
 
 
-def requests(count: int) -> list[Request]:
+CARRYING = tuple(method | {"sub_block": 2, "carry": True} for method in METHODS[:2])
+
+
+def requests(count: int, methods: tuple[dict[str, Any], ...] = METHODS) -> list[Request]:
     rng = random.Random(5)
     return [
         Request(
             request_id=f"r{i}",
             prompt=tuple(rng.choices(range(2, VOCAB), k=rng.randint(1, 20))),
             max_tokens=rng.randint(12, 30),
-            decoding=DecodingConfig(block_size=B, **METHODS[i % len(METHODS)]),
+            decoding=DecodingConfig(block_size=B, **methods[i % len(methods)]),
             sampling=Sampling(temperature=0.8 if i % 3 == 2 else 0.0, seed=i),
             logprobs=True,
             ignore_eos=True,
@@ -86,7 +100,7 @@ def requests(count: int) -> list[Request]:
 
 def serve(engine: Engine) -> dict[str, Output]:
     """Seven requests for three rows: two come late, one is aborted while it runs and one that waits, two preempted."""
-    todo, outputs = requests(7), {}
+    todo, outputs = requests(7, CARRYING if engine.model.config.shift_logits else METHODS), {}
     for request in todo[:5]:
         engine.add(request)
     for number in range(200):

@@ -63,6 +63,14 @@ FAMILIES = {
             first_dense_layers=1,
         ),
     ),
+    "fastdllm2": replace(
+        SDAR,
+        architecture="Fast_dLLM_QwenForCausalLM",
+        head_dim=4,
+        qkv_bias=True,
+        shift_logits=True,
+        qk_norm=False,
+    ),
     "llada": replace(SDAR, architecture="LLaDAModelLM", num_heads=2, num_kv_heads=2, **WHOLE_SEQUENCE),
     "dream": replace(SDAR, architecture="DreamModel", head_dim=4, qkv_bias=True, shift_logits=True, **WHOLE_SEQUENCE),
 }

@@ -18,7 +18,7 @@ from torch import distributed
 from trainer_state import D2F_STATES
 
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.multitf.config import LoraSettings, Sharding, TrainConfig
+from mbd_core.multitf.config import LoraSettings, Sharding, TrainConfig, ValidationOptions
 from mbd_core.multitf.data.encoding import IGNORE
 from mbd_core.multitf.data.prepared import TinyData
 from mbd_core.multitf.recipes.by_name import RECIPES
@@ -83,8 +83,11 @@ def run_of(
 class AfterStep:
     """A log that calls a function after each update."""
 
-    def __init__(self, add: Callable[[], None]) -> None:
-        self.add = add
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+
+    def add(self, *, beside: float = 0.0) -> None:
+        self.call()
 
     def begin(self) -> None: ...
     def flush(self) -> None: ...
@@ -131,8 +134,17 @@ def compare(workers: Workers, out: Path) -> dict[str, Any]:
     found["without-label"] = without_label(workers, base)
     found["marked"] = marked_while_training(workers, base, out / "marked")
     found["half"] = losses(trained(half_denoised(base), workers, "sharded"))
+    for sharding in ("replicated", "sharded"):
+        found[f"held-out-{sharding}"] = held_out(recipe_on(base), workers, sharding)
     write_sharded(workers, base, out)
     return found
+
+
+def held_out(recipe: TrainingRecipe, workers: Workers, sharding: Sharding) -> dict[str, float]:
+    """The held-out losses before the first update: 13 samples, of which the last is without one beside it."""
+    run = Run(StartingPoint.read(recipe), workers, sharding, validation=ValidationOptions(validation="0.27"))
+    assert run.validation is not None and len(run.validation.examples) == 13
+    return run.validation.measure(run.trainer, workers)
 
 
 def held(workers: Workers, recipe: TrainingRecipe) -> list[int]:

@@ -1,0 +1,179 @@
+"""Tasks of lm-evaluation-harness as a sweep's: asked and graded by the harness's own definitions.
+
+`harness:NAME` is a task, or a group's tasks. The harness builds the requests, with the task's own examples; a sweep
+decodes them; the task's own filters and metrics grade each answer. Tasks that compare log-likelihoods have nothing
+that a decoder changes, and are the model `mbd`'s (`mbd_core/harness`).
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from mbd_core.evaluation.tasks.asking import TaskInputs
+from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, Problem, Task, find_task
+from mbd_core.evaluation.tasks.generation_fields import Generation, read_generation
+from mbd_core.evaluation.tasks.problems import ProblemSet
+from mbd_core.evaluation.tasks.prompts import Form, Wording
+from mbd_core.evaluation.tasks.recipes import TaskPrompt
+
+FEW_SHOT_SEED = 1234  # of the harness
+Metrics = dict[str, dict[str, Any]]  # by filter and metric
+
+
+def load_harness_problems(
+    names: Sequence[str], *, form: Form, include: str | None, limit: int | None, max_tokens: int | None
+) -> list[tuple[ProblemSet, TaskInputs, Generation]]:
+    """The tasks of these names, groups taken apart, with what a model is given.
+
+    `include` is a folder of task files. Raises `ValueError` for a task that is not known, cannot be loaded, or asks
+    for more than one greedy or drawn answer to a document.
+    """
+    found = {}
+    for name in names:
+        for task_name in _loaded(name.removeprefix(HARNESS_PREFIX), include):
+            found[task_name] = _problems(task_name, form=form, include=include, limit=limit, max_tokens=max_tokens)
+    return list(found.values())
+
+
+@functools.lru_cache(maxsize=64)
+def _loaded(name: str, include: str | None) -> dict[str, Any]:
+    """The harness's task objects of a name, by theirs."""
+    try:
+        manager = manager_of(include)
+    except ImportError:
+        raise ValueError(
+            f"task '{HARNESS_PREFIX}{name}' needs the package lm_eval (pip install 'mbd-cluster[harness]')"
+        ) from None
+    if name not in manager.all_tasks:
+        raise ValueError(
+            f"lm-evaluation-harness has no task '{name}'{f', nor has {include}' if include else ''}; "
+            "`lm_eval ls tasks` lists its own, and --include names a folder with others"
+        )
+    try:
+        tasks = manager.load([name])["tasks"]
+    except Exception as error:  # of whichever step: the file, the data set, the network
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"task '{HARNESS_PREFIX}{name}' cannot be loaded: {type(error).__name__}: {reason}; where its data set "
+            "cannot be reached, give a task file that names local files (dataset_path: json) in --include"
+        ) from None
+    for task in tasks.values():
+        task.set_fewshot_seed(seed=FEW_SHOT_SEED)
+    return dict(tasks)
+
+
+@functools.lru_cache(maxsize=4)
+def manager_of(include: str | None) -> Any:
+    """The harness's index of tasks, which takes seconds to make."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include)
+
+
+def _task(name: str, include: str | None) -> Any:
+    (task,) = _loaded(name, include).values()
+    return task
+
+
+def _problems(
+    name: str, *, form: Form, include: str | None, limit: int | None, max_tokens: int | None
+) -> tuple[ProblemSet, TaskInputs, Generation]:
+    task, label = _task(name, include), f"{HARNESS_PREFIX}{name}"
+    if task.OUTPUT_TYPE != "generate_until":
+        raise ValueError(
+            f"task '{label}' compares log-likelihoods ({task.OUTPUT_TYPE}), which no decoder changes, so a sweep has "
+            f"nothing to compare; run it once: mbd-lm-eval --model mbd --tasks {name}"
+        )
+    if getattr(task, "UNSAFE_CODE", False):
+        raise ValueError(f"task '{label}' runs programs outside any sandbox; use this project's task instead")
+    if task.config.repeats != 1:
+        raise ValueError(
+            f"task '{label}' asks {task.config.repeats} times and votes by itself; take its single form and --samples"
+        )
+    chat = {"apply_chat_template": True, "fewshot_as_multiturn": form == "turns", "chat_template": _messages}
+    task.build_all_requests(limit=limit, tokenizer_name="sweep", **(chat if form != "plain" else {}))
+    asked = [instance.args for instance in task.instances]
+    generation = read_generation(asked[0][1])
+    if generation.decoding:
+        raise ValueError(f"task '{label}' asks for {', '.join(generation.decoding)}, which is no field of a sweep")
+    source = f"lm-evaluation-harness {version('lm_eval')}, task {name}"
+    problems = tuple(
+        Problem(
+            problem_id=f"{label}/{instance.doc_id}",
+            prompt=context,
+            reference=json.dumps(
+                {
+                    "target": str(task.doc_to_target(instance.doc)),
+                    "doc_id": instance.doc_id,
+                    "include": include,
+                    "by": source,
+                }
+            ),
+        )
+        for instance, (context, _) in zip(task.instances, asked, strict=True)
+    )
+    prompt = TaskPrompt(
+        wording=Wording(form=form),
+        num_examples=task.config.num_fewshot or 0,
+        max_tokens=generation.max_tokens,
+        stop=generation.stop,
+        source=source,
+        extraction="the task's own filters and metrics",
+        text_by=source,
+    )
+    inputs = TaskInputs(
+        prompt=prompt,
+        inputs=tuple(json.dumps(context) if form == "plain" else context for context, _ in asked),
+        max_tokens=generation.max_tokens if max_tokens is None else max_tokens,
+        may_shorten=max_tokens is None,
+    )
+    return ProblemSet(task=find_task(label), source=source, problems=problems), inputs, generation
+
+
+def _messages(history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+    """A chat as a sweep's `input` holds it, for the template of each model."""
+    if not add_generation_prompt:
+        raise ValueError("the task begins the assistant's turn (gen_prefix), which only plain text can: --form plain")
+    return json.dumps([{"role": turn["role"], "content": turn["content"]} for turn in history])
+
+
+def harness_metrics(task: Task, problem: Problem, text: str) -> Metrics:
+    """The metrics of one answer by every filter of its task, as the harness computes them."""
+    from lm_eval.api.instance import Instance
+
+    asked = json.loads(problem.reference)
+    own = _task(task.name.removeprefix(HARNESS_PREFIX), asked["include"])
+    doc = own.eval_docs[asked["doc_id"]]
+    instance = Instance(
+        request_type="generate_until",
+        doc=doc,
+        arguments=(problem.prompt, {}),
+        idx=0,
+        metadata=(own.config.task, asked["doc_id"], 1),
+    )
+    instance.resps = [text]
+    own._instances = [instance]
+    own.apply_filters()
+    found = {name: own.process_results(doc, [one]) for name, one in instance.filtered_resps.items()}
+    return json.loads(json.dumps(found, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy as Python's."""
+    return value.item()
+
+
+def is_right(metrics: Metrics) -> bool:
+    """Whether an answer has full marks by the first metric of the task's first filter."""
+    return float(next(iter(next(iter(metrics.values())).values()))) >= 1.0
+
+
+def aggregate(name: str, include: str | None, answers: Sequence[Metrics]) -> Metrics:
+    """The task's own aggregation of its answers' metrics, by filter and metric."""
+    rules = _task(name.removeprefix(HARNESS_PREFIX), include).aggregation()
+    return {
+        by: {metric: float(rules[metric]([one[by][metric] for one in answers])) for metric in metrics}
+        for by, metrics in answers[0].items()
+    }

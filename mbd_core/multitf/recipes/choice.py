@@ -1,0 +1,202 @@
+"""The recipe that a command trains: one by its name or from a file, with what file and command line change in it.
+
+    recipe: tiny-mbd            # a name, or FILE.py:NAME; without one the file is a whole recipe, as recipe.json is
+    train: {lr: 1e-3, batch_size: 48}
+    states: {max_group: 2, bounds: {t_high: 0.9}}
+
+The fields are those of `TrainingRecipe` and of what it holds; a command line has the same by their flags, and wins.
+"""
+
+import re
+import runpy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+
+from mbd_core.json_text import differences
+from mbd_core.multitf.data.prepared import PreparedData
+from mbd_core.multitf.recipes.by_name import recipe_named
+from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, shortened, with_fitted_noise
+from mbd_core.options import DATA, MODEL, Option, changed, read
+
+FIELD = "recipe field"
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeChoice:
+    """The options that say which recipe is trained."""
+
+    recipe: Annotated[
+        str | None,
+        Option(
+            "What is trained, and how: a recipe's name, or one of your own as FILE.py:NAME.", MODEL, metavar="NAME"
+        ),
+    ] = None
+    config: Annotated[
+        Path | None,
+        Option(
+            "A YAML or JSON file of what is changed in the recipe, or a whole recipe.json; options win over it.",
+            MODEL,
+            metavar="FILE",
+        ),
+    ] = None
+    base: Annotated[
+        str | None,
+        Option(
+            "Start from this model instead of the recipe's: a shipped model's name, a model folder, or its URL.",
+            MODEL,
+            metavar="MODEL",
+        ),
+    ] = None
+    data: Annotated[
+        str | None,
+        Option(
+            "Train on the data that jobs/prepare_data.py wrote there, instead of the recipe's.",
+            DATA,
+            metavar="DIR|URL",
+        ),
+    ] = None
+    fitted_noise: Annotated[
+        Path | None,
+        Option(
+            "Mask ratios as research alignment measured and wrote them, instead of the recipe's noise-schedule.",
+            DATA,
+            metavar="FILE",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ChosenRecipe:
+    """The recipe as it is trained, and what differs in it from the one that was named (`train.lr: 0.1, not 0.2`)."""
+
+    recipe: TrainingRecipe
+    changes: tuple[str, ...]
+
+
+def choose_recipe(
+    choice: RecipeChoice,
+    changes: Values,
+    *,
+    default: str | None = None,
+    named_base: Callable[[str], str],
+    named_data: Callable[[str], PreparedData],
+) -> ChosenRecipe:
+    """The recipe of a command's options; `default` is the recipe where none is named.
+
+    `named_base` and `named_data` find a base and prepared data. Raises `ValueError`, one sentence, for a recipe, file
+    or field that is not there, or a value that its field refuses.
+    """
+    values = {} if choice.config is None else read_config(choice.config)
+    try:
+        named, values = _named(choice, values, default)
+        values = merged(values, changes)
+        for name, given in (("base", choice.base), ("data", choice.data)):
+            if given is not None:
+                values[name] = given
+        if choice.data is not None and "data" in changes:
+            raise ValueError(f"--data {choice.data} is prepared data: leave out the options of generated data")
+        recipe = named
+        if isinstance(values.get("data"), str):
+            recipe = replace(recipe, data=named_data(values.pop("data")))
+        if isinstance(values.get("base"), str):
+            recipe = replace(recipe, base=named_base(values.pop("base")))
+        recipe = with_changes(recipe, values)
+    except ValueError as error:
+        if choice.config is None:
+            raise
+        raise ValueError(f"--config {choice.config}: {error}") from None
+    if choice.fitted_noise is not None:
+        recipe = with_fitted_noise(recipe, choice.fitted_noise)
+    return ChosenRecipe(recipe, tuple(recipe_changes(named, recipe)))
+
+
+def _named(choice: RecipeChoice, values: Values, default: str | None) -> tuple[TrainingRecipe, dict[str, Any]]:
+    """The recipe that command line or file name, else the whole one that the file is; and what the file changes."""
+    values = dict(values)
+    name = values.pop("recipe", None) if choice.recipe is None else choice.recipe
+    if name is None and {"name", "states", "train"} <= values.keys():
+        data = {"data": values.pop("data")} if isinstance(values.get("data"), str) else {}
+        return read(TrainingRecipe, {"data": None, **values}, noun=FIELD), data
+    values.pop("recipe", None)
+    return find_recipe(name or default), values
+
+
+def recipe_changes(named: TrainingRecipe, recipe: TrainingRecipe) -> list[str]:
+    """What differs in a recipe from another one."""
+    pairs = differences(as_recorded(named), as_recorded(recipe))
+    return [f"{name}: {new}, not {old}" for name, old, new in pairs]
+
+
+def with_changes(recipe: TrainingRecipe, values: Values) -> TrainingRecipe:
+    """The recipe with the given fields, those inside its dataclasses as objects.
+
+    Fewer `steps` shrink the warm-up and the generated data (`shortened`), and an adapter's `rank` is its `alpha`,
+    unless these are given too. Raises `ValueError`, naming the field, for one that is unknown or refused.
+    """
+    train = values.get("train")
+    if isinstance(train, Mapping):
+        if "batch_size" in train:  # samples that a shortened run consumes
+            recipe = changed(recipe, {"train": {"batch_size": train["batch_size"]}}, noun=FIELD)
+        if "steps" in train:
+            changed(recipe, {"train": {"steps": train["steps"]}}, noun=FIELD)  # refused by its name
+            recipe = shortened(recipe, train["steps"])
+        lora = train.get("lora")
+        if isinstance(lora, Mapping) and "rank" in lora:
+            values = merged({"train": {"lora": {"alpha": lora["rank"]}}}, values)
+    return changed(recipe, values, noun=FIELD)
+
+
+def merged(values: Values, others: Values) -> dict[str, Any]:
+    """Two objects as one, of which `others` win; objects inside them are merged too."""
+    both = dict(values)
+    for name, value in others.items():
+        old = both.get(name)
+        both[name] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return both
+
+
+def find_recipe(name: str | None) -> TrainingRecipe:
+    """A recipe by its name, or as FILE.py:NAME; `ValueError` if it is not there."""
+    if name is None:
+        raise ValueError("no recipe is named: give --recipe NAME")
+    if not isinstance(name, str) or ".py" not in name:
+        return recipe_named(str(name))
+    path, _, variable = name.rpartition(":")
+    if not path.endswith(".py"):
+        raise ValueError(f"--recipe {name}: say which recipe of the file, as {name}:NAME")
+    try:
+        found = runpy.run_path(path).get(variable)
+    except OSError as error:
+        raise ValueError(f"--recipe {name}: {path} cannot be read: {error.strerror}") from None
+    except Exception as error:  # whatever the user's file raises
+        raise ValueError(f"--recipe {name}: {path} fails: {type(error).__name__}: {error}") from error
+    if not isinstance(found, TrainingRecipe):
+        raise ValueError(f"--recipe {name}: {path} has no TrainingRecipe of the name {variable}")
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose `1e-5` is a number, as in JSON and YAML 1.2."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The object in a YAML or JSON file; `ValueError` names a file that cannot be read or holds none."""
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise ValueError(f"--config {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path} must be an object of recipe fields, as train: {{lr: 1e-4}}")
+    return values

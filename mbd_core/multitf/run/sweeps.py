@@ -1,0 +1,95 @@
+"""Sweeps while training: every some updates an engine beside the run decodes a small task with the run's weights.
+
+The first worker begins a sweep once the checkpoint of its update is whole, and waits for one at the end alone.
+Training does not know the engine: a `Sweeper` is handed in. A sweep that fails is a line, and the run goes on.
+"""
+
+import time
+from concurrent.futures import Future
+from typing import Protocol
+
+from mbd_core.multitf.run.checkpoints import Checkpoints, best_step
+from mbd_core.multitf.run.log import Log, say
+
+END_SECONDS = 300.0
+"""So long a run waits at its end for the sweep that is under way and for the last one, together."""
+Numbers = dict[str, float]
+
+
+class Sweeper(Protocol):
+    """What sweeps, outside this process."""
+
+    def begin(self, step: int) -> Future[Numbers]:
+        """Begin to sweep the checkpoint of a step: `sweep_accuracy`, a share, and `sweep_tpf`. Raises where it has no
+        room."""
+
+    def reason(self, error: BaseException) -> str:
+        """Why a sweep did not begin or failed, in one line."""
+
+    def end(self) -> None:
+        """End the sweep that is under way."""
+
+
+class Sweeps:
+    """The sweeps of a run, one at a time; on the first worker."""
+
+    def __init__(self, sweeper: Sweeper, checkpoints: Checkpoints, log: Log) -> None:
+        self.sweeper, self.checkpoints, self.log = sweeper, checkpoints, log
+        self._due: int | None = None
+        self._under_way: tuple[int, Future[Numbers]] | None = None
+
+    def request(self, step: int) -> None:
+        """Sweep the checkpoint of this step, which is about to be written, if no other sweep is due or under way."""
+        busy = self._due if self._under_way is None else self._under_way[0]
+        if busy is not None:
+            say(f"sweep after step {step} is skipped: the one after step {busy} has not ended")
+            return
+        self._due = self.checkpoints.in_use = step
+
+    def poll(self) -> None:
+        """Log the sweep that has ended, and begin the one that is due; nobody waits."""
+        if self._under_way is not None and self._under_way[1].done():
+            self._collect()
+        if self._due is not None and self._under_way is None and not self.checkpoints.is_writing(self._due):
+            step, self._due = self._due, None
+            try:
+                self._under_way = step, self.sweeper.begin(step)
+            except Exception as error:  # whatever the sweeper raises
+                self._forget(f"sweep after step {step} is skipped: {self.sweeper.reason(error)}")
+
+    def finish(self, last: int) -> None:
+        """Sweep the last step's checkpoint, which is whole; wait for it, and before for what is under way."""
+        deadline = time.monotonic() + END_SECONDS
+        self._wait(deadline)
+        self.request(last)
+        self._wait(deadline)
+
+    def _wait(self, deadline: float) -> None:
+        self.poll()
+        if self._under_way is None:
+            return
+        step, sweep = self._under_way
+        try:
+            sweep.exception(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            self.sweeper.end()
+            self._forget(f"sweep after step {step} is ended: the run waits for {END_SECONDS:.0f} s at most")
+        self.poll()
+
+    def _collect(self) -> None:
+        assert self._under_way is not None
+        step, sweep = self._under_way
+        error = sweep.exception()
+        if error is not None:
+            self._forget(f"sweep after step {step} failed: {self.sweeper.reason(error)}; the run goes on")
+            return
+        values = sweep.result()
+        self.log.amend(step, values)
+        is_best = best_step(self.log.curve, self.checkpoints.keep_best) == step
+        best = " (the best yet)" * (is_best and self.checkpoints.keep_best in values)
+        accuracy, tpf = 100 * values["sweep_accuracy"], values["sweep_tpf"]
+        self._forget(f"sweep after step {step}: accuracy {accuracy:.1f} %, TPF {tpf:.2f}{best}")
+
+    def _forget(self, line: str) -> None:
+        self._under_way, self.checkpoints.in_use = None, None
+        say(line)
