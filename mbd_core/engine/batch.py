@@ -84,7 +84,10 @@ def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = Fals
     groups = [g for g in groups if len(g.kv_lens_K)]
     device = groups[0].tokens_T.device
     width = max(g.pages_KP.shape[1] for g in groups)
-    pages_KP = _joined([F.pad(g.pages_KP, (0, width - g.pages_KP.shape[1])) for g in groups])
+    same_width = all(g.pages_KP.shape[1] == width for g in groups)
+    pages_KP = _joined(
+        [g.pages_KP if same_width else F.pad(g.pages_KP, (0, width - g.pages_KP.shape[1])) for g in groups]
+    )
     positions_T = _joined([g.positions_T for g in groups])
     stored_K = _joined([g.stored_K for g in groups])
     alike = {g.lengths_K if isinstance(g.lengths_K, int) else -1 for g in groups}

@@ -67,7 +67,7 @@ def pack_report(view: StepView, commit: Commit, buffer: BlockBuffer) -> Tensor:
         commit.masked_RNB,
         commit.confidence_RNB,
     )
-    return torch.cat([part.double().flatten() for part in parts])
+    return torch.cat([part.flatten() for part in parts])  # float64, as the mask ratios are
 
 
 def with_tops(report_X: Tensor, tops_A2K: Tensor | None, at_A: Tensor | None, buffer: BlockBuffer) -> Tensor:

@@ -241,13 +241,20 @@ def resident_slots(
     """Resident slots (Alg. 4) behind `num_before` packed tokens; logits where a position can change, or in `whole`
     slots."""
     size, resident_RN = buffer.block_size, buffer.resident_RN
-    row, slot = resident_RN.nonzero(as_tuple=True)
-    positions_KB = buffer.positions_RNB[row, slot]
-    asked_KB = torch.ones_like(positions_KB, dtype=torch.bool) if whole else buffer.asked_RNB[row, slot]
+    slot_K = resident_RN.flatten().nonzero()[:, 0]  # its place in the buffer
+    row = slot_K // resident_RN.shape[1]
+
+    def resident(tensor_RNB: Tensor) -> Tensor:
+        return tensor_RNB.flatten(0, 1).index_select(0, slot_K)
+
+    positions_KB = resident(buffer.positions_RNB)
+    asked_KB = torch.ones_like(positions_KB, dtype=torch.bool) if whole else resident(buffer.asked_RNB)
     asked_at_A = asked_KB.flatten().nonzero()[:, 0]
-    slot_A = (row * resident_RN.shape[1] + slot)[asked_at_A // size]
+    slot_A = slot_K[asked_at_A // size]
     slot_end_RN = torch.zeros_like(resident_RN, dtype=torch.int64)
-    slot_end_RN[row, slot] = torch.arange(len(row), device=row.device) * size + size - 1 + num_before
+    first_end = num_before + size - 1
+    ends_K = torch.arange(first_end, first_end + len(row) * size, size, device=row.device)
+    slot_end_RN.view(-1).index_copy_(0, slot_K, ends_K)
     hidden_at_A = asked_at_A + num_before
     if shift:
         # in front of slot 0 stands the last committed position: in this forward if its chunk is, else remembered
@@ -255,19 +262,19 @@ def resident_slots(
         for end_row, end in prompt_ends:
             last[end_row] = end
         of = asked_at_A // size
-        opens = (slot[of] == 0) & (asked_at_A % size == 0)
+        opens = (slot_A % resident_RN.shape[1] == 0) & (asked_at_A % size == 0)
         hidden_at_A = torch.where(opens, to_device(last, row.device)[row[of]], hidden_at_A - 1)
         stores = buffer.carried_RN[row, slot][of] & (asked_at_A % size == 0)
         hidden_at_A = torch.where(stores, slot_end_RN[row, slot][of], hidden_at_A)
     rows = Rows(
-        tokens_T=buffer.tokens_RNB[row, slot].flatten(),
+        tokens_T=resident(buffer.tokens_RNB).flatten(),
         positions_T=positions_KB.flatten(),
         lengths_K=size,
         kv_lens_K=positions_KB[:, -1] + 1,
-        pages_KP=tables_RP[row],
+        pages_KP=tables_RP.index_select(0, row),
         stored_K=torch.ones_like(row, dtype=torch.bool),
         logits_at_A=hidden_at_A,
-        weight_T=buffer.weight_RNB[row, slot].flatten() if softens else None,
+        weight_T=resident(buffer.weight_RNB).flatten() if softens else None,
         adapter_K=None if adapters_R is None else adapters_R[row],
     )
     at_A = slot_A * size + asked_at_A % size

@@ -18,8 +18,9 @@ from mbd_core.evaluation.report.summary import write_summary
 from mbd_core.evaluation.sweep.decoding import DecodingModel
 from mbd_core.evaluation.sweep.endpoint import EndpointStage
 from mbd_core.evaluation.sweep.executor import LocalExecutor
+from mbd_core.evaluation.sweep.folder import SweepFolder, read_samples
 from mbd_core.evaluation.sweep.options import SweepOptions
-from mbd_core.evaluation.sweep.parts import Shard, Timing
+from mbd_core.evaluation.sweep.parts import SweepShard, Timing
 from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.evaluation.sweep.run import SweepRun
 from mbd_core.evaluation.tasks.harness_tasks import manager_of
@@ -84,7 +85,7 @@ def swept(place: Path, chosen: SweepOptions) -> dict[str, Any]:
         loaded = load_engine(model_folder(name), engine)
         return DecodingModel(loaded.engine, loaded.tokenizer)
 
-    work = SweepRun.of(sweep, shard=Shard(), timing=Timing(problems=0))
+    work = SweepRun.of(sweep, shard=SweepShard(), timing=Timing(problems=0))
     work.run(
         place,
         lambda: nullcontext(LocalExecutor(load, sweep.engine, concurrency=1)),
@@ -127,3 +128,69 @@ def test_what_a_decoder_does_not_change_and_what_is_not_there_is_refused(folder:
         plan_sweep(options(folder, "absent"))
     with pytest.raises(ValueError, match=r"local_missing.*cannot be loaded.*--include"):
         plan_sweep(options(folder, "local_missing"))
+
+
+def test_a_group_has_the_average_that_it_defines(folder: Path, tmp_path: Path) -> None:
+    """Of tasks of 12 and of 5 documents, weighted by their sizes and not."""
+    tasks = folder / "tasks"
+    short = folder / "short.jsonl"
+    short.write_text("".join((folder / "gsm8k.jsonl").read_text().splitlines(keepends=True)[:5]))
+    whole = (tasks / "local_gsm8k.yaml").read_text()
+    (tasks / "local_short.yaml").write_text(
+        whole.replace("task: local_gsm8k", "task: local_short").replace(
+            f"test: {folder}/gsm8k", f"test: {folder}/short"
+        )
+    )
+    for weighted in ("true", "false"):
+        (tasks / f"group_{weighted}.yaml").write_text(
+            f"group: group_{weighted}\ntask: [local_gsm8k, local_short]\naggregate_metric_list:\n"
+            f"  - {{metric: exact_match, aggregation: mean, weight_by_size: {weighted}, "
+            "filter_list: [flexible-extract]}\n"
+        )
+    manager_of.cache_clear()
+    names = ["group_true", "group_false"]
+    chosen = options(folder, "group_true", tasks=[f"harness:{name}" for name in names])
+    content = swept(tmp_path / "out", chosen)
+    values, sizes = [], []
+    for row in content["rows"]:
+        values.append(row["harness"]["metrics"]["flexible-extract"]["exact_match"])
+        sizes.append(row["n"])
+    assert sizes == [12, 5]
+    found = {one["group"]: one for one in content["harness_groups"]}
+    wanted = [sum(v * n for v, n in zip(values, sizes, strict=True)) / 17, sum(values) / 2]
+    assert [found[f"harness:{name}"]["metrics"]["flexible-extract"]["exact_match"] for name in names] == pytest.approx(
+        wanted
+    )
+    assert all((one["num_graded"], one["num_answers"]) == (17, 17) for one in found.values())
+    assert "group_false" in (tmp_path / "out" / "report.md").read_text()
+    own = simple_evaluate(
+        model=HarnessModel("tiny-mbd", "multi", batch_size=4, device="cpu"),
+        tasks=names[:1],  # it refuses groups that share a task
+        task_manager=manager_of(str(tasks)),
+        bootstrap_iters=0,
+    )
+    assert own is not None
+    assert own["groups"][names[0]]["exact_match,flexible-extract"] == pytest.approx(wanted[0])
+
+
+def test_a_killed_sweep_of_the_harness_goes_on_and_has_each_answer_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = options(folder, "local_gsm8k", engine=EngineConfig(max_rows=1))
+    whole = swept(tmp_path / "whole", chosen)
+    write, written = SweepFolder.write_part, list[int]()
+
+    def killed(self: SweepFolder, number: int, table: Any) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(number)
+        write(self, number, table)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SweepFolder, "write_part", killed)
+        with pytest.raises(KeyboardInterrupt):
+            swept(tmp_path / "out", chosen)
+    there = sorted(row["sample"] for row in read_samples(tmp_path / "out"))
+    assert 0 < len(there) < 12
+    assert swept(tmp_path / "out", chosen)["rows"] == whole["rows"]
+    assert sorted(row["sample"] for row in read_samples(tmp_path / "out")) == list(range(12))

@@ -194,8 +194,10 @@ class BlockBuffer:
 
     @property
     def carried_RN(self) -> Tensor:
-        """Slots whose store gives the token behind their block."""
-        return (self.state_RN == SlotState.TO_CACHE) & (self.settings.carries_R[:, None] > 0)
+        """Slots whose store gives the token behind their block: of those that a forward stores, the last."""
+        stores_RN = self.state_RN == SlotState.TO_CACHE
+        more_RN = torch.nn.functional.pad(stores_RN[:, 1:], (0, 1))
+        return stores_RN & ~more_RN & (self.settings.carries_R[:, None] > 0)
 
     @property
     def progress_RN(self) -> Tensor:
@@ -314,17 +316,22 @@ class BlockBuffer:
         ACTIVE. It never grows past its buffer size (`hold_to`: or what is left of it) or its token budget, nor while a
         resident block has a generated EOS (Alg. 4 line 5).
         """
-        settings, active = self.settings, self.active_RN
-        num_resident_R = self.resident_RN.sum(-1)
+        settings, num_resident_R = self.settings, self.resident_RN.sum(-1)
+        starts = settings.origin_R + (settings.first_block_R + num_resident_R) * self.block_size
+        limit_R = torch.minimum(settings.limit_R, torch.maximum(settings.kept_R, self._max_blocks))
+        room = (num_resident_R < limit_R) & (starts < settings.end_R)
+        if _none_on_cpu(room):
+            return
+        active = self.active_RN
         last_active = torch.where(active, self._slots, -1).amax(-1)
         last = last_active.clamp(min=0)[:, None]
         progress = self.progress_RN.gather(1, last)[:, 0]
         stability = self.stability_RN.gather(1, last)[:, 0]
         wants = (last_active < 0) | ((progress > settings.tau_add_R) & (stability > settings.tau_stable_R))
-        starts = settings.origin_R + (settings.first_block_R + num_resident_R) * self.block_size
-        limit_R = torch.minimum(settings.limit_R, torch.maximum(settings.kept_R, self._max_blocks))
-        room = (num_resident_R < limit_R) & (starts < settings.end_R)
-        grows = wants & room & ~self._has_eos_R()
+        grows = wants & room
+        if _none_on_cpu(grows):
+            return
+        grows = grows & ~self._has_eos_R()
         next_slot = grows[:, None] & (self._slots == num_resident_R[:, None])
         self.state_RN.masked_fill_(next_slot, int(SlotState.ACTIVE))
 
@@ -354,13 +361,14 @@ class BlockBuffer:
         by their rank (`tokens_per_step`, `entropy`), and `by_parts` if no row has sub-blocks or carries: that work is
         then skipped. In `chosen` rows the host has decided what is accepted.
         """
-        settings, active, was_complete = self.settings, self.active_RN, self._complete_RN
+        settings = self.settings
         stored = self.state_RN == SlotState.TO_CACHE
         accepted = self._accept(prediction, revises, quotas, by_parts)
         if chosen is not None:
             accepted = torch.where(chosen.rows_R[:, None, None], chosen.accepted_RNB, accepted)
         written, rated, num_edited_RN = accepted, accepted, torch.zeros_like(self.num_steps_RN)
         if revises:
+            active, was_complete = self.active_RN, self._complete_RN
             filled = ~self.masked_RNB & self.editable_RNB & active[..., None]
             edited = revise(prediction, self.tokens_RNB, filled, tau_R=settings.tau_t2t_R)
             written, num_edited_RN = accepted | edited, edited.sum(-1)
@@ -466,8 +474,8 @@ class BlockBuffer:
 
     def _slide(self, count_R: Tensor) -> None:
         """Move each row's slots forward by `count_R`; the slots at its end become empty."""
-        if count_R.device.type == "cpu" and not count_R.any():
-            return  # on a GPU, reading the counts would cost more than the copies
+        if _none_on_cpu(count_R):
+            return
         source = self._slots + count_R[:, None]
         empties = source >= self.num_slots
         source = source.clamp(max=self.num_slots - 1)
@@ -490,6 +498,11 @@ class BlockBuffer:
         self.settings.clear(row)
         if self.adjustments is not None:
             self.adjustments.clear(row)
+
+
+def _none_on_cpu(values: Tensor) -> bool:
+    """Whether all are 0, read on a CPU alone: on a GPU, waiting for them would cost more than what they save."""
+    return values.device.type == "cpu" and not values.any()
 
 
 def _share(part: Tensor, whole: Tensor, *, empty: float) -> Tensor:

@@ -21,12 +21,18 @@ from torch import Tensor
 
 from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.decoding.canvas.branch import Branch, BranchStats, Phase, compatible, lane_changes, likeliest_tokens
-from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasTask, CanvasUpdate, Lane, distinct_lengths
-from mbd_core.decoding.canvas.unmasking import (
+from mbd_core.decoding.canvas.plan import (
+    CanvasPlan,
+    CanvasTask,
+    CanvasUpdate,
     Guesses,
+    Lane,
+    OpenLogits,
+    distinct_lengths,
+)
+from mbd_core.decoding.canvas.unmasking import (
     GuessingCanvas,
     LaneAdjustments,
-    OpenLogits,
     accept_best,
     accept_over_threshold,
 )

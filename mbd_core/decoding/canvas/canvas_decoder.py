@@ -21,12 +21,19 @@ from mbd_core.decoding.blocks.sampling import Vocab, log_probability
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
 from mbd_core.decoding.canvas.multi_block import MultiBlockCanvas
-from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan, CanvasTask, CanvasUpdate, Lane, num_lanes
-from mbd_core.decoding.canvas.unmasking import (
+from mbd_core.decoding.canvas.plan import (
+    CanvasDecoder,
+    CanvasPlan,
+    CanvasTask,
+    CanvasUpdate,
     Guesses,
+    Lane,
+    OpenLogits,
+    num_lanes,
+)
+from mbd_core.decoding.canvas.unmasking import (
     GuessingCanvas,
     LaneAdjustments,
-    OpenLogits,
     accept_best,
     accept_by_chance,
     accept_by_factor,

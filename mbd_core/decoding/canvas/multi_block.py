@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mbd_core.decoding.blocks.canvas_config import MultiBlock
 from mbd_core.decoding.blocks.sampling import log_probability
-from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasTask, CanvasUpdate, Lane
-from mbd_core.decoding.canvas.unmasking import Guesses, GuessingCanvas, OpenLogits
+from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasTask, CanvasUpdate, Guesses, Lane, OpenLogits
+from mbd_core.decoding.canvas.unmasking import GuessingCanvas
 
 
 @dataclass

@@ -2,18 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mbd_core.decoding.blocks.adjustments import Adjust
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
-
-if TYPE_CHECKING:
-    from mbd_core.decoding.canvas.unmasking import Guesses, OpenLogits
 
 # The interface between canvas decoders and engines: the forward that a decoder plans, and its update afterwards.
 #
@@ -97,6 +95,40 @@ class CanvasUpdate:
     edited: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Guesses:
+    """What the model predicts at each open position, on the host: the token, its probability, and its score (P,)."""
+
+    position_P: Tensor
+    token_P: Tensor
+    confidence_P: Tensor
+    score_P: Tensor
+
+    def select(self, index: Tensor | slice) -> "Guesses":
+        """The guess at some of the positions."""
+        at = index if isinstance(index, slice) else index.nonzero()[:, 0]
+        return Guesses(self.position_P[at], self.token_P[at], self.confidence_P[at], self.score_P[at])
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenLogits:
+    """The logits (P, V) that predict a canvas's open positions in forward number `forward`, and how to read them."""
+
+    logits_PV: Tensor
+    position_P: Tensor
+    forward: int
+    canvas: Canvas
+    sampling: Sampling
+    vocab: Vocab
+    adjust: Adjust | None = None
+
+    @property
+    def kind(self) -> str | None:
+        """Parts of one kind are read together; `None`: this part alone."""
+        alone = self.sampling.draws or self.adjust is not None or self.canvas.score == "random"
+        return None if alone else self.canvas.score
+
+
 class CanvasDecoder(Protocol):
     """One request: a state machine without a model. `plan` changes nothing, `update` advances the state; it is
     `accept` of the guesses at `open_logits`, between which the guesses of many canvases are one operation.
@@ -130,9 +162,9 @@ class CanvasDecoder(Protocol):
 
     def update(self, logits: list[Tensor]) -> CanvasUpdate: ...
 
-    def open_logits(self, logits: list[Tensor]) -> "OpenLogits": ...
+    def open_logits(self, logits: list[Tensor]) -> OpenLogits: ...
 
-    def accept(self, opened: "OpenLogits", guesses: "Guesses") -> CanvasUpdate: ...
+    def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate: ...
 
 
 # A lane: one copy of a canvas, with keys and values of its own. Guidance has two, BlockBatch one for each branch.

@@ -7,36 +7,20 @@ Shape legend: P open positions, ascending, V vocabulary.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mbd_core.decoding.blocks.adjustments import Adjust, Adjustments
 from mbd_core.decoding.blocks.canvas_config import Canvas, Leap
-from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose, gumbel, margin, neg_entropy, uniform
+from mbd_core.decoding.blocks.sampling import Draw, choose, gumbel, margin, neg_entropy, uniform
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.decoding.canvas.plan import CanvasTask, CanvasUpdate, Lane
+from mbd_core.decoding.canvas.plan import CanvasTask, CanvasUpdate, Guesses, Lane, OpenLogits
 
 # Acceptance on a canvas: the model's guess at each open position, and the positions that become tokens.
 
 # Noise of a position, rather than of a token, is drawn with one of these ids, which no token has.
 RANDOM_SCORE, RANDOM_RANK, RANDOM_TURN = -1, -2, -3
-
-
-@dataclass(frozen=True)
-class Guesses:
-    """What the model predicts at each open position, on the host: the token, its probability, and its score (P,)."""
-
-    position_P: Tensor
-    token_P: Tensor
-    confidence_P: Tensor
-    score_P: Tensor
-
-    def select(self, index: Tensor | slice) -> "Guesses":
-        """The guess at some of the positions."""
-        at = index if isinstance(index, slice) else index.nonzero()[:, 0]
-        return Guesses(self.position_P[at], self.token_P[at], self.confidence_P[at], self.score_P[at])
 
 
 def noise_source(position_P: Tensor, sampling: Sampling, forward: int) -> Draw:
@@ -82,25 +66,6 @@ class LaneAdjustments:
             masked_RS=lane.masked[None].to(device),
             positions_RS=torch.arange(len(lane.tokens), device=device)[None],
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenLogits:
-    """The logits (P, V) that predict a canvas's open positions in forward number `forward`, and how to read them."""
-
-    logits_PV: Tensor
-    position_P: Tensor
-    forward: int
-    canvas: Canvas
-    sampling: Sampling
-    vocab: Vocab
-    adjust: Adjust | None = None
-
-    @property
-    def kind(self) -> str | None:
-        """Parts of one kind are read together; `None`: this part alone."""
-        alone = self.sampling.draws or self.adjust is not None or self.canvas.score == "random"
-        return None if alone else self.canvas.score
 
 
 class GuessingCanvas:

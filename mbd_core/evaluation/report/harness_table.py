@@ -1,4 +1,4 @@
-"""The metrics of lm-evaluation-harness's tasks, aggregated by the tasks' own rules, of every configuration."""
+"""The metrics of lm-evaluation-harness's tasks and groups, aggregated by their own rules, of every configuration."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.report.metrics import SUBJECT
 from mbd_core.evaluation.sweep.folder import read_samples
 from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX
-from mbd_core.evaluation.tasks.harness_tasks import Metrics, aggregate
+from mbd_core.evaluation.tasks.harness_tasks import Metrics, aggregate, aggregate_groups, group_tasks
 from mbd_core.tables import Table
 
 COLUMNS = ("sample", "model", "method", "task", "config", "reference", "detail", "text")
@@ -25,7 +25,8 @@ class HarnessNumbers:
 
 
 def harness_numbers(folders: Sequence[Path], keys: Sequence[ReportKey]) -> dict[ReportKey, HarnessNumbers]:
-    """The numbers of the harness's tasks among the configurations; a sample that two folders hold counts once."""
+    """The numbers of the harness's tasks among the configurations, and of the groups that were asked for, whose keys
+    are no configuration's. A sample that two folders hold counts once."""
     if not any(key.task.startswith(HARNESS_PREFIX) for key in keys):
         return {}
     rows = {
@@ -34,15 +35,43 @@ def harness_numbers(folders: Sequence[Path], keys: Sequence[ReportKey]) -> dict[
         for row in read_samples(folder, columns=COLUMNS)
         if row["task"].startswith(HARNESS_PREFIX)
     }
-    found = {}
+    found: dict[ReportKey, HarnessNumbers] = {}
+    groups: dict[tuple[str, str | None], None] = {}
     for key in keys:
         own = [row for (subject, _, _), row in sorted(rows.items(), key=lambda one: one[0][2]) if subject == key]
         graded = [json.loads(row["detail"]) for row in own if (row["detail"] or "").startswith("{")]
         if graded:
-            include = json.loads(own[0]["reference"])["include"]
+            asked = json.loads(own[0]["reference"])
+            include = asked["include"]
+            groups |= dict.fromkeys((group, include) for group in asked.get("groups", ()))
             found[key] = HarnessNumbers(
                 num_graded=len(graded), num_answers=len(own), metrics=aggregate(key.task, include, graded)
             )
+    return found | _group_numbers(found, list(groups))
+
+
+def _group_numbers(
+    numbers: Mapping[ReportKey, HarnessNumbers], groups: Sequence[tuple[str, str | None]]
+) -> dict[ReportKey, HarnessNumbers]:
+    found = {}
+    for variant in dict.fromkeys((key.model, key.method, key.config) for key in numbers):
+        tasks = {
+            key.task.removeprefix(HARNESS_PREFIX): one
+            for key, one in numbers.items()
+            if (key.model, key.method, key.config) == variant
+        }
+        for name, include in groups:
+            averages = aggregate_groups(
+                name, include, {task: (one.metrics, one.num_graded) for task, one in tasks.items()}
+            )
+            for group, metrics in averages.items():
+                own = [tasks[task] for task in group_tasks(name, group, include) if task in tasks]
+                model, method, config = variant
+                found[ReportKey(model, method, f"{HARNESS_PREFIX}{group}", config)] = HarnessNumbers(
+                    num_graded=sum(one.num_graded for one in own),
+                    num_answers=sum(one.num_answers for one in own),
+                    metrics=metrics,
+                )
     return found
 
 
@@ -50,13 +79,15 @@ def harness_table(
     numbers: Mapping[ReportKey, HarnessNumbers], labels: Mapping[str, str], varied: Mapping[ReportKey, str]
 ) -> Table:
     """A row for each metric and filter; `varied` has the settings in which configurations differ."""
+    settings = {(key.model, key.method, key.config): text for key, text in varied.items()}
     return Table(
         title="lm-evaluation-harness's metrics",
         columns=(*SUBJECT, "Answers", "Filter", "Metric", "Value"),
         numeric=(4, 7),
         rows=[
             (
-                *(key.model, key.method, labels[key.task], varied[key] or None),
+                *(key.model, key.method, labels.get(key.task, key.task.removeprefix(HARNESS_PREFIX))),
+                settings[key.model, key.method, key.config] or None,
                 *(f"{one.num_graded} of {one.num_answers}", by, metric, f"{value:.4f}"),
             )
             for key, one in numbers.items()
@@ -64,7 +95,8 @@ def harness_table(
             for metric, value in metrics.items()
         ],
         notes=(
-            "By the task's own filters, metrics and aggregation, over the answers that were decoded and graded. Acc "
-            "of the other tables is the share of answers with full marks by the first metric of the first filter.",
+            "By the task's own filters, metrics and aggregation, over the answers that were decoded and graded; of a "
+            "group, the average that it defines. Acc of the other tables is the share of answers with full marks by "
+            "the first metric of the first filter.",
         ),
     )

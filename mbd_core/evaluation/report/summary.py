@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -93,6 +93,7 @@ def report_files(
             }
             for row in rows
         ],
+        **_groups_content(harness, {row.key for row in rows}),
         "aup": [_aup_content(aup) for aup in aups],
         "aup_means": [_aup_content(one) for one in aup_means],
         "differences": [_gap_content(key, gap) for key, gap in gaps.items()],
@@ -128,6 +129,16 @@ def report_files(
         "report.html": render_page(tables, rows, shown, labels=labels, settings=settings),
         "report.json": (json.dumps(content, indent=2, allow_nan=False) + "\n").encode(),
     }
+
+
+def _groups_content(harness: Mapping[ReportKey, HarnessNumbers], keys: Collection[ReportKey]) -> dict[str, Any]:
+    """The averages of lm-evaluation-harness's groups, where some were asked for."""
+    groups = [
+        {"model": key.model, "method": key.method, "group": key.task, "config": json.loads(key.config), **asdict(one)}
+        for key, one in harness.items()
+        if key not in keys
+    ]
+    return {"harness_groups": groups} if groups else {}
 
 
 def _aup_content(aup: AupRow | AupMean) -> dict[str, Any]:

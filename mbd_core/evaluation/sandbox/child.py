@@ -243,7 +243,7 @@ def standard_streams() -> Callable[[Callable[[], Any]], Callable[[str], str]]:
             return source if "b" in mode else stdin
         return files(file, mode, *rest, **keywords)
 
-    builtins.open = open_input  # type: ignore[assignment]
+    builtins.open = open_input
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # which `site` defines elsewhere
 
     def printed(run: Callable[[], Any]) -> Callable[[str], str]:

@@ -30,16 +30,20 @@ def load_harness_problems(
     `include` is a folder of task files. Raises `ValueError` for a task that is not known, cannot be loaded, or asks
     for more than one greedy or drawn answer to a document.
     """
-    found = {}
-    for name in names:
-        for task_name in _loaded(name.removeprefix(HARNESS_PREFIX), include):
-            found[task_name] = _problems(task_name, form=form, include=include, limit=limit, max_tokens=max_tokens)
-    return list(found.values())
+    groups_of: dict[str, list[str]] = {}
+    for name in (name.removeprefix(HARNESS_PREFIX) for name in names):
+        loaded = _loaded(name, include)
+        for task_name in loaded["tasks"]:
+            groups_of.setdefault(task_name, []).extend([name] if name in loaded["groups"] else [])
+    return [
+        _problems(task_name, groups, form=form, include=include, limit=limit, max_tokens=max_tokens)
+        for task_name, groups in groups_of.items()
+    ]
 
 
 @functools.lru_cache(maxsize=64)
 def _loaded(name: str, include: str | None) -> dict[str, Any]:
-    """The harness's task objects of a name, by theirs."""
+    """The harness's objects of a name, `tasks` and `groups`, by theirs."""
     try:
         manager = manager_of(include)
     except ImportError:
@@ -52,16 +56,14 @@ def _loaded(name: str, include: str | None) -> dict[str, Any]:
             "`lm_eval ls tasks` lists its own, and --include names a folder with others"
         )
     try:
-        tasks = manager.load([name])["tasks"]
+        loaded = manager.load([name])
     except Exception as error:  # of whichever step: the file, the data set, the network
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(
             f"task '{HARNESS_PREFIX}{name}' cannot be loaded: {type(error).__name__}: {reason}; where its data set "
             "cannot be reached, give a task file that names local files (dataset_path: json) in --include"
         ) from None
-    for task in tasks.values():
-        task.set_fewshot_seed(seed=FEW_SHOT_SEED)
-    return dict(tasks)
+    return dict(loaded)
 
 
 @functools.lru_cache(maxsize=4)
@@ -73,12 +75,12 @@ def manager_of(include: str | None) -> Any:
 
 
 def _task(name: str, include: str | None) -> Any:
-    (task,) = _loaded(name, include).values()
+    (task,) = _loaded(name, include)["tasks"].values()
     return task
 
 
 def _problems(
-    name: str, *, form: Form, include: str | None, limit: int | None, max_tokens: int | None
+    name: str, groups: Sequence[str], *, form: Form, include: str | None, limit: int | None, max_tokens: int | None
 ) -> tuple[ProblemSet, TaskInputs, Generation]:
     task, label = _task(name, include), f"{HARNESS_PREFIX}{name}"
     if task.OUTPUT_TYPE != "generate_until":
@@ -93,6 +95,7 @@ def _problems(
             f"task '{label}' asks {task.config.repeats} times and votes by itself; take its single form and --samples"
         )
     chat = {"apply_chat_template": True, "fewshot_as_multiturn": form == "turns", "chat_template": _messages}
+    task.set_fewshot_seed(seed=FEW_SHOT_SEED)  # each time: the same examples however often a process plans
     task.build_all_requests(limit=limit, tokenizer_name="sweep", **(chat if form != "plain" else {}))
     asked = [instance.args for instance in task.instances]
     generation = read_generation(asked[0][1])
@@ -109,6 +112,7 @@ def _problems(
                     "doc_id": instance.doc_id,
                     "include": include,
                     "by": source,
+                    **({"groups": groups} if groups else {}),
                 }
             ),
         )
@@ -177,3 +181,29 @@ def aggregate(name: str, include: str | None, answers: Sequence[Metrics]) -> Met
         by: {metric: float(rules[metric]([one[by][metric] for one in answers])) for metric in metrics}
         for by, metrics in answers[0].items()
     }
+
+
+def aggregate_groups(name: str, include: str | None, tasks: Mapping[str, tuple[Metrics, int]]) -> dict[str, Metrics]:
+    """The averages of a group, and of the groups in it, by filter and metric, as their `aggregate_metric_list` says.
+
+    `tasks` are the aggregated metrics of the harness's tasks, each with the number of its answers.
+    """
+    flat = {
+        task: {
+            "sample_len": num_answers,
+            **{f"{metric},{by}": value for by, all_of in metrics.items() for metric, value in all_of.items()},
+        }
+        for task, (metrics, num_answers) in tasks.items()
+    }
+    found: dict[str, Metrics] = {}
+    for group, rule in _loaded(name, include)["groups"].items():
+        for key, value in rule.aggregate(flat).items():
+            metric, comma, by = key.rpartition(",")
+            if comma and not metric.endswith("_stderr"):
+                found.setdefault(group, {}).setdefault(by, {})[metric] = float(value)
+    return found
+
+
+def group_tasks(name: str, group: str, include: str | None) -> list[str]:
+    """The names of a group's tasks, `group` being the group `name` or one in it."""
+    return [task.task_name for task in _loaded(name, include)["groups"][group].get_all_tasks()]

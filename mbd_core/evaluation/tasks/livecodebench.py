@@ -17,7 +17,7 @@ import pickletools
 import re
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -30,13 +30,11 @@ TEST_SECONDS = 6.0
 MEMORY_BYTES = 4 << 30
 SPARE_BYTES = 1 << 16
 LONGEST_TESTS = 1 << 30  # bytes of a problem's tests
-COLUMNS: dict[str, type | tuple[type, ...]] = dict.fromkeys(
-    (
-        *("question_id", "question_content", "platform", "starter_code", "difficulty"),
-        *("public_test_cases", "private_test_cases", "metadata"),
-    ),
-    str,
-) | {"contest_date": (str, datetime.datetime)}
+COLUMNS: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("question_id", "question_content", "platform", "starter_code", "difficulty", "metadata"), str),
+    **dict.fromkeys(("public_test_cases", "private_test_cases"), str),
+    "contest_date": (str, datetime.datetime),
+}
 
 # What stands before every program, as in the benchmark: these modules' names, the modules, and a deep recursion.
 _MODULES = (

@@ -190,8 +190,8 @@ OWN = Recipe(
     },
 )
 
-LIVE_CODE_BENCH_OWN = Recipe(
-    name=LIVE_CODE_BENCH,
+LCB_RUNNER = Recipe(
+    name="lcb-runner",
     source="LiveCodeBench's own evaluation",
     prompts={LIVE_CODE_BENCH: LIVE_CODE_BENCH_PROMPT},
 )
@@ -429,7 +429,7 @@ RECIPES: dict[str, Recipe] = {
         SDAR,
         DINFER,
         D3LLM,
-        LIVE_CODE_BENCH_OWN,
+        LCB_RUNNER,
     )
 }
 

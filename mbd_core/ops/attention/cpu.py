@@ -98,7 +98,7 @@ class _Member:
 def _members(layout: RowLayout, bounds: Sequence[int], kv_lens: Sequence[int]) -> Iterator[_Member]:
     """Join neighbouring rows with the same pages, up to `_MOST_QUERIES` queries; a longer row stays whole."""
     table = layout.page_table_RP
-    same = (table[1:] == table[:-1]).all(-1).tolist()
+    same = (table[1:] == table[:-1]).all(-1).tolist() if len(kv_lens) > 1 else []
     row, num_rows = 0, len(kv_lens)
     while row < num_rows:
         start, end = bounds[row], row + 1
@@ -135,8 +135,8 @@ def _parts(members: Iterator[_Member]) -> Iterator[list[_Member]]:
 def _bundle(layout: RowLayout, members: Sequence[_Member], kv_lens_T: np.ndarray) -> Bundle:
     table, device = layout.page_table_RP, layout.page_table_RP.device
     num_keys = max(m.most_keys for m in members)
-    offsets = np.arange(max(m.queries for m in members))
-    tokens_GQ = np.stack([np.minimum(m.start + offsets, m.stop - 1) for m in members])
+    starts, stops = np.array([(m.start, m.stop) for m in members]).T[..., None]
+    tokens_GQ = np.minimum(starts + np.arange(max(m.queries for m in members)), stops - 1)
     visible_GQL = None
     if min(m.least_keys for m in members) < num_keys:
         visible_GQL = torch.from_numpy(np.arange(num_keys) < kv_lens_T[tokens_GQ][..., None]).to(device)

@@ -362,7 +362,7 @@ def _slide_kernel(
     begin, end = tl.load(whole + BEGIN), tl.load(whole + END)
     revises = (tl.load(whole + EDITS) + tl.load(whole + SOFTENS)) > 0
     part = report_ptr + 4 * R + 4 * R * N
-    num_resident, num_asked = 0, 0
+    num_resident, num_asked, carries = 0, 0, 0
     for slot in range(N):
         here = row * N + slot
         place = here * SIZE + at
@@ -382,15 +382,15 @@ def _slide_kernel(
         position = tl.load(whole + ORIGIN) + (first + slot) * SIZE + at
         editable = inside & (position >= begin) & (position < end)
         if PARTS:
-            carries = tl.load(whole + CARRIES) > 0
-            opens = (at == 0) & masked & editable & carries & (slot == 0) & (num_blocks > 0)
+            fills = (tl.load(whole + CARRIES) > 0) & (slot == 0) & (num_blocks > 0)
+            opens = (at == 0) & masked & editable & fills
             carried = kept_ptr + R * N * 3 + row * 2
             token = tl.where(opens, tl.load(carried + at, mask=opens, other=0.0).to(tl.int64), token)
             confidence = tl.where(opens, tl.load(carried + 1 + at, mask=opens, other=0.0), confidence)
             masked = masked & (opens == 0)
-            fills = tl.sum(opens.to(tl.int32), 0) > 0
+            filled = tl.sum(opens.to(tl.int32), 0) > 0
             complete = tl.sum((masked & editable).to(tl.int32), 0) == 0
-            state = tl.where(fills & complete & (state != 0), 2, state)
+            state = tl.where(filled & complete & (state != 0), 2, state)
         tl.store(tokens_ptr + place, token, mask=inside)
         tl.store(masked_ptr + place, masked, mask=inside)
         tl.store(confidence_ptr + place, confidence.to(tl.float32), mask=inside)
@@ -404,7 +404,9 @@ def _slide_kernel(
         num_resident += (state != 0).to(tl.int32)
         num_asked += tl.sum(((masked | revises) & editable & (state == 1)).to(tl.int32), 0)
         if PARTS:
-            num_asked += ((tl.load(whole + CARRIES) > 0) & (state == 2)).to(tl.int32)
+            carries = tl.where(state == 2, 1, carries)
+    if PARTS:
+        num_asked += tl.where(tl.load(whole + CARRIES) > 0, carries, 0)
     tl.store(whole + FIRST_BLOCK, first)
     tl.store(report_ptr + row, num_blocks.to(tl.float64))
     tl.store(report_ptr + R + row, num_resident.to(tl.float64))

@@ -279,7 +279,8 @@ def _list_kernel(
         whole = whole_ptr + row * WHOLE
         state = tl.load(state_ptr + place // SIZE, mask=inside, other=0)
         carries = tl.load(whole + CARRIES, mask=inside, other=0) > 0
-        carries = carries & (state == 2) & (place % SIZE == 0) & (slot < SLOTS)
+        after = tl.load(state_ptr + place // SIZE + 1, mask=inside & (slot + 1 < N), other=0)
+        carries = carries & (state == 2) & (after != 2) & (place % SIZE == 0) & (slot < SLOTS)
         if ALL:
             asked = inside & (slot < SLOTS)
         else:

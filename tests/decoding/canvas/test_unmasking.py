@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mbd_core.decoding.blocks.canvas_config import Leap
+from mbd_core.decoding.canvas.plan import Guesses
 from mbd_core.decoding.canvas.unmasking import (
-    Guesses,
     accept_by_factor,
     accept_over_threshold,
     quota,

@@ -159,3 +159,40 @@ def test_a_record_outlives_its_file_and_knows_its_sweep(tiny_model_dir: Path) ->
     assert begun == "another version of this program began it: its rows have form 1, not 2"
     fewer = planned(tiny_model_dir, limit=2)[2]
     assert difference(record, fewer) == "task 'gsm-mini' has 3 problems, not 2"
+
+
+def test_a_killed_sweep_of_several_answers_goes_on_and_has_each_once(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers are those of a sweep that was not killed, so no draw is repeated or made anew."""
+    drawn = {**OPTIONS, "limit": 4, "samples": 3, "temperature": 1.0}
+    sweep = plan_sweep(SweepOptions(**drawn, models=[str(tiny_model_dir)], methods=["multi"]))
+    sweep = replace(sweep, engine=replace(ENGINE, max_rows=1))
+
+    def load(_name: str, engine: EngineConfig) -> DecodingModel:
+        loaded = load_engine(tiny_model_dir, engine)
+        return DecodingModel(loaded.engine, loaded.tokenizer)
+
+    def swept(place: Path) -> list[dict[str, Any]]:
+        run = SweepRun.of(sweep, shard=SweepShard(), timing=Timing(problems=0))
+        executor = LocalExecutor(load, sweep.engine, concurrency=1)
+        with EndpointStage({}, {}, concurrency=1) as stage:
+            run.run(place, lambda: nullcontext(executor), stage=stage, report=lambda _: None)
+        return sorted(read_samples(place), key=lambda row: row["sample"])
+
+    write, written = SweepFolder.write_part, list[int]()
+
+    def killed(self: SweepFolder, number: int, table: pa.Table) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(number)
+        write(self, number, table)
+
+    whole = swept(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(SweepFolder, "write_part", killed)
+        with pytest.raises(KeyboardInterrupt):
+            swept(tmp_path / "out")
+    assert 0 < len(list(read_samples(tmp_path / "out"))) < 12
+    assert swept(tmp_path / "out") == whole
+    assert [row["draw"] for row in whole] == [0, 1, 2] * 4 and len({row["sampling"] for row in whole}) == 12

@@ -236,7 +236,7 @@ def test_a_problem_is_asked_as_the_benchmark_asks_it(tmp_path: Path) -> None:
         "methods": ["single"],
         "data": [f"{name}={path}"],
     }
-    sweep = plan_sweep(SweepOptions(**options, recipe="livecodebench", samples=2, temperature=0.2))
+    sweep = plan_sweep(SweepOptions(**options, recipe="lcb-runner", samples=2, temperature=0.2))
     rows = list(sweep.rows())
     assert [(row["task"], row["problem_id"], row["draw"]) for row in rows] == [
         (name, problem, draw) for problem in ("abc001_a", "2") for draw in (0, 1)
