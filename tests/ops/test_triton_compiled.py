@@ -308,8 +308,8 @@ def test_the_routing_kernels_fit(capability: int, tmp_path: Path) -> None:
             "BLOCK_K": 8 << shared,
         }
         check(compiled(choice, {**pointers, **rule}, capability, num_warps=1), capability, tmp_path)
-    block = {"E": 256, "B": 32, "CAPACITY": 48, "SIGMOID": True, "BIASED": True, "BLOCK_E": 256}
-    block |= {"logits_ptr": "*fp32", "bias_ptr": "*fp32", "kept_ptr": "*i8"}
+    block = {"logits_ptr": "*fp32", "bias_ptr": "*fp32", "kept_ptr": "*i8"}
+    block |= {"E": 256, "B": 32, "CAPACITY": 48, "SIGMOID": True, "BIASED": True, "BLOCK_E": 256}
     check(compiled(router_triton.KEEP_EXPERTS.compiled, block, capability, num_warps=1), capability, tmp_path)
     tiles = expert_tiles.TILES_KERNEL.compiled
     layout = {
