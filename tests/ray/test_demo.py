@@ -40,14 +40,14 @@ def test_a_table_of_four_rows_three_sentences_and_the_paths_are_what_is_printed(
     """No cluster: the sweep's job writes its report, whose rows of one threshold are shown."""
 
     def submit(_jobs: demo.Jobs, _bar: object, _count: object, *words: str) -> None:
-        if "jobs/eval_sweep.py" in words:
+        if words[0] == "sweep":
             (tmp_path / "sweep").mkdir()
             (tmp_path / "sweep" / "report.json").write_text(json.dumps({"rows": report_rows()}))
 
     monkeypatch.setattr("cluster.local.local_cluster", lambda: nullcontext(SimpleNamespace(dashboard_url="http://x")))
     monkeypatch.setattr(demo.Jobs, "submit", submit)
     monkeypatch.setattr(demo, "endpoint", lambda *_: nullcontext("http://x"))
-    answers = [demo.Answer("How many?", "One.\n#### 1", True, 8.0), demo.Answer("And?", "#### 2", False, 6.0)]
+    answers = [demo.DemoAnswer("How many?", "One.\n#### 1", True, 8.0), demo.DemoAnswer("And?", "#### 2", False, 6.0)]
     monkeypatch.setattr(demo, "ask", lambda *_: answers)
     assert demo.main(["--out", str(tmp_path)]) == 0
     printed = capfd.readouterr()
@@ -83,11 +83,11 @@ def test_a_failed_part_names_the_log_which_has_what_it_printed(
     failing: demo.Jobs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with demo.bar("1/4 train", 30, "updates") as bar, pytest.raises(RuntimeError) as raised:
-        failing.submit(bar, lambda: 7, "python", "jobs/train_multitf.py")
-    assert "jobs/train_multitf.py" in str(raised.value) and str(failing.log) in str(raised.value)
+        failing.submit(bar, lambda: 7, "train")
+    assert "train ended" in str(raised.value) and str(failing.log) in str(raised.value)
     assert failing.log.read_text() == "the reason\n" and "the reason" not in capfd.readouterr().out
 
-    with failing.started("serve") as child, demo.bar("3/4 serve", 2, "processes") as bar:
+    with failing.start_job("serve") as child, demo.bar("3/4 serve", 2, "processes") as bar:
         child.wait(timeout=60)
         with pytest.raises(RuntimeError) as raised:
             demo.wait_until_ready(child, "http://x", bar, log=failing.log, deadline=time.monotonic() + 60)
@@ -97,7 +97,7 @@ def test_a_failed_part_names_the_log_which_has_what_it_printed(
 def test_a_bar_follows_the_job_and_what_was_started_ends_with_the_block(tmp_path: Path) -> None:
     cluster: Any = SimpleNamespace(environment={})
     jobs = demo.Jobs(cluster, tmp_path / "demo.log")
-    with jobs.started("-c", "import time; time.sleep(600)") as child:
+    with jobs.start_job("-c", "import time; time.sleep(600)") as child:
         assert child.poll() is None
     assert child.poll() is not None
     with demo.bar("2/4 sweep", 10, "answers") as bar:
