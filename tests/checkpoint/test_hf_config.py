@@ -57,7 +57,8 @@ def test_a_value_of_another_type_is_named(config: ModelConfig) -> None:
     for kind, keys in ((ModelConfig, family.keys), (MoEConfig, family.moe_keys or {})):
         for ours, theirs in keys.items():
             for value in BAD_VALUES[get_type_hints(kind)[ours]]:
-                with pytest.raises(ValueError, match=rf"^config.json has {theirs}=") as caught:
+                # token id 0 is of the right type, but an edit token does not stand alone
+                with pytest.raises(ValueError, match=rf"^config.json( has|:) {theirs}=") as caught:
                     read_config({**written, theirs: value})
                 assert "\n" not in str(caught.value)
             if theirs not in (*family.defaults, "rotary_dim"):

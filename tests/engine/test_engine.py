@@ -323,7 +323,7 @@ def test_page_pool_names_what_is_wrong() -> None:
     first, second = pool.alloc(2), pool.alloc(3)
     assert first and second and pool.alloc(1) is None
     pool.check_integrity({"a": first, "b": second})
-    with pytest.raises(AssertionError, match="nobody holds"):
+    with pytest.raises(AssertionError, match="no owner holds"):
         pool.check_integrity({"a": first})
     with pytest.raises(AssertionError, match="is held by a and by b"):
         pool.check_integrity({"a": first, "b": [*second, first[0]]})
