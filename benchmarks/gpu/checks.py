@@ -81,6 +81,7 @@ METHODS: dict[str, DecodingConfig] = {
     "t2t": DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4, t2t=T2T(tau=0.2, max_edits=4)),
     "soft": DecodingConfig(block_size=32, buffer_size=3, tau_m2t=0.4, soft=Soft(stop_confidence=0.5)),
     "entropy": DecodingConfig(block_size=32, buffer_size=2, entropy=EntropyBound(gamma=2.0)),
+    "parts": DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4, sub_block=8),
     "several": DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4, tokens_per_step=4),
     "margin": DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4, fallback="margin"),
 }

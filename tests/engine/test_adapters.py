@@ -276,7 +276,7 @@ def test_graphs_captured_before_an_adapter_is_loaded_serve_it(
 def test_requests_with_an_adapter_have_graphs_of_their_own_sizes() -> None:
     kinds = StepKinds(max_rows=16, num_slots=4, block_size=32, batch_invariant=False, adapters=True)
     captured = kinds.to_capture(DecodingConfig(block_size=32, buffer_size=4))
-    assert len(captured) == len(set(captured)) == 5 * (4 + 4 + 1)
+    assert len(captured) == len(set(captured)) == 5 * (4 + 4 + 2)
     small = kinds.kind(num_rows=3, num_slots=4, num_asked=100, work=Work(adapts=True))
     assert small in captured and small.num_asked is not None
     assert not replace(small, work=Work()).covers(small)

@@ -67,6 +67,7 @@ def test_only_logits_of_the_next_position_can_carry() -> None:
     asked, blocks = request(DecodingConfig(block_size=B, carry=True), 5, 9), {"qk_norm": False, "qkv_bias": True}
     shifted = build("Fast_dLLM_QwenForCausalLM", shift_logits=True, **blocks).config
     sizes = {"block_size": B, "buffer_size": 4, "page_size": PAGE, "num_pages": 40, "prefix_caching": True}
+    sizes["max_positions"] = shifted.max_positions
     assert accepts(Admission(shifted, **sizes), asked)
     with pytest.raises(RequestRefused, match=r"carry=True .*SDARForCausalLM") as caught:
         Admission(build().config, **sizes).check(asked)
@@ -141,14 +142,13 @@ def test_an_engine_with_a_limit_of_length_decodes_what_fits_alike() -> None:
 )
 def test_what_moving_tokens_cannot_have_is_refused(changes: dict, named: str) -> None:
     config = replace(build().config, delete_token_id=38, split_token_id=39, block_size=B)
-    limits = Admission(config, block_size=B, buffer_size=1, page_size=PAGE, num_pages=9, prefix_caching=True)
+    sizes = {"block_size": B, "buffer_size": 1, "page_size": PAGE, "num_pages": 9, "prefix_caching": True}
+    sizes["max_positions"] = config.max_positions
+    limits = Admission(config, **sizes)
     asked = request(DecodingConfig(block_size=B, edit=Levenshtein()), 5, 4)
     assert limits.check(asked)
     with pytest.raises(RequestRefused, match=named):
         limits.check(replace(asked, **changes))
-    limits = Admission(
-        replace(config, delete_token_id=None, split_token_id=None),
-        block_size=B, buffer_size=1, page_size=PAGE, num_pages=9, prefix_caching=True,
-    )  # fmt: skip
+    limits = Admission(replace(config, delete_token_id=None, split_token_id=None), **sizes)
     with pytest.raises(RequestRefused, match="delete_token_id"):
         limits.check(asked)

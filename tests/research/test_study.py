@@ -52,7 +52,7 @@ def test_a_folder_that_would_go_with_a_submitted_job_is_refused(
 def test_the_report_is_written_from_the_rows_without_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study, "compute", lambda *_, **__: pytest.fail("something was computed"))
+    monkeypatch.setattr(study.Study, "compute", lambda *_, **__: pytest.fail("something was computed"))
     recipes = {"base": (0.7, 60), "ledger-tf": (0.75, 50), "ledger-mbd": (0.8, 40)}
     write_rows(tmp_path / "ordering" / ROWS, [study_cells(recipes)])
     assert study.main(["ordering", "--report-only", "--out", str(tmp_path)]) == 0

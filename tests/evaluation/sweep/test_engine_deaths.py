@@ -71,9 +71,9 @@ def test_a_part_of_which_nothing_is_decoded_waits_until_its_model_decodes_someth
 def test_a_model_that_decodes_nothing_is_one_sentence_after_a_few_deaths_or_at_the_end() -> None:
     watch = DeathWatch(())
     for number in range(MOST_LOST - 1):
-        watch.lost("m", f"part {number}")
+        watch.note_lost("m", f"part {number}")
     with pytest.raises(ModelDies, match=r"^model 'm' .*2 times on each of part 0, part 1, "):
-        watch.lost("m", f"part {MOST_LOST - 1}")
+        watch.note_lost("m", f"part {MOST_LOST - 1}")
 
     (part,) = parts_of(1)
     divided = DividedParts([part], DeathWatch(()))
@@ -86,7 +86,7 @@ def test_a_model_that_decodes_nothing_is_one_sentence_after_a_few_deaths_or_at_t
 def test_a_model_that_decoded_something_never_ends_the_sweep() -> None:
     parts = parts_of(MOST_LOST)
     known, came = DeathWatch({"m"}), DeathWatch(())
-    came.decoded("m")
+    came.note_decoded("m")
     for watch in (known, came):
         divided = DividedParts(parts, watch)
         whole = [number for part in parts for row in part.rows for number, _ in divided.add(row["sample"], NOTHING)]
