@@ -20,9 +20,9 @@ from mbd_core.ops.attention.whole import DenseAttention
 
 def logits(model: Decoder) -> torch.Tensor:
     device = model.model.norm.weight.device
-    tokens = torch.randint(2, VOCAB, (2, 37), generator=torch.Generator().manual_seed(1)).to(device)
-    sees = torch.ones(1, 1, 37, 37, dtype=torch.bool, device=device)
-    positions = torch.arange(37, device=device).expand(2, -1)
+    tokens = torch.randint(2, VOCAB, (2, 40), generator=torch.Generator().manual_seed(1)).to(device)
+    sees = torch.ones(1, 1, 40, 40, dtype=torch.bool, device=device)
+    positions = torch.arange(40, device=device).expand(2, -1)
     with torch.inference_mode():
         return model.logits(model(tokens, positions, DenseAttention(sees)))
 
