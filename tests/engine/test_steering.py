@@ -567,7 +567,7 @@ def cost(outputs: list[Output]) -> str:
 def test_the_cost_in_forwards(buffer_size: int) -> None:
     """Where a grammar allows what the model would say, it costs no forwards worth naming."""
     with load_engine(model_folder("tiny-mbd"), EngineConfig(max_rows=16, num_pages=800)) as loaded:
-        problems = itertools.islice(gsm_mini.generate(split="test", seed=0), 100)
+        problems = list(itertools.islice(gsm_mini.generate(split="test", seed=0), 100))
         prompts = chat_prompts(loaded.tokenizer, [question(problem["question"]) for problem in problems])
         plain = [
             Request(
@@ -579,11 +579,17 @@ def test_the_cost_in_forwards(buffer_size: int) -> None:
             for number, prompt in enumerate(prompts)
         ]
         forwards: dict[str, int] = {}
+        right: dict[str, int] = {}
         for name, grammar in (("none", None), ("any text", ANY_TEXT), ("solution", SOLUTION), ("number", BARE_NUMBER)):
             outputs = loaded.engine.generate([replace(r, grammar=grammar) for r in plain])
             forwards[name] = sum(o.counts.num_forwards for o in outputs)
-            print(f"\nbuffer of {buffer_size}, grammar {name}: {cost(outputs)}")
+            answers = [text_of(loaded, o).split("####")[-1].strip() for o in outputs]
+            right[name] = sum(
+                a == p["answer"].split("####")[-1].strip() for a, p in zip(answers, problems, strict=True)
+            )
+            print(f"\nbuffer of {buffer_size}, grammar {name}: {cost(outputs)}, {right[name]} right")
             if name == "solution":
                 assert all(re.fullmatch(SOLUTION.text, text_of(loaded, o)) for o in outputs)
         assert forwards["any text"] < 1.05 * forwards["none"]
         assert forwards["solution"] < 1.05 * forwards["none"]
+        assert right["solution"] >= right["none"]
