@@ -216,14 +216,6 @@ class Admission:
     def _check_choice(self, request: Request) -> None:
         """What changes logits, and what is reported of them."""
         sampling, decoding = request.sampling, request.decoding
-        for field_name, tokens in (
-            ("logit_bias", [token for token, _ in sampling.logit_bias]),
-            ("stop_token_ids", request.stop_token_ids),
-        ):
-            wrong = next((t for t in tokens if not 0 <= t < self._model.vocab_size), None)
-            if wrong is not None:
-                why = f"{field_name} token {wrong} lies outside the vocabulary of {self._model.vocab_size} tokens"
-                raise RequestRefused(field_name, why)  # type: ignore[arg-type]
         if not 0 <= request.top_logprobs <= MAX_TOPS:
             raise RequestRefused("top_logprobs", f"top_logprobs={request.top_logprobs} must lie in 0..{MAX_TOPS}")
         if request.top_logprobs and not request.logprobs:
@@ -231,14 +223,11 @@ class Admission:
         if request.top_logprobs and decoding.canvas is not None:
             why = "top_logprobs cannot be given on a canvas, which keeps the accepted token's log-probability alone"
             raise RequestRefused("top_logprobs", why)
+        reason = penalties_refused(decoding)
         for name, neutral in PENALTIES.items():
-            if getattr(sampling, name) == neutral:
-                continue
-            reason = penalties_refused(decoding)
-            if reason is None:
-                continue
-            message = f"{name}={getattr(sampling, name)} cannot be honoured: {reason}; decode without it"
-            raise RequestRefused(name, message)  # type: ignore[arg-type]
+            if reason is not None and getattr(sampling, name) != neutral:
+                why = f"{name}={getattr(sampling, name)} cannot be honoured: {reason}; decode without it"
+                raise RequestRefused(name, why)
 
     def _check_prompt(self, request: Request) -> None:
         model, length = self._model, len(request.prompt)
@@ -264,6 +253,8 @@ class Admission:
             ("prompt", request.prompt),
             ("committed", request.committed),
             ("template", tuple(t for t in request.template if t is not None)),
+            ("logit_bias", tuple(token for token, _ in request.sampling.logit_bias)),
+            ("stop_token_ids", request.stop_token_ids),
         )
         for name, tokens in token_fields:
             wrong = next((t for t in tokens if not 0 <= t < model.vocab_size), None)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 LEAST = 1e-6  # the least temperature above 0 and the least top_p; float32 is not exact enough for smaller values
 
@@ -94,7 +94,8 @@ class Sampling:
         return bool(self.logit_bias) or self.penalises or (self.draws and self.min_p > 0)
 
 
-PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+Penalty = Literal["repetition_penalty", "frequency_penalty", "presence_penalty"]
+PENALTIES: dict[Penalty, float] = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 DRAWING = ("temperature", "top_p", "top_k", "min_p")
 
 
