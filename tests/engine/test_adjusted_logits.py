@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_engines import EOS, MASK, VOCAB, B, build
 from torch import Tensor
 
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
@@ -21,41 +22,14 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.graphs import StepGraphs
 from mbd_core.engine.step_kind import StepKind
-from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.states.mask import block_causal_mask
 from mbd_core.ops.attention.whole import DenseAttention
-
-MASK, EOS, B, VOCAB = 0, 1, 4, 40
-
-
-def build(architecture: str = "SDARForCausalLM", **changes: Any) -> Decoder:
-    config = ModelConfig(
-        architecture=architecture,
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rope_theta=1e4,
-        rms_norm_eps=1e-6,
-        max_positions=128,
-        tie_word_embeddings=False,
-        mask_token_id=MASK,
-        eos_token_ids=(EOS,),
-        block_size=B,
-        **changes,
-    )
-    model = Decoder(config)
-    init_weights(model, seed=3, std=0.35)
-    return model.double().eval()
 
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    return build()
+    return build().double()
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -308,7 +282,7 @@ CANVASES: dict[str, Canvas] = {
 @pytest.mark.parametrize("method", CANVASES)
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_canvas_takes_what_it_can_define(method: str, draws: bool) -> None:
-    full = build(architecture="LLaDAModelLM", attention="full")
+    full = build(architecture="LLaDAModelLM", attention="full").double()
     decoding = DecodingConfig(block_size=B, canvas=CANVASES[method])
     served = engine(full)
     free = request("r", 4, "plain", decoding=decoding, draws=draws, max_tokens=24, ignore_eos=True)
