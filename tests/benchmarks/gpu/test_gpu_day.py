@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu import day as gpu_day
 from benchmarks.gpu import sections as gpu_sections
 from benchmarks.gpu.day import PART_SECONDS, PARTS, Section, main, report, run_apart
-from benchmarks.gpu.sections import profiled, toy_day
+from benchmarks.gpu.sections import profile_call, toy_day
 from mbd_core.models.mlp import MoE
 from mbd_core.ops.attention.choice import AttentionKernel
 from mbd_core.ops.experts import expert_products as experts_triton
@@ -175,7 +175,7 @@ def test_the_day_stops_where_no_graph_can_hold_the_attention(tmp_path: Path, mon
 
 def test_a_profile_names_what_ran() -> None:
     x = torch.randn(64, 64)
-    nodes, top = profiled(lambda: x @ x, torch.device("cpu"), most=3)
+    nodes, top = profile_call(lambda: x @ x, torch.device("cpu"), most=3)
     assert nodes is None and 1 <= len(top) <= 3 and any("mm" in row["kernel"] for row in top)
 
 
