@@ -194,7 +194,7 @@ def test_the_sweep_keeps_the_fastest_tiles_for_the_sections_behind_it(
     monkeypatch.setattr(gpu_sections, "_graph_seconds", seconds)
     rows = list(gpu_sections.tile_sweep(day))
     found = [(row["bytes"], row["tokens"]) for row in rows]
-    assert found == [(size, n) for n in gpu_sections.SWEPT for size in (2, 1)]
+    assert found == [(size, n) for n in gpu_sections.TOKEN_COUNTS for size in (2, 1)]
     for row in rows:
         each = row["tokens"] * (4 + 1) / 16
         assert row["tiles"][0] in ((64,) if each >= 16 else (16, 32)) and row["tiles"][1:4] == [32, 128, 2]

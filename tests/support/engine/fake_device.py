@@ -232,7 +232,7 @@ class Graph:
 
 
 class _Calls(TorchFunctionMode):
-    """The calls of `UNTOLD`, those with tensors of the device or for it."""
+    """The calls of `UNDISPATCHED`, those with tensors of the device or for it."""
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
