@@ -1,4 +1,4 @@
-"""JSON that others wrote: read with one sentence for whatever it is not, and compared field by field."""
+"""JSON that others wrote: read with one sentence for whatever it is not, merged and compared field by field."""
 
 import json
 import re
@@ -35,6 +35,26 @@ def parse_json(content: str | bytes, where: str) -> Any:
         if half is not None:
             raise ValueError(f"{where} holds \\u{ord(half[0]):04x}, half of a surrogate pair, which is no character")
     return value
+
+
+def merge_fields(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the fields of `changes` replaced. Objects in both are merged field by field."""
+    parts = {
+        name: merge_fields(base[name], part)
+        for name, part in changes.items()
+        if isinstance(part, Mapping) and isinstance(base.get(name), Mapping)
+    }
+    return {**base, **changes, **parts}
+
+
+def merge_paths(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with each value at its dotted path: `{"train.lr": 1}` changes `lr` of the object `train`."""
+    result = dict(base)
+    for path, value in values.items():
+        for name in reversed(path.split(".")):
+            value = {name: value}
+        result = merge_fields(result, value)
+    return result
 
 
 def differing_fields(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

@@ -152,15 +152,6 @@ def changes_of(kind: type, path: str = "") -> Iterator[OptionField]:
             yield replace(item, name=f"{path}{each.name}", hint=item.hint | None, default=None)
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by paths as an object of objects: `{"train.lr": 1}` is `{"train": {"lr": 1}}`."""
-    result: dict[str, Any] = {}
-    for path, value in values.items():
-        *outer, name = path.split(".")
-        functools.reduce(lambda place, key: place.setdefault(key, {}), outer, result)[name] = value
-    return result
-
-
 def split(hint: Any) -> tuple[Any, Option | None]:
     """A type hint without its annotations, and its option if it has one."""
     if typing.get_origin(hint) is not typing.Annotated:

@@ -22,7 +22,7 @@ from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.literal_text import MaskedText, Masking, fixed_masking, literal, token_ids
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
-from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, merge_fields
+from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
@@ -33,6 +33,7 @@ from mbd_core.evaluation.tasks.generation_fields import Generation, read_generat
 from mbd_core.files import check_new_file, write_text
 from mbd_core.harness.likelihood import Draws, log_likelihood
 from mbd_core.harness.scoring import CountedText
+from mbd_core.json_text import merge_fields, merge_paths
 from mbd_core.serving.tokens.load import load_engine
 
 LOGGER = logging.getLogger("lm_eval.mbd")
@@ -69,7 +70,7 @@ class HarnessModel(TemplateLM):
         del max_batch_size  # the engine takes requests from a queue as rows become free
         if method is not None and method not in NAMED_METHODS:
             raise ValueError(f"unknown method '{method}'; known: {', '.join(NAMED_METHODS)}")
-        self._method, self._fields = method, _nested(decoding)
+        self._method, self._fields = method, _decoding_fields(decoding)
         if log is not None:
             check_new_file(Path(log))
         folder = model_folder(pretrained)
@@ -100,7 +101,7 @@ class HarnessModel(TemplateLM):
         fields = dict(NAMED_METHODS[self._method]) if self._method is not None else {}
         if self._method == MULTI and self._defaults.get("buffer_size", 1) == 1:
             fields["buffer_size"] = DEFAULT_SLOTS
-        fields = merge_fields(merge_fields(fields, self._fields), _nested(changes))
+        fields = merge_fields(merge_fields(fields, self._fields), _decoding_fields(changes))
         return decoding_config(self._defaults, fields, block_size=self._block_size)
 
     # -- generation -------------------------------------------------------------------------------------------------
@@ -281,16 +282,13 @@ def _device(name: str | None) -> torch.device | None:
     return torch.device(name)
 
 
-def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _decoding_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Decoding fields with dotted names as parts; `ValueError` for an unknown one or a value of the wrong type."""
-    nested: dict[str, Any] = {}
+    values = {}
     for path, value in fields.items():
-        given = {True: "true", False: "false", None: "none"}.get(value, value) if _is_name(value) else value
-        (value,) = parse_grid(f"{path}={given}")[path]
-        for name in reversed(path.split(".")):
-            value = {name: value}
-        nested = merge_fields(nested, value)
-    return nested
+        text = {True: "true", False: "false", None: "none"}.get(value, value) if _is_name(value) else value
+        (values[path],) = parse_grid(f"{path}={text}")[path]
+    return merge_paths({}, values)
 
 
 def _is_name(value: Any) -> bool:

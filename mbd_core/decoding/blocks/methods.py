@@ -56,16 +56,6 @@ METHODS: dict[str, Fields] = {
 Family = Literal["math", "code"]
 
 
-def merge_fields(base: Fields, changes: Fields) -> dict[str, Any]:
-    """`base` with the fields of `changes` replaced. Parts in both ("t2t", "canvas") are merged field by field."""
-    parts = {
-        name: merge_fields(base[name], part)
-        for name, part in changes.items()
-        if isinstance(part, Mapping) and isinstance(base.get(name), Mapping)
-    }
-    return {**base, **changes, **parts}
-
-
 def _rows(single: Fields, multi: Fields) -> dict[str, Fields]:
     return {"single": {"buffer_size": 1, **single}, "multi": {**single, **multi}}
 
