@@ -57,30 +57,30 @@ def merge_paths(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
     return result
 
 
-def differing_fields(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def differing_fields(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """Which fields of two JSON objects differ, with both values: `train.steps is 12 there, not 9`; "" if none does.
 
     Objects are compared field by field, lists as a whole.
     """
-    said = [f"{name} is {old} there, not {new}" for name, old, new in differences(there, here)]
-    more = len(said) - MOST_SHOWN
-    return "; ".join(said[:MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+    sentences = [f"{name} is {old} there, not {new}" for name, old, new in differences(theirs, ours)]
+    more = len(sentences) - MOST_SHOWN
+    return "; ".join(sentences[:MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """The fields in which two JSON objects differ, by their paths, with both values as texts."""
-    return [(name, _shown(old), _shown(new)) for name, old, new in _differing(there, here, "")]
+    return [(name, _value_text(old), _value_text(new)) for name, old, new in _differing(theirs, ours, "")]
 
 
-def _differing(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    for name in dict.fromkeys((*here, *there)):
-        old, new = there.get(name, MISSING), here.get(name, MISSING)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _differing(old, new, f"{prefix}{name}.")
-        elif old != new:
-            yield f"{prefix}{name}", old, new
+def _differing(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    for name in dict.fromkeys((*ours, *theirs)):
+        their_value, our_value = theirs.get(name, MISSING), ours.get(name, MISSING)
+        if isinstance(their_value, Mapping) and isinstance(our_value, Mapping):
+            yield from _differing(their_value, our_value, f"{prefix}{name}.")
+        elif their_value != our_value:
+            yield f"{prefix}{name}", their_value, our_value
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     text = "not set" if value is MISSING else json.dumps(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."

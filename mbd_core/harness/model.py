@@ -120,10 +120,10 @@ class HarnessModel(TemplateLM):
         return answers
 
     def _answers(self, instances: Sequence[Instance]) -> list[CountedText]:
-        asked = [read_generation(instance.args[1]) for instance in instances]
+        generations = [read_generation(instance.args[1]) for instance in instances]
         requests: list[Request] = []
-        refused: dict[str, str] = {}
-        for number, (instance, generation) in enumerate(zip(instances, asked, strict=True)):
+        refusals: dict[str, str] = {}
+        for number, (instance, generation) in enumerate(zip(instances, generations, strict=True)):
             request = self._request(str(number), instance.args[0], generation)
             try:
                 self._model.engine.admission.check(request)
@@ -131,9 +131,9 @@ class HarnessModel(TemplateLM):
             except RequestRefused as error:
                 if error.code != "context_length_exceeded":
                     raise
-                refused[request.request_id] = str(error)
+                refusals[request.request_id] = str(error)
                 LOGGER.warning("document %s of %s has no answer: %s", instance.doc_id, instance.task_name, error)
-        stops = {str(number): generation.stop for number, generation in enumerate(asked)}
+        stops = {str(number): generation.stop for number, generation in enumerate(generations)}
         decode = partial(decode_text, self.tokenizer)
         outputs = {o.request_id: o for o in generate_until(self._model.engine, requests, stops, decode)}
         answers = []
@@ -145,7 +145,7 @@ class HarnessModel(TemplateLM):
                 answer = CountedText(text, output.counts, output.finish_reason)
             answers.append(answer)
             self.cache_hook.add_partial("generate_until", instance.args, answer)
-            self._record(instance, answer, refused.get(str(number)))
+            self._record(instance, answer, refusals.get(str(number)))
         return answers
 
     def _request(self, name: str, context: str, generation: Generation) -> Request:
@@ -168,16 +168,16 @@ class HarnessModel(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What a report of the harness says of the model: how it decodes, and its counts over all generations."""
-        counted = [row for row in self._records if "nfe" in row]
+        rows = [row for row in self._records if "nfe" in row]
         info: dict[str, Any] = {"mbd_backend": self._model.backend, "mbd_decoding": repr(self.decoding)}
-        if counted:
-            forwards, tokens = (sum(row[name] for row in counted) for name in ("nfe", "tokens"))
+        if rows:
+            forwards, tokens = (sum(row[name] for row in rows) for name in ("nfe", "tokens"))
             info |= {
                 "mbd_generations": len(self._records),
-                "mbd_not_decoded": len(self._records) - len(counted),
-                "mbd_cut": sum(row["cut"] for row in counted),
-                "mbd_nfe_mean": forwards / len(counted),
-                "mbd_tpf_mean": sum(row["tpf"] for row in counted) / len(counted),
+                "mbd_not_decoded": len(self._records) - len(rows),
+                "mbd_cut": sum(row["cut"] for row in rows),
+                "mbd_nfe_mean": forwards / len(rows),
+                "mbd_tpf_mean": sum(row["tpf"] for row in rows) / len(rows),
                 "mbd_tpf_ratio_of_sums": tokens / forwards if forwards else 0.0,
             }
         return info
@@ -189,7 +189,7 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Monte Carlo estimates (`likelihood.py`), and whether greedy decoding gives the same tokens. A text that the
         model cannot hold ends the run: no number stands for it."""
-        scored = []
+        results = []
         for texts, context, continuation in tqdm(
             requests, disable=kwargs.get("disable_tqdm", False), desc="Running loglikelihood requests"
         ):
@@ -202,8 +202,8 @@ class HarnessModel(TemplateLM):
             )
             result = nats, self._is_greedy(context, continuation)
             self.cache_hook.add_partial("loglikelihood", texts, result)
-            scored.append(result)
-        return scored
+            results.append(result)
+        return results
 
     def _is_greedy(self, context: Sequence[int], continuation: Sequence[int]) -> bool:
         if not continuation:

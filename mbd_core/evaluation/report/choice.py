@@ -128,7 +128,7 @@ def write_front(folder: Path, front: SpeedFront, *, overwrite: bool = False) -> 
     config, generation = load_config(folder), load_generation_defaults(folder)
     if generation.get(KEY) is not None and not overwrite:
         raise ValueError(f"{folder} has a {KEY} already; --overwrite replaces it")
-    changed = {**generation, KEY: front.stored()}
+    changed = {**generation, KEY: front.generation_fields()}
     try:
         read_front(changed, block_size=generation.get("block_size", config.block_size))
     except ValueError as error:
