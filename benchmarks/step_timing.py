@@ -143,7 +143,7 @@ def filled_engine(model: Decoder, case: StepCase, *, seed: int = 0) -> Engine:
     cache.v.normal_()
     for sequence in engine.admit():
         sequence.prefilled_to(sequence.prefix_length)
-        engine.scheduler.stored([PrefillChunk(sequence, 0, sequence.prefix_length)])
+        engine.scheduler.publish_chunks([PrefillChunk(sequence, 0, sequence.prefix_length)])
     assert len(engine.scheduler.running) == case.rows, "the pool was made for all of them"
     return engine
 

@@ -85,14 +85,14 @@ def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = Fals
     device = groups[0].tokens_T.device
     width = max(g.pages_KP.shape[1] for g in groups)
     same_width = all(g.pages_KP.shape[1] == width for g in groups)
-    pages_KP = _joined(
+    pages_KP = _concat(
         [g.pages_KP if same_width else F.pad(g.pages_KP, (0, width - g.pages_KP.shape[1])) for g in groups]
     )
-    positions_T = _joined([g.positions_T for g in groups])
-    stored_K = _joined([g.stored_K for g in groups])
-    alike = {g.lengths_K if isinstance(g.lengths_K, int) else -1 for g in groups}
-    if len(alike) == 1 and -1 not in alike:
-        max_q = alike.pop()
+    positions_T = _concat([g.positions_T for g in groups])
+    stored_K = _concat([g.stored_K for g in groups])
+    row_lengths = {g.lengths_K if isinstance(g.lengths_K, int) else -1 for g in groups}
+    if len(row_lengths) == 1 and -1 not in row_lengths:
+        max_q = row_lengths.pop()
         bounds = torch.arange(0, len(pages_KP) * max_q + 1, max_q, device=device)
         row_T = torch.arange(len(pages_KP), device=device).repeat_interleave(max_q)
     else:
@@ -103,15 +103,15 @@ def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = Fals
         row_T = torch.arange(len(pages_KP), device=device).repeat_interleave(lengths_K, output_size=len(positions_T))
     page_T = pages_KP.flatten()[row_T * width + (positions_T // page_size).clamp(max=width - 1)]
     offset_T = positions_T % page_size
-    at_A = _joined([g.logits_at_A for g in groups])
+    logits_at_A = _concat([g.logits_at_A for g in groups])
     return Batch(
-        input_ids_T=_joined([g.tokens_T for g in groups]),
+        input_ids_T=_concat([g.tokens_T for g in groups]),
         positions_T=positions_T,
         cu_seqlens_q=bounds.int(),
-        kv_lens_K=_joined([g.kv_lens_K for g in groups]),
+        kv_lens_K=_concat([g.kv_lens_K for g in groups]),
         pages_KP=pages_KP,
         write_loc_T=torch.where(stored_K[row_T], page_T * page_size, 0) + offset_T,
-        logits_at_A=torch.where(at_A < 0, len(positions_T) - 1 - at_A, at_A),
+        logits_at_A=torch.where(logits_at_A < 0, len(positions_T) - 1 - logits_at_A, logits_at_A),
         weight_T=_weights(groups),
         max_q=max_q,
         adapter_T=_adapters(groups, row_T),
@@ -121,25 +121,27 @@ def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = Fals
     )
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _lengths(groups: Sequence[Rows]) -> list[int]:
-    out: list[int] = []
+    lengths: list[int] = []
     for g in groups:
-        out += [g.lengths_K] * len(g.kv_lens_K) if isinstance(g.lengths_K, int) else g.lengths_K
-    return out
+        lengths += [g.lengths_K] * len(g.kv_lens_K) if isinstance(g.lengths_K, int) else g.lengths_K
+    return lengths
 
 
 def _adapters(groups: Sequence[Rows], row_T: Tensor) -> Tensor | None:
     slots = [g.adapter_K for g in groups if g.adapter_K is not None]
     assert len(slots) in (0, len(groups)), "adapters are laid out for all rows of a forward, or for none"
-    return _joined(slots)[row_T] if slots else None
+    return _concat(slots)[row_T] if slots else None
 
 
 def _weights(groups: Sequence[Rows]) -> Tensor | None:
     if all(g.weight_T is None for g in groups):
         return None
-    hard = [torch.ones(len(g.tokens_T), device=g.tokens_T.device) for g in groups]
-    return torch.cat([one if g.weight_T is None else g.weight_T for g, one in zip(groups, hard, strict=True)])
+    hard_weights = [torch.ones(len(g.tokens_T), device=g.tokens_T.device) for g in groups]
+    return torch.cat(
+        [ones_T if g.weight_T is None else g.weight_T for g, ones_T in zip(groups, hard_weights, strict=True)]
+    )

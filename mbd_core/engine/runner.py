@@ -61,7 +61,7 @@ class ModelRunner:
         adapters: AdapterSlots | None = None,
     ) -> None:
         self.model, self.cache, self.attention, self.adapters = model, cache, attention, adapters
-        self._fused = fuse(model, num_positions=num_positions)
+        self._fused_decoder = fuse(model, num_positions=num_positions)
         weights = model.model.norm.weight
         self.last_batch: Batch | None = None  # after a replay: the batch that the replay has filled
         self._hidden_TD = weights.new_zeros((0, model.config.hidden_size))
@@ -84,18 +84,18 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Tensor:
         """Final hidden states (A, D) of the positions that are asked for."""
         self.last_batch = batch
-        paged = PagedAttention(self.cache, batch.write_loc_T, self.bind(batch))
+        attend = PagedAttention(self.cache, batch.write_loc_T, self.bind(batch))
         ids_T, positions_T, weight_T = batch.input_ids_T, batch.positions_T, batch.weight_T
         adapters = None
         if batch.adapter_T is not None:
             assert self.adapters is not None
             adapters = self.adapters.choose(batch.adapter_T)
         if batch.split is None:
-            hidden = self._fused.forward(
-                ids_T, positions_T, paged, soft_weight=weight_T, adapters=adapters, live=batch.live_T
+            hidden = self._fused_decoder.forward(
+                ids_T, positions_T, attend, soft_weight=weight_T, adapters=adapters, live=batch.live_T
             )
         else:
-            hidden = self.model(ids_T, positions_T, paged, soft_weight=weight_T, split=batch.split, adapters=adapters)
+            hidden = self.model(ids_T, positions_T, attend, soft_weight=weight_T, split=batch.split, adapters=adapters)
         self._hidden_TD = hidden
         if self.model.config.shift_logits:
             hidden = torch.cat((hidden, self.last_RD))
@@ -108,11 +108,11 @@ class ModelRunner:
     @property
     def has_kernel_layers(self) -> bool:
         """Whether some layer runs by Triton kernels, where rows are not computed apart."""
-        return self._fused.has_kernel_layers
+        return self._fused_decoder.has_kernel_layers
 
     def weights_changed(self) -> None:
         """The decoder's weights were overwritten in place."""
-        self._fused.refresh()
+        self._fused_decoder.refresh()
 
     @torch.inference_mode()
     def logits(self, hidden_AD: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
@@ -133,27 +133,27 @@ class ModelRunner:
         """
         head = self.logits if whole else self.own_logits
 
-        def of(part: slice) -> Tensor:
+        def logits_of(part: slice) -> Tensor:
             blocks = (part.stop - part.start) // block_size
             return head(hidden_AD[part], split=None if batch.split is None else [block_size] * blocks)
 
-        return of
+        return logits_of
 
     def remember_prompts(self, ends: Sequence[tuple[int, int]]) -> None:
         """Keep the last forward's hidden states at (batch row, packed token), where prefixes end."""
         if ends and self.model.config.shift_logits:
-            rows, at = to_device(ends, self._hidden_TD.device).T
-            self.last_RD[rows] = self._hidden_TD[at]
+            rows, places = to_device(ends, self._hidden_TD.device).T
+            self.last_RD[rows] = self._hidden_TD[places]
 
     def remember_committed(self, slot_end_RN: Tensor | None, num_blocks_R: Tensor) -> None:
         """Keep the last forward's hidden state of every batch row that committed blocks, at the last token of the last
         of them; static shapes."""
         if slot_end_RN is None or not self.model.config.shift_logits:
             return
-        last = (num_blocks_R - 1).clamp(min=0)
-        at_R = slot_end_RN.gather(1, last[:, None])[:, 0]
-        kept = self.last_RD[: len(at_R)]
-        kept.copy_(torch.where((num_blocks_R > 0)[:, None], self._hidden_TD[at_R], kept))
+        last_block_R = (num_blocks_R - 1).clamp(min=0)
+        at_R = slot_end_RN.gather(1, last_block_R[:, None])[:, 0]
+        last_RD = self.last_RD[: len(at_R)]
+        last_RD.copy_(torch.where((num_blocks_R > 0)[:, None], self._hidden_TD[at_R], last_RD))
 
 
 # The vocabulary where its logits are: read once on a GPU, and in parts where ranks share it.
@@ -190,7 +190,7 @@ class PartVocab(Vocab):
     def likeliest(self, logits_PV: Tensor) -> tuple[Tensor, Tensor]:
         if logits_PV.shape[-1] != len(self.part):
             logits_PV = logits_PV[:, self.part.start : self.part.stop]
-        place_P, logit_P, lse_P = self._own(logits_PV)
+        place_P, logit_P, lse_P = self._likeliest_of_part(logits_PV)
         # Token ids are below 2^24, so exact in float32; a sum with zeros changes nothing.
         shared_G3P = logit_P.new_zeros((self.shard.size, 3, len(logit_P)))
         torch.stack(((place_P + self.part.start).float(), logit_P, lse_P), out=shared_G3P[self.shard.rank])
@@ -200,7 +200,7 @@ class PartVocab(Vocab):
         token_P = torch.where(logit_GP == best_P, token_GP, torch.inf).amin(0).clamp(max=self.size - 1)
         return token_P.long(), (best_P - lse_GP.logsumexp(0)).exp()
 
-    def _own(self, logits_PV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _likeliest_of_part(self, logits_PV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`part_confidence`."""
         mask, size = self.mask_token_id - self.part.start, self.size - self.part.start
         if self.fused:

@@ -53,10 +53,10 @@ class StepState:
         return batch, self.runner.forward(batch)
 
     def logits_of(
-        self, hidden_AD: Tensor, batch: Batch, work: Work, *, steered: bool = False
+        self, hidden_AD: Tensor, batch: Batch, work: Work, *, has_steering: bool = False
     ) -> Callable[[slice], Tensor]:
         """The logits of a range of `hidden_AD`; of a step that takes likeliest tokens alone, each rank's own part."""
-        whole = steered or work.draws or work.scores or work.adjusts or work.tops
+        whole = has_steering or work.draws or work.scores or work.adjusts or work.tops
         return self.runner.blockwise_logits(hidden_AD, batch, block_size=self.buffer.block_size, whole=whole)
 
     @property
@@ -93,7 +93,7 @@ def decode_step(
     view = view_of(buffer)
     rows = lay_out(buffer)
     batch, hidden_AD = state.forward(rows)
-    logits_of = state.logits_of(hidden_AD, batch, work, steered=steering is not None)
+    logits_of = state.logits_of(hidden_AD, batch, work, has_steering=steering is not None)
     if steering is not None:
         assert rows.at_A is not None
         logits_of = steering.watch(logits_of, rows.at_A, buffer)
@@ -109,8 +109,8 @@ def decode_step(
         fallback_P=buffer.fallback_at(rows.at_A) if work.scores else None,
         num_tops=state.num_tops if work.tops else 0,
     )
-    chosen = None if steering is None else steering.choose(prediction, buffer, state.vocab)
-    commit = buffer.commit(prediction, revises=work.revises, quotas=work.quotas, by_parts=work.by_parts, chosen=chosen)
+    choice = None if steering is None else steering.choose(prediction, buffer, state.vocab)
+    commit = buffer.commit(prediction, revises=work.revises, quotas=work.quotas, by_parts=work.by_parts, chosen=choice)
     runner.remember_prompts(rows.prompt_ends)
     runner.remember_committed(rows.slot_end_RN, commit.num_blocks_R)
     report_X = pack_report(view, commit, buffer)

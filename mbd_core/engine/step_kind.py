@@ -83,9 +83,9 @@ class StepKind:
 
     def covers(self, other: "StepKind") -> bool:
         """Whether a step of this kind can stand in for one of `other`."""
-        enough = self.num_asked is None or (other.num_asked is not None and self.num_asked >= other.num_asked)
-        wide = self.num_rows == other.num_rows and self.num_slots >= other.num_slots
-        return wide and enough and self.work.covers(other.work)
+        has_logits = self.num_asked is None or (other.num_asked is not None and self.num_asked >= other.num_asked)
+        has_slots = self.num_rows == other.num_rows and self.num_slots >= other.num_slots
+        return has_slots and has_logits and self.work.covers(other.work)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +110,8 @@ class StepKinds:
         slots = self.num_slots if self.blocks_each is None else _power_of_two(num_slots, self.num_slots)
         quarter = self._quarter(rows, slots)
         quarters = max(1, -(-num_asked // quarter))
-        everything = quarters > 3 or self.batch_invariant
-        return StepKind(
-            num_rows=rows, num_slots=slots, num_asked=None if everything else quarters * quarter, work=work
-        )
+        is_whole = quarters > 3 or self.batch_invariant
+        return StepKind(num_rows=rows, num_slots=slots, num_asked=None if is_whole else quarters * quarter, work=work)
 
     def to_capture(self, decoding: DecodingConfig) -> list[StepKind]:
         """The kinds worth a graph: greedy requests with `decoding` in every size, without and with adapters; in the
@@ -124,8 +122,8 @@ class StepKinds:
             works.append(replace(works[0], adapts=True))
         kinds: list[StepKind] = []
         for rows, slots in self._shapes(decoding):
-            most = rows * min(slots, decoding.buffer_size) * self.block_size
-            sizes = (*range(1, most + 1, self._quarter(rows, slots)), most)
+            max_asked = rows * min(slots, decoding.buffer_size) * self.block_size
+            sizes = (*range(1, max_asked + 1, self._quarter(rows, slots)), max_asked)
             kinds += dict.fromkeys(
                 self.kind(num_rows=rows, num_slots=slots, num_asked=n, work=w) for w in works for n in sizes
             )
@@ -148,6 +146,6 @@ class StepKinds:
         return -(-num_rows * num_slots * self.block_size // 4)
 
 
-def _power_of_two(number: int, most: int) -> int:
-    """The least power of two that is not below `number`, at most `most`."""
-    return min(1 << (max(number, 1) - 1).bit_length(), most)
+def _power_of_two(number: int, limit: int) -> int:
+    """The least power of two that is not below `number`, at most `limit`."""
+    return min(1 << (max(number, 1) - 1).bit_length(), limit)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from mbd_core.decoding.blocks.request import Counts, Output, Request, Rollout, StepOutput, aborted_step
-from mbd_core.engine.admission import Admitted, RequestRefused
+from mbd_core.engine.admission import AdmittedRequest, RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.serving.tokens.served_model import GrammarCompiler
 from mbd_core.serving.tokens.stream import Asleep, EngineFailed, FairQueue, TokenStream, TooManyRequests, has_room
@@ -31,7 +31,7 @@ class Load:
 class EngineStream(TokenStream):
     """A request's steps as the engine makes them; the engine puts them, or its failure, into `queue`."""
 
-    def __init__(self, admitted: Admitted, client: str, withdraw: Callable[["EngineStream"], None]) -> None:
+    def __init__(self, admitted: AdmittedRequest, client: str, withdraw: Callable[["EngineStream"], None]) -> None:
         super().__init__(self._read(), lambda: withdraw(self))
         self.admitted, self.client = admitted, client
         self.queue: asyncio.Queue[StepOutput | EngineFailed | RequestRefused] = asyncio.Queue()
@@ -68,7 +68,7 @@ class _Visit:
 
     calls: list[_Call] = field(default_factory=list)
     withdrawn: list[str] = field(default_factory=list)
-    submitted: list[Admitted] = field(default_factory=list)
+    submitted: list[AdmittedRequest] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class AsyncEngine:
             admitted = replace(admitted, guide=await self._compile(request))
         return self.submit(admitted, key=key)
 
-    def submit(self, admitted: Admitted, *, key: str = "") -> EngineStream:
+    def submit(self, admitted: AdmittedRequest, *, key: str = "") -> EngineStream:
         """Queue a request that the engine's admission has checked; iterate over the stream or close it.
 
         Raises `ValueError` for an id that is being served, `TooManyRequests`, `Asleep` and `EngineFailed`.

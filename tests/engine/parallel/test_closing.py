@@ -125,7 +125,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Communicator:
         made(self, *args, **kwargs)
         rank = int(threading.current_thread() is not threading.main_thread())
         kind = StepKind(num_rows=1, num_slots=1, num_asked=None, work=Work())
-        self._captured[kind] = cast(CapturedStep, HeldGraph(rank))
+        self._captured_steps[kind] = cast(CapturedStep, HeldGraph(rank))
 
     monkeypatch.setattr(graphs.StepGraphs, "__init__", with_graph)
     monkeypatch.setattr(
