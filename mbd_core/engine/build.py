@@ -8,16 +8,14 @@ from mbd_core.decoding.blocks.adjustments import Adjustments
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
 from mbd_core.engine.admission import Admission
-from mbd_core.engine.batch import Rows, pack
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.graphs import StepGraphs, graphs_obstacle
 from mbd_core.engine.pages import PagedKVCache, PagePool
 from mbd_core.engine.rows import CanvasRuns
-from mbd_core.engine.runner import ModelRunner, shared_vocab, whole_vocab
+from mbd_core.engine.runner import ModelRunner, Rows, pack, shared_vocab, whole_vocab
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.seating import Ledger, Seating
-from mbd_core.engine.step import StepState
-from mbd_core.engine.step_kind import StepKinds
+from mbd_core.engine.step import StepKinds, StepState
 from mbd_core.engine.weights import ResidentAdapters
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.lora import AdapterSlots

@@ -18,7 +18,7 @@ from mbd_core.engine.rows import CanvasRun
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.engine.seating import Seating
 from mbd_core.engine.sequence import SequenceState
-from mbd_core.engine.step_kind import StepKind
+from mbd_core.engine.step import StepKind
 
 if TYPE_CHECKING:
     from mbd_core.decoding.canvas.plan import CanvasUpdate

@@ -137,18 +137,18 @@ class Engine:
         """Queue a request; it joins the batch at the next step that has room. Raises `RequestRefused`."""
         self.add_admitted(self.admission.check(request))
 
-    def add_admitted(self, admitted: AdmittedRequest) -> None:
+    def add_admitted(self, admitted_request: AdmittedRequest) -> None:
         """Queue a request that was checked before; raises `RequestRefused` if its id is being served, and if its
         adapter was unloaded since."""
-        request = admitted.request
+        request = admitted_request.request
         if self.asleep:
             raise RequestRefused("request_id", "the engine sleeps; wake it up first")
         self.admission.check_adapter(request)
         if self.scheduler.find(request.request_id) is not None:
             raise RequestRefused("request_id", f"request_id '{request.request_id}' is already being served")
-        guide: GuideState | None = admitted.guide or self.compile(request)
+        guide: GuideState | None = admitted_request.guide or self.compile(request)
         sequence = self.scheduler.add(request, self.adapters.get(request.adapter))
-        sequence.added_at, sequence.guide = admitted.checked_at, guide
+        sequence.added_at, sequence.guide = admitted_request.checked_at, guide
 
     def compile(self, request: Request) -> Guide | None:
         """A request's grammar, compiled, `None` without one; may be called from any thread. Raises `RequestRefused`
@@ -213,8 +213,8 @@ class Engine:
         if len({r.request_id for r in requests}) < len(requests):
             raise ValueError("generate() needs a request_id of its own for each request")
         admitted_requests = [self.admission.check(request) for request in requests]
-        for admitted in admitted_requests:
-            self.add_admitted(admitted)
+        for admitted_request in admitted_requests:
+            self.add_admitted(admitted_request)
         outputs: dict[str, Output] = {}
         while self.has_work:
             for step in self.step():

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from mbd_core.decoding.blocks.acceptance import ENTROPY_UNITS, JETENGINE, LEFTMOST, MOST_ENTROPY, predicted
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
-from mbd_core.engine.batch import Batch
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.report import with_tops
 from mbd_core.engine.rows import static_rows
-from mbd_core.engine.step import StepState, decode_step
-from mbd_core.engine.step_kind import StepKind
+from mbd_core.engine.runner import Batch
+from mbd_core.engine.step import StepKind, StepState, decode_step
 from mbd_core.ops.attention.choice import AttentionKernel
 from mbd_core.ops.buffer.after_forward import close_step
 from mbd_core.ops.buffer.before_forward import OpenStep, open_step

@@ -16,8 +16,8 @@ from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
 from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan, CanvasUpdate
 from mbd_core.decoding.canvas.unmasking import guess
-from mbd_core.engine.batch import Rows, to_device
 from mbd_core.engine.pages import PagedKVCache
+from mbd_core.engine.runner import Rows, to_device
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.models.model_config import ModelConfig

@@ -12,13 +12,13 @@ from torch import Tensor
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.levenshtein import EditTokens
 from mbd_core.decoding.blocks.request import Counts, SlotState
-from mbd_core.engine.batch import to_device
 from mbd_core.engine.report import Report
 from mbd_core.engine.rows import CanvasRuns
+from mbd_core.engine.runner import to_device
 from mbd_core.engine.scheduler import PrefillChunk, Scheduler
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.steering import Share, Steering
-from mbd_core.engine.step_kind import WORK_NAMES, Work, work_of_request
+from mbd_core.engine.step import WORK_NAMES, Work, work_of_request
 
 # What the host knows of each batch row, in arrays, so that the host's work in a step hardly grows with the rows.
 

@@ -154,13 +154,13 @@ def _check_tensors(model: Decoder, tensors: dict[str, Tensor], dtype: torch.dtyp
     """Copies of whole tensors, or of this rank's part of them."""
     tensors = _without_tied_head(model, tensors)
     with torch.device("meta"):
-        expected = _without_tied_head(model, Decoder(model.whole_config).state_dict())
-    for names, verb in ((tensors.keys() - expected.keys(), "are no"), (expected.keys() - tensors.keys(), "lack")):
+        places = _without_tied_head(model, Decoder(model.whole_config).state_dict())
+    for names, verb in ((tensors.keys() - places.keys(), "are no"), (places.keys() - tensors.keys(), "lack")):
         if names:
             raise ValueError(f"the new weights {verb} tensor of this model: '{min(names)}'")
     shard, parts = model.shard, {}
     for name, tensor in tensors.items():
-        shape, dim = tuple(expected[name].shape), served_dim(name)
+        shape, dim = tuple(places[name].shape), served_dim(name)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"the new weights' '{name}' has shape {tuple(tensor.shape)}; the model asks for {shape}")
         part = tensor if dim is None else tensor.chunk(shard.size, dim=dim)[shard.rank]
@@ -172,24 +172,24 @@ def _check_tensors(model: Decoder, tensors: dict[str, Tensor], dtype: torch.dtyp
 
 
 @torch.no_grad()
-def overwrite(model: Decoder, staged: StagedWeights) -> None:
+def overwrite(model: Decoder, weights: StagedWeights) -> None:
     """Copy staged weights over the model's, in place; what is FP8 here alone is rounded anew, with scales of its
     own."""
-    places = {name: tensor for name, tensor in model.state_dict().items() if name in staged.tensors}
+    places = {name: tensor for name, tensor in model.state_dict().items() if name in weights.tensors}
     for name, place in places.items():
-        _copy(place, staged.tensors[name])
+        _copy(place, weights.tensors[name])
     num_rounded = 0
     for prefix, module in model.named_modules():
         if isinstance(module, Fp8Module):
             for buffer, values in module.named_buffers(recurse=False):
                 weight = buffer.removesuffix("_values")
-                if weight != buffer and f"{prefix}.{weight}" in staged.tensors:
-                    full_weight = staged.tensors[f"{prefix}.{weight}"].to(values.device)
+                if weight != buffer and f"{prefix}.{weight}" in weights.tensors:
+                    full_weight = weights.tensors[f"{prefix}.{weight}"].to(values.device)
                     fp8_weight = quantize(full_weight, block=module.block)
                     _copy(values, fp8_weight.values)
                     module.get_buffer(f"{weight}_scale").copy_(fp8_weight.scale)
                     num_rounded += 1
-    assert len(places) + num_rounded == len(staged.tensors), "a staged weight has no place in the model"
+    assert len(places) + num_rounded == len(weights.tensors), "a staged weight has no place in the model"
 
 
 def _copy(place: Tensor, source: Tensor) -> None:

@@ -57,7 +57,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Add:
-    admitted: AdmittedRequest
+    admitted_request: AdmittedRequest
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,8 @@ def _build(model: Decoder, group: Group) -> Engine:
 
 def _obey(engine: Engine, command: Command, group: Group) -> None:
     match command:
-        case Add(admitted):
-            engine.add_admitted(admitted)
+        case Add(admitted_request):
+            engine.add_admitted(admitted_request)
         case Abort(request_id):
             engine.abort(request_id)
         case Preempt():

@@ -22,7 +22,7 @@ from mbd_core.engine.parallel import leader
 from mbd_core.engine.parallel.followers import Followers, follow
 from mbd_core.engine.parallel.group import Group, Rank, RankLost
 from mbd_core.engine.parallel.leader import ParallelEngine
-from mbd_core.engine.step_kind import StepKind, Work
+from mbd_core.engine.step import StepKind, Work
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.shard import Shard
 
