@@ -73,7 +73,7 @@ tl: Any = None  # triton.language, set when a kernel is compiled
 
 @dataclass(frozen=True, kw_only=True)
 class OpenStep:
-    """What a forward takes, as in `engine.batch.Batch`, and the report that `buffer_close.close_step` completes.
+    """What a forward takes, as in `engine.runner.Batch`, and the report that `buffer_close.close_step` completes.
 
     logits_at_A  hidden states that give logits, `None`: all tokens' in their order
     at_A         places of the flattened buffer that they belong to; one past the last place is padding
