@@ -224,7 +224,7 @@ def likeliest_of_part(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tu
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """The fake device, with stand-ins for the Triton kernels."""
     with fake_device() as found:
-        monkeypatch.setattr(triton_launch, "_installed", lambda: False)  # layers and steps in torch's own operations
+        monkeypatch.setattr(triton_launch, "_has_triton", lambda: False)  # layers and steps in torch's own operations
         monkeypatch.setattr(moe_triton, "sorted_tiles", found.kernel(tiles_by_sorting))
         summed = found.kernel(sum_of_parts)
         for module in (moe, fp8):

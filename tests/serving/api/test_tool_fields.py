@@ -295,7 +295,7 @@ def wanting(script: str, tokenizer: Any) -> Callable[..., Any]:
     texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
 
     def picker(row: Any, buffer: Any, vocab: Any) -> Callable[..., Choice]:
-        left = script[len(tokenizer.decode(row.guide._decided)) :]
+        left = script[len(tokenizer.decode(row.guide._decided_tokens)) :]
 
         def pick(i: int, allowed_V: Any) -> Choice:
             fits = [t for t, text in enumerate(texts) if text and left.startswith(text) and allowed_V[t]]
