@@ -16,8 +16,8 @@ from mbd_core.models.decoder import Decoder, Reduce
 from mbd_core.models.fused import fuse
 from mbd_core.models.lora import AdapterSlots
 from mbd_core.models.shard import Shard
-from mbd_core.ops.attention.choice import AttentionKernel, BoundAttention
-from mbd_core.ops.attention.definition import RowLayout
+from mbd_core.ops.attention.choice import AttentionKernel
+from mbd_core.ops.attention.definition import BoundAttention, RowLayout
 from mbd_core.ops.layer.confidence import confidence, part_confidence
 
 
@@ -74,6 +74,7 @@ class ModelRunner:
             kv_lens_R=batch.kv_lens_K,
             page_table_RP=batch.pages_KP,
             page_size=self.cache.page_size,
+            causal_R=batch.causal_K,
             max_q=batch.max_q,
             exact=batch.split is not None,
             rows_each=batch.rows_each,
