@@ -140,25 +140,25 @@ def engine_for(
 
 def run_at_load(engine: Engine, requests: Sequence[Request], *, answers: int) -> BufferRun:
     """Keep all rows busy, and measure for `answers` answers when each row has given one on average."""
-    rows, counts, ended = engine.config.max_rows, engine.counts, 0
-    fresh = (replace(r, request_id=str(n)) for n, r in enumerate(itertools.cycle(requests)))
-    for request in itertools.islice(fresh, rows):
+    rows, counts, num_answers = engine.config.max_rows, engine.counts, 0
+    stream = (replace(r, request_id=str(n)) for n, r in enumerate(itertools.cycle(requests)))
+    for request in itertools.islice(stream, rows):
         engine.add(request)
 
     def serve(until: int) -> None:
-        nonlocal ended
-        while ended < until:
+        nonlocal num_answers
+        while num_answers < until:
             for output in engine.step():
                 if output.output is not None:
-                    ended += 1
-                    engine.add(next(fresh))
+                    num_answers += 1
+                    engine.add(next(stream))
 
     serve(rows)
     counts.block_lifetimes.take()
     tokens, forwards = counts.committed_tokens, counts.sequence_forwards
-    started, cpu_started = time.perf_counter(), time.process_time()
-    serve(ended + answers)
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    start, cpu_start = time.perf_counter(), time.process_time()
+    serve(num_answers + answers)
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     tokens, forwards = counts.committed_tokens - tokens, counts.sequence_forwards - forwards
     blocks = sum(counts.block_lifetimes.take()) / forwards
     for sequence in [*engine.scheduler.running.values(), *engine.scheduler.waiting]:
@@ -183,12 +183,12 @@ def measure_load(
     engines = {buffer: engine_for(model, requests, buffer, rows=rows, static=static) for buffer in buffers}
     runs: dict[BufferCase, list[BufferRun]] = {buffer: [] for buffer in buffers}
 
-    def timed(buffer: BufferCase) -> float:
+    def seconds_of(buffer: BufferCase) -> float:
         runs[buffer].append(run_at_load(*engines[buffer], answers=answers))
         return runs[buffer][-1].tps
 
-    interleaved({b.name: partial(timed, b) for b in buffers}, repeats=repeats, after=tick)
-    fastest = {buffer: max(of, key=lambda run: run.tps) for buffer, of in runs.items()}
+    interleaved({b.name: partial(seconds_of, b) for b in buffers}, repeats=repeats, after=tick)
+    fastest = {buffer: max(runs_of_buffer, key=lambda run: run.tps) for buffer, runs_of_buffer in runs.items()}
     best = max(run.tps for buffer, run in fastest.items() if buffer.budget is None)
     return [
         {
@@ -220,9 +220,9 @@ def predict_load(
     for number in rows:
         tps = {
             size: number
-            * each
+            * tokens
             / floor_seconds(step_cost(config, rows=number, buffer_size=size, prefix=prefix), machine)
-            for size, each in tpf.items()
+            for size, tokens in tpf.items()
         }
         best = max(tps, key=lambda size: tps[size])
         table.append(

@@ -24,7 +24,7 @@ from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.recipes.shipped import TINY_MODEL
 from mbd_core.options import DATA, DECODING, ENGINE, MODEL, OUTPUT, Option
 
-TRAINED = {"tiny": TINY_MODEL, **SHAPES}
+TRAINING_SHAPES = {"tiny": TINY_MODEL, **SHAPES}
 LEAST_ANSWERS = 16
 AT_ONCE = (1, 2, 4, 8, 16, 32, 64)
 
@@ -32,7 +32,7 @@ Buffer = Annotated[tuple[int, ...], Option("Slots of each sequence.", DATA, at_l
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measuring:
+class BenchmarkOptions:
     """Where and how often a benchmark measures, and the file that gets its rows."""
 
     repeats: Annotated[int, Option("Repetitions, in turn with what is compared.", ENGINE, at_least=1)] = 3
@@ -63,7 +63,7 @@ class Measuring:
             write_json(self.json, {"settings": {"command": command_line, **settings}, **parts})
 
 
-FIVE_TIMES = Measuring(repeats=5)
+FIVE_TIMES = BenchmarkOptions(repeats=5)
 
 
 def run_decoders(
@@ -81,7 +81,7 @@ def run_decoders(
         tuple[str, ...], Option("Methods whose name contains one of these (default: all)", DECODING, separator=",")
     ] = (),
     max_tokens: MaxTokens = 64,
-    measuring: Annotated[Measuring, Fields("repeats", "threads", "json")] = FIVE_TIMES,
+    measuring: Annotated[BenchmarkOptions, Fields("repeats", "threads", "json")] = FIVE_TIMES,
 ) -> int:
     """Every decoder beside a plain loop of the same method: tokens, forwards, and wall time.
 
@@ -146,7 +146,7 @@ def run_engine(
     eager: Annotated[bool, Option("On a GPU, run static steps without CUDA graphs.", ENGINE)] = False,
     attention: Annotated[str | None, Option("The attention kernel (default: the best there is)", ENGINE)] = None,
     trace: Annotated[bool, Option("Measure a trace recorder too.", OUTPUT)] = False,
-    measuring: Annotated[Measuring, Fields("static", "device", "threads", "json")],
+    measuring: Annotated[BenchmarkOptions, Fields("static", "device", "threads", "json")],
 ) -> None:
     """A decode step of the engine beside its bare forward and beside the least time the machine allows.
 
@@ -198,7 +198,7 @@ def run_buffer(
     ] = (16,),
     max_tokens: MaxTokens = 128,
     answers: Annotated[int, Option("Measured answers a row, at least 16 in all.", DATA, at_least=1)] = 2,
-    measuring: Measuring,
+    measuring: BenchmarkOptions,
     predict: Annotated[str | None, Option("Also compute the table of this model.", OUTPUT, metavar="SHAPE")] = None,
     bandwidth: Annotated[float, Option("GB/s of the machine to compute it for.", OUTPUT, above=0)] = 3350.0,
     tflops: Annotated[float, Option("TFLOP/s of that machine, in 16 bits.", OUTPUT, above=0)] = 989.0,
@@ -226,7 +226,7 @@ def run_buffer(
     rows: list[dict[str, Any]] = []
     with tqdm(total=len(concurrency) * len(buffers) * repeats, unit="run", desc=model, mininterval=1.0) as bar:
         for number in concurrency:
-            measured = measure_load(
+            measurements = measure_load(
                 decoder,
                 requests,
                 buffers,
@@ -236,19 +236,19 @@ def run_buffer(
                 static=measuring.static,
                 tick=partial(bar.update, 1),
             )
-            rows += [{"model": model, **row} for row in measured]
+            rows += [{"model": model, **row} for row in measurements]
     print(f"{model}, {device_name(place)}, {torch.get_num_threads()} threads; the fastest of {repeats} runs\n")
     print(markdown(rows, COLUMNS))
-    computed: list[dict[str, Any]] = []
+    predictions: list[dict[str, Any]] = []
     if predict is not None:
         tpf = {r["buffer_size"]: r["tpf"] for r in rows if r["block_budget"] is None and r["rows"] == max(concurrency)}
         machine = Machine(bandwidth=bandwidth * 1e9, flops=tflops * 1e12)
-        computed = predict_load(SHAPES[predict], machine, tpf, rows=concurrency, prefix=prefix)
+        predictions = predict_load(SHAPES[predict], machine, tpf, rows=concurrency, prefix=prefix)
         columns = {f"tps_{size}": f"tok/s at N_buf={size}|.0f" for size in buffer}
         columns = {"rows": "at once", **columns, "best": "best N_buf", "budget": "its blocks in all"}
         print(f"\nComputed: {predict} in 16 bits at {bandwidth:g} GB/s and {tflops:g} TFLOP/s, prefix {prefix}\n")
-        print(markdown(computed, columns))
-    measuring.write(command_line, {}, rows=rows, computed=computed)
+        print(markdown(predictions, columns))
+    measuring.write(command_line, {}, rows=rows, computed=predictions)
 
 
 def run_train(
@@ -256,7 +256,9 @@ def run_train(
     *,
     model: Annotated[
         tuple[str, ...],
-        Option(f"Shapes, with random weights: {', '.join(TRAINED)}.", MODEL, separator=",", metavar="SHAPE,..."),
+        Option(
+            f"Shapes, with random weights: {', '.join(TRAINING_SHAPES)}.", MODEL, separator=",", metavar="SHAPE,..."
+        ),
     ] = ("tiny", "sdar-50m"),
     layouts: Annotated[
         tuple[str, ...],
@@ -279,7 +281,7 @@ def run_train(
     micro_batch: Annotated[
         tuple[int, ...], Option("With --data: sequences computed at once.", DATA, at_least=1, separator=",")
     ] = (1, 4),
-    measuring: Annotated[Measuring, Fields("repeats", "device", "threads", "json")],
+    measuring: Annotated[BenchmarkOptions, Fields("repeats", "device", "threads", "json")],
 ) -> None:
     """Samples a second and peak memory of one training sequence with a shared clean stream, and of separate ones.
 
@@ -296,11 +298,11 @@ def run_train(
     measuring.begin()
     groups, shapes = [_layouts(text) for text in layouts], {}
     for name in model:
-        if name not in TRAINED:
-            raise ValueError(f"--model {name} must be one of {', '.join(TRAINED)}")
-        shapes[name] = TRAINED[name]
+        if name not in TRAINING_SHAPES:
+            raise ValueError(f"--model {name} must be one of {', '.join(TRAINING_SHAPES)}")
+        shapes[name] = TRAINING_SHAPES[name]
         for tokens in length:
-            training.check_length(tokens, TRAINED[name].block_size)
+            training.check_length(tokens, TRAINING_SHAPES[name].block_size)
     cases = [{"length": tokens, "max_group": g, "num_random": n} for tokens in length for g, n in groups]
     if not (count or data):
         place, repeats = usable_device(measuring.device), measuring.repeats
@@ -314,7 +316,7 @@ def run_train(
             columns = training.PADDING
         elif count:
             of_model = [training.count_row(config, **case) for case in cases]
-            title, columns = "TFLOP of one sample's forward", training.COUNTED
+            title, columns = "TFLOP of one sample's forward", training.COUNT_COLUMNS
         else:
             measure = partial(training.measure_row, training.random_model(config, place), attention, repeats=repeats)
             of_model = [measure(**case) for case in tqdm(cases, unit="row", desc=name, mininterval=1.0)]
@@ -343,7 +345,7 @@ def run_fp8(
     parts: Annotated[
         Parts | None, Option("What is rounded (default: the experts, or all without any)", ENGINE)
     ] = None,
-    measuring: Annotated[Measuring, Fields("json")],
+    measuring: Annotated[BenchmarkOptions, Fields("json")],
 ) -> None:
     """What FP8 weights cost a model in accuracy, and what they save in memory.
 
@@ -359,8 +361,8 @@ def run_fp8(
     rows = fp8_rows(model_folder(model), parts=parts, num_sequences=limit, seed=seed, device=usable_device(None))
     measuring.write(command_line, {"torch": torch.__version__}, rows=rows)
     print(markdown(rows, COLUMNS))
-    after, before, dtype = rows[0]["bytes_after"], rows[0]["bytes_before"], rows[0]["dtype"]
-    print(f"\nweights: {after:,} bytes, {before:,} before ({after / before:.2f} of {dtype})")
+    bytes_after, bytes_before, dtype = rows[0]["bytes_after"], rows[0]["bytes_before"], rows[0]["dtype"]
+    print(f"\nweights: {bytes_after:,} bytes, {bytes_before:,} before ({bytes_after / bytes_before:.2f} of {dtype})")
 
 
 decoders = command(run_decoders, "python -m benchmarks decoders")

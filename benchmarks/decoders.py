@@ -144,8 +144,8 @@ def model_cases(fixtures: Path | None, *, num_requests: int, max_tokens: int) ->
     )
     if fixtures is not None and not folders:
         raise ValueError(f"--fixtures {fixtures} holds no folder with a model.safetensors")
-    shipped = [_shipped_case(name, num_requests) for name in SHIPPED_MODELS]
-    return shipped + [_family_case(family, folders, num_requests, max_tokens) for family in FAMILIES]
+    shipped_cases = [_shipped_case(name, num_requests) for name in SHIPPED_MODELS]
+    return shipped_cases + [_family_case(family, folders, num_requests, max_tokens) for family in FAMILIES]
 
 
 def _shipped_case(name: str, num_requests: int) -> ModelCase:
@@ -219,20 +219,20 @@ def measure_method(
         Request(request_id=str(n), prompt=prompt, max_tokens=max_tokens, decoding=method.decoding)
         for n, prompt in enumerate(model.prompts)
     ]
-    one, many = (_engine(model, method, max_rows=n) for n in (1, len(requests)))
+    engine_1, engine_n = (_engine(model, method, max_rows=n) for n in (1, len(requests)))
     runs: dict[str, Callable[[], list[Any]]] = {
         "plain": lambda: [plain_run(model.model, r) for r in requests],
-        "engine_1": lambda: [output for r in requests for output in one.generate([r])],
-        "engine_n": lambda: many.generate(requests),
+        "engine_1": lambda: [output for r in requests for output in engine_1.generate([r])],
+        "engine_n": lambda: engine_n.generate(requests),
     }
     results = {name: run() for name, run in runs.items()}  # to compare, and to warm up
     plain: list[PlainRun] = results["plain"]
     tokens = {name: [list(r.tokens) for r in result] for name, result in results.items()}
     forwards = {name: [_num_forwards(r) for r in result] for name, result in results.items()}
-    same = tokens["plain"] == tokens["engine_1"] == tokens["engine_n"]
+    is_same = tokens["plain"] == tokens["engine_1"] == tokens["engine_n"]
     total = sum(map(len, tokens["plain"]))
-    timed = {name: partial(run_seconds, run) for name, run in runs.items()}
-    seconds = medians(interleaved(timed, repeats=repeats, after=tick))
+    timers = {name: partial(run_seconds, run) for name, run in runs.items()}
+    seconds = medians(interleaved(timers, repeats=repeats, after=tick))
     row: dict[str, Any] = {
         "model": model.label,
         "method": method.label,
@@ -240,8 +240,8 @@ def measure_method(
         "tokens": total,
         "nfe": sum(r.num_forwards for r in plain),
         "tpf": sum(len(r.tokens) / r.num_forwards for r in plain) / len(plain),
-        "same_tokens": same,
-        "same_tokens_float64": same or same_in_float64(model, method, requests),
+        "same_tokens": is_same,
+        "same_tokens_float64": is_same or same_in_float64(model, method, requests),
         "same_forwards": forwards["plain"] == forwards["engine_1"] == forwards["engine_n"],
     }
     for name, value in seconds.items():
@@ -272,9 +272,9 @@ def same_in_float64(model: ModelCase, method: MethodCase, requests: Sequence[Req
     """Whether the tokens agree in float64. In float32, rounding in the last bit can change a token."""
     exact = replace(model, model=copy.deepcopy(model.model).double())
     expected = [plain_run(exact.model, r).tokens for r in requests]
-    one, many = (_engine(exact, method, max_rows=n) for n in (1, len(requests)))
-    outputs = [[one.generate([r])[0] for r in requests], many.generate(requests)]
-    return all([list(output.tokens) for output in served] == expected for served in outputs)
+    engine_1, engine_n = (_engine(exact, method, max_rows=n) for n in (1, len(requests)))
+    outputs = [[engine_1.generate([r])[0] for r in requests], engine_n.generate(requests)]
+    return all([list(output.tokens) for output in answers] == expected for answers in outputs)
 
 
 def _engine(model: ModelCase, method: MethodCase, *, max_rows: int) -> Engine:
@@ -298,10 +298,10 @@ def _num_forwards(result: PlainRun | Output) -> int:
 def print_rows(rows: list[dict[str, Any]]) -> int:
     """Print the table, and which rows have other tokens than the plain loop; returns the exit code."""
     names = {f"{row['model']} {row['method']}": row for row in rows}
-    rounded = [name for name, row in names.items() if row["same_tokens_float64"] and not row["same_tokens"]]
+    methods = [name for name, row in names.items() if row["same_tokens_float64"] and not row["same_tokens"]]
     wrong = [name for name, row in names.items() if not row["same_tokens_float64"]]
     print(markdown(rows, COLUMNS))
-    if rounded:
-        print(f"\nother tokens by rounding alone (the same in float64): {'; '.join(rounded)}")
+    if methods:
+        print(f"\nother tokens by rounding alone (the same in float64): {'; '.join(methods)}")
     print(f"\nsame tokens: {'no: ' + '; '.join(wrong) if wrong else 'yes'}")
     return 1 if wrong else 0

@@ -117,12 +117,12 @@ class StepBenchmark:
         pages = max(case.kv_bytes(self.config, self.dtype) for case in self.cases)
         num_bytes = self.config.num_parameters * self.dtype.itemsize + pages
         on_gpu = self.device.type == "cuda"
-        free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else free_host_memory()
+        free_bytes = torch.cuda.mem_get_info(self.device)[0] if on_gpu else free_host_memory()
         dtype = str(self.dtype).removeprefix("torch.")
-        if num_bytes > free:
+        if num_bytes > free_bytes:
             raise ValueError(
                 f"{self.model} needs {num_bytes / 1e9:.1f} GB in {dtype} and {self.device} has "
-                f"{free / 1e9:.1f} GB free; take a smaller shape, fewer rows, or a smaller --dtype"
+                f"{free_bytes / 1e9:.1f} GB free; take a smaller shape, fewer rows, or a smaller --dtype"
             )
 
     def run(self, *, tick: Callable[[], object] = lambda: None) -> dict[str, Any]:
@@ -153,8 +153,8 @@ class StepBenchmark:
         else:
             model = load_model(model_folder(self.model), dtype=self.dtype, device=self.device, fp8=self.fp8)
         if self.uniform_routing:
-            most = max(case.rows * case.buffer_size for case in self.cases) * self.config.block_size
-            route_uniformly(model, num_tokens=most)
+            most_tokens = max(case.rows * case.buffer_size for case in self.cases) * self.config.block_size
+            route_uniformly(model, num_tokens=most_tokens)
         return model
 
     def row(self, model: Decoder, case: StepCase, machine: Machine, tick: Callable[[], object]) -> dict[str, Any]:
@@ -231,19 +231,19 @@ def host_growth(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         groups.setdefault((row["model"], row["buffer_size"], row["prefix"]), []).append(row)
     growths = []
     for (model, buffer_size, prefix), group in groups.items():
-        few, many = (pick(group, key=lambda r: r["rows"]) for pick in (min, max))
-        if few["rows"] == many["rows"]:
+        fewest, most = (pick(group, key=lambda r: r["rows"]) for pick in (min, max))
+        if fewest["rows"] == most["rows"]:
             continue
         growths.append(
             {
                 "model": model,
                 "buffer_size": buffer_size,
                 "prefix": prefix,
-                "from_rows": few["rows"],
-                "to_rows": many["rows"],
-                "growth": many["host_seconds"] / few["host_seconds"],
-                "growth_beside_forward": (many["step_seconds"] - many["forward_seconds"])
-                / (few["step_seconds"] - few["forward_seconds"]),
+                "from_rows": fewest["rows"],
+                "to_rows": most["rows"],
+                "growth": most["host_seconds"] / fewest["host_seconds"],
+                "growth_beside_forward": (most["step_seconds"] - most["forward_seconds"])
+                / (fewest["step_seconds"] - fewest["forward_seconds"]),
             }
         )
     return growths

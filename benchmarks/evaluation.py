@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 # The same samples by the engine and by a sweep, and the ratio of their wall times.
 
 TRIAL = 32  # problems by which the length of the run is found
-MOST = 1.10  # what the ratio is to stay below on a run of 5 minutes
-LEAST = 1.7  # what two engines are to be worth, where there are cores for them
+MOST_RATIO = 1.10  # what the ratio is to stay below on a run of 5 minutes
+LEAST_GAIN = 1.7  # what two engines are to be worth, where there are cores for them
 COLUMNS = {"what": "what", "seconds": "seconds|.1f"}
 
 Texts = Mapping[int, str]
@@ -41,7 +41,7 @@ class SweepCost:
     """Seconds of the runs. Those of a sweep have the start of its workers, grading, writing and the report in them;
     `ray_start` is apart.
 
-    several  of the same sweep with `num_actors` engines, `None` if there is none
+    several_engines  of the same sweep with `num_actors` engines, `None` if there is none
     """
 
     num_samples: int
@@ -51,7 +51,7 @@ class SweepCost:
     ray_start: float
     sweep: float
     num_actors: int = 1
-    several: float | None = None
+    several_engines: float | None = None
 
     @property
     def ratio(self) -> float:
@@ -70,15 +70,15 @@ class SweepCost:
             {"what": "sweep: workers, load, decode, grade, write, report", "seconds": self.sweep},
         ]
         gain = ""
-        if self.several is not None:
-            rows.append({"what": f"the same sweep with {self.num_actors} engines", "seconds": self.several})
-            gain = f"\n{self.num_actors} engines / 1: {self.sweep / self.several:.2f}"
-            gain += f" times as fast; to be at least {LEAST:.2f} with 2, where there are cores for them"
+        if self.several_engines is not None:
+            rows.append({"what": f"the same sweep with {self.num_actors} engines", "seconds": self.several_engines})
+            gain = f"\n{self.num_actors} engines / 1: {self.sweep / self.several_engines:.2f}"
+            gain += f" times as fast; to be at least {LEAST_GAIN:.2f} with 2, where there are cores for them"
         return (
             f"{self.num_samples} samples, of which {self.num_differing} have another text in the sweep\n\n"
             f"{markdown(rows, COLUMNS)}\n\n"
             f"sweep / direct: {self.ratio:.3f} (with the start of Ray {self.ratio_with_start:.3f}); to stay at most "
-            f"{MOST:.2f} on a run of 5 minutes{gain}"
+            f"{MOST_RATIO:.2f} on a run of 5 minutes{gain}"
         )
 
 
@@ -121,33 +121,33 @@ def run_sweep(
         engine=engine,
     )
     sweep = plan_sweep(options)
-    began = time.perf_counter()
-    loaded = load_engine(model_folder(model), sweep.engine)
-    with loaded:
-        loaded.prepare()
-        load = time.perf_counter() - began
-        directly = partial(decode_all, DecodingModel(loaded.engine, loaded.tokenizer))
-        tried = list(plan_sweep(replace(options, limit=min(TRIAL, limit or TRIAL))).rows())
-        directly(tried)  # warms up
+    start = time.perf_counter()
+    loaded_model = load_engine(model_folder(model), sweep.engine)
+    with loaded_model:
+        loaded_model.prepare()
+        load = time.perf_counter() - start
+        decode_rows = partial(decode_all, DecodingModel(loaded_model.engine, loaded_model.tokenizer))
+        trial_rows = list(plan_sweep(replace(options, limit=min(TRIAL, limit or TRIAL))).rows())
+        decode_rows(trial_rows)  # warms up
         if limit is None:
-            trial, _ = directly(tried)
+            trial, _ = decode_rows(trial_rows)
             sweep = plan_sweep(replace(options, limit=problems_in(seconds, trial=trial)))
-        decode, texts = directly(list(sweep.rows()))
-    print(compared(sweep, texts, load=load, decode=decode, num_actors=actors).text)
+        decode, texts = decode_rows(list(sweep.rows()))
+    print(sweep_cost(sweep, texts, load=load, decode=decode, num_actors=actors).text)
 
 
-def compared(sweep: Sweep, texts: Texts, *, load: float, decode: float, num_actors: int) -> SweepCost:
+def sweep_cost(sweep: Sweep, texts: Texts, *, load: float, decode: float, num_actors: int) -> SweepCost:
     """The sweep on Ray beside the direct run that gave these texts, and again with several engines."""
-    ray_start, swept, sweep_texts = time_sweep(sweep)
+    ray_start, sweep_seconds, sweep_texts = time_sweep(sweep)
     return SweepCost(
         num_samples=len(texts),
-        num_differing=differing(texts, sweep_texts),
+        num_differing=num_differences(texts, sweep_texts),
         load=load,
         decode=decode,
         ray_start=ray_start,
-        sweep=swept,
+        sweep=sweep_seconds,
         num_actors=num_actors,
-        several=time_sweep(sweep, num_actors=num_actors)[1] if num_actors > 1 else None,
+        several_engines=time_sweep(sweep, num_actors=num_actors)[1] if num_actors > 1 else None,
     )
 
 
@@ -163,13 +163,13 @@ def decode_all(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> tuple
     from mbd_core.evaluation.sweep.parts import before_stop
 
     model.engine.forget_prefixes()
-    began = time.perf_counter()
+    start = time.perf_counter()
     stops, decode = sample_stops(rows), partial(decode_text, model.tokenizer)
     outputs = generate_until(model.engine, sample_requests(model, rows), stops, decode)
     texts = {
         int(output.request_id): before_stop(decode(output.tokens), stops[output.request_id]) for output in outputs
     }
-    return time.perf_counter() - began, texts
+    return time.perf_counter() - start, texts
 
 
 def time_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Texts]:
@@ -183,9 +183,9 @@ def time_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Text
     from mbd_core.evaluation.sweep.folder import FILES, KIND, read_samples
     from mbd_core.evaluation.sweep.run import SweepRun
 
-    began = time.perf_counter()
+    start = time.perf_counter()
     is_ours = connect(num_cpus=max(4, num_actors + 2), worker_logs=False)
-    started = time.perf_counter()
+    sweep_start = time.perf_counter()
     try:
         with (
             tempfile.TemporaryDirectory(prefix="mbd-bench-sweep-") as place,
@@ -195,15 +195,15 @@ def time_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Text
             work = SweepRun.of(sweep, shard=SweepShard(), timing=Timing(problems=0))
             executor = partial(ray_executor, sweep, num_engines=num_actors, concurrency=1)
             work.run(mirror.path, executor, stage=stage, report=write_summary)
-            ended = time.perf_counter()
+            end = time.perf_counter()
             texts = {row["sample"]: row["text"] for row in read_samples(mirror.path)}
     finally:
         if is_ours:
             ray.shutdown()
-    return started - began, ended - started, texts
+    return sweep_start - start, end - sweep_start, texts
 
 
-def differing(first: Texts, second: Texts) -> int:
+def num_differences(first: Texts, second: Texts) -> int:
     """How many samples have another text; `RuntimeError` if they are not the same samples."""
     if first.keys() != second.keys():
         raise RuntimeError(f"the sweep has {len(second)} samples, not the {len(first)} of the direct run")
@@ -227,21 +227,21 @@ def run_sandbox(
 
     def by_inputs() -> None:
         calls = [Call(arguments=[2], seconds=1.0, longest=1000)]
-        _passed(run_calls(PROGRAM, "same", calls, lambda _number, out: bool(out.value == 2), limits=LIMITS))
+        _check_passed(run_calls(PROGRAM, "same", calls, lambda _number, out: bool(out.value == 2), limits=LIMITS))
 
     def by_tests() -> None:
-        _passed(run_tests(PROGRAM, tests=TESTS, check="check", entry_point="same", limits=LIMITS))
+        _check_passed(run_tests(PROGRAM, tests=TESTS, check="check", entry_point="same", limits=LIMITS))
 
     print(f"Programs run under {describe_isolation()}")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {repeats} repeats")
     rows = []
-    for name, once in (("inputs", by_inputs), ("tests, two processes", by_tests)):
-        seconds = [run_seconds(once) for _ in range(repeats)]
+    for name, run_program in (("inputs", by_inputs), ("tests, two processes", by_tests)):
+        seconds = [run_seconds(run_program) for _ in range(repeats)]
         rows.append({"kind": name, "median": statistics.median(seconds), "slowest": max(seconds)})
     print(markdown(rows, {"kind": "kind", "median": "median (ms)|.0f", "slowest": "slowest (ms)|.0f"}))
 
 
-def _passed(verdict: Verdict) -> None:
+def _check_passed(verdict: Verdict) -> None:
     """Raise `RuntimeError` for a program that did not end as it must."""
     if verdict.reason != "passed":
         raise RuntimeError(f"a program that returns its input ended as {verdict.reason}: {verdict.detail}")

@@ -46,22 +46,22 @@ class LogitError:
     positions: int
 
 
-def logit_error(wide: Tensor, rounded: Tensor) -> LogitError:
+def logit_error(reference: Tensor, result: Tensor) -> LogitError:
     """Compare two sets of logits (..., V) of the same positions. Raises `ValueError` if their shapes differ."""
-    if wide.shape != rounded.shape:
+    if reference.shape != result.shape:
         raise ValueError(
-            f"logits of shapes {tuple(wide.shape)} and {tuple(rounded.shape)} are not of the same positions"
+            f"logits of shapes {tuple(reference.shape)} and {tuple(result.shape)} are not of the same positions"
         )
-    difference = (wide.float() - rounded.float()).abs()
-    log_wide, log_rounded = wide.float().log_softmax(-1), rounded.float().log_softmax(-1)
+    difference = (reference.float() - result.float()).abs()
+    log_wide, log_rounded = reference.float().log_softmax(-1), result.float().log_softmax(-1)
     divergence = (log_wide.exp() * (log_wide - log_rounded)).sum(-1)
-    same = (wide.argmax(-1) == rounded.argmax(-1)).float()
+    is_same = (reference.argmax(-1) == result.argmax(-1)).float()
     return LogitError(
         max_abs=float(difference.max()),
         mean_abs=float(difference.mean()),
-        top1_agreement=float(same.mean()),
+        top1_agreement=float(is_same.mean()),
         mean_kl=float(divergence.mean()),
-        positions=same.numel(),
+        positions=is_same.numel(),
     )
 
 
@@ -103,10 +103,10 @@ def fp8_rows(
     tokenizer = load_tokenizer(folder, config) if with_tokenizer else None
     sequences = compared_sequences(config, tokenizer, count=num_sequences, seed=seed)
     stored_bytes = weight_bytes(model)
-    stored = {masked: logits(model, sequences, masked=masked) for masked in (False, True)}
+    logits_of_stored = {masked: logits(model, sequences, masked=masked) for masked in (False, True)}
     quantize_weights(model, parts)
     rows = []
-    for masked, expected in stored.items():
+    for masked, expected in logits_of_stored.items():
         error = logit_error(expected, logits(model, sequences, masked=masked))
         rows.append(
             {
@@ -133,8 +133,8 @@ def compared_sequences(
     sequences = []
     for prompt, solution in pairs:
         tokens = (prompt + solution)[: config.max_positions]
-        solved = range(min(len(prompt), len(tokens) - 1), len(tokens))
-        sequences.append(ComparedSequence(tokens, sorted(rng.sample(solved, -(-len(solved) // 2)))))
+        answer_range = range(min(len(prompt), len(tokens) - 1), len(tokens))
+        sequences.append(ComparedSequence(tokens, sorted(rng.sample(answer_range, -(-len(answer_range) // 2)))))
     return sequences
 
 
@@ -160,14 +160,14 @@ def logits(model: Decoder, sequences: Sequence[ComparedSequence], *, masked: boo
     """Logits (A, V - 1) on the CPU that predict the compared positions, without the column of the mask id."""
     c, device, rows_AV = model.config, model.model.norm.weight.device, []
     for sequence in sequences:
-        tokens, at = torch.tensor(sequence.tokens), torch.tensor(sequence.positions)
+        tokens, places = torch.tensor(sequence.tokens), torch.tensor(sequence.positions)
         if masked:
-            tokens[at] = c.mask_token_id
+            tokens[places] = c.mask_token_id
         positions = torch.arange(len(tokens), device=device)
         blocks = positions // c.block_size if c.attention == "block_causal" else torch.zeros_like(positions)
         attend = DenseAttention((blocks[None, :] <= blocks[:, None])[None, None])
         hidden = model(tokens.to(device)[None], positions[None], attend)[0]
-        predicted_from = (at - 1).clamp(min=0) if c.shift_logits else at
+        predicted_from = (places - 1).clamp(min=0) if c.shift_logits else places
         logits_AV = model.logits(hidden[predicted_from.to(device)]).float().cpu()
         rows_AV.append(torch.cat((logits_AV[:, : c.mask_token_id], logits_AV[:, c.mask_token_id + 1 :]), dim=1))
     return torch.cat(rows_AV)

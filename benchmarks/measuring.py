@@ -41,13 +41,13 @@ def run_seconds(
     run: Callable[[], object], *, wait: torch.device | None = None, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """The seconds of one call; with `wait`, until this GPU has done all its work."""
-    started = clock()
+    start = clock()
     run()
     if wait is not None:
         import torch
 
         torch.cuda.synchronize(wait)
-    return clock() - started
+    return clock() - start
 
 
 def interleaved(

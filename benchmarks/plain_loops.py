@@ -51,8 +51,8 @@ class ContiguousCache:
 
     def positions(self, lane: int) -> Tensor:
         """A lane's keys and values (L, D), one row for each position."""
-        both = torch.stack((self.k[:, lane], self.v[:, lane]))
-        return both.permute(2, 0, 1, 3, 4).flatten(1)
+        pair = torch.stack((self.k[:, lane], self.v[:, lane]))
+        return pair.permute(2, 0, 1, 3, 4).flatten(1)
 
 
 Watch = Callable[[CanvasPlan, ContiguousCache], None]
@@ -184,11 +184,11 @@ def multi_bd(
     def predict(cached: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[Predictions]:
         ids = [model.config.mask_token_id if t is None else t for block in blocks for t in block]
         soft = [w for block in weights for w in block] if config.soft else None
-        shifted = forward(ids, origin + len(cached), soft)
+        shifted_logits = forward(ids, origin + len(cached), soft)
         if config.carry:  # a complete block predicts the token behind it
             ends = [i * size for i, block in enumerate(blocks) if None not in block]
-            shifted[ends] = hidden[[end + size - 1 for end in ends]]
-        logits, fallback_P = model.logits(shifted), None
+            shifted_logits[ends] = hidden[[end + size - 1 for end in ends]]
+        logits, fallback_P = model.logits(shifted_logits), None
         if config.ranks_by_score:
             fallback_P = torch.full((len(ids),), FALLBACKS[config.ranking], device=device)
         values, _ = predicted(lambda part: logits[part], len(ids), vocab, chunk=len(ids), fallback_P=fallback_P)

@@ -86,10 +86,10 @@ def step_cost(
             weight_bytes += dense * matrix_bytes
             continue
         expert = 3 * d * moe.intermediate_size
-        router, shared = d * moe.num_experts, 3 * d * moe.shared_size
-        even = distinct_experts(moe.num_experts, moe.experts_per_token, tokens)
-        touched = even if touched_experts is None else touched_experts
-        weight_bytes += router * dtype_bytes + shared * matrix_bytes + touched * expert * expert_bytes
+        router, shared_weights = d * moe.num_experts, 3 * d * moe.shared_size
+        expected_experts = distinct_experts(moe.num_experts, moe.experts_per_token, tokens)
+        num_experts = expected_experts if touched_experts is None else touched_experts
+        weight_bytes += router * dtype_bytes + shared_weights * matrix_bytes + num_experts * expert * expert_bytes
     head = config.vocab_size * d
     weight_bytes += tokens * d * dtype_bytes + (head * dtype_bytes if logit_tokens else 0)
 
@@ -149,8 +149,8 @@ def counted_experts(model: Decoder) -> Iterator[Callable[[], float | None]]:
     """
     counts: list[Tensor] = []
 
-    def count(num_experts: int, module: nn.Module, arguments: object, chosen: tuple[Tensor, Tensor]) -> None:
-        ids_TK, _ = chosen
+    def count(num_experts: int, module: nn.Module, arguments: object, choice: tuple[Tensor, Tensor]) -> None:
+        ids_TK, _ = choice
         touched_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_TK.device)
         touched_E[ids_TK.flatten().clamp(max=num_experts)] = 1  # the last one: shared experts, and no expert
         counts.append(touched_E[:num_experts].sum())
@@ -186,8 +186,8 @@ class UniformRouter(nn.Module):
             joint = with_shared(ids_TK, weights_TK, self.config.num_experts, num_shared)
             for name, tensor in zip(("ids", "weights"), joint, strict=True):
                 self.register_buffer(f"{name}_{num_shared}", tensor.to(device))
-            nobody = torch.tensor(self.config.num_experts + num_shared, device=device)
-            self.register_buffer(f"nobody_{num_shared}", nobody)
+            no_expert = torch.tensor(self.config.num_experts + num_shared, device=device)
+            self.register_buffer(f"nobody_{num_shared}", no_expert)
 
     def forward(self, x_TD: Tensor, live_T: Tensor | None = None, num_shared: int = 0) -> tuple[Tensor, Tensor]:
         """As `Router.forward`; `num_shared` is 0 or all."""

@@ -31,7 +31,7 @@ from mbd_core.models.model_config import ModelConfig
 from mbd_core.ops.machine import best_seconds
 from mbd_core.trace.recorder import TraceRecorder
 
-_COUNTED = 4  # batches whose experts are counted
+_MOST_COUNTS = 4  # batches whose experts are counted
 WARM_UP = 2  # steps that caches and allocators need
 
 
@@ -185,7 +185,7 @@ class _StepParts:
         self._engine, self._runner, self._recorder = engine, engine.runner, recorder
         self._graphs: dict[int, Callable[[], object]] = {}  # by the id of the batch, which each captured step has
         self._sizes: list[tuple[int, int]] = []
-        self._touched: list[float] = []
+        self._expert_counts: list[float] = []
         self.seconds: dict[str, list[float]] = {"step": [], "forward": [], "layout": [], "recorder": []}
 
     def time_parts(self, plan: StepPlan, *, wait: bool) -> None:
@@ -217,7 +217,7 @@ class _StepParts:
             num_tokens=statistics.fmean(tokens for tokens, _ in self._sizes[WARM_UP:]),
             num_logits=statistics.fmean(logits for _, logits in self._sizes[WARM_UP:]),
             backend=self._engine.attention.name,
-            touched=statistics.fmean(self._touched) if self._touched else None,
+            touched=statistics.fmean(self._expert_counts) if self._expert_counts else None,
         )
 
     @property
@@ -228,13 +228,13 @@ class _StepParts:
 
     def _count_experts(self) -> None:
         """Count the experts of the last step's batch, in one more forward; of a few batches, as they differ little."""
-        if self._runner.model.config.moe is None or len(self._touched) == _COUNTED:
+        if self._runner.model.config.moe is None or len(self._expert_counts) == _MOST_COUNTS:
             return
         with counted_experts(self._runner.model) as mean:
             self._forward()
-            touched = mean()
-        assert touched is not None
-        self._touched.append(touched)
+            count = mean()
+        assert count is not None
+        self._expert_counts.append(count)
 
     def _forward(self) -> None:
         self._runner.logits(self._runner.forward(self._batch))
@@ -269,11 +269,11 @@ def _step_apart(engine: Engine, plan: StepPlan) -> tuple[StepPlan, float, float]
     """Run a scheduled step and schedule the next one. Returns the next plan, the seconds of all this, and the seconds
     after the device's part."""
     start = time.perf_counter()
-    launched = engine.launch(plan)
+    step = engine.launch(plan)
     if engine.buffer.tokens_RNB.is_cuda:
         torch.cuda.synchronize(engine.buffer.tokens_RNB.device)
     device_end = time.perf_counter()
-    engine.collect(launched)
+    engine.collect(step)
     next_plan = engine.schedule()
     end = time.perf_counter()
     return next_plan, end - start, end - device_end

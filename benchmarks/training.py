@@ -38,7 +38,7 @@ from mbd_core.multitf.step.trainer import batch_indices
 # the forward.
 
 Attention = Literal["dense", "flex"]
-COUNTED = {
+COUNT_COLUMNS = {
     "max_group": "G",
     "num_random": "N",
     "layouts": "layouts n",
@@ -83,13 +83,13 @@ def computed_pairs(layouts: Sequence[GroupLayout], block_size: int, attention: A
     first = torch.tensor([a for layout in layouts for a in layout.first_blocks()] + list(range(1, num_blocks + 1)))
     queries, keys = np.nonzero(dual_stream_mask(stream, block, first).numpy())
     side = -(-length // FLEX_BLOCK)
-    computed = np.zeros((side, side), dtype=bool)
+    is_computed = np.zeros((side, side), dtype=bool)
     starts, ends = (np.arange(len(stream)) * block_size // FLEX_BLOCK, _last_block(len(stream), block_size))
     for rows in range(int((ends - starts).max()) + 1):
         for columns in range(int((ends - starts).max()) + 1):
-            at = np.minimum(starts[queries] + rows, ends[queries]), np.minimum(starts[keys] + columns, ends[keys])
-            computed[at] = True
-    return int(computed.sum()) * FLEX_BLOCK**2
+            tiles = np.minimum(starts[queries] + rows, ends[queries]), np.minimum(starts[keys] + columns, ends[keys])
+            is_computed[tiles] = True
+    return int(is_computed.sum()) * FLEX_BLOCK**2
 
 
 def _last_block(count: int, block_size: int) -> np.ndarray:
@@ -104,8 +104,8 @@ def sample_cost(
     `shared`: one sequence with one clean stream; otherwise each layout is a sequence with a clean stream of its own.
     """
     sequences = [list(layouts)] if shared else [[layout] for layout in layouts]
-    tokens = sum(len(of) + 1 for of in sequences) * layouts[0].num_blocks * block_size
-    pairs = sum(computed_pairs(of, block_size, attention) for of in sequences)
+    tokens = sum(len(group) + 1 for group in sequences) * layouts[0].num_blocks * block_size
+    pairs = sum(computed_pairs(group, block_size, attention) for group in sequences)
     everywhere = matrix_flops(config) - mlp_flops(config, config.num_layers - 1)
     return SampleCost(tokens=tokens, pairs=pairs, flops=tokens * everywhere + pairs * pair_flops(config))
 
@@ -165,8 +165,8 @@ def padding_rows(
     """A row for each size of micro-batch and of packs, for prepared data in the blocks of this shape."""
     lengths = PreparedExamples(data, block_size=config.block_size, max_length=config.max_positions).lengths
     return [
-        padding_row(lengths, batch_size=batch_size, micro_batch=together, pack=pack)
-        for together, pack in product(micro_batches, packs)
+        padding_row(lengths, batch_size=batch_size, micro_batch=micro_batch, pack=pack)
+        for micro_batch, pack in product(micro_batches, packs)
     ]
 
 
@@ -180,19 +180,19 @@ def padding_row(lengths: Sequence[int], *, batch_size: int, micro_batch: int, pa
     steps = min(MOST_STEPS, len(lengths) // batch_size)
     batches = [[lengths[i] for i in batch_indices(lengths, batch_size, seed=0, step=step)] for step in range(steps)]
     row: dict[str, Any] = {"samples": len(lengths), "micro_batch": micro_batch, "pack": pack}
-    for name, packed in (("separate", False), ("packed", True)):
-        counted = [
-            _positions(batch, packed_together(batch, pack) if packed else alone(batch_size), micro_batch)
+    for name, is_packed in (("separate", False), ("packed", True)):
+        counts = [
+            _positions(batch, packed_together(batch, pack) if is_packed else alone(batch_size), micro_batch)
             for batch in batches
         ]
-        tokens, positions, sequences = (sum(numbers) for numbers in zip(*counted, strict=True))
+        tokens, positions, sequences = (sum(numbers) for numbers in zip(*counts, strict=True))
         row |= {f"{name}_sequences": sequences / steps, f"{name}_padding": 1.0 - tokens / positions}
     return row
 
 
-def _positions(lengths: Sequence[int], together: Together, at_once: int) -> tuple[int, int, int]:
+def _positions(lengths: Sequence[int], groups: Together, at_once: int) -> tuple[int, int, int]:
     """Tokens, positions with padding, sequences: so many at once are each as long as the longest of them."""
-    sequences = [sum(lengths[number] for number in numbers) for numbers in together]
+    sequences = [sum(lengths[number] for number in numbers) for numbers in groups]
     parts = [sequences[start : start + at_once] for start in range(0, len(sequences), at_once)]
     return sum(sequences), sum(len(part) * max(part) for part in parts), len(sequences)
 
@@ -232,7 +232,7 @@ def measure_row(
     """Samples a second and peak memory above the weights: forward and backward of one sample, all ways in turn."""
     device = next(model.parameters()).device
     batches = sample_batches(model, max_group=max_group, num_random=num_random, length=length)
-    placed = {name: batch.to(device) for name, batch in batches.items()}
+    device_batches = {name: batch.to(device) for name, batch in batches.items()}
 
     def step(batch: MultiTFBatch) -> None:
         loss, _ = multitf_loss(model, batch, attention=attention)
@@ -244,15 +244,15 @@ def measure_row(
         model.zero_grad(set_to_none=True)
 
     on_gpu = device.type == "cuda"
-    timed = partial(run_seconds, wait=device if on_gpu else None)
-    timed = partial(timed, clock=time.perf_counter if on_gpu else time.process_time)
-    runs = {name: partial(timed, partial(step, batch)) for name, batch in placed.items()}
-    runs["everywhere"] = partial(timed, partial(step_everywhere, placed["shared"]))
+    timer = partial(run_seconds, wait=device if on_gpu else None)
+    timer = partial(timer, clock=time.perf_counter if on_gpu else time.process_time)
+    runs = {name: partial(timer, partial(step, batch)) for name, batch in device_batches.items()}
+    runs["everywhere"] = partial(timer, partial(step_everywhere, device_batches["shared"]))
     for run in runs.values():
         run()
     seconds = medians(interleaved(runs, repeats=repeats))
-    peaks = {name: _peak_bytes(model, step, batch, device) for name, batch in placed.items()}
-    peaks["everywhere"] = _peak_bytes(model, step_everywhere, placed["shared"], device)
+    peaks = {name: _peak_bytes(model, step, batch, device) for name, batch in device_batches.items()}
+    peaks["everywhere"] = _peak_bytes(model, step_everywhere, device_batches["shared"], device)
     layouts = int(batches["shared"].stream.max())
     return {
         "max_group": max_group,
@@ -303,9 +303,9 @@ def _peak_bytes(
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        bytes_before = torch.cuda.memory_allocated(device)
         step(batch)
-        return torch.cuda.max_memory_allocated(device) - before
+        return torch.cuda.max_memory_allocated(device) - bytes_before
     tracker = MemTracker()
     tracker.track_external(model)
     with tracker:

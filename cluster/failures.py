@@ -10,7 +10,7 @@ from cluster.local import ray_lines
 from cluster.storage import Folder
 
 CLUSTER_FAILURES = (RayError, TrainingFailedError, SystemException)  # what `fit` and Ray Data raise
-CAUSED = "\nThe above exception was the direct cause of the following exception:"
+CAUSE_LINE = "\nThe above exception was the direct cause of the following exception:"
 MAX_REASON = 300
 
 
@@ -33,7 +33,7 @@ def reason(error: BaseException) -> str:
     """
     if isinstance(error, WorkerGroupError) and error.worker_failures:
         error = error.worker_failures[min(error.worker_failures)]
-    lines = [line.strip() for line in str(error).partition(CAUSED)[0].splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).partition(CAUSE_LINE)[0].splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:MAX_REASON]
 
 

@@ -66,17 +66,17 @@ def local_cluster(*, num_cpus: int = 8, start_seconds: float = START_SECONDS) ->
     Raises `RuntimeError`, one sentence with the last line of Ray's log, if the cluster takes no jobs within
     `start_seconds`. None of its processes outlives the block, nor this process, however it ends.
     """
-    with ExitStack() as started:
-        with alive("starting Ray"):
+    with ExitStack() as stack:
+        with progress_line("starting Ray"):
             for is_last in (False, True):
                 starting = _head(num_cpus=num_cpus, start_seconds=start_seconds, folder=ROOT, RAY_AUTH_MODE="token")
-                head, cluster = started.enter_context(starting)
+                head, cluster = stack.enter_context(starting)
                 try:
                     _wait_until_up(head, cluster, seconds=start_seconds)
                 except _Ended:
                     if is_last:
                         raise
-                    started.close()
+                    stack.close()
                 else:
                     break
         yield cluster
@@ -108,7 +108,7 @@ def connect(
         return True
     check_answer(address, seconds=answer_seconds)
     try:
-        with alive(f"connecting to the Ray cluster at {address}"):
+        with progress_line(f"connecting to the Ray cluster at {address}"):
             ray.init(address, **log_settings)
     except Exception as error:  # Ray has no narrower type for it
         ray.shutdown()
@@ -140,18 +140,18 @@ def _take_lines(batch: dict[str, Any]) -> None:
 
 
 @contextmanager
-def alive(what: str) -> Iterator[None]:
+def progress_line(what: str) -> Iterator[None]:
     """A line on standard error while the block takes long: on a terminal one that counts, else one now and then."""
-    done, shown = threading.Event(), sys.stderr.isatty()
-    began = time.monotonic()
+    end, is_terminal = threading.Event(), sys.stderr.isatty()
+    start = time.monotonic()
 
     def show() -> None:
-        wait = ALIVE_SECONDS if shown else ALIVE_LOG_SECONDS
-        while not done.wait(wait):
-            line = f"{what} ... {time.monotonic() - began:.0f} s"
-            print(f"\r{line}" if shown else line, end="" if shown else "\n", file=sys.stderr, flush=True)
-            wait = 1.0 if shown else ALIVE_LOG_SECONDS
-        if shown and wait == 1.0:  # the line was shown, and is cleared
+        wait = ALIVE_SECONDS if is_terminal else ALIVE_LOG_SECONDS
+        while not end.wait(wait):
+            line = f"{what} ... {time.monotonic() - start:.0f} s"
+            print(f"\r{line}" if is_terminal else line, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
+            wait = 1.0 if is_terminal else ALIVE_LOG_SECONDS
+        if is_terminal and wait == 1.0:  # the line was shown, and is cleared
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=show, daemon=True)
@@ -159,7 +159,7 @@ def alive(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        done.set()
+        end.set()
         thread.join()
 
 
@@ -196,26 +196,26 @@ def _one_cluster(address: str) -> str:
 def _connect_to_own(*, num_cpus: int, start_seconds: float, **settings: Any) -> None:
     """Start a cluster in processes of its own and connect to it; both end when this process does."""
     make_token()
-    with ExitStack() as started, alive("starting Ray"):
+    with ExitStack() as stack, progress_line("starting Ray"):
         try:
-            cluster, address = _started_head(started, num_cpus=num_cpus, start_seconds=start_seconds)
+            cluster, address = _start_head(stack, num_cpus=num_cpus, start_seconds=start_seconds)
         except _Ended:  # Ray gives its node half a minute, which a busy machine may need more of
-            started.close()
-            cluster, address = _started_head(started, num_cpus=num_cpus, start_seconds=start_seconds)
+            stack.close()
+            cluster, address = _start_head(stack, num_cpus=num_cpus, start_seconds=start_seconds)
         os.environ[TOKEN_PATH] = cluster.environment[TOKEN_PATH]
         forget_token()
-        started.callback(ray.shutdown)
+        stack.callback(ray.shutdown)
         try:
             with on_loopback():
                 ray.init(address, **settings)
         except Exception as error:  # Ray has no narrower type for it
             raise RuntimeError(f"the local Ray cluster started and does not answer: {_one_line(error)}") from error
-        atexit.register(started.pop_all().close)
+        atexit.register(stack.pop_all().close)
 
 
-def _started_head(started: ExitStack, *, num_cpus: int, start_seconds: float) -> tuple[LocalCluster, str]:
-    """A head that is up, with its address; `started` ends it."""
-    head, cluster = started.enter_context(_head(num_cpus=num_cpus, start_seconds=start_seconds, folder=Path.cwd()))
+def _start_head(stack: ExitStack, *, num_cpus: int, start_seconds: float) -> tuple[LocalCluster, str]:
+    """A head that is up, with its address; `stack` ends it."""
+    head, cluster = stack.enter_context(_head(num_cpus=num_cpus, start_seconds=start_seconds, folder=Path.cwd()))
     return cluster, _wait_until_started(head, cluster, seconds=start_seconds)
 
 
@@ -231,14 +231,14 @@ def check_answer(address: str, *, seconds: float = ANSWER_SECONDS) -> None:
         assert child.stdout is not None
         try:
             select.select([child.stdout], [], [], START_SECONDS)  # on a busy machine the child's own start takes long
-            printed, errors = child.communicate(timeout=seconds)
+            output, errors = child.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             child.kill()
             reason = f"within {seconds:g} s"
         else:
             if child.returncode == 0:
                 return
-            reason = f"as it should: {_last_line(errors or printed)}"
+            reason = f"as it should: {_last_line(errors or output)}"
     raise RuntimeError(f"the Ray cluster at RAY_ADDRESS={address} does not answer {reason}")
 
 
@@ -252,7 +252,7 @@ def start_ray(*, start_seconds: float = START_SECONDS, **settings: Any) -> None:
     os.environ["PYTHONPATH"] = _with_root(os.environ.get("PYTHONPATH"))
     for is_last in (False, True):
         try:
-            with on_loopback(), alive("starting Ray"):
+            with on_loopback(), progress_line("starting Ray"):
                 ray.init("local", object_store_memory=OBJECT_STORE_BYTES, **settings)
             return
         except ValueError:  # a wrong setting
@@ -340,9 +340,9 @@ def _wait_until_up(head: subprocess.Popen[bytes], cluster: LocalCluster, *, seco
     request.add_header("Authorization", f"Bearer {Path(cluster.environment[TOKEN_PATH]).read_text()}")
     request.add_header("Content-Type", "application/json")
     # Each request submits a job, which takes long on a busy machine: none is given up before the deadline.
-    while head.poll() is None and (left := deadline - time.monotonic()) > 0:
+    while head.poll() is None and (seconds_left := deadline - time.monotonic()) > 0:
         try:
-            with urllib.request.urlopen(request, timeout=left):
+            with urllib.request.urlopen(request, timeout=seconds_left):
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.3)

@@ -21,7 +21,7 @@ PRINT_HANDLER = "ray_print_logs"  # the handler that prints the workers' lines
 # At "0", Ray's default on Windows and macOS, every process of a node listens on loopback alone: the metrics agent too,
 # which asks nobody for a token. Such a node has no others beside it.
 SEVERAL_NODES = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
-EVERYWHERE = "[::]"  # where a Serve replica opens its port for calls from other replicas
+ALL_ADDRESSES = "[::]"  # where a Serve replica opens its port for calls from other replicas
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def open_replica_port_at(host: str) -> None:
     from ray.serve._private import replica
 
     add_port = replica.add_port_to_grpc_server
-    replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace(EVERYWHERE, host))
+    replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace(ALL_ADDRESSES, host))
 
 
 def llm_types() -> Any:

@@ -74,13 +74,13 @@ class Folder:
             if not path:
                 raise ValueError(f"{text} names no folder; give one as {scheme[0]}bucket/path")
             return cls(scheme[0].lower() + path)
-        here = Path(text) if scheme is None else Path(LocalFileSystem._strip_protocol(text))
-        if not here.is_absolute() and JOB_COPY in Path.cwd().parts:
+        local_path = Path(text) if scheme is None else Path(LocalFileSystem._strip_protocol(text))
+        if not local_path.is_absolute() and JOB_COPY in Path.cwd().parts:
             raise ValueError(
                 f"{text} is relative, and a submitted job runs in a copy of its working directory that is removed "
                 "afterwards; give an absolute path or a URL"
             )
-        return cls(os.path.abspath(here))
+        return cls(os.path.abspath(local_path))
 
     def __str__(self) -> str:
         return self.location
@@ -153,8 +153,8 @@ class Folder:
             if "" in files:
                 raise ValueError(f"{self} exists already and is not a folder; give a folder that is yet to be made")
             if files:
-                manifest, present = _manifest(system, path, files), files.keys() - {MANIFEST, UNFINISHED}
-                check_replaceable(self.location, manifest, present, kind, overwrite=overwrite)
+                manifest, names = _manifest(system, path, files), files.keys() - {MANIFEST, UNFINISHED}
+                check_replaceable(self.location, manifest, names, kind, overwrite=overwrite)
         self.check_writable()
 
     def write_text(self, name: str, text: str) -> None:
@@ -180,7 +180,7 @@ class Folder:
         path = stage / (self.name or "folder")
         try:
             yield path
-            self._upload(path, kind, overwrite=overwrite, kept=keep)
+            self._upload(path, kind, overwrite=overwrite, has_copy=keep)
             keep = False
         finally:
             if not keep:
@@ -199,18 +199,22 @@ class Folder:
             return
         with self._errors("cannot be read", ValueError):
             system, path = self._remote()
-            found = _files(system, path)
-            if "" in found:
+            files_there = _files(system, path)
+            if "" in files_there:
                 raise ValueError(f"{self} exists already and is not a folder; give a folder that is yet to be made")
-            manifest = _manifest(system, path, found)
-            if found:
+            manifest = _manifest(system, path, files_there)
+            if files_there:
                 check_replaceable(self.location, manifest, (), kind, overwrite=True)
             stage = Path(tempfile.mkdtemp(prefix="mbd-mirror-"))
             try:
                 mirror = Mirror(self, stage / (self.name or "folder"))
-                own = {name: found[name] for name in found if any(is_named(name, pattern) for pattern in files)}
+                named_files = {
+                    name: files_there[name]
+                    for name in files_there
+                    if any(is_named(name, pattern) for pattern in files)
+                }
                 if manifest is not None:
-                    _download(system, path, own, mirror.path)
+                    _download(system, path, named_files, mirror.path)
                     mirror.path.mkdir(exist_ok=True)  # there is no file yet where the first upload was interrupted
                     (mirror.path / MANIFEST).write_text(manifest, encoding="utf-8")
             except BaseException:
@@ -222,22 +226,22 @@ class Folder:
         finally:
             shutil.rmtree(stage, ignore_errors=True)
 
-    def _upload(self, folder: Path, kind: str, *, overwrite: bool, kept: bool) -> None:
+    def _upload(self, folder: Path, kind: str, *, overwrite: bool, has_copy: bool) -> None:
         self.check_target(kind, overwrite=overwrite)  # it may have been filled meanwhile
         names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        with self._errors("cannot be written" + (f"; what should lie there is in {folder}" if kept else "")):
+        with self._errors("cannot be written" + (f"; what should lie there is in {folder}" if has_copy else "")):
             system, path = self._remote()
-            present = _files(system, path)
-            replaced = json.loads(_manifest(system, path, present) or '{"files": []}')
-            claim = {**manifest, "files": [*manifest["files"], *replaced["files"]]}
+            files = _files(system, path)
+            old_manifest = json.loads(_manifest(system, path, files) or '{"files": []}')
+            claim = {**manifest, "files": [*manifest["files"], *old_manifest["files"]]}
             self._put(system, f"{path}/{UNFINISHED}", json.dumps(claim).encode())
-            if MANIFEST in present:
+            if MANIFEST in files:
                 system.rm_file(f"{path}/{MANIFEST}")
             for name in names:
                 make_parent(system, self.location, f"{path}/{name}")
                 system.put_file(str(folder / name), f"{path}/{name}")
-            for name in present.keys() - {*names, MANIFEST, UNFINISHED}:
+            for name in files.keys() - {*names, MANIFEST, UNFINISHED}:
                 system.rm_file(f"{path}/{name}")
             self._put(system, f"{path}/{MANIFEST}", json.dumps(manifest, indent=2).encode())
             system.rm_file(f"{path}/{UNFINISHED}")
@@ -310,7 +314,7 @@ class Mirror:
     """
 
     def __init__(self, target: Folder, path: Path) -> None:
-        self.target, self.path, self._begun = target, path, False
+        self.target, self.path, self._is_begun = target, path, False
 
     def publish(self, name: str) -> None:
         """Show at the target that a file was written, or removed. Raises `OSError`."""
@@ -318,11 +322,11 @@ class Mirror:
             return
         with self.target._errors("cannot be written"):
             system, path = self.target._remote()
-            if not self._begun:
+            if not self._is_begun:
                 self.target._put(system, f"{path}/{UNFINISHED}", (self.path / MANIFEST).read_bytes())
                 if system.exists(f"{path}/{MANIFEST}"):
                     system.rm_file(f"{path}/{MANIFEST}")
-                self._begun = True
+                self._is_begun = True
             if (self.path / name).exists():
                 make_parent(system, self.target.location, f"{path}/{name}")
                 system.put_file(str(self.path / name), f"{path}/{name}")
@@ -331,7 +335,7 @@ class Mirror:
 
     def close(self) -> None:
         """Say that the folder is whole."""
-        if not self._begun:
+        if not self._is_begun:
             return
         with self.target._errors("cannot be written"):
             system, path = self.target._remote()
@@ -371,11 +375,11 @@ def _check_scheme(url: str, scheme: str) -> None:
 def _files(system: Any, path: str) -> dict[str, Mapping[str, Any]]:
     """Every file below the path, by its name relative to it; the empty name if the path itself is a file."""
     try:
-        found = system.find(path, detail=True)
+        paths = system.find(path, detail=True)
     except FileNotFoundError:
         return {}
     start = len(path.strip("/"))
-    names = {file.strip("/")[start:].strip("/"): information for file, information in found.items()}
+    names = {file.strip("/")[start:].strip("/"): information for file, information in paths.items()}
     return {name: information for name, information in names.items() if not name.startswith(PROBE)}
 
 
@@ -386,8 +390,8 @@ def _manifest(system: Any, path: str, files: Mapping[str, Any]) -> str | None:
 
 
 def _version(location: str, files: Mapping[str, Mapping[str, Any]]) -> str:
-    said = [(name, [str(files[name].get(field)) for field in VERSION_FIELDS]) for name in sorted(files)]
-    return hashlib.sha256(json.dumps([location, said]).encode()).hexdigest()[:16]
+    versions = [(name, [str(files[name].get(field)) for field in VERSION_FIELDS]) for name in sorted(files)]
+    return hashlib.sha256(json.dumps([location, versions]).encode()).hexdigest()[:16]
 
 
 def _download(system: Any, path: str, files: Mapping[str, Any], target: Path) -> None:

@@ -57,10 +57,10 @@ def end(head: "subprocess.Popen[bytes]") -> None:
 def reap_orphans(head: "subprocess.Popen[bytes]") -> None:
     """Collect the exit codes of adopted processes that have ended; the command's own is left for `head.poll()`."""
     with suppress(ChildProcessError):
-        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if ended.si_pid == head.pid:
+        while orphan := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if orphan.si_pid == head.pid:
                 return
-            os.waitpid(ended.si_pid, 0)
+            os.waitpid(orphan.si_pid, 0)
 
 
 if __name__ == "__main__":

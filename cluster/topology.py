@@ -66,8 +66,8 @@ class Topology:
         `nodes` are their resources, and the amount of what the processes of one node share, as bytes of memory. A node
         may get as many processes as it has room for.
         """
-        counted = ((min(self.processes, _times(self.bundle, node)), amount) for node, amount in nodes)
-        return min(amount // count for count, amount in counted if count)
+        counts = ((min(self.processes, _times(self.bundle, node)), amount) for node, amount in nodes)
+        return min(amount // count for count, amount in counts if count)
 
     def check(self, nodes: Sequence[Resources], *, spare_cpus: int = 0) -> None:
         """Raise `ClusterTooSmall` if not all processes find room, or if fewer than `spare_cpus` CPUs are left then."""
@@ -100,15 +100,15 @@ def check_room(topologies: Sequence[Topology], nodes: Sequence[Resources], *, sp
     `spare_cpus`: CPUs of any nodes that must be left for what else runs, one by one. The largest processes are placed
     first, each on the first node that has room.
     """
-    left = [dict(node) for node in nodes]
+    free = [dict(node) for node in nodes]
     for topology in sorted(topologies, key=lambda t: (t.num_gpus, t.num_cpus), reverse=True):
         for _ in range(topology.processes):
-            node = next((node for node in left if _times(topology.bundle, node)), None)
+            node = next((node for node in free if _times(topology.bundle, node)), None)
             if node is None:
                 raise _too_small(topologies, nodes, spare_cpus)
             for kind, amount in topology.bundle.items():
                 node[kind] = node.get(kind, 0) - amount
-    if sum(int(node.get("CPU", 0)) for node in left) < spare_cpus:
+    if sum(int(node.get("CPU", 0)) for node in free) < spare_cpus:
         raise _too_small(topologies, nodes, spare_cpus)
 
 
@@ -118,25 +118,25 @@ def _times(bundle: Resources, node: Resources) -> int:
 
 
 def _too_small(topologies: Sequence[Topology], nodes: Sequence[Resources], spare_cpus: int) -> ClusterTooSmall:
-    wanted = " and ".join(_need(topology) for topology in topologies)
-    spare = f", with {_counted(spare_cpus, 'CPU')} to spare" if spare_cpus else ""
+    needs = " and ".join(_need(topology) for topology in topologies)
+    spare_text = f", with {_amount_text(spare_cpus, 'CPU')} to spare" if spare_cpus else ""
     kinds = _kinds(any(topology.num_gpus for topology in topologies))
-    there = ", ".join(" and ".join(_counted(node.get(kind, 0), kind) for kind in kinds) for node in nodes)
-    return ClusterTooSmall(f"{wanted}{spare}; the cluster's nodes have {there or 'nothing'}; ask for fewer")
+    stock = ", ".join(" and ".join(_amount_text(node.get(kind, 0), kind) for kind in kinds) for node in nodes)
+    return ClusterTooSmall(f"{needs}{spare_text}; the cluster's nodes have {stock or 'nothing'}; ask for fewer")
 
 
 def _need(topology: Topology) -> str:
     processes, ranks, verb = topology.processes, topology.ranks, "needs" if topology.processes == 1 else "need"
-    needed = " and ".join(_counted(ranks, kind) for kind in _kinds(topology.num_gpus > 0))
+    resources = " and ".join(_amount_text(ranks, kind) for kind in _kinds(topology.num_gpus > 0))
     if ranks > 1:
-        return f"{processes} x {ranks} tensor-parallel ranks need {needed} on one node for each of the {processes}"
+        return f"{processes} x {ranks} tensor-parallel ranks need {resources} on one node for each of the {processes}"
     noun = topology.noun.removesuffix("s") if processes == 1 else topology.noun
-    return f"{processes} {noun} {verb} {needed} each"
+    return f"{processes} {noun} {verb} {resources} each"
 
 
 def _kinds(on_gpus: bool) -> tuple[str, ...]:
     return ("GPU", "CPU") if on_gpus else ("CPU",)
 
 
-def _counted(number: float, kind: str) -> str:
+def _amount_text(number: float, kind: str) -> str:
     return f"{number:g} {kind}" if number == 1 else f"{number:g} {kind}s"

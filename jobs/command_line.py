@@ -283,7 +283,7 @@ def _typer_parameter(item: OptionField) -> inspect.Parameter:
     )
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Sub-commands, each imported when it is called, completed, or asked for its help."""
 
     modules: Mapping[str, tuple[str, str]] = {}
@@ -333,7 +333,7 @@ def sub_commands(
     names. The command of a `distribution` has --version, and is completed by shells.
     """
 
-    class Named(Group):
+    class Named(CommandGroup):
         pass
 
     def print_version(wanted: bool) -> None:

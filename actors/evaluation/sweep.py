@@ -21,7 +21,7 @@ from cluster.topology import plan_topology
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.decoding import DecodeStage, DecodingModel, ModelRefused
-from mbd_core.evaluation.sweep.executor import NOTHING, Attempts, ExecutorFailed, NumberedTable
+from mbd_core.evaluation.sweep.executor import NO_SAMPLES, Attempts, ExecutorFailed, NumberedTable
 from mbd_core.evaluation.sweep.parts import TimedCase
 from mbd_core.evaluation.sweep.plan import Sweep
 from mbd_core.evaluation.sweep.timed_runs import TimedStage, timing_engine
@@ -64,7 +64,7 @@ class DecodeActor:
         assert self._attempts is not None
         number, table = unpack(packed)
         if not ray.get(self._attempts.begin.remote(number)):
-            return pack(number, NOTHING)
+            return pack(number, NO_SAMPLES)
         rows = self.decode(table)
         ray.get(self._attempts.end.remote(number))
         return pack(number, rows)

@@ -51,10 +51,10 @@ def check_config(family: str, *, on_gpu: bool) -> ModelConfig:
     """A small model of "sdar" or "llada2": on a GPU with the head size and blocks of the real ones, else tiny."""
     if not on_gpu:
         return SHAPES[f"tiny-{family}"]
-    whole = SHAPES["sdar-8b" if family == "sdar" else "llada2-mini"]
-    moe = None if whole.moe is None else replace(whole.moe, num_experts=32, intermediate_size=128)
+    shape = SHAPES["sdar-8b" if family == "sdar" else "llada2-mini"]
+    moe = None if shape.moe is None else replace(shape.moe, num_experts=32, intermediate_size=128)
     return replace(
-        whole,
+        shape,
         vocab_size=2048,
         hidden_size=512,
         intermediate_size=1024,
@@ -138,22 +138,24 @@ def graphs_are_eager(
     if adapters:
         names = cycle((None, *adapters))
         requests = [replace(request, adapter=next(names)) for request in requests]
-    eager = _with_adapters(Engine(model, replace(sizes, graphs=False)), adapters or {})
-    expected, kinds = _served(eager, requests)
-    replayed = _with_adapters(Engine(model, sizes), adapters or {})
-    captured = replayed._graphs.capture(kinds)
-    result, _ = _served(replayed, requests)
-    differing = [name for name, output in expected.items() if result[name].tokens != output.tokens]
-    if differing:
-        raise CheckFailed(f"replayed steps decode other tokens than eager ones, for {', '.join(sorted(differing))}")
-    report = replayed.graph_report()
-    if on_gpu and (captured != len(kinds) or report["steps_eager"]):
-        raise CheckFailed(f"of {len(kinds)} kinds {captured} were captured, {report['steps_eager']} steps ran eagerly")
+    eager_engine = _with_adapters(Engine(model, replace(sizes, graphs=False)), adapters or {})
+    expected, kinds = _serve(eager_engine, requests)
+    graph_engine = _with_adapters(Engine(model, sizes), adapters or {})
+    num_captured = graph_engine._graphs.capture(kinds)
+    result, _ = _serve(graph_engine, requests)
+    differences = [name for name, output in expected.items() if result[name].tokens != output.tokens]
+    if differences:
+        raise CheckFailed(f"replayed steps decode other tokens than eager ones, for {', '.join(sorted(differences))}")
+    report = graph_engine.graph_report()
+    if on_gpu and (num_captured != len(kinds) or report["steps_eager"]):
+        raise CheckFailed(
+            f"of {len(kinds)} kinds {num_captured} were captured, {report['steps_eager']} steps ran eagerly"
+        )
     return {
         "model": model.config.architecture,
-        "attention": replayed.attention.name,
+        "attention": graph_engine.attention.name,
         "kinds": len(kinds),
-        "captured": captured,
+        "captured": num_captured,
         "replayed": report["steps_replayed"],
         "eager": report["steps_eager"],
         "same": True,
@@ -166,7 +168,7 @@ def _with_adapters(engine: Engine, adapters: Mapping[str, Path]) -> Engine:
     return engine
 
 
-def _served(engine: Engine, requests: list[Request]) -> tuple[dict[str, Output], set[StepKind]]:
+def _serve(engine: Engine, requests: list[Request]) -> tuple[dict[str, Output], set[StepKind]]:
     """The outputs by request, and the kinds of the static steps, also of those that store prompts."""
     for request in requests:
         engine.add(request)
@@ -198,12 +200,12 @@ def steady_steps_never_wait(model: Decoder, case: StepCase) -> Row:
 
 @contextmanager
 def _waits_are_errors() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
+    mode_before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.set_sync_debug_mode(mode_before)
 
 
 def kernel_rows(device: torch.device, *, small: bool) -> Iterator[Row]:
@@ -253,16 +255,16 @@ def _attention(
     kernel = resolve(device, dtype, channels, PAGE, num_heads=heads, num_kv_heads=kv_heads)
     width = -(-(max(prefixes) + slots * size) // PAGE)
     pages = len(prefixes) * width + 1
-    unread = torch.nan if device.type == "cuda" else 0.0
-    k, v = torch.full((2, pages, PAGE, kv_heads, channels), unread, dtype=dtype, device=device)
+    filler = torch.nan if device.type == "cuda" else 0.0
+    k, v = torch.full((2, pages, PAGE, kv_heads, channels), filler, dtype=dtype, device=device)
     table = (torch.randperm(pages - 1, generator=generator, device=device) + 1).view(len(prefixes), width)
     lens = [prefix + size * (slot + 1) for prefix in prefixes for slot in range(slots)]
     lens[-1] = 1
     for row in range(len(prefixes)):
-        at = torch.arange(max(lens[row * slots : (row + 1) * slots]), device=device)
+        places = torch.arange(max(lens[row * slots : (row + 1) * slots]), device=device)
         for part in (k, v):
-            values = torch.randn(len(at), kv_heads, channels, generator=generator, device=device)
-            part[table[row, at // PAGE], at % PAGE] = values.to(dtype)
+            values = torch.randn(len(places), kv_heads, channels, generator=generator, device=device)
+            part[table[row, places // PAGE], places % PAGE] = values.to(dtype)
     q = torch.randn(len(lens) * size, heads, channels, generator=generator, device=device).to(dtype)
     layout = RowLayout(
         cu_seqlens_q=torch.arange(0, len(q) + 1, size, device=device),
@@ -280,14 +282,14 @@ def _attention(
 
 def _expert_layer(dtype: torch.dtype, generator: torch.Generator, small: bool) -> tuple[Tensor, ...]:
     """x, gate, up, down, ids, weights: LLaDA2-mini's experts for 64 tokens, or few small ones."""
-    tokens, depth, width, experts, each = (9, 32, 48, 6, 2) if small else (64, 2048, 512, 256, 8)
+    tokens, depth, width, experts, experts_per_token = (9, 32, 48, 6, 2) if small else (64, 2048, 512, 256, 8)
     device = generator.device
 
     def draw(*shape: int) -> Tensor:
         return (torch.randn(shape, generator=generator, device=device) / shape[-1] ** 0.5).to(dtype)
 
-    ids = torch.rand(tokens, experts, generator=generator, device=device).topk(each).indices
-    weights = torch.rand(tokens, each, generator=generator, device=device)
+    ids = torch.rand(tokens, experts, generator=generator, device=device).topk(experts_per_token).indices
+    weights = torch.rand(tokens, experts_per_token, generator=generator, device=device)
     x = draw(tokens, depth) * depth**0.5
     return x, draw(experts, width, depth), draw(experts, width, depth), draw(experts, depth, width), ids, weights
 
@@ -306,8 +308,8 @@ def _shared_experts_row(device: torch.device, dtype: torch.dtype, generator: tor
     """Two shared experts among the routed ones."""
     name = "experts: the shared among them"
     if not triton_serves(device, dtype):
-        why = "needs CUDA and Triton"
-        return {"kernel": name, "size": "", "largest_error": None, "right": None, "not_run": why}
+        reason = "needs CUDA and Triton"
+        return {"kernel": name, "size": "", "largest_error": None, "right": None, "not_run": reason}
     x, gate, up, down, ids, weights = _expert_layer(dtype, generator, small)
     expected = loop_experts(x, gate, up, down, ids, weights).float()
     wide_gate, wide_up, wide_down = gate[:2].flatten(0, 1), up[2:4].flatten(0, 1), torch.cat((*down[:2],), 1)
@@ -328,12 +330,12 @@ def _fp8_experts_row(
 ) -> Row:
     name = "experts in FP8" if block is None else "experts in FP8 blocks"
     x, *stacks, ids, weights = _expert_layer(dtype, generator, small)
-    rounded = [fp8.quantize(stack, block=block) for stack in stacks]
+    quantized = [fp8.quantize(stack, block=block) for stack in stacks]
     obstacle = fp8.fp8_obstacle(stacks[0], block=block)
     if obstacle is not None:
         return {"kernel": name, "size": "", "largest_error": None, "right": None, "not_run": obstacle}
-    result = fp8.fp8_experts(x, rounded[0], rounded[1], rounded[2], ids, weights)
-    gate, up, down = (fp8.dequantize(stack, dtype) for stack in rounded)
+    result = fp8.fp8_experts(x, quantized[0], quantized[1], quantized[2], ids, weights)
+    gate, up, down = (fp8.dequantize(stack, dtype) for stack in quantized)
     expected = loop_experts(x, gate, up, down, ids, weights)
     return _row(name, f"{len(x)} tokens, {len(gate)} experts", result, expected, rtol=3e-2, atol=2e-2)
 

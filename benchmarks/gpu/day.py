@@ -106,8 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    chosen = {name: section for name, section in sections.items() if options.only is None or name in options.only}
-    results = _run_all(options, chosen)
+    choice = {name: section for name, section in sections.items() if options.only is None or name in options.only}
+    results = _run_all(options, choice)
     return 0 if all(result["state"] == "done" for result in results.values()) else 1
 
 
@@ -132,10 +132,10 @@ def _run_all(options: argparse.Namespace, sections: Mapping[str, Section]) -> di
         print(f"{name}: {results[name]['state']}, {results[name]['seconds']:.0f} s", flush=True)
         ends = section.required and results[name]["state"] != "done"
         if ends:
-            missing = {"state": "not run", "why": f"{name} failed", "seconds": 0.0}
-            results |= {other: missing for other in sections if other not in results}
-        whole = {"part": options.part, "toy": options.toy, "sections": results}
-        write_json(options.out / f"part{options.part}.json", whole)
+            not_run = {"state": "not run", "why": f"{name} failed", "seconds": 0.0}
+            results |= {name_after: not_run for name_after in sections if name_after not in results}
+        record = {"part": options.part, "toy": options.toy, "sections": results}
+        write_json(options.out / f"part{options.part}.json", record)
         write_text(options.out / f"part{options.part}.md", report(options.part, results, toy=options.toy))
         if ends:
             break
@@ -148,25 +148,25 @@ def run_apart(command: Sequence[str], limit: float) -> dict[str, Any]:
 
     A process that does not end with code 0 within its limit is not done.
     """
-    started = time.monotonic()
+    start = time.monotonic()
     if limit <= 0:
         return {"state": "not run", "why": "the time of the part was over", "seconds": 0.0}
-    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(command, stdout=printed, stderr=said)
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr)
         try:
             code: int | None = process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
             code = None
             process.kill()
             process.wait()
-        seconds = time.monotonic() - started
-        rows = [json.loads(line.removeprefix(ROW)) for line in _lines(printed) if line.startswith(ROW)]
-        why = "\n".join(_lines(said)[-12:])
+        seconds = time.monotonic() - start
+        rows = [json.loads(line.removeprefix(ROW)) for line in _lines(stdout) if line.startswith(ROW)]
+        last_lines = "\n".join(_lines(stderr)[-12:])
     if code is None:
-        reason = f"it was ended after {limit:.0f} s\n{why}".strip()
+        reason = f"it was ended after {limit:.0f} s\n{last_lines}".strip()
         return {"state": "over its limit", "why": reason, "seconds": seconds, "rows": rows}
     if code:
-        return {"state": "failed", "code": code, "why": why, "seconds": seconds, "rows": rows}
+        return {"state": "failed", "code": code, "why": last_lines, "seconds": seconds, "rows": rows}
     return {"state": "done", "seconds": seconds, "rows": rows}
 
 
@@ -187,16 +187,16 @@ def report(part: int, results: Mapping[str, Mapping[str, Any]], *, toy: bool) ->
         if not rows:
             continue
         keys = list(dict.fromkeys(key for row in rows for key in row if key != "top"))
-        lines += ["", markdown([_shown(row) for row in rows], {key: key for key in keys})]
-        profiled = [row for row in rows if row.get("top")]
-        for row in profiled[:1]:
+        lines += ["", markdown([_text_row(row) for row in rows], {key: key for key in keys})]
+        profile_rows = [row for row in rows if row.get("top")]
+        for row in profile_rows[:1]:
             columns = {"kernel": "kernel", "count": "count", "microseconds": "microseconds|.1f"}
-            which = f"prefix {row['prefix']}, {row['buffer_size']} slots"
-            lines += ["", f"The most expensive kernels of a step ({which}):", "", markdown(row["top"], columns)]
+            case = f"prefix {row['prefix']}, {row['buffer_size']} slots"
+            lines += ["", f"The most expensive kernels of a step ({case}):", "", markdown(row["top"], columns)]
     return "\n".join(lines) + "\n"
 
 
-def _shown(row: Row) -> Row:
+def _text_row(row: Row) -> Row:
     return {
         key: f"{v:.4g}" if isinstance(v, float) else str(v) if isinstance(v, list) else v for key, v in row.items()
     }

@@ -47,10 +47,10 @@ def router_row(device: torch.device) -> Row:
     with torch.no_grad():
         expected, weights = router(x_TD)
     with torch.inference_mode():
-        result, its = router(x_TD)
-    same = (result.sort(-1).values == expected.sort(-1).values).all(-1)
-    error = float((its.sum(-1) - weights.sum(-1)).abs().max())
-    share = float(same.float().mean())
+        result, result_weights = router(x_TD)
+    is_same = (result.sort(-1).values == expected.sort(-1).values).all(-1)
+    error = float((result_weights.sum(-1) - weights.sum(-1)).abs().max())
+    share = float(is_same.float().mean())
     if share < 0.98 or error > 1e-3:
         raise CheckFailed(f"the router by kernels: {share:.3f} of the tokens have its experts, weights off by {error}")
     return {"kernel": "router by kernels", "size": "256 tokens", "largest_error": error, "right": True}
@@ -73,8 +73,8 @@ def layers_row(model: Decoder, case: StepCase) -> Row:
         form = fuse(model, num_positions=4096, kernels=kernels)
         attend = PagedAttention(runner.cache, batch.write_loc_T, runner.bind(batch))
         hidden.append(form.forward(batch.input_ids_T, batch.positions_T, attend, live=batch.live_T).float())
-    live = slice(None) if batch.live_T is None else batch.live_T
-    result, expected = (states[live] for states in hidden)
+    live_rows = slice(None) if batch.live_T is None else batch.live_T
+    result, expected = (states[live_rows] for states in hidden)
     error_T = (result - expected).norm(dim=-1) / expected.norm(dim=-1)
     engine.close()
     if model.config.moe is None:
@@ -100,12 +100,12 @@ def steps_row(model: Decoder, case: StepCase) -> Row:
         engine.step()
         for work in WORKS:
             kind = StepKind(num_rows=case.rows, num_slots=case.buffer_size, num_asked=None, work=work)
-            saved, remembered, results = buffer.save_all(), state.runner.last_RD.clone(), []
+            buffer_before, last_before, results = buffer.save_all(), state.runner.last_RD.clone(), []
             for kernels in (True, False):
                 report = static_step(replace(state, kernels=kernels), kind, num_pages=state.tables_RP.shape[1])
                 results.append([report.clone(), *buffer.save_all()])
-                buffer.restore_all(saved)
-                state.runner.last_RD.copy_(remembered)
+                buffer.restore_all(buffer_before)
+                state.runner.last_RD.copy_(last_before)
             if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
                 raise CheckFailed(f"{model.config.architecture}: a step by kernels is not the step ({work})")
     engine.close()

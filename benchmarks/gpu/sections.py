@@ -100,7 +100,7 @@ def machine(day: Day) -> list[Row]:
         *({"what": name, "value": version} for name, version in versions.items()),
         {"what": "bandwidth, GB/s", "value": measure_bandwidth(day.device, num_bytes=small) / 1e9},
         {"what": "attention", "value": attention.name},
-        *({"what": f"not {name}", "value": why} for name, why in attention.reasons.items()),
+        *({"what": f"not {name}", "value": reason} for name, reason in attention.reasons.items()),
     ]
 
 
@@ -121,8 +121,8 @@ def graphs(day: Day) -> Iterator[Row]:
     """Replayed steps beside eager ones, for every kind; steady steps in which every wait is an error."""
     for family in ("sdar", "llada2"):
         model = gpu_checks.check_model(family, day.device)
-        tokens, many = (48, 4) if day.on_gpu else (8, 2)
-        yield gpu_checks.graphs_are_eager(model, max_tokens=tokens, max_rows=many)
+        tokens, max_rows = (48, 4) if day.on_gpu else (8, 2)
+        yield gpu_checks.graphs_are_eager(model, max_tokens=tokens, max_rows=max_rows)
         case = StepCase(rows=2, buffer_size=2, prefix=64, steps=day.steps)
         yield {"model": model.config.architecture, **gpu_checks.steady_steps_never_wait(model, case)}
 
@@ -177,16 +177,16 @@ def _step_row(benchmark: StepBenchmark, model: Decoder, case: StepCase, speed: M
     }
     moe, tokens = model.config.moe, case.rows * case.buffer_size * model.config.block_size
     with torch.inference_mode():
-        fused = moe is not None and moe_layers(model)[0].fuses(tokens)
-    if moe is not None and fused:
+        is_fused = moe is not None and moe_layers(model)[0].fuses(tokens)
+    if moe is not None and is_fused:
         row_of_step["tiles"] = [*_tiles_in_use(moe, tokens, 1 if benchmark.fp8 else benchmark.dtype.itemsize)]
     return row_of_step
 
 
 def _tiles_in_use(moe: MoEConfig, tokens: int, size: int) -> experts_triton.ExpertTiles:
     """The tiles of a layer's routed and shared experts for so many tokens; `size` are the bytes of a weight."""
-    each = tokens * (moe.experts_per_token + moe.num_shared_experts) / moe.num_experts
-    return experts_triton.tiles_for(tokens, moe.intermediate_size, size, each=each)
+    tokens_per_expert = tokens * (moe.experts_per_token + moe.num_shared_experts) / moe.num_experts
+    return experts_triton.tiles_for(tokens, moe.intermediate_size, size, each=tokens_per_expert)
 
 
 def _nodes_row(day: Day, shape: str, model: Decoder, case: StepCase) -> Row:
@@ -194,14 +194,14 @@ def _nodes_row(day: Day, shape: str, model: Decoder, case: StepCase) -> Row:
     engine = filled_engine(model, case)
     for _ in range(4 * day.steps if day.on_gpu else 2):
         engine.step()
-    nodes, top = profiled(engine.step, day.device)
+    nodes, top = profile_call(engine.step, day.device)
     graphs = engine.graphs
     engine.close()
     case_fields = {"model": shape, "rows": case.rows, "prefix": case.prefix, "buffer_size": case.buffer_size}
     return {**case_fields, "graphs": graphs, "nodes": nodes, "top": top}
 
 
-def profiled(run: Callable[[], object], device: torch.device, *, most: int = 20) -> tuple[int | None, list[Row]]:
+def profile_call(run: Callable[[], object], device: torch.device, *, most: int = 20) -> tuple[int | None, list[Row]]:
     """How many kernels, copies and fills the device ran for one call, and those that took most of its time.
 
     On a CPU the number is `None` and the list is of operations.
@@ -218,10 +218,10 @@ def profiled(run: Callable[[], object], device: torch.device, *, most: int = 20)
     device_type = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     for event in profile.events() or ():
         if event.device_type == device_type:
-            count, spent = total.get(event.name, (0, 0.0))
-            total[event.name] = count + 1, spent + (event.device_time if on_gpu else event.self_cpu_time_total)
+            count, seconds = total.get(event.name, (0, 0.0))
+            total[event.name] = count + 1, seconds + (event.device_time if on_gpu else event.self_cpu_time_total)
     top = sorted(total.items(), key=lambda item: -item[1][1])[:most]
-    rows = [{"kernel": name[:80], "count": count, "microseconds": spent} for name, (count, spent) in top]
+    rows = [{"kernel": name[:80], "count": count, "microseconds": seconds} for name, (count, seconds) in top]
     return (sum(count for count, _ in total.values()) if on_gpu else None), rows
 
 
@@ -247,9 +247,9 @@ def tile_sweep(day: Day) -> Iterator[Row]:
     (day.out / TILES_FILE).write_text("")
     models = {2: random_model(config, device=day.device, dtype=day.dtype)}
     models[1] = quantize_weights(random_model(config, device=day.device, dtype=day.dtype), "experts")
-    for tokens in SWEPT:
+    for tokens in TOKEN_COUNTS:
         for size, model in models.items():
-            layer = moe_layers(route_uniformly(model, num_tokens=SWEPT[-1]))[0]
+            layer = moe_layers(route_uniformly(model, num_tokens=TOKEN_COUNTS[-1]))[0]
             x_TD = torch.randn(tokens, config.hidden_size, device=day.device, dtype=day.dtype)
             row = _best_tiles(day, layer, config.moe, x_TD, size)
             with (day.out / TILES_FILE).open("a") as file:  # at once: a later one may fail, or take too long
@@ -257,7 +257,7 @@ def tile_sweep(day: Day) -> Iterator[Row]:
             yield row
 
 
-SWEPT = (32, 64, 128, 256, 512, 1024)
+TOKEN_COUNTS = (32, 64, 128, 256, 512, 1024)
 """Numbers of tokens that the sweep finds tiles for."""
 
 
@@ -265,25 +265,25 @@ def _best_tiles(day: Day, layer: MoE, moe: MoEConfig, x_TD: Tensor, size: int) -
     """The fastest candidate for these tokens, and the default; `size` are the bytes of a weight."""
     tokens, width = len(x_TD), moe.intermediate_size
     default = _tiles_in_use(moe, tokens, size)
-    tried: dict[experts_triton.ExpertTiles, float] = {}
+    seconds_of: dict[experts_triton.ExpertTiles, float] = {}
     for tiles in dict.fromkeys((default, *CANDIDATES)):
         if tiles != default and (tiles.rows == FULL_ROWS) != (default.rows == FULL_ROWS):
             continue
         experts_triton.TILES[tokens, width, size] = tiles
         seconds = _graph_seconds(day, partial(layer.parts, x_TD, None, shares=True))
         if seconds is not None:
-            tried[tiles] = seconds
-    best = min(tried, key=lambda tiles: tried[tiles])
+            seconds_of[tiles] = seconds
+    best = min(seconds_of, key=lambda tiles: seconds_of[tiles])
     experts_triton.TILES[tokens, width, size] = best
     return {
         "tokens": tokens,
         "width": width,
         "bytes": size,
         "tiles": [*best],
-        "microseconds": tried[best] * 1e6,
+        "microseconds": seconds_of[best] * 1e6,
         "default_tiles": [*default],
-        "default": tried[default] * 1e6,
-        "tried": len(tried),
+        "default": seconds_of[default] * 1e6,
+        "tried": len(seconds_of),
     }
 
 
@@ -323,11 +323,11 @@ def prefill(day: Day) -> list[Row]:
     for number in range(4):
         request = _request(number, random.Random(number), SHAPES[day.mini].vocab_size, prompt=2 * day.prompt, tokens=1)
         engine.add(request)
-        started = time.perf_counter()
+        start = time.perf_counter()
         engine.step()
         if day.on_gpu:
             torch.cuda.synchronize(day.device)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - start)
         engine.abort(request.request_id)
     best = min(seconds[1:])
     return [{"model": day.mini, "stored": day.prompt, "ms": best * 1e3, "tokens_per_s": day.prompt / best}]
@@ -341,7 +341,7 @@ def soak(day: Day) -> list[Row]:
     engine.prepare(decoding)
     rng, deadline = random.Random(0), time.monotonic() + day.soak_seconds
     counts = dict.fromkeys(("added", "finished", "aborted", "preempted", "steps"), 0)
-    used: list[int] = []
+    memory: list[int] = []
     ids: list[str] = []
     while time.monotonic() < deadline or engine.has_work:
         if time.monotonic() < deadline and engine.num_known < 8:
@@ -355,14 +355,14 @@ def soak(day: Day) -> list[Row]:
         counts["finished"] += sum(step.output is not None for step in engine.step())
         counts["steps"] += 1
         if day.on_gpu and counts["steps"] % 50 == 0:
-            used.append(torch.cuda.memory_allocated(day.device))
+            memory.append(torch.cuda.memory_allocated(day.device))
     engine.check_integrity()
     if counts["finished"] + counts["aborted"] != counts["added"]:
         raise RuntimeError(f"requests were lost: {counts}")
-    grown = max(used[len(used) // 2 :], default=0) - max(used[: len(used) // 2], default=0)
+    growth = max(memory[len(memory) // 2 :], default=0) - max(memory[: len(memory) // 2], default=0)
     report = engine.graph_report()
     engine.close()
-    return [{**counts, "memory_growth_bytes": grown, **report}]
+    return [{**counts, "memory_growth_bytes": growth, **report}]
 
 
 def _request(number: int, rng: random.Random, vocabulary: int, *, tokens: int, prompt: int | None = None) -> Request:

@@ -2,7 +2,8 @@
 
 The step's own code runs on tensors that have shapes and no values, with the kernels that a GPU of compute capability
 9.0 gets; a read of a value fails, as it would while a CUDA graph is captured. Each operation that computes something
-counts as one node; where torch launches several kernels for one (`SEVERAL`), the step has more nodes than are counted.
+counts as one node; where torch launches several kernels for one (`MULTI_KERNEL`), the step has more nodes than are
+counted.
 """
 
 import argparse
@@ -102,14 +103,14 @@ class ShapeDevice(TorchDispatchMode):
                 return func(*args, **kwargs)
             kwargs |= {} if device is None else {"device": META}
             kwargs.pop("pin_memory", None)
-            out = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+            result = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
             if not func.is_view and func.overloadpacket.__name__ not in _ALLOCATIONS:
                 self.nodes[func.overloadpacket.__name__] += 1
             if not func.is_view and not func._schema.is_mutable and func.overloadpacket.__name__ not in _SAME_MEMORY:
-                self.num_bytes += sum(t.nbytes for t in _leaves(out) if isinstance(t, Tensor))
+                self.num_bytes += sum(t.nbytes for t in _leaves(result) if isinstance(t, Tensor))
             if func._schema.is_mutable:
                 return kwargs["out"] if "out" in kwargs else args[0]
-            return tree_map(_wrap, out)
+            return tree_map(_wrap, result)
 
     def move(self, module: nn.Module) -> nn.Module:
         """`module`, which is on the meta device, with its parameters and buffers on this one."""
@@ -177,7 +178,7 @@ WORKS = {
     "T2T": Work(revises=True),
     "DMax": Work(revises=True, softens=True),
 }
-SEVERAL = frozenset({"addmm", "sort", "topk", "argsort", "cumsum", "cumprod", "nonzero_static"})
+MULTI_KERNEL = frozenset({"addmm", "sort", "topk", "argsort", "cumsum", "cumprod", "nonzero_static"})
 """Operations for which torch launches more than one kernel, by their sizes."""
 
 
@@ -192,7 +193,7 @@ class StepNodes:
     @property
     def inexact(self) -> frozenset[str]:
         """The operations in it that are more than one node each."""
-        return SEVERAL & set(self.step)
+        return MULTI_KERNEL & set(self.step)
 
 
 def step_nodes(
@@ -231,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     config = SHAPES[options.model]
     num_logits = -(-3 * options.rows * options.buffer * config.block_size // 4)
-    counted = {
+    nodes_by_work = {
         name: step_nodes(config, work, num_rows=options.rows, num_slots=options.buffer, num_asked=num_logits)
         for name, work in WORKS.items()
     }
@@ -243,11 +244,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "inexact": ", ".join(sorted(nodes.inexact)) or None,
             "megabytes": nodes.num_bytes / 1e6,
         }
-        for name, nodes in counted.items()
+        for name, nodes in nodes_by_work.items()
     ]
     columns = {"work": "work", "layer": "a layer", "step": "a step", "inexact": "of them inexact"}
     print(markdown(rows, columns | {"megabytes": "results (MB)|.1f"}), "\n")
-    greedy = counted["greedy"]
+    greedy = nodes_by_work["greedy"]
     of_greedy = [{"node": name, "layer": greedy.layer[name], "step": n} for name, n in greedy.step.most_common()]
     print(markdown(of_greedy, {"node": "greedy: node", "layer": "a layer", "step": "a step"}))
     return 0

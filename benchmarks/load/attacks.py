@@ -54,8 +54,8 @@ def _most_prompts(name: str, characters: int) -> tuple[list[str], dict[str, Any]
 
 def _most_ids(name: str, characters: int) -> tuple[list[list[int]], dict[str, Any]]:
     """As many as a body may hold, in prompts of which none fits."""
-    first = sum(map(ord, name))
-    return [[(first + i) % 500 for i in range(number)] for number in (250_000, 250_000, 90_000)], {"max_tokens": 1}
+    offset = sum(map(ord, name))
+    return [[(offset + i) % 500 for i in range(number)] for number in (250_000, 250_000, 90_000)], {"max_tokens": 1}
 
 
 def _regex_bomb(name: str, characters: int) -> tuple[str, dict[str, Any]]:
@@ -100,7 +100,7 @@ def attack_body(
 ) -> tuple[str, dict[str, Any]]:
     """The route behind /v1 and the body of one of its requests, which `user` sends."""
     prompt, fields = ATTACKS[attack](name, characters)
-    asked = {"model": model, "stream": True, "user": user, **fields}
+    body = {"model": model, "stream": True, "user": user, **fields}
     if attack == "tools":
-        return "chat/completions", asked | {"messages": [{"role": "user", "content": prompt}]}
-    return "completions", asked | {"prompt": prompt}
+        return "chat/completions", body | {"messages": [{"role": "user", "content": prompt}]}
+    return "completions", body | {"prompt": prompt}

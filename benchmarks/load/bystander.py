@@ -33,14 +33,14 @@ def served_memory(url: str) -> dict[str, int]:
     proxy = next((process for process in psutil.process_iter() if _listens(process, port)), None)
     if proxy is None or (node := proxy.parent()) is None:
         raise ValueError(f"no process of this machine that we may look at listens on the port of {url}")
-    found = {}
+    memory = {}
     for process in node.children():
         with suppress(psutil.Error, IndexError):
             title = process.cmdline()[0]
             role = next((role for role, begin in ROLES.items() if title.startswith(begin)), None)
             if role is not None:
-                found[f"{role} {process.pid}"] = process.memory_info().rss
-    return found
+                memory[f"{role} {process.pid}"] = process.memory_info().rss
+    return memory
 
 
 def _listens(process: psutil.Process, port: int | None) -> bool:
@@ -176,24 +176,24 @@ def run(
 
 
 def _print_memory(url: str) -> None:
-    held = served_memory(url)
-    print("memory, MiB: " + ", ".join(f"{name} {n / 2**20:.0f}" for name, n in held.items()), end="; ")
-    print(f"in all {sum(held.values()) / 2**20:.0f}", flush=True)
+    memory = served_memory(url)
+    print("memory, MiB: " + ", ".join(f"{name} {n / 2**20:.0f}" for name, n in memory.items()), end="; ")
+    print(f"in all {sum(memory.values()) / 2**20:.0f}", flush=True)
 
 
-def _print(attack: str, found: Bystander) -> None:
+def _print(attack: str, result: Bystander) -> None:
     print(f"{attack}:")
-    for name, seconds in (("quiet", found.quiet), ("crowded", found.crowded)):
-        middle, late = np.percentile(seconds, [50, 95])
+    for name, seconds in (("quiet", result.quiet), ("crowded", result.crowded)):
+        median, slow = np.percentile(seconds, [50, 95])
         print(
-            f"{name:>8}: {len(seconds)} requests, median {1e3 * middle:.1f} ms, 95th percentile {1e3 * late:.1f} ms, "
+            f"{name:>8}: {len(seconds)} requests, median {1e3 * median:.1f} ms, 95th percentile {1e3 * slow:.1f} ms, "
             f"slowest {1e3 * max(seconds):.1f} ms"
         )
-    errors = f"; of them refused or failed: {', '.join(found.crowd_errors)}" if found.crowd_errors else ""
-    print(f"beside {found.num_ended} requests of the crowd{errors}")
+    errors = f"; of them refused or failed: {', '.join(result.crowd_errors)}" if result.crowd_errors else ""
+    print(f"beside {result.num_ended} requests of the crowd{errors}")
     print(
-        f"crowded / quiet: median {found.ratio(50):.2f}, 95th percentile {found.ratio(95):.2f}, "
-        f"slowest / quiet median {found.slowest:.2f}",
+        f"crowded / quiet: median {result.ratio(50):.2f}, 95th percentile {result.ratio(95):.2f}, "
+        f"slowest / quiet median {result.slowest:.2f}",
         flush=True,
     )
 
@@ -208,10 +208,10 @@ async def _measure(
     crowd_key: str,
 ) -> Bystander:
     async with open_session(seconds=seconds, api_key=os.environ.get(KEY)) as session:
-        served = await served_models(session, url)
-        if model is None and not served:
+        models = await served_models(session, url)
+        if model is None and not models:
             raise RuntimeError(f"{url} serves no model")
-        name = model or served[0]
+        name = model or models[0]
         target = Target(
             name="bystander",
             url=url,

@@ -72,8 +72,8 @@ class CrowdProcess:
 
     def __init__(self, attackers: Attackers) -> None:
         context = multiprocessing.get_context("spawn")
-        self._orders, theirs = context.Pipe()
-        self._process = context.Process(target=_obey, args=(attackers, theirs), daemon=True)
+        self._orders, child_end = context.Pipe()
+        self._process = context.Process(target=_obey, args=(attackers, child_end), daemon=True)
 
     def __enter__(self) -> Self:
         self._process.start()
@@ -109,11 +109,11 @@ def _obey(attackers: Attackers, orders: Connection) -> None:
     async def obey() -> None:
         while True:
             turn, endings = await asyncio.to_thread(orders.recv), Endings()
-            sending = asyncio.ensure_future(attackers.send(turn, endings))
+            task = asyncio.ensure_future(attackers.send(turn, endings))
             orders.send([])
             await asyncio.to_thread(orders.recv)
-            sending.cancel()
-            await asyncio.wait([sending])
+            task.cancel()
+            await asyncio.wait([task])
             orders.send(endings)
 
     with suppress(EOFError, KeyboardInterrupt):
@@ -128,15 +128,15 @@ async def _send_headers(url: str, endings: Endings) -> None:
         with suppress(OSError):
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
             reading = asyncio.ensure_future(reader.read(4096))
-            sending = asyncio.ensure_future(_write_headers(writer))
+            task = asyncio.ensure_future(_write_headers(writer))
             try:  # it may answer before all is sent
-                await asyncio.wait({sending, reading}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({task, reading}, return_when=asyncio.FIRST_COMPLETED)
                 answer = await reading
             finally:
-                sending.cancel()
+                task.cancel()
                 reading.cancel()
                 writer.transport.abort()
-                await asyncio.gather(sending, reading, return_exceptions=True)
+                await asyncio.gather(task, reading, return_exceptions=True)
         status = answer[len("HTTP/1.1 ") :][:3].decode()
         endings.append(None if status == "200" else f"HTTP {status}" if status else "connection closed")
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS, STOP_SECONDS = 300.0, 120.0
 MAX_POSITIONS = 4096  # of a model with random weights, so that a CPU's KV memory is that of short requests
-ALONE = "engine alone"
+ENGINE_ALONE = "engine alone"
 Side = Callable[["Load", Sequence[str]], "LoadRun"]
 """Sends a load of prompts to one target and waits for its end."""
 
@@ -76,15 +76,15 @@ def http_side(target: Target, *, seconds: float) -> Side:
     """A target behind HTTP; each load has connections of its own."""
     from benchmarks.load.loads import send_load
 
-    async def sent(load: Load, prompts: Sequence[str]) -> LoadRun:
+    async def send_all(load: Load, prompts: Sequence[str]) -> LoadRun:
         async with open_session(seconds=seconds, api_key=os.environ.get("OPENAI_API_KEY")) as session:
 
-            async def send(number: int, due: float) -> RequestRecord:
+            async def send_one(number: int, due: float) -> RequestRecord:
                 return await record_stream(session, target, prompts[number], due)
 
-            return await send_load(send, load, len(prompts))
+            return await send_load(send_one, load, len(prompts))
 
-    return lambda load, prompts: asyncio.run(sent(load, prompts))
+    return lambda load, prompts: asyncio.run(send_all(load, prompts))
 
 
 def engine_side(loaded: LoadedModel, asking: Asking) -> Side:
@@ -123,8 +123,8 @@ def own_sides(
     from mbd_core.serving.tokens.endpoint_args import EndpointArgs
     from mbd_core.serving.tokens.load import load_engine
 
-    with ExitStack() as started:
-        scratch = Path(started.enter_context(tempfile.TemporaryDirectory(prefix="bench-serve-")))
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-serve-")))
         model = asking.model or "sdar-50m"
         folder = scratch / model if model in SHAPES else model_folder(model).resolve()
         if model in SHAPES:
@@ -134,11 +134,11 @@ def own_sides(
         # bad input before anything is started
         args = EndpointArgs(model=str(folder), engine=engine, threads=threads).checked()
         torch.set_num_threads(threads)
-        loaded = started.enter_context(load_engine(folder, engine, device=torch.device("cpu")))
-        sides = {ALONE: engine_side(loaded, asking)}
+        loaded_model = stack.enter_context(load_engine(folder, engine, device=torch.device("cpu")))
+        sides = {ENGINE_ALONE: engine_side(loaded_model, asking)}
         for count in replicas:
             options = _serve_options(args, count)
-            endpoint = started.enter_context(own_endpoint(options, log=scratch / f"serve-{count}.log"))
+            endpoint = stack.enter_context(own_endpoint(options, log=scratch / f"serve-{count}.log"))
             name = f"endpoint, {count} replica" + ("s" if count > 1 else "")
             target = asyncio.run(
                 _target(name, endpoint.url, replace(asking, model=args.served_name), asking.extra_of(0))
@@ -194,8 +194,8 @@ def _wait_until_served(supervisor: subprocess.Popen[bytes], log: Path) -> None:
         if any(line.startswith("serving ") for line in lines):
             return
         if supervisor.poll() is not None or time.monotonic() > deadline:
-            last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-            raise RuntimeError(f"the endpoint did not start: {last}")
+            last_line = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+            raise RuntimeError(f"the endpoint did not start: {last_line}")
         time.sleep(0.2)
 
 
@@ -228,14 +228,14 @@ def measure(
     if warm_up:
         for side in sides.values():
             side(Concurrency(warm_up), prompts[:warm_up])
-    used = warm_up
+    start = warm_up
     with tqdm(total=repeats * len(names) * sum(counts), unit="request", mininterval=1.0) as bar:
         for turn in range(repeats):
             first = turn % len(names)
             for number, (load, count) in enumerate(zip(loads, counts, strict=True)):
                 for name in names[first:] + names[:first]:
                     bar.set_description(f"{name}, {load}")
-                    runs[name][number].append(sides[name](load, prompts[used : used + count]))
+                    runs[name][number].append(sides[name](load, prompts[start : start + count]))
                     bar.update(count)
-                used += count
+                start += count
     return runs

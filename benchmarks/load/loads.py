@@ -83,17 +83,17 @@ class RequestRecord:
         return latencies
 
 
-def shared_out(total: int, weights: Sequence[int]) -> list[int]:
+def proportional_shares(total: int, weights: Sequence[int]) -> list[int]:
     """`total` tokens divided among events in proportion to `weights`, each at least 1 while there are enough.
 
     For streams that say how many tokens they had in all, and not how many came with each event.
     """
     if not weights:
         return []
-    least = min(1, total // len(weights))
-    rest, weight = total - least * len(weights), sum(weights) or len(weights)
-    exact = [rest * (w if sum(weights) else 1) / weight for w in weights]
-    shares = [least + int(share) for share in exact]
+    minimum = min(1, total // len(weights))
+    remainder, weight = total - minimum * len(weights), sum(weights) or len(weights)
+    exact = [remainder * (w if sum(weights) else 1) / weight for w in weights]
+    shares = [minimum + int(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda i: (int(exact[i]) - exact[i], i))
     for i in by_remainder[: total - sum(shares)]:
         shares[i] += 1
@@ -148,23 +148,23 @@ class LoadRun:
     seconds: float
 
     @classmethod
-    def of(cls, records: Sequence[RequestRecord], started: float) -> LoadRun:
-        return cls(records=tuple(records), seconds=max(record.ended for record in records) - started)
+    def of(cls, records: Sequence[RequestRecord], start: float) -> LoadRun:
+        return cls(records=tuple(records), seconds=max(record.ended for record in records) - start)
 
 
 async def send_load(send: Send, load: Load, count: int) -> LoadRun:
     """Send `count` requests through a coroutine. A request's failure belongs into its record; what `send` raises ends
     the load and is raised.
     """
-    started = time.perf_counter()
+    start = time.perf_counter()
     try:
         if isinstance(load, Concurrency):
             records = await _send_at_once(send, load.size, count)
         else:
-            records = await _send_at_times(send, [started + at for at in load.times(count)])
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from failed
-    return LoadRun.of(records, started)
+            records = await _send_at_times(send, [start + offset for offset in load.times(count)])
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from group
+    return LoadRun.of(records, start)
 
 
 async def _send_at_once(send: Send, size: int, count: int) -> list[RequestRecord]:
@@ -196,16 +196,16 @@ async def _send_at_times(send: Send, times: Sequence[float]) -> list[RequestReco
 
 def load_engine_alone(engine: Engine, requests: Sequence[Request], load: Load) -> LoadRun:
     """The same load without a server: requests join the engine between its steps, in this thread."""
-    started = time.perf_counter()
-    dues = deque([started + at for at in load.times(len(requests))] if isinstance(load, Poisson) else [])
+    start = time.perf_counter()
+    dues = deque([start + offset for offset in load.times(len(requests))] if isinstance(load, Poisson) else [])
     size = load.size if isinstance(load, Concurrency) else len(requests)
     waiting = deque(requests)
     due_at: dict[str, float] = {}
     arrivals: dict[str, list[Arrival]] = {}
-    ended: dict[str, float] = {}
-    while len(ended) < len(requests):
+    end_of: dict[str, float] = {}
+    while len(end_of) < len(requests):
         now = time.perf_counter()
-        while waiting and len(due_at) - len(ended) < size and (not dues or dues[0] <= now):
+        while waiting and len(due_at) - len(end_of) < size and (not dues or dues[0] <= now):
             request = waiting.popleft()
             due_at[request.request_id] = dues.popleft() if dues else now
             arrivals[request.request_id] = []
@@ -219,7 +219,7 @@ def load_engine_alone(engine: Engine, requests: Sequence[Request], load: Load) -
             if output.new_tokens:
                 arrivals[output.request_id].append(Arrival(at=now, num_tokens=len(output.new_tokens)))
             if output.output is not None:
-                ended[output.request_id] = now
+                end_of[output.request_id] = now
     ids = [r.request_id for r in requests]
-    records = tuple(RequestRecord(due=due_at[i], arrivals=tuple(arrivals[i]), ended=ended[i]) for i in ids)
-    return LoadRun.of(records, started)
+    records = tuple(RequestRecord(due=due_at[i], arrivals=tuple(arrivals[i]), ended=end_of[i]) for i in ids)
+    return LoadRun.of(records, start)

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.load.endpoints import ALONE
+from benchmarks.load.endpoints import ENGINE_ALONE
 from benchmarks.load.loads import Load, LoadRun, RequestRecord
 from benchmarks.measuring import markdown
 from mbd_core.evaluation.measures.statistics import percentile
@@ -87,27 +87,27 @@ def load_row(
 ) -> dict[str, Any]:
     """One row: the latencies of all runs together, rates as the median of the runs. `counts` has the sample sizes."""
     records = [record for run in runs for record in run.records]
-    ended = [record for record in records if record.error is None]
+    answers = [record for record in records if record.error is None]
     latencies = {
-        "ttft": _present(record.first_token_seconds for record in ended),
-        "tpot": _present(record.token_seconds for record in ended),
-        "itl": [latency for record in ended for latency in record.inter_token_seconds],
-        "gap": [gap for record in ended for gap in record.gaps],
-        "e2e": [record.seconds for record in ended],
+        "ttft": _numbers_in(record.first_token_seconds for record in answers),
+        "tpot": _numbers_in(record.token_seconds for record in answers),
+        "itl": [latency for record in answers for latency in record.inter_token_seconds],
+        "gap": [gap for record in answers for gap in record.gaps],
+        "e2e": [record.seconds for record in answers],
     }
-    num_arrivals = sum(len(record.arrivals) for record in ended)
+    num_arrivals = sum(len(record.arrivals) for record in answers)
     row: dict[str, Any] = {
         "target": target,
         "load": str(load),
         "kind": type(load).__name__,
         "rounds": len(runs),
-        "num_ended": len(ended),
-        "num_errors": len(records) - len(ended),
+        "num_ended": len(answers),
+        "num_errors": len(records) - len(answers),
         "errors": dict(Counter(record.error for record in records if record.error is not None)),
         "requests_per_second": statistics.median(_rate(run) for run in runs),
         "tokens_per_second": statistics.median(token_rate(run) for run in runs),
         "tokens_per_second_by_round": [token_rate(run) for run in runs],
-        "tokens_per_arrival": sum(r.num_tokens for r in ended) / num_arrivals if num_arrivals else None,
+        "tokens_per_arrival": sum(r.num_tokens for r in answers) / num_arrivals if num_arrivals else None,
         "itl_mean": statistics.fmean(latencies["itl"]) if latencies["itl"] else None,
         "counts": {name: len(values) for name, values in latencies.items()},
     }
@@ -120,7 +120,9 @@ def load_row(
     return row
 
 
-def ratio_row(target: str, over: str, load: Load, runs: Sequence[LoadRun], bases: Sequence[LoadRun]) -> dict[str, Any]:
+def ratio_row(
+    target: str, base_name: str, load: Load, runs: Sequence[LoadRun], bases: Sequence[LoadRun]
+) -> dict[str, Any]:
     """One target over another: the ratio of each round's runs, which took turns; their median and their range.
 
     A round in which one of the two had no request that ended as promised has no ratio.
@@ -134,7 +136,7 @@ def ratio_row(target: str, over: str, load: Load, runs: Sequence[LoadRun], bases
     ]
     return {
         "target": target,
-        "over": over,
+        "over": base_name,
         "load": str(load),
         "rounds": len(runs),
         "throughput": statistics.median(throughput) if throughput else None,
@@ -154,14 +156,14 @@ def _rate(run: LoadRun) -> float:
 
 
 def _first_token(run: LoadRun) -> float | None:
-    return percentile(_present(r.first_token_seconds for r in run.records if r.error is None), 50)
+    return percentile(_numbers_in(r.first_token_seconds for r in run.records if r.error is None), 50)
 
 
 def _range(values: Sequence[float]) -> str:
     return f"{min(values):.3f} to {max(values):.3f}"
 
 
-def _present(values: Any) -> list[float]:
+def _numbers_in(values: Any) -> list[float]:
     return [value for value in values if value is not None]
 
 
@@ -171,13 +173,13 @@ def build_report(
     """Rows load by load, and the ratios of the later targets to the first; replicas also to the fewest replicas."""
     names = list(runs)
     pairs = [(name, names[0]) for name in names[1:]]
-    if names[0] == ALONE:
+    if names[0] == ENGINE_ALONE:
         pairs += [(name, names[1]) for name in names[2:]]
     return {
         "rows": [load_row(n, load, runs[n][i], objective) for i, load in enumerate(loads) for n in names],
         "ratios": [
-            ratio_row(name, over, load, runs[name][i], runs[over][i])
-            for name, over in pairs
+            ratio_row(name, base_name, load, runs[name][i], runs[base_name][i])
+            for name, base_name in pairs
             for i, load in enumerate(loads)
         ],
         "slo": None if objective is None else {name: limit * 1e3 for name, limit in objective.limits.items()},
@@ -189,8 +191,10 @@ def print_report(report: dict[str, Any]) -> None:
     rows = report["rows"]
     goodput = report["slo"] is not None
     settings = report["settings"]
-    before, after = settings["load_average"].values()
-    print(f"{settings['machine']}; the machine's load average was {before:.1f} before and {after:.1f} after\n")
+    load_before, load_after = settings["load_average"].values()
+    print(
+        f"{settings['machine']}; the machine's load average was {load_before:.1f} before and {load_after:.1f} after\n"
+    )
     print(markdown(rows, {key: text for key, text in ROW_COLUMNS.items() if goodput or key != "goodput"}))
     print(f"\nsizes of the samples (requests, or gaps between events), from which p{PERCENTILES[-1]} needs 100:\n")
     sizes = [{"target": row["target"], "load": row["load"], **row["counts"]} for row in rows]

@@ -101,29 +101,29 @@ def run(
     counts = [requests or _requests_of(load) for load in loads]
     extra = [json_object(text, "--extra-body") for text in extra_body or ("{}",)]
     asking = Asking(model=model, route=route, max_tokens=max_tokens, extra=extra, seconds=request_seconds)
-    own = {**engine, "threads": threads, "replicas": replicas or None}
-    _check_options(url, asking, [name for name, value in own.items() if value is not None])
+    own_options = {**engine, "threads": threads, "replicas": replicas or None}
+    _check_options(url, asking, [name for name, value in own_options.items() if value is not None])
     prompts = _prompts(task, data, seed, count=warm_up + repeats * sum(counts))
-    busy = os.getloadavg()[0]
-    with ExitStack() as started:
+    load_before = os.getloadavg()[0]
+    with ExitStack() as stack:
         if url:
             sides = url_sides(url, asking)
         else:
             config = EngineConfig(**engine)
-            sides = started.enter_context(own_sides(asking, config, threads=threads or 1, replicas=replicas or (1,)))
+            sides = stack.enter_context(own_sides(asking, config, threads=threads or 1, replicas=replicas or (1,)))
         runs = measure(sides, loads, counts, prompts, warm_up=warm_up, repeats=repeats)
     report = build_report(runs, loads, objective)
     report["settings"] = {
         "command": command_line,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "load_average": {"before": busy, "after": os.getloadavg()[0]},
+        "load_average": {"before": load_before, "after": os.getloadavg()[0]},
         "requests": {str(load): count for load, count in zip(loads, counts, strict=True)},
     }
     if json is not None:
         write_json(json, report)
     if plot is not None:
-        with file_beside(plot) as beside:
-            draw_load(report["rows"], beside)
+        with file_beside(plot) as file:
+            draw_load(report["rows"], file)
     print_report(report)
 
 
@@ -144,19 +144,19 @@ def _requests_of(load: Load) -> int:
     return max(16, 2 * load.size if isinstance(load, Concurrency) else round(20 * load.rate))
 
 
-def _check_options(urls: Sequence[str], asking: Asking, own: Sequence[str]) -> None:
-    """Raise `ValueError` for options that cannot be honoured together; `own` are those of our own endpoint."""
+def _check_options(urls: Sequence[str], asking: Asking, own_options: Sequence[str]) -> None:
+    """Raise `ValueError` for options that cannot be honoured together; `own_options` are those of our own endpoint."""
     if len(asking.extra) > 1 and len(asking.extra) != len(urls):
         raise ValueError(f"--extra-body is given {len(asking.extra)} times; give it once, or once for each --url")
     if urls:
-        if own:
-            option = f"--{own[0].replace('_', '-')}"
+        if own_options:
+            option = f"--{own_options[0].replace('_', '-')}"
             raise ValueError(f"{option} sets up our own endpoint, which is not started with --url; leave it out")
         return
-    more = sorted(set(asking.extra[0]) - {"decoding"})
-    if more:
+    others = sorted(set(asking.extra[0]) - {"decoding"})
+    if others:
         raise ValueError(
-            f"--extra-body: '{more[0]}' cannot be asked of the engine alone; without --url give decoding only"
+            f"--extra-body: '{others[0]}' cannot be asked of the engine alone; without --url give decoding only"
         )
 
 

@@ -137,8 +137,8 @@ def held_pages(state: dict[str, Any]) -> int:
 
 def end_rows(ends: Sequence[Ended]) -> list[dict[str, Any]]:
     """How many requests of each kind ended how."""
-    kinds = sorted({ended.kind for ended in ends})
-    counts: Counter[tuple[str, str]] = Counter((ended.kind, ended.end) for ended in ends)
+    kinds = sorted({entry.kind for entry in ends})
+    counts: Counter[tuple[str, str]] = Counter((entry.kind, entry.end) for entry in ends)
     return [{"request": kind, **{end: counts[kind, end] for end in list(END_COLUMNS)[1:]}} for kind in kinds]
 
 
@@ -153,8 +153,8 @@ def failures(report: dict[str, Any], *, idle: bool) -> list[str]:
         sentences.append(f"{SETTLE_SECONDS:g} s after the last request the replicas hold pages: {pages}")
     for row in report["memory"]:
         if row["flat"] is False:
-            grown = row["quarter_4"] - row["quarter_2"]
-            sentences.append(f"the memory of a {row['role']} grew by {grown:.0f} MiB")
+            growth = row["quarter_4"] - row["quarter_2"]
+            sentences.append(f"the memory of a {row['role']} grew by {growth:.0f} MiB")
     return sentences
 
 

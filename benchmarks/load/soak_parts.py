@@ -73,7 +73,7 @@ class SoakClient:
                 body["decoding"] = EXACT
             if kind == "hang-up":
                 return await self._hang_up(body)
-            text = await (self._stream(body) if kind == "stream" else self._whole(body))
+            text = await (self._stream(body) if kind == "stream" else self._complete(body))
         except EndedEarly as early:
             return Ended(kind, early.end, early.detail)
         except StreamError as error:
@@ -96,7 +96,7 @@ class SoakClient:
             raise EndedEarly("wrong", f"{ends} finish reasons in a stream")
         return text
 
-    async def _whole(self, body: Mapping[str, Any]) -> str:
+    async def _complete(self, body: Mapping[str, Any]) -> str:
         async with self._session.post(f"{self._target.url}/v1/{self._target.route}", json=body) as response:
             answer = _json(await response.read())
             if response.status != 200:
@@ -107,12 +107,12 @@ class SoakClient:
 
     async def _hang_up(self, body: Mapping[str, Any]) -> Ended:
         """Leave after some events, or before the first."""
-        left = self._rng.randrange(4)
+        num_events = self._rng.randrange(4)
         chunks = stream_chunks(self._session, self._target, body)
         async for _ in chunks:
-            if left == 0:
+            if num_events == 0:
                 break
-            left -= 1
+            num_events -= 1
         await chunks.aclose()  # closes the connection, as its response was not read to the end
         return Ended("hang-up", "hung up")
 
@@ -227,16 +227,19 @@ class SoakWatch:
         count = len(await self.replicas())
         while self.seconds + every < until:
             await asyncio.sleep(every)
-            own = {p.pid: p for p in self.endpoint.process.children(recursive=True)}
-            victim, at = own[rng.choice([s["pid"] for s in await self.replicas() if s["ready"]])], self.seconds
+            children = {p.pid: p for p in self.endpoint.process.children(recursive=True)}
+            victim, kill_time = (
+                children[rng.choice([s["pid"] for s in await self.replicas() if s["ready"]])],
+                self.seconds,
+            )
             victim.kill()
 
-            def recovered(states: Sequence[dict[str, Any]], dead: int = victim.pid) -> bool:
-                return sum(s["ready"] and s["pid"] != dead for s in states) == count
+            def is_complete(states: Sequence[dict[str, Any]], dead_pid: int = victim.pid) -> bool:
+                return sum(s["ready"] and s["pid"] != dead_pid for s in states) == count
 
-            if not await self.wait_until(recovered, limit=limit):
+            if not await self.wait_until(is_complete, limit=limit):
                 raise RuntimeError(f"{limit:g} s after a replica was killed not all {count} were ready again")
-            self.recoveries.append(self.seconds - at)
+            self.recoveries.append(self.seconds - kill_time)
 
     def _memory(self) -> list[tuple[str, int, int]]:
         memory = []
@@ -262,14 +265,18 @@ def memory_rows(samples: Sequence[MemorySample], seconds: float) -> list[dict[st
             if sample.role == role:
                 quarters[min(3, int(4 * sample.seconds / seconds))].append(sample.num_bytes)
         medians = [statistics.median(values) if values else None for values in quarters]
-        early, late = medians[1], medians[3]
-        flat = None if early is None or late is None else late - early < max(FLAT_GROWTH * early, FLAT_BYTES)
+        early_bytes, late_bytes = medians[1], medians[3]
+        is_flat = (
+            None
+            if early_bytes is None or late_bytes is None
+            else late_bytes - early_bytes < max(FLAT_GROWTH * early_bytes, FLAT_BYTES)
+        )
         rows.append(
             {
                 "role": role,
                 "processes": len({sample.pid for sample in samples if sample.role == role}),
                 **{f"quarter_{n + 1}": None if m is None else m / 2**20 for n, m in enumerate(medians)},
-                "flat": flat,
+                "flat": is_flat,
             }
         )
     return rows

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import aiohttp
 
-from benchmarks.load.loads import Arrival, RequestRecord, shared_out
+from benchmarks.load.loads import Arrival, RequestRecord, proportional_shares
 from mbd_core.options import LOAD, Option
 
 Route = Literal["chat/completions", "completions"]
@@ -61,29 +61,29 @@ async def record_stream(session: aiohttp.ClientSession, target: Target, prompt: 
     """Send one streamed request and record it. Raises `NoUsage`; every other failure is in the record."""
     times: list[float] = []
     weights: list[int] = []
-    exact, total, error, last = True, None, None, 0.0
+    exact, total, error, last_time = True, None, None, 0.0
     try:
         async for chunk, at in stream_chunks(session, target, target.body(prompt, stream=True)):
             text, num_logprobs = _content(chunk)
             if text or num_logprobs:
-                if not times or at - last > TOGETHER_SECONDS:
+                if not times or at - last_time > TOGETHER_SECONDS:
                     times.append(at)
                     weights.append(0)
-                last = at
+                last_time = at
                 weights[-1] += num_logprobs or len(text)
                 exact = exact and num_logprobs > 0
             usage = chunk.get("usage")
             total = usage["completion_tokens"] if usage else total
     except (StreamError, aiohttp.ClientError, TimeoutError) as failure:
         error = failure_kind(failure)
-    ended = time.perf_counter()
+    end = time.perf_counter()
     if error is None and total is None:
         raise NoUsage(f"{target.url} sends no usage at the end of a stream, so its tokens cannot be counted")
     if total and not times:  # all tokens without text of their own
-        times, weights = [ended], [total]
-    counts = weights if exact and times else shared_out(total if total is not None else len(times), weights)
+        times, weights = [end], [total]
+    counts = weights if exact and times else proportional_shares(total if total is not None else len(times), weights)
     arrivals = tuple(Arrival(at=at, num_tokens=n) for at, n in zip(times, counts, strict=True) if n)
-    return RequestRecord(due=due, arrivals=arrivals, ended=ended, error=error)
+    return RequestRecord(due=due, arrivals=arrivals, ended=end, error=error)
 
 
 async def stream_chunks(

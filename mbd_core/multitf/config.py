@@ -204,15 +204,15 @@ class TrainConfig:
             return self.lr * min(rising, (self.steps - step) / tail)
         if self.schedule == "constant" or rising < 1.0:
             return self.lr * rising
-        done = (step + 1 - self.warmup) / max(1, self.steps - self.warmup)
-        left = (1.0 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1.0 - done
-        return self.lr_min + (self.lr - self.lr_min) * max(0.0, left)
+        progress = (step + 1 - self.warmup) / max(1, self.steps - self.warmup)
+        factor = (1.0 + math.cos(math.pi * progress)) / 2 if self.schedule == "cosine" else 1.0 - progress
+        return self.lr_min + (self.lr - self.lr_min) * max(0.0, factor)
 
 
 def check_workers(config: TrainConfig, num_workers: int) -> None:
     """Raise `ValueError` unless the workers divide into groups that share every layer, and a batch over the groups."""
-    groups, rest = divmod(num_workers, config.tensor_parallel)
-    if rest:
+    groups, remainder = divmod(num_workers, config.tensor_parallel)
+    if remainder:
         raise ValueError(
             f"--tensor-parallel {config.tensor_parallel} does not divide the number of training processes, "
             f"{num_workers}"

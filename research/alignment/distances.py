@@ -67,38 +67,44 @@ def compare(inference: States, training: States, *, num_bootstrap: int, seed: in
         _shares(inference.sizes_S, weights_WS, num_slots + 1), np.bincount(training.sizes_S, minlength=num_slots + 1)
     )
     slots_tv, slots_w1 = [], []
-    for ours, weights, theirs in _slots(inference, training, weights_WS):
-        bins = np.minimum((ours * NUM_BINS).astype(int), NUM_BINS - 1)
-        drawn = np.histogram(theirs, bins=NUM_BINS, range=(0.0, 1.0))[0]
-        slots_tv.append(Interval.of_weightings(_total_variation(_shares(bins, weights, NUM_BINS), drawn)))
-        slots_w1.append(Interval.of_weightings(wasserstein(ours, weights, theirs)))
-    by_size, lower_W, covered = [], np.zeros(len(weights_WS)), np.zeros(len(weights_WS))
+    for inference_ratios, weights, training_ratios in _slots(inference, training, weights_WS):
+        bins = np.minimum((inference_ratios * NUM_BINS).astype(int), NUM_BINS - 1)
+        histogram = np.histogram(training_ratios, bins=NUM_BINS, range=(0.0, 1.0))[0]
+        slots_tv.append(Interval.of_weightings(_total_variation(_shares(bins, weights, NUM_BINS), histogram)))
+        slots_w1.append(Interval.of_weightings(wasserstein(inference_ratios, weights, training_ratios)))
+    by_size, lower_W, weight_W = [], np.zeros(len(weights_WS)), np.zeros(len(weights_WS))
     for size in range(1, num_slots + 1):
         in_inference, in_training = inference.sizes_S == size, training.sizes_S == size
         if min(in_inference.sum(), in_training.sum()) < LEAST_STATES:
             continue
-        ours, theirs = inference.ratios_SN[in_inference, :size], training.ratios_SN[in_training, :size]
+        inference_ratios, training_ratios = (
+            inference.ratios_SN[in_inference, :size],
+            training.ratios_SN[in_training, :size],
+        )
         weights = weights_WS[:, in_inference]
-        bound_W = sum((wasserstein(ours[:, n], weights, theirs[:, n]) for n in range(size)), np.zeros(len(weights)))
+        bound_W = sum(
+            (wasserstein(inference_ratios[:, n], weights, training_ratios[:, n]) for n in range(size)),
+            np.zeros(len(weights)),
+        )
         by_size.append(
             SizeDistance(
                 size=size,
                 num_inference=int(in_inference.sum()),
                 num_training=int(in_training.sum()),
                 lower=Interval.of_weightings(bound_W),
-                upper=coupling_cost(ours, theirs),
+                upper=coupling_cost(inference_ratios, training_ratios),
             )
         )
         lower_W += bound_W * weights.sum(1)
-        covered += weights.sum(1)
+        weight_W += weights.sum(1)
     return Distances(
         delta_r=Interval.of_weightings(sizes_W),
         slots_tv=tuple(slots_tv),
         slots_w1=tuple(slots_w1),
         by_size=tuple(by_size),
-        mean_w1=Interval.of_weightings(lower_W / np.maximum(covered, 1)) if by_size else None,
+        mean_w1=Interval.of_weightings(lower_W / np.maximum(weight_W, 1)) if by_size else None,
         delta_t=(max(s.lower.value for s in by_size), max(s.upper for s in by_size)) if by_size else None,
-        left_out=float(1.0 - covered[0] / weights_WS[0].sum()),
+        left_out=float(1.0 - weight_W[0] / weights_WS[0].sum()),
     )
 
 
@@ -108,33 +114,35 @@ def bootstrap_weights(states: States, *, num_bootstrap: int, seed: int) -> np.nd
     The counts of a draw come at once, which the published distances hold; `statistics.bootstrap` draws one by one.
     """
     share = np.full(states.num_problems, 1.0 / states.num_problems)
-    drawn = np.random.default_rng(seed).multinomial(states.num_problems, share, size=num_bootstrap)
-    return np.vstack([np.ones(states.num_problems, dtype=np.int64), drawn])[:, states.problem_S]
+    counts = np.random.default_rng(seed).multinomial(states.num_problems, share, size=num_bootstrap)
+    return np.vstack([np.ones(states.num_problems, dtype=np.int64), counts])[:, states.problem_S]
 
 
-def wasserstein(ours_S: np.ndarray, weights_WS: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Wasserstein-1 of numbers, for each weighting of `ours_S`: the area between the distribution functions."""
-    grid, place = np.unique(np.concatenate([ours_S, theirs]), return_inverse=True)
-    q = np.bincount(place[len(ours_S) :], minlength=len(grid)) / len(theirs)
-    p_W = _shares(place[: len(ours_S)], weights_WS, len(grid))
+def wasserstein(inference_S: np.ndarray, weights_WS: np.ndarray, training: np.ndarray) -> np.ndarray:
+    """Wasserstein-1 of numbers, for each weighting of `inference_S`: the area between the distribution functions."""
+    grid, place = np.unique(np.concatenate([inference_S, training]), return_inverse=True)
+    q = np.bincount(place[len(inference_S) :], minlength=len(grid)) / len(training)
+    p_W = _shares(place[: len(inference_S)], weights_WS, len(grid))
     return np.abs(np.cumsum(p_W - q, axis=1))[:, :-1] @ np.diff(grid)
 
 
-def coupling_cost(ours_SN: np.ndarray, theirs_SN: np.ndarray) -> float:
+def coupling_cost(inference_SN: np.ndarray, training_SN: np.ndarray) -> float:
     """An upper bound of Wasserstein-1 under the l1 metric: the least mean cost of pairing both sides in one order.
 
     The orders are by the sum of the ratios, and by each slot with the others after it.
     """
-    size = ours_SN.shape[1]
-    at = np.union1d(np.arange(1, len(ours_SN) + 1) / len(ours_SN), np.arange(1, len(theirs_SN) + 1) / len(theirs_SN))
-    share = np.diff(at, prepend=0.0)
+    size = inference_SN.shape[1]
+    grid = np.union1d(
+        np.arange(1, len(inference_SN) + 1) / len(inference_SN), np.arange(1, len(training_SN) + 1) / len(training_SN)
+    )
+    share = np.diff(grid, prepend=0.0)
     costs = []
     for first in (None, *range(size)):
         pairs = []
-        for rows in (ours_SN, theirs_SN):
+        for rows in (inference_SN, training_SN):
             keys = [rows[:, n] for n in range(size - 1, -1, -1) if n != first]
             order = np.lexsort([*keys, rows.sum(1) if first is None else rows[:, first]])
-            pairs.append(rows[order[((at - share / 2) * len(rows)).astype(int)]])
+            pairs.append(rows[order[((grid - share / 2) * len(rows)).astype(int)]])
         costs.append(share @ np.abs(pairs[0] - pairs[1]).sum(1))
     return float(min(costs))
 
@@ -144,10 +152,10 @@ def _slots(
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Of every slot that both sides have often enough: its mask ratios, their weights, and its ratios in training."""
     for slot in range(min(inference.ratios_SN.shape[1], training.ratios_SN.shape[1])):
-        ours, theirs = inference.ratios_SN[:, slot], training.ratios_SN[:, slot]
-        is_ours, is_theirs = ~np.isnan(ours), ~np.isnan(theirs)
-        if min(is_ours.sum(), is_theirs.sum()) >= LEAST_STATES:
-            yield ours[is_ours], weights_WS[:, is_ours], theirs[is_theirs]
+        inference_ratios, training_ratios = inference.ratios_SN[:, slot], training.ratios_SN[:, slot]
+        in_inference, in_training = ~np.isnan(inference_ratios), ~np.isnan(training_ratios)
+        if min(in_inference.sum(), in_training.sum()) >= LEAST_STATES:
+            yield inference_ratios[in_inference], weights_WS[:, in_inference], training_ratios[in_training]
 
 
 def _shares(values_S: np.ndarray, weights_WS: np.ndarray, num_values: int) -> np.ndarray:
@@ -185,16 +193,18 @@ class ComparedModel:
     schedules: tuple[ComparedSchedule, ...]
 
 
-def scheduled(name: str, base: StateConfig, *, fitted: FittedNoise | None) -> StateConfig:
+def schedule_config(name: str, base: StateConfig, *, noise: FittedNoise | None) -> StateConfig:
     """Training states of the schedule and layout of that name; `ValueError` for one that is not known or cannot be."""
     schedule, mark, layouts = name.partition("@")
     if schedule not in SCHEDULES:
         raise ValueError(f"noise-schedule '{schedule}' is unknown; known: {', '.join(SCHEDULES)}")
-    known = [kind for kind in get_args(Layouts) if kind != "d2f"]  # one sequence without a clean one: no running-set
-    if mark and layouts not in known:
-        raise ValueError(f"layout '{layouts}' of {name} is unknown; known: {', '.join(known)}")
+    known_layouts = [
+        kind for kind in get_args(Layouts) if kind != "d2f"
+    ]  # one sequence without a clean one: no running-set
+    if mark and layouts not in known_layouts:
+        raise ValueError(f"layout '{layouts}' of {name} is unknown; known: {', '.join(known_layouts)}")
     bounds = D2F_BOUNDS if schedule == "d2f_monotonic" else base.bounds
-    changes: dict[str, Any] = {"schedule": schedule, "bounds": replace(bounds, fitted=fitted)}
+    changes: dict[str, Any] = {"schedule": schedule, "bounds": replace(bounds, fitted=noise)}
     if layouts == "one_group":
         changes |= {"layouts": layouts, "max_group": 1, "num_random": 0, "num_layouts": 1}
     elif layouts:
@@ -204,9 +214,9 @@ def scheduled(name: str, base: StateConfig, *, fitted: FittedNoise | None) -> St
 
 def check_schedules(names: Sequence[str], base: StateConfig) -> None:
     """Raise `ValueError` for a schedule that cannot be drawn: `NAME` or `NAME@LAYOUT`, all else as in `base`."""
-    unfitted = FittedNoise(states=(((1.0,), 1),), source="nothing yet")
+    any_noise = FittedNoise(states=(((1.0,), 1),), source="nothing yet")
     for name in names:
-        scheduled(name, base, fitted=unfitted)
+        schedule_config(name, base, noise=any_noise)
 
 
 def compare_models(
@@ -226,17 +236,17 @@ def compare_models(
     for traces in models:
         if traces.run.block_size is None:
             raise ValueError(f"the trace of {traces.name} does not say its block size")
-    compared = []
+    results = []
     for traces in models:
         assert traces.run.block_size is not None
-        fitted, inference, examples = halves(traces)
+        noise, inference, examples = halves(traces)
         of_model, of_schedules = replace(base, block_size=traces.run.block_size), []
         for name in schedules:
-            config = scheduled(name, of_model, fitted=fitted if name.partition("@")[0] == FITTED else None)
+            config = schedule_config(name, of_model, noise=noise if name.partition("@")[0] == FITTED else None)
             states = training_states(examples, config, draws=draws, seed=seed)
             distances = compare(inference, states, num_bootstrap=num_bootstrap, seed=seed)
             of_schedules.append(ComparedSchedule(name=name, states=states, distances=distances))
-        compared.append(
-            ComparedModel(name=traces.name, inference=inference, fitted=fitted, schedules=tuple(of_schedules))
+        results.append(
+            ComparedModel(name=traces.name, inference=inference, fitted=noise, schedules=tuple(of_schedules))
         )
-    return compared
+    return results

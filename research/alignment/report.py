@@ -33,16 +33,16 @@ def draw_alignment(models: Sequence[ComparedModel], folder: Path) -> list[str]:
 
 def _slot_ratios(models: Sequence[ComparedModel]) -> Figure:
     """A panel for each schedule, over the last model's problems, then one for each model's inference."""
-    drawn = [(f"training: {s.name}", s.states) for s in models[-1].schedules]
-    drawn += [(f"inference: {m.name}", m.inference) for m in models]
-    rows = -(-len(drawn) // COLUMNS)
+    panels_states = [(f"training: {s.name}", s.states) for s in models[-1].schedules]
+    panels_states += [(f"inference: {m.name}", m.inference) for m in models]
+    rows = -(-len(panels_states) // COLUMNS)
     figure = Figure(figsize=(4.6 * COLUMNS, 3.0 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, COLUMNS, squeeze=False).ravel()
-    for (title, states), panel in zip(drawn, panels, strict=False):
+    for (title, states), panel in zip(panels_states, panels, strict=False):
         _outlines(panel, states)
         panel.set_title(f"{title} (n={len(states)})", fontsize="medium")
-    for panel in panels[len(drawn) :]:
+    for panel in panels[len(panels_states) :]:
         panel.set_axis_off()
     return figure
 
@@ -72,8 +72,10 @@ def _running_sets(models: Sequence[ComparedModel]) -> Figure:
         width = 0.8 / len(sides)
         for number, (name, states) in enumerate(sides):
             shares = np.bincount(states.sizes_S, minlength=largest + 1)[1:] / len(states)
-            at = np.arange(1, largest + 1) + (number - (len(sides) - 1) / 2) * width
-            panel.bar(at, shares, width=width, label=name, color="black" if number == 0 else f"C{(number - 1) % 10}")
+            places = np.arange(1, largest + 1) + (number - (len(sides) - 1) / 2) * width
+            panel.bar(
+                places, shares, width=width, label=name, color="black" if number == 0 else f"C{(number - 1) % 10}"
+            )
         panel.set_title(f"{model.name}: blocks decoded together", fontsize="medium")
         panel.set_xticks(range(1, largest + 1))
         panel.set_xlabel("size of the running-set or noise-group")

@@ -107,8 +107,8 @@ def decoded_examples(run: TracedRun, prompt_lengths: Sequence[int]) -> list[Exam
     examples = []
     for request in run.requests:
         prompt = prompt_lengths[int(request.request_id)]
-        stored = [life.block + 1 for life in block_lives(request) if life.left]
-        end = max(stored, default=prompt // run.block_size + 1) * run.block_size
+        num_blocks = [life.block + 1 for life in block_lives(request) if life.left]
+        end = max(num_blocks, default=prompt // run.block_size + 1) * run.block_size
         examples.append(Example((1,) * end, prompt))
     return examples
 
@@ -161,13 +161,15 @@ def halves(traces: ModelTraces) -> tuple[FittedNoise, States, list[Example]]:
     """The noise that is fitted to even-numbered problems, the states of odd-numbered ones, and samples as long as what
     these stored; `ValueError` for fewer than two problems."""
     requests = sorted(traces.run.requests, key=lambda request: int(request.request_id))
-    even, odd = ([r for r in requests if int(r.request_id) % 2 == half] for half in (0, 1))
-    if not even or not odd:
+    even_requests, odd_requests = ([r for r in requests if int(r.request_id) % 2 == half] for half in (0, 1))
+    if not even_requests or not odd_requests:
         raise ValueError(f"{traces.name} has {len(requests)} traced problems; two halves need at least 2")
-    fitting = inference_states(even)
-    noise = fit_noise(fitting.rows(), source=f"{traces.name}, {len(fitting)} forwards of {len(even)} problems")
-    examples = decoded_examples(replace(traces.run, requests=tuple(odd)), traces.prompt_lengths)
-    return noise, inference_states(odd), examples
+    fitting = inference_states(even_requests)
+    noise = fit_noise(
+        fitting.rows(), source=f"{traces.name}, {len(fitting)} forwards of {len(even_requests)} problems"
+    )
+    examples = decoded_examples(replace(traces.run, requests=tuple(odd_requests)), traces.prompt_lengths)
+    return noise, inference_states(odd_requests), examples
 
 
 def check_models(names: Sequence[str], plan: TracingPlan) -> dict[str, ModelFolder]:
@@ -179,12 +181,12 @@ def check_models(names: Sequence[str], plan: TracingPlan) -> dict[str, ModelFold
     folders = {}
     for name in names:
         folder = read_folder(model_folder(name))
-        short = folder.path.resolve().name
-        if short in folders:
-            raise ValueError(f"two of --models are called {short}; their rows could not be told apart")
+        folder_name = folder.path.resolve().name
+        if folder_name in folders:
+            raise ValueError(f"two of --models are called {folder_name}; their rows could not be told apart")
         size = folder.config.block_size
         compared_decodings(folder.defaults, plan.decoding, block_size=size, buffer_size=plan.buffer_size)
-        folders[short] = folder
+        folders[folder_name] = folder
     return folders
 
 

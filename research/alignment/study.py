@@ -108,8 +108,8 @@ def run(
         if traces is None:
             recorded = record_models(folders, plan, folder / "traces")
             settings |= {"asked": {**vars(plan)}}
-        compared = compare_models(recorded, schedules, states, draws=draws, num_bootstrap=bootstrap, seed=seed)
-        text = write_alignment(compared, folder, settings=settings)
+        results = compare_models(recorded, schedules, states, draws=draws, num_bootstrap=bootstrap, seed=seed)
+        text = write_alignment(results, folder, settings=settings)
     print(text)
     print(f"report: {out / 'alignment.md'}, with alignment.json, the pictures and the fitted noise beside it")
 

@@ -120,12 +120,12 @@ def measured_drift(errors: Sequence[float], kinds: Sequence[ForwardKind], *, gro
 def error_bounds(errors: Sequence[float], kinds: Sequence[ForwardKind], drift: Drift) -> list[Bound]:
     """Prop. 2 along a run: each event's error and its bound by the recurrence from the first error."""
     _check_events(errors, kinds)
-    bound, out = errors[0], []
+    bound, bounds = errors[0], []
     for i, kind in enumerate(kinds):
-        refreshed = drift.contraction * bound + drift.refresh_noise
-        bound = refreshed if kind == "refresh" else drift.after_blocks(bound, 1)
-        out.append(Bound(errors[i + 1], bound))
-    return out
+        refresh_bound = drift.contraction * bound + drift.refresh_noise
+        bound = refresh_bound if kind == "refresh" else drift.after_blocks(bound, 1)
+        bounds.append(Bound(errors[i + 1], bound))
+    return bounds
 
 
 def _check_events(errors: Sequence[float], kinds: Sequence[ForwardKind]) -> None:

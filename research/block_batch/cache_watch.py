@@ -58,16 +58,18 @@ class Sketch:
 
     def positions(self, cache: ContiguousCache, lane: int, start: int, stop: int) -> Tensor:
         """The terms (Q, C) of positions [start, stop) in the sketch of a lane."""
-        both = torch.stack((cache.k[:, lane, start:stop], cache.v[:, lane, start:stop]))
-        return both.permute(2, 0, 1, 3, 4).flatten(1).float() @ self._gauss_DC * self._sign_LC[start:stop]
+        pair = torch.stack((cache.k[:, lane, start:stop], cache.v[:, lane, start:stop]))
+        return pair.permute(2, 0, 1, 3, 4).flatten(1).float() @ self._gauss_DC * self._sign_LC[start:stop]
 
 
-def squared_difference(one: ContiguousCache, lane: int, other: ContiguousCache, other_lane: int) -> Tensor:
+def squared_difference(cache: ContiguousCache, lane: int, other_cache: ContiguousCache, other_lane: int) -> Tensor:
     """The squared distance of two lanes at each position (L,), in float64, computed layer by layer."""
-    total = torch.zeros(one.k.shape[2], dtype=torch.float64, device=one.k.device)
-    for first, second in ((one.k, other.k), (one.v, other.v)):
-        for layer in range(len(first)):
-            total += (first[layer, lane].float() - second[layer, other_lane].float()).double().square().sum((-1, -2))
+    total = torch.zeros(cache.k.shape[2], dtype=torch.float64, device=cache.k.device)
+    for parts, other_parts in ((cache.k, other_cache.k), (cache.v, other_cache.v)):
+        for layer in range(len(parts)):
+            total += (
+                (parts[layer, lane].float() - other_parts[layer, other_lane].float()).double().square().sum((-1, -2))
+            )
     return total
 
 
@@ -93,9 +95,9 @@ class SingleWatch:
 
     def __call__(self, plan: CanvasPlan, cache: ContiguousCache) -> None:
         (query,) = plan.queries
-        step, whole = len(self.run.events), query.stop - query.start == self._length
+        step, is_full = len(self.run.events), query.stop - query.start == self._length
         part = self._sketch.positions(cache, 0, query.start, query.stop)
-        if whole:
+        if is_full:
             self._part_LC = part
         self._part_LC[query.start : query.stop] = part
         self._tokens[query.start : query.stop] = query.tokens
@@ -106,7 +108,7 @@ class SingleWatch:
             CacheEvent(
                 branch=self._size,
                 step=step,
-                kind="initial" if step == 0 else "refresh" if whole else "block",
+                kind="initial" if step == 0 else "refresh" if is_full else "block",
                 sketch=_total(self._part_LC),
                 error=float(error_L.sum().sqrt()),
                 norm=norm,
@@ -120,20 +122,20 @@ class SingleWatch:
             self._copy.k.copy_(cache.k)
             self._copy.v.copy_(cache.v)
 
-    def _probe(self, old: ContiguousCache) -> None:
-        """Measure Prop. 1 from the cache `old`, the current tokens, and `_fresh`, the cache of their full forward."""
+    def _probe(self, cache: ContiguousCache) -> None:
+        """Measure Prop. 1 from `cache`, the current tokens, and `_fresh`, the cache of their full forward."""
         start, stop = self._region
-        full_L = squared_difference(self._fresh, 0, old, 0)[start:stop]
+        full_L = squared_difference(self._fresh, 0, cache, 0)[start:stop]
         if float(full_L.sum()) == 0:
             return
         work = ContiguousCache(self._model, num_lanes=1, length=self._length)
-        moved, residual = [], []
+        movements, residual = [], []
         for begin in range(start, stop, self._size):
             end = begin + self._size
-            work.k.copy_(old.k)
-            work.v.copy_(old.v)
+            work.k.copy_(cache.k)
+            work.v.copy_(cache.v)
             self._forward(work, begin, end)
-            moved.append(float(squared_difference(work, 0, old, 0).sum().sqrt()))
+            movements.append(float(squared_difference(work, 0, cache, 0).sum().sqrt()))
             # outside its block a block forward changes nothing, and P_B d_full is zero there
             residual.append(float(squared_difference(work, 0, self._fresh, 0)[begin:end].sum().sqrt()))
         norms_L1 = full_L.sqrt().cpu().numpy()[:, None]
@@ -143,7 +145,7 @@ class SingleWatch:
             BlockMovement(
                 share=self._size / (stop - start),
                 full=float(full_L.sum().sqrt()),
-                moved=float(np.mean(moved)),
+                moved=float(np.mean(movements)),
                 residual=float(np.mean(residual)),
             )
         )
@@ -165,42 +167,42 @@ class BranchWatch:
         self._sketch, self._decoder = sketch, decoder
         self._parts: list[Tensor] = []
         self._last_stats = decoder.stats()
-        self._running: list[int] = []
+        self._running_lanes: list[int] = []
         self._squared_BB = np.zeros((decoder.num_lanes,) * 2)
         self._step = 0
         self.run = BranchedRun()
 
     def __call__(self, plan: CanvasPlan, cache: ContiguousCache) -> None:
-        now, length = self._decoder.stats(), self._decoder.length
+        stats, length = self._decoder.stats(), self._decoder.length
         if self._step == 0:
             part_LC = self._sketch.positions(cache, 0, 0, length)
-            self._parts = [part_LC.clone() for _ in now]
-            for lane in range(len(now)):
+            self._parts = [part_LC.clone() for _ in stats]
+            for lane in range(len(stats)):
                 self._add(lane, "initial")
         else:
-            self._find_sync(now)
+            self._find_sync(stats)
             for q in plan.queries:
                 self._parts[q.lane][q.start : q.stop] = self._sketch.positions(cache, q.lane, q.start, q.stop)
                 self._add(q.lane, "refresh" if q.stop - q.start == length else "block")
         room = length - self._decoder.prompt_length
-        self._running = [lane for lane, b in enumerate(now) if b.num_filled < room]
+        self._running_lanes = [lane for lane, b in enumerate(stats) if b.num_filled < room]
         if self._step > 0:
             self._measure(cache)
-        if len(self._running) > 1:
-            squared = self._squared_BB[np.ix_(self._running, self._running)]
+        if len(self._running_lanes) > 1:
+            squared = self._squared_BB[np.ix_(self._running_lanes, self._running_lanes)]
             self.run.dispersions.append((self._step, dispersion(squared)))
-        self._last_stats = now
+        self._last_stats = stats
         self._step += 1
 
-    def _find_sync(self, now: list[BranchStats]) -> None:
-        targets = [i for i, b in enumerate(now) if b.num_copied > self._last_stats[i].num_copied]
+    def _find_sync(self, stats: list[BranchStats]) -> None:
+        targets = [i for i, b in enumerate(stats) if b.num_copied > self._last_stats[i].num_copied]
         if not targets:
             return
-        leader = max((i for i in range(len(now)) if i not in targets), key=lambda i: (now[i].num_decoded, -i))
-        among = sorted({leader, *self._running})
-        squared = self._squared_BB[np.ix_(among, among)]
-        copies = [(among.index(leader), among.index(target)) for target in targets]
-        lengths = [b.block_length for b in now]
+        leader = max((i for i in range(len(stats)) if i not in targets), key=lambda i: (stats[i].num_decoded, -i))
+        lanes = sorted({leader, *self._running_lanes})
+        squared = self._squared_BB[np.ix_(lanes, lanes)]
+        copies = [(lanes.index(leader), lanes.index(target)) for target in targets]
+        lengths = [b.block_length for b in stats]
         self.run.syncs.append(
             BranchSync(
                 step=self._step,
@@ -217,9 +219,9 @@ class BranchWatch:
         for i, j in combinations(range(len(self._parts)), 2):
             squared = float(squared_difference(cache, i, cache, j).sum())
             self._squared_BB[i, j] = self._squared_BB[j, i] = squared
-            if squared > 0 and i in self._running and j in self._running:
-                sketched = np.linalg.norm(_total(self._parts[i] - self._parts[j]))
-                self.run.ratios.append(float(sketched) / math.sqrt(squared))
+            if squared > 0 and i in self._running_lanes and j in self._running_lanes:
+                sketch_distance = np.linalg.norm(_total(self._parts[i] - self._parts[j]))
+                self.run.ratios.append(float(sketch_distance) / math.sqrt(squared))
 
     def _add(self, lane: int, kind: CacheEventKind) -> None:
         length = self._last_stats[lane].block_length

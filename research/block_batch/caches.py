@@ -48,15 +48,15 @@ def coordinates(caches_NV: Array, initial_N: Sequence[bool]) -> Coordinates:
     delta = caches_NV - anchor
     z = delta @ u0
     residual = delta - z[:, None] * u0
-    centred = residual - residual.mean(axis=0)
-    _, strength, right = np.linalg.svd(centred, full_matrices=False)
+    centred_residual = residual - residual.mean(axis=0)
+    _, strength, right = np.linalg.svd(centred_residual, full_matrices=False)
     tangents = np.zeros((2, len(anchor)))
     for i in range(min(2, len(strength))):
         if strength[i] > 1e-9 * max(float(np.linalg.norm(caches_NV)), 1.0):
             tangents[i] = right[i]
     a, q = residual @ tangents[0], residual @ tangents[1]
-    rest = np.linalg.norm(residual - a[:, None] * tangents[0] - q[:, None] * tangents[1], axis=1)
-    return Coordinates(anchor, np.stack((u0, *tangents)), z, a, q, rest)
+    distance = np.linalg.norm(residual - a[:, None] * tangents[0] - q[:, None] * tangents[1], axis=1)
+    return Coordinates(anchor, np.stack((u0, *tangents)), z, a, q, distance)
 
 
 def dispersion(squared_BB: Array) -> float:
@@ -92,10 +92,10 @@ def sync_contraction(squared_BB: Array, copies: Sequence[tuple[int, int]]) -> Sy
 
 
 def distance_bounds(
-    caches_NV: Array, where: Coordinates, pairs: Sequence[tuple[int, int]] | None = None
+    caches_NV: Array, frame: Coordinates, pairs: Sequence[tuple[int, int]] | None = None
 ) -> dict[tuple[int, int], Bound]:
     """Prop. 3: the projected distance (Eq. 6) and the full distance of every pair of caches, or of `pairs`."""
-    points = where.points
+    points = frame.points
     if pairs is None:
         pairs = [(i, j) for i in range(len(points)) for j in range(i)]
     return {
@@ -209,27 +209,29 @@ class CacheRecord:
     singles: Mapping[int, CacheRun]
 
 
-def record_caches(singles: Mapping[int, CacheRun], branched: BranchedRun) -> CacheRecord:
+def record_caches(singles: Mapping[int, CacheRun], branched_run: BranchedRun) -> CacheRecord:
     """Put all caches of a prompt into one frame (Eq. 3, anchored at the first forward's) and compare them."""
-    runs = {"single": [e for n in singles for e in singles[n].events], "block_batch": branched.events}
-    named = [(run, event) for run, events in runs.items() for event in events]
-    sketches_NV = np.stack([event.sketch for _, event in named])
-    where = coordinates(sketches_NV, [event.kind == "initial" for _, event in named])
-    together: dict[tuple[str, int], dict[int, int]] = {}
-    for number, (run, event) in enumerate(named):
-        together.setdefault((run, event.step), {})[event.branch] = number  # a forward replaces a sync of its step
-    pairs = [pair for numbers in together.values() for pair in combinations(numbers.values(), 2)]
+    runs = {"single": [e for n in singles for e in singles[n].events], "block_batch": branched_run.events}
+    run_events = [(run, event) for run, events in runs.items() for event in events]
+    sketches_NV = np.stack([event.sketch for _, event in run_events])
+    frame = coordinates(sketches_NV, [event.kind == "initial" for _, event in run_events])
+    numbers_by_step: dict[tuple[str, int], dict[int, int]] = {}
+    for number, (run, event) in enumerate(run_events):
+        numbers_by_step.setdefault((run, event.step), {})[event.branch] = (
+            number  # a forward replaces a sync of its step
+        )
+    pairs = [pair for numbers in numbers_by_step.values() for pair in combinations(numbers.values(), 2)]
     points = [
         TrajectoryPoint(run=run, branch=e.branch, step=e.step, kind=e.kind, x=float(x), y=float(y), z=float(z))
-        for (run, e), z, x, y in zip(named, where.z_N, where.a_N, where.q_N, strict=True)
+        for (run, e), z, x, y in zip(run_events, frame.z_N, frame.a_N, frame.q_N, strict=True)
     ]
     return CacheRecord(
         points=points,
-        dispersions=branched.dispersions,
-        syncs=branched.syncs,
+        dispersions=branched_run.dispersions,
+        syncs=branched_run.syncs,
         moves=_moves(runs),
-        ratios=branched.ratios,
-        distances=list(distance_bounds(sketches_NV, where, pairs).values()),
+        ratios=branched_run.ratios,
+        distances=list(distance_bounds(sketches_NV, frame, pairs).values()),
         singles=singles,
     )
 
@@ -237,11 +239,11 @@ def record_caches(singles: Mapping[int, CacheRun], branched: BranchedRun) -> Cac
 def _moves(runs: Mapping[str, Sequence[CacheEvent]]) -> dict[tuple[str, str], float]:
     lengths: dict[tuple[str, str], list[float]] = {}
     for run, events in runs.items():
-        last: dict[int, CacheEvent] = {}
+        last_events: dict[int, CacheEvent] = {}
         for event in events:
-            previous = last.get(event.branch)
+            previous = last_events.get(event.branch)
             if previous is not None:
-                moved = float(np.linalg.norm(event.sketch - previous.sketch))
-                lengths.setdefault((run, event.kind), []).append(moved)
-            last[event.branch] = event
+                length = float(np.linalg.norm(event.sketch - previous.sketch))
+                lengths.setdefault((run, event.kind), []).append(length)
+            last_events[event.branch] = event
     return {key: float(np.mean(values)) for key, values in sorted(lengths.items())}

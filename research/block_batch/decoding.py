@@ -56,14 +56,14 @@ def compared_canvases(
             f"a {config.architecture} attends in blocks: BlockBatch needs full attention (LLaDA, Dream, DiffuCoder)"
         )
     _check_lengths(lengths, max_tokens)
-    others, canvas, branches = _parts(fields or {})
+    other_fields, canvas, branches = _parts(fields or {})
     if tau is not None:
         if "tau" in canvas:
             raise ValueError("the threshold is given twice, as --tau and as canvas.tau in --decoding; leave one out")
         canvas = {**canvas, "tau": tau}
 
-    def build(method: str, changed: Mapping[str, Any]) -> Canvas:
-        changes = {**others, "canvas": {**canvas, **changed}}
+    def build(method: str, canvas_fields: Mapping[str, Any]) -> Canvas:
+        changes = {**other_fields, "canvas": {**canvas, **canvas_fields}}
         result = decoding_config({}, merge_fields(METHODS[method], changes), block_size=config.block_size).canvas
         assert result is not None
         return result
@@ -92,8 +92,8 @@ def _parts(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], d
         for name in VARIED[owner]:
             if name in part:
                 raise ValueError(f"--decoding has {owner}.{name}, which the study varies itself; leave it out")
-    others = {name: value for name, value in fields.items() if name != "canvas"}
-    return others, {name: value for name, value in canvas.items() if name != "branches"}, dict(branches)
+    other_fields = {name: value for name, value in fields.items() if name != "canvas"}
+    return other_fields, {name: value for name, value in canvas.items() if name != "branches"}, dict(branches)
 
 
 # The prompts of the study, from a JSON-lines file of texts or token ids; all are checked before a model is loaded.
@@ -148,7 +148,7 @@ def _prompt_line(line: str, number: int, path: Path) -> PromptLine:
     return PromptLine(name=name, ids=tuple(ids))
 
 
-def tokenized(lines: Sequence[PromptLine], tokenizer: PreTrainedTokenizerBase | None) -> list[StudyPrompt]:
+def study_prompts(lines: Sequence[PromptLine], tokenizer: PreTrainedTokenizerBase | None) -> list[StudyPrompt]:
     """The prompts as token ids; only texts need a tokenizer."""
     prompts = []
     for line in lines:
@@ -222,14 +222,14 @@ class StudyDecoder:
                     self.model, sketch, prompt_length=len(prompt.ids), max_tokens=self.max_tokens, block_length=n
                 )
             run = run_canvas(self.model, self._decoder(prompt, canvas), watch=watches.get(n))
-            single[n] = _decoded(prompt, run)
+            single[n] = _decoded_prompt(prompt, run)
             tick()
-        branched = self._decoder(prompt, self.canvases.block_batch)
-        assert isinstance(branched, BranchedCanvas)
-        branch_watch = None if sketch is None else BranchWatch(sketch, branched)
-        run = run_canvas(self.model, branched, watch=branch_watch)
+        decoder = self._decoder(prompt, self.canvases.block_batch)
+        assert isinstance(decoder, BranchedCanvas)
+        branch_watch = None if sketch is None else BranchWatch(sketch, decoder)
+        run = run_canvas(self.model, decoder, watch=branch_watch)
         tick()
-        assert branched.winner is not None
+        assert decoder.winner is not None
         caches = None
         if branch_watch is not None:
             caches = record_caches({n: watch.run for n, watch in watches.items()}, branch_watch.run)
@@ -237,9 +237,9 @@ class StudyDecoder:
             name=prompt.name,
             prompt_length=len(prompt.ids),
             single=single,
-            block_batch=_decoded(prompt, run),
-            winner=list(self.canvases.single)[branched.winner],
-            branches=branched.stats(),
+            block_batch=_decoded_prompt(prompt, run),
+            winner=list(self.canvases.single)[decoder.winner],
+            branches=decoder.stats(),
             caches=caches,
         )
 
@@ -256,7 +256,7 @@ class StudyDecoder:
         )
 
 
-def _decoded(prompt: StudyPrompt, run: PlainRun) -> DecodedPrompt:
+def _decoded_prompt(prompt: StudyPrompt, run: PlainRun) -> DecodedPrompt:
     return DecodedPrompt(
         tokens=run.tokens,
         num_forwards=run.num_forwards,

@@ -80,10 +80,10 @@ def _same_lengths(samples: Sequence[Mapping[int, object]]) -> list[int]:
     return lengths
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """The number of tokens before two outputs first differ; the shorter length if one continues the other."""
-    length = min(len(one), len(other))
-    return next((i for i in range(length) if one[i] != other[i]), length)
+    length = min(len(first), len(second))
+    return next((i for i in range(length) if first[i] != second[i]), length)
 
 
 def bifurcation_lengths(outputs: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], int]:
@@ -117,8 +117,8 @@ def consensus(outputs: Mapping[int, Sequence[int]]) -> Array:
     shares = np.full((len(lengths), max(len(outputs[n]) for n in lengths)), np.nan)
     for row, n in enumerate(lengths):
         for place, token in enumerate(outputs[n]):
-            same = sum(place < len(outputs[m]) and outputs[m][place] == token for m in lengths)
-            shares[row, place] = same / len(lengths)
+            count = sum(place < len(outputs[m]) and outputs[m][place] == token for m in lengths)
+            shares[row, place] = count / len(lengths)
     return shares
 
 
@@ -126,11 +126,11 @@ def mean_consensus(samples: Sequence[Mapping[int, Sequence[int]]]) -> Array:
     """The mean of `consensus` over the samples whose output reaches a position -> (S, P); NaN where none does."""
     lengths = _same_lengths(samples)
     shares = [consensus(s) for s in samples]
-    width = max(one.shape[1] for one in shares)
+    width = max(share.shape[1] for share in shares)
     total, count = np.zeros((len(lengths), width)), np.zeros((len(lengths), width))
-    for one in shares:
-        total[:, : one.shape[1]] += np.nan_to_num(one)
-        count[:, : one.shape[1]] += ~np.isnan(one)
+    for share in shares:
+        total[:, : share.shape[1]] += np.nan_to_num(share)
+        count[:, : share.shape[1]] += ~np.isnan(share)
     return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
 
 
@@ -232,16 +232,16 @@ def checks_of(prompts: Sequence[StudiedPrompt], *, rounding: float) -> list[Boun
 def _first_proposition(n: int, watches: Sequence[CacheRun]) -> list[BoundCheck | None]:
     energies = [Bound(mean, share) for w in watches for mean, share in w.energies]
     movements = [m for w in watches for m in w.movements]
-    against = [b for m in movements if (b := m.against_refresh) is not None]
+    exceptions = [b for m in movements if (b := m.against_refresh) is not None]
     return [
         _check("Lemma 1", "E |P_B Δ_full|² = m/L |Δ_full|²", n, energies, relation="=", test=_equal),
         _check("1", "E |P_B Δ_full| ≤ √(m/L) |Δ_full|", n, [p for w in watches for p in w.projections]),
         _check("1", "E |Δ_blk| ≤ √(m/L) |Δ_full| + E |r|", n, [m.bound for m in movements]),
         _check(
             "1",
-            f"E |Δ_blk| < |Δ_full| where E |r| < (1 − √(m/L)) |Δ_full| (so in {len(against)} of {len(movements)})",
+            f"E |Δ_blk| < |Δ_full| where E |r| < (1 − √(m/L)) |Δ_full| (so in {len(exceptions)} of {len(movements)})",
             n,
-            against,
+            exceptions,
             relation="<",
         ),
     ]
@@ -255,20 +255,20 @@ def _second_proposition(n: int, watches: Sequence[CacheRun], rounding: float) ->
         if e.kind == "refresh" and e.error is not None and e.norm is not None
     ]
     drifts = [measured_drift(w.errors, w.kinds) for w in watches]
-    own = [b for w, drift in zip(watches, drifts, strict=True) for b in error_bounds(w.errors, w.kinds, drift)]
+    own_bounds = [b for w, drift in zip(watches, drifts, strict=True) for b in error_bounds(w.errors, w.kinds, drift)]
     foreign = []
     for number, w in enumerate(watches):
-        others = drifts[:number] + drifts[number + 1 :]
-        if others:
-            foreign += error_bounds(w.errors, w.kinds, _widest(others))
+        other_drifts = drifts[:number] + drifts[number + 1 :]
+        if other_drifts:
+            foreign += error_bounds(w.errors, w.kinds, _widest_drift(other_drifts))
     return [
         _check("2", "a full refresh is exact (β = 0, ε_F = 0): E after it, at most rounding", n, exact),
-        _check("2", "E ≤ a^r Y + ε_B Σ a^i, constants of the same run (true if the code is)", n, own),
+        _check("2", "E ≤ a^r Y + ε_B Σ a^i, constants of the same run (true if the code is)", n, own_bounds),
         _check("2", "the same, constants of the other prompts' runs (a prediction)", n, foreign),
     ]
 
 
-def _widest(drifts: Sequence[Drift]) -> Drift:
+def _widest_drift(drifts: Sequence[Drift]) -> Drift:
     return Drift(
         growth=max(d.growth for d in drifts),
         block_noise=max(d.block_noise for d in drifts),

@@ -39,12 +39,12 @@ def write_branch_report(study: BranchStudy, folder: Path, *, draw: int, settings
 
 def method_means(study: BranchStudy, oracle: Oracle) -> dict[str, MeanRun]:
     """Mean forwards and accuracy of every method, in the order of the report."""
-    together = [s.block_batch for s in study.prompts]
+    block_batch = [s.block_batch for s in study.prompts]
     return {
         **{f"B = {n}": oracle.fixed[n] for n in study.block_lengths},
         "BlockBatch": MeanRun(
-            accuracy=float(np.mean([r.accuracy or 0.0 for r in together])),
-            num_forwards=float(np.mean([r.num_forwards for r in together])),
+            accuracy=float(np.mean([r.accuracy or 0.0 for r in block_batch])),
+            num_forwards=float(np.mean([r.num_forwards for r in block_batch])),
         ),
         "oracle": oracle.oracle,
     }
@@ -55,7 +55,7 @@ def _draw(study: BranchStudy, oracle: Oracle, folder: Path, *, draw: int) -> lis
     names = ["forwards.png", "bifurcation.png"]
     draw_forwards(method_means(study, oracle), folder / names[0], graded=study.graded)
     draw_bifurcations(bifurcation_matrix(outputs), lengths, folder / names[1])
-    if any(tokens for one in outputs for tokens in one.values()):
+    if any(tokens for tokens_by_method in outputs for tokens in tokens_by_method.values()):
         names.append("consensus.png")
         draw_shares(mean_consensus(outputs), lengths, folder / names[-1], title=f"mean over {len(outputs)} prompts")
     for number, sample in enumerate(study.prompts[:draw]):
@@ -82,8 +82,8 @@ def render_markdown(
     for name, point in method_means(study, oracle).items():
         n = int(name.removeprefix("B = ")) if name.startswith("B = ") else None
         accuracy = f"{100 * point.accuracy:.1f} %" if study.graded else "not graded"
-        chosen = f"{oracle.chosen[n]}" if n is not None else ""
-        methods.append([name, accuracy, f"{point.num_forwards:.2f}", chosen])
+        choice = f"{oracle.chosen[n]}" if n is not None else ""
+        methods.append([name, accuracy, f"{point.num_forwards:.2f}", choice])
     if study.graded:
         mixed = [f"{100 * oracle.mixed.accuracy:.1f} %", f"{oracle.mixed.num_forwards:.2f}", ""]
         methods.append(["oracle, as released (best accuracy and least NFE apart)", *mixed])
@@ -145,8 +145,10 @@ def _cache_tables(records: Sequence[CacheRecord]) -> list[str]:
     if gammas:
         lines[-1] += f"; contraction Γ = D_post / D_pre: mean {np.mean(gammas):.3f}, from {min(gammas):.3f} to "
         lines[-1] += f"{max(gammas):.3f}"
-    off = _sketch_error(records)
-    lines[-1] += "." if off is None else f". Sketched distances deviate by {100 * off:.1f} % (median)."
+    sketch_error = _sketch_error(records)
+    lines[-1] += (
+        "." if sketch_error is None else f". Sketched distances deviate by {100 * sketch_error:.1f} % (median)."
+    )
     return lines
 
 

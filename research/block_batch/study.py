@@ -97,8 +97,8 @@ def run(
         "prompts": f"{len(study_prompts)} from {task or prompts}",
         **_settings(decoder),
     }
-    with folder_beside(out, KIND, overwrite=overwrite) as beside:
-        text = write_branch_report(study, beside, draw=draw, settings=settings)
+    with folder_beside(out, KIND, overwrite=overwrite) as stage:
+        text = write_branch_report(study, stage, draw=draw, settings=settings)
     print(text)
     print(f"report: {out / 'report.md'}, with report.json and the pictures beside it")
 
@@ -108,12 +108,12 @@ def _prompts_of_file(
 ) -> tuple[list[StudyPrompt], PreTrainedTokenizerBase | None]:
     """The prompts of a file, and the model's tokenizer if it has one; texts need one."""
     from mbd_core.checkpoint.folder import read_folder
-    from research.block_batch.decoding import read_prompts, tokenized
+    from research.block_batch.decoding import read_prompts, study_prompts
 
     lines = read_prompts(path, limit=limit)
     with_texts = any(line.text is not None for line in lines)
     tokenizer = read_folder(folder).tokenizer if with_texts or (folder / "tokenizer.json").exists() else None
-    return tokenized(lines, tokenizer), tokenizer
+    return study_prompts(lines, tokenizer), tokenizer
 
 
 def _prompts_of_task(

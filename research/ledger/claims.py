@@ -17,7 +17,7 @@ import numpy as np
 from mbd_core.evaluation.measures.statistics import Interval, student_interval
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_MBD, LEDGER_TF
 from research.ledger.plan import BASE, FITTED, LOW_TAUS, Experiment
-from research.ledger.rows import Cell, DrawnMeans, McNemar, PairedRows, each_seed, mcnemar
+from research.ledger.rows import DrawnMeans, McNemar, PairedRows, StudyCell, each_seed, mcnemar
 
 Verdict = Literal["shown", "contradicted", "not shown"]
 CLAIM_TAU = 0.9
@@ -85,20 +85,24 @@ ORDERING = (
 
 def _ablation() -> tuple[Claim, ...]:
     """The method of the paper above every other row, in accuracy and AUP."""
-    others = {what: recipe.name for what, recipe in ABLATION_ROWS.items() if recipe.name != MBD}
+    row_names = {description: recipe.name for description, recipe in ABLATION_ROWS.items() if recipe.name != MBD}
     return tuple(
-        Claim(text=f"above {what}: {measure}", first=MBD, second=name, measure=measure)
+        Claim(text=f"above {description}: {measure}", first=MBD, second=name, measure=measure)
         for measure in ("accuracy", "aup")
-        for what, name in others.items()
+        for description, name in row_names.items()
     )
 
 
 def _above_singlebd(tau: float) -> tuple[Claim, ...]:
     """MBD above the base under SingleBD at a low threshold, in accuracy and in speed."""
-    other = f"than the base under SingleBD at {tau}"
+    base_text = f"than the base under SingleBD at {tau}"
     return (
-        Claim(text=f"MBD is more accurate {other}", first=MBD, second=BASE, measure="accuracy", single=True, tau=tau),
-        Claim(text=f"MBD takes fewer forwards {other}", first=MBD, second=BASE, measure="nfe", single=True, tau=tau),
+        Claim(
+            text=f"MBD is more accurate {base_text}", first=MBD, second=BASE, measure="accuracy", single=True, tau=tau
+        ),
+        Claim(
+            text=f"MBD takes fewer forwards {base_text}", first=MBD, second=BASE, measure="nfe", single=True, tau=tau
+        ),
     )
 
 
@@ -129,26 +133,26 @@ class JudgedClaim:
     verdict: Verdict
 
 
-def judge(claims: Sequence[Claim], drawn: DrawnMeans) -> list[JudgedClaim]:
+def judge(claims: Sequence[Claim], means: DrawnMeans) -> list[JudgedClaim]:
     """Every claim under every buffer size of MultiBD; `ValueError` if the rows lack a cell that it compares."""
-    rows, seeds = drawn.rows, each_seed(drawn.rows)
+    rows, seeds = means.rows, each_seed(means.rows)
     num_tests = len(rows.buffer_sizes) * sum(claim.is_tested for claim in claims)
-    judged = []
+    verdicts = []
     for claim in claims:
         for size in rows.buffer_sizes:
-            difference = Interval.of_weightings(_measured(claim, size, drawn))
+            difference = Interval.of_weightings(_differences(claim, size, means))
             test = mcnemar(rows, *_cells(claim, size, rows)) if claim.is_tested else None
-            judged.append(
+            verdicts.append(
                 JudgedClaim(
                     claim=claim,
                     buffer_size=size,
                     difference=difference,
-                    over_seeds=student_interval(_measured(claim, size, seeds).tolist()),
+                    over_seeds=student_interval(_differences(claim, size, seeds).tolist()),
                     test=test,
                     verdict=_verdict(claim, difference, test, num_tests=num_tests),
                 )
             )
-    return judged
+    return verdicts
 
 
 def _sides(claim: Claim, size: int) -> tuple[tuple[str, int], tuple[str, int]]:
@@ -157,27 +161,31 @@ def _sides(claim: Claim, size: int) -> tuple[tuple[str, int], tuple[str, int]]:
     return (second, first) if claim.first == claim.second else (first, second)  # SingleBD above MultiBD of one model
 
 
-def _cells(claim: Claim, size: int, rows: PairedRows) -> tuple[Cell, Cell]:
+def _cells(claim: Claim, size: int, rows: PairedRows) -> tuple[StudyCell, StudyCell]:
     """The sides at the threshold of the claims; `ValueError` if the rows lack one."""
     (first, slots), (second, other_slots) = _sides(claim, size)
-    one, other = Cell(first, slots, CLAIM_TAU), Cell(second, other_slots, claim.tau)
-    for cell in (one, other):
+    first_cell, second_cell = StudyCell(first, slots, CLAIM_TAU), StudyCell(second, other_slots, claim.tau)
+    for cell in (first_cell, second_cell):
         if cell not in rows.correct:
             raise ValueError(f"the rows lack {cell}, which a claim compares")
-    return one, other
+    return first_cell, second_cell
 
 
-def _measured(claim: Claim, size: int, drawn: DrawnMeans) -> np.ndarray:
+def _differences(claim: Claim, size: int, means: DrawnMeans) -> np.ndarray:
     """The difference in each draw (D,), in the claimed direction: positive is what the claim says."""
     if claim.measure == "aup":
-        curves = drawn.rows.curves
+        curves = means.rows.curves
         for recipe, slots in _sides(claim, size):
             if (recipe, slots) not in curves:
                 raise ValueError(f"the rows lack {recipe} with {slots} slots, which a claim compares")
-        first, second = (drawn.aup(curves[side]) for side in _sides(claim, size))
+        first, second = (means.aup(curves[side]) for side in _sides(claim, size))
         return first - second
-    one, other = _cells(claim, size, drawn.rows)
-    return drawn.difference(other, one, "nfe") if claim.measure == "nfe" else drawn.difference(one, other, "accuracy")
+    first_cell, second_cell = _cells(claim, size, means.rows)
+    return (
+        means.difference(second_cell, first_cell, "nfe")
+        if claim.measure == "nfe"
+        else means.difference(first_cell, second_cell, "accuracy")
+    )
 
 
 def _verdict(claim: Claim, difference: Interval, test: McNemar | None, *, num_tests: int) -> Verdict:

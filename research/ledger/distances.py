@@ -29,7 +29,7 @@ from research.alignment.distances import compare
 from research.alignment.states import ModelTraces, TracingPlan, halves, record_models, training_states
 from research.ledger.claims import CLAIM_TAU
 from research.ledger.plan import DISTANCES, FITTED, INFERENCE, NOISE, TRACES
-from research.ledger.rows import Cell, DrawnMeans
+from research.ledger.rows import DrawnMeans, StudyCell
 from research.tables import table_lines
 
 COLUMNS = pa.schema(
@@ -67,14 +67,14 @@ def measure_inference(out: Path, base: Path, *, num_problems: int) -> Path:
             buffer_size=TRACED_SLOTS,
             decoding={"tau_m2t": CLAIM_TAU},
         )
-        with folder_beside(folder, "measured inference") as beside:
+        with folder_beside(folder, "measured inference") as stage:
             model = read_folder(base)
-            (traces,) = record_models({"base": model}, plan, beside / TRACES)
+            (traces,) = record_models({"base": model}, plan, stage / TRACES)
             size = model.config.block_size  # a study trains in its base's blocks
             states = {recipe.name: replace(recipe.states, block_size=size) for recipe in ABLATION_ROWS.values()}
             distances, noise = measure_rows(traces, states, draws=NUM_LAYOUT_DRAWS, seed=0)
-            write_distances(beside / DISTANCES, distances)
-            write_noise(beside / NOISE, noise)
+            write_distances(stage / DISTANCES, distances)
+            write_noise(stage / NOISE, noise)
     return folder / NOISE
 
 
@@ -85,25 +85,25 @@ def measure_rows(
     as well."""
     noise, inference, examples = halves(traces)
     method = states[LEDGER_MBD.name]
-    fitted = replace(method, schedule="fitted", bounds=replace(method.bounds, fitted=noise))
+    fitted_config = replace(method, schedule="fitted", bounds=replace(method.bounds, fitted=noise))
     distances = []
-    for recipe, config in {**states, FITTED: fitted}.items():
-        drawn = training_states(examples, config, draws=draws, seed=seed)
-        d = compare(inference, drawn, num_bootstrap=NUM_BOOTSTRAP, seed=seed)
+    for recipe, config in {**states, FITTED: fitted_config}.items():
+        training = training_states(examples, config, draws=draws, seed=seed)
+        d = compare(inference, training, num_bootstrap=NUM_BOOTSTRAP, seed=seed)
         distances.append(RowDistance(recipe=recipe, delta_r=d.delta_r, mean_w1=d.mean_w1))
     return distances, noise
 
 
 def write_distances(path: Path, distances: Sequence[RowDistance]) -> None:
     rows = []
-    for one in distances:
-        row: dict[str, str | float | None] = {"recipe": one.recipe}
-        for name, distance in (("delta_r", one.delta_r), ("mean_w1", one.mean_w1)):
+    for entry in distances:
+        row: dict[str, str | float | None] = {"recipe": entry.recipe}
+        for name, distance in (("delta_r", entry.delta_r), ("mean_w1", entry.mean_w1)):
             if distance is not None:
                 row |= {name: distance.value, f"{name}_low": distance.low, f"{name}_high": distance.high}
         rows.append(row)
-    with file_beside(path) as beside:
-        pq.write_table(pa.Table.from_pylist(rows, schema=COLUMNS), beside)
+    with file_beside(path) as file:
+        pq.write_table(pa.Table.from_pylist(rows, schema=COLUMNS), file)
 
 
 def read_distances(path: Path) -> list[RowDistance]:
@@ -145,8 +145,8 @@ class RankCorrelation:
 def ranks(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """The ranks of the values (R,), or of each column (R, D), from 1; equal values have their mean."""
     values = np.asarray(values, dtype=float)
-    below, equal = values[None] < values[:, None], values[None] == values[:, None]
-    return below.sum(1) + (equal.sum(1) + 1) / 2
+    is_below, is_equal = values[None] < values[:, None], values[None] == values[:, None]
+    return is_below.sum(1) + (is_equal.sum(1) + 1) / 2
 
 
 def spearman(first: Sequence[float] | np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -179,31 +179,31 @@ def rank_correlation(distances: Sequence[float], outcomes_RD: np.ndarray) -> Ran
         raise ValueError("all rows have the same distance, or the same outcome: their ranks say nothing")
     a, b = ranks(distances), ranks(outcomes_RD[:, 0])
     a, b = a - a.mean(), b - b.mean()
-    products, observed = b[_orders(n)] @ a, abs(float(a @ b))
-    p_value = float((np.abs(products) >= observed - 1e-9).mean())
+    products, product = b[_orders(n)] @ a, abs(float(a @ b))
+    p_value = float((np.abs(products) >= product - 1e-9).mean())
     return RankCorrelation(n=n, rho=Interval.of_weightings(rho_D), p_value=p_value)
 
 
-def correlations(distances: Sequence[RowDistance], drawn: DrawnMeans) -> dict[str, RankCorrelation]:
+def correlations(distances: Sequence[RowDistance], means: DrawnMeans) -> dict[str, RankCorrelation]:
     """Of each distance with each outcome, by what they are; rows without the distance, or without answers, are left
     out. The outcomes are of MultiBD with each buffer size."""
-    curves = drawn.rows.curves
+    curves = means.rows.curves
     values_of = {
         "delta_r": {d.recipe: d.delta_r.value for d in distances},
         "mean_w1": {d.recipe: d.mean_w1.value for d in distances if d.mean_w1},
         MOST_SIZES: {d.recipe: d.mean_w1.value for d in distances if d.mean_w1 and d.delta_r.value < 0.5},
     }
     correlated = {}
-    for size in drawn.rows.buffer_sizes:
+    for size in means.rows.buffer_sizes:
         for name, by_recipe in values_of.items():
             recipes = [recipe for recipe in by_recipe if (recipe, size) in curves]
             if name == MOST_SIZES and len(recipes) < FEWEST:  # so few rows of another base may share their sizes
                 continue
-            cells = [Cell(recipe, size, CLAIM_TAU) for recipe in recipes]
+            cells = [StudyCell(recipe, size, CLAIM_TAU) for recipe in recipes]
             outcomes = {
-                "accuracy": [drawn.mean(cell, "accuracy") for cell in cells],
-                "NFE": [drawn.mean(cell, "nfe") for cell in cells],
-                "AUP": [drawn.aup(curves[recipe, size]) for recipe in recipes],
+                "accuracy": [means.mean(cell, "accuracy") for cell in cells],
+                "NFE": [means.mean(cell, "nfe") for cell in cells],
+                "AUP": [means.aup(curves[recipe, size]) for recipe in recipes],
             }
             for outcome, values_RD in outcomes.items():
                 correlation = rank_correlation([by_recipe[recipe] for recipe in recipes], np.stack(values_RD))
@@ -216,8 +216,11 @@ def distance_lines(
 ) -> list[str]:
     """The section of the report: the distances, and their rank correlations with the outcomes."""
     rows = [
-        [names.get(one.recipe, one.recipe), *("-" if d is None else d.text(".3f") for d in (one.delta_r, one.mean_w1))]
-        for one in distances
+        [
+            names.get(entry.recipe, entry.recipe),
+            *("-" if d is None else d.text(".3f") for d in (entry.delta_r, entry.mean_w1)),
+        ]
+        for entry in distances
     ]
     lines = ["## Distances from inference", ""]
     lines += table_lines(["Recipe", "δ_R [95 %]", "mean W1 [95 %]"], rows, num_text=1)
@@ -230,5 +233,5 @@ def distance_lines(
         "",
     ]
     heads = ["Distance, outcome", "Rows", "Spearman's rho [95 %]", "p, all orders"]
-    tests = [[what, one.n, one.rho.text("+.2f"), p_text(one.p_value)] for what, one in correlated.items()]
+    tests = [[what, entry.n, entry.rho.text("+.2f"), p_text(entry.p_value)] for what, entry in correlated.items()]
     return [*lines, *table_lines(heads, tests, num_text=1), ""]

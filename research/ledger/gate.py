@@ -51,9 +51,9 @@ def run(
     folder = model_folder(model)
     if threads is not None:
         torch.set_num_threads(threads)
-    measured = measure_gate(folder, problems=problems, tau=tau, buffer_sizes=sizes, seed=seed)
-    print("\n".join([*table_lines(HEADS, [one.cells for one in measured], num_text=0), ""]))
-    failures = measured[0].failures
+    numbers = measure_gate(folder, problems=problems, tau=tau, buffer_sizes=sizes, seed=seed)
+    print("\n".join([*table_lines(HEADS, [row.cells for row in numbers], num_text=0), ""]))
+    failures = numbers[0].failures
     print(f"the gate is not met: {'; '.join(failures)}" if failures else "the gate is met")
     return 1 if failures else 0
 
@@ -88,8 +88,8 @@ class GateNumbers:
         if self.depth < LEAST_DEPTH:
             failures.append(f"{self.depth:.2f} decoding forwards a block are fewer than {LEAST_DEPTH:g}")
         if self.at_floor >= MOST_AT_FLOOR:
-            most = f"{100 * MOST_AT_FLOOR:g} %"
-            failures.append(f"{100 * self.at_floor:.1f} % of the answers are at the floor, not fewer than {most}")
+            most_text = f"{100 * MOST_AT_FLOOR:g} %"
+            failures.append(f"{100 * self.at_floor:.1f} % of the answers are at the floor, not fewer than {most_text}")
         return failures
 
 
@@ -108,41 +108,46 @@ def measure_gate(
 
     task = find_task(LEDGER_TASK[0])
     of_split = load_problems(task, split="valid", seed=seed, limit=problems).problems
-    measured = []
+    numbers = []
     for size in buffer_sizes:
-        loaded = load_engine(model, EngineConfig(max_rows=ROWS, buffer_size=size))
+        loaded_model = load_engine(model, EngineConfig(max_rows=ROWS, buffer_size=size))
         try:
-            decoding = loaded.decoding({"buffer_size": size, "tau_m2t": tau})
+            decoding = loaded_model.decoding({"buffer_size": size, "tau_m2t": tau})
             requests = [
                 Request(
                     request_id=problem.problem_id,
-                    prompt=tuple(question_prompt(loaded.tokenizer, problem.prompt)),
+                    prompt=tuple(question_prompt(loaded_model.tokenizer, problem.prompt)),
                     max_tokens=task.max_tokens,
                     decoding=decoding,
                 )
                 for problem in of_split
             ]
-            outputs = loaded.engine.generate(requests)
-            texts = [decode_text(loaded.tokenizer, output.tokens) for output in outputs]
+            outputs = loaded_model.engine.generate(requests)
+            texts = [decode_text(loaded_model.tokenizer, output.tokens) for output in outputs]
         finally:
-            loaded.close()
+            loaded_model.close()
         right = [grade(task, problem, text).correct for problem, text in zip(of_split, texts, strict=True)]
         counts = [output.counts for output in outputs]
-        measured.append(gate_numbers(right, counts, buffer_size=size, block_size=decoding.block_size))
-    return measured
+        numbers.append(gate_numbers(right, counts, buffer_size=size, block_size=decoding.block_size))
+    return numbers
 
 
 def gate_numbers(right: list[bool], counts: list[Counts], *, buffer_size: int, block_size: int) -> GateNumbers:
     """The numbers of graded answers, one or more."""
-    blocks = [num_blocks(one, block_size) for one in counts]
-    decoding = [one.num_forwards - one.num_store_forwards for one in counts]
+    blocks = [num_blocks(answer, block_size) for answer in counts]
+    decoding = [answer.num_forwards - answer.num_store_forwards for answer in counts]
     return GateNumbers(
         n=len(right),
         buffer_size=buffer_size,
         accuracy=percent_right(right),
         depth=sum(decoding) / sum(blocks),
-        at_floor=mean([float(forwards <= of) for forwards, of in zip(decoding, blocks, strict=True)]),
-        tpf=mean([one.tpf for one in counts]),
+        at_floor=mean(
+            [
+                float(forwards <= num_answer_blocks)
+                for forwards, num_answer_blocks in zip(decoding, blocks, strict=True)
+            ]
+        ),
+        tpf=mean([answer.tpf for answer in counts]),
     )
 
 

@@ -24,14 +24,14 @@ KIND = "study"
 RECORD, ROWS, REPORT, PLOT = "study.json", "rows.parquet", "study.md", "study.png"
 INFERENCE, DISTANCES, NOISE, TRACES = "inference", "distances.parquet", "noise.json", "traces"
 LOW_TAUS = (0.3, 0.5, 0.7)
-COMPARED: dict[Experiment, tuple[Experiment, ...]] = {
+COMPARED_WITH: dict[Experiment, tuple[Experiment, ...]] = {
     "ordering": (),
     "ablation": ("ordering",),
     "alignment": ("ordering", "ablation"),
     "thresholds": ("ordering",),
 }
 """The experiments whose rows stand beside an experiment's own: no model is trained or evaluated twice."""
-TRAINED: dict[Experiment, tuple[TrainingRecipe, ...]] = {
+TRAINED_RECIPES: dict[Experiment, tuple[TrainingRecipe, ...]] = {
     "ordering": (LEDGER_TF, LEDGER_MBD),
     "ablation": tuple(recipe for recipe in ABLATION_ROWS.values() if recipe not in (LEDGER_TF, LEDGER_MBD)),
     "alignment": (replace(LEDGER_MBD, name=FITTED),),
@@ -86,7 +86,7 @@ class StudyPlan(StudySize):
 
     def runs(self, experiment: Experiment) -> list[tuple[TrainingRecipe, int]]:
         """Every run, a seed's together, so that a study that is stopped has whole seeds."""
-        return [(recipe, seed) for seed in self.seeds for recipe in TRAINED[experiment]]
+        return [(recipe, seed) for seed in self.seeds for recipe in TRAINED_RECIPES[experiment]]
 
 
 def run_name(recipe: str, seed: int) -> str:
@@ -153,20 +153,18 @@ def model_path(folder: Path, recipe: TrainingRecipe, seed: int) -> Path:
 
 def swept_models(folder: Path, experiment: Experiment, seed: int, base: Path) -> dict[Path, str]:
     """The models of a seed's sweep and their recipes: the experiment's own, and the base where it is to be decoded."""
-    models = {model_path(folder, recipe, seed): recipe.name for recipe in TRAINED[experiment]}
+    models = {model_path(folder, recipe, seed): recipe.name for recipe in TRAINED_RECIPES[experiment]}
     return {base: BASE, **models} if experiment in ("ordering", "thresholds") else models
 
 
 def row_files(folder: Path, experiment: Experiment) -> list[Path]:
     """Where the rows of an experiment's report lie: its own last."""
-    return [folder / name / ROWS for name in (*COMPARED[experiment], experiment)]
+    return [folder / name / ROWS for name in (*COMPARED_WITH[experiment], experiment)]
 
 
 def check_earlier(folder: Path, experiment: Experiment) -> None:
     """`ValueError` names the experiment that must be run before this one."""
     for path in row_files(folder, experiment)[:-1]:
         if not path.exists():
-            needed = path.parent.name
-            raise ValueError(
-                f"{experiment} compares with the rows of {needed}, which {folder} lacks: run {needed} first"
-            )
+            name = path.parent.name
+            raise ValueError(f"{experiment} compares with the rows of {name}, which {folder} lacks: run {name} first")

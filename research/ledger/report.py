@@ -13,37 +13,37 @@ from mbd_core.multitf.recipes.shipped import ABLATION_ROWS
 from research.ledger.claims import CLAIM_TAU, CLAIMS, RULE, JudgedClaim, judge
 from research.ledger.distances import correlations, distance_lines, read_distances
 from research.ledger.plan import BASE, DISTANCES, FITTED, INFERENCE, PLOT, REPORT, Experiment, row_files
-from research.ledger.rows import Cell, DrawnMeans, Measure, bootstrapped, each_seed, read_rows
+from research.ledger.rows import DrawnMeans, Measure, StudyCell, bootstrap_means, each_seed, read_rows
 from research.tables import table_lines
 
 # The plot of a study: accuracy over tokens per forward, a panel a buffer size, a curve a recipe, with intervals.
 
 
-def draw_study(drawn: DrawnMeans, file: BinaryIO, *, names: Mapping[str, str]) -> None:
+def draw_study(means: DrawnMeans, file: BinaryIO, *, names: Mapping[str, str]) -> None:
     """Write the plot as PNG; bars are 95 % intervals over problems and seeds."""
-    known = drawn.rows.curves
-    sizes = sorted({size for _, size in known})
+    curves = means.rows.curves
+    sizes = sorted({size for _, size in curves})
     figure = Figure(figsize=(5.0 * len(sizes), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
-    recipes = list(dict.fromkeys(recipe for recipe, _ in known))
+    recipes = list(dict.fromkeys(recipe for recipe, _ in curves))
     for panel, size in zip(panels, sizes, strict=True):
         for number, recipe in enumerate(recipes):
             points = sorted(
                 (
-                    [Interval.of_weightings(drawn.mean(cell, name)) for name in ("tpf", "accuracy")]
-                    for cell in known.get((recipe, size), [])
+                    [Interval.of_weightings(means.mean(cell, name)) for name in ("tpf", "accuracy")]
+                    for cell in curves.get((recipe, size), [])
                 ),
                 key=lambda point: point[0].value,
             )
             if not points:
                 continue
-            across, up = ([point[axis] for point in points] for axis in (0, 1))
+            speeds, accuracies = ([point[axis] for point in points] for axis in (0, 1))
             panel.errorbar(
-                [x.value for x in across],
-                [y.value for y in up],
-                xerr=_bars(across),
-                yerr=_bars(up),
+                [x.value for x in speeds],
+                [y.value for y in accuracies],
+                xerr=_bars(speeds),
+                yerr=_bars(accuracies),
                 marker="osD^vP*Xh"[number % 9],
                 color=f"C{number % 10}",
                 capsize=2,
@@ -91,31 +91,31 @@ def report(out: Path, experiment: Experiment) -> str:
 
     Returns the Markdown. Raises `ValueError` if they are not there.
     """
-    folder, drawn, extra = out / experiment, bootstrapped(read_rows(row_files(out, experiment))), []
+    folder, means, extra = out / experiment, bootstrap_means(read_rows(row_files(out, experiment))), []
     if experiment == "alignment":
         distances = read_distances(folder / INFERENCE / DISTANCES)
-        extra = distance_lines(distances, correlations(distances, drawn), names=NAMES)
+        extra = distance_lines(distances, correlations(distances, means), names=NAMES)
     with (folder / PLOT).open("wb") as file:
-        draw_study(drawn, file, names=NAMES)
-    text = render(experiment, drawn, extra=extra)
+        draw_study(means, file, names=NAMES)
+    text = render(experiment, means, extra=extra)
     write_text(folder / REPORT, text)
     return text
 
 
-def render(experiment: Experiment, drawn: DrawnMeans, *, extra: Sequence[str] = ()) -> str:
+def render(experiment: Experiment, means: DrawnMeans, *, extra: Sequence[str] = ()) -> str:
     """The Markdown; `extra` are lines after the claims."""
-    seeds = ", ".join(map(str, drawn.rows.seeds))
+    seeds = ", ".join(map(str, means.rows.seeds))
     lines = [f"# {TITLES[experiment]}", ""]
     lines += [
-        f"{drawn.rows.num_problems} unseen problems of ledger-mini over the training seeds {seeds}.",
+        f"{means.rows.num_problems} unseen problems of ledger-mini over the training seeds {seeds}.",
         "",
         RULE,
         "",
     ]
-    lines += ["## Claims", "", *_claim_lines(judge(CLAIMS[experiment], drawn)), "", *extra]
-    lines += [f"## What several slots cost, at tau_m2t = {CLAIM_TAU}", "", *_cost_lines(drawn), ""]
-    lines += ["## All cells", "", *_cell_lines(drawn), ""]
-    lines += ["## AUP", "", *_aup_lines(drawn), "", f"![accuracy over tokens per forward]({PLOT})", ""]
+    lines += ["## Claims", "", *_claim_lines(judge(CLAIMS[experiment], means)), "", *extra]
+    lines += [f"## What several slots cost, at tau_m2t = {CLAIM_TAU}", "", *_cost_lines(means), ""]
+    lines += ["## All cells", "", *_cell_lines(means), ""]
+    lines += ["## AUP", "", *_aup_lines(means), "", f"![accuracy over tokens per forward]({PLOT})", ""]
     return "\n".join([*lines, NOTES, ""])
 
 
@@ -123,49 +123,49 @@ def _name(recipe: str) -> str:
     return NAMES.get(recipe, recipe)
 
 
-def _signed(interval: Interval | None) -> str:
+def _signed_text(interval: Interval | None) -> str:
     return "-" if interval is None else interval.text("+.2f")
 
 
-def _claim_lines(judged: Sequence[JudgedClaim]) -> list[str]:
+def _claim_lines(verdicts: Sequence[JudgedClaim]) -> list[str]:
     rows = []
-    for one in judged:
+    for verdict in verdicts:
         counts: tuple[object, ...] = ("-", "-", "-")
-        if one.test is not None:
-            counts = one.test.first_only, one.test.second_only, p_text(one.test.p_value)
-        differences = _signed(one.difference), _signed(one.over_seeds)
-        rows.append([one.claim.text, one.buffer_size, *differences, *counts, one.verdict])
+        if verdict.test is not None:
+            counts = verdict.test.first_only, verdict.test.second_only, p_text(verdict.test.p_value)
+        differences = _signed_text(verdict.difference), _signed_text(verdict.over_seeds)
+        rows.append([verdict.claim.text, verdict.buffer_size, *differences, *counts, verdict.verdict])
     heads = ["Claim", "Buffer", "Difference [95 %]", "Over seeds, t [95 %]"]
     return table_lines([*heads, "Only first", "Only second", "p", "Verdict"], rows, num_text=1)
 
 
-def _cost_lines(drawn: DrawnMeans) -> list[str]:
+def _cost_lines(means: DrawnMeans) -> list[str]:
     """What each recipe's accuracy loses from SingleBD to MultiBD."""
-    rows, seeds = [], each_seed(drawn.rows)
-    for cell in drawn.rows.cells:
-        alone = Cell(cell.recipe, 1, CLAIM_TAU)
-        if cell.buffer_size == 1 or cell.tau_m2t != CLAIM_TAU or alone not in drawn.rows.correct:
+    rows, seeds = [], each_seed(means.rows)
+    for cell in means.rows.cells:
+        single = StudyCell(cell.recipe, 1, CLAIM_TAU)
+        if cell.buffer_size == 1 or cell.tau_m2t != CLAIM_TAU or single not in means.rows.correct:
             continue
-        lost = Interval.of_weightings(drawn.difference(alone, cell, "accuracy"))
-        over_seeds = student_interval(seeds.difference(alone, cell, "accuracy").tolist())
-        rows.append([_name(cell.recipe), cell.buffer_size, _signed(lost), _signed(over_seeds)])
+        loss = Interval.of_weightings(means.difference(single, cell, "accuracy"))
+        over_seeds = student_interval(seeds.difference(single, cell, "accuracy").tolist())
+        rows.append([_name(cell.recipe), cell.buffer_size, _signed_text(loss), _signed_text(over_seeds)])
     table = table_lines(["Recipe", "Buffer", "Lost [95 %]", "Over seeds, t [95 %]"], rows, num_text=1)
     return ["Accuracy under SingleBD minus accuracy under MultiBD; no claim was stated of most of these.", "", *table]
 
 
-def _cell_lines(drawn: DrawnMeans) -> list[str]:
+def _cell_lines(means: DrawnMeans) -> list[str]:
     measures: tuple[Measure, ...] = ("accuracy", "nfe", "tpf")
     rows = []
-    for cell in drawn.rows.cells:
-        means = [Interval.of_weightings(drawn.mean(cell, measure)).text() for measure in measures]
-        rows.append([_name(cell.recipe), cell.buffer_size, cell.tau_m2t, drawn.rows.num_problems, *means])
+    for cell in means.rows.cells:
+        cell_means = [Interval.of_weightings(means.mean(cell, measure)).text() for measure in measures]
+        rows.append([_name(cell.recipe), cell.buffer_size, cell.tau_m2t, means.rows.num_problems, *cell_means])
     heads = ["Recipe", "Buffer", "tau_m2t", "n", "Accuracy [95 %]", "NFE [95 %]", "TPF [95 %]"]
     return table_lines(heads, rows, num_text=1)
 
 
-def _aup_lines(drawn: DrawnMeans) -> list[str]:
+def _aup_lines(means: DrawnMeans) -> list[str]:
     rows = []
-    for (recipe, buffer_size), curve in drawn.rows.curves.items():
+    for (recipe, buffer_size), curve in means.rows.curves.items():
         taus = ", ".join(str(cell.tau_m2t) for cell in curve)
-        rows.append([_name(recipe), buffer_size, taus, Interval.of_weightings(drawn.aup(curve)).text(".1f")])
+        rows.append([_name(recipe), buffer_size, taus, Interval.of_weightings(means.aup(curve)).text(".1f")])
     return table_lines(["Recipe", "Buffer", "Thresholds", "AUP [95 %]"], rows, num_text=1)

@@ -42,7 +42,7 @@ READ = ("model", "problem_id", "seed", "config", "correct", "num_tokens", "num_f
 
 
 @dataclass(frozen=True, order=True)
-class Cell:
+class StudyCell:
     """A recipe under one decoding configuration; `buffer_size` 1 is SingleBD."""
 
     recipe: str
@@ -60,18 +60,18 @@ class PairedRows:
 
     seeds: tuple[int, ...]
     seed_P: np.ndarray
-    correct: Mapping[Cell, np.ndarray]
-    forwards: Mapping[Cell, np.ndarray]
-    tokens: Mapping[Cell, np.ndarray]
+    correct: Mapping[StudyCell, np.ndarray]
+    forwards: Mapping[StudyCell, np.ndarray]
+    tokens: Mapping[StudyCell, np.ndarray]
 
     @property
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[StudyCell]:
         return sorted(self.correct)
 
     @property
-    def curves(self) -> dict[tuple[str, int], list[Cell]]:
+    def curves(self) -> dict[tuple[str, int], list[StudyCell]]:
         """The cells of each recipe and buffer size, over the thresholds."""
-        curves: dict[tuple[str, int], list[Cell]] = {}
+        curves: dict[tuple[str, int], list[StudyCell]] = {}
         for cell in self.cells:
             curves.setdefault((cell.recipe, cell.buffer_size), []).append(cell)
         return curves
@@ -85,7 +85,7 @@ class PairedRows:
     def num_problems(self) -> int:
         return len(self.seed_P)
 
-    def tpf(self, cell: Cell) -> np.ndarray:
+    def tpf(self, cell: StudyCell) -> np.ndarray:
         """Useful tokens per forward of each answer (P,)."""
         return self.tokens[cell] / self.forwards[cell]
 
@@ -113,8 +113,8 @@ def sweep_rows(folder: Path, recipes: Mapping[str, str]) -> pa.Table:
 
 def write_rows(path: Path, tables: Sequence[pa.Table]) -> None:
     """Write the rows of all seeds, compressed, in an order that depends on nothing but them."""
-    with file_beside(path) as beside:
-        pq.write_table(pa.concat_tables(tables).sort_by(ORDER), beside, compression="zstd")
+    with file_beside(path) as file:
+        pq.write_table(pa.concat_tables(tables).sort_by(ORDER), file, compression="zstd")
 
 
 def read_rows(paths: Iterable[Path]) -> PairedRows:
@@ -125,10 +125,10 @@ def read_rows(paths: Iterable[Path]) -> PairedRows:
     rows = pa.concat_tables([_table(path) for path in paths]).sort_by(ORDER)
     if not len(rows):
         raise ValueError("there are no rows")
-    tables = {Cell(**cell): _of_cell(rows, cell) for cell in rows.group_by(CELL).aggregate([]).to_pylist()}
-    first, *others = sorted(tables)
+    tables = {StudyCell(**cell): _of_cell(rows, cell) for cell in rows.group_by(CELL).aggregate([]).to_pylist()}
+    first, *other_paths = sorted(tables)
     problems = tables[first].select(["seed", "problem"])
-    for cell in others:
+    for cell in other_paths:
         if not tables[cell].select(["seed", "problem"]).equals(problems):
             raise ValueError(f"{cell} has other problems than {first}: the study is not finished")
     seeds, seed_P = np.unique(problems["seed"].to_numpy(), return_inverse=True)
@@ -181,9 +181,11 @@ class McNemar:
         return sign_test(self.first_only, self.second_only)
 
 
-def mcnemar(rows: PairedRows, first: Cell, second: Cell) -> McNemar:
-    one, other = rows.correct[first] > 0, rows.correct[second] > 0
-    return McNemar(first_only=int((one & ~other).sum()), second_only=int((other & ~one).sum()))
+def mcnemar(rows: PairedRows, first: StudyCell, second: StudyCell) -> McNemar:
+    first_right, second_right = rows.correct[first] > 0, rows.correct[second] > 0
+    return McNemar(
+        first_only=int((first_right & ~second_right).sum()), second_only=int((second_right & ~first_right).sum())
+    )
 
 
 class DrawnMeans:
@@ -203,32 +205,32 @@ class DrawnMeans:
         self._means_DCM = means_DC.reshape(len(means_DC), len(rows.cells), 3)
 
     @cached_property
-    def _place(self) -> dict[Cell, int]:
+    def _place(self) -> dict[StudyCell, int]:
         return {cell: place for place, cell in enumerate(self.rows.cells)}
 
-    def mean(self, cell: Cell, measure: Measure) -> np.ndarray:
+    def mean(self, cell: StudyCell, measure: Measure) -> np.ndarray:
         """The mean in each draw (D,): accuracy in percent, forwards, or useful tokens per forward of an answer."""
         return self._means_DCM[:, self._place[cell], ("accuracy", "nfe", "tpf").index(measure)]
 
-    def difference(self, first: Cell, second: Cell, measure: Measure) -> np.ndarray:
+    def difference(self, first: StudyCell, second: StudyCell, measure: Measure) -> np.ndarray:
         """The first cell's mean minus the second's in each draw (D,)."""
         return self.mean(first, measure) - self.mean(second, measure)
 
-    def aup(self, curve: Sequence[Cell]) -> np.ndarray:
+    def aup(self, curve: Sequence[StudyCell]) -> np.ndarray:
         """d3LLM's AUP of a curve in each draw (D,); its y_max is the best accuracy of all cells in that draw."""
         points_K2D = np.stack([[self.mean(cell, "tpf"), self.mean(cell, "accuracy")] for cell in curve])
         return aup_d3llm(points_K2D, y_max=self._means_DCM[:, :, 0].max(axis=1))
 
 
-def bootstrapped(rows: PairedRows, *, num_draws: int = NUM_DRAWS, seed: int = 0) -> DrawnMeans:
+def bootstrap_means(rows: PairedRows, *, num_draws: int = NUM_DRAWS, seed: int = 0) -> DrawnMeans:
     """The means of the rows themselves and of draws of their seeds and, in each, of its problems.
 
     A run of another seed is another model on other problems. A draw holds no better and no worse seed than the rows
     have: where three seeds differ by more than the chance of their problems, the intervals are too narrow, where by
     less, too wide; Student's over `each_seed` stands beside them. One seed has intervals over its problems alone.
     """
-    once = np.ones((1, rows.num_problems))
-    return DrawnMeans(rows, chain([once], bootstrap(rows.seed_P, seed=seed, num_draws=num_draws)))
+    one_draw = np.ones((1, rows.num_problems))
+    return DrawnMeans(rows, chain([one_draw], bootstrap(rows.seed_P, seed=seed, num_draws=num_draws)))
 
 
 def each_seed(rows: PairedRows) -> DrawnMeans:

@@ -121,9 +121,9 @@ class Study:
 
         missing = missing_models(self.out, self.plan, self.experiment)
         runs = [self.training(recipe, seed, workers=workers) for recipe, seed in missing]
-        for one in runs:
-            check_run(one, resume=one.folder.exists())
-            StartingPoint.read(one.recipe, fetch=fetch_model)
+        for training_run in runs:
+            check_run(training_run, resume=training_run.folder.exists())
+            StartingPoint.read(training_run.recipe, fetch=fetch_model)
         from cluster.local import connect  # Ray takes seconds to import: bad input is refused before that
 
         at_once = min(at_once, len(runs))
@@ -212,33 +212,33 @@ def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
         plan_run(runs[0], StartingPoint.read(runs[0].recipe, fetch=fetch_model), runs=at_once)
     except ValueError as error:
         raise type(error)(f"--at-once {at_once}: {error}") from None
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    drive = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=here)(train_one)
-    waiting, running, failures, done = list(reversed(runs)), dict[ray.ObjectRef[None], str](), list[str](), 0
-    while running or (waiting and not failures):
-        while waiting and not failures and len(running) < at_once:
-            one = waiting.pop()
-            running[drive.remote(one)] = one.name
-            print(f"ledger: begun: {one.name}", file=sys.stderr)
-        ended = ray.wait(list(running))[0][0]
-        name = running.pop(ended)
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    drive = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=this_node)(train_one)
+    queue, names, failures, num_done = list(reversed(runs)), dict[ray.ObjectRef[None], str](), list[str](), 0
+    while names or (queue and not failures):
+        while queue and not failures and len(names) < at_once:
+            training_run = queue.pop()
+            names[drive.remote(training_run)] = training_run.name
+            print(f"ledger: begun: {training_run.name}", file=sys.stderr)
+        reference = ray.wait(list(names))[0][0]
+        name = names.pop(reference)
         try:
-            ray.get(ended)
+            ray.get(reference)
         except ray.exceptions.RayError as error:
             failures.append(f"{name}: {task_sentence(error)}")
         else:
-            done += 1
-            print(f"ledger: trained: {name} ({done} of {len(runs)})", file=sys.stderr)
+            num_done += 1
+            print(f"ledger: trained: {name} ({num_done} of {len(runs)})", file=sys.stderr)
     if failures:
         raise RuntimeError("; ".join(failures))
 
 
-def train_one(one: TrainingRun) -> None:
+def train_one(training_run: TrainingRun) -> None:
     """A run from its beginning or its newest checkpoint."""
     from mbd_core.multitf.run.start import StartingPoint
 
-    start = StartingPoint.read(one.recipe, fetch=fetch_model)
-    train_on_cluster(one, start, resume=one.folder.exists(), go_on="the same command")
+    start = StartingPoint.read(training_run.recipe, fetch=fetch_model)
+    train_on_cluster(training_run, start, resume=training_run.folder.exists(), go_on="the same command")
 
 
 main = command(run, "python -m research ledger")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sweep_cluster import put_in_place
 
-from benchmarks.evaluation import SweepCost, differing, problems_in
+from benchmarks.evaluation import SweepCost, num_differences, problems_in
 from benchmarks.evaluation import sweep as main
 
 COST = SweepCost(num_samples=80, num_differing=1, load=2.0, decode=298.0, ray_start=15.0, sweep=324.0)
@@ -16,7 +16,7 @@ def test_the_ratio_leaves_the_start_of_ray_out_and_has_the_load_on_both_sides() 
     assert COST.ratio == pytest.approx(1.08) and COST.ratio_with_start == pytest.approx(1.13)
     assert "sweep / direct: 1.080 (with the start of Ray 1.130); to stay at most 1.10" in COST.text
     assert "| start of Ray | 15.0 |" in COST.text and COST.text.startswith("80 samples, of which 1 have another")
-    several = replace(COST, num_actors=2, several=180.0).text
+    several = replace(COST, num_actors=2, several_engines=180.0).text
     assert "engines" not in COST.text and "| the same sweep with 2 engines | 180.0 |" in several
     assert "2 engines / 1: 1.80 times as fast; to be at least 1.70" in several
 
@@ -27,9 +27,9 @@ def test_a_trial_gives_the_length_of_the_run() -> None:
 
 
 def test_both_runs_must_have_the_same_samples() -> None:
-    assert differing({1: "a", 2: "b"}, {2: "b", 1: "c"}) == 1
+    assert num_differences({1: "a", 2: "b"}, {2: "b", 1: "c"}) == 1
     with pytest.raises(RuntimeError, match="1 samples, not the 2"):
-        differing({1: "a", 2: "b"}, {1: "a"})
+        num_differences({1: "a", 2: "b"}, {1: "a"})
 
 
 def test_a_toy_run_prints_the_table(

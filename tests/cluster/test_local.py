@@ -119,10 +119,10 @@ def test_a_long_wait_shows_that_it_is_alive_and_a_short_one_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "ALIVE_LOG_SECONDS", 0.2)
-    with local.alive("starting Ray"):
+    with local.progress_line("starting Ray"):
         pass
     assert capsys.readouterr().err == ""
-    with local.alive("starting Ray"):
+    with local.progress_line("starting Ray"):
         time.sleep(0.5)
     assert re.fullmatch(r"(starting Ray \.\.\. \d s\n)+", capsys.readouterr().err)
 

@@ -17,7 +17,7 @@ import pytest
 from actors.evaluation import sweep as evaluation
 from actors.evaluation.sweep import DecodeActor, TimingActor
 from jobs.eval_sweep import main
-from mbd_core.evaluation.sweep.executor import DIED
+from mbd_core.evaluation.sweep.executor import DEATH_TEXT
 from mbd_core.evaluation.sweep.folder import read_report, read_samples
 from mbd_core.evaluation.sweep.parts import TimedCase
 
@@ -63,7 +63,7 @@ def test_a_sample_that_kills_the_engine_s_process_is_a_row_with_the_reason(
     assert main(sweep_command(tiny_model_dir, whole, limit=6, max_rows=3)) == 0
     kill_engines(monkeypatch, at={4})
     assert main(sweep_command(tiny_model_dir, out, limit=6, max_rows=3, timed=6)) == 0
-    assert [(row["sample"], row["error"]) for row in read_samples(out) if row["error"]] == [(4, DIED)]
+    assert [(row["sample"], row["error"]) for row in read_samples(out) if row["error"]] == [(4, DEATH_TEXT)]
     assert Counter(row["sample"] for row in read_samples(out)) == Counter(range(6))
     assert texts(out) == {**texts(whole), 4: None}
     report = read_report(out)

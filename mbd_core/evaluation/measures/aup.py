@@ -44,16 +44,16 @@ def aup_d3llm(
     Raises `ValueError` for no points or a `y_max` that is not above 0 although an accuracy is.
     """
     curve, y_max = sorted_points(points), np.asarray(y_max, dtype=float)
-    kept, tpf, accuracy = are_kept(curve, y_min_offset=y_min_offset), curve[:, 0], curve[:, 1]
-    if np.any((y_max <= 0) & kept & (accuracy > 0)):
+    is_kept, tpf, accuracy = are_kept(curve, y_min_offset=y_min_offset), curve[:, 0], curve[:, 1]
+    if np.any((y_max <= 0) & is_kept & (accuracy > 0)):
         raise ValueError(f"y_max={y_max} must be the best accuracy of the task, in percent")
     share = np.divide(accuracy, y_max, out=np.zeros_like(accuracy), where=np.broadcast_to(y_max > 0, accuracy.shape))
-    weighted = accuracy * np.minimum(np.exp(-alpha * (1 - share)), 1.0)
-    last_tpf, last_weighted = tpf[0], weighted[0]
+    weighted_accuracy = accuracy * np.minimum(np.exp(-alpha * (1 - share)), 1.0)
+    last_tpf, last_weighted = tpf[0], weighted_accuracy[0]
     area = tpf[0] * accuracy[0]
     for number in range(1, len(curve)):
-        trapezoid = (tpf[number] - last_tpf) * (weighted[number] + last_weighted) / 2
-        area = area + np.where(kept[number], trapezoid, 0.0)
-        last_tpf = np.where(kept[number], tpf[number], last_tpf)
-        last_weighted = np.where(kept[number], weighted[number], last_weighted)
+        trapezoid = (tpf[number] - last_tpf) * (weighted_accuracy[number] + last_weighted) / 2
+        area = area + np.where(is_kept[number], trapezoid, 0.0)
+        last_tpf = np.where(is_kept[number], tpf[number], last_tpf)
+        last_weighted = np.where(is_kept[number], weighted_accuracy[number], last_weighted)
     return area

@@ -104,9 +104,9 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         raise ValueError("nothing to summarise: no samples")
     n = len(samples)
     counts = [s.counts for s in samples if s.counts is not None]
-    rated = _percent_right(samples, [s.correct for s in samples])
-    accuracy_low, accuracy_high = rated.bounds
-    judged = {rule: [getattr(s, f"{rule}_correct") for s in samples] for rule in RULES}
+    accuracy = _percent_right(samples, [s.correct for s in samples])
+    accuracy_low, accuracy_high = accuracy.bounds
+    verdicts = {rule: [getattr(s, f"{rule}_correct") for s in samples] for rule in RULES}
     bare = any(s.is_bare for s in samples)
     tokens, forwards, stores, prefills = (_total(counts, name, bare=bare) for name in TOTALS)
     tpf, tpf_stderr = _mean([c.tpf for c in counts], bare=bare)
@@ -116,11 +116,13 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         n=n,
         cut=sum(s.cut for s in samples),
         errors=n - len(counts),
-        accuracy=rated.value,
+        accuracy=accuracy.value,
         accuracy_low=accuracy_low,
         accuracy_high=accuracy_high,
         by_rule={
-            rule: _percent_right(samples, flags) for rule, flags in judged.items() if any(f is not None for f in flags)
+            rule: _percent_right(samples, flags)
+            for rule, flags in verdicts.items()
+            if any(f is not None for f in flags)
         },
         tpf=tpf,
         tpf_stderr=tpf_stderr,
@@ -150,8 +152,8 @@ TOTALS = ("num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwa
 
 def _mean(values: Sequence[float | None], *, bare: bool) -> tuple[float | None, float | None]:
     """The mean and its standard error, `None` where something is not known."""
-    known = [value for value in values if value is not None]
-    return (None, None) if bare or len(known) < len(values) else mean_and_stderr(known)
+    numbers = [value for value in values if value is not None]
+    return (None, None) if bare or len(numbers) < len(values) else mean_and_stderr(numbers)
 
 
 def _total(counts: Sequence[SampleCounts], name: str, *, bare: bool) -> int | None:

@@ -46,9 +46,17 @@ def measure_repeated(samples: Sequence[GradedSample], *, votes: bool) -> Repeate
         num_problems=len(names),
         num_samples=fewest,
         pass_at={
-            k: over_problems([pass_at(len(one), sum(s.correct for s in one), k) for one in answers]) for k in sizes
+            k: over_problems(
+                [
+                    pass_at(len(problem_answers), sum(s.correct for s in problem_answers), k)
+                    for problem_answers in answers
+                ]
+            )
+            for k in sizes
         },
-        maj_at={k: over_problems([maj_at(one, k) for one in answers]) for k in sizes} if votes else {},
+        maj_at={k: over_problems([maj_at(problem_answers, k) for problem_answers in answers]) for k in sizes}
+        if votes
+        else {},
     )
 
 
@@ -73,7 +81,7 @@ def _majority(samples: Sequence[GradedSample]) -> float:
     votes = Counter(sample.vote for sample in samples if sample.vote is not None)
     if not votes:
         return 0.0
-    most = max(votes.values())
-    winners = [vote for vote, count in votes.items() if count == most]
+    most_votes = max(votes.values())
+    winners = [vote for vote, count in votes.items() if count == most_votes]
     right = {sample.vote for sample in samples if sample.correct}
     return sum(winner in right for winner in winners) / len(winners)

@@ -22,10 +22,10 @@ class Interval:
     @classmethod
     def of_draws(cls, value: float, values_D: np.ndarray, *, digits: int | None = None) -> "Interval":
         """The percentiles of a bootstrap's draws; a draw without the number, which is NaN, is left out."""
-        known = values_D[~np.isnan(values_D)]
-        if not len(known):
+        numbers_D = values_D[~np.isnan(values_D)]
+        if not len(numbers_D):
             return cls(value=float(value))
-        bounds = np.percentile(known, [2.5, 97.5])
+        bounds = np.percentile(numbers_D, [2.5, 97.5])
         low, high = bounds if digits is None else bounds.round(digits)
         return cls(value=float(value), low=float(low), high=float(high))
 
@@ -68,8 +68,8 @@ def bootstrap(groups_P: np.ndarray, *, seed: int | Sequence[int], num_draws: int
         for counts_P in counts_DP:
             for number in generator.integers(len(places), size=len(places)):
                 place = places[number]
-                drawn = generator.integers(len(place), size=len(place))
-                counts_P[place] += np.bincount(drawn, minlength=len(place))
+                choice = generator.integers(len(place), size=len(place))
+                counts_P[place] += np.bincount(choice, minlength=len(place))
         yield counts_DP
 
 

@@ -59,17 +59,17 @@ def _settings_text(config: Mapping[str, Any], names: Iterable[str]) -> str:
 
 def _mean_text(values: Sequence[float | None]) -> str | None:
     """`None` for what an endpoint does not say."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
         return None
-    mean, stderr = mean_and_stderr(known)
+    mean, stderr = mean_and_stderr(numbers)
     return f"{mean:.2f} ± {stderr:.2f}"
 
 
 # Decoding settings that are chosen on one task, used on the others: what a default costs where it is not tuned.
 
 ChosenBy = Literal["accuracy", "knee"]
-OWN = "block_size"  # the model's own, which does not go from one model to another
+MODEL_SETTING = "block_size"  # the model's own, which does not go from one model to another
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Subject:
 
 
 Setting = str  # the fields as JSON
-Measured = Mapping[Subject, Mapping[Setting, Mapping[str, Any]]]
+Results = Mapping[Subject, Mapping[Setting, Mapping[str, Any]]]
 
 
 def transfer_table(chosen_on: Sequence[Path], reported_on: Sequence[Path], *, by: ChosenBy) -> Table:
@@ -94,42 +94,44 @@ def transfer_table(chosen_on: Sequence[Path], reported_on: Sequence[Path], *, by
     The most accurate setting is chosen (the higher TPF on ties), or the knee of accuracy against TPF. Raises
     `ValueError` for subjects that one side lacks, and for a setting that was not measured on a subject.
     """
-    if both := {folder.resolve() for folder in chosen_on} & {folder.resolve() for folder in reported_on}:
-        raise ValueError(f"{min(both)} is on both sides: report settings on other problems than they were chosen on")
-    tuning, measured = _multi(chosen_on), _multi(reported_on)
-    if alone := sorted(map(str, tuning.keys() ^ measured.keys())):
-        raise ValueError(f"{alone[0]} is on one side alone; sweep the same models and tasks on both")
-    chosen = {subject: _choice(rows, by) for subject, rows in tuning.items()}
-    varied = varied_names([json.loads(setting) for setting in chosen.values()])
+    if shared_folders := {folder.resolve() for folder in chosen_on} & {folder.resolve() for folder in reported_on}:
+        raise ValueError(
+            f"{min(shared_folders)} is on both sides: report settings on other problems than they were chosen on"
+        )
+    tuning, results = _multi(chosen_on), _multi(reported_on)
+    if lone_subjects := sorted(map(str, tuning.keys() ^ results.keys())):
+        raise ValueError(f"{lone_subjects[0]} is on one side alone; sweep the same models and tasks on both")
+    choices = {subject: _choice(rows, by) for subject, rows in tuning.items()}
+    varied = varied_names([json.loads(setting) for setting in choices.values()])
     return Table(
-        columns=("Settings chosen on", "they are", *map(str, measured)),
+        columns=("Settings chosen on", "they are", *map(str, results)),
         rows=[
             (
                 str(source),
                 _settings_text(json.loads(setting), varied) or "the same",
-                *(_transfer_text(rows, setting, source, subject) for subject, rows in measured.items()),
+                *(_transfer_text(rows, setting, source, subject) for subject, rows in results.items()),
             )
-            for source, setting in chosen.items()
+            for source, setting in choices.items()
         ],
     )
 
 
-def _multi(folders: Sequence[Path]) -> Measured:
+def _multi(folders: Sequence[Path]) -> Results:
     """The rows of sweeps by subject and setting."""
-    measured: dict[Subject, dict[Setting, Mapping[str, Any]]] = {}
+    results: dict[Subject, dict[Setting, Mapping[str, Any]]] = {}
     for folder in folders:
         for row in read_report(folder)["rows"]:
             fields = decoding_fields(row["config"])
             if fields.get("buffer_size", 1) == 1:
                 continue
-            setting = json.dumps({name: value for name, value in sorted(fields.items()) if name != OWN})
+            setting = json.dumps({name: value for name, value in sorted(fields.items()) if name != MODEL_SETTING})
             subject = Subject(row["model"], row["task"])
-            if setting in measured.setdefault(subject, {}):
+            if setting in results.setdefault(subject, {}):
                 raise ValueError(f"{folder}: {subject} has one setting twice; give one sweep of each")
-            measured[subject][setting] = row
-    if not measured:
+            results[subject][setting] = row
+    if not results:
         raise ValueError(f"{', '.join(map(str, folders))}: no configuration with several slots was swept")
-    return measured
+    return results
 
 
 def _choice(rows: Mapping[Setting, Mapping[str, Any]], by: ChosenBy) -> Setting:

@@ -40,7 +40,12 @@ def check_choice(
         )
     if by == "tps" and not timing.problems:
         raise ValueError("--write-best tps needs timed runs, and --timed 0 leaves them out; leave out --timed")
-    check_halves({one.task.name: [problem.problem_id for problem in one.problems] for one in sweep.problem_sets})
+    check_halves(
+        {
+            problem_set.task.name: [problem.problem_id for problem in problem_set.problems]
+            for problem_set in sweep.problem_sets
+        }
+    )
 
 
 def models_of(folders: Sequence[Path], model_folders: Sequence[Path]) -> dict[str, Path]:
@@ -51,7 +56,7 @@ def models_of(folders: Sequence[Path], model_folders: Sequence[Path]) -> dict[st
     for model_folder in model_folders:
         check_best_folder(model_folder)
         digest = model_digest(model_folder)
-        name = next((name for name, known in digests.items() if known == digest), None)
+        name = next((name for name, other_digest in digests.items() if other_digest == digest), None)
         if name is None:
             raise ValueError(
                 f"{model_folder} holds none of the sweep's models, {', '.join(digests)}: its files differ"
@@ -68,10 +73,12 @@ def models_of(folders: Sequence[Path], model_folders: Sequence[Path]) -> dict[st
 def best_points(folders: Sequence[Path], models: Sequence[str], by: By) -> list[BestPoint]:
     """The best configuration of each model in the sweeps; `ValueError` for sweeps that are not finished, and as
     `choose_best`."""
-    planned, samples = planned_samples(joinable_records(folders)), load_samples(folders)
-    there = sum(map(len, samples.values()))
-    if there < planned:
-        raise ValueError(f"a best configuration needs a finished sweep, and {there} of {planned} samples are there")
+    num_planned, samples = planned_samples(joinable_records(folders)), load_samples(folders)
+    num_samples = sum(map(len, samples.values()))
+    if num_samples < num_planned:
+        raise ValueError(
+            f"a best configuration needs a finished sweep, and {num_samples} of {num_planned} samples are there"
+        )
     times = times_of(folders, build_rows(samples))
     return [choose_best(samples, times, model=model, by=by) for model in models]
 
@@ -99,24 +106,24 @@ def front_of(report: Mapping[str, Any], *, model: str | None = None, tasks: Sequ
     if model not in models:
         raise ValueError(f"the sweep has no model '{model}'; it has: {', '.join(models)}")
     rows = [row for row in rows if row["model"] == model]
-    known = list(dict.fromkeys(row["task"] for row in rows))
-    missing = next((task for task in tasks if task not in known), None)
-    if missing is not None:
-        raise ValueError(f"the sweep has no task '{missing}' of {model}; it has: {', '.join(known)}")
-    chosen = list(tasks) or known
+    known_tasks = list(dict.fromkeys(row["task"] for row in rows))
+    unknown_task = next((task for task in tasks if task not in known_tasks), None)
+    if unknown_task is not None:
+        raise ValueError(f"the sweep has no task '{unknown_task}' of {model}; it has: {', '.join(known_tasks)}")
+    chosen_tasks = list(tasks) or known_tasks
     if any(row["tpf"] is None for row in rows):
         raise ValueError(f"{model} was asked at an endpoint that does not say its forwards: it has no front")
     by_config: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        if row["task"] in chosen:
+        if row["task"] in chosen_tasks:
             by_config.setdefault(json.dumps(row["config"], sort_keys=True), []).append(row)
-    measured = []
+    points = []
     for group in by_config.values():
-        each = list({row["task"]: row for row in group}.values())  # two methods may have one configuration
-        means = {name: sum(row[name] for row in each) / len(each) for name in ("accuracy", "tpf")}
-        measured.append(SpeedPoint(decoding=each[0]["config"], **means))
-    num_samples = sum({row["task"]: row["n"] for row in rows if row["task"] in chosen}.values())
-    return SpeedFront(points=pareto_points(measured), tasks=tuple(chosen), num_samples=num_samples)
+        task_rows = list({row["task"]: row for row in group}.values())  # two methods may have one configuration
+        means = {name: sum(row[name] for row in task_rows) / len(task_rows) for name in ("accuracy", "tpf")}
+        points.append(SpeedPoint(decoding=task_rows[0]["config"], **means))
+    num_samples = sum({row["task"]: row["n"] for row in rows if row["task"] in chosen_tasks}.values())
+    return SpeedFront(points=pareto_points(points), tasks=tuple(chosen_tasks), num_samples=num_samples)
 
 
 def write_front(folder: Path, front: SpeedFront, *, overwrite: bool = False) -> None:
@@ -128,12 +135,12 @@ def write_front(folder: Path, front: SpeedFront, *, overwrite: bool = False) -> 
     config, generation = load_config(folder), load_generation_defaults(folder)
     if generation.get(KEY) is not None and not overwrite:
         raise ValueError(f"{folder} has a {KEY} already; --overwrite replaces it")
-    changed = {**generation, KEY: front.stored()}
+    new_generation = {**generation, KEY: front.stored()}
     try:
-        read_front(changed, block_size=generation.get("block_size", config.block_size))
+        read_front(new_generation, block_size=generation.get("block_size", config.block_size))
     except ValueError as error:
         raise ValueError(f"the front does not fit {folder}: {error}") from None
-    write_json(folder / "generation_config.json", changed)
+    write_json(folder / "generation_config.json", new_generation)
 
 
 def front_table(front: SpeedFront) -> str:

@@ -79,18 +79,18 @@ def _answers(samples: Sequence[GradedSample]) -> Answers:
     answers: dict[tuple[str, int, int], bool] = {}
     counts: Counter[tuple[str, int]] = Counter()
     for sample in samples:
-        asked = (sample.problem, sample.seed)
-        answers[*asked, counts[asked]] = sample.correct
-        counts[asked] += 1
+        question = (sample.problem, sample.seed)
+        answers[*question, counts[question]] = sample.correct
+        counts[question] += 1
     return answers
 
 
-def _gap(baseline: ReportKey, base: Answers, own: Answers) -> AccuracyGap | None:
-    shared = sorted(base.keys() & own.keys())
-    if not shared:
+def _gap(baseline: ReportKey, base: Answers, answers: Answers) -> AccuracyGap | None:
+    keys_of_both = sorted(base.keys() & answers.keys())
+    if not keys_of_both:
         return None
-    problems = [problem for problem, _, _ in shared]
-    differences = [100.0 * (own[key] - base[key]) for key in shared]
+    problems = [problem for problem, _, _ in keys_of_both]
+    differences = [100.0 * (answers[key] - base[key]) for key in keys_of_both]
     only_it, only_base = wins_and_losses(zip(problems, differences, strict=True))
     difference = mean_interval(np.array(differences), problems)
     return AccuracyGap(
@@ -183,7 +183,7 @@ def load_answers(
     """The answers by (seed, problem), for one model and configuration; `ValueError` if none exists, or if the answers
     are of several configurations or methods."""
     answers: dict[tuple[Any, ...], GradedAnswer] = {}
-    found: set[tuple[str, str]] = set()
+    variants: set[tuple[str, str]] = set()
     for folder in folders:
         for row in read_samples(folder):
             config = json.loads(row["config"])
@@ -192,11 +192,11 @@ def load_answers(
                 answer = GradedAnswer(bool(row["correct"]), row["num_tokens"] or 0, row["num_forwards"] or 0)
                 draw = () if row.get("draw") is None else (row["draw"],)
                 answers[(row["seed"], row["problem_id"], *draw)] = answer
-                found.add((row["method"], row["config"]))
-    if len(found) > 1:
-        names = "; ".join(f"{method} {config}" for method, config in sorted(found))
+                variants.add((row["method"], row["config"]))
+    if len(variants) > 1:
+        names = "; ".join(f"{method} {config}" for method, config in sorted(variants))
         raise ValueError(
-            f"{len(found)} configurations of {model} on {task} have tau_m2t={tau_m2t}, buffer_size={buffer_size}; "
+            f"{len(variants)} configurations of {model} on {task} have tau_m2t={tau_m2t}, buffer_size={buffer_size}; "
             f"give folders that hold one of them: {names}"
         )
     if not answers:

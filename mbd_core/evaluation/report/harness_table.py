@@ -35,44 +35,46 @@ def harness_numbers(folders: Sequence[Path], keys: Sequence[ReportKey]) -> dict[
         for row in read_samples(folder, columns=COLUMNS)
         if row["task"].startswith(HARNESS_PREFIX)
     }
-    found: dict[ReportKey, HarnessNumbers] = {}
+    numbers: dict[ReportKey, HarnessNumbers] = {}
     groups: dict[tuple[str, str | None], None] = {}
     for key in keys:
-        own = [row for (subject, _, _), row in sorted(rows.items(), key=lambda one: one[0][2]) if subject == key]
-        graded = [json.loads(row["detail"]) for row in own if (row["detail"] or "").startswith("{")]
-        if graded:
-            asked = json.loads(own[0]["reference"])
-            include = asked["include"]
-            groups |= dict.fromkeys((group, include) for group in asked.get("groups", ()))
-            found[key] = HarnessNumbers(
-                num_graded=len(graded), num_answers=len(own), metrics=aggregate(key.task, include, graded)
+        answers = [row for (subject, _, _), row in sorted(rows.items(), key=lambda item: item[0][2]) if subject == key]
+        grades = [json.loads(row["detail"]) for row in answers if (row["detail"] or "").startswith("{")]
+        if grades:
+            reference = json.loads(answers[0]["reference"])
+            include = reference["include"]
+            groups |= dict.fromkeys((group, include) for group in reference.get("groups", ()))
+            numbers[key] = HarnessNumbers(
+                num_graded=len(grades), num_answers=len(answers), metrics=aggregate(key.task, include, grades)
             )
-    return found | _group_numbers(found, list(groups))
+    return numbers | _group_numbers(numbers, list(groups))
 
 
 def _group_numbers(
     numbers: Mapping[ReportKey, HarnessNumbers], groups: Sequence[tuple[str, str | None]]
 ) -> dict[ReportKey, HarnessNumbers]:
-    found = {}
+    group_numbers = {}
     for variant in dict.fromkeys((key.model, key.method, key.config) for key in numbers):
         tasks = {
-            key.task.removeprefix(HARNESS_PREFIX): one
-            for key, one in numbers.items()
+            key.task.removeprefix(HARNESS_PREFIX): task_numbers
+            for key, task_numbers in numbers.items()
             if (key.model, key.method, key.config) == variant
         }
         for name, include in groups:
             averages = aggregate_groups(
-                name, include, {task: (one.metrics, one.num_graded) for task, one in tasks.items()}
+                name,
+                include,
+                {task: (task_numbers.metrics, task_numbers.num_graded) for task, task_numbers in tasks.items()},
             )
             for group, metrics in averages.items():
-                own = [tasks[task] for task in group_tasks(name, group, include) if task in tasks]
+                members = [tasks[task] for task in group_tasks(name, group, include) if task in tasks]
                 model, method, config = variant
-                found[ReportKey(model, method, f"{HARNESS_PREFIX}{group}", config)] = HarnessNumbers(
-                    num_graded=sum(one.num_graded for one in own),
-                    num_answers=sum(one.num_answers for one in own),
+                group_numbers[ReportKey(model, method, f"{HARNESS_PREFIX}{group}", config)] = HarnessNumbers(
+                    num_graded=sum(task_numbers.num_graded for task_numbers in members),
+                    num_answers=sum(task_numbers.num_answers for task_numbers in members),
                     metrics=metrics,
                 )
-    return found
+    return group_numbers
 
 
 def harness_table(
@@ -88,10 +90,10 @@ def harness_table(
             (
                 *(key.model, key.method, labels.get(key.task, key.task.removeprefix(HARNESS_PREFIX))),
                 settings[key.model, key.method, key.config] or None,
-                *(f"{one.num_graded} of {one.num_answers}", by, metric, f"{value:.4f}"),
+                *(f"{task_numbers.num_graded} of {task_numbers.num_answers}", filter_name, metric, f"{value:.4f}"),
             )
-            for key, one in numbers.items()
-            for by, metrics in one.metrics.items()
+            for key, task_numbers in numbers.items()
+            for filter_name, metrics in task_numbers.metrics.items()
             for metric, value in metrics.items()
         ],
         notes=(

@@ -72,12 +72,12 @@ class ShownSamples:
     @property
     def note(self) -> str:
         """How many of how many are shown, and which."""
-        shown = sum(map(len, self.samples.values()))
-        if shown == self.total:
+        count = sum(map(len, self.samples.values()))
+        if count == self.total:
             return f"All {self.total:,} samples are here."
         room = f" {self.left_out:,} more were chosen, for which the page had no room." if self.left_out else ""
         return (
-            f"{shown:,} of {self.total:,} samples are here: of each configuration on each task at most {self.each}, "
+            f"{count:,} of {self.total:,} samples are here: of each configuration on each task at most {self.each}, "
             f"wrong ones first, then right ones, both in the order of the plan.{room} All of them lie in samples/."
         )
 
@@ -110,14 +110,14 @@ def choose_samples(folders: Sequence[Path], *, most_bytes: int = MOST_BYTES) -> 
 def _places(folders: Sequence[Path]) -> dict[ReportKey, list[SamplePlace]]:
     """Where every sample lies, by its configuration; one that several folders hold, in the first of them."""
     places: dict[ReportKey, list[SamplePlace]] = {}
-    known: list[Any] = []
-    seen: set[tuple[Any, ...]] = set()  # of the configuration's number, for a key is slow to hash
+    plans: list[Any] = []
+    keys_so_far: set[tuple[Any, ...]] = set()  # of the configuration's number, for a key is slow to hash
     numbers: dict[tuple[str, ...], int] = {}
     for folder in folders:
         record = read_record(folder)
-        if record.plan not in known:
-            known.append(record.plan)
-        plan = known.index(record.plan)
+        if record.plan not in plans:
+            plans.append(record.plan)
+        plan = plans.index(record.plan)
         for key in record.subjects():
             numbers.setdefault(astuple(key), len(numbers))
             places.setdefault(key, [])
@@ -128,8 +128,8 @@ def _places(folders: Sequence[Path]) -> dict[ReportKey, list[SamplePlace]]:
             columns = zip(*(table[name].to_pylist() for name in names), strict=True)
             for index, (model, method, task, config, problem, seed, sample, correct, *draw) in enumerate(columns):
                 number = numbers[model, method, task, config]
-                if (number, problem, seed, *draw) not in seen:
-                    seen.add((number, problem, seed, *draw))
+                if (number, problem, seed, *draw) not in keys_so_far:
+                    keys_so_far.add((number, problem, seed, *draw))
                     by_number[number].append(SamplePlace(bool(correct), plan, sample, path, index))
     return {key: of_key for key, of_key in places.items() if of_key}
 
@@ -140,7 +140,7 @@ def _texts(places: Sequence[SamplePlace]) -> dict[tuple[Path, int], tuple[str, s
     for place in places:
         by_path.setdefault(place.path, []).append(place.index)
     return {
-        (path, index): (script_json(_prompt(row)), script_json(_shown(row)))
+        (path, index): (script_json(_prompt(row)), script_json(_sample_fields(row)))
         for path, indices in by_path.items()
         for index, row in zip(indices, _rows(path, indices), strict=True)
     }
@@ -160,13 +160,13 @@ def _prompt(row: Mapping[str, Any]) -> Any:
     return row["prompt"] if row["input"] is None else json.loads(row["input"])
 
 
-def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    shown = {name: row[name] for name in SHOWN if row[name] is not None}
+def _sample_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {name: row[name] for name in SHOWN if row[name] is not None}
     reference = str(row["reference"] or "")
     if len(reference) > LONGEST_REFERENCE:
         cut = f"{reference[:LONGEST_REFERENCE]} ... ({len(reference):,} characters)"
-        return {**shown, "reference": cut}
-    return shown
+        return {**fields, "reference": cut}
+    return fields
 
 
 # The page is `page.html`, a Jinja template. It opens from file:// and loads nothing. Texts are escaped, or reach it as
@@ -274,19 +274,19 @@ def draw_plot(rows: Sequence[ReportRow], path: Path | BinaryIO, *, labels: Mappi
     curves = list(dict.fromkeys((row.key.model, row.key.method) for row in rows))
     for panel, (task, label) in zip(panels, labels.items(), strict=True):
         for number, (model, method) in enumerate(curves):
-            found = [r.summary for r in rows if (r.key.model, r.key.method, r.key.task) == (model, method, task)]
-            known = [(s.tpf, s.tpf_stderr or 0.0, s) for s in found if s.tpf is not None]
-            for s in found:
+            summaries = [r.summary for r in rows if (r.key.model, r.key.method, r.key.task) == (model, method, task)]
+            points = [(s.tpf, s.tpf_stderr or 0.0, s) for s in summaries if s.tpf is not None]
+            for s in summaries:
                 if s.tpf is None:
                     panel.axhline(s.accuracy, color=f"C{number % 10}", linestyle=":", label=f"{model} (no TPF)")
-            if not known:
+            if not points:
                 continue
-            known.sort(key=lambda one: one[0])
-            curve = [s for _, _, s in known]
+            points.sort(key=lambda point: point[0])
+            curve = [s for _, _, s in points]
             panel.errorbar(
-                [tpf for tpf, _, _ in known],
+                [tpf for tpf, _, _ in points],
                 [s.accuracy for s in curve],
-                xerr=[stderr for _, stderr, _ in known],
+                xerr=[stderr for _, stderr, _ in points],
                 yerr=[[s.accuracy - s.accuracy_low for s in curve], [s.accuracy_high - s.accuracy for s in curve]],
                 marker="osD^vP*X"[number % 8],
                 color=f"C{number % 10}",

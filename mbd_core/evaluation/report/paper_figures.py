@@ -148,14 +148,14 @@ def _pairs(tasks: Sequence[str], values: Sequence[str], model: str, *, multi: bo
 
 def _accuracy_rows(rows: Sequence[tuple[str, int, str]], tasks: Sequence[str], names: int) -> list[PaperRow]:
     """Rows of Table 1 or 2a, `names` of each base model in the order SINGLE, MULTI, MBD-*."""
-    made = []
+    lines = []
     for number, (base, block_size, values) in enumerate(rows):
         trained = f"MBD-{base}"
         name = (SINGLE, MULTI, trained)[number % names]
         buffer_size = TABLE_4[base]["math"]["multi"]["buffer_size"]
         figures = _pairs(tasks, values.split(), trained if name == trained else base, multi=name != SINGLE)
-        made.append(PaperRow(group=f"{base} (bufsz={buffer_size}, blksz={block_size})", name=name, figures=figures))
-    return made
+        lines.append(PaperRow(group=f"{base} (bufsz={buffer_size}, blksz={block_size})", name=name, figures=figures))
+    return lines
 
 
 def _mbd_tables() -> list[PaperTable]:
@@ -292,20 +292,27 @@ D2F_TABLE_4 = (
     ("GSM8k 4-shot", "gsm8k", 0.85, "D2F", "124.8 75.4"),
 )
 # parts of a canvas's method that no baseline here has, unless it says so
-ALONE: Fields = {"refresh": None, "leap": None, "branches": None}
+PLAIN_FIELDS: Fields = {"refresh": None, "leap": None, "branches": None}
 # the likeliest tokens first, as many steps as the canvas has positions, without guidance
 GREEDY: Fields = {"steps": None, "score_temperature": 0.0, "cfg_scale": 0.0}
-SEVERAL = range(2, sys.maxsize)  # blocks in the buffer, where the paper does not say how many
+MANY_BLOCKS = range(2, sys.maxsize)  # blocks in the buffer, where the paper does not say how many
 # the length of a block in LLaDA-Instruct's own decoding (Table 8, "Baseline")
 LLADA_BLOCKS = {"gsm8k": 8, "mbpp": 32, "humaneval": 32, "math": 256}
-DREAM_OWN: Fields = {"canvas": {"cache": "none", **METHODS["dream-entropy"]["canvas"], **GREEDY, **ALONE}}
+DREAM_OWN: Fields = {"canvas": {"cache": "none", **METHODS["dream-entropy"]["canvas"], **GREEDY, **PLAIN_FIELDS}}
 
 
 def _canvas(name: str, **changes: Any) -> Fields:
     """A method of `METHODS` on a canvas, with all that makes it another one than its neighbours."""
-    plain = {"accept": "threshold", "score": "confidence", "cache": "none", "block_length": 32, **GREEDY, **ALONE}
-    own = {**plain, **METHODS[name]["canvas"], **changes}
-    return {"canvas": {**own, **({"tau": 0.9} if own["accept"] == "threshold" else {})}}
+    plain = {
+        "accept": "threshold",
+        "score": "confidence",
+        "cache": "none",
+        "block_length": 32,
+        **GREEDY,
+        **PLAIN_FIELDS,
+    }
+    canvas = {**plain, **METHODS[name]["canvas"], **changes}
+    return {"canvas": {**canvas, **({"tau": 0.9} if canvas["accept"] == "threshold" else {})}}
 
 
 def _d2f_method(method: str, task: str, base: str) -> tuple[str, Fields]:
@@ -321,25 +328,25 @@ def _d2f_method(method: str, task: str, base: str) -> tuple[str, Fields]:
         return "", DREAM_OWN
     if method == "dLLM-Cache":  # it caches what the model's own decoding computes
         llada = {"accept": "quota", "score": "confidence"}
-        own = llada if base == "LLaDA-Instruct-8B" else {"accept": "schedule", "score": "neg_entropy"}
-        return "", {"canvas": {**own, **GREEDY, **ALONE, "refresh": {}}}
+        acceptance = llada if base == "LLaDA-Instruct-8B" else {"accept": "schedule", "score": "neg_entropy"}
+        return "", {"canvas": {**acceptance, **GREEDY, **PLAIN_FIELDS, "refresh": {}}}
     return "", _canvas("fast-dllm-prefix" if method == "Fast-dLLM (Prefix-Cache)" else "fast-dllm-dual")
 
 
 def _d2f_rows(rows: Sequence[tuple[str, str, str, str]], base: str) -> list[PaperRow]:
-    made = []
+    lines = []
     for group, task, method, values in rows:
         model, fields = _d2f_method(method, task, base)
         figures = [
             Figure(printed=printed, quantity=quantity, model=model or base, tasks=(task,), methods=(fields,))
             for printed, quantity in zip(values.split(), D2F_QUANTITIES, strict=True)
         ]
-        made.append(PaperRow(group=group, name=method, figures=figures))
-    return made
+        lines.append(PaperRow(group=group, name=method, figures=figures))
+    return lines
 
 
 def _speed_and_score(task: str, values: str, fields: Fields) -> list[Figure | None]:
-    method = {**PARTS, "prompt_attention": "full", "buffer_size": SEVERAL, **fields}
+    method = {**PARTS, "prompt_attention": "full", "buffer_size": MANY_BLOCKS, **fields}
     return [
         Figure(printed=printed, quantity=quantity, model="D2F-Dream", tasks=(task,), methods=(method,))
         for printed, quantity in zip(values.split(), D2F_QUANTITIES[::3], strict=True)

@@ -95,9 +95,9 @@ class Own:
     def aup_interval(self, rows: Sequence[ReportRow]) -> Interval | None:
         """The AUP over the tasks of these rows; `None` if none was drawn over just these."""
         curves, tasks = {(row.key.model, row.key.method) for row in rows}, {row.key.task for row in rows}
-        drawn = [((one.model, one.method), {one.task}, one.d3llm) for one in self.aups]
-        drawn += [((one.model, one.method), set(one.tasks), one.d3llm) for one in self.aup_means]
-        return next((found for curve, over, found in drawn if curves == {curve} and over == tasks), None)
+        intervals = [((area.model, area.method), {area.task}, area.d3llm) for area in self.aups]
+        intervals += [((area.model, area.method), set(area.tasks), area.d3llm) for area in self.aup_means]
+        return next((interval for curve, names, interval in intervals if curves == {curve} and names == tasks), None)
 
     def row(self, figure: Figure, task: str, method: Fields) -> ReportRow | None:
         """The first row of the sweep that is the figure's on a task."""
@@ -115,15 +115,15 @@ class Own:
 def has_fields(config: Mapping[str, Any], fields: Fields) -> bool:
     """Whether a configuration has these values, those of its parts among them; lists and tuples are alike, and a range
     stands for one of its numbers."""
-    for name, wanted in fields.items():
-        found = config.get(name)
-        if isinstance(wanted, Mapping):
-            if not isinstance(found, Mapping) or not has_fields(found, wanted):
+    for name, value in fields.items():
+        setting = config.get(name)
+        if isinstance(value, Mapping):
+            if not isinstance(setting, Mapping) or not has_fields(setting, value):
                 return False
-        elif isinstance(wanted, range):
-            if found not in wanted:
+        elif isinstance(value, range):
+            if setting not in value:
                 return False
-        elif (list(found) if isinstance(found, list | tuple) else found) != wanted:
+        elif (list(setting) if isinstance(setting, list | tuple) else setting) != value:
             return False
     return True
 
@@ -132,47 +132,47 @@ def beside_tables(own: Own) -> list[BesideTable]:
     """The tables of which a row is here."""
     tables = []
     for table in PAPER_TABLES:
-        rows = [found for row in table.rows if (found := _beside_row(table, row, own)) is not None]
+        rows = [figures for row in table.rows if (figures := _beside_row(table, row, own)) is not None]
         if rows:
             tables.append(BesideTable(table=table, rows=rows))
     return tables
 
 
 def _beside_row(table: PaperTable, row: PaperRow, own: Own) -> BesideRow | None:
-    ours = [
+    numbers = [
         None if figure is None else _beside(head, figure, own)
         for head, figure in zip(table.heads, row.figures, strict=True)
     ]
-    if not any(ours):
+    if not any(numbers):
         return None
-    printed = ["-" if figure is None else figure.printed for figure in row.figures]
-    model = next(figure.model for figure, found in zip(row.figures, ours, strict=True) if figure and found)
-    return BesideRow(group=row.group, name=row.name, model=model, printed=printed, ours=ours)
+    texts = ["-" if figure is None else figure.printed for figure in row.figures]
+    model = next(figure.model for figure, number in zip(row.figures, numbers, strict=True) if figure and number)
+    return BesideRow(group=row.group, name=row.name, model=model, printed=texts, ours=numbers)
 
 
 def _beside(head: str, figure: Figure, own: Own) -> Beside | None:
     """Our number for a figure; `None` if one of its benchmarks is missing, or was not timed."""
-    rows = [own.row(figure, task, method) for task, method in zip(figure.tasks, figure.methods, strict=True)]
-    found = [row for row in rows if row is not None]
-    values = [value for row in found if (value := _value(figure, row, own)) is not None]
+    choices = [own.row(figure, task, method) for task, method in zip(figure.tasks, figure.methods, strict=True)]
+    rows = [row for row in choices if row is not None]
+    values = [value for row in rows if (value := _value(figure, row, own)) is not None]
     if len(values) < len(figure.tasks):
         return None
-    ours = mean([value for value, _, _ in values])
+    number = mean([value for value, _, _ in values])
     distances = [(value - low, high - value) for value, low, high in values if low is not None and high is not None]
-    drawn = own.aup_interval(found) if figure.quantity == "aup" else None
-    low, high = (None, None) if drawn is None else (drawn.low, drawn.high)
+    interval = own.aup_interval(rows) if figure.quantity == "aup" else None
+    low, high = (None, None) if interval is None else (interval.low, interval.high)
     if len(distances) == len(values):
-        below, above = map(spread_of_mean, zip(*distances, strict=True))
-        low, high = ours - below, ours + above
+        half_below, half_above = map(spread_of_mean, zip(*distances, strict=True))
+        low, high = number - half_below, number + half_above
     return Beside(
         head=head,
         quantity=figure.quantity,
         printed=float(figure.printed),
-        ours=ours,
+        ours=number,
         low=low,
         high=high,
-        n=sum(row.summary.n for row in found),
-        configs={row.key.task: dict(row.config) for row in found},
+        n=sum(row.summary.n for row in rows),
+        configs={row.key.task: dict(row.config) for row in rows},
     )
 
 
@@ -189,11 +189,11 @@ def _value(figure: Figure, row: ReportRow, own: Own) -> tuple[float, float | Non
         return value, value - error, value + error
     if quantity == "aup":
         key = (row.key.model, row.key.method, row.key.task)
-        aup = next((one for one in own.aups if (one.model, one.method, one.task) == key), None)
+        aup = next((area for area in own.aups if (area.model, area.method, area.task) == key), None)
         return None if aup is None else (aup.d3llm.value, None, None)  # its interval is no sum: `Own.aup_interval`
     speed = own.times.get(row.key)
-    measured = None if speed is None else METRICS[quantity].of(speed)
-    return None if measured is None else (measured, None, None)
+    number = None if speed is None else METRICS[quantity].of(speed)
+    return None if number is None else (number, None, None)
 
 
 # -- as tables and JSON ---------------------------------------------------------------------------------------------
@@ -203,10 +203,12 @@ def paper_section(besides: Sequence[BesideTable], *, recipe: str) -> list[Table]
     """The section of the report: the tables, and what those that are missing need."""
     tables = [Table(title="Beside the papers", lead=[f"Asked here: {recipe}. {NOTE}"] if besides else [])]
     for beside in besides:
-        judged = [one.verdict for row in beside.rows for one in row.ours if one and one.verdict != "not judged"]
-        inside = f"{judged.count('inside')} of {len(judged)} printed figures are inside our 95 % intervals"
-        inside = inside if judged else "no figure here is judged"
-        asked = " or ".join(beside.table.recipes)
+        verdicts = [
+            number.verdict for row in beside.rows for number in row.ours if number and number.verdict != "not judged"
+        ]
+        verdict_text = f"{verdicts.count('inside')} of {len(verdicts)} printed figures are inside our 95 % intervals"
+        verdict_text = verdict_text if verdicts else "no figure here is judged"
+        recipes = " or ".join(beside.table.recipes)
         heads = beside.table.heads
         rows: list[Sequence[Cell]] = []
         for group in dict.fromkeys(row.group for row in beside.rows):
@@ -216,28 +218,34 @@ def paper_section(besides: Sequence[BesideTable], *, recipe: str) -> list[Table]
             Table(
                 title=beside.table.title,
                 level=3,
-                lead=(f"Asked there as by --recipe {asked}; {inside}.",),
+                lead=(f"Asked there as by --recipe {recipes}; {verdict_text}.",),
                 columns=("Row", "Of", *heads),
                 numeric=range(2, 2 + len(heads)),
                 rows=rows,
             )
         )
-    missing = [table for table in PAPER_TABLES if all(beside.table is not table for beside in besides)]
-    if missing:
-        tables.append(Table(lead=(NOT_PRINTED, [needed(table) for table in missing]), folded=True))
+    absent_tables = [table for table in PAPER_TABLES if all(beside.table is not table for beside in besides)]
+    if absent_tables:
+        tables.append(Table(lead=(NOT_PRINTED, [needed(table) for table in absent_tables]), folded=True))
     return tables
 
 
 def _row_cells(row: BesideRow) -> list[list[str | None]]:
     """The printed figures, ours below them, and the differences."""
-    ours = [None if one is None else _number_text(one) for one in row.ours]
-    differences = [None if one is None else f"{one.ours - one.printed:+.2f}, {one.verdict}" for one in row.ours]
-    return [[row.name, "the paper", *row.printed], [row.name, "ours", *ours], [row.name, "difference", *differences]]
+    numbers = [None if number is None else _number_text(number) for number in row.ours]
+    differences = [
+        None if number is None else f"{number.ours - number.printed:+.2f}, {number.verdict}" for number in row.ours
+    ]
+    return [
+        [row.name, "the paper", *row.printed],
+        [row.name, "ours", *numbers],
+        [row.name, "difference", *differences],
+    ]
 
 
-def _number_text(one: Beside) -> str:
-    interval = "" if one.low is None or one.high is None else f" [{one.low:.2f}, {one.high:.2f}]"
-    return f"{one.ours:.2f}{interval}"
+def _number_text(number: Beside) -> str:
+    interval = "" if number.low is None or number.high is None else f" [{number.low:.2f}, {number.high:.2f}]"
+    return f"{number.ours:.2f}{interval}"
 
 
 def needed(table: PaperTable) -> str:
@@ -252,16 +260,16 @@ def paper_content(tables: Sequence[BesideTable]) -> list[dict[str, Any]]:
     """The figures that have ours beside them, for `report.json`."""
     return [
         {
-            "table": found.table.title,
+            "table": table.table.title,
             "group": row.group,
             "row": row.name,
             "model": row.model,
-            **asdict(one),
-            "difference": one.ours - one.printed,
-            "verdict": one.verdict,
+            **asdict(number),
+            "difference": number.ours - number.printed,
+            "verdict": number.verdict,
         }
-        for found in tables
-        for row in found.rows
-        for one in row.ours
-        if one is not None
+        for table in tables
+        for row in table.rows
+        for number in row.ours
+        if number is not None
     ]

@@ -32,10 +32,10 @@ SPEED_NOTE = (
 
 def speed_table(times: Sequence[Speed], labels: Mapping[str, str], varied: Mapping[ReportKey, str]) -> Table:
     """The speeds; `varied` has the settings in which a method's configurations differ."""
-    together = " or ".join(str(count) for count in sorted({speed.concurrency for speed in times}))
+    concurrencies = " or ".join(str(count) for count in sorted({speed.concurrency for speed in times}))
     return Table(
         title="Speed",
-        lead=(SPEED_NOTE.format(together=together),),
+        lead=(SPEED_NOTE.format(together=concurrencies),),
         see="What the numbers are",
         columns=SPEED_HEADS,
         numeric=range(4, len(SPEED_HEADS)),
@@ -84,18 +84,18 @@ class SpeedGain:
 
 def speed_gains(times: Sequence[Speed], rows: Sequence[ReportRow]) -> dict[ReportKey, SpeedGain]:
     """The gain of every timed configuration; none on a task whose baseline gave no token."""
-    timed = {key_of(speed): speed for speed in times}
+    speed_of = {key_of(speed): speed for speed in times}
     gains: dict[ReportKey, SpeedGain] = {}
-    for task in dict.fromkeys(key.task for key in timed):
-        of_task = [row for row in rows if row.key.task == task and row.key in timed]
+    for task in dict.fromkeys(key.task for key in speed_of):
+        of_task = [row for row in rows if row.key.task == task and row.key in speed_of]
         first = [row for row in of_task if _method(row) == _method(of_task[0])]
         baseline = best_row(first)
-        base = timed[baseline.key]
+        base = speed_of[baseline.key]
         if not base.tps_batch_1:
             continue
         name = ", ".join(filter(None, (baseline.key.model, baseline.key.method, baseline.varied)))
         for row in of_task:
-            speed = timed[row.key]
+            speed = speed_of[row.key]
             if speed.tps_batch_1:
                 gains[row.key] = _gain(name, speed, base)
     return gains

@@ -74,7 +74,7 @@ def report_files(
     """
     gains = speed_gains(times, rows)
     papers = beside_tables(Own.of(rows, aups, times, aup_means))
-    again = {row.key: repeated[row.key] for row in rows if row.key in repeated}
+    repeated_here = {row.key: repeated[row.key] for row in rows if row.key in repeated}
     content = {
         "rows": [
             {
@@ -84,18 +84,18 @@ def report_files(
                 "config": json.loads(row.key.config),
                 **asdict(row.summary),
                 "by_rule": {
-                    rule: {"accuracy": one.value, "low": one.low, "high": one.high}
-                    for rule, one in row.summary.by_rule.items()
+                    rule: {"accuracy": value.value, "low": value.low, "high": value.high}
+                    for rule, value in row.summary.by_rule.items()
                 },
                 "token_efficiency": token_efficiency(row),
-                **(asdict(again[row.key]) if row.key in again else {}),
+                **(asdict(repeated_here[row.key]) if row.key in repeated_here else {}),
                 **({"harness": asdict(harness[row.key])} if row.key in harness else {}),
             }
             for row in rows
         ],
         **_groups_content(harness, {row.key for row in rows}),
         "aup": [_aup_content(aup) for aup in aups],
-        "aup_means": [_aup_content(one) for one in aup_means],
+        "aup_means": [_aup_content(value) for value in aup_means],
         "differences": [_gap_content(key, gap) for key, gap in gaps.items()],
         "settings": settings,
         "times": [
@@ -107,7 +107,7 @@ def report_files(
             for speed in times
         ],
         "papers": paper_content(papers),
-        **({"endpoint_seconds": [asdict(one) for one in seconds]} if seconds else {}),
+        **({"endpoint_seconds": [asdict(value) for value in seconds]} if seconds else {}),
     }
     plot = io.BytesIO()
     draw_plot(rows, plot, labels=labels)
@@ -120,7 +120,7 @@ def report_files(
         aup_means=aup_means,
         gaps=gaps,
         seconds=seconds,
-        repeated=again,
+        repeated=repeated_here,
         harness=harness,
     )
     return {
@@ -134,8 +134,14 @@ def report_files(
 def _groups_content(harness: Mapping[ReportKey, HarnessNumbers], keys: Collection[ReportKey]) -> dict[str, Any]:
     """The averages of lm-evaluation-harness's groups, where some were asked for."""
     groups = [
-        {"model": key.model, "method": key.method, "group": key.task, "config": json.loads(key.config), **asdict(one)}
-        for key, one in harness.items()
+        {
+            "model": key.model,
+            "method": key.method,
+            "group": key.task,
+            "config": json.loads(key.config),
+            **asdict(group_numbers),
+        }
+        for key, group_numbers in harness.items()
         if key not in keys
     ]
     return {"harness_groups": groups} if groups else {}
@@ -148,8 +154,8 @@ def _aup_content(aup: AupRow | AupMean) -> dict[str, Any]:
             content[f"aup_{name}"] = value["value"]
         else:
             content[name] = value
-    for name, one in (("eq41", aup.eq41), ("d3llm", aup.d3llm)):
-        content[f"{name}_interval"] = None if one.low is None else one.bounds
+    for name, area in (("eq41", aup.eq41), ("d3llm", aup.d3llm)):
+        content[f"{name}_interval"] = None if area.low is None else area.bounds
     return content
 
 
@@ -189,7 +195,9 @@ def report_tables(
 
 
 def _gap_content(key: ReportKey, gap: AccuracyGap) -> dict[str, Any]:
-    subject, base = ({**asdict(one), "config": json.loads(one.config)} for one in (key, gap.baseline))
+    subject, base = (
+        {**asdict(key_of_side), "config": json.loads(key_of_side.config)} for key_of_side in (key, gap.baseline)
+    )
     return {**subject, **asdict(gap), "baseline": base}
 
 
@@ -200,7 +208,7 @@ def _recipes(settings: Mapping[str, Any]) -> str:
     return "; ".join(names) or "as the settings say"
 
 
-ASKED = ("form", "prompt", "examples", "examples_sha256", "stop")  # what a task's settings say of its prompts
+PROMPT_FIELDS = ("form", "prompt", "examples", "examples_sha256", "stop")  # what a task's settings say of its prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,17 +242,19 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     if num_samples < num_planned:
         settings = {"incomplete": f"{num_samples} of {num_planned} samples are there", **settings}
     times = times_of(folders, rows)
-    if any(record.num_cases for record in records) and (untimed := _untimed(rows, times, records)):
-        settings = {"not timed": untimed, **settings}
+    if any(record.num_cases for record in records) and (
+        without_time := _configurations_without_time(rows, times, records)
+    ):
+        settings = {"not timed": without_time, **settings}
     aups, aup_means = with_intervals([*build_aup(rows), *build_aup(rows, by_slots=True)], samples)
-    shown, seconds = choose_samples(folders), endpoint_seconds(folders)
+    page_samples, seconds = choose_samples(folders), endpoint_seconds(folders)
     gaps = accuracy_gaps(rows, samples)
     files = report_files(
         rows,
         aups,
         aup_means,
         times,
-        shown,
+        page_samples,
         gaps=gaps,
         labels=labels,
         settings=settings,
@@ -257,11 +267,11 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
 
 def repeated_of(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> dict[ReportKey, Repeated]:
     """pass@k and maj@k of the configurations with several answers to a problem."""
-    measured = {
-        key: measure_repeated(graded, votes=any(sample.vote is not None for sample in graded))
-        for key, graded in samples.items()
+    rates = {
+        key: measure_repeated(answers, votes=any(sample.vote is not None for sample in answers))
+        for key, answers in samples.items()
     }
-    return {key: one for key, one in measured.items() if one is not None}
+    return {key: rate for key, rate in rates.items() if rate is not None}
 
 
 def joinable_records(folders: Sequence[Path]) -> list[SweepRecord]:
@@ -273,31 +283,35 @@ def joinable_records(folders: Sequence[Path]) -> list[SweepRecord]:
 
 def planned_samples(records: Sequence[SweepRecord]) -> int:
     """How many samples these sweeps have once they are finished; shards of one sweep are one."""
-    return sum(record.num_samples for record in _distinct(records))
+    return sum(record.num_samples for record in _records_by_plan(records))
 
 
 def times_of(folders: Sequence[Path], rows: Sequence[ReportRow]) -> list[Speed]:
     """The speeds in the order of the report's rows; of a case that two folders hold, the first's."""
-    known: dict[tuple[str, str, str, str], int] = {}
-    timed = [
+    first_folder: dict[tuple[str, str, str, str], int] = {}
+    rows_once = [
         row
         for number, folder in enumerate(folders)
         for row in read_times(folder)
-        if known.setdefault(config_of(row), number) == number
+        if first_folder.setdefault(config_of(row), number) == number
     ]
-    by_key = {key_of(speed): speed for speed in speeds(timed)}
+    by_key = {key_of(speed): speed for speed in speeds(rows_once)}
     return [by_key[row.key] for row in rows if row.key in by_key]
 
 
-def _untimed(rows: Sequence[ReportRow], times: Sequence[Speed], records: Sequence[SweepRecord]) -> list[str]:
+def _configurations_without_time(
+    rows: Sequence[ReportRow], times: Sequence[Speed], records: Sequence[SweepRecord]
+) -> list[str]:
     """The configurations without a time: it failed, has not come yet, or the model can serve none of the requests.
     Those of endpoints are never timed."""
-    asked = {name for record in records for name, digest in record.plan["models"].items() if is_endpoint(digest)}
-    timed = {key_of(speed) for speed in times}
+    endpoint_models = {
+        name for record in records for name, digest in record.plan["models"].items() if is_endpoint(digest)
+    }
+    timed_keys = {key_of(speed) for speed in times}
     return [
         f"{row.key.model}, {row.key.method} on {row.key.task}: {row.varied or 'the only one'}"
         for row in rows
-        if row.key not in timed and row.key.model not in asked
+        if row.key not in timed_keys and row.key.model not in endpoint_models
     ]
 
 
@@ -317,12 +331,12 @@ def rewrite_summary(path: Path) -> SweepSummary:
 
 def _check_joinable(folders: Sequence[Path], records: Sequence[SweepRecord]) -> None:
     """Raise `ValueError` if one name means different things in two folders."""
-    seen: dict[str, tuple[Any, Path]] = {}
+    meanings: dict[str, tuple[Any, Path]] = {}
     for folder, record in zip(folders, records, strict=True):
         for subject, content in _meanings(record):
-            meant, first = seen.setdefault(subject, (content, folder))
-            if meant != content:
-                raise ValueError(f"{first} and {folder} cannot be joined: {subject} differ")
+            other_content, other_folder = meanings.setdefault(subject, (content, folder))
+            if other_content != content:
+                raise ValueError(f"{other_folder} and {folder} cannot be joined: {subject} differ")
 
 
 def _meanings(record: SweepRecord) -> Iterator[tuple[str, Any]]:
@@ -332,7 +346,7 @@ def _meanings(record: SweepRecord) -> Iterator[tuple[str, Any]]:
     for name, task in record.plan["tasks"].items():
         yield f"the rule or max_tokens of task '{name}'", (task["rule"], task["max_tokens"])
     for name, task in record.settings.get("tasks", {}).items():
-        yield f"the prompts, examples or stop strings of task '{name}'", [task.get(part) for part in ASKED]
+        yield f"the prompts, examples or stop strings of task '{name}'", [task.get(part) for part in PROMPT_FIELDS]
     yield (
         "--samples, --temperature or --top-p",
         [record.plan.get(name) for name in ("samples", "temperature", "top_p")],
@@ -341,7 +355,7 @@ def _meanings(record: SweepRecord) -> Iterator[tuple[str, Any]]:
         yield f"the fields of method '{name}'", json.loads(fields)
 
 
-def _distinct(records: Sequence[SweepRecord]) -> list[SweepRecord]:
+def _records_by_plan(records: Sequence[SweepRecord]) -> list[SweepRecord]:
     """One record of each plan."""
     plans = [record.plan for record in records]
     return [record for number, record in enumerate(records) if plans.index(record.plan) == number]
@@ -350,16 +364,16 @@ def _distinct(records: Sequence[SweepRecord]) -> list[SweepRecord]:
 def _joined_settings(folders: Sequence[Path], records: Sequence[SweepRecord]) -> Mapping[str, Any]:
     """The settings of one sweep, or those of each by its folder's name; all machines on which shards ran, and the ways
     in which these contained programs. Of each model the digest says which weights it has."""
-    distinct = _distinct(records)
-    if len(distinct) > 1:
+    plan_records = _records_by_plan(records)
+    if len(plan_records) > 1:
         return {
             str(folder): _joined_settings([folder], [record]) for folder, record in zip(folders, records, strict=True)
         }
     machines = dict.fromkeys(machine for record in records for machine in record.settings.get("machines", []))
-    settings = {**distinct[0].settings, "machines": list(machines)}
+    settings = {**plan_records[0].settings, "machines": list(machines)}
     if "models" in settings:
-        digests = distinct[0].plan["models"]
-        settings["models"] = {name: {"digest": digests[name], **said} for name, said in settings["models"].items()}
+        digests = plan_records[0].plan["models"]
+        settings["models"] = {name: {"digest": digests[name], **fields} for name, fields in settings["models"].items()}
     if ways := sorted({way for folder in folders for way in isolations(folder)}):
         settings["isolation"] = [MEANING.get(way, way) for way in ways]
     if len(records) == 1 and records[0].shard.count > 1:

@@ -54,7 +54,7 @@ def best_table(
             if len(labels) > 1:
                 summaries = [row.summary for row in best.values()]
                 cells += [_mean_accuracy_text(summaries), _mean_tpf_text(summaries)]
-            aup = next((one for one in aup_means if (one.model, one.method) == (model, method)), None)
+            aup = next((area for area in aup_means if (area.model, area.method) == (model, method)), None)
             cells += [None, None] if aup is None else [aup.eq41.text(), aup.d3llm.text()]
             table_rows.append([method, *cells])
             varied = "; ".join(f"{labels[task]}: {row.varied or 'the only one'}" for task, row in best.items())
@@ -82,16 +82,16 @@ def _pair(row: ReportRow | None) -> tuple[str | None, str | None]:
 
 def _mean_tpf_text(summaries: Sequence[Summary]) -> str:
     """The mean; a dash where there is nothing, or something is not known."""
-    known = [s.tpf for s in summaries if s.tpf is not None]
-    return TPF.text(mean(known) if known and len(known) == len(summaries) else None)
+    values = [s.tpf for s in summaries if s.tpf is not None]
+    return TPF.text(mean(values) if values and len(values) == len(summaries) else None)
 
 
 def _mean_accuracy_text(summaries: Sequence[Summary]) -> str:
     """The mean accuracy; its interval combines those of the tasks, as of independent numbers."""
     center = mean([s.accuracy for s in summaries])
-    below = spread_of_mean([s.accuracy - s.accuracy_low for s in summaries])
-    above = spread_of_mean([s.accuracy_high - s.accuracy for s in summaries])
-    return f"{center:.2f} [{center - below:.1f}, {center + above:.1f}]"
+    half_below = spread_of_mean([s.accuracy - s.accuracy_low for s in summaries])
+    half_above = spread_of_mean([s.accuracy_high - s.accuracy for s in summaries])
+    return f"{center:.2f} [{center - half_below:.1f}, {center + half_above:.1f}]"
 
 
 def accuracy_text(summary: Summary) -> str:
@@ -161,8 +161,8 @@ REPEATED_DEFINITIONS = (
 
 def repeated_table(repeated: Mapping[ReportKey, Repeated], labels: Mapping[str, str], varied: Varied) -> Table:
     """pass@k and maj@k; `varied` has the settings in which configurations differ."""
-    sizes = sorted({k for one in repeated.values() for k in one.pass_at})
-    has_votes = any(one.maj_at for one in repeated.values())
+    sizes = sorted({k for rates in repeated.values() for k in rates.pass_at})
+    has_votes = any(rates.maj_at for rates in repeated.values())
     heads = ["Problems", "Answers each", *(f"pass@{k} [95 %]" for k in sizes)]
     heads += [f"maj@{k} [95 %]" for k in sizes if has_votes]
     return Table(
@@ -171,11 +171,11 @@ def repeated_table(repeated: Mapping[ReportKey, Repeated], labels: Mapping[str, 
         numeric=range(4, 4 + len(heads)),
         rows=[
             (
-                *(key.model, key.method, labels[key.task], varied[key] or None, one.num_problems, one.num_samples),
-                *(rate and rate.text(bounds=".1f") for rate in map(one.pass_at.get, sizes)),
-                *(rate and rate.text(bounds=".1f") for rate in map(one.maj_at.get, sizes if has_votes else ())),
+                *(key.model, key.method, labels[key.task], varied[key] or None, rates.num_problems, rates.num_samples),
+                *(rate and rate.text(bounds=".1f") for rate in map(rates.pass_at.get, sizes)),
+                *(rate and rate.text(bounds=".1f") for rate in map(rates.maj_at.get, sizes if has_votes else ())),
             )
-            for key, one in repeated.items()
+            for key, rates in repeated.items()
         ],
         notes=(REPEATED_DEFINITIONS,),
     )

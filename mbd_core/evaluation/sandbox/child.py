@@ -50,16 +50,16 @@ def confine(walls: dict[str, Any]) -> None:
     """A user of its own where the grader is root, and a limit of threads; without bubblewrap also namespaces as far as
     the machine gives them, Landlock, and the filter of system calls. All for good; raises `OSError`."""
     strict = walls["filter"] is not None
-    user, apart = walls["user"], walls["apart"]
+    user, has_namespaces = walls["user"], walls["apart"]
     if strict:
-        apart = _leave_namespaces(user is not None) or apart
+        has_namespaces = _leave_namespaces(user is not None) or has_namespaces
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     if strict:
         _keep_capabilities(READ_ANY if user is not None else 0)
-    _limit(resource.RLIMIT_NPROC, walls["threads"] + (0 if apart or user is not None else walls["tasks"]))
+    _limit(resource.RLIMIT_NPROC, walls["threads"] + (0 if has_namespaces or user is not None else walls["tasks"]))
     if strict:
         _enter_walls(walls["files"], walls["folders"], walls["filter"], landlock=walls["landlock"])
 
@@ -84,11 +84,11 @@ def _leave_namespaces(has_user: bool) -> bool:
     return bool(_libc().unshare(NEW_USER | NEW_NETWORK | NEW_IPC) == 0)
 
 
-def _keep_capabilities(kept: int) -> None:
+def _keep_capabilities(mask: int) -> None:
     import ctypes
 
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-    if _libc().capset(header, (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0)):
+    if _libc().capset(header, (ctypes.c_uint32 * 6)(mask, mask, 0, 0, 0, 0)):
         raise OSError(ctypes.get_errno(), "the capabilities cannot be dropped")
 
 
@@ -139,8 +139,8 @@ def _allow_below(libc: Any, rules: int, path: str, rights: int) -> None:
     try:
         if not stat.S_ISDIR(os.fstat(parent).st_mode):
             rights &= READ_FILE
-        below = rights.to_bytes(8, sys.byteorder) + parent.to_bytes(4, sys.byteorder)
-        if libc.syscall(LANDLOCK_ADD, rules, 1, below, 0):
+        rule = rights.to_bytes(8, sys.byteorder) + parent.to_bytes(4, sys.byteorder)
+        if libc.syscall(LANDLOCK_ADD, rules, 1, rule, 0):
             raise OSError(ctypes.get_errno(), f"Landlock took no rule for {path}")
     finally:
         os.close(parent)
@@ -196,18 +196,18 @@ def answer(order: dict[str, Any], calls_fd: int, answers_fd: int, _verdict_fd: i
             view = view[write(answers_fd, view) :]
 
     try:
-        printed = standard_streams() if order["convert"] == "printed" else None
+        reader = standard_streams() if order["convert"] == "printed" else None
         function = define(order["program"], "candidate")[order["entry_point"]]
-        function = printed(function) if printed else function
+        function = reader(function) if reader else function
     except BaseException as error:
         return send("!", type(error).__name__)
     send("=", "")
     calls = _calls(calls_fd) if order["inputs"] is None else ((inputs, {}) for inputs in order["inputs"])
     for arguments, keywords in calls:
         try:
-            started = clock()
+            start = clock()
             out = function(*arguments, **keywords)
-            seconds = clock() - started
+            seconds = clock() - start
             line = encode(convert(out), seconds)
         except BaseException as error:
             send("!", type(error).__name__)
@@ -231,11 +231,11 @@ def standard_streams() -> Callable[[Callable[[], Any]], Callable[[str], str]]:
         def close(self) -> None:
             """The next input needs it."""
 
-    class Output(io.StringIO):
+    class StandardOutput(io.StringIO):
         def close(self) -> None:
             """What was printed is still to be read."""
 
-    source, stdout, files = Source(), Output(), open
+    source, stdout, files = Source(), StandardOutput(), open
     stdin = io.TextIOWrapper(source, encoding="utf-8", errors="surrogatepass", newline="\n")
 
     def open_input(file: Any, mode: str = "r", *rest: Any, **keywords: Any) -> Any:
@@ -247,11 +247,11 @@ def standard_streams() -> Callable[[Callable[[], Any]], Callable[[str], str]]:
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # which `site` defines elsewhere
 
     def printed(run: Callable[[], Any]) -> Callable[[str], str]:
-        def output(given: str) -> str:
+        def output(text: str) -> str:
             sys.stdin, sys.stdout = stdin, stdout
             source.seek(0)
             source.truncate()
-            source.write(given.encode("utf-8", "surrogatepass"))
+            source.write(text.encode("utf-8", "surrogatepass"))
             stdin.seek(0)
             stdout.seek(0)
             stdout.truncate()
@@ -322,12 +322,12 @@ def stand_in(name: str, calls_fd: int, results_fd: int) -> Callable[..., Any]:
             raise AnswerError(content[1:].decode(errors="replace").strip())
         return content[1:]
 
-    defined: list[bool] = []
+    definitions: list[bool] = []
 
     def ask(*arguments: Any, **keywords: Any) -> Any:
-        if not defined:
+        if not definitions:
             line()
-            defined.append(True)
+            definitions.append(True)
         try:
             write_all(calls_fd, frame((arguments, keywords)))
         except ValueError:
@@ -353,9 +353,9 @@ def main() -> None:
     sys.path[:0] = [modules]
     sys.path += order["packages"]
     sys.dont_write_bytecode = True
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null_fd = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
-        os.dup2(nothing, fd)
+        os.dup2(null_fd, fd)
     from mbd_core.evaluation.sandbox import plain_data  # noqa: F401  (before its file is out of reach)
 
     limit_resources(order)

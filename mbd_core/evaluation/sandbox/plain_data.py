@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DEEPEST = 200
 LARGEST_DECIMAL = 1 << 64
 LONG = 16
-MANY = 1000
+MANY_VALUES = 1000
 DIGEST_BYTES = 16 << 20
 CHUNK = 4096
 
@@ -55,7 +55,7 @@ class Value:
 def encode(value: Any, seconds: float = 0.0) -> str:
     """The value as one line of JSON: `[type name, tagged value, seconds]`."""
     kind = type(value)
-    large = _digest(value) if (kind is list or kind is tuple) and len(value) >= MANY else None
+    large = _digest(value) if (kind is list or kind is tuple) and len(value) >= MANY_VALUES else None
     return f"[{_text(kind.__name__)},{large or _encode(value, 0)},{seconds!r}]"
 
 
@@ -112,8 +112,8 @@ def _float(value: Any, _depth: int) -> str:
 
 
 def _sequence(tag: str, items: Any, depth: int) -> str:
-    found = list(items)
-    body = _numbers(found) or "[" + ",".join([_encode(item, depth) for item in found]) + "]"
+    values = list(items)
+    body = _numbers(values) or "[" + ",".join([_encode(item, depth) for item in values]) + "]"
     return f'{{"{tag}":{body}}}' if tag else body
 
 

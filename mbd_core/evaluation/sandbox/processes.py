@@ -83,23 +83,23 @@ class Contained:
         that others use, but for at most `PATIENCE` times as long. So a busy machine fails no right program, and one
         that sleeps holds its place no longer than on a free machine.
         """
-        started = time.monotonic()
-        before = ProcessorUse() if b"\n" in self._buffer else self._usage(beside)
-        deadline = started + seconds
-        searched = 0
-        while (end := self._buffer.find(b"\n", searched)) < 0:
-            searched = len(self._buffer)
-            if searched > longest:
+        start = time.monotonic()
+        usage_before = ProcessorUse() if b"\n" in self._buffer else self._usage(beside)
+        deadline = start + seconds
+        search_start = 0
+        while (end := self._buffer.find(b"\n", search_start)) < 0:
+            search_start = len(self._buffer)
+            if search_start > longest:
                 raise OverflowError
             poll = select.poll()
             poll.register(self._fd, select.POLLIN)
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 now, usage = time.monotonic(), self._usage(beside)
-                rest = seconds - usage.own_seconds(now - started, before)
-                if rest <= 0 or now >= started + PATIENCE * seconds:
+                seconds_left = seconds - usage.own_seconds(now - start, usage_before)
+                if seconds_left <= 0 or now >= start + PATIENCE * seconds:
                     raise TimeoutError
-                pause = BRIEFLY if usage.ready else max(rest, 0.01)
-                deadline = min(now + pause, started + PATIENCE * seconds)
+                pause = BRIEFLY if usage.ready else max(seconds_left, 0.01)
+                deadline = min(now + pause, start + PATIENCE * seconds)
                 continue
             part = os.read(self._fd, 1 << 20)
             if not part:
@@ -114,14 +114,14 @@ class Contained:
 
     def left_of(self, seconds: float) -> float:
         """What is left of so many seconds since its start, by the rule of `read_line`."""
-        elapsed = time.monotonic() - self._started
-        return min(seconds - (elapsed - self._usage(()).delayed), PATIENCE * seconds - elapsed)
+        age = time.monotonic() - self._started
+        return min(seconds - (age - self._usage(()).delayed), PATIENCE * seconds - age)
 
     def _usage(self, beside: Sequence["Contained"]) -> "ProcessorUse":
-        pids = [pid for one in (self, *beside) for pid in one._chain or _chain(one._process.pid)]
-        each = [_usage(pid) for pid in pids]
-        ready = any(one.ready for one in each)
-        return ProcessorUse(sum(one.computed for one in each), sum(one.delayed for one in each), ready)
+        pids = [pid for process in (self, *beside) for pid in process._chain or _chain(process._process.pid)]
+        uses = [_usage(pid) for pid in pids]
+        ready = any(use.ready for use in uses)
+        return ProcessorUse(sum(use.computed for use in uses), sum(use.delayed for use in uses), ready)
 
     def wait_briefly(self) -> int:
         """Its exit status as `end` gives it, after a moment in which it may end by itself."""
@@ -192,13 +192,13 @@ def contained(
 
     Its lines are those of the program's answers, or, where `output_fd` takes these, of the verdict.
     """
-    chosen = isolation or available_isolation()
-    with _contained(role, order, limits, input_fd, output_fd, chosen, own_user=has_own_user(chosen)) as process:
+    walls = isolation or available_isolation()
+    with _contained_process(role, order, limits, input_fd, output_fd, walls, own_user=has_own_user(walls)) as process:
         yield process
 
 
 @contextmanager
-def _contained(
+def _contained_process(
     role: Role,
     order: Mapping[str, Any],
     limits: Limits,
@@ -211,23 +211,23 @@ def _contained(
     read_fd, write_fd = os.pipe()
     with tempfile.TemporaryFile() as orders, tempfile.TemporaryFile() as rules:
         packages = "/packages" if isolation == "bubblewrap" else str(_site())
-        limited = {name: getattr(limits, name) for name in ("cpu_seconds", "memory_bytes", "file_bytes")}
+        limit_values = {name: getattr(limits, name) for name in ("cpu_seconds", "memory_bytes", "file_bytes")}
         walls = _walls(isolation, own_user=own_user)
-        _fill(orders, sandbox_child.frame({**order, **limited, "packages": [packages], "walls": walls}))
+        _fill(orders, sandbox_child.frame({**order, **limit_values, "packages": [packages], "walls": walls}))
         threads = own_user or os.geteuid() != 0  # root's threads have no limit
         _fill(rules, filter_program(read_only=False, threads=threads) or b"")
         channels = [input_fd, write_fd, None] if output_fd is None else [input_fd, output_fd, write_fd]
-        inherited = [fd for fd in (orders.fileno(), *channels) if fd is not None]
+        descriptors = [fd for fd in (orders.fileno(), *channels) if fd is not None]
         arguments = [role, *_numbers(orders.fileno(), *channels)]
         try:
-            process = _start(isolation, arguments, inherited, rules, own_user=own_user)
+            process = _start(isolation, arguments, descriptors, rules, own_user=own_user)
         finally:
             os.close(write_fd)
-    running = Contained(process, read_fd)
+    contained_process = Contained(process, read_fd)
     try:
-        yield running
+        yield contained_process
     finally:
-        running.end()
+        contained_process.end()
         os.close(read_fd)
 
 
@@ -298,8 +298,8 @@ def _package_folders() -> list[Path]:
 def _read_files() -> list[Path]:
     """The C library and Python."""
     prefix = Path(sys.base_prefix).resolve()
-    own = [] if prefix.is_relative_to("/usr") else [prefix]
-    return [*(Path(name) for name in LIBRARIES if os.path.exists(name)), *own]
+    python_folders = [] if prefix.is_relative_to("/usr") else [prefix]
+    return [*(Path(name) for name in LIBRARIES if os.path.exists(name)), *python_folders]
 
 
 @functools.cache
@@ -313,13 +313,13 @@ def bubblewrap_command(*, own_user: bool) -> tuple[str, ...]:
     for name, value in ENVIRONMENT.items():
         command += ["--setenv", name, value]
     modules = Path("/modules/mbd_core/evaluation/sandbox")
-    bound = [(path, path) for path in _read_files()]
-    bound += [(path, Path("/packages", path.name)) for path in _package_folders()]
-    bound += [(Path(name), modules / Path(name).name) for name in (plain_data.__file__, sandbox_child.__file__)]
-    parents = {folder for path in (*(path for _, path in bound), *map(Path, DEVICES)) for folder in path.parents}
+    bindings = [(path, path) for path in _read_files()]
+    bindings += [(path, Path("/packages", path.name)) for path in _package_folders()]
+    bindings += [(Path(name), modules / Path(name).name) for name in (plain_data.__file__, sandbox_child.__file__)]
+    parents = {folder for path in (*(path for _, path in bindings), *map(Path, DEVICES)) for folder in path.parents}
     for folder in sorted(parents):
         command += ["--dir", str(folder)]  # what bubblewrap makes by itself is open to root only
-    for source, path in bound:
+    for source, path in bindings:
         if source.is_symlink():
             command += ["--symlink", os.readlink(source), str(path)]
         else:
@@ -327,8 +327,8 @@ def bubblewrap_command(*, own_user: bool) -> tuple[str, ...]:
     for device in DEVICES:
         command += ["--dev-bind", device, device]
     command += ["--perms", "1777", "--size", str(FOLDER_BYTES), "--tmpfs", "/tmp"]
-    kept = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if own_user else []
-    return (*command, "--chdir", "/tmp", "--remount-ro", "/", "--cap-drop", "ALL", *kept)
+    capabilities = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if own_user else []
+    return (*command, "--chdir", "/tmp", "--remount-ro", "/", "--cap-drop", "ALL", *capabilities)
 
 
 @functools.cache
@@ -340,16 +340,18 @@ def available_isolation() -> Isolation:
     return next((name for name in strict if _is_allowed(name)), "limits")
 
 
-def describe_isolation(wanted: Walls = "any") -> str:
-    """How this machine contains programs, for a reader; `ValueError` if it has not the walls that are `wanted`."""
-    found = available_isolation()
-    if wanted == "required" and found not in ISOLATED:
+def describe_isolation(walls: Walls = "any") -> str:
+    """How this machine contains programs, for a reader; `ValueError` if it has not the walls of `walls`."""
+    isolation = available_isolation()
+    if walls == "required" and isolation not in ISOLATED:
         raise ValueError(
             f"--isolation required: this machine has neither bubblewrap nor Landlock: programs would run under "
-            f"{MEANING[found]}; install bubblewrap, or grade where the kernel has Landlock (Linux 5.13)"
+            f"{MEANING[isolation]}; install bubblewrap, or grade where the kernel has Landlock (Linux 5.13)"
         )
-    apart = ", each a user of its own" if has_own_user(found) else ""
-    return f"{MEANING[found]}; at most {THREADS} threads{apart}" if found != "limits" else MEANING[found]
+    user_text = ", each a user of its own" if has_own_user(isolation) else ""
+    return (
+        f"{MEANING[isolation]}; at most {THREADS} threads{user_text}" if isolation != "limits" else MEANING[isolation]
+    )
 
 
 def hide_memory() -> None:
@@ -359,8 +361,8 @@ def hide_memory() -> None:
 
 
 def _is_allowed(isolation: Isolation) -> bool:
-    present = {"bubblewrap": bool(shutil.which("bwrap")), "landlock": landlock_version() > 0}
-    return present.get(isolation, True) and (has_own_user(isolation) or _works(isolation, own_user=False))
+    availability = {"bubblewrap": bool(shutil.which("bwrap")), "landlock": landlock_version() > 0}
+    return availability.get(isolation, True) and (has_own_user(isolation) or _works(isolation, own_user=False))
 
 
 @functools.cache
@@ -372,7 +374,7 @@ def has_own_user(isolation: Isolation) -> bool:
 def _works(isolation: Isolation, *, own_user: bool) -> bool:
     program = "import json, numpy\ndef f():\n    return 1\n"  # their files are there for the program's user too
     order = {"program": program, "entry_point": "f", "inputs": [[]], "convert": ""}
-    with _contained("answer", order, Limits(), None, None, isolation, own_user=own_user) as process:
+    with _contained_process("answer", order, Limits(), None, None, isolation, own_user=own_user) as process:
         try:
             lines = [process.read_line(seconds=PROBE_SECONDS, longest=1000) for _ in range(2)]
         except (TimeoutError, OverflowError):
@@ -415,10 +417,10 @@ def _counts_by_namespace() -> bool:
 
 def _tasks_of_user() -> int:
     """The threads that this process's user has on the machine."""
-    found = 0
+    count = 0
     for folder in os.scandir("/proc"):
         if folder.name.isdecimal():
             with suppress(OSError):
                 if folder.stat().st_uid == os.geteuid():
-                    found += len(os.listdir(f"{folder.path}/task"))
-    return found
+                    count += len(os.listdir(f"{folder.path}/task"))
+    return count

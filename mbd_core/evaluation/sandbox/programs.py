@@ -79,8 +79,8 @@ def run_calls(
                 if refusal is not None:
                     if line is None:
                         return refusal
-                    wrong, num_run = _further(process, number, calls, accept, limits)
-                    return replace(refusal, detail=refusal.detail + _listed(wrong, num_run, len(calls)))
+                    wrong, num_run = _wrong_inputs_from(process, number, calls, accept, limits)
+                    return replace(refusal, detail=refusal.detail + _wrong_text(wrong, num_run, len(calls)))
         except TimeoutError:
             return Verdict(reason="timeout", detail="over its time")
         except OverflowError:
@@ -88,17 +88,17 @@ def run_calls(
     return Verdict(reason="passed")
 
 
-def _further(
+def _wrong_inputs_from(
     process: Contained, first: int, calls: Sequence[Call], accept: Callable[[int, Value], bool], limits: Limits
 ) -> tuple[list[int], int]:
     """The wrong inputs from the `first` on, and how many inputs have an answer."""
     wrong, deadline = [first], time.monotonic() + FURTHER_SECONDS
     for number, call in enumerate(calls[first + 1 :], start=first + 1):
-        left = min(deadline - time.monotonic(), process.left_of(limits.wall_seconds))
-        if left <= 0:
+        seconds = min(deadline - time.monotonic(), process.left_of(limits.wall_seconds))
+        if seconds <= 0:
             return wrong, number
         try:
-            line = process.read_line(seconds=min(call.seconds, left), longest=call.longest)
+            line = process.read_line(seconds=min(call.seconds, seconds), longest=call.longest)
         except (TimeoutError, OverflowError):
             return wrong, number
         if line is None:
@@ -108,20 +108,20 @@ def _further(
     return wrong, len(calls)
 
 
-def _listed(wrong: Sequence[int], num_run: int, num_calls: int) -> str:
+def _wrong_text(wrong: Sequence[int], num_run: int, num_calls: int) -> str:
     """The wrong inputs in words, nothing of a single one."""
     if len(wrong) < 2:
         return ""
-    named = ", ".join(map(str, wrong[:MOST_WRONG])) + (", ..." if len(wrong) > MOST_WRONG else "")
-    of = f"{num_calls}" if num_run == num_calls else f"the first {num_run} of {num_calls}"
-    return f"; wrong inputs: {named} ({len(wrong)} of {of})"
+    inputs = ", ".join(map(str, wrong[:MOST_WRONG])) + (", ..." if len(wrong) > MOST_WRONG else "")
+    calls = f"{num_calls}" if num_run == num_calls else f"the first {num_run} of {num_calls}"
+    return f"; wrong inputs: {inputs} ({len(wrong)} of {calls})"
 
 
 def _judge(
     process: Contained, number: int, line: bytes | None, accept: Callable[[int, Value], bool]
 ) -> Verdict | None:
     if line is None or line[:1] != b"=":
-        return _raised(process, line)
+        return _failure_verdict(process, line)
     try:
         right = accept(number, decode(line[1:]))
     except ValueError as error:
@@ -131,10 +131,10 @@ def _judge(
 
 def _failure(process: Contained, *, seconds: float) -> Verdict | None:
     line = process.read_line(seconds=seconds, longest=LONGEST_VERDICT)
-    return None if line == b"=" else _raised(process, line)
+    return None if line == b"=" else _failure_verdict(process, line)
 
 
-def _raised(process: Contained, line: bytes | None) -> Verdict:
+def _failure_verdict(process: Contained, line: bytes | None) -> Verdict:
     """Why there is no value: the process ended, or an exception."""
     if line is not None:
         name = line[1:].decode(errors="replace")[:100]
@@ -165,7 +165,7 @@ def run_tests(
         calls_out, calls_in = os.pipe()
         answers_out, answers_in = os.pipe()
         try:
-            asked = stack.enter_context(
+            answerer = stack.enter_context(
                 contained("answer", order, limits, input_fd=calls_out, output_fd=answers_in, isolation=isolation)
             )
             process = stack.enter_context(
@@ -175,20 +175,20 @@ def run_tests(
             for fd in (calls_out, calls_in, answers_out, answers_in):
                 os.close(fd)
         try:
-            line = process.read_line(seconds=limits.wall_seconds, longest=LONGEST_VERDICT, beside=[asked])
+            line = process.read_line(seconds=limits.wall_seconds, longest=LONGEST_VERDICT, beside=[answerer])
         except TimeoutError:
             return Verdict(reason="timeout", detail=f"over {limits.wall_seconds:g} s of wall time")
         except OverflowError:
             return Verdict(reason="error", detail="the tests' verdict is no verdict")
-        return _test_verdict(process, asked, line)
+        return _test_verdict(process, answerer, line)
 
 
-def _test_verdict(process: Contained, asked: Contained, line: bytes | None) -> Verdict:
+def _test_verdict(process: Contained, answerer: Contained, line: bytes | None) -> Verdict:
     if line is None:
         return Verdict(reason="error", detail=f"the tests ended early with status {process.end()}")
     reason, _, detail = line.decode(errors="replace").partition(" ")
     if detail == PROGRAM_ENDED:
-        return _raised(asked, None)
+        return _failure_verdict(answerer, None)
     if reason == "error":
         return Verdict(reason="memory" if detail == "MemoryError" else "error", detail=detail)
     return Verdict(reason="passed" if reason == "passed" else "wrong", detail=detail)
@@ -216,7 +216,7 @@ def extract_program(prompt: str, entry_point: str, text: str) -> str:
         if program is not None:
             return _preamble(prompt, entry_point) + program
     for part in (*fenced, *bare):
-        program = _continued(prompt, entry_point, part)
+        program = _continuation(prompt, entry_point, part)
         if program is not None:
             return program
     return prompt + text
@@ -235,7 +235,7 @@ def _defining(part: str, entry_point: str) -> str | None:
     return None
 
 
-def _continued(prompt: str, entry_point: str, part: str) -> str | None:
+def _continuation(prompt: str, entry_point: str, part: str) -> str | None:
     """The prompt with the part as the function's body, or `None` if nothing of the part can follow it."""
     if not part.strip():
         return None
@@ -248,8 +248,8 @@ def _continued(prompt: str, entry_point: str, part: str) -> str | None:
 def _preamble(prompt: str, entry_point: str) -> str:
     """What a prompt defines before the function."""
     definition = re.search(rf"^def {re.escape(entry_point)}\b", prompt, re.MULTILINE)
-    before = prompt[: definition.start()] if definition else ""
-    return before if _parse(before) is not None else ""
+    text_before = prompt[: definition.start()] if definition else ""
+    return text_before if _parse(text_before) is not None else ""
 
 
 def _python_prefix(code: str) -> str | None:
@@ -283,8 +283,8 @@ def _parse(code: str) -> ast.Module | None:
 
 def _function(code: str, name: str) -> ast.stmt | None:
     module = _parse(code)
-    found = [n for n in module.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)] if module else []
-    return next((node for node in found if node.name == name), None)
+    functions = [n for n in module.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)] if module else []
+    return next((node for node in functions if node.name == name), None)
 
 
 def _definitions(code: str) -> str:
@@ -292,12 +292,14 @@ def _definitions(code: str) -> str:
     module = _parse(code)
     assert module is not None
     lines = code.split("\n")
-    kept: set[int] = set()
-    dropped: set[int] = set()
+    kept_lines: set[int] = set()
+    dropped_lines: set[int] = set()
     for node in module.body:
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-        (dropped if _defines_nothing(node) else kept).update(range(first, (node.end_lineno or first) + 1))
-    return "\n".join("" if n in dropped and n not in kept else line for n, line in enumerate(lines, start=1))
+        (dropped_lines if _defines_nothing(node) else kept_lines).update(range(first, (node.end_lineno or first) + 1))
+    return "\n".join(
+        "" if n in dropped_lines and n not in kept_lines else line for n, line in enumerate(lines, start=1)
+    )
 
 
 def _defines_nothing(node: ast.stmt) -> bool:

@@ -62,7 +62,7 @@ class Condition:
     values: tuple[int, ...]
 
 
-def _own(argument: int = 0) -> Condition:
+def _own_process(argument: int = 0) -> Condition:
     """A process or thread by its number: the calling one."""
     return Condition(argument, "in", (0,))
 
@@ -71,14 +71,14 @@ _READING = (0x1 | 0x2 | 0x40 | 0x200,)  # without O_WRONLY, O_RDWR, O_CREAT and 
 _OWN_CLOCK = (Condition(0, "none", (1 << 31,)),)  # the clock of another process is a negative number
 _NAMESPACES = 0x7E020080
 CONDITIONS = {
-    "prlimit64 302 261": (_own(),),
-    "sched_getaffinity 204 123": (_own(),),
-    "sched_getparam 143 121": (_own(),),
-    "sched_getscheduler 145 120": (_own(),),
-    "sched_rr_get_interval 148 127": (_own(),),
-    "getpgid 121 155": (_own(),),
-    "getsid 124 156": (_own(),),
-    "get_robust_list 274 100": (_own(),),
+    "prlimit64 302 261": (_own_process(),),
+    "sched_getaffinity 204 123": (_own_process(),),
+    "sched_getparam 143 121": (_own_process(),),
+    "sched_getscheduler 145 120": (_own_process(),),
+    "sched_rr_get_interval 148 127": (_own_process(),),
+    "getpgid 121 155": (_own_process(),),
+    "getsid 124 156": (_own_process(),),
+    "get_robust_list 274 100": (_own_process(),),
     "clock_gettime 228 113": _OWN_CLOCK,
     "clock_getres 229 114": _OWN_CLOCK,
     "clock_nanosleep 230 115": _OWN_CLOCK,
@@ -106,16 +106,16 @@ def filter_program(*, read_only: bool, threads: bool = True) -> bytes | None:
     column, architecture = ARCHITECTURES[platform.machine()]
     conditions = {**CONDITIONS, **(THREADS if threads else {}), **(READING if read_only else {})}
     parts = [
-        _one(LOAD, ARCHITECTURE),
-        _one(JUMP_EQUAL, architecture, 1, 0),
+        _instruction(LOAD, ARCHITECTURE),
+        _instruction(JUMP_EQUAL, architecture, 1, 0),
         _deny(),  # another instruction set, with other numbers
-        _one(LOAD, NUMBER),
+        _instruction(LOAD, NUMBER),
     ]
     for call in (CALLS if read_only else CALLS.rstrip() + "," + WRITES).split(","):
         parts += _allow_if(_number(call, column), ())
-    for call, needed in conditions.items():
-        parts += _allow_if(_number(call, column), needed)
-    return b"".join([*parts, _one(JUMP_GREATER_EQUAL, RECENT, 0, 1), _deny(errno.ENOSYS), _deny()])
+    for call, call_conditions in conditions.items():
+        parts += _allow_if(_number(call, column), call_conditions)
+    return b"".join([*parts, _instruction(JUMP_GREATER_EQUAL, RECENT, 0, 1), _deny(errno.ENOSYS), _deny()])
 
 
 def _number(call: str, column: int) -> int | None:
@@ -127,25 +127,25 @@ def _allow_if(number: int | None, conditions: Sequence[Condition]) -> list[bytes
     """Allow the call if its arguments are as they must be, else deny it; nothing where it has no number."""
     if number is None:
         return []
-    body = [part for condition in conditions for part in _checked(condition)] + [_one(RETURN, ALLOW)]
-    return [_one(JUMP_EQUAL, number, 0, len(body)), *body]
+    body = [part for condition in conditions for part in _check_condition(condition)] + [_instruction(RETURN, ALLOW)]
+    return [_instruction(JUMP_EQUAL, number, 0, len(body)), *body]
 
 
-def _checked(condition: Condition) -> Iterator[bytes]:
+def _check_condition(condition: Condition) -> Iterator[bytes]:
     """Go on behind the last instruction, which denies the call, if the condition holds."""
-    yield _one(LOAD, ARGUMENTS + 8 * condition.argument)
+    yield _instruction(LOAD, ARGUMENTS + 8 * condition.argument)
     if condition.test == "in":
-        for left, value in zip(range(len(condition.values), 0, -1), condition.values, strict=True):
-            yield _one(JUMP_EQUAL, value, left, 0)
+        for distance, value in zip(range(len(condition.values), 0, -1), condition.values, strict=True):
+            yield _instruction(JUMP_EQUAL, value, distance, 0)
     else:
         (bits,) = condition.values
-        yield _one(JUMP_ANY_BIT, bits, *((1, 0) if condition.test == "some" else (0, 1)))
+        yield _instruction(JUMP_ANY_BIT, bits, *((1, 0) if condition.test == "some" else (0, 1)))
     yield _deny()
 
 
-def _one(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
 def _deny(number: int = errno.EPERM) -> bytes:
-    return _one(RETURN, ERRNO | number)
+    return _instruction(RETURN, ERRNO | number)

@@ -192,14 +192,14 @@ def _best(candidates: Sequence[Candidate], by: By) -> Candidate:
 def knee(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """The knee of (accuracy, TPF) points, as the first lines of this file define it."""
     front = pareto_points(SpeedPoint(decoding={}, accuracy=accuracy, tpf=tpf) for accuracy, tpf in points)
-    slow, fast = front[0], front[-1]
+    slowest, fastest = front[0], front[-1]
     if len(front) == 1:
-        return slow.accuracy, slow.tpf
+        return slowest.accuracy, slowest.tpf
 
     def above_chord(point: SpeedPoint) -> float:
         """Proportional to the distance: the chord goes from (0, 1) to (1, 0)."""
-        along = (point.tpf - slow.tpf) / (fast.tpf - slow.tpf)
-        return along + (point.accuracy - fast.accuracy) / (slow.accuracy - fast.accuracy)
+        share = (point.tpf - slowest.tpf) / (fastest.tpf - slowest.tpf)
+        return share + (point.accuracy - fastest.accuracy) / (slowest.accuracy - fastest.accuracy)
 
     best = max(front, key=lambda point: (round(above_chord(point), 9), point.accuracy))
     return best.accuracy, best.tpf

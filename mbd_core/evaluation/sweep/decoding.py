@@ -28,13 +28,13 @@ Stops = Mapping[str, Sequence[str]]
 def fit_request(request: Request, positions: int) -> Request:
     """The request with as many tokens as a model of `positions` holds behind its prompt, at most its own number. Where
     nothing fits it stays as it is, and the engine refuses it."""
-    most = positions - len(request.prompt)
-    if most < 1:
+    max_tokens = positions - len(request.prompt)
+    if max_tokens < 1:
         return request
     canvas = request.decoding.canvas
     if canvas is None:
-        return replace(request, max_tokens=min(request.max_tokens, most))
-    return replace(request, max_tokens=canvas_max_tokens(canvas, preferred=request.max_tokens, most=most))
+        return replace(request, max_tokens=min(request.max_tokens, max_tokens))
+    return replace(request, max_tokens=canvas_max_tokens(canvas, preferred=request.max_tokens, most=max_tokens))
 
 
 def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, decode: Decode) -> list[Output]:
@@ -47,8 +47,8 @@ def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, de
     if not any(stops.get(request.request_id) for request in requests):
         return engine.generate(list(requests))
     engine.check_idle("generate_until")
-    for admitted in [engine.admission.check(request) for request in requests]:
-        engine.add_admitted(admitted)
+    for checked_request in [engine.admission.check(request) for request in requests]:
+        engine.add_admitted(checked_request)
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     rollouts: dict[str, Rollout] = {}
     outputs: dict[str, Output] = {}

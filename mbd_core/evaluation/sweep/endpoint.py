@@ -121,10 +121,10 @@ def client_of(url: str, key: str | None, *, retries: int = RETRIES) -> "openai.O
         import openai
     except ImportError:
         raise ValueError("--endpoint needs the package openai (pip install 'mbd-cluster[endpoint]')") from None
-    unset: dict[str, Any] = {"OpenAI-Organization": openai.omit, "OpenAI-Project": openai.omit}
+    headers: dict[str, Any] = {"OpenAI-Organization": openai.omit, "OpenAI-Project": openai.omit}
     try:
         return openai.OpenAI(
-            base_url=url, api_key=key or "none", default_headers=unset, max_retries=retries, timeout=SECONDS
+            base_url=url, api_key=key or "none", default_headers=headers, max_retries=retries, timeout=SECONDS
         )
     except Exception as error:  # of whichever HTTP client it has
         raise ValueError(f"--endpoint {url} is no URL that can be asked: {error}") from None
@@ -251,7 +251,8 @@ def error_text(error: Exception, key: str | None) -> str:
 
 TOKEN_SECONDS = 60.0  # for one token, where another request failed
 MOST_STOPS = 4  # that OpenAI's interface takes; all of them end the text
-SHUT = (401, 403, 404, 405, 429, 502, 503)  # what every request would get now, after all that the client tried
+# what every request would get now, after all that the client tried
+CLOSED_STATUSES = (401, 403, 404, 405, 429, 502, 503)
 ODD = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)  # of an answer's content
 
 
@@ -324,7 +325,7 @@ class EndpointStage:
             return columns
         except openai.APIStatusError as error:
             what = f"answers {error.status_code}: {error_text(error, key)}"
-            if error.status_code in SHUT or (error.status_code >= 500 and not _answers(client, endpoint)):
+            if error.status_code in CLOSED_STATUSES or (error.status_code >= 500 and not _answers(client, endpoint)):
                 raise _loss(endpoint, what) from None
             return {"error": f"the endpoint {what}"}
         except openai.APIConnectionError as error:
@@ -380,7 +381,7 @@ def _answers(client: "openai.OpenAI", endpoint: Endpoint) -> bool:
     except openai.APIConnectionError:
         return False
     except openai.APIStatusError as error:
-        return error.status_code < 500 and error.status_code not in SHUT
+        return error.status_code < 500 and error.status_code not in CLOSED_STATUSES
     except openai.OpenAIError:
         return True
     return True

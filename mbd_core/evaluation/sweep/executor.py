@@ -107,8 +107,8 @@ class LocalExecutor:
 
 MOST_DEATHS = 2  # of one part, then of one sample by itself
 MOST_LOST = 4  # parts, or samples, of a model that decodes none
-DIED = f"the engine's process died {MOST_DEATHS} times while it decoded this sample"
-NOTHING = DECODED_COLUMNS.empty_table()  # in the place of what an engine's process died of too often
+DEATH_TEXT = f"the engine's process died {MOST_DEATHS} times while it decoded this sample"
+NO_SAMPLES = DECODED_COLUMNS.empty_table()  # in the place of what an engine's process died of too often
 
 
 class Attempts:
@@ -186,9 +186,11 @@ class DividedParts:
         else:
             self._watch.note_lost(part.model, f"sample {sample} of part {part.number}")
             self._tables[sample] = _dead(self._row_of[sample])
-        whole = [part for part in self._waiting if self._is_whole(part)]
-        self._waiting = [part for part in self._waiting if part not in whole]
-        return [(part.number, _join_samples([self._tables[row["sample"]] for row in part.rows])) for part in whole]
+        whole_parts = [part for part in self._waiting if self._is_whole(part)]
+        self._waiting = [part for part in self._waiting if part not in whole_parts]
+        return [
+            (part.number, _join_samples([self._tables[row["sample"]] for row in part.rows])) for part in whole_parts
+        ]
 
     def check_end(self) -> None:
         """Raise `ModelDies` if parts still wait for their model to decode something."""
@@ -207,7 +209,7 @@ def _join_samples(samples: Sequence[pa.Table]) -> pa.Table:
 
 def _dead(row: Row) -> pa.Table:
     """A sample's graded row, with the reason why it has no text."""
-    return grade_table(pa.Table.from_pylist([{**row, "error": DIED}], schema=with_draws(DECODED_COLUMNS, [row])))
+    return grade_table(pa.Table.from_pylist([{**row, "error": DEATH_TEXT}], schema=with_draws(DECODED_COLUMNS, [row])))
 
 
 def decode_parts(parts: Sequence[Part], executor: Executor, *, decoding: Collection[str]) -> Iterator[NumberedTable]:
@@ -215,7 +217,7 @@ def decode_parts(parts: Sequence[Part], executor: Executor, *, decoding: Collect
 
     Raises `ModelDies`, and as the executor does.
     """
-    by_number, aside, watch = {part.number: part for part in parts}, list[Part](), DeathWatch(decoding)
+    by_number, lost_parts, watch = {part.number: part for part in parts}, list[Part](), DeathWatch(decoding)
     for number, table in executor.decode([(part.number, part.table()) for part in parts]):
         part = by_number[number]
         if len(table):
@@ -223,9 +225,9 @@ def decode_parts(parts: Sequence[Part], executor: Executor, *, decoding: Collect
             yield number, table
         else:
             watch.note_lost(part.model, f"part {number}")
-            aside.append(part)
-    divided = DividedParts(sorted(aside, key=lambda part: part.number), DeathWatch(watch.decoding))
-    if aside:
+            lost_parts.append(part)
+    divided = DividedParts(sorted(lost_parts, key=lambda part: part.number), DeathWatch(watch.decoding))
+    if lost_parts:
         for sample, table in executor.decode(divided.samples()):
             yield from divided.add(sample, table)
         divided.check_end()
@@ -233,4 +235,4 @@ def decode_parts(parts: Sequence[Part], executor: Executor, *, decoding: Collect
 
 def dead_samples(folder: Path) -> set[int]:
     """The samples of a sweep's folder that killed the engine."""
-    return {row["sample"] for row in read_samples(folder, columns=("sample", "error")) if row["error"] == DIED}
+    return {row["sample"] for row in read_samples(folder, columns=("sample", "error")) if row["error"] == DEATH_TEXT}

@@ -139,11 +139,11 @@ class SweepFolder:
 
     def missing(self) -> list[int]:
         """The numbers of the parts that are still to be computed."""
-        return [number for number in self.state.record.parts if not self._has(part_name(number))]
+        return [number for number in self.state.record.parts if not self._has_file(part_name(number))]
 
     def missing_cases(self) -> list[int]:
         """The numbers of the cases that are still to be timed."""
-        return [number for number in self.state.record.cases if not self._has(case_name(number))]
+        return [number for number in self.state.record.cases if not self._has_file(case_name(number))]
 
     def write_part(self, number: int, table: pa.Table) -> None:
         """Write a part of the samples, durably, whole or not at all; a part that is there already stays as it is."""
@@ -156,7 +156,7 @@ class SweepFolder:
         self._write_table(case_name(number), table)
 
     def _write_table(self, name: str, table: pa.Table) -> None:
-        if self._has(name):
+        if self._has_file(name):
             return
         path = self.path / name
         if path.exists():
@@ -192,7 +192,7 @@ class SweepFolder:
             self.state.record = replace(self.state.record, settings=settings)
             self._save()
 
-    def _has(self, name: str) -> bool:
+    def _has_file(self, name: str) -> bool:
         return part_id(self.path / name) == self.state.id
 
     def _save(self) -> None:
@@ -318,10 +318,10 @@ def read_samples(folder: Path, *, columns: Sequence[str] | None = None) -> Itera
         if columns is None:
             yield from pq.read_table(path).to_pylist()
             continue
-        known = set(pq.read_schema(path).names)
-        table = pq.read_table(path, columns=[name for name in columns if name in known])
-        absent = {name: None for name in OPTIONAL if name in columns and name not in known}
-        yield from (row | absent for row in table.to_pylist())
+        present_columns = set(pq.read_schema(path).names)
+        table = pq.read_table(path, columns=[name for name in columns if name in present_columns])
+        missing_columns = {name: None for name in OPTIONAL if name in columns and name not in present_columns}
+        yield from (row | missing_columns for row in table.to_pylist())
 
 
 def part_files(folder: Path) -> Iterator[Path]:

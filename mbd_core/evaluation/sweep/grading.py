@@ -50,21 +50,27 @@ def grade_table(table: pa.Table, *, isolated: bool = False) -> pa.Table:
     return table_of_grades.replace_schema_metadata({ISOLATION: available_isolation()})
 
 
-def with_votes(graded: pa.Table) -> pa.Table:
+def with_votes(samples: pa.Table) -> pa.Table:
     """Graded rows with the votes of math answers to one problem by one configuration: of answers that the task's
     grader takes as equal, the first one. Rows of a sweep that draws no tokens stay as they are."""
-    if VOTE.name not in graded.schema.names:
-        return graded
-    rows = graded.to_pylist()
+    if VOTE.name not in samples.schema.names:
+        return samples
+    rows = samples.to_pylist()
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         task = find_task(row["task"])
         answer = None if runs_programs(task) else row["strict" if task.rule == "strict" else "flexible"]
-        known = groups.setdefault(tuple(row[name] for name in ("model", "method", "config", "task", "problem_id")), [])
-        row["vote"] = None if answer is None else next((one for one in known if same_answer(one, answer)), answer)
-        if answer is not None and row["vote"] not in known:
-            known.append(answer)
-    return pa.Table.from_pylist(rows, schema=graded.schema)
+        answers = groups.setdefault(
+            tuple(row[name] for name in ("model", "method", "config", "task", "problem_id")), []
+        )
+        row["vote"] = (
+            None
+            if answer is None
+            else next((known_answer for known_answer in answers if same_answer(known_answer, answer)), answer)
+        )
+        if answer is not None and row["vote"] not in answers:
+            answers.append(answer)
+    return pa.Table.from_pylist(rows, schema=samples.schema)
 
 
 # Grades samples from other sources: a JSON-lines file and a task's problems in, rows and a summary out.
@@ -121,7 +127,7 @@ def _sample(line: int, raw: bytes, problem_set: ProblemSet, by_id: dict[str, Pro
     forms = [form for form in FORMS if form == "text" or (is_code and (form, problem_set.task.rule) != NO_COMPLETION)]
     form = next((form for form in forms if form in row), None)
     if form is None:
-        fields = " or ".join(f"'{one}'" for one in forms)
+        fields = " or ".join(f"'{field}'" for field in forms)
         raise ValueError(f"no column {fields} with the answer")
     if not isinstance(row[form], str):
         raise ValueError(f"column '{form}' must be text, not {type(row[form]).__name__}")
@@ -195,28 +201,28 @@ def summary(problem_set: ProblemSet, sample_grades: Sequence[SampleGrade]) -> di
 
 def _by_kind(sample_grades: Sequence[SampleGrade]) -> dict[str, dict[str, int]]:
     """LiveCodeBench's samples, and the right ones, of each difficulty, platform and month."""
-    found: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int]] = {}
     for item in sample_grades:
         problem = ContestProblem.unpack(item.sample.problem.reference)
         for kind in (problem.difficulty, problem.platform, problem.date[:7]):
-            count = found.setdefault(kind, {"samples": 0, "correct": 0})
+            count = counts.setdefault(kind, {"samples": 0, "correct": 0})
             count["samples"] += 1
             count["correct"] += item.grade.correct
-    return dict(sorted(found.items()))
+    return dict(sorted(counts.items()))
 
 
 def write_grades(folder: Path, problem_set: ProblemSet, sample_grades: Sequence[SampleGrade]) -> dict[str, Any]:
     """Write `grades.jsonl` in the samples' order, `report.json`, and for code `evalplus.jsonl`, which
     `evalplus.evaluate` takes; the summary."""
-    ordered = sorted(sample_grades, key=lambda item: item.sample.line)
+    grades = sorted(sample_grades, key=lambda item: item.sample.line)
     rows = [
         {"line": item.sample.line, "problem_id": item.sample.problem.problem_id, **asdict(item.grade)}
-        for item in ordered
+        for item in grades
     ]
     write_text(folder / "grades.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     if problem_set.task.rule == "plus":
-        programs = [{"task_id": item.sample.problem.problem_id, "solution": item.solution} for item in ordered]
+        programs = [{"task_id": item.sample.problem.problem_id, "solution": item.solution} for item in grades]
         write_text(folder / "evalplus.jsonl", "".join(json.dumps(row) + "\n" for row in programs))
-    report = summary(problem_set, ordered)
+    report = summary(problem_set, grades)
     write_json(folder / "report.json", report)
     return report

@@ -103,7 +103,7 @@ def plan_variants(
     honoured, a grid field that concerns none of the methods, and `multi` with one slot.
     """
     variants: dict[Variant, None] = {}
-    unused = set(grid)
+    unused_axes = set(grid)
     for name in names:
         if name not in methods:
             raise ValueError(f"unknown method '{name}'; known: {', '.join(methods)}")
@@ -111,7 +111,7 @@ def plan_variants(
         if name == MULTI and defaults.get("buffer_size", 1) == 1:
             base["buffer_size"] = DEFAULT_SLOTS
         axes = {path: values for path, values in grid.items() if _concerns(path, base)}
-        unused -= axes.keys()
+        unused_axes -= axes.keys()
         for values in itertools.product(*axes.values()):
             overrides = _with_values(base, dict(zip(axes, values, strict=True)))
             try:
@@ -121,7 +121,7 @@ def plan_variants(
             if name == MULTI and decoding.buffer_size < 2:
                 raise ValueError("method 'multi' needs buffer_size of at least 2; method 'single' is the one for 1")
             variants[Variant(method=_label(name, defaults), decoding=decoding)] = None
-    for path in sorted(unused):
+    for path in sorted(unused_axes):
         part = path.partition(".")[0]
         hint = f"""; define one: --method NAME='{{"{part}": {{}}}}'""" if "." in path else ""
         hint = "; it takes one with several slots, as multi" if path in MULTI_ONLY else hint
@@ -214,6 +214,6 @@ def _value(name: str, text: str, kinds: tuple[Any, ...]) -> Any:
             try:
                 return kind(text)
             except ValueError:
-                expected = "a whole number" if kind is int else "a number"
-                raise ValueError(f"grid value {name}={text} is not {expected}") from None
+                kind_text = "a whole number" if kind is int else "a number"
+                raise ValueError(f"grid value {name}={text} is not {kind_text}") from None
     return text

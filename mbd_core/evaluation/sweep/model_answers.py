@@ -30,7 +30,7 @@ from mbd_core.evaluation.sweep.decoding import DecodingModel, fit_request
 from mbd_core.files import PartsFolder, durable_file, write_json
 from mbd_core.json_text import differing_fields, parse_json
 from mbd_core.multitf.data.encoding import Chat
-from mbd_core.multitf.data.preparation import Answer
+from mbd_core.multitf.data.preparation import ModelAnswer
 
 ANSWERS_KIND = "decoded answers"  # the kind in its manifest
 SETTINGS, LOCK = "answers.json", ".mbd-answers.lock"
@@ -111,15 +111,15 @@ class ModelAnswers:
         """What the data folder says of its answers."""
         return self.answering.record()
 
-    def answer(self, chats: Sequence[Chat]) -> list[Answer]:
+    def answer(self, chats: Sequence[Chat]) -> list[ModelAnswer]:
         """The answers to chats that end with the user's message; all calls but the last give whole parts."""
         groups = [chats[start : start + PART] for start in range(0, len(chats), PART)]
         parts = dict(enumerate(groups, start=self._next))
         self._next += len(parts)
-        missing = [(number, part) for number, part in parts.items() if not self._keeps(number, part)]
-        if missing:
-            bar = self._progress(missing[0][0] * PART)
-            for number, lines in self._decode(missing):
+        missing_parts = [(number, part) for number, part in parts.items() if not self._keeps(number, part)]
+        if missing_parts:
+            bar = self._progress(missing_parts[0][0] * PART)
+            for number, lines in self._decode(missing_parts):
                 rows = [name | line for name, line in zip(_names(parts[number]), lines, strict=True)]
                 with durable_file(self._file(number)) as new_file:
                     new_file.write_text("".join(json.dumps(line) + "\n" for line in rows), encoding="utf-8")
@@ -138,9 +138,9 @@ class ModelAnswers:
         if not file.exists():
             write_json(file, settings)
             return
-        if different := differing_fields(parse_json(file.read_bytes(), str(file)), settings):
+        if fields := differing_fields(parse_json(file.read_bytes(), str(file)), settings):
             raise ValueError(
-                f"{self.folder} holds answers that were decoded with other settings ({SETTINGS}): {different}; give "
+                f"{self.folder} holds answers that were decoded with other settings ({SETTINGS}): {fields}; give "
                 "those, another --answers, or remove it"
             )
 
@@ -165,12 +165,12 @@ class ModelAnswers:
             self._bar = tqdm(initial=num_done, total=self._num_rows, unit="answers", desc="answers")
         return self._bar
 
-    def _answer(self, line: Line) -> Answer:
+    def _answer(self, line: Line) -> ModelAnswer:
         if line["finish_reason"] == REFUSED or not line["text"].strip():
-            return Answer("", "unanswered")
+            return ModelAnswer("", "unanswered")
         if line["finish_reason"] != "stop" and not self.answering.keep_unfinished:
-            return Answer("", "unfinished")
-        return Answer(line["text"])
+            return ModelAnswer("", "unfinished")
+        return ModelAnswer(line["text"])
 
 
 class PartDecoder:
@@ -210,8 +210,10 @@ class PartDecoder:
                 sampling=sampling,
             )
             requests.append(fit_request(request, engine.admission.max_positions))
-        admitted = [request for request in requests if _is_admitted(engine, request)]
-        outputs = {output.request_id: output for output in engine.generate(admitted)} if admitted else {}
+        admitted_requests = [request for request in requests if _is_admitted(engine, request)]
+        outputs = (
+            {output.request_id: output for output in engine.generate(admitted_requests)} if admitted_requests else {}
+        )
         return [_line(tokenizer, outputs.get(request.request_id)) for request in requests]
 
 
@@ -248,5 +250,5 @@ def _names(chats: Sequence[Chat]) -> list[dict[str, str]]:
 
 def prompt_digest(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """By which a row's stored answer is known to be its own."""
-    shown = [list(messages), list(tools)] if tools else list(messages)
-    return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]
+    content = [list(messages), list(tools)] if tools else list(messages)
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

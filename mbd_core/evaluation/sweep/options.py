@@ -8,7 +8,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.endpoint import Endpoint
 from mbd_core.evaluation.tasks.benchmarks import TASKS
 from mbd_core.evaluation.tasks.prompts import Form
-from mbd_core.evaluation.tasks.recipes import OWN, RECIPES
+from mbd_core.evaluation.tasks.recipes import OWN_CHAT, RECIPES
 from mbd_core.options import CLUSTER, DATA, DECODING, MODEL, Option, check
 from mbd_core.tasks.split import Split
 
@@ -23,7 +23,7 @@ class TaskOptions:
         Sequence[str],
         Option(f"Tasks: {', '.join(TASKS)}; in a sweep also harness:NAME.", DATA, separator=",", metavar=LIST),
     ]
-    recipe: Annotated[str, Option(f"How tasks are asked: {', '.join(RECIPES)}.", DATA, metavar="NAME")] = OWN.name
+    recipe: Annotated[str, Option(f"How tasks are asked: {', '.join(RECIPES)}.", DATA, metavar="NAME")] = OWN_CHAT.name
     examples: Annotated[
         Sequence[str],
         Option(

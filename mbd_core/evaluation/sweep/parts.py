@@ -14,7 +14,7 @@ import pyarrow as pa
 
 # The columns of a sweep's samples after planning, after decoding and after grading.
 #
-# Every stage keeps the columns of its input and adds its own. `input` is what the model is given (`prompts.worded`),
+# Every stage keeps the columns of its input and adds its own. `input` is what the model is given (`prompt_content`),
 # `stop` the strings that end an answer, as JSON; decoding lowers `max_tokens` to what a model holds where the plan
 # says `may_shorten`. A sample that cannot be decoded keeps its row, with the reason in `error`. `seconds` are an
 # endpoint's, network included; an engine's batches mix configurations, so its rows have none. Counts that an endpoint
@@ -212,10 +212,10 @@ def timed_cases(rows: Sequence[Row], timing: Timing) -> list[TimedCase]:
 
 def _timed_rows(rows: Sequence[Row], timing: Timing) -> list[Row]:
     """Those that are sent one at a time, evenly spread, then the further ones, evenly spread over the rest."""
-    alone = spread(rows, timing.problems)
-    samples = {row["sample"] for row in alone}
+    lone_rows = spread(rows, timing.problems)
+    samples = {row["sample"] for row in lone_rows}
     other_rows = [row for row in rows if row["sample"] not in samples]
-    return [*alone, *spread(other_rows, timing.together - len(alone))]
+    return [*lone_rows, *spread(other_rows, timing.together - len(lone_rows))]
 
 
 def spread(rows: Sequence[Row], count: int) -> list[Row]:

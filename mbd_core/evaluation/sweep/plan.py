@@ -130,18 +130,18 @@ class Sweep:
                             "config": variant.config,
                             **inputs.columns(number),
                             "seed": self.seed,
-                            **self._drawn(problem_set.task.name, problem.problem_id, variant.config, draw),
+                            **self._draw_fields(problem_set.task.name, problem.problem_id, variant.config, draw),
                         }
                         sample += 1
 
-    def _drawn(self, task: str, problem: str, config: str, draw: int) -> dict[str, Any]:
+    def _draw_fields(self, task: str, problem: str, config: str, draw: int) -> dict[str, Any]:
         """The columns `DRAWN_COLUMNS` of a row: its noise depends on what it is, not on what stands beside it."""
         if not self.sampling.draws:
             return {}
         subject = json.dumps([self.seed, task, problem, config, draw])
         seed = int.from_bytes(hashlib.sha256(subject.encode()).digest()[:4], "little")
-        drawn = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p, "seed": seed}
-        return {"draw": draw, "sampling": json.dumps(drawn)}
+        fields = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p, "seed": seed}
+        return {"draw": draw, "sampling": json.dumps(fields)}
 
     def settings(self, *, engine: EngineConfig, num_actors: int, on_gpu: bool, machine: str) -> dict[str, Any]:
         """What a reader needs to judge the numbers or to repeat the sweep, by name. `engine` configures each of
@@ -201,7 +201,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         for task in tasks
     ]
     inputs = ask_tasks(problem_sets, recipe, examples=examples, max_tokens=options.max_tokens)
-    for problem_set, asked, generation in load_harness_problems(
+    for problem_set, task_inputs, generation in load_harness_problems(
         [name for name in options.tasks if name.startswith(HARNESS_PREFIX)],
         form=options.form,
         include=options.include_path and str(Path(options.include_path).resolve()),
@@ -214,8 +214,8 @@ def plan_sweep(options: SweepOptions) -> Sweep:
                 f"give --temperature {generation.sampling.temperature}"
             )
         problem_sets.append(problem_set)
-        inputs[problem_set.task.name] = asked
-        prompts.append(asked.prompt)
+        inputs[problem_set.task.name] = task_inputs
+        prompts.append(task_inputs.prompt)
     models: dict[str, str] = {}
     variants: dict[str, list[Variant]] = {}
     notes: list[str] = []
@@ -272,12 +272,12 @@ def _model_settings(folder: Path, *, on_gpu: bool) -> dict[str, Any]:
     """A model's size, training and dtype, without which its accuracy says little: a CPU computes in float32."""
     contents = read_folder(folder)
     dtype = str(contents.stored_dtype).removeprefix("torch.")
-    computed = dtype if on_gpu else "float32"
+    compute_dtype = dtype if on_gpu else "float32"
     return {
         "parameters": f"{contents.config.num_parameters / 1e6:.3g}M",
         "block_size": contents.config.block_size,
         "trained": contents.defaults.get("trained_with", "unknown"),
-        "dtype": computed if computed == dtype else f"{computed} (stored as {dtype})",
+        "dtype": compute_dtype if compute_dtype == dtype else f"{compute_dtype} (stored as {dtype})",
     }
 
 
@@ -299,8 +299,8 @@ def _model_variants(
         raise ValueError(f"--tensor-parallel {tensor_parallel} cannot be honoured: model '{name}': {error}") from None
     for variant in variants:
         assert variant.decoding is not None
-        full = variant.decoding.canvas is not None or variant.decoding.prompt_attention == "full"
-        if full and folder.config.attention != "full":
+        is_full = variant.decoding.canvas is not None or variant.decoding.prompt_attention == "full"
+        if is_full and folder.config.attention != "full":
             raise ValueError(f"method '{variant.method}' needs a full-attention model; '{name}' attends in blocks")
     return variants
 

@@ -21,7 +21,7 @@ ROWS = 2
 # Sizes that were asked for: how rows are batched, and which requests there is memory for.
 ENGINE_SIZES = ("max_rows", "num_pages", "kv_memory_fraction")
 # Columns of a row that are no part of its problem.
-APART = ("sample", "model", "method", "config", "max_tokens", "seed", "draw", "sampling")
+SAMPLE_KEY = ("sample", "model", "method", "config", "max_tokens", "seed", "draw", "sampling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +104,12 @@ def plan_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _problems_digest(rows: Sequence[Row], task: str) -> str:
-    """A hash of a task's problems as they are asked: what the rows of one configuration hold, but for `APART`."""
+    """A hash of a task's problems as they are asked: what the rows of one configuration hold, but for `SAMPLE_KEY`."""
     first = next(row for row in rows if row["task"] == task)
     digest = hashlib.sha256()
     for row in rows:
         if all(row.get(name) == first.get(name) for name in ("model", "task", "method", "config", "draw")):
-            fields = {name: value for name, value in row.items() if name not in APART}
+            fields = {name: value for name, value in row.items() if name not in SAMPLE_KEY}
             digest.update(json.dumps(fields, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 

@@ -75,16 +75,16 @@ class SweepRun:
                 record = replace(record, settings=settings)
             folder = stack.enter_context(SweepFolder.claim(path, record, overwrite=overwrite, publish=publish))
             folder.remove(FAILURE)  # of an earlier run
-            missing, refusal = set(folder.missing()), None
-            if len(missing) < len(record.parts):
-                num_there = len(record.parts) - len(missing)
+            missing_numbers, refusal = set(folder.missing()), None
+            if len(missing_numbers) < len(record.parts):
+                num_there = len(record.parts) - len(missing_numbers)
                 print(f"eval_sweep: {num_there} of {len(record.parts)} parts are there", file=sys.stderr)
             if executor is None:
                 return report(folder)
             folder.note_machine(machine)
             try:
                 parts = [self.parts[number] for number in record.parts]
-                tables = self._compute(parts, missing, executor, stage)
+                tables = self._compute(parts, missing_numbers, executor, stage)
                 collect_samples(tables, folder, parts, num_engines=executor.num_engines)
                 content = report(folder)  # it is there whatever becomes of the times
                 if folder.missing_cases():
@@ -104,17 +104,17 @@ class SweepRun:
         self, parts: Sequence[Part], missing: Collection[int], executor: Executor, stage: EndpointStage
     ) -> Iterator[NumberedTable]:
         """The numbers and graded samples of the missing parts: models' first, then endpoints'."""
-        absent = [part for part in parts if part.number in missing]
+        missing_parts = [part for part in parts if part.number in missing]
         decoding = {part.model for part in parts if part.number not in missing}
-        if model_parts := [part for part in absent if part.model in self.sweep.models]:
+        if model_parts := [part for part in missing_parts if part.model in self.sweep.models]:
             yield from decode_parts(model_parts, executor, decoding=decoding)
-        yield from ask_parts([part for part in absent if part.model in self.sweep.endpoints], executor, stage)
+        yield from ask_parts([part for part in missing_parts if part.model in self.sweep.endpoints], executor, stage)
 
     def _time(self, folder: SweepFolder, executor: Executor) -> ModelRefused | None:
         """Time the missing cases without the samples that killed an engine; the refusal of a model that cannot be
         loaded."""
-        missing = set(folder.missing_cases())
-        cases = [case for case in self.cases if case.number in missing]
+        missing_cases = set(folder.missing_cases())
+        cases = [case for case in self.cases if case.number in missing_cases]
         try:
             collect_times(executor.time(cases, left_out=dead_samples(folder.path)), folder, cases)
         except ModelRefused as error:
@@ -155,17 +155,19 @@ def collect_samples(
 
     Raises `RuntimeError` if some are missing at the end.
     """
-    missing = set(folder.missing())
-    progress = SweepProgress(parts, missing, num_engines=num_engines)
-    total = sum(len(part.rows) for part in parts if part.number in missing)
+    missing_numbers = set(folder.missing())
+    progress = SweepProgress(parts, missing_numbers, num_engines=num_engines)
+    total = sum(len(part.rows) for part in parts if part.number in missing_numbers)
     with tqdm(total=total, unit="sample", desc="sweep", mininterval=1.0) as bar:
         for number, table in tables:
             folder.write_part(number, table)
             bar.update(len(table))
             for line in progress.done(number):
                 bar.write(f"sweep: {line}", file=sys.stderr)
-    if rest := folder.missing():
-        raise RuntimeError(f"{len(rest)} of {len(parts)} parts did not come back; repeat the command for them")
+    if missing_parts := folder.missing():
+        raise RuntimeError(
+            f"{len(missing_parts)} of {len(parts)} parts did not come back; repeat the command for them"
+        )
 
 
 def collect_times(tables: Iterable[tuple[int, pa.Table]], folder: SweepFolder, cases: Sequence[TimedCase]) -> None:

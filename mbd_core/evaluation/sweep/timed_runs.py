@@ -26,9 +26,9 @@ from mbd_core.evaluation.sweep.decoding import (
 from mbd_core.evaluation.sweep.parts import TimedCase, config_of
 
 ALONE, TOGETHER = "alone", "together"
-COPIED = ("model", "method", "task", "config", "problem_id")  # columns of the plan
+PLAN_COLUMNS = ("model", "method", "task", "config", "problem_id")  # columns of the plan
 TIMED_COLUMNS = pa.schema(
-    [(name, pa.string()) for name in (*COPIED, "run")]
+    [(name, pa.string()) for name in (*PLAN_COLUMNS, "run")]
     + [(name, pa.int64()) for name in ("concurrency", "num_tokens", "num_forwards")]
     + [(name, pa.float64()) for name in ("begun", "ended", "decode_seconds")]
     + [("error", pa.string())]
@@ -104,7 +104,7 @@ class TimedStage:
         try:
             rows = self._rows(model, case, left_out)
         except Exception as error:
-            of_case = {name: case.rows[0][name] for name in COPIED}
+            of_case = {name: case.rows[0][name] for name in PLAN_COLUMNS}
             rows = [{**of_case, "error": f"{type(error).__name__}: {error}"}]
         if rows and "error" in rows[0]:
             del model
@@ -119,14 +119,14 @@ class TimedStage:
             for number, request in enumerate(requests)
             if case.rows[number]["sample"] not in left_out and _is_served(model.engine, request)
         ]
-        alone = [requests[number] for number in numbers if number < case.num_alone]
+        lone_requests = [requests[number] for number in numbers if number < case.num_alone]
         at_once = [requests[number] for number in numbers]
-        for warm_up, concurrency in ((alone[:1], 1), (at_once[: self._concurrency], self._concurrency)):
+        for warm_up, concurrency in ((lone_requests[:1], 1), (at_once[: self._concurrency], self._concurrency)):
             list(run_timed(model, warm_up, stops=stops, concurrency=concurrency))
         rows = []
         problems = {request.request_id: row for request, row in zip(requests, case.rows, strict=True)}
         for run, run_requests, concurrency in (
-            (ALONE, alone, 1),
+            (ALONE, lone_requests, 1),
             (TOGETHER, at_once, min(self._concurrency, len(at_once))),
         ):
             for timed_output in run_timed(
@@ -135,7 +135,7 @@ class TimedStage:
                 row, counts = problems[timed_output.output.request_id], timed_output.output.counts
                 rows.append(
                     {
-                        **{name: row[name] for name in COPIED},
+                        **{name: row[name] for name in PLAN_COLUMNS},
                         "run": run,
                         "concurrency": concurrency,
                         "num_tokens": counts.num_tokens,
@@ -217,18 +217,20 @@ def speeds(rows: Iterable[Mapping[str, Any]]) -> list[Speed]:
 
 
 def _speed(model: str, method: str, task: str, config: str, rows: Sequence[Mapping[str, Any]]) -> Speed:
-    alone = [row for row in rows if row["run"] == ALONE]
+    lone_rows = [row for row in rows if row["run"] == ALONE]
     rows_at_once = [row for row in rows if row["run"] == TOGETHER]
-    alone_seconds, together_seconds = ([row["ended"] - row["begun"] for row in run] for run in (alone, rows_at_once))
-    alone_tokens, alone_forwards = (sum(row[name] for row in alone) for name in ("num_tokens", "num_forwards"))
-    decode_seconds = sum(row["decode_seconds"] for row in alone)
+    alone_seconds, together_seconds = (
+        [row["ended"] - row["begun"] for row in run] for run in (lone_rows, rows_at_once)
+    )
+    alone_tokens, alone_forwards = (sum(row[name] for row in lone_rows) for name in ("num_tokens", "num_forwards"))
+    decode_seconds = sum(row["decode_seconds"] for row in lone_rows)
     wall = max(row["ended"] for row in rows_at_once) - min(row["begun"] for row in rows_at_once)
     return Speed(
         model=model,
         method=method,
         task=task,
         config=config,
-        num_alone=len(alone),
+        num_alone=len(lone_rows),
         tpf_alone=_rate(alone_tokens, alone_forwards),
         tps_batch_1=_rate(alone_tokens, sum(alone_seconds)),
         decode_tps_batch_1=_rate(alone_tokens, decode_seconds),
@@ -244,5 +246,5 @@ def _speed(model: str, method: str, task: str, config: str, rows: Sequence[Mappi
     )
 
 
-def _rate(amount: float, per: float) -> float:
-    return amount / per if per else 0.0
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds else 0.0

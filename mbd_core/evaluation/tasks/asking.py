@@ -8,7 +8,7 @@ from typing import Any
 
 from mbd_core.evaluation.tasks.benchmarks import Task
 from mbd_core.evaluation.tasks.problems import ProblemSet
-from mbd_core.evaluation.tasks.prompts import FewShotExample, choose_examples, load_examples, worded
+from mbd_core.evaluation.tasks.prompts import FewShotExample, choose_examples, load_examples, prompt_content
 from mbd_core.evaluation.tasks.recipes import Recipe, TaskPrompt
 
 
@@ -16,7 +16,7 @@ from mbd_core.evaluation.tasks.recipes import Recipe, TaskPrompt
 class TaskInputs:
     """What a model is given for the problems of a task.
 
-    inputs         one for each problem, as `worded` made them
+    inputs         one for each problem, as `prompt_content` made them
     max_tokens     an answer's tokens, at most
     may_shorten    whether an answer may get fewer tokens than that, where a model holds no more positions
     examples_from  the file of the examples, if there are any, and `examples_sha256` a hash of its examples
@@ -60,8 +60,10 @@ def ask_tasks(
 ) -> dict[str, TaskInputs]:
     """`ask` for every task, by its name; `examples` are the files of those that have some."""
     return {
-        one.task.name: ask(one, recipe, examples=examples.get(one.task.name), max_tokens=max_tokens)
-        for one in problem_sets
+        problem_set.task.name: ask(
+            problem_set, recipe, examples=examples.get(problem_set.task.name), max_tokens=max_tokens
+        )
+        for problem_set in problem_sets
     }
 
 
@@ -72,10 +74,11 @@ def ask(problem_set: ProblemSet, recipe: Recipe, *, examples: str | None, max_to
     not wanted.
     """
     prompt = recipe.task_prompt(problem_set.task.name)
-    shown = examples_of(problem_set.task, recipe, examples)
-    chosen = choose_examples(shown, count=prompt.num_examples, choice=prompt.choice)
+    examples_of_task = examples_of(problem_set.task, recipe, examples)
+    examples_of_problem = choose_examples(examples_of_task, count=prompt.num_examples, choice=prompt.choice)
     inputs = tuple(
-        worded(prompt.wording, problem, before) for problem, before in zip(problem_set.problems, chosen, strict=False)
+        prompt_content(prompt.wording, problem, examples_before)
+        for problem, examples_before in zip(problem_set.problems, examples_of_problem, strict=False)
     )
     return TaskInputs(
         prompt=prompt,
@@ -83,23 +86,25 @@ def ask(problem_set: ProblemSet, recipe: Recipe, *, examples: str | None, max_to
         max_tokens=prompt.max_tokens if max_tokens is None else max_tokens,
         may_shorten=max_tokens is None,
         examples_from=examples,
-        examples_sha256=hashlib.sha256(json.dumps([asdict(one) for one in shown]).encode()).hexdigest()
-        if shown
+        examples_sha256=hashlib.sha256(
+            json.dumps([asdict(example) for example in examples_of_task]).encode()
+        ).hexdigest()
+        if examples_of_task
         else None,
     )
 
 
 def examples_of(task: Task, recipe: Recipe, path: str | None) -> list[FewShotExample]:
     """The examples of the user's file, as many as the recipe shows or more; raises as `ask` does."""
-    wanted = recipe.task_prompt(task.name).num_examples
-    if (path is None) != (wanted == 0):
+    num_examples = recipe.task_prompt(task.name).num_examples
+    if (path is None) != (num_examples == 0):
         raise ValueError(
-            f"recipe '{recipe.name}' shows {wanted} solved problems before each of {task.name}; "
+            f"recipe '{recipe.name}' shows {num_examples} solved problems before each of {task.name}; "
             + ("none are wanted" if path else f"name their file: --examples {task.name}=PATH")
         )
     examples = load_examples(task, path) if path else []
-    if len(examples) < wanted:
-        raise ValueError(f"{path}: {wanted} examples are wanted and the file holds {len(examples)}")
+    if len(examples) < num_examples:
+        raise ValueError(f"{path}: {num_examples} examples are wanted and the file holds {len(examples)}")
     return examples
 
 

@@ -138,12 +138,12 @@ def _plus_problem(dataset: Dataset) -> Callable[[str, dict[str, Any]], Problem]:
         _check_dataset(dataset, row["task_id"])
         fields = {name: row[name] for name in PLUS_COLUMNS}
         fields["plus_input"] = list(row["plus_input"])  # a problem without any has `{}` there
-        packed = PlusProblem(dataset=dataset, **fields).pack()
+        reference = PlusProblem(dataset=dataset, **fields).pack()
         text, tests = _words_and_tests(row["prompt"]) if dataset == "mbpp" else ("", "")
         return Problem(
             problem_id=row["task_id"],
             prompt=row["prompt"],
-            reference=packed,
+            reference=reference,
             entry_point=_function_name(row),
             text=text,
             tests=tests,

@@ -57,7 +57,7 @@ def typed_inputs(task_id: str, inputs: Sequence[list[Any]]) -> list[list[Any]]:
     """The inputs of an MBPP+ problem in the types that its tests mean."""
     number = int(task_id.rpartition("/")[2])
     convert = next((rule for numbers, rule in _RULES if number in numbers), list)
-    return [list(convert(given)) for given in inputs]
+    return [list(convert(arguments)) for arguments in inputs]
 
 
 def _all_tuples(value: Any) -> Any:
@@ -65,19 +65,19 @@ def _all_tuples(value: Any) -> Any:
 
 
 _RULES: tuple[tuple[set[int], Callable[[Any], Sequence[Any]]], ...] = (
-    (_PAIRS, lambda given: [tuple(part) for part in given]),
-    (_LISTS_OF_TUPLES, lambda given: [[tuple(item) for item in part] for part in given]),
-    (_FIRST_LIST_OF_TUPLES, lambda given: [[tuple(item) for item in given[0]], given[1]]),
-    (_SECOND_TUPLE, lambda given: [given[0], tuple(given[1])]),
-    ({115}, lambda given: [[set(item) if isinstance(item, list) and item else {} for item in given[0]]]),
-    ({124}, lambda given: [float(given[0]), complex(given[1])]),
-    (_FIRST_TUPLE, lambda given: [tuple(given[0]), given[1]]),
-    (_TUPLES_OF_TUPLES, lambda given: [tuple(tuple(item) for item in part) for part in given]),
-    ({278}, lambda given: [tuple(tuple(item) if isinstance(item, list) else item for item in given[0])]),
-    ({307}, lambda given: [tuple(given[0]), given[1], given[2]]),
-    ({722}, lambda given: [{key: tuple(value) for key, value in given[0].items()}, *given[1:]]),
-    ({252}, lambda given: [complex(given[0])]),
-    (_ALL_TUPLES, lambda given: _all_tuples(given)),
+    (_PAIRS, lambda arguments: [tuple(part) for part in arguments]),
+    (_LISTS_OF_TUPLES, lambda arguments: [[tuple(item) for item in part] for part in arguments]),
+    (_FIRST_LIST_OF_TUPLES, lambda arguments: [[tuple(item) for item in arguments[0]], arguments[1]]),
+    (_SECOND_TUPLE, lambda arguments: [arguments[0], tuple(arguments[1])]),
+    ({115}, lambda arguments: [[set(item) if isinstance(item, list) and item else {} for item in arguments[0]]]),
+    ({124}, lambda arguments: [float(arguments[0]), complex(arguments[1])]),
+    (_FIRST_TUPLE, lambda arguments: [tuple(arguments[0]), arguments[1]]),
+    (_TUPLES_OF_TUPLES, lambda arguments: [tuple(tuple(item) for item in part) for part in arguments]),
+    ({278}, lambda arguments: [tuple(tuple(item) if isinstance(item, list) else item for item in arguments[0])]),
+    ({307}, lambda arguments: [tuple(arguments[0]), arguments[1], arguments[2]]),
+    ({722}, lambda arguments: [{key: tuple(value) for key, value in arguments[0].items()}, *arguments[1:]]),
+    ({252}, lambda arguments: [complex(arguments[0])]),
+    (_ALL_TUPLES, lambda arguments: _all_tuples(arguments)),
 )
 
 
@@ -105,10 +105,10 @@ class Comparison:
         except (ArithmeticError, TypeError, ValueError, AttributeError, RecursionError, MemoryError):
             return False
 
-    def _is_right(self, given: Sequence[Any], out: Value, expected: Value) -> bool:
+    def _is_right(self, arguments: Sequence[Any], out: Value, expected: Value) -> bool:
         if self.dataset == "humaneval" and self.entry_point == "find_zero":
-            return bool(abs(_polynomial(given[0], out.value)) <= self.atol)
-        exact = self._is_exact(given, out.value, expected.value)
+            return bool(abs(_polynomial(arguments[0], out.value)) <= self.atol)
+        exact = self._is_exact(arguments, out.value, expected.value)
         if self._atol == 0 and _is_floats(expected.value):
             self._atol = FLOAT_TOLERANCE
         if exact or self._atol == 0:
@@ -117,7 +117,7 @@ class Comparison:
             return False
         return bool(np.allclose(out.value, expected.value, rtol=RELATIVE_TOLERANCE, atol=self._atol))
 
-    def _is_exact(self, given: Sequence[Any], out: Any, expected: Any) -> bool:
+    def _is_exact(self, arguments: Sequence[Any], out: Any, expected: Any) -> bool:
         exact = bool(out == expected)
         if self.dataset != "mbpp":
             return exact
@@ -126,9 +126,9 @@ class Comparison:
         if self.entry_point == "sum_div":
             return exact or out == 0
         if self.entry_point == "surface_Area":
-            return exact or abs(out - _surface_area(*given)) <= self._atol
+            return exact or abs(out - _surface_area(*arguments)) <= self._atol
         if self.entry_point == "digit_distance_nums":
-            return exact or out == _digit_distance(*given)
+            return exact or out == _digit_distance(*arguments)
         if self.entry_point in SET_ANSWERS:
             return set(out) == set(expected)
         return exact
@@ -258,9 +258,9 @@ class OracleFailure(RuntimeError):
 
 
 @functools.lru_cache(maxsize=1024)
-def find_oracle(packed: str) -> ProblemOracle:
+def find_oracle(reference: str) -> ProblemOracle:
     """Run the canonical solution of a packed problem once in the sandbox; raises `OracleFailure`."""
-    problem = PlusProblem.unpack(packed)
+    problem = PlusProblem.unpack(reference)
     base, plus = problem.inputs()
     inputs = [*base, *plus]
     expected: list[Value] = []
@@ -270,7 +270,7 @@ def find_oracle(packed: str) -> ProblemOracle:
         expected.append(Value(out.value is not None, "bool", out.seconds) if is_given else out)
         return True
 
-    calls = [Call(arguments=given, seconds=LONGEST_SECONDS, longest=LONGEST_CANONICAL) for given in inputs]
+    calls = [Call(arguments=arguments, seconds=LONGEST_SECONDS, longest=LONGEST_CANONICAL) for arguments in inputs]
     limits = Limits(wall_seconds=2 * LONGEST_SECONDS, cpu_seconds=int(2 * LONGEST_SECONDS), memory_bytes=MEMORY_BYTES)
     program = problem.prompt + problem.canonical_solution
     verdict = run_calls(program, problem.entry_point, calls, keep, limits=limits)
@@ -287,8 +287,8 @@ def find_oracle(packed: str) -> ProblemOracle:
         inputs=tuple(inputs),
         expected=tuple(expected),
         calls=tuple(
-            Call(arguments=given, seconds=limit, longest=4 * length + SPARE_BYTES)
-            for given, limit, length in zip(inputs, seconds, lengths, strict=True)
+            Call(arguments=arguments, seconds=limit, longest=4 * length + SPARE_BYTES)
+            for arguments, limit, length in zip(inputs, seconds, lengths, strict=True)
         ),
         num_base=len(base),
         limits=Limits(wall_seconds=total, cpu_seconds=int(total) + 1, memory_bytes=MEMORY_BYTES),
@@ -310,9 +310,9 @@ class PlusVerdict:
     verdict: Verdict
 
 
-def judge_program(packed: str, program: str) -> PlusVerdict:
+def judge_program(reference: str, program: str) -> PlusVerdict:
     """Run a program on all inputs of a packed problem, by EvalPlus's rules; the first wrong result decides."""
-    oracle = find_oracle(packed)
+    oracle = find_oracle(reference)
     base, plus = oracle.comparisons()
     num_right = 0  # before the first wrong one
 

@@ -21,27 +21,29 @@ class Generation:
     decoding: Mapping[str, Any]
 
 
-def read_generation(given: Mapping[str, Any]) -> Generation:
+def read_generation(fields: Mapping[str, Any]) -> Generation:
     """The generation that a task's `generation_kwargs` (and `--gen_kwargs`) ask for; other names are decoding fields.
 
     Without a limit it is 4,096 tokens, or what the model holds. Raises `ValueError` for a value that cannot be
     honoured.
     """
-    rest = dict(given)
-    until = rest.pop("until", None) or []
+    other_fields = dict(fields)
+    until = other_fields.pop("until", None) or []
     stop = (until,) if isinstance(until, str) else tuple(until)
     if not all(isinstance(s, str) for s in stop):
         raise ValueError(f"until={until!r} must be a text or a list of texts")
-    limits = {name: rest.pop(name) for name in LIMITS if name in rest}
+    limits = {name: other_fields.pop(name) for name in LIMITS if name in other_fields}
     if len(set(limits.values())) > 1:
         raise ValueError(f"{limits} are two limits of one answer; give one")
     limit = next(iter(limits.values()), LONGEST_ANSWER)
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise ValueError(f"{next(iter(limits), '')}={limit!r} must be a whole number of at least 1")
-    draws = rest.pop("do_sample", None)
-    sampled = {name: rest.pop(name) for name in SAMPLED if rest.get(name) is not None}
+    draws = other_fields.pop("do_sample", None)
+    sampling = {name: other_fields.pop(name) for name in SAMPLED if other_fields.get(name) is not None}
     if draws is False:
-        sampled["temperature"] = 0.0
-    elif draws and not sampled.get("temperature"):
+        sampling["temperature"] = 0.0
+    elif draws and not sampling.get("temperature"):
         raise ValueError("do_sample=True needs a temperature above 0")
-    return Generation(max_tokens=limit, stop=tuple(s for s in stop if s), sampling=Sampling(**sampled), decoding=rest)
+    return Generation(
+        max_tokens=limit, stop=tuple(s for s in stop if s), sampling=Sampling(**sampling), decoding=other_fields
+    )

@@ -80,15 +80,15 @@ def grade_program(task: Task, problem: Problem, program: str, *, limits: Limits 
         return Grade(correct=False, reason="error", detail="the program is no text")
     if task.rule == "plus":
         try:
-            judged = judge_program(problem.reference, program)
+            program_verdict = judge_program(problem.reference, program)
         except OracleFailure as error:
             return Grade(correct=False, reason="ungradable", detail=str(error))
         return Grade(
-            correct=judged.plus,
-            reason=judged.verdict.reason,
-            detail=judged.verdict.detail,
-            base_correct=judged.base,
-            plus_correct=judged.plus,
+            correct=program_verdict.plus,
+            reason=program_verdict.verdict.reason,
+            detail=program_verdict.verdict.detail,
+            base_correct=program_verdict.base,
+            plus_correct=program_verdict.plus,
         )
     if task.rule == "contest":
         verdict = judge_contest(problem.reference, program)
@@ -128,8 +128,8 @@ def _grade_math(task: Task, problem: Problem, text: str) -> Grade:
         flexible = flexible_number(text)
         flexible_correct = same_number(flexible, problem.reference)
     else:
-        found = judge_answer(problem.reference, _from_mark(text, task.mark) if task.rule == "flexible" else text)
-        flexible, flexible_correct, failure = found.found, found.correct, failure or found.failure
+        judgement = judge_answer(problem.reference, _from_mark(text, task.mark) if task.rule == "flexible" else text)
+        flexible, flexible_correct, failure = judgement.answer, judgement.correct, failure or judgement.failure
     correct = strict_correct if task.rule == "strict" else flexible_correct
     return Grade(
         correct=correct,

@@ -32,9 +32,9 @@ def load_harness_problems(
     """
     groups_of: dict[str, list[str]] = {}
     for name in (name.removeprefix(HARNESS_PREFIX) for name in names):
-        loaded = _loaded(name, include)
-        for task_name in loaded["tasks"]:
-            groups_of.setdefault(task_name, []).extend([name] if name in loaded["groups"] else [])
+        objects = _harness_objects(name, include)
+        for task_name in objects["tasks"]:
+            groups_of.setdefault(task_name, []).extend([name] if name in objects["groups"] else [])
     return [
         _problems(task_name, groups, form=form, include=include, limit=limit, max_tokens=max_tokens)
         for task_name, groups in groups_of.items()
@@ -42,7 +42,7 @@ def load_harness_problems(
 
 
 @functools.lru_cache(maxsize=64)
-def _loaded(name: str, include: str | None) -> dict[str, Any]:
+def _harness_objects(name: str, include: str | None) -> dict[str, Any]:
     """The harness's objects of a name, `tasks` and `groups`, by theirs."""
     try:
         manager = manager_of(include)
@@ -56,14 +56,14 @@ def _loaded(name: str, include: str | None) -> dict[str, Any]:
             "`lm_eval ls tasks` lists its own, and --include names a folder with others"
         )
     try:
-        loaded = manager.load([name])
+        objects = manager.load([name])
     except Exception as error:  # of whichever step: the file, the data set, the network
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(
             f"task '{HARNESS_PREFIX}{name}' cannot be loaded: {type(error).__name__}: {reason}; where its data set "
             "cannot be reached, give a task file that names local files (dataset_path: json) in --include"
         ) from None
-    return dict(loaded)
+    return dict(objects)
 
 
 @functools.lru_cache(maxsize=4)
@@ -75,7 +75,7 @@ def manager_of(include: str | None) -> Any:
 
 
 def _task(name: str, include: str | None) -> Any:
-    (task,) = _loaded(name, include)["tasks"].values()
+    (task,) = _harness_objects(name, include)["tasks"].values()
     return task
 
 
@@ -97,8 +97,8 @@ def _problems(
     chat = {"apply_chat_template": True, "fewshot_as_multiturn": form == "turns", "chat_template": _messages}
     task.set_fewshot_seed(seed=FEW_SHOT_SEED)  # each time: the same examples however often a process plans
     task.build_all_requests(limit=limit, tokenizer_name="sweep", **(chat if form != "plain" else {}))
-    asked = [instance.args for instance in task.instances]
-    generation = read_generation(asked[0][1])
+    arguments = [instance.args for instance in task.instances]
+    generation = read_generation(arguments[0][1])
     if generation.decoding:
         raise ValueError(f"task '{label}' asks for {', '.join(generation.decoding)}, which is no field of a sweep")
     source = f"lm-evaluation-harness {version('lm_eval')}, task {name}"
@@ -116,7 +116,7 @@ def _problems(
                 }
             ),
         )
-        for instance, (context, _) in zip(task.instances, asked, strict=True)
+        for instance, (context, _) in zip(task.instances, arguments, strict=True)
     )
     prompt = TaskPrompt(
         wording=Wording(form=form),
@@ -129,7 +129,7 @@ def _problems(
     )
     inputs = TaskInputs(
         prompt=prompt,
-        inputs=tuple(json.dumps(context) if form == "plain" else context for context, _ in asked),
+        inputs=tuple(json.dumps(context) if form == "plain" else context for context, _ in arguments),
         max_tokens=generation.max_tokens if max_tokens is None else max_tokens,
         may_shorten=max_tokens is None,
     )
@@ -147,21 +147,23 @@ def harness_metrics(task: Task, problem: Problem, text: str) -> Metrics:
     """The metrics of one answer by every filter of its task, as the harness computes them."""
     from lm_eval.api.instance import Instance
 
-    asked = json.loads(problem.reference)
-    own = _task(task.name.removeprefix(HARNESS_PREFIX), asked["include"])
-    doc = own.eval_docs[asked["doc_id"]]
+    reference = json.loads(problem.reference)
+    harness_task = _task(task.name.removeprefix(HARNESS_PREFIX), reference["include"])
+    doc = harness_task.eval_docs[reference["doc_id"]]
     instance = Instance(
         request_type="generate_until",
         doc=doc,
         arguments=(problem.prompt, {}),
         idx=0,
-        metadata=(own.config.task, asked["doc_id"], 1),
+        metadata=(harness_task.config.task, reference["doc_id"], 1),
     )
     instance.resps = [text]
-    own._instances = [instance]
-    own.apply_filters()
-    found = {name: own.process_results(doc, [one]) for name, one in instance.filtered_resps.items()}
-    return json.loads(json.dumps(found, default=_plain))
+    harness_task._instances = [instance]
+    harness_task.apply_filters()
+    metrics = {
+        name: harness_task.process_results(doc, [response]) for name, response in instance.filtered_resps.items()
+    }
+    return json.loads(json.dumps(metrics, default=_plain))
 
 
 def _plain(value: Any) -> Any:
@@ -178,8 +180,10 @@ def aggregate(name: str, include: str | None, answers: Sequence[Metrics]) -> Met
     """The task's own aggregation of its answers' metrics, by filter and metric."""
     rules = _task(name.removeprefix(HARNESS_PREFIX), include).aggregation()
     return {
-        by: {metric: float(rules[metric]([one[by][metric] for one in answers])) for metric in metrics}
-        for by, metrics in answers[0].items()
+        filter_name: {
+            metric: float(rules[metric]([answer[filter_name][metric] for answer in answers])) for metric in metrics
+        }
+        for filter_name, metrics in answers[0].items()
     }
 
 
@@ -188,22 +192,26 @@ def aggregate_groups(name: str, include: str | None, tasks: Mapping[str, tuple[M
 
     `tasks` are the aggregated metrics of the harness's tasks, each with the number of its answers.
     """
-    flat = {
+    rows = {
         task: {
             "sample_len": num_answers,
-            **{f"{metric},{by}": value for by, all_of in metrics.items() for metric, value in all_of.items()},
+            **{
+                f"{metric},{filter_name}": value
+                for filter_name, all_of in metrics.items()
+                for metric, value in all_of.items()
+            },
         }
         for task, (metrics, num_answers) in tasks.items()
     }
-    found: dict[str, Metrics] = {}
-    for group, rule in _loaded(name, include)["groups"].items():
-        for key, value in rule.aggregate(flat).items():
-            metric, comma, by = key.rpartition(",")
+    averages: dict[str, Metrics] = {}
+    for group, rule in _harness_objects(name, include)["groups"].items():
+        for key, value in rule.aggregate(rows).items():
+            metric, comma, filter_name = key.rpartition(",")
             if comma and not metric.endswith("_stderr"):
-                found.setdefault(group, {}).setdefault(by, {})[metric] = float(value)
-    return found
+                averages.setdefault(group, {}).setdefault(filter_name, {})[metric] = float(value)
+    return averages
 
 
 def group_tasks(name: str, group: str, include: str | None) -> list[str]:
     """The names of a group's tasks, `group` being the group `name` or one in it."""
-    return [task.task_name for task in _loaded(name, include)["groups"][group].get_all_tasks()]
+    return [task.task_name for task in _harness_objects(name, include)["groups"][group].get_all_tasks()]

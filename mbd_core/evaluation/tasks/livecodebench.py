@@ -111,7 +111,7 @@ class ContestProblem:
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> "ContestProblem":
         """The problem of a row; `ValueError` for tests that cannot be read."""
-        metadata = _parsed(row["metadata"] or "{}", "metadata", dict)
+        metadata = _parse_column(row["metadata"] or "{}", "metadata", dict)
         function = metadata.get("func_name") or ""
         if function and not (isinstance(function, str) and function.isidentifier()):
             raise ValueError(f"column 'metadata' must have a method's name as 'func_name', not {function!r}")
@@ -149,7 +149,7 @@ def answer_form(starter: str) -> str:
     return WITH_STARTER.format(starter=starter) if starter else WITHOUT_STARTER
 
 
-def _parsed(text: str, column: str, kind: type) -> Any:
+def _parse_column(text: str, column: str, kind: type) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -161,7 +161,7 @@ def _parsed(text: str, column: str, kind: type) -> Any:
 
 def _tests(text: str, column: str) -> list[tuple[str, str]]:
     try:
-        tests = [(test["input"], test["output"]) for test in _parsed(text, column, list)]
+        tests = [(test["input"], test["output"]) for test in _parse_column(text, column, list)]
     except (KeyError, TypeError):
         raise ValueError(f"column '{column}' must be a list of tests, each with 'input' and 'output'") from None
     if not all(isinstance(part, str) for test in tests for part in test):
@@ -229,19 +229,19 @@ def method_program(program: str, function: str) -> str:
 
 def same_output(out: str, expected: str) -> bool:
     """Whether two outputs have the same lines, without the spaces around each; lines of numbers by their values."""
-    lines, wanted = _lines(out), _lines(expected)
-    return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
+    lines, expected_lines = _lines(out), _lines(expected)
+    return len(lines) == len(expected_lines) and all(map(_same_line, lines, expected_lines))
 
 
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.strip().split("\n")]
 
 
-def _same_line(line: str, wanted: str) -> bool:
-    if line == wanted:
+def _same_line(line: str, expected: str) -> bool:
+    if line == expected:
         return True
     try:
-        return [Decimal(part) for part in line.split()] == [Decimal(part) for part in wanted.split()]
+        return [Decimal(part) for part in line.split()] == [Decimal(part) for part in expected.split()]
     except InvalidOperation:
         return False
 
@@ -252,25 +252,25 @@ def same_result(out: Any, expected: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def _calls(packed: str) -> tuple[list[Call], list[Any]]:
+def _calls(reference: str) -> tuple[list[Call], list[Any]]:
     """The calls of a packed problem, and what they should give."""
-    problem = ContestProblem.unpack(packed)
+    problem = ContestProblem.unpack(reference)
     tests = problem.tests()
     arguments: list[Sequence[Any]] = [
-        [json.loads(line) for line in given.split("\n")] if problem.function else [given] for given, _ in tests
+        [json.loads(line) for line in text.split("\n")] if problem.function else [text] for text, _ in tests
     ]
-    expected = [json.loads(wanted) if problem.function else wanted for _, wanted in tests]
+    expected = [json.loads(output) if problem.function else output for _, output in tests]
     calls = [
-        Call(arguments=given, seconds=TEST_SECONDS, longest=12 * len(wanted) + SPARE_BYTES)
-        for given, (_, wanted) in zip(arguments, tests, strict=True)
+        Call(arguments=call_arguments, seconds=TEST_SECONDS, longest=12 * len(output) + SPARE_BYTES)
+        for call_arguments, (_, output) in zip(arguments, tests, strict=True)
     ]
     return calls, expected
 
 
-def judge_contest(packed: str, program: str) -> Verdict:
+def judge_contest(reference: str, program: str) -> Verdict:
     """Run a program on all tests of a packed problem, by the benchmark's rule; the first wrong result decides."""
-    calls, expected = _calls(packed)
-    function = ContestProblem.unpack(packed).function
+    calls, expected = _calls(reference)
+    function = ContestProblem.unpack(reference).function
 
     def accept(number: int, out: Value) -> bool:
         if function:

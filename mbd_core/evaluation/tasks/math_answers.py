@@ -66,32 +66,32 @@ def same_number(answer: str | None, reference: str) -> bool:
 def boxed(text: str) -> str | None:
     """The content of the last box, `\\boxed{...}`, `\\fbox{...}` or `\\boxed 9`; `None` without one that is closed."""
     text = BARE_BOX.sub(r"\\boxed{\1}", text)
-    closed = list(_closed_boxes(text))
-    if not closed:
+    boxes = list(_closed_boxes(text))
+    if not boxes:
         return None
-    _, begin, end = max(closed)
+    _, begin, end = max(boxes)
     return text[begin:end]
 
 
 def outermost_boxes(text: str) -> list[tuple[int, int, int]]:
     """Where closed boxes that lie in no other begin, and where their contents begin and end, in their order."""
-    found: list[tuple[int, int, int]] = []
+    boxes: list[tuple[int, int, int]] = []
     for box in sorted(_closed_boxes(text)):
-        if not found or box[0] > found[-1][2]:
-            found.append(box)
-    return found
+        if not boxes or box[0] > boxes[-1][2]:
+            boxes.append(box)
+    return boxes
 
 
 def _closed_boxes(text: str) -> Iterator[tuple[int, int, int]]:
     """Every box whose brace is closed, as `outermost_boxes` gives them, the innermost first. Each character is read
     once, whatever stands open."""
-    opened: list[tuple[int, int] | None] = []
+    braces: list[tuple[int, int] | None] = []
     for match in _BRACE.finditer(text):
         if match[0] == "{":
-            opened.append(None)
+            braces.append(None)
         elif "box" in match[0]:
-            opened.append(match.span())
-        elif match[0] == "}" and opened and (box := opened.pop()) is not None:
+            braces.append(match.span())
+        elif match[0] == "}" and braces and (box := braces.pop()) is not None:
             yield *box, match.start()
 
 
@@ -106,7 +106,7 @@ LONGEST_TEXT = 20_000
 class MathAnswer:
     """The answer found in a text, and whether it is right; `failure` says why there is none."""
 
-    found: str | None = None
+    answer: str | None = None
     correct: bool = False
     failure: str = ""
 
@@ -132,7 +132,7 @@ class MathJudge:
             except (EOFError, BrokenPipeError):
                 self._end()
                 return MathAnswer(failure="math-verify's process ended")
-        return MathAnswer(found=result["found"], correct=result["correct"], failure=result.get("error", ""))
+        return MathAnswer(answer=result["answer"], correct=result["correct"], failure=result.get("error", ""))
 
     def close(self) -> None:
         """End the worker."""
@@ -180,9 +180,9 @@ def judge_answer(gold: str, text: str) -> MathAnswer:
     return _JUDGE.judge(gold, text)
 
 
-def same_answer(one: str, other: str) -> bool:
+def same_answer(first: str, second: str) -> bool:
     """Whether two answers count as one: the same text or number, or equal by math-verify."""
-    numbers = parse_number(one), parse_number(other)
-    if one == other or None not in numbers:
-        return one == other or numbers[0] == numbers[1]
-    return judge_answer(one, f"\\boxed{{{other}}}").correct
+    numbers = parse_number(first), parse_number(second)
+    if first == second or None not in numbers:
+        return first == second or numbers[0] == numbers[1]
+    return judge_answer(first, f"\\boxed{{{second}}}").correct

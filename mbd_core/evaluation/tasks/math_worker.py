@@ -37,11 +37,11 @@ def normalized(text: str) -> str:
 def _boxes_undressed(text: str) -> str:
     """The text with every box as `\\boxed{...}`, which math-verify reads, around its undressed content."""
     text = BARE_BOX.sub(r"\\boxed{\1}", text)
-    parts, last = list[str](), 0
+    parts, end_of_last = list[str](), 0
     for start, begin, end in outermost_boxes(text):
-        parts += [text[last:start], r"\boxed{", undressed(text[begin:end]), "}"]
-        last = end + 1
-    return "".join([*parts, text[last:]])
+        parts += [text[end_of_last:start], r"\boxed{", undressed(text[begin:end]), "}"]
+        end_of_last = end + 1
+    return "".join([*parts, text[end_of_last:]])
 
 
 def undressed(content: str) -> str:
@@ -52,18 +52,18 @@ def undressed(content: str) -> str:
         content = EDGES.sub("", content)
         if content.endswith((".", ",", ";", ":")) and not content.endswith(ELLIPSIS):
             content = content[:-1]
-        for left, right in DELIMITERS:
-            inside = content[len(left) : -len(right)]
+        for opening, closing in DELIMITERS:
+            inner = content[len(opening) : -len(closing)]
             if (
-                content.startswith(left)
-                and content.endswith(right)
-                and inside
-                and left not in inside.replace(r"\$", "")
+                content.startswith(opening)
+                and content.endswith(closing)
+                and inner
+                and opening not in inner.replace(r"\$", "")
             ):
-                content = inside
-        for left in (*FONTS, "{"):
-            if content.startswith(left) and _closes_at_end(content, len(left)):
-                content = content[len(left) : -1]
+                content = inner
+        for opening in (*FONTS, "{"):
+            if content.startswith(opening) and _closes_at_end(content, len(opening)):
+                content = content[len(opening) : -1]
         if match := NUMBER_IN_TEXT.fullmatch(content):
             content = match[1]
     return COMMAS.sub(lambda number: number[0].replace(",", ""), content)
@@ -83,10 +83,10 @@ def judge(gold: str, text: str) -> dict[str, Any]:
     """What math-verify finds in the text, as it understands it, and whether that equals the gold answer."""
     from math_verify import parse, verify
 
-    found = parse(normalized(text), parsing_timeout=None, raise_on_error=True)
-    right = parse(f"\\boxed{{{undressed(gold)}}}", parsing_timeout=None, raise_on_error=True)
-    correct = bool(found) and verify(right, found, timeout_seconds=None, raise_on_error=True)
-    return {"found": str(found[0])[:200] if found else None, "correct": bool(correct)}
+    answer = parse(normalized(text), parsing_timeout=None, raise_on_error=True)
+    gold_answer = parse(f"\\boxed{{{undressed(gold)}}}", parsing_timeout=None, raise_on_error=True)
+    correct = bool(answer) and verify(gold_answer, answer, timeout_seconds=None, raise_on_error=True)
+    return {"answer": str(answer[0])[:200] if answer else None, "correct": bool(correct)}
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def main() -> None:
         try:
             result = judge(**json.loads(line))
         except Exception as error:  # sympy raises whatever it likes for texts that are no mathematics
-            result = {"found": None, "correct": False, "error": type(error).__name__}
+            result = {"answer": None, "correct": False, "error": type(error).__name__}
         print(json.dumps(result), flush=True)
 
 

@@ -39,8 +39,8 @@ def read_rows(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 
 def _hub_rows(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    name, _, rest = path.removeprefix(HUB).partition(":")
-    configuration, _, split = rest.partition(":")
+    name, _, split_name = path.removeprefix(HUB).partition(":")
+    configuration, _, split = split_name.partition(":")
     if not name:
         raise ValueError(f"{path} names no data set; write {HUB}NAME, or {HUB}NAME:CONFIGURATION:SPLIT")
     try:
@@ -125,10 +125,10 @@ def _read_problems(task: Task, path: str) -> list[Problem]:
     place_of: dict[str, str] = {}
     for number, place, row in read_rows(path):
         try:
-            checked = _checked_row(row, columns=task.columns)
-            if not task.is_asked(checked):
+            row_values = _checked_row(row, columns=task.columns)
+            if not task.is_asked(row_values):
                 continue
-            problem = task.problem(f"{task.name}/{number}", checked)
+            problem = task.problem(f"{task.name}/{number}", row_values)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
         if problem.problem_id in place_of:
@@ -147,8 +147,8 @@ def _checked_row(row: dict[str, Any], *, columns: Mapping[str, type | tuple[type
         if column not in row:
             raise ValueError(f"no column '{column}'; a row needs {', '.join(columns)}")
         if not isinstance(row[column], kind):
-            wanted = " or ".join(_KINDS[k] for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise ValueError(f"column '{column}' must be {wanted}, not {type(row[column]).__name__}")
+            kind_names = " or ".join(_KINDS[k] for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise ValueError(f"column '{column}' must be {kind_names}, not {type(row[column]).__name__}")
     return row
 
 

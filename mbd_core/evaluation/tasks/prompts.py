@@ -53,35 +53,35 @@ class FewShotExample:
     tests: str = ""
 
 
-def worded(wording: Wording, problem: Problem, examples: Sequence[FewShotExample] = ()) -> str:
+def prompt_content(wording: Wording, problem: Problem, examples: Sequence[FewShotExample] = ()) -> str:
     """The model's input as JSON: the messages of a chat, or one text. `prompt_ids` takes it."""
-    shown = [
+    example_texts = [
         (wording.text.format(question=e.question, tests=e.tests), wording.answer.format(answer=e.answer))
         for e in examples
     ]
-    asked = wording.text.format(question=problem.text or problem.prompt, tests=problem.tests)
+    query = wording.text.format(question=problem.text or problem.prompt, tests=problem.tests)
     system = [{"role": "system", "content": wording.system}] if wording.system else []
     if wording.form == "turns":
-        turns = [turn for pair in shown for turn in zip(("user", "assistant"), pair, strict=True)]
+        turns = [turn for pair in example_texts for turn in zip(("user", "assistant"), pair, strict=True)]
         messages = [{"role": role, "content": content} for role, content in turns]
-        return json.dumps([*system, *messages, *question(asked)])
-    whole = wording.between.join([*(text + wording.joint + answer for text, answer in shown), asked])
-    return json.dumps(whole if wording.form == "plain" else [*system, *question(whole)])
+        return json.dumps([*system, *messages, *question(query)])
+    prompt_text = wording.between.join([*(text + wording.joint + answer for text, answer in example_texts), query])
+    return json.dumps(prompt_text if wording.form == "plain" else [*system, *question(prompt_text)])
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, inputs: Sequence[str]) -> list[list[int]]:
-    """Token ids of what `worded` returned: a chat in the model's template, a text with the tokenizer's own special
+    """Token ids of `prompt_content`'s results: a chat in the model's template, a text with the tokenizer's own special
     tokens before it. Raises `ValueError` for a chat if the tokenizer has no template."""
-    given: list[Any] = [json.loads(text) for text in inputs]
-    chats = iter(chat_prompts(tokenizer, [one for one in given if not isinstance(one, str)]))
-    texts = [one for one in given if isinstance(one, str)]
+    contents: list[Any] = [json.loads(text) for text in inputs]
+    chats = iter(chat_prompts(tokenizer, [content for content in contents if not isinstance(content, str)]))
+    texts = [content for content in contents if isinstance(content, str)]
     plain = iter(plain_prompts(tokenizer, texts))
-    return [list(next(plain if isinstance(one, str) else chats)) for one in given]
+    return [list(next(plain if isinstance(content, str) else chats)) for content in contents]
 
 
 # The examples of a few-shot prompt: read from the user's file, and chosen for every problem.
 
-Choice = Literal["first", "drawn"]
+ExampleChoice = Literal["first", "drawn"]
 QUESTIONS = ("question", "problem", "text", "prompt")
 ANSWERS = ("target", "solution", "code", "answer")
 DRAW_SEED = 1234  # lm-eval's default for few-shot examples
@@ -97,20 +97,22 @@ def load_examples(task: Task, path: str) -> list[FewShotExample]:
 
 
 def _example(task: Task, place: str, row: dict[str, Any]) -> FewShotExample:
-    asked = next((row[name] for name in QUESTIONS if isinstance(row.get(name), str)), None)
+    question = next((row[name] for name in QUESTIONS if isinstance(row.get(name), str)), None)
     answer = next((row[name] for name in ANSWERS if isinstance(row.get(name), str)), None)
-    if asked is None or answer is None:
-        missing, names = ("question", QUESTIONS) if asked is None else ("answer", ANSWERS)
-        raise ValueError(f"{place}: an example needs its {missing} in one of the columns {', '.join(names)}")
+    if question is None or answer is None:
+        missing_name, names = ("question", QUESTIONS) if question is None else ("answer", ANSWERS)
+        raise ValueError(f"{place}: an example needs its {missing_name} in one of the columns {', '.join(names)}")
     if task.rule == "flexible" and task.mark not in answer:
         raise ValueError(f"{place}: the example's answer lacks '{task.mark}', from which {task.name} reads a number")
     tests = row.get("test_list") or []
     # MBPP's code has the line ends of another system
-    return FewShotExample(question=asked.strip(), answer=answer.replace("\r\n", "\n").strip(), tests="\n".join(tests))
+    return FewShotExample(
+        question=question.strip(), answer=answer.replace("\r\n", "\n").strip(), tests="\n".join(tests)
+    )
 
 
 def choose_examples(
-    examples: Sequence[FewShotExample], *, count: int, choice: Choice
+    examples: Sequence[FewShotExample], *, count: int, choice: ExampleChoice
 ) -> Iterator[list[FewShotExample]]:
     """The examples of problem after problem: the first `count`, or `count` that are drawn anew for each.
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mbd_core.evaluation.tasks.benchmarks import LIVE_CODE_BENCH, Task, find_task
-from mbd_core.evaluation.tasks.prompts import Choice, Wording
+from mbd_core.evaluation.tasks.prompts import ExampleChoice, Wording
 
 LONGEST_ANSWER = 4096  # MBD-LMs, Table 4: "Max New" of every row
 
@@ -38,7 +38,7 @@ class TaskPrompt:
     extraction: str
     text_by: str
     num_examples: int = 0
-    choice: Choice = "first"
+    choice: ExampleChoice = "first"
     stop: tuple[str, ...] = ()
 
 
@@ -53,12 +53,12 @@ class Recipe:
 
     def task_prompt(self, task: str) -> TaskPrompt:
         """How a task is asked; `ValueError` names the tasks that the recipe has."""
-        known = find_task(task)
-        if known.generate is not None:
-            return replace(GENERATED, max_tokens=known.max_tokens)
-        if known.benchmark not in self.prompts:
+        standard_task = find_task(task)
+        if standard_task.generate is not None:
+            return replace(GENERATED, max_tokens=standard_task.max_tokens)
+        if standard_task.benchmark not in self.prompts:
             raise ValueError(f"recipe '{self.name}' has no prompt for task '{task}'; it has {', '.join(self.prompts)}")
-        return self.prompts[known.benchmark]
+        return self.prompts[standard_task.benchmark]
 
 
 THIS_PROJECT = "this project"
@@ -89,7 +89,7 @@ GENERATED = TaskPrompt(
 )
 
 
-def _own(wording: Wording, *, max_tokens: int, source: str, extraction: str = BY_VALUE) -> TaskPrompt:
+def _own_prompt(wording: Wording, *, max_tokens: int, source: str, extraction: str = BY_VALUE) -> TaskPrompt:
     return TaskPrompt(
         wording=wording, max_tokens=max_tokens, source=source, extraction=extraction, text_by=THIS_PROJECT
     )
@@ -176,16 +176,20 @@ LIVE_CODE_BENCH_PROMPT = TaskPrompt(
 
 # -- The recipes ----------------------------------------------------------------------------------------------------
 
-OWN = Recipe(
+OWN_CHAT = Recipe(
     name="own",
     source="this project",
     remark="Zero-shot chat in our own words, for models without a recipe.",
     prompts={
         **dict.fromkeys(
-            ("gsm8k", "gsm8k-cot", "math500", "math"), _own(OWN_MATH, max_tokens=LONGEST_ANSWER, source="own")
+            ("gsm8k", "gsm8k-cot", "math500", "math"), _own_prompt(OWN_MATH, max_tokens=LONGEST_ANSWER, source="own")
         ),
-        **dict.fromkeys(("humaneval", "humaneval-plus"), _own(FUNCTION, max_tokens=LONGEST_ANSWER, source="own")),
-        **dict.fromkeys(("mbpp", "mbpp-plus"), _own(FUNCTION_FOR_TESTS, max_tokens=LONGEST_ANSWER, source="own")),
+        **dict.fromkeys(
+            ("humaneval", "humaneval-plus"), _own_prompt(FUNCTION, max_tokens=LONGEST_ANSWER, source="own")
+        ),
+        **dict.fromkeys(
+            ("mbpp", "mbpp-plus"), _own_prompt(FUNCTION_FOR_TESTS, max_tokens=LONGEST_ANSWER, source="own")
+        ),
         LIVE_CODE_BENCH: replace(LIVE_CODE_BENCH_PROMPT, max_tokens=LONGEST_ANSWER),
     },
 )
@@ -202,9 +206,10 @@ NOTHING_ADDED = Recipe(
     remark="The problem alone, in one turn of the user; MBPP's with its tests, which name the function, and "
     "LiveCodeBench's with the form of the answer.",
     prompts={
-        **dict.fromkeys(OWN.prompts, _own(BARE, max_tokens=LONGEST_ANSWER, source="own")),
+        **dict.fromkeys(OWN_CHAT.prompts, _own_prompt(BARE, max_tokens=LONGEST_ANSWER, source="own")),
         **dict.fromkeys(
-            ("mbpp", "mbpp-plus", LIVE_CODE_BENCH), _own(BARE_WITH_TESTS, max_tokens=LONGEST_ANSWER, source="own")
+            ("mbpp", "mbpp-plus", LIVE_CODE_BENCH),
+            _own_prompt(BARE_WITH_TESTS, max_tokens=LONGEST_ANSWER, source="own"),
         ),
     },
 )
@@ -223,7 +228,7 @@ _MBD_SDAR_MATH = replace(
     source=f"{_MBD_TABLE}; the benchmark files of its engine, SDAR's; what stands between problem and request is ours",
     extraction="the last boxed answer, compared by value",
 )
-_MBD_CODE = _own(
+_MBD_CODE = _own_prompt(
     FUNCTION,
     max_tokens=LONGEST_ANSWER,
     source=f"{_MBD_TABLE}; a chat that asks for the function in a fence. Of its text 'Write a solution ...', the "
@@ -330,10 +335,10 @@ LLADA = Recipe(
     source="LLaDA's own evaluation of Instruct and 1.5",
     remark="GSM8K was also reported with 256 tokens and blocks of 8.",
     prompts={
-        "gsm8k": _own(OWN_MATH, max_tokens=512, source=f"{_LLADA}; 512 tokens"),
-        "math": _own(OWN_MATH, max_tokens=512, source=f"{_LLADA}; 512 tokens"),
-        "humaneval": _own(FUNCTION, max_tokens=512, source=f"{_LLADA}; 512 tokens"),
-        "mbpp": _own(FUNCTION_FOR_TESTS, max_tokens=256, source=f"{_LLADA}; 256 tokens"),
+        "gsm8k": _own_prompt(OWN_MATH, max_tokens=512, source=f"{_LLADA}; 512 tokens"),
+        "math": _own_prompt(OWN_MATH, max_tokens=512, source=f"{_LLADA}; 512 tokens"),
+        "humaneval": _own_prompt(FUNCTION, max_tokens=512, source=f"{_LLADA}; 512 tokens"),
+        "mbpp": _own_prompt(FUNCTION_FOR_TESTS, max_tokens=256, source=f"{_LLADA}; 256 tokens"),
     },
 )
 _DREAM = "Dream's own evaluation of Dream-Base by lm-evaluation-harness"
@@ -361,8 +366,8 @@ SDAR = Recipe(
     prompts={
         "gsm8k": _SDAR_MATH,
         "math500": _SDAR_MATH,
-        "humaneval": _own(FUNCTION, max_tokens=LONGEST_ANSWER, source=f"{_SDAR}; the limit is MBD-LMs'"),
-        "mbpp": _own(
+        "humaneval": _own_prompt(FUNCTION, max_tokens=LONGEST_ANSWER, source=f"{_SDAR}; the limit is MBD-LMs'"),
+        "mbpp": _own_prompt(
             FUNCTION_FOR_TESTS, max_tokens=LONGEST_ANSWER, source=f"{_SDAR}; sanitised MBPP; the limit is MBD-LMs'"
         ),
     },
@@ -382,7 +387,7 @@ DINFER = Recipe(
             extraction="flexible-extract (the last number)",
             text_by="dInfer's task files",
         ),
-        "mbpp": _own(
+        "mbpp": _own_prompt(
             FUNCTION_FOR_TESTS,
             max_tokens=1024,
             source=f"{_DINFER}; sanitised MBPP, 0-shot with tests. Its text is not in our sources",
@@ -403,19 +408,21 @@ D3LLM = Recipe(
             source=f"{_D3LLM}; lm-evaluation-harness's gsm8k_cot_zeroshot; the chat is an assumption",
         ),
         "math": _as(HARNESS_MATH, "turn", source=f"{_D3LLM}; 4-shot; the chat is an assumption"),
-        "humaneval": _own(
+        "humaneval": _own_prompt(
             FUNCTION, max_tokens=256, source=f"{_D3LLM}; 0-shot, 'Write a solution ...'; the rest of the text is ours"
         ),
         "mbpp": _as(HARNESS_MBPP, "turn", source=f"{_D3LLM}; 3-shot; the chat is an assumption"),
-        "humaneval-plus": _own(FUNCTION, max_tokens=512, source="d3LLM: Dream-Coder, EvalPlus, 512 tokens"),
-        "mbpp-plus": _own(FUNCTION_FOR_TESTS, max_tokens=512, source="d3LLM: Dream-Coder, EvalPlus, 512 tokens"),
+        "humaneval-plus": _own_prompt(FUNCTION, max_tokens=512, source="d3LLM: Dream-Coder, EvalPlus, 512 tokens"),
+        "mbpp-plus": _own_prompt(
+            FUNCTION_FOR_TESTS, max_tokens=512, source="d3LLM: Dream-Coder, EvalPlus, 512 tokens"
+        ),
     },
 )
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        OWN,
+        OWN_CHAT,
         NOTHING_ADDED,
         MBD_LMS,
         MBD_LMS_SDAR,

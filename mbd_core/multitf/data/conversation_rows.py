@@ -77,17 +77,17 @@ class Columns:
             if row.get(name) is None:
                 raise ValueError(f"it has no {name!r}")
         if self.chat is not None:
-            return _checked(row[self.chat], answered=self.answered)
+            return _check_turns(row[self.chat], answered=self.answered)
         assert self.prompt is not None
         turns = [{"role": "system", "content": row["system"]}] if row.get("system") else []
         turns.append({"role": "user", "content": row[self.prompt]})
         if self.answered:
             assert self.response is not None
             turns.append({"role": "assistant", "content": row[self.response]})
-        return _checked(turns, answered=self.answered)
+        return _check_turns(turns, answered=self.answered)
 
 
-def _checked(turns: Any, *, answered: bool) -> Messages:
+def _check_turns(turns: Any, *, answered: bool) -> Messages:
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not all(isinstance(t, Mapping) for t in turns):
         raise ValueError("its conversation is no list of messages, each with a role and a content")
     messages = _in_order_of_calls([_turn(turn, number) for number, turn in enumerate(turns, start=1)])
@@ -140,13 +140,13 @@ def _call(call: Any, number: int) -> dict[str, Any]:
         or not isinstance(arguments, dict)
     ):
         raise ValueError(f"its message {number} has a call without a function's name and its arguments, an object")
-    named = {} if call.get("id") is None else {"id": call["id"]}
-    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    id_field = {} if call.get("id") is None else {"id": call["id"]}
+    return {**id_field, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _in_order_of_calls(messages: Messages) -> Messages:
     """Results of calls in the order of the calls, where both have ids: templates show none."""
-    ordered: Messages = []
+    results: Messages = []
     places: dict[str, int] = {}
     for message in messages:
         if message["role"] != "tool":
@@ -154,18 +154,18 @@ def _in_order_of_calls(messages: Messages) -> Messages:
         elif "tool_call_id" in message and places:
             if message["tool_call_id"] not in places:
                 raise ValueError(f"its result of {message['tool_call_id']!r} is of no call in the turn before")
-            own = places[message["tool_call_id"]]
-            at = len(ordered)
+            place_of_call = places[message["tool_call_id"]]
+            index = len(results)
             while (
-                at
-                and ordered[at - 1]["role"] == "tool"
-                and places.get(ordered[at - 1].get("tool_call_id", ""), -1) > own
+                index
+                and results[index - 1]["role"] == "tool"
+                and places.get(results[index - 1].get("tool_call_id", ""), -1) > place_of_call
             ):
-                at -= 1
-            ordered.insert(at, message)
+                index -= 1
+            results.insert(index, message)
             continue
-        ordered.append(message)
-    return ordered
+        results.append(message)
+    return results
 
 
 def _prompt(messages: Messages) -> Messages:
@@ -181,16 +181,18 @@ def tools_of(row: Mapping[str, Any]) -> Tools:
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         tools = parse_json(tools, "its 'tools'")
-    shown = []
+    functions = []
     for tool in tools or ():
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError("its 'tools' are no list of functions, each with a name")
         parameters = function.get("parameters")
-        described = {} if function.get("description") is None else {"description": function["description"]}
+        description = {} if function.get("description") is None else {"description": function["description"]}
         schema = {"type": "object", **(NO_PARAMETERS if parameters is None else parameters)}
-        shown.append({"type": "function", "function": {"name": function["name"], **described, "parameters": schema}})
-    return shown
+        functions.append(
+            {"type": "function", "function": {"name": function["name"], **description, "parameters": schema}}
+        )
+    return functions
 
 
 @contextmanager
@@ -221,8 +223,8 @@ def find_files(path: str, *, split: str | None = None) -> list[str]:
             files = _folder_files(system, root, path, split)
     unknown = [name for name in files if not name.endswith(SUFFIXES)]
     if unknown or not files:
-        where = unknown[0] if unknown else path
-        raise ValueError(f"{where} holds no rows that can be read; supported: {', '.join(SUFFIXES)}")
+        source = unknown[0] if unknown else path
+        raise ValueError(f"{source} holds no rows that can be read; supported: {', '.join(SUFFIXES)}")
     return [system.unstrip_protocol(name) if "://" in path else name for name in files]
 
 
@@ -231,10 +233,10 @@ def _folder_files(system: Any, root: str, path: str, split: str | None) -> list[
         splits = parse_json(system.cat_file(f"{root}/dataset_dict.json"), f"{path}/dataset_dict.json")["splits"]
         if split is None and len(splits) > 1:
             raise ValueError(f"{path} has the splits {', '.join(splits)}; name one with --split")
-        chosen = split or splits[0]
-        if chosen not in splits:
-            raise ValueError(f"{path} has no split {chosen!r}, only {', '.join(splits)}")
-        root = f"{root}/{chosen}"
+        split_name = split or splits[0]
+        if split_name not in splits:
+            raise ValueError(f"{path} has no split {split_name!r}, only {', '.join(splits)}")
+        root = f"{root}/{split_name}"
     elif split is not None:
         raise ValueError(f"{path} has no splits; leave --split out")
     if system.exists(f"{root}/state.json"):
@@ -266,13 +268,13 @@ def _json_lines(path: str, name: str, bad: Callable[[str, str], None] | None) ->
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            where = f"{path} line {number}"
+            source = f"{path} line {number}"
             try:
-                row = _object(line, where)
+                row = _object(line, source)
             except ValueError as error:
                 if bad is None:
                     raise
-                bad(f"{name} line {number}", str(error).removeprefix(where).strip())
+                bad(f"{name} line {number}", str(error).removeprefix(source).strip())
                 continue
             yield f"{name} line {number}", row
 
@@ -289,10 +291,10 @@ def _json_list(path: str, name: str) -> Iterator[Row]:
     yield from ((f"{name} row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _object(line: bytes, where: str) -> Mapping[str, Any]:
-    row = parse_json(line, where)
+def _object(line: bytes, source: str) -> Mapping[str, Any]:
+    row = parse_json(line, source)
     if not isinstance(row, dict):
-        raise ValueError(f"{where} must be a JSON object")
+        raise ValueError(f"{source} must be a JSON object")
     return row
 
 

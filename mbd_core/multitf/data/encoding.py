@@ -126,8 +126,8 @@ class EncodedRow:
 
 def fill_token(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> int:
     """The EOS that ends and fills answers: the tokenizer's, if the model stops at it, else the model's first."""
-    own = tokenizer.eos_token_id
-    return own if own in config.eos_token_ids else config.eos_token_ids[0]
+    eos = tokenizer.eos_token_id
+    return eos if eos in config.eos_token_ids else config.eos_token_ids[0]
 
 
 def encode_chats(
@@ -137,13 +137,13 @@ def encode_chats(
     eos_token_id: int,
 ) -> list[EncodedChat]:
     """The last answers of named conversations; a `ValueError` names the first in which something is wrong."""
-    encoded: list[EncodedChat] = []
+    encoded_chats: list[EncodedChat] = []
     rows = encode_rows(tokenizer, [Chat(*chat) for chat in chats], eos_token_id=eos_token_id)
     for (name, _), row in zip(chats, rows, strict=True):
         if row.error:
             raise ValueError(f"{name}: {row.error}")
-        encoded.extend(row.samples)
-    return encoded
+        encoded_chats.extend(row.samples)
+    return encoded_chats
 
 
 def encode_rows(
@@ -177,11 +177,18 @@ def encode_rows(
             row, answers = EncodedRow(is_too_long=True), []
         rows.append(row)
         texts.append(answers)
-    wholes = _ids_or_errors(tokenizer, [whole for answers in texts for _, whole in answers])
-    fits = [not isinstance(ids, str) and (max_length is None or len(ids) <= 2 * max_length) for ids in wholes]
+    conversation_ids = _ids_or_errors(tokenizer, [conversation for answers in texts for _, conversation in answers])
+    fits = [
+        not isinstance(ids, str) and (max_length is None or len(ids) <= 2 * max_length) for ids in conversation_ids
+    ]
     prompts = [prompt for answers in texts for prompt, _ in answers]
-    tokenised = iter(_ids_or_errors(tokenizer, [text for text, fit in zip(prompts, fits, strict=True) if fit]))
-    pairs = iter([(next(tokenised) if fit else [], whole) for fit, whole in zip(fits, wholes, strict=True)])
+    prompt_ids = iter(_ids_or_errors(tokenizer, [text for text, fit in zip(prompts, fits, strict=True) if fit]))
+    pairs = iter(
+        [
+            (next(prompt_ids) if fit else [], conversation)
+            for fit, conversation in zip(fits, conversation_ids, strict=True)
+        ]
+    )
     return [
         _row(tokenizer, [next(pairs) for _ in answers], eos_token_id, max_length) if row is None else row
         for row, answers in zip(rows, texts, strict=True)
@@ -195,37 +202,37 @@ def _row(
     max_length: int | None,
 ) -> EncodedRow:
     """The samples of a conversation's answers, each given by the tokens before it and those up to its end."""
-    encoded: list[EncodedChat] = []
-    for prompt, whole in answers:
-        for ids in (prompt, whole):
+    chats: list[EncodedChat] = []
+    for prompt, conversation in answers:
+        for ids in (prompt, conversation):
             if isinstance(ids, str):
                 return EncodedRow(error=ids)
-        if max_length is not None and len(whole) > 2 * max_length:
+        if max_length is not None and len(conversation) > 2 * max_length:
             return EncodedRow(is_too_long=True)
-        if whole[: len(prompt)] != prompt:
+        if conversation[: len(prompt)] != prompt:
             return EncodedRow(
                 error="the tokens of its prompt are not the beginning of those of the whole conversation: the answer "
                 "merges with the prompt's end; change the chat template"
             )
-        assert not isinstance(prompt, str) and not isinstance(whole, str)
-        response = _without_end(tokenizer, whole[len(prompt) :], eos_token_id)
+        assert not isinstance(prompt, str) and not isinstance(conversation, str)
+        response = _without_end(tokenizer, conversation[len(prompt) :], eos_token_id)
         if not response:
             return EncodedRow(error="its answer is empty")
-        encoded.append(EncodedChat(prompt, response))
-    samples = _joined(encoded)
+        chats.append(EncodedChat(prompt, response))
+    samples = _join_answers(chats)
     if max_length is not None and any(len(sample.tokens) + 1 > max_length for sample in samples):
         return EncodedRow(is_too_long=True)
     return EncodedRow(tuple(samples))
 
 
-def _joined(answers: Sequence[EncodedChat]) -> list[EncodedChat]:
+def _join_answers(answers: Sequence[EncodedChat]) -> list[EncodedChat]:
     """Answers as parts of the next one's sample, where they begin it."""
     samples: list[EncodedChat] = []
     for answer in answers:
-        last = samples[-1] if samples else None
-        tokens = [] if last is None else last.tokens
-        if last is not None and answer.prompt[: len(tokens)] == tokens:
-            samples[-1] = replace(answer, earlier=(*last.earlier, (len(last.prompt), len(tokens))))
+        last_sample = samples[-1] if samples else None
+        tokens = [] if last_sample is None else last_sample.tokens
+        if last_sample is not None and answer.prompt[: len(tokens)] == tokens:
+            samples[-1] = replace(answer, earlier=(*last_sample.earlier, (len(last_sample.prompt), len(tokens))))
         else:
             samples.append(answer)
     return samples
@@ -233,13 +240,13 @@ def _joined(answers: Sequence[EncodedChat]) -> list[EncodedChat]:
 
 def _answer_ends(messages: Sequence[Mapping[str, Any]], *, every: bool) -> list[int]:
     """For each answer that is trained the number of messages up to it."""
-    earlier = [
+    earlier_ends = [
         end
         for end in range(2, len(messages) if every else 0)
         if messages[end - 1]["role"] == "assistant" and messages[end - 2]["role"] in ("user", "tool")
         if not is_empty(messages[end - 1])
     ]
-    return [*earlier, len(messages)]
+    return [*earlier_ends, len(messages)]
 
 
 def is_empty(answer: Mapping[str, Any]) -> bool:
@@ -276,11 +283,11 @@ def _longest_token(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> int:
     if not tokenizer.is_fast:
         return 0
     backend = tokenizer.backend_tokenizer
-    added = backend.get_added_tokens_decoder().values()
-    if "ByteLevel" not in repr(backend.pre_tokenizer) or any(token.lstrip or token.rstrip for token in added):
+    added_tokens = backend.get_added_tokens_decoder().values()
+    if "ByteLevel" not in repr(backend.pre_tokenizer) or any(token.lstrip or token.rstrip for token in added_tokens):
         return 0
     plain = backend.get_vocab(with_added_tokens=False)
-    return max(*map(len, plain), *(len(token.content.encode()) for token in added), 1)
+    return max(*map(len, plain), *(len(token.content.encode()) for token in added_tokens), 1)
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, chat: Chat, end: int) -> tuple[MaskedText, MaskedText]:
@@ -289,13 +296,13 @@ def _texts(tokenizer: PreTrainedTokenizerBase, chat: Chat, end: int) -> tuple[Ma
         raise ValueError("its answer is empty")
     masking = masking_of(tokenizer, messages, chat.tools)
     prompt = chat_text(tokenizer, messages[:-1], tools=chat.tools, masking=masking)
-    whole = chat_text(tokenizer, messages, tools=chat.tools, masking=masking, answered=True)
-    if not whole.text.startswith(prompt.text):
+    conversation = chat_text(tokenizer, messages, tools=chat.tools, masking=masking, answered=True)
+    if not conversation.text.startswith(prompt.text):
         raise ValueError(
             "the chat template's prompt is not the beginning of the whole conversation, so where the answer begins is "
             "unknown; change the template, or what it does to earlier turns"
         )
-    return prompt, whole
+    return prompt, conversation
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, response: list[int], eos_token_id: int) -> list[int]:

@@ -29,7 +29,7 @@ from mbd_core.multitf.data.prepared import DATA_KIND, write_record, write_sample
 
 RUN = 13
 """So many words in a row, as decontamination usually takes; a shorter problem counts as a whole."""
-SHOWN = 5
+MOST_EXAMPLES = 5
 PROBLEM_COLUMNS = (*dict.fromkeys(prompt for prompt, _ in PAIRS), "text")
 
 
@@ -73,19 +73,19 @@ class Benchmark:
 
     def check(self, name: str, prompts: Sequence[str]) -> bool:
         """Whether a row's prompts repeat a problem; it is counted."""
-        repeated = {
+        problems = {
             self.problems[run]
             for prompt in prompts
             for size in self.lengths
             for run in _windows(prompt, size)
             if run in self.problems
         }
-        if repeated:
+        if problems:
             self.rows += 1
-            self.seen |= repeated
-            if len(self.examples) < SHOWN:
+            self.seen |= problems
+            if len(self.examples) < MOST_EXAMPLES:
                 self.examples.append(name)
-        return bool(repeated)
+        return bool(problems)
 
     def report(self) -> dict[str, object]:
         """Rows that repeat a problem, how many of its problems they repeat, and the first rows' names."""
@@ -112,7 +112,7 @@ SKIPPED = "skipped.txt"
 
 
 @dataclass(frozen=True)
-class Answer:
+class ModelAnswer:
     """A model's answer to a row; or why there is none: it did not end within its tokens, or is empty, or the prompt
     does not fit into the model."""
 
@@ -125,7 +125,7 @@ class Answers(Protocol):
 
     rows_at_once: int
 
-    def answer(self, chats: Sequence[Chat]) -> list[Answer]: ...
+    def answer(self, chats: Sequence[Chat]) -> list[ModelAnswer]: ...
     def record(self) -> dict[str, Any]: ...
 
 
@@ -269,10 +269,10 @@ def encoder(model: ModelFolder, *, every: bool = False, max_length: int | None =
 
 
 def _samples(preparation: Preparation, encode: Encode, counts: RowCounts, bad: BadRows) -> Iterator[EncodedChat]:
-    sent: deque[tuple[str, int]] = deque()  # of the chats that are being encoded the names and numbers of copies
-    for encoded in encode(_chunks(preparation, counts, bad, sent)):
-        for row in encoded:
-            name, copies = sent.popleft()
+    queue: deque[tuple[str, int]] = deque()  # of the chats that are being encoded the names and numbers of copies
+    for rows in encode(_chunks(preparation, counts, bad, queue)):
+        for row in rows:
+            name, copies = queue.popleft()
             if row.error:
                 bad.add(name, row.error)
             elif row.is_too_long:
@@ -284,26 +284,26 @@ def _samples(preparation: Preparation, encode: Encode, counts: RowCounts, bad: B
 
 
 def _chunks(
-    preparation: Preparation, counts: RowCounts, bad: BadRows, sent: deque[tuple[str, int]]
+    preparation: Preparation, counts: RowCounts, bad: BadRows, queue: deque[tuple[str, int]]
 ) -> Iterator[list[Chat]]:
     answers = preparation.answers
     rows = _conversations(preparation, counts, bad, answered=answers is None)
     while chunk := list(itertools.islice(rows, CHUNK if answers is None else answers.rows_at_once)):
         # all are answered: answers are kept whatever is left out now
-        given = [None] * len(chunk) if answers is None else answers.answer([chat for chat, _ in chunk])
+        chunk_answers = [None] * len(chunk) if answers is None else answers.answer([chat for chat, _ in chunk])
         chats = []
-        for (chat, copies), answer in zip(chunk, given, strict=True):
+        for (chat, copies), answer in zip(chunk, chunk_answers, strict=True):
             if _is_left_out(preparation, chat):
                 counts.repeating += 1
             elif not copies:
                 counts.left_by_weight += 1
-            elif (whole := chat if answer is None else _answered(preparation, chat, answer, counts)) is not None:
-                chats.append(whole)
-                sent.append((whole.name, copies))
+            elif (result := chat if answer is None else _with_answer(preparation, chat, answer, counts)) is not None:
+                chats.append(result)
+                queue.append((result.name, copies))
         yield chats
 
 
-def _answered(preparation: Preparation, chat: Chat, answer: Answer, counts: RowCounts) -> Chat | None:
+def _with_answer(preparation: Preparation, chat: Chat, answer: ModelAnswer, counts: RowCounts) -> Chat | None:
     """The chat with its answer, if it was answered."""
     if answer.missing == "unfinished":
         counts.unfinished += 1
@@ -311,13 +311,13 @@ def _answered(preparation: Preparation, chat: Chat, answer: Answer, counts: RowC
     if answer.missing is not None:
         counts.unanswered += 1
         return None
-    whole = chat._replace(messages=[*chat.messages, {"role": "assistant", "content": answer.text}])
-    ((row,),) = encoder(preparation.model)([[whole]])
+    conversation = chat._replace(messages=[*chat.messages, {"role": "assistant", "content": answer.text}])
+    ((row,),) = encoder(preparation.model)([[conversation]])
     if row.error:
         counts.unanswered += 1
         counts.not_encoded = counts.not_encoded or f"{chat.name}: {row.error}"
         return None
-    return whole
+    return conversation
 
 
 def check_prompts(preparation: Preparation) -> int:

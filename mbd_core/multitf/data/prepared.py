@@ -71,15 +71,15 @@ def write_samples(folder: Path, samples: Iterable[EncodedChat]) -> dict[str, Any
 
     And the most answers that one sample has, and the most tokens of them, each with what is before it.
     """
-    digest, count, longest, total, answers, trained = hashlib.sha256(), 0, 0, 0, 0, 0
+    digest, count, longest, total, answers, most_trained = hashlib.sha256(), 0, 0, 0, 0, 0
     rows: list[EncodedChat] = []
 
     def flush() -> None:
-        earlier = [[place for span in row.earlier for place in span] for row in rows]
+        earlier_places = [[place for span in row.earlier for place in span] for row in rows]
         columns = [
             pa.array([row.tokens for row in rows], SCHEMA.field(0).type),
             pa.array([len(row.prompt) for row in rows], pa.int32()),
-            pa.array(earlier, SCHEMA.field(2).type),
+            pa.array(earlier_places, SCHEMA.field(2).type),
         ]
         writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
         rows.clear()
@@ -88,7 +88,7 @@ def write_samples(folder: Path, samples: Iterable[EncodedChat]) -> dict[str, Any
         for sample in samples:
             count, length = count + 1, len(sample.prompt) + len(sample.response)
             longest, total = max(longest, length + 1), total + length
-            answers, trained = max(answers, 1 + len(sample.earlier)), max(trained, sample.num_trained)
+            answers, most_trained = max(answers, 1 + len(sample.earlier)), max(most_trained, sample.num_trained)
             digest.update(np.array([len(sample.prompt), length, *sample.prompt, *sample.response], "<i4").tobytes())
             if sample.earlier:  # those of one answer keep their digest
                 digest.update(np.array([-len(sample.earlier), *itertools.chain(*sample.earlier)], "<i4").tobytes())
@@ -102,7 +102,7 @@ def write_samples(folder: Path, samples: Iterable[EncodedChat]) -> dict[str, Any
         "longest": longest,
         "tokens": total,
         "most_answers": answers,
-        "most_trained": trained,
+        "most_trained": most_trained,
         "digest": digest.hexdigest(),
     }
 
@@ -159,9 +159,9 @@ class PreparedExamples(Sequence[Example]):
         self._table = _read_samples(folder, record)
         sizes = pa.compute.list_value_length(self._table["tokens"]).to_numpy() + 1
         room = max_length // block_size * block_size
-        filled = sizes + np.clip(room - sizes, 0, trailing_fill)
-        own = filled_length(filled, block_size)
-        counts = np.zeros(len(own), dtype=np.int64)
+        filled_sizes = sizes + np.clip(room - sizes, 0, trailing_fill)
+        filled_lengths = filled_length(filled_sizes, block_size)
+        counts = np.zeros(len(filled_lengths), dtype=np.int64)
         stops = np.zeros(0, dtype=np.int64)
         if "earlier" in self._table.column_names:
             counts = pa.compute.list_value_length(self._table["earlier"]).to_numpy() // 2
@@ -170,15 +170,17 @@ class PreparedExamples(Sequence[Example]):
         self._answers: NDArray[np.int64] | None = None
         spans = filled_length(stops + 1, block_size)
         if apart and len(spans):
-            self._rows = np.repeat(np.arange(len(own)), counts + 1)
+            self._rows = np.repeat(np.arange(len(filled_lengths)), counts + 1)
             ends = np.cumsum(counts + 1)  # a row's last answer stands last
             self._answers = np.arange(len(self._rows)) - np.repeat(ends - counts - 1, counts + 1)
             lengths = np.empty(len(self._rows), dtype=np.int64)
             is_last = np.zeros(len(self._rows), dtype=bool)
             is_last[ends - 1] = True
-            lengths[is_last], lengths[~is_last] = own, spans
+            lengths[is_last], lengths[~is_last] = filled_lengths, spans
         else:
-            lengths = own + np.bincount(np.repeat(np.arange(len(own)), counts), spans, len(own)).astype(np.int64)
+            lengths = filled_lengths + np.bincount(
+                np.repeat(np.arange(len(filled_lengths)), counts), spans, len(filled_lengths)
+            ).astype(np.int64)
         self.lengths: list[int] = lengths.tolist()
 
     def split(self, share: float) -> tuple[PreparedExamples, PreparedExamples]:
@@ -187,12 +189,12 @@ class PreparedExamples(Sequence[Example]):
         Which ones depends on their number and the share alone.
         """
         count = len(self._table)
-        chosen = random.Random(f"held-out/{count}").sample(range(count), num_held_out(count, share))
+        held_out_places = random.Random(f"held-out/{count}").sample(range(count), num_held_out(count, share))
         rows = np.arange(count) if self._rows is None else self._rows
-        is_held_out = np.isin(rows, chosen)
-        return self._only(~is_held_out), self._only(is_held_out)
+        is_held_out = np.isin(rows, held_out_places)
+        return self._subset(~is_held_out), self._subset(is_held_out)
 
-    def _only(self, places: NDArray[np.bool_]) -> PreparedExamples:
+    def _subset(self, places: NDArray[np.bool_]) -> PreparedExamples:
         """The samples at these places."""
         part = copy.copy(self)
         part._rows = np.flatnonzero(places) if self._rows is None else self._rows[places]
@@ -220,12 +222,12 @@ class PreparedExamples(Sequence[Example]):
             for start, stop in zip(places[::2], places[1::2], strict=True)
         ]
         answers.append(encode_example(tokens[:prompt], tokens[prompt:], **self._fill))
-        whole = [answer for answer in answers if answer is not None]
-        if len(whole) < len(answers):
+        present = [answer for answer in answers if answer is not None]
+        if len(present) < len(answers):
             raise ValueError(f"training sample {index} is longer than max_length={self._fill['max_length']} tokens")
         if self._answers is not None:
-            return whole[int(self._answers[index])]
-        return replace(whole[-1], earlier=tuple(whole[:-1]))
+            return present[int(self._answers[index])]
+        return replace(present[-1], earlier=tuple(present[:-1]))
 
 
 def num_held_out(count: int, share: float) -> int:
@@ -237,7 +239,7 @@ def sample_lengths(examples: Sequence[Example]) -> Sequence[int]:
     """The samples' lengths, without reading prepared ones; of a conversation, those of its answers' samples."""
     if isinstance(examples, PreparedExamples):
         return examples.lengths
-    return [sum(len(one.tokens) for one in (*e.earlier, e)) for e in examples]
+    return [sum(len(answer.tokens) for answer in (*e.earlier, e)) for e in examples]
 
 
 # Training samples from the task generators, tokenised in the chat format.

@@ -93,14 +93,14 @@ def choose_recipe(
     """
     values = {} if choice.config is None else read_config(choice.config)
     try:
-        named, values = _named(choice, values, default)
+        named_recipe, values = _recipe_and_changes(choice, values, default)
         values = merged(values, changes)
-        for name, given in (("base", choice.base), ("data", choice.data)):
-            if given is not None:
-                values[name] = given
+        for name, value in (("base", choice.base), ("data", choice.data)):
+            if value is not None:
+                values[name] = value
         if choice.data is not None and "data" in changes:
             raise ValueError(f"--data {choice.data} is prepared data: leave out the options of generated data")
-        recipe = named
+        recipe = named_recipe
         if isinstance(values.get("data"), str):
             recipe = replace(recipe, data=named_data(values.pop("data")))
         if isinstance(values.get("base"), str):
@@ -112,10 +112,12 @@ def choose_recipe(
         raise ValueError(f"--config {choice.config}: {error}") from None
     if choice.fitted_noise is not None:
         recipe = with_fitted_noise(recipe, choice.fitted_noise)
-    return ChosenRecipe(recipe, tuple(recipe_changes(named, recipe)))
+    return ChosenRecipe(recipe, tuple(recipe_changes(named_recipe, recipe)))
 
 
-def _named(choice: RecipeChoice, values: Values, default: str | None) -> tuple[TrainingRecipe, dict[str, Any]]:
+def _recipe_and_changes(
+    choice: RecipeChoice, values: Values, default: str | None
+) -> tuple[TrainingRecipe, dict[str, Any]]:
     """The recipe that command line or file name, else the whole one that the file is; and what the file changes."""
     values = dict(values)
     name = values.pop("recipe", None) if choice.recipe is None else choice.recipe
@@ -126,10 +128,10 @@ def _named(choice: RecipeChoice, values: Values, default: str | None) -> tuple[T
     return find_recipe(name or default), values
 
 
-def recipe_changes(named: TrainingRecipe, recipe: TrainingRecipe) -> list[str]:
+def recipe_changes(named_recipe: TrainingRecipe, recipe: TrainingRecipe) -> list[str]:
     """What differs in a recipe from another one."""
-    pairs = differences(as_recorded(named), as_recorded(recipe))
-    return [f"{name}: {new}, not {old}" for name, old, new in pairs]
+    pairs = differences(as_recorded(named_recipe), as_recorded(recipe))
+    return [f"{name}: {new_value}, not {old_value}" for name, old_value, new_value in pairs]
 
 
 def with_changes(recipe: TrainingRecipe, values: Values) -> TrainingRecipe:
@@ -170,14 +172,14 @@ def find_recipe(name: str | None) -> TrainingRecipe:
     if not path.endswith(".py"):
         raise ValueError(f"--recipe {name}: say which recipe of the file, as {name}:NAME")
     try:
-        found = runpy.run_path(path).get(variable)
+        recipe = runpy.run_path(path).get(variable)
     except OSError as error:
         raise ValueError(f"--recipe {name}: {path} cannot be read: {error.strerror}") from None
     except Exception as error:  # whatever the user's file raises
         raise ValueError(f"--recipe {name}: {path} fails: {type(error).__name__}: {error}") from error
-    if not isinstance(found, TrainingRecipe):
+    if not isinstance(recipe, TrainingRecipe):
         raise ValueError(f"--recipe {name}: {path} has no TrainingRecipe of the name {variable}")
-    return found
+    return recipe
 
 
 class _Loader(yaml.SafeLoader):

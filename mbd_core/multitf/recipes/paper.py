@@ -42,7 +42,7 @@ def _decoding(row: str, task: str) -> dict[str, Any]:
     return {**TABLE_4[row]["math" if task == "math" else "code"]["multi"], "trained_with": "multitf"}
 
 
-def _recipe(name: str, row: str, task: str, states: StateConfig, train: TrainConfig, **more: Any) -> TrainingRecipe:
+def _recipe(name: str, row: str, task: str, states: StateConfig, train: TrainConfig, **fields: Any) -> TrainingRecipe:
     return TrainingRecipe(
         name=name,
         base=None,
@@ -52,7 +52,7 @@ def _recipe(name: str, row: str, task: str, states: StateConfig, train: TrainCon
         train=train,
         max_length=SEQUENCE,
         generation=_decoding(row, task),
-        **more,
+        **fields,
     )
 
 

@@ -59,8 +59,8 @@ def shortened(recipe: TrainingRecipe, steps: int) -> TrainingRecipe:
     train = replace(recipe.train, steps=steps, warmup=warmup)
     if not isinstance(recipe.data, TinyData):
         return replace(recipe, train=train)
-    consumed = steps * train.batch_size
-    pairs = max(consumed, TOKENIZER_PAIRS) if recipe.base is None else consumed
+    num_samples = steps * train.batch_size
+    pairs = max(num_samples, TOKENIZER_PAIRS) if recipe.base is None else num_samples
     data = replace(recipe.data, per_task=min(recipe.data.per_task, -(-pairs // len(recipe.data.tasks))))
     return replace(recipe, train=train, data=data)
 
@@ -122,10 +122,10 @@ def start_line(recipe: TrainingRecipe, *, device: torch.device, num_workers: int
     from mbd_core.multitf.states.mask import TrainingAttention
 
     train, data = recipe.train, recipe.data
-    packed = "" if train.pack is None else f", samples packed up to {train.pack:,} tokens"
+    pack_text = "" if train.pack is None else f", samples packed up to {train.pack:,} tokens"
     problems = f"{data.per_task} problems of each task" if isinstance(data, TinyData) else f"samples of {data}"
     return (
         f"recipe {recipe.name}: {train.steps} steps of {train.batch_size} samples in {train.precision}, "
         f"{num_workers} worker{'s' * (num_workers > 1)}, {problems}, "
-        f"{TrainingAttention(train.attention, device).describe()}{', compiled layers' * train.compile}{packed}"
+        f"{TrainingAttention(train.attention, device).describe()}{', compiled layers' * train.compile}{pack_text}"
     )

@@ -28,7 +28,7 @@ from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.run.checkpoints import Checkpoints
 from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.log_targets import chosen_targets
-from mbd_core.multitf.run.options import CommandLine, RunOptions, built, options_inside
+from mbd_core.multitf.run.options import CommandLine, RunOptions, build_options, options_inside
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.validation import check_held_out
 from mbd_core.multitf.run.worker import settle_precision, train_worker
@@ -53,12 +53,14 @@ class PlainOptions:
     every: Annotated[int, Option("Steps between two checkpoints.", OUTPUT, at_least=1)] = 500
 
 
-def run(choice: RecipeChoice, changes: dict[str, Any], options: RunOptions, own: PlainOptions) -> None:
+def run(choice: RecipeChoice, changes: dict[str, Any], options: RunOptions, plain: PlainOptions) -> None:
     """Train a recipe without Ray: in this process, or in those that torchrun started."""
-    chosen = choose_recipe(choice, changes, named_base=named_model, named_data=lambda folder: named_data(Path(folder)))
-    recipe = chosen.recipe
-    if own.plan is not None:
-        for workload in StartingPoint.read(recipe).workloads(options.sharding, num_workers=own.plan, device="GPU"):
+    selection = choose_recipe(
+        choice, changes, named_base=named_model, named_data=lambda folder: named_data(Path(folder))
+    )
+    recipe = selection.recipe
+    if plain.plan is not None:
+        for workload in StartingPoint.read(recipe).workloads(options.sharding, num_workers=plain.plan, device="GPU"):
             print("\n".join(plan_lines(workload, plan_memory(workload))))
         return
     if options.sweeping.sweep_every:
@@ -68,30 +70,30 @@ def run(choice: RecipeChoice, changes: dict[str, Any], options: RunOptions, own:
         )
     config.check_best(options.held_out, options.sweeping)
     log_targets = chosen_targets(options.log_to)
-    if options.log_to is not None and own.checkpoints is None:
+    if options.log_to is not None and plain.checkpoints is None:
         raise ValueError(f"--log-to {options.log_to} needs a folder for the run: name it with --checkpoints")
-    if (options.measuring.profile or options.measuring.memory_snapshot) and own.checkpoints is None:
+    if (options.measuring.profile or options.measuring.memory_snapshot) and plain.checkpoints is None:
         raise ValueError("--profile and --memory-snapshot need a folder for the run: name it with --checkpoints")
-    if own.checkpoints is not None:
-        check_checkpoints(own.checkpoints)
-    folder = model_target(f"out/{recipe.name}" if own.out is None else own.out, overwrite=options.overwrite)
+    if plain.checkpoints is not None:
+        check_checkpoints(plain.checkpoints)
+    folder = model_target(f"out/{recipe.name}" if plain.out is None else plain.out, overwrite=options.overwrite)
     start = StartingPoint.read(recipe)
     start.check_written(options.write)
     check_held_out(options.held_out, start, None if start.base is None else start.base.tokenizer)
     with torchrun_workers() as workers:
         if workers.is_first and (note := start.note()):
             print(f"note: {note}")
-        stored = None if own.checkpoints is None else Checkpoints(own.checkpoints, workers, recipe=recipe)
-        start = settle_precision(start, workers, stored)
+        checkpoints = None if plain.checkpoints is None else Checkpoints(plain.checkpoints, workers, recipe=recipe)
+        start = settle_precision(start, workers, checkpoints)
         way = chosen_sharding(start, options.sharding, workers)
         run = train_worker(
             start,
             workers,
             way,
-            stored,
-            every=own.every,
+            checkpoints,
+            every=plain.every,
             log_targets=log_targets,
-            changes=chosen.changes,
+            changes=selection.changes,
             measuring=options.measuring,
             validation=options.held_out,
         )
@@ -145,10 +147,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     items = [item for kind in (RecipeChoice, RunOptions, PlainOptions) for item in options_inside(kind)]
     line = CommandLine("python -m mbd_core.multitf.run", run.__doc__ or "", [*items, *changes])
     try:
-        given = line.read(sys.argv[1:] if argv is None else argv)
-        values = {item.name: given[item.name] for item in changes if given[item.name] is not None}
-        choice, options, own = built(RecipeChoice, given), built(RunOptions, given), built(PlainOptions, given)
-        run(choice, nested(values), options, own)
+        named_values = line.read(sys.argv[1:] if argv is None else argv)
+        values = {item.name: named_values[item.name] for item in changes if named_values[item.name] is not None}
+        choice, options, plain = (
+            build_options(RecipeChoice, named_values),
+            build_options(RunOptions, named_values),
+            build_options(PlainOptions, named_values),
+        )
+        run(choice, nested(values), options, plain)
     except (ValueError, OSError) as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"multitf.run: {error}", file=sys.stderr)

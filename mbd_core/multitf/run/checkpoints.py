@@ -68,11 +68,11 @@ class CheckpointRecord:
 
 def best_step(curve: Curve, metric: str | None) -> int | None:
     """The updates after which a curve's metric was best, the first of equals; `None` where it has none."""
-    known = [point for point in curve if metric in point]
-    if metric is None or not known:
+    points = [point for point in curve if metric in point]
+    if metric is None or not points:
         return None
     sign = 1 if metric.endswith("loss") else -1
-    return int(min(known, key=lambda point: sign * point[metric])["step"]) + 1
+    return int(min(points, key=lambda point: sign * point[metric])["step"]) + 1
 
 
 class Checkpoints:
@@ -100,11 +100,11 @@ class Checkpoints:
         self.held_out: float | None = None
         self.in_use: int | None = None
         """The step whose checkpoint is read meanwhile, and so stays; the first worker's."""
-        several = workers.size > 1
-        if not several:  # the thread that writes warns of it
+        has_others = workers.size > 1
+        if not has_others:  # the thread that writes warns of it
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        self._group = distributed.new_group(backend="gloo") if several else None
-        self._poll_group = distributed.new_group(backend="gloo") if several else None  # DCP's threads use the first
+        self._group = distributed.new_group(backend="gloo") if has_others else None
+        self._poll_group = distributed.new_group(backend="gloo") if has_others else None  # DCP's threads use the first
         self._writing: tuple[CheckpointRecord, Future[Any]] | None = None
         self._system, self._path = fsspec.core.url_to_fs(self.location, use_listings_cache=False, **self.options)
 
@@ -170,7 +170,7 @@ class Checkpoints:
             damage = self._damage(step)
             if damage is None:
                 raise
-            raise self._damaged(step, damage) from None
+            raise self._damage_error(step, damage) from None
 
     def save(self, trainer: Trainer, curve: Curve) -> None:
         """Begin to write a checkpoint; the one before is whole when this returns."""
@@ -186,7 +186,7 @@ class Checkpoints:
         folder = self._folder(record.step)
         self._on_first(partial(self._forget_unfinished, record.step), _not_written(folder))
         with _storage_failures(_not_written(folder)):
-            writer = _Writer(folder, sync_files="://" not in self.location, **self.options)
+            writer = _ReportingWriter(folder, sync_files="://" not in self.location, **self.options)
             writing = dcp.async_save(
                 _state(trainer), storage_writer=writer, process_group=self._group, no_dist=self._group is None
             )
@@ -198,10 +198,10 @@ class Checkpoints:
         The workers agree on it: where a part could not be written, all raise here, and none is left in its next step.
         """
         if self._writing is not None:
-            done = torch.tensor(int(self._writing[1].done()))
+            is_done = torch.tensor(int(self._writing[1].done()))
             if self._poll_group is not None:
-                distributed.all_reduce(done, op=distributed.ReduceOp.MIN, group=self._poll_group)
-            if done:
+                distributed.all_reduce(is_done, op=distributed.ReduceOp.MIN, group=self._poll_group)
+            if is_done:
                 self.wait()
 
     def is_writing(self, step: int) -> bool:
@@ -219,20 +219,20 @@ class Checkpoints:
 
     def _forget_unfinished(self, step: int) -> None:
         """Remove what says that the parts of a checkpoint are whole, which are to be written again."""
-        unfinished = f"{self._path}/{_name(step)}/{METADATA}"
-        if self._system.exists(unfinished):
-            self._system.rm(unfinished)
+        metadata = f"{self._path}/{_name(step)}/{METADATA}"
+        if self._system.exists(metadata):
+            self._system.rm(metadata)
 
     def _finish(self, record: CheckpointRecord) -> None:
         """Write the marker, and remove the checkpoints that are older than the newest `keep`, but for the best and
         one in use."""
         file = f"{self._path}/{_name(record.step)}/{MARKER}"
-        with self._system.open(f"{file}.partial", "w") as beside:
-            json.dump(vars(record), beside)
+        with self._system.open(f"{file}.partial", "w") as file_object:
+            json.dump(vars(record), file_object)
         self._system.mv(f"{file}.partial", file)
-        kept = [*self._whole()[: self.keep], best_step(record.curve, self.keep_best), self.in_use]
+        kept_steps = [*self._finished_steps()[: self.keep], best_step(record.curve, self.keep_best), self.in_use]
         for step in self._steps():
-            if step not in kept and step < record.step and self._is_ours(step):
+            if step not in kept_steps and step < record.step and self._is_ours(step):
                 self._system.rm(f"{self._path}/{_name(step)}", recursive=True)
 
     def _folder(self, step: int) -> str:
@@ -245,7 +245,7 @@ class Checkpoints:
         names = (str(path).rstrip("/").rpartition("/")[2] for path in self._system.ls(self._path, detail=False))
         return sorted((int(match[1]) for name in names if (match := NAME.fullmatch(name))), reverse=True)
 
-    def _whole(self) -> list[int]:
+    def _finished_steps(self) -> list[int]:
         """The steps of the checkpoints that were written to their end, the newest first."""
         return [step for step in self._steps() if self._system.exists(f"{self._path}/{_name(step)}/{MARKER}")]
 
@@ -263,16 +263,16 @@ class Checkpoints:
                     f"{self._folder(step)} is a checkpoint of an older version ({OLD}), which is not read; give "
                     "another folder"
                 )
-        steps = self._whole()
+        steps = self._finished_steps()
         if not steps:
             return None
         try:
             with self._system.open(f"{self._path}/{_name(steps[0])}/{MARKER}", "r") as file:
                 record = CheckpointRecord(**json.load(file))
             name = record.recipe["name"]
-            different = other_settings(_of_any_precision(record.recipe), _of_any_precision(self.recipe))
+            settings = other_settings(_of_any_precision(record.recipe), _of_any_precision(self.recipe))
         except (ValueError, TypeError, KeyError):
-            raise self._damaged(steps[0], f"{MARKER} is cut or damaged") from None
+            raise self._damage_error(steps[0], f"{MARKER} is cut or damaged") from None
         if name != self.recipe["name"]:
             raise ValueError(
                 f"{self.location} holds checkpoints of a run of {name}, not of {self.recipe['name']}; give another "
@@ -283,10 +283,10 @@ class Checkpoints:
                 f"{self.location} holds checkpoints of an adapter (LoRA) of another base: {self.recipe['base']} has "
                 "changed since; give the base as it was, or another folder"
             )
-        if different:
+        if settings:
             raise ValueError(
                 f"{self.location} holds checkpoints of a run with other settings ({MARKER} in {_name(steps[0])}): "
-                f"{different}; give those, or another folder"
+                f"{settings}; give those, or another folder"
             )
         return record
 
@@ -297,29 +297,29 @@ class Checkpoints:
             if not self._system.exists(f"{folder}/{METADATA}"):
                 return f"{METADATA} is missing"
             try:
-                stored = FsspecReader(self._folder(step), **self.options).read_metadata().storage_data
+                places = FsspecReader(self._folder(step), **self.options).read_metadata().storage_data
             except UNPICKLING_ERRORS:
                 return f"{METADATA} is cut or damaged"
             ends: dict[str, int] = {}
-            for place in stored.values():
+            for place in places.values():
                 ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
             for file, length in sorted(ends.items()):
                 if not self._system.exists(f"{folder}/{file}"):
                     return f"{file} is missing"
-                if (there := self._system.size(f"{folder}/{file}")) < length:
-                    return f"{file} is cut: {there:,} of {length:,} bytes are there"
+                if (size := self._system.size(f"{folder}/{file}")) < length:
+                    return f"{file} is cut: {size:,} of {length:,} bytes are there"
         except Exception:  # each storage raises types of its own; what `load` met is raised then
             return None
         return None
 
-    def _damaged(self, step: int, damage: str) -> ValueError:
-        before = next((_name(s) for s in self._whole() if s < step), "the beginning")
+    def _damage_error(self, step: int, damage: str) -> ValueError:
+        earlier = next((_name(s) for s in self._finished_steps() if s < step), "the beginning")
         return ValueError(
-            f"the checkpoint {self._folder(step)} cannot be read: {damage}; remove that folder to go on from {before}"
+            f"the checkpoint {self._folder(step)} cannot be read: {damage}; remove that folder to go on from {earlier}"
         )
 
 
-class _Writer(FsspecWriter):
+class _ReportingWriter(FsspecWriter):
     """Says why a file cannot be written: torch raises an error of its file's end over the storage's, as a full disk's,
     and between workers goes the last error alone."""
 

@@ -50,10 +50,10 @@ class CurveFile:
     def __init__(self, folder: str, curve: list[Point], *, options: Mapping[str, Any] | None = None) -> None:
         self._system, path = fsspec.core.url_to_fs(folder, **(options or {}))
         self._file, self._is_here, self.curve = f"{path}/{LOSSES}", isinstance(self._system, LocalFileSystem), curve
-        there = self._there()
-        self.points: list[Point] = [point | there.get(point["step"], {}) for point in curve]
-        for own, point in zip(curve, self.points, strict=True):
-            own |= {name: number for name, number in point.items() if name.startswith(SWEEP)}
+        earlier_points = self._earlier_points()
+        self.points: list[Point] = [point | earlier_points.get(point["step"], {}) for point in curve]
+        for update, point in zip(curve, self.points, strict=True):
+            update |= {name: number for name, number in point.items() if name.startswith(SWEEP)}
         self._write()
 
     def flush(self) -> None:
@@ -73,16 +73,16 @@ class CurveFile:
         self.points[place] |= values
         self._write()
 
-    def _there(self) -> dict[float, Point]:
+    def _earlier_points(self) -> dict[float, Point]:
         """The speeds and sweeps of the updates that are in the file, by their steps."""
-        there: dict[float, Point] = {}
+        values_by_step: dict[float, Point] = {}
         with suppress(FileNotFoundError):
             for line in self._system.cat_file(self._file).decode("utf-8", errors="replace").splitlines():
                 with suppress(ValueError, KeyError, TypeError):  # a line that a lost machine cut
                     point = json.loads(line)
-                    kept = {name: point[name] for name in point if name in SPEEDS or name.startswith(SWEEP)}
-                    there[point["step"]] = kept
-        return there
+                    values = {name: point[name] for name in point if name in SPEEDS or name.startswith(SWEEP)}
+                    values_by_step[point["step"]] = values
+        return values_by_step
 
     def _write(self) -> None:
         text = "".join(map(_line, self.points))
@@ -105,7 +105,7 @@ WINDOWS = 20
 """A moving mean is over a part of the run of one in so many, of 100 updates at most."""
 SINGLE = {"grad_norm": "gradient norm, before clipping", "lr": "learning rate", "tokens_per_second": "tokens/s"}
 
-SWEPT = {"sweep_accuracy": "accuracy of sweeps", "sweep_tpf": "TPF of sweeps"}
+SWEEP_PANELS = {"sweep_accuracy": "accuracy of sweeps", "sweep_tpf": "TPF of sweeps"}
 
 Points = Sequence[Mapping[str, float]]
 
@@ -120,7 +120,7 @@ def moving_mean(values: Sequence[float], window: int) -> np.ndarray:
 
 def draw_losses(points: Points, path: Path | BinaryIO, *, title: str) -> None:
     """Write the plot of a run's points, of which there is at least one, as PNG."""
-    singles = SINGLE | {name: label for name, label in SWEPT.items() if any(name in point for point in points)}
+    singles = SINGLE | {name: label for name, label in SWEEP_PANELS.items() if any(name in point for point in points)}
     columns = 3 if len(singles) == len(SINGLE) else 4
     figure = Figure(figsize=(5.0 * columns, 7.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -128,7 +128,7 @@ def draw_losses(points: Points, path: Path | BinaryIO, *, title: str) -> None:
     panels = figure.subplots(2, columns).ravel()
     window = max(1, min(100, len(points) // WINDOWS))
     _raw_and_mean(panels[0], points, "loss", window)
-    steps, losses = _known(points, "validation_loss")
+    steps, losses = _steps_and_values(points, "validation_loss")
     if steps:
         panels[0].plot(steps, losses, color=COLOURS[2], linestyle="--", marker="o", label="held-out data")
         panels[0].legend(fontsize="small")
@@ -137,7 +137,7 @@ def draw_losses(points: Points, path: Path | BinaryIO, *, title: str) -> None:
         _means(panel, points, [name for name in BUCKETS if name.startswith(start)], start, window)
         panel.set_title(f"loss of a label, by {what}", fontsize="medium")
     for panel, (name, label) in zip(panels[3:], singles.items(), strict=True):
-        _raw_and_mean(panel, points, name, 1 if name in ("lr", *SWEPT) else window)
+        _raw_and_mean(panel, points, name, 1 if name in ("lr", *SWEEP_PANELS) else window)
         panel.set_title(label, fontsize="medium")
     for panel in panels:
         panel.set_xlabel("update")
@@ -145,14 +145,14 @@ def draw_losses(points: Points, path: Path | BinaryIO, *, title: str) -> None:
     figure.savefig(path, format="png", dpi=110)
 
 
-def _known(points: Points, name: str) -> tuple[list[float], list[float]]:
+def _steps_and_values(points: Points, name: str) -> tuple[list[float], list[float]]:
     """The updates that have this number, counted from 1, and their numbers."""
-    known = [(point["step"] + 1, point[name]) for point in points if name in point]
-    return [step for step, _ in known], [value for _, value in known]
+    steps_and_values = [(point["step"] + 1, point[name]) for point in points if name in point]
+    return [step for step, _ in steps_and_values], [value for _, value in steps_and_values]
 
 
 def _raw_and_mean(panel: Axes, points: Points, name: str, window: int) -> None:
-    steps, values = _known(points, name)
+    steps, values = _steps_and_values(points, name)
     smooth = window > 1
     panel.plot(steps, values, color=COLOURS[0], alpha=0.3 if smooth else 1.0, linewidth=1.0, marker=_marker(steps))
     if smooth:
@@ -161,7 +161,7 @@ def _raw_and_mean(panel: Axes, points: Points, name: str, window: int) -> None:
 
 def _means(panel: Axes, points: Points, names: Sequence[str], start: str, window: int) -> None:
     for number, name in enumerate(names):
-        steps, values = _known(points, name)
+        steps, values = _steps_and_values(points, name)
         if steps:
             panel.plot(
                 steps,
@@ -205,11 +205,11 @@ class RunLog:
         self.file = CurveFile(folder, curve, options=options)
         self._system, self._path = fsspec.core.url_to_fs(folder, **(options or {}))
         self._is_here = isinstance(self._system, LocalFileSystem)
-        chosen, self._reason = default_targets() if targets is None else (tuple(targets), "")
-        self._targets, self._began = chosen, time.perf_counter()
+        choice, self._reason = default_targets() if targets is None else (tuple(targets), "")
+        self._targets, self._start = choice, time.perf_counter()
         ids = self._ids()
         self._loggers = open_logs(
-            chosen,
+            choice,
             folder,
             start=len(curve),
             ids=ids,
@@ -244,11 +244,11 @@ class RunLog:
 
     def begin(self) -> None:
         """An update begins."""
-        self._began = time.perf_counter()
+        self._start = time.perf_counter()
 
     def add(self, *, beside: float = 0.0) -> None:
         """Log the update that was just done, the curve's last point; `beside` are seconds that were no part of it."""
-        point, seconds = self.curve[-1], max(time.perf_counter() - self._began - beside, 1e-9)
+        point, seconds = self.curve[-1], max(time.perf_counter() - self._start - beside, 1e-9)
         speed = {"seconds": _short(seconds), "tokens_per_second": _short(point["tokens"] / seconds)}
         share = mfu(point["tflop"] * 1e12, seconds, self.peak, self.num_workers)
         if share is not None:
@@ -318,7 +318,7 @@ class Log:
     def __init__(self, curve: list[Point], steps: int, files: RunLog | None = None) -> None:
         self.curve, self.steps, self.files = curve, steps, files
         self._bar = tqdm(initial=len(curve), total=steps) if sys.stderr.isatty() else None
-        self._since, self._shown, self._first = time.monotonic(), len(curve), len(curve) + 1
+        self._last_time, self._num_shown, self._first = time.monotonic(), len(curve), len(curve) + 1
 
     def begin(self) -> None:
         """An update begins."""
@@ -330,11 +330,11 @@ class Log:
         if self.files is not None:
             self.files.add(beside=beside)
         if self._bar is not None:
-            recent = self.curve[-SHOWN_STEPS:]
-            means = {name: f"{_mean(recent, name):.4f}" for name in ("loss", "accuracy")}
-            self._bar.set_postfix(means, lr=f"{recent[-1]['lr']:.2e}")
+            last_updates = self.curve[-SHOWN_STEPS:]
+            means = {name: f"{_mean(last_updates, name):.4f}" for name in ("loss", "accuracy")}
+            self._bar.set_postfix(means, lr=f"{last_updates[-1]['lr']:.2e}")
             self._bar.update()
-        elif len(self.curve) in (self._first, self.steps) or time.monotonic() - self._since >= PROGRESS_SECONDS:
+        elif len(self.curve) in (self._first, self.steps) or time.monotonic() - self._last_time >= PROGRESS_SECONDS:
             self._say_progress()
 
     def amend(self, step: int, values: Point) -> None:
@@ -344,15 +344,15 @@ class Log:
             self.files.amend(step, values)
 
     def _say_progress(self) -> None:
-        recent, elapsed = self.curve[self._shown :], time.monotonic() - self._since
-        left = (self.steps - len(self.curve)) * elapsed / len(recent)
+        new_updates, seconds = self.curve[self._num_shown :], time.monotonic() - self._last_time
+        seconds_left = (self.steps - len(self.curve)) * seconds / len(new_updates)
         say(
-            f"step {len(self.curve)}/{self.steps}  loss {_mean(recent, 'loss'):.4f}  "
-            f"masked-token accuracy {_mean(recent, 'accuracy'):.3f}  lr {recent[-1]['lr']:.2e}  "
-            f"{sum(point['tokens'] for point in recent) / elapsed:,.0f} tokens/s  "
-            f"ETA {left // 60:.0f} min {left % 60:02.0f} s"
+            f"step {len(self.curve)}/{self.steps}  loss {_mean(new_updates, 'loss'):.4f}  "
+            f"masked-token accuracy {_mean(new_updates, 'accuracy'):.3f}  lr {new_updates[-1]['lr']:.2e}  "
+            f"{sum(point['tokens'] for point in new_updates) / seconds:,.0f} tokens/s  "
+            f"ETA {seconds_left // 60:.0f} min {seconds_left % 60:02.0f} s"
         )
-        self._since, self._shown = time.monotonic(), len(self.curve)
+        self._last_time, self._num_shown = time.monotonic(), len(self.curve)
 
     def flush(self) -> None:
         """Bring remote storage up to date, before a checkpoint says that these updates are done."""

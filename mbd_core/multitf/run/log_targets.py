@@ -26,7 +26,7 @@ PACKAGES = {TENSORBOARD: "mbd-cluster[train]", "wandb": "wandb", "mlflow": "mlfl
 """Each target's package, which has its name, and what installs it."""
 PROJECT = "mbd-cluster"
 """The project or experiment under which runs are logged; `WANDB_PROJECT` and `MLFLOW_EXPERIMENT_NAME` say another."""
-NOTHING = "none"
+NO_TARGET = "none"
 SPEED = ("seconds", "tokens_per_second", "mfu", "tokens", "padding", "tflop")
 """What a dashboard shows as a group of its own."""
 MLFLOW_BATCH = 100  # parameters that MLflow takes at once
@@ -48,15 +48,17 @@ def chosen_targets(text: str | None) -> tuple[str, ...] | None:
     """
     if text is None:
         return None
-    chosen = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if chosen == (NOTHING,):
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if names == (NO_TARGET,):
         return ()
-    for name in chosen or (text,):
+    for name in names or (text,):
         if name not in PACKAGES:
-            raise ValueError(f"--log-to {name!r}: known are {', '.join(PACKAGES)}, separated by commas, and {NOTHING}")
+            raise ValueError(
+                f"--log-to {name!r}: known are {', '.join(PACKAGES)}, separated by commas, and {NO_TARGET}"
+            )
         if not is_installed(name):
             raise ValueError(f"--log-to {name}: the package is not installed: pip install '{PACKAGES[name]}'")
-    return chosen
+    return names
 
 
 def is_installed(target: str) -> bool:
@@ -74,8 +76,8 @@ def default_targets() -> tuple[tuple[str, ...], str]:
 def tag(name: str) -> str:
     """A number's name in groups, as dashboards show them."""
     if name.startswith("validation_"):
-        group, _, rest = tag(name.removeprefix("validation_")).rpartition("/")
-        return f"{group.replace('train', 'validation').replace('loss_by', 'validation_loss_by')}/{rest}"
+        group, _, name_in_group = tag(name.removeprefix("validation_")).rpartition("/")
+        return f"{group.replace('train', 'validation').replace('loss_by', 'validation_loss_by')}/{name_in_group}"
     groups = {"loss_slot_": "loss_by_slot", "loss_ratio_": "loss_by_mask_ratio", "sweep_": "sweep"}
     for start, group in groups.items():
         if name.startswith(start):
@@ -85,10 +87,10 @@ def tag(name: str) -> str:
 
 def flat(settings: Mapping[str, Any], start: str = "") -> dict[str, Any]:
     """Nested settings by the dotted names of their fields."""
-    named: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in settings.items():
-        named |= flat(value, f"{start}{name}.") if isinstance(value, Mapping) else {f"{start}{name}": value}
-    return named
+        values |= flat(value, f"{start}{name}.") if isinstance(value, Mapping) else {f"{start}{name}": value}
+    return values
 
 
 class TensorBoardLog:

@@ -56,14 +56,14 @@ class RunOptions:
 
 def options_inside(kind: Any) -> list[OptionField]:
     """The options of a dataclass and of those that it holds, with their defaults."""
-    nested = (options_inside(item.hint) if is_dataclass(item.hint) else [item] for item in options_of(kind))
-    return [item for items in nested for item in items]
+    items_by_field = (options_inside(item.hint) if is_dataclass(item.hint) else [item] for item in options_of(kind))
+    return [item for items in items_by_field for item in items]
 
 
-def built(kind: Any, given: Mapping[str, Any]) -> Any:
+def build_options(kind: Any, named_values: Mapping[str, Any]) -> Any:
     """A dataclass, and those that it holds, of the values of `options_inside`."""
     values = {
-        item.name: built(item.hint, given) if is_dataclass(item.hint) else given[item.name]
+        item.name: build_options(item.hint, named_values) if is_dataclass(item.hint) else named_values[item.name]
         for item in options_of(kind)
     }
     return kind(**values)
@@ -79,33 +79,33 @@ class CommandLine:
         )
         groups = {panel: self.parser.add_argument_group(panel) for panel in PANELS}
         for item in items:
-            groups[item.option.panel or OUTPUT].add_argument(*_names(item), dest=item.name, **_about(item))
+            groups[item.option.panel or OUTPUT].add_argument(*_names(item), dest=item.name, **_declaration(item))
 
     def read(self, arguments: Sequence[str]) -> dict[str, Any]:
         """The values of all options, by their names; `ValueError`, naming the option, for one that is refused."""
         try:
-            known, unknown = self.parser.parse_known_args(list(arguments))
+            namespace, unknown = self.parser.parse_known_args(list(arguments))
         except argparse.ArgumentError as error:
             raise ValueError(str(error).removeprefix("argument ")) from None
         if unknown:
             raise ValueError(f"no such option: {unknown[0]} (see --help)")
-        return {item.name: value_of(item, getattr(known, item.name)) for item in self.items}
+        return {item.name: value_of(item, getattr(namespace, item.name)) for item in self.items}
 
 
 def _names(item: OptionField) -> list[str]:
     return flag(item).split("/")[:1]
 
 
-def _about(item: OptionField) -> dict[str, Any]:
+def _declaration(item: OptionField) -> dict[str, Any]:
     """An option as argparse declares it."""
     kind, default = plain_type(item.hint), item.default
-    shown = item.option.default or (None if default in (None, False) else default)
-    about: dict[str, Any] = {
-        "help": item.option.help + ("" if shown is None else f" (default: {shown})").replace("%", "%%"),
+    default_text = item.option.default or (None if default in (None, False) else default)
+    declaration: dict[str, Any] = {
+        "help": item.option.help + ("" if default_text is None else f" (default: {default_text})").replace("%", "%%"),
         "default": default,
     }
     if kind is bool:
-        return about | {"action": argparse.BooleanOptionalAction if "/" in flag(item) else "store_true"}
+        return declaration | {"action": argparse.BooleanOptionalAction if "/" in flag(item) else "store_true"}
     reads = kind if kind in (int, float, Path) else str
     choices = "|".join(get_args(kind)) if get_origin(kind) is Literal else {int: "N", float: "X"}.get(kind, "TEXT")
-    return about | {"type": reads, "metavar": item.option.metavar or choices}
+    return declaration | {"type": reads, "metavar": item.option.metavar or choices}

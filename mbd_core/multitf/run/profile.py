@@ -24,11 +24,11 @@ MAX_EVENTS = 200_000  # of a memory snapshot
 class Profile:
     """Measures updates of a run of which `left` remain; `step` is called after each one."""
 
-    def __init__(self, measuring: Measuring, checkpoints: Checkpoints, workers: Workers, *, left: int) -> None:
+    def __init__(self, measuring: Measuring, checkpoints: Checkpoints, workers: Workers, *, num_left: int) -> None:
         self.measuring, self.checkpoints, self.workers = measuring, checkpoints, workers
-        self._last = min(left, SKIPPED + measuring.updates)
+        self._last = min(num_left, SKIPPED + measuring.updates)
         self._first = max(0, self._last - measuring.updates)
-        self._done, self._trace = 0, None
+        self._num_steps, self._trace = 0, None
         if measuring.profile:
             activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (workers.device.type == "cuda")]
             self._trace = profile(activities=activities, record_shapes=True)
@@ -41,13 +41,13 @@ class Profile:
 
     def step(self) -> None:
         """An update was done."""
-        self._done += 1
-        if self._done == self._last:
+        self._num_steps += 1
+        if self._num_steps == self._last:
             self._write()
         self._begin()
 
     def _begin(self) -> None:
-        if self._trace is not None and self._done == self._first < self._last:
+        if self._trace is not None and self._num_steps == self._first < self._last:
             self._trace.start()
 
     def _write(self) -> None:
@@ -70,7 +70,7 @@ class Profile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and self._trace is not None and self._first <= self._done < self._last:
+        if kind is not None and self._trace is not None and self._first <= self._num_steps < self._last:
             self._trace.stop()
 
 

@@ -35,33 +35,33 @@ class Sweeps:
 
     def __init__(self, sweeper: Sweeper, checkpoints: Checkpoints, log: Log) -> None:
         self.sweeper, self.checkpoints, self.log = sweeper, checkpoints, log
-        self._due: int | None = None
+        self._due_step: int | None = None
         self._under_way: tuple[int, Future[Numbers]] | None = None
 
     def request(self, step: int) -> None:
         """Sweep the checkpoint of this step, which is about to be written, if no other sweep is due or under way."""
-        busy = self._due if self._under_way is None else self._under_way[0]
-        if busy is not None:
-            say(f"sweep after step {step} is skipped: the one after step {busy} has not ended")
+        step_under_way = self._due_step if self._under_way is None else self._under_way[0]
+        if step_under_way is not None:
+            say(f"sweep after step {step} is skipped: the one after step {step_under_way} has not ended")
             return
-        self._due = self.checkpoints.in_use = step
+        self._due_step = self.checkpoints.in_use = step
 
     def poll(self) -> None:
         """Log the sweep that has ended, and begin the one that is due; nobody waits."""
         if self._under_way is not None and self._under_way[1].done():
             self._collect()
-        if self._due is not None and self._under_way is None and not self.checkpoints.is_writing(self._due):
-            step, self._due = self._due, None
+        if self._due_step is not None and self._under_way is None and not self.checkpoints.is_writing(self._due_step):
+            step, self._due_step = self._due_step, None
             try:
                 self._under_way = step, self.sweeper.begin(step)
             except Exception as error:  # whatever the sweeper raises
                 self._forget(f"sweep after step {step} is skipped: {self.sweeper.reason(error)}")
 
-    def finish(self, last: int) -> None:
+    def finish(self, last_step: int) -> None:
         """Sweep the last step's checkpoint, which is whole; wait for it, and before for what is under way."""
         deadline = time.monotonic() + END_SECONDS
         self._wait(deadline)
-        self.request(last)
+        self.request(last_step)
         self._wait(deadline)
 
     def _wait(self, deadline: float) -> None:

@@ -34,17 +34,17 @@ def check_held_out(
     if options.share is not None:
         data = recipe.data
         count = data.per_task * len(data.tasks) if isinstance(data, TinyData) else (start.record or {})["samples"]
-        left = count - num_held_out(count, options.share)
-        if left < recipe.train.batch_size:
+        rest = count - num_held_out(count, options.share)
+        if rest < recipe.train.batch_size:
             raise ValueError(
-                f"--validation {options.validation} leaves {left} of {count} conversations to train on, fewer than a "
+                f"--validation {options.validation} leaves {rest} of {count} conversations to train on, fewer than a "
                 f"batch of {recipe.train.batch_size}; give a smaller share, or more data"
             )
         return
     folder = Path(options.validation)
     record = read_record(folder)
-    same = tokenizer is None or record["tokenizer"] == tokenizer_fingerprint(tokenizer)
-    if not same or record["mask_token_id"] != start.config.mask_token_id:
+    is_same_tokenizer = tokenizer is None or record["tokenizer"] == tokenizer_fingerprint(tokenizer)
+    if not is_same_tokenizer or record["mask_token_id"] != start.config.mask_token_id:
         raise ValueError(
             f"--validation {folder} was tokenised for another model than this run's: prepare it again with --model"
         )
@@ -88,16 +88,16 @@ class Validation:
                 numbers = order[first : first + at_once * trainer.world_size][trainer.rank :: trainer.world_size]
                 problem, batch = "", None
                 try:  # a worker without samples of its own computes the first, and counts nothing
-                    shown = numbers or order[first : first + 1]
-                    rngs = [random.Random(f"validation/{number}") for number in shown]
-                    batch = trainer.lay_out([self.examples[number] for number in shown], rngs)
+                    batch_numbers = numbers or order[first : first + 1]
+                    rngs = [random.Random(f"validation/{number}") for number in batch_numbers]
+                    batch = trainer.lay_out([self.examples[number] for number in batch_numbers], rngs)
                 except (ValueError, OSError) as error:
                     problem = error_sentence(error)
                 if not workers.least(batch is not None) or batch is None:
                     raise ValidationFailed(problem or "another worker cannot read its samples")
-                measured = trainer.measure(batch)
+                metrics = trainer.measure(batch)
                 if numbers and trainer.counts:
-                    total += measured
+                    total += metrics
         finally:
             trainer.objective.train()
         numerator, divisor, hits, labels, *sums = (workers.mean(total) * workers.size).tolist()

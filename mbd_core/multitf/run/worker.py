@@ -110,15 +110,15 @@ def settle_precision(start: StartingPoint, workers: Workers, checkpoints: Checkp
 
     Raises `ValueError` where another precision was given than the newest checkpoint's, and as `Checkpoints.newest`.
     """
-    given, record = start.recipe.train.precision, None
+    choice, record = start.recipe.train.precision, None
     if checkpoints is not None:
         record = checkpoints.newest()
-        if record is not None and given not in ("auto", record.precision):
+        if record is not None and choice not in ("auto", record.precision):
             raise ValueError(
-                f"--precision {given}: the run in {checkpoints.location} began in {record.precision}, and a run keeps "
-                "its precision; leave --precision out, or give another folder for --checkpoints"
+                f"--precision {choice}: the run in {checkpoints.location} began in {record.precision}, and a run "
+                "keeps its precision; leave --precision out, or give another folder for --checkpoints"
             )
-    return start.with_precision(workers.precision(given) if record is None else record.precision)
+    return start.with_precision(workers.precision(choice) if record is None else record.precision)
 
 
 class Run:
@@ -186,14 +186,14 @@ class Run:
     def train(self, *, every: int = 1, log: Log | None = None, sweeps: Sweeps | None = None) -> None:
         """Do the remaining updates; a checkpoint is begun every `every` steps, where a validation is the best yet, for
         every sweep, and after the last one."""
-        measuring, left = self.measuring, self.trainer.config.steps - self.trainer.step_number
+        measuring, num_left = self.measuring, self.trainer.config.steps - self.trainer.step_number
         if self.checkpoints is None or not (measuring.profile or measuring.memory_snapshot):
             self._train(every, log, None, sweeps)
             return
-        with Profile(measuring, self.checkpoints, self.workers, left=left) as measured:
-            self._train(every, log, measured, sweeps)
+        with Profile(measuring, self.checkpoints, self.workers, num_left=num_left) as profile:
+            self._train(every, log, profile, sweeps)
 
-    def _train(self, every: int, log: Log | None, measured: Profile | None, sweeps: Sweeps | None) -> None:
+    def _train(self, every: int, log: Log | None, profile: Profile | None, sweeps: Sweeps | None) -> None:
         trainer, checkpoints, steps = self.trainer, self.checkpoints, self.trainer.config.steps
         if trainer.step_number == steps:
             sweeps = None
@@ -201,8 +201,8 @@ class Run:
             if log is not None:
                 log.begin()
             self.curve.append(self.workers.mean_metrics(trainer.step()).point())
-            if measured is not None:
-                measured.step()
+            if profile is not None:
+                profile.step()
             seconds = self._validate(log)
             if log is not None:
                 log.add(beside=seconds)
@@ -228,7 +228,7 @@ class Run:
         """Add a validation's numbers to the update's point, if one is due; the seconds that it took."""
         if self.validation is None:
             return 0.0
-        step, began = self.trainer.step_number, time.perf_counter()
+        step, start = self.trainer.step_number, time.perf_counter()
         if step % self.validation.every and step != self.trainer.config.steps:
             return 0.0
         try:
@@ -238,13 +238,13 @@ class Run:
                 raise  # the others are within an exchange that this worker has left
             if log is not None:
                 say(f"validation after step {step} failed: {error_sentence(error)}; the run goes on")
-            return time.perf_counter() - began
+            return time.perf_counter() - start
         self.curve[-1] |= values
         if log is not None:
             numbers = (f"{name.removeprefix('validation_')} {values[name]:.4f}" for name in list(values)[:2])
             best = best_step(self.curve, self.validation.keep_best) == step
             say(f"validation after step {step}: {', '.join(numbers)}{' (the best yet)' * best}")
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     def write(self, folder: Path | None, *, written: Written = "model", overwrite: bool = False) -> None:
         """Write the trained model (`export`), or its adapter; every worker calls it, and the first one names the
@@ -354,8 +354,8 @@ def prepare(
     model, tokenizer = initial_model(start, on_meta=on_meta)
     size, room, fill = recipe.states.block_size, start.sample_length, recipe.trailing_fill
     if start.data is not None:
-        apart = recipe.states.layouts == "d2f"  # whose sequences have no clean stream that answers could share
-        examples = PreparedExamples(start.data, block_size=size, max_length=room, trailing_fill=fill, apart=apart)
+        is_d2f = recipe.states.layouts == "d2f"  # whose sequences have no clean stream that answers could share
+        examples = PreparedExamples(start.data, block_size=size, max_length=room, trailing_fill=fill, apart=is_d2f)
         return model, tokenizer, examples
     assert isinstance(recipe.data, TinyData)
     write = partial(write_conversations, tokenizer=tokenizer, data=recipe.data, block_size=size, max_length=room)

@@ -54,10 +54,10 @@ def random_layout(num_blocks: int, max_group: int, rng: random.Random) -> GroupL
     """One of `Lambda_rand`: group sizes uniform on 2..max_group until the blocks are covered, the last one clipped."""
     _check(num_blocks, max_group)
     sizes: list[int] = []
-    left = num_blocks
-    while left:
-        sizes.append(min(rng.randint(2, max_group), left))
-        left -= sizes[-1]
+    blocks_left = num_blocks
+    while blocks_left:
+        sizes.append(min(rng.randint(2, max_group), blocks_left))
+        blocks_left -= sizes[-1]
     return GroupLayout(tuple(sizes))
 
 
@@ -109,8 +109,8 @@ def layout_set(
     if max_group == 1:
         return [single_block_layout(num_blocks)]
     draw = random_layout if random_sizes == "paper" else released_random_layout
-    drawn = [draw(num_blocks, max_group, rng) for _ in range(num_random)]
-    return drawn if kind == "random" else systematic_layouts(num_blocks, max_group) + drawn
+    random_layouts = [draw(num_blocks, max_group, rng) for _ in range(num_random)]
+    return random_layouts if kind == "random" else systematic_layouts(num_blocks, max_group) + random_layouts
 
 
 def _check(num_blocks: int, max_group: int) -> None:

@@ -92,16 +92,16 @@ def whole_sequence_sees(stream: Tensor, sample: Tensor | None = None) -> Places:
     return sees
 
 
-def _dual_stream(query: tuple[Tensor, ...], key: tuple[Tensor, ...], itself: Tensor) -> Tensor:
+def _dual_stream(query: tuple[Tensor, ...], key: tuple[Tensor, ...], diagonal: Tensor) -> Tensor:
     (si, bi, fi, pi), (sj, bj, fj, pj) = query, key
     to_clean = (sj == 0) & (bj < fi) & (si >= 0)
     in_group = (si == sj) & (sj > 0) & (fi == fj) & (bj <= bi)
-    return ((to_clean | in_group) & (pi == pj)) | (itself & (si < 0))
+    return ((to_clean | in_group) & (pi == pj)) | (diagonal & (si < 0))
 
 
-def _whole_sequence(query: tuple[Tensor, ...], key: tuple[Tensor, ...], itself: Tensor) -> Tensor:
+def _whole_sequence(query: tuple[Tensor, ...], key: tuple[Tensor, ...], diagonal: Tensor) -> Tensor:
     (si, pi), (sj, pj) = query, key
-    return ((si >= 0) & (sj >= 0) & (pi == pj)) | (itself & (si < 0))
+    return ((si >= 0) & (sj >= 0) & (pi == pj)) | (diagonal & (si < 0))
 
 
 def _diagonal(stream: Tensor) -> Tensor:
@@ -128,12 +128,12 @@ class TrainingAttention:
         if choice == "flex" and device.type != "cuda":
             raise ValueError(f"attention=flex trains on a GPU alone, and this device is {device.type}; choose dense")
         self.kind: Literal["dense", "flex"] = "flex" if choice != "dense" and device.type == "cuda" else "dense"
-        self._asked = choice != "auto"
+        self._is_choice = choice != "auto"
         self._masks: OrderedDict[bytes, BlockMask] = OrderedDict()
 
     def describe(self) -> str:
         """What is used and why, for the line that a run begins with."""
-        if self._asked:
+        if self._is_choice:
             return f"{self.kind} attention, as asked"
         return "flex attention" if self.kind == "flex" else "dense attention (flex needs a GPU)"
 

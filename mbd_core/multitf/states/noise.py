@@ -47,10 +47,10 @@ class FittedNoise:
 
     def draw(self, size: int, rng: random.Random) -> list[float]:
         """The mask ratios of a noise-group of `size` blocks."""
-        measured = min((n for n in self._by_size if n >= size), default=max(self._by_size))
-        states, up_to = self._by_size[measured]
+        known_size = min((n for n in self._by_size if n >= size), default=max(self._by_size))
+        states, up_to = self._by_size[known_size]
         (ratios,) = rng.choices(states, cum_weights=up_to)
-        return [*ratios[:size], *[1.0] * (size - measured)]
+        return [*ratios[:size], *[1.0] * (size - known_size)]
 
     @cached_property
     def _by_size(self) -> dict[int, tuple[list[Ratios], list[int]]]:
@@ -215,8 +215,8 @@ def d2f_monotonic(size: int, bounds: NoiseBounds, rng: random.Random) -> list[fl
 
 def slot_ranges(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
     """Each place in the group uniform in a range of its own (`bounds.slots`), independent of the others."""
-    last = len(bounds.slots) - 1
-    return [rng.uniform(*bounds.slots[min(i, last)]) for i in range(size)]
+    last_slot = len(bounds.slots) - 1
+    return [rng.uniform(*bounds.slots[min(i, last_slot)]) for i in range(size)]
 
 
 def fitted(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:

@@ -40,18 +40,18 @@ def packed_together(lengths: Sequence[int], max_tokens: int) -> Together:
 
     The samples of a sequence have up to `max_tokens` tokens together; one that has more is alone.
     """
-    together: Together = []
+    groups: Together = []
     room: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
         length = lengths[number]
-        place = next((place for place, left in enumerate(room) if length <= left), None)
+        place = next((place for place, room_left in enumerate(room) if length <= room_left), None)
         if place is None:
-            together.append([number])
+            groups.append([number])
             room.append(max_tokens - length)
         else:
-            together[place].append(number)
+            groups[place].append(number)
             room[place] -= length
-    return together
+    return groups
 
 
 def packed_alike(shares: Sequence[Sequence[int]], max_tokens: int) -> list[Together]:
@@ -59,15 +59,15 @@ def packed_alike(shares: Sequence[Sequence[int]], max_tokens: int) -> list[Toget
 
     Workers that hold parts of one model must call it equally often. Who needs fewer sequences divides its fullest.
     """
-    packed = [packed_together(lengths, max_tokens) for lengths in shares]
-    most = max(map(len, packed))
-    for together in packed:
-        while len(together) < most:
-            fullest = max(together, key=len)
+    packings = [packed_together(lengths, max_tokens) for lengths in shares]
+    most_groups = max(map(len, packings))
+    for groups in packings:
+        while len(groups) < most_groups:
+            fullest = max(groups, key=len)
             half = len(fullest) // 2
-            together.append(fullest[half:])
+            groups.append(fullest[half:])
             del fullest[half:]
-    return packed
+    return packings
 
 
 EPSILON = 1e-6
@@ -190,8 +190,8 @@ def build_batch(
         for answer in (*example.earlier, example):
             _check_example(answer, config, shift=shift)
         draw = partial(corrupt, config=config, mask_token_id=mask_token_id, rng=rng)
-        drawn = _draw_d2f if config.layouts == "d2f" else _draw_streams
-        rows.append(drawn(example, config, draw, rng, shift))
+        draw_streams = _draw_d2f if config.layouts == "d2f" else _draw_streams
+        rows.append(draw_streams(example, config, draw, rng, shift))
     return collate(rows, together)
 
 
@@ -203,8 +203,8 @@ def _draw_streams(
     for answer in (*example.earlier, example):
         first_block = answer.prompt_length // size if config.span == "response" else 0
         layouts = choose_layouts(len(answer.tokens) // size - first_block, config, rng)
-        drawn = [(layout, draw(answer, layout, start=first_block * size)) for layout in layouts]
-        answers.append((answer, self_denoised(drawn, config, rng), first_block))
+        streams_by_layout = [(layout, draw(answer, layout, start=first_block * size)) for layout in layouts]
+        answers.append((answer, self_denoised(streams_by_layout, config, rng), first_block))
     return without_unseen(lay_out_answers(answers, config, shift=shift))
 
 
@@ -250,14 +250,14 @@ def lay_out_answers(answers: Sequence[AnswerStreams], config: StateConfig, *, sh
     sees clean blocks before the one with that EOS, and there all samples are the same conversation. So the losses are
     those of a sample for each answer. Under weights that are means, the conversation's loss is the mean of them.
     """
-    size, (last, _, _) = config.block_size, answers[-1]
+    size, (last_answer, _, _) = config.block_size, answers[-1]
     clean_at = sum(len(streams) * (len(answer.tokens) - first * size) for answer, streams, first in answers)
     row: Columns = {f.name: [] for f in fields(MultiTFBatch) if f.name != "sample"}
     for answer, streams, first_block in answers:
         _add_noisy(row, answer, streams, config, first_block=first_block, clean_at=clean_at if shift else None)
     if len(answers) > 1 and config.weighting in ("masked_mean", "block_ratio"):
         row["weights"] = [weight / len(answers) for weight in row["weights"]]
-    _add_clean(row, last, size)
+    _add_clean(row, last_answer, size)
     length = len(row["input_ids"])
     row["source"] = [max(0, s) for s in row["source"]] + list(range(len(row["source"]), length))
     _check_columns(row)
@@ -277,7 +277,7 @@ def _add_noisy(
     size, length = config.block_size, len(example.tokens)
     num_blocks, start = length // size, first_block * size
     for number, (layout, noisy) in enumerate(streams, start=max(row["stream"], default=0) + 1):
-        at = len(row["input_ids"])
+        start_of_row = len(row["input_ids"])
         starts = layout.first_blocks()
         labels = _labels(example, noisy, config, start=start)
         weights = _weights(labels, noisy, config, num_blocks=num_blocks - first_block, num_streams=len(streams))
@@ -293,7 +293,9 @@ def _add_noisy(
         row["ratio"] += noisy.ratio
         if clean_at is not None:
             heads = {a * size for a in starts}
-            row["source"] += [clean_at + start + i - 1 if i in heads else at + i - 1 for i in range(length - start)]
+            row["source"] += [
+                clean_at + start + i - 1 if i in heads else start_of_row + i - 1 for i in range(length - start)
+            ]
 
 
 def without_unseen(row: Columns) -> Columns:
@@ -302,9 +304,9 @@ def without_unseen(row: Columns) -> Columns:
     They are those from the first block of the last noise-group on, of all layouts, and see no noisy token themselves.
     """
     noisy = sum(1 for stream in row["stream"] if stream > 0)
-    last = max(row["first"][:noisy])
-    kept = noisy + sum(1 for block in row["block"][noisy:] if block < last)
-    return {name: column[:kept] for name, column in row.items()}
+    last_group = max(row["first"][:noisy])
+    length = noisy + sum(1 for block in row["block"][noisy:] if block < last_group)
+    return {name: column[:length] for name, column in row.items()}
 
 
 def lay_out_d2f(example: Example, noisy: NoisyStream, config: StateConfig, *, shift: bool = False) -> Columns:
@@ -314,21 +316,21 @@ def lay_out_d2f(example: Example, noisy: NoisyStream, config: StateConfig, *, sh
     """
     prompt, length = example.prompt_length, len(example.tokens)
     head = NoisyStream(list(example.tokens[:prompt]), [False] * prompt, [1.0] * prompt)
-    whole = NoisyStream(head.tokens + noisy.tokens, head.masked + noisy.masked, head.ratio + noisy.ratio)
-    labels = _labels(example, whole, config, start=0)
+    sequence = NoisyStream(head.tokens + noisy.tokens, head.masked + noisy.masked, head.ratio + noisy.ratio)
+    labels = _labels(example, sequence, config, start=0)
     blocks = [0] * prompt + [1 + i // config.block_size for i in range(length - prompt)]
     row: Columns = {
-        "input_ids": whole.tokens,
+        "input_ids": sequence.tokens,
         "positions": list(range(length)),
         "stream": [1] * length,
         "block": blocks,
         "first": [0] * length,
         "labels": labels,
-        "weights": _weights(labels, whole, config, num_blocks=blocks[-1], num_streams=1),
+        "weights": _weights(labels, sequence, config, num_blocks=blocks[-1], num_streams=1),
         "source": [max(0, i - shift) for i in range(length)],
         "rollout": [False] * length,
         "slot": [max(0, b - 1) for b in blocks],
-        "ratio": whole.ratio,
+        "ratio": sequence.ratio,
     }
     _check_columns(row)
     return row
@@ -403,13 +405,13 @@ def _weights(
 
     `masked_mean` and `block_ratio` are means over the layouts, the other two pool the labels of all layouts.
     """
-    labelled = [label != IGNORE for label in labels]
+    has_label = [label != IGNORE for label in labels]
     if config.weighting == "masked_mean":
-        count = max(1, sum(labelled))
-        return [1.0 / count / num_streams if chosen else 0.0 for chosen in labelled]
+        count = max(1, sum(has_label))
+        return [1.0 / count / num_streams if labelled else 0.0 for labelled in has_label]
     scale = num_blocks * num_streams if config.weighting == "block_ratio" else 1
     inverse = [1.0 / max(t, EPSILON) for t in noisy.ratio]
-    return [t / scale if chosen else 0.0 for chosen, t in zip(labelled, inverse, strict=True)]
+    return [t / scale if labelled else 0.0 for labelled, t in zip(has_label, inverse, strict=True)]
 
 
 def _check_example(example: Example, config: StateConfig, *, shift: bool) -> None:

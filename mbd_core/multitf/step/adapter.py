@@ -78,13 +78,13 @@ class SampleDropout(nn.Module):
 def draw_dropped(x_SLD: Tensor, table_N3: Tensor, layer: Tensor, p: float) -> Tensor:
     """Which numbers are dropped. One operation to `torch.compile`, which cannot trace generators."""
     samples, device, ends = table_N3.tolist(), x_SLD.device, [0] * len(x_SLD)
-    announced = len({row for row, _, _ in samples})
-    assert announced == len(x_SLD), f"{len(x_SLD)} sequences are computed, and {announced} were announced"
+    num_announced = len({row for row, _, _ in samples})
+    assert num_announced == len(x_SLD), f"{len(x_SLD)} sequences are computed, and {num_announced} were announced"
     dropped_SLD = torch.zeros(x_SLD.shape, dtype=torch.bool, device=device)
     for row, seed, tokens in samples:
         generator = torch.Generator(device).manual_seed(seed + int(layer))
-        drawn = torch.rand(tokens, x_SLD.shape[-1], generator=generator, device=device)
-        dropped_SLD[row, ends[row] : ends[row] + tokens] = drawn < p
+        draws = torch.rand(tokens, x_SLD.shape[-1], generator=generator, device=device)
+        dropped_SLD[row, ends[row] : ends[row] + tokens] = draws < p
         ends[row] += tokens
     return dropped_SLD
 
@@ -121,7 +121,7 @@ def add_adapter(model: Decoder, settings: LoraSettings, *, seed: int) -> Current
     )
     with torch.random.fork_rng(devices=[]):
         LoraModel(model, {"default": config}, "default")
-    for number, layer in enumerate(_adapted(model).values()):
+    for number, layer in enumerate(_adapted_layers(model).values()):
         if settings.dropout:
             layer.lora_dropout["default"] = SampleDropout(settings.dropout, number, draws)
     model.to(device)
@@ -137,10 +137,10 @@ def fill_adapter(model: Decoder, *, seed: int) -> None:
     Where the model is cut among workers each fills its part of the same values.
     """
     generator = torch.Generator().manual_seed(seed)
-    for layer in _adapted(model).values():
+    for layer in _adapted_layers(model).values():
         down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        drawn = nn.init.kaiming_uniform_(torch.empty(down.shape), a=math.sqrt(5), generator=generator)
-        own_part(down).copy_(own_part(cut_like(drawn.to(own_part(down).device), down)))
+        weight = nn.init.kaiming_uniform_(torch.empty(down.shape), a=math.sqrt(5), generator=generator)
+        own_part(down).copy_(own_part(cut_like(weight.to(own_part(down).device), down)))
         own_part(up).zero_()
 
 
@@ -157,7 +157,7 @@ def base_tensors(model: Decoder) -> dict[str, Tensor]:
 @contextmanager
 def without_adapter(model: Decoder) -> Iterator[None]:
     """The model as it was before the adapter, for as long as the block lasts."""
-    layers = list(_adapted(model).values())
+    layers = list(_adapted_layers(model).values())
     for layer in layers:
         layer.enable_adapters(False)
         for name in layer.adapter_layer_names:  # what is trained stays so: sharding looks when it gathers a weight
@@ -175,13 +175,13 @@ def merge_adapter(model: Decoder) -> None:
 
     Where the model is sharded every worker calls it, and adds to its own part of each weight.
     """
-    for name, layer in _adapted(model).items():
+    for name, layer in _adapted_layers(model).items():
         base = layer.get_base_layer()
         up, down = whole(layer.lora_B["default"].weight), whole(layer.lora_A["default"].weight)
         change = up @ down * layer.scaling["default"]
-        own = own_part(base.weight)
-        own.add_(own_part(cut_like(change, base.weight)))
-        if not own.isfinite().all():
+        weight_part = own_part(base.weight)
+        weight_part.add_(own_part(cut_like(change, base.weight)))
+        if not weight_part.isfinite().all():
             raise ValueError(f"the adapter of {name} has values that are not finite")
         model.set_submodule(name, base)
 
@@ -194,9 +194,9 @@ def adapter_factors(model: Decoder) -> dict[str, tuple[Tensor, Tensor]]:
     def matrix(layer: Any, factor: str) -> Tensor:
         return whole(getattr(layer, factor)["default"].weight).float().cpu()
 
-    return {name: (matrix(layer, "lora_A"), matrix(layer, "lora_B")) for name, layer in _adapted(model).items()}
+    return {name: (matrix(layer, "lora_A"), matrix(layer, "lora_B")) for name, layer in _adapted_layers(model).items()}
 
 
-def _adapted(model: Decoder) -> dict[str, Any]:
+def _adapted_layers(model: Decoder) -> dict[str, Any]:
     """The projections with an adapter, peft's modules, by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}

@@ -59,18 +59,20 @@ BACKEND = "inductor"
 
 def compile_layers(model: Decoder) -> None:
     """Compile every layer's forward; hooks, FSDP2's too, and activation checkpointing stay outside of it."""
-    whole, project, shared = (_compiled(f) for f in (DecoderLayer.forward, Attention.project, SwiGLU.forward))
+    compiled_layer, compiled_projection, compiled_mlp = (
+        _compile(f) for f in (DecoderLayer.forward, Attention.project, SwiGLU.forward)
+    )
     for layer in model.model.layers:
         if not isinstance(layer.mlp, MoE):
-            layer.forward = partial(_call, whole, layer)
+            layer.forward = partial(_call, compiled_layer, layer)
             continue
         attention: Any = layer.self_attn
-        attention.project = partial(project, attention)
+        attention.project = partial(compiled_projection, attention)
         if layer.mlp.shared_experts is not None:
-            layer.mlp.shared_experts.forward = partial(shared, layer.mlp.shared_experts)  # type: ignore[method-assign]
+            layer.mlp.shared_experts.forward = partial(compiled_mlp, layer.mlp.shared_experts)  # type: ignore[method-assign]
 
 
-def _compiled(function: Callable[..., Any]) -> Any:
+def _compile(function: Callable[..., Any]) -> Any:
     return in_many_variants(torch.compile(function, backend=BACKEND, dynamic=True, fullgraph=True))
 
 
@@ -102,11 +104,13 @@ BFLOAT16_TFLOPS = {
 
 def visible_pairs(batch: MultiTFBatch) -> int:
     """Pairs of a query and a key that it sees under the Group-Aware Dual-Stream Mask, in all samples."""
-    real = batch.stream >= 0
-    sample, stream, block, first = (column[real] for column in (batch.sample, batch.stream, batch.block, batch.first))
+    is_token = batch.stream >= 0
+    sample, stream, block, first = (
+        column[is_token] for column in (batch.sample, batch.stream, batch.block, batch.first)
+    )
     samples, num_streams, num_blocks = (int(column.max()) + 1 for column in (sample, stream, block))
-    at = (sample * num_streams + stream) * num_blocks + block
-    counts = torch.bincount(at, minlength=samples * num_streams * num_blocks)
+    place = (sample * num_streams + stream) * num_blocks + block
+    counts = torch.bincount(place, minlength=samples * num_streams * num_blocks)
     # up_to[s, n, b]: tokens of stream n in its blocks before block b
     up_to = torch.zeros(samples, num_streams, num_blocks + 1, dtype=torch.int64)
     up_to[..., 1:] = counts.view(samples, num_streams, num_blocks).cumsum(-1)
@@ -120,20 +124,20 @@ def update_flops(
 ) -> float:
     """The operations of one update on a batch that lies on the CPU."""
     tokens, pairs = batch.num_tokens, visible_pairs(batch)
-    last = mlp_flops(config, config.num_layers - 1)
+    last_mlp = mlp_flops(config, config.num_layers - 1)
 
     def products(predicted: Tensor) -> float:
-        everywhere = tokens * (matrix_flops(config) - last)
-        return everywhere + int(predicted.sum()) * (last + head_flops(config))
+        everywhere = tokens * (matrix_flops(config) - last_mlp)
+        return everywhere + int(predicted.sum()) * (last_mlp + head_flops(config))
 
-    labelled = batch.labels != IGNORE
+    has_label = batch.labels != IGNORE
     attention = pairs * pair_flops(config)
-    total = (2 if lora else 3) * products(labelled) + 3 * attention
+    total = (2 if lora else 3) * products(has_label) + 3 * attention
     if rolls_out:
         total += products(batch.rollout) + attention
     if distills:
-        seen = batch.sample[batch.sample >= 0].bincount()
-        total += products(labelled) + int(seen.square().sum()) * pair_flops(config)
+        sample_sizes = batch.sample[batch.sample >= 0].bincount()
+        total += products(has_label) + int(sample_sizes.square().sum()) * pair_flops(config)
     return total
 
 
@@ -164,8 +168,8 @@ def named_peak(name: str, precision: str) -> Peak:
     """The peak of the GPU of this name."""
     if precision != "bfloat16":
         return Peak(None, f"no peak of {name} in {precision} is kept, only in bfloat16")
-    for known, tflops in BFLOAT16_TFLOPS.items():
-        if re.search(rf"\b{known}\b", name):
+    for name_part, tflops in BFLOAT16_TFLOPS.items():
+        if re.search(rf"\b{name_part}\b", name):
             return Peak(tflops * 1e12, f"{name}, dense bfloat16")
     return Peak(None, f"the peak of {name} is not known")
 

@@ -61,13 +61,13 @@ LOGIT_BYTES = 2**28
 """Float32 logits of so many bytes exist at once; more labels go through the head in pieces."""
 
 
-Scored = tuple[Tensor, Tensor]
+Scores = tuple[Tensor, Tensor]
 """For each label the loss, and whether the model's likeliest token is the label (N)."""
 
 Tokens = tuple[Tensor, Tensor]
 """Tokens of a batch: their rows, and their places in them (N)."""
 
-Measured = tuple[Tensor, Tensor]
+LossAndSums = tuple[Tensor, Tensor]
 """The loss, a scalar with gradient; and what is reported beside it, in float64: the accuracy on the labels, then the
 sums and counts of `bucket_sums`."""
 
@@ -93,7 +93,7 @@ def multitf_loss(
     *,
     attention: TrainingAttention = DENSE,
     rolls_out: bool | None = None,
-) -> Measured:
+) -> LossAndSums:
     """The weighted CE over `divisor`, by default the number of samples.
 
     The last layer's MLP and the LM head run on labelled positions only, the head in pieces where their logits are
@@ -103,13 +103,15 @@ def multitf_loss(
     """
     if bool(batch.rollout.any()) if rolls_out is None else rolls_out:
         batch = roll_out(model, batch, attention=attention)
-    known = _labelled(model, batch, attention)
+    label_states = _label_states(model, batch, attention)
 
-    def score(hidden_ND: Tensor, labels_N: Tensor) -> Scored:
+    def score(hidden_ND: Tensor, labels_N: Tensor) -> Scores:
         logits_NV = _wide(model.logits(hidden_ND))
         return F.cross_entropy(logits_NV, labels_N, reduction="none"), logits_NV.argmax(-1) == labels_N
 
-    return _measured(_in_pieces(score, model, known.hidden, known.labels), known, batch, divisor)
+    return _loss_and_sums(
+        _in_pieces(score, model, label_states.hidden, label_states.labels), label_states, batch, divisor
+    )
 
 
 @torch.no_grad()
@@ -133,23 +135,28 @@ def distillation_loss(
     as_teacher: Callable[[], AbstractContextManager[None]] = nullcontext,
     divisor: Tensor | float | None = None,
     attention: TrainingAttention = DENSE,
-) -> Measured:
+) -> LossAndSums:
     """D2F's asymmetric distillation (Eq. 3): the weighted KL divergence of student and teacher at masked positions.
 
     The teacher is the network within `as_teacher` (its adapter off), without gradients: it sees the same noisy
     sequence whole, the student under the batch's mask.
     """
     with torch.no_grad(), as_teacher():
-        taught = _labelled(model, batch, attention, whole=True).hidden
-    known = _labelled(model, batch, attention)
+        teacher_hidden = _label_states(model, batch, attention, whole=True).hidden
+    label_states = _label_states(model, batch, attention)
 
-    def score(hidden_ND: Tensor, taught_ND: Tensor, labels_N: Tensor) -> Scored:
+    def score(hidden_ND: Tensor, taught_ND: Tensor, labels_N: Tensor) -> Scores:
         with torch.no_grad():
             teacher = _wide(model.logits(taught_ND))  # the head has no adapter
         student = _wide(model.logits(hidden_ND))
         return divergence(student, teacher, direction), student.argmax(-1) == labels_N
 
-    return _measured(_in_pieces(score, model, known.hidden, taught, known.labels), known, batch, divisor)
+    return _loss_and_sums(
+        _in_pieces(score, model, label_states.hidden, teacher_hidden, label_states.labels),
+        label_states,
+        batch,
+        divisor,
+    )
 
 
 def divergence(student: Tensor, teacher: Tensor, direction: Distillation) -> Tensor:
@@ -175,7 +182,7 @@ def _hidden(
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelStates:
     """Of each label the hidden state that predicts it (N, D), and its columns of the batch (N)."""
 
     hidden: Tensor
@@ -185,11 +192,13 @@ class Labelled:
     ratios: Tensor
 
 
-def _labelled(model: Decoder, batch: MultiTFBatch, attention: TrainingAttention, *, whole: bool = False) -> Labelled:
+def _label_states(
+    model: Decoder, batch: MultiTFBatch, attention: TrainingAttention, *, whole: bool = False
+) -> LabelStates:
     rows, places = (batch.labels != IGNORE).nonzero(as_tuple=True)
     hidden = _hidden(model, batch, attention, (rows, places), whole=whole)
     columns = (column[rows, places] for column in (batch.labels, batch.weights, batch.slot, batch.ratio))
-    return Labelled(hidden, *columns)
+    return LabelStates(hidden, *columns)
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -202,7 +211,7 @@ def _piece(model: Decoder) -> int:
     return max(1, LOGIT_BYTES // (4 * model.config.vocab_size))
 
 
-def _in_pieces(score: Callable[..., Scored], model: Decoder, *columns: Tensor) -> Scored:
+def _in_pieces(score: Callable[..., Scores], model: Decoder, *columns: Tensor) -> Scores:
     """`score` of the columns' rows, and in the backward pass again where they are too many for one piece."""
     size = _piece(model)
     if len(columns[0]) <= size:
@@ -215,8 +224,10 @@ def _in_pieces(score: Callable[..., Scored], model: Decoder, *columns: Tensor) -
     return torch.cat(losses), torch.cat(hits)
 
 
-def _measured(scored: Scored, known: Labelled, batch: MultiTFBatch, divisor: Tensor | float | None) -> Measured:
-    losses, hits = scored
-    loss = (losses * known.weights.to(losses.dtype)).sum() / (batch.num_samples if divisor is None else divisor)
+def _loss_and_sums(
+    scores: Scores, label_states: LabelStates, batch: MultiTFBatch, divisor: Tensor | float | None
+) -> LossAndSums:
+    losses, hits = scores
+    loss = (losses * label_states.weights.to(losses.dtype)).sum() / (batch.num_samples if divisor is None else divisor)
     accuracy = hits.detach().float().sum() / max(1, hits.numel())
-    return loss, torch.cat([accuracy.double()[None], bucket_sums(losses, known.slots, known.ratios)])
+    return loss, torch.cat([accuracy.double()[None], bucket_sums(losses, label_states.slots, label_states.ratios)])

@@ -74,9 +74,9 @@ def kept_bytes(
         sparse: _layer_bytes(config, sparse, tokens, dtype, tensor_parallel, cut_experts)
         for sparse in set(_kinds(config))
     }
-    each = [kinds[sparse] for sparse in _kinds(config)]
+    layer_bytes = [kinds[sparse] for sparse in _kinds(config)]
     inputs = config.num_layers * tokens * config.hidden_size * dtype.itemsize
-    return KeptBytes(layers=sum(each), inputs=inputs, layer=max(each))
+    return KeptBytes(layers=sum(layer_bytes), inputs=inputs, layer=max(layer_bytes))
 
 
 def _kinds(config: ModelConfig) -> list[bool]:
@@ -87,11 +87,11 @@ def _layer_bytes(
     config: ModelConfig, sparse: bool, tokens: int, dtype: torch.dtype, parallel: int, cut: ExpertsCut
 ) -> int:
     number = _kinds(config).index(sparse)
-    kept: dict[int, tuple[Tensor, int]] = {}
+    storages: dict[int, tuple[Tensor, int]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage._cdata] = (tensor, storage.nbytes())  # the tensor stays, so that no address is used twice
+        storages[storage._cdata] = (tensor, storage.nbytes())  # the tensor stays, so that no address is used twice
         return tensor
 
     with torch.device("meta"):
@@ -104,22 +104,22 @@ def _layer_bytes(
         rope = rotary(torch.arange(tokens)[None], config)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             layer([x], [rope], _fused_attention, number, None, None)
-        others = {t.untyped_storage()._cdata for t in (*layer.parameters(), *layer.buffers(), *rope)}
-        return sum(size for address, (_, size) in kept.items() if address not in others)
+        other_addresses = {t.untyped_storage()._cdata for t in (*layer.parameters(), *layer.buffers(), *rope)}
+        return sum(size for address, (_, size) in storages.items() if address not in other_addresses)
 
 
 def _own_layer(config: ModelConfig, number: int, parallel: int, cut: ExpertsCut) -> DecoderLayer:
     """What one of `parallel` workers has of a layer; experts that are cut by expert are all there, to be counted."""
     moe = config.moe
-    own = replace(
+    worker_config = replace(
         config,
         num_heads=config.num_heads // parallel,
         num_kv_heads=config.num_kv_heads // parallel,
         intermediate_size=config.intermediate_size // parallel,
     )
     if moe is not None and cut == "width":
-        own = replace(own, moe=replace(moe, intermediate_size=moe.intermediate_size // parallel))
-    layer = DecoderLayer(own, number)
+        worker_config = replace(worker_config, moe=replace(moe, intermediate_size=moe.intermediate_size // parallel))
+    layer = DecoderLayer(worker_config, number)
     if isinstance(layer.mlp, MoE) and layer.mlp.shared_experts is not None:
         assert moe is not None
         layer.mlp.shared_experts = SwiGLU(config.hidden_size, moe.shared_size // parallel)
@@ -235,15 +235,15 @@ def plan_memory(workload: Workload) -> MemoryPlan:
         add_adapter(model, workload.train.lora, seed=0)
     trained = trained_parameters(model)
     muons = {n for n, p in trained.items() if workload.train.optimizer == "muon" and is_muons(n, p)}
-    num_states = sum((1 if name in muons else 2) * _own(name, p, workload) for name, p in trained.items())
+    num_states = sum((1 if name in muons else 2) * _worker_numel(name, p, workload) for name, p in trained.items())
     tokens, labels = sequence_tokens(workload)
     return MemoryPlan(
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_trained=sum(p.numel() for p in trained.values()),
-        weights=WIDE * sum(_own(name, p, workload) for name, p in model.named_parameters()),
-        gradients=WIDE * sum(_own(name, p, workload) for name, p in trained.items()),
+        weights=WIDE * sum(_worker_numel(name, p, workload) for name, p in model.named_parameters()),
+        gradients=WIDE * sum(_worker_numel(name, p, workload) for name, p in trained.items()),
         optimizer=WIDE * num_states,
-        gathered=_gathered(model, workload),
+        gathered=_gathered_bytes(model, workload),
         activations=workload.sequences_at_once * _activations(workload, tokens),
         logits=_logits(workload, workload.sequences_at_once * labels),
         mask=workload.sequences_at_once * tokens**2 * (1 + _width(workload)) if workload.dense else 0,
@@ -260,7 +260,7 @@ def sequence_tokens(workload: Workload) -> tuple[int, int]:
     return noisy + length, noisy
 
 
-def _own(name: str, parameter: nn.Parameter, workload: Workload) -> int:
+def _worker_numel(name: str, parameter: nn.Parameter, workload: Workload) -> int:
     """Numbers that the first worker keeps of a parameter: its first dimension is cut, the last part may be short."""
     shape, dim = list(parameter.shape), cut_dim(name, workload.train.cut_experts)
     if dim is not None:
@@ -270,33 +270,33 @@ def _own(name: str, parameter: nn.Parameter, workload: Workload) -> int:
     return math.prod(shape)
 
 
-def _in_group(named: Iterable[tuple[str, nn.Parameter]], train: TrainConfig) -> int:
+def _in_group(parameters: Iterable[tuple[str, nn.Parameter]], train: TrainConfig) -> int:
     """Numbers that a worker has of parameters while they are gathered: all of them, or its tensor-parallel part."""
-    parts = {name: 1 if cut_dim(name, train.cut_experts) is None else train.tensor_parallel for name, _ in named}
-    return sum(parameter.numel() // parts[name] for name, parameter in named)
+    parts = {name: 1 if cut_dim(name, train.cut_experts) is None else train.tensor_parallel for name, _ in parameters}
+    return sum(parameter.numel() // parts[name] for name, parameter in parameters)
 
 
 def _width(workload: Workload) -> int:
     return NARROW if workload.precision == "bfloat16" else WIDE
 
 
-def _gathered(model: Decoder, workload: Workload) -> int:
+def _gathered_bytes(model: Decoder, workload: Workload) -> int:
     width = _width(workload)
-    everything = sum(p.numel() for p in model.parameters())
+    num_parameters = sum(p.numel() for p in model.parameters())
     if not workload.is_sharded:
-        return NARROW * everything if workload.precision == "bfloat16" else 0
+        return NARROW * num_parameters if workload.precision == "bfloat16" else 0
     layers = [_in_group(list(layer.named_parameters()), workload.train) for layer in model.model.layers]
-    trained = [_in_group(trained_parameters(layer).items(), workload.train) for layer in model.model.layers]
-    root = everything - sum(p.numel() for layer in model.model.layers for p in layer.parameters())
+    trained_layers = [_in_group(trained_parameters(layer).items(), workload.train) for layer in model.model.layers]
+    root = num_parameters - sum(p.numel() for layer in model.model.layers for p in layer.parameters())
     trained_root = sum(p.numel() for n, p in trained_parameters(model).items() if not n.startswith("model.layers."))
-    return width * (root + trained_root + 2 * max(layers)) + (width + WIDE) * max(trained)
+    return width * (root + trained_root + 2 * max(layers)) + (width + WIDE) * max(trained_layers)
 
 
 def _activations(workload: Workload, tokens: int) -> int:
     autocast = workload.precision == "bfloat16" and not workload.is_sharded
     dtype = torch.bfloat16 if workload.precision == "bfloat16" and not autocast else torch.float32
     train = workload.train
-    kept = kept_bytes(
+    saved_bytes = kept_bytes(
         workload.config,
         tokens=tokens,
         dtype=dtype,
@@ -305,8 +305,8 @@ def _activations(workload: Workload, tokens: int) -> int:
     )
     share = AUTOCAST_KEEPS if autocast else 1.0
     if workload.train.activation_checkpointing:
-        return kept.inputs + 2 * round(share * kept.layer)
-    return round(share * (kept.layers + kept.layer))
+        return saved_bytes.inputs + 2 * round(share * saved_bytes.layer)
+    return round(share * (saved_bytes.layers + saved_bytes.layer))
 
 
 def _logits(workload: Workload, labels: int) -> int:
@@ -322,16 +322,16 @@ def plan_lines(workload: Workload, plan: MemoryPlan, *, device: str = "GPU") -> 
     count, cut = workload.num_workers, f", {workload.sharding}" if workload.num_workers > 1 else ""
     if workload.train.tensor_parallel > 1:
         cut += f", tensor parallel {workload.train.tensor_parallel}"
-    trained = "" if plan.num_trained == plan.num_parameters else f" ({_count(plan.num_trained)} trained)"
+    suffix = "" if plan.num_trained == plan.num_parameters else f" ({_count(plan.num_trained)} trained)"
     parts = ", ".join(
         f"{name} {getattr(plan, name) / GB:.1f}"
         for name in ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "mask")
     )
     tokens, _ = sequence_tokens(workload)
-    twice = ", layers computed again" if workload.train.activation_checkpointing else ""
+    recompute = ", layers computed again" if workload.train.activation_checkpointing else ""
     return [
-        f"memory: {size} parameters{trained}, {count} {device}{'s' * (count > 1)}{cut}: {plan.total / GB:.1f} GB each",
-        f"  GB: {parts} ({workload.sequences_at_once} x {tokens:,} tokens at once in {workload.precision}{twice})",
+        f"memory: {size} parameters{suffix}, {count} {device}{'s' * (count > 1)}{cut}: {plan.total / GB:.1f} GB each",
+        f"  GB: {parts} ({workload.sequences_at_once} x {tokens:,} tokens at once in {workload.precision}{recompute})",
     ]
 
 
@@ -350,7 +350,9 @@ def fitting(workloads: Iterable[Workload], available: int, *, device: str = "GPU
         if plan.total <= room:
             return workload, plan
     remedies = (
-        f"it fits with {what}" for what, other in _others(workload, device) if plan_memory(other).total <= room
+        f"it fits with {what}"
+        for what, smaller in _smaller_workloads(workload, device)
+        if plan_memory(smaller).total <= room
     )
     raise ValueError(
         f"training takes {plan.total / GB:.1f} GB on each {device}, and {room / GB:.1f} GB of its "
@@ -358,7 +360,7 @@ def fitting(workloads: Iterable[Workload], available: int, *, device: str = "GPU
     )
 
 
-def _others(workload: Workload, device: str) -> Iterator[tuple[str, Workload]]:
+def _smaller_workloads(workload: Workload, device: str) -> Iterator[tuple[str, Workload]]:
     """Workloads that take less, the mildest first: smaller parts, layers computed again, more workers, an adapter."""
     train, options = workload.train, ""
     if workload.sequences_at_once > 1:
@@ -368,13 +370,13 @@ def _others(workload: Workload, device: str) -> Iterator[tuple[str, Workload]]:
         train, options = replace(train, activation_checkpointing=True), f"{options}--activation-checkpointing "
         yield options.rstrip(), replace(workload, train=train)
     for count in _more_workers(workload):
-        sharded = replace(workload, train=train, num_workers=count, sharding="sharded")
-        yield f"{options}--sharding sharded on {count} {device}s", sharded
+        with_shards = replace(workload, train=train, num_workers=count, sharding="sharded")
+        yield f"{options}--sharding sharded on {count} {device}s", with_shards
     if train.lora is None and train.tensor_parallel == 1:
         options = f"{options}--lora {LoraSettings().rank}"
-        adapted = replace(workload, train=replace(train, lora=LoraSettings()))
-        yield options, adapted
-        yield from ((f"{options} {what}", other) for what, other in _others(adapted, device))
+        with_adapter = replace(workload, train=replace(train, lora=LoraSettings()))
+        yield options, with_adapter
+        yield from ((f"{options} {what}", smaller) for what, smaller in _smaller_workloads(with_adapter, device))
 
 
 def _more_workers(workload: Workload) -> Iterable[int]:

@@ -37,8 +37,8 @@ class ShardedMuon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - momentum)
-        ahead = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        update = orthogonalised(whole(ahead), group["ns_coefficients"], num_steps=group["ns_steps"], eps=group["eps"])
+        target = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+        update = orthogonalised(whole(target), group["ns_coefficients"], num_steps=group["ns_steps"], eps=group["eps"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         scale = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
         parameter.add_(cut_like(update, parameter), alpha=-scale)
@@ -65,20 +65,22 @@ def make_optimizers(
     model: Decoder, name: OptimizerName, *, lr: float, weight_decay: float, betas: tuple[float, float]
 ) -> list[torch.optim.Optimizer]:
     """The optimizers of the model's trained parameters, which must be where they stay, cut or whole."""
-    trained = trained_parameters(model)
+    parameters = trained_parameters(model)
     if name == "adamw":
-        fused = next(iter(trained.values())).device.type == "cuda"
+        is_fused = next(iter(parameters.values())).device.type == "cuda"
         return [
-            torch.optim.AdamW(list(trained.values()), lr=lr, betas=betas, weight_decay=weight_decay, fused=fused),
+            torch.optim.AdamW(
+                list(parameters.values()), lr=lr, betas=betas, weight_decay=weight_decay, fused=is_fused
+            ),
         ]
-    matrices = [p for n, p in trained.items() if is_muons(n, p)]
-    others = [p for n, p in trained.items() if not is_muons(n, p)]
+    matrices = [p for n, p in parameters.items() if is_muons(n, p)]
+    adamw_parameters = [p for n, p in parameters.items() if not is_muons(n, p)]
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         muon = ShardedMuon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         optimizers.append(muon)
-    if others:
-        optimizers.append(torch.optim.AdamW(others, lr=lr, betas=betas, weight_decay=0.0))
+    if adamw_parameters:
+        optimizers.append(torch.optim.AdamW(adamw_parameters, lr=lr, betas=betas, weight_decay=0.0))
     return optimizers
 
 

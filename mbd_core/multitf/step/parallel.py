@@ -43,23 +43,23 @@ from mbd_core.multitf.config import ExpertsCut
 def check_divides(config: ModelConfig, size: int, experts: ExpertsCut) -> None:
     """Raise `ValueError` naming the size that does not divide among `size` workers."""
     moe = config.moe
-    divided = {"num_key_value_heads": config.num_kv_heads, "intermediate_size": config.intermediate_size}
+    sizes = {"num_key_value_heads": config.num_kv_heads, "intermediate_size": config.intermediate_size}
     if moe is not None:
-        divided |= {"shared experts' width": moe.shared_size}
-        divided |= (
+        sizes |= {"shared experts' width": moe.shared_size}
+        sizes |= (
             {"num_experts": moe.num_experts}
             if experts == "expert"
             else {"moe_intermediate_size": moe.intermediate_size}
         )
-    for name, value in divided.items():
+    for name, value in sizes.items():
         if value % size:
             raise ValueError(f"{name}={value} of the model does not divide among --tensor-parallel {size} workers")
 
 
 def cut_dim(name: str, experts: ExpertsCut) -> int | None:
     """The dimension along which the decoder's tensor `name` is cut, None if every worker of a group holds it whole."""
-    stacked = name.endswith(("experts.gate_proj", "experts.up_proj", "experts.down_proj"))
-    return 0 if stacked and experts == "expert" else split_dim(name)
+    is_stacked = name.endswith(("experts.gate_proj", "experts.up_proj", "experts.down_proj"))
+    return 0 if is_stacked and experts == "expert" else split_dim(name)
 
 
 def parallelize(model: Decoder, mesh: DeviceMesh, experts: ExpertsCut) -> None:
@@ -71,8 +71,8 @@ def parallelize(model: Decoder, mesh: DeviceMesh, experts: ExpertsCut) -> None:
     for layer in model.model.layers:
         assert isinstance(layer, DecoderLayer)
         parallelize_module(layer, mesh, _layer_plan(layer, experts), src_data_rank=None)
-    whole: dict[str, ParallelStyle] = {"model.embed_tokens": _Whole(), "model.norm": _Whole()}
-    parallelize_module(model, mesh, whole, src_data_rank=None)
+    styles: dict[str, ParallelStyle] = {"model.embed_tokens": _Whole(), "model.norm": _Whole()}
+    parallelize_module(model, mesh, styles, src_data_rank=None)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     parallelize_module(model.lm_head, mesh, _Whole(), src_data_rank=None)
@@ -146,7 +146,7 @@ class _Experts(ParallelStyle):
 
 def _part_of_experts(experts: Experts, mesh: DeviceMesh, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """The weighted experts of which this worker computes a part of the width, added up over the workers."""
-    x_TD, weights_TK = _shared(x_TD, mesh), _shared(weights_TK, mesh)
+    x_TD, weights_TK = _replicated_input(x_TD, mesh), _replicated_input(weights_TK, mesh)
     return _added_up(compute_experts(x_TD, *_local(experts), ids_TK, weights_TK), mesh)
 
 
@@ -156,7 +156,7 @@ def _some_experts(experts: Experts, mesh: DeviceMesh, x_TD: Tensor, ids_TK: Tens
     Every worker has all tokens, so none is sent. One that no token chose gives its first expert a token that counts
     nothing: its weights then have gradients, zeros, as on every other worker.
     """
-    x_TD, weights_TK = _shared(x_TD, mesh), _shared(weights_TK, mesh)
+    x_TD, weights_TK = _replicated_input(x_TD, mesh), _replicated_input(weights_TK, mesh)
     gate_EFD, up_EFD, down_EDF = _local(experts)
     ids_TK = ids_TK - mesh.get_local_rank() * len(gate_EFD)
     tokens_A, columns_A = ((ids_TK >= 0) & (ids_TK < len(gate_EFD))).nonzero(as_tuple=True)
@@ -176,7 +176,7 @@ def _local(experts: Experts) -> tuple[Tensor, Tensor, Tensor]:
     return gate, up, down
 
 
-def _shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def _replicated_input(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """The same tensor on each worker, each of which uses it for its part: its gradients are added up."""
     return DTensor.from_local(x, mesh, (Replicate(),), run_check=False).to_local(grad_placements=(Partial(),))
 
@@ -228,10 +228,10 @@ def shard_model(
     """
     if tensor_parallel > 1:
         groups = (world_size // tensor_parallel, tensor_parallel)
-        both = init_device_mesh(device.type, groups, mesh_dim_names=("data", "tensor"))
-        both._flatten("workers")  # the gradients' norm is summed over all in one exchange, so alike on each
-        parallelize(model, both["tensor"], cut_experts)
-        mesh = both["data"]
+        meshes = init_device_mesh(device.type, groups, mesh_dim_names=("data", "tensor"))
+        meshes._flatten("workers")  # the gradients' norm is summed over all in one exchange, so alike on each
+        parallelize(model, meshes["tensor"], cut_experts)
+        mesh = meshes["data"]
     else:
         mesh = init_device_mesh(device.type, (world_size,))
     # Inputs stay as they are: integers, float32 rotations, and a float64 divisor that bfloat16 would round.

@@ -28,7 +28,7 @@ from mbd_core.multitf.step.compute import compile_layers, compute_precision, upd
 from mbd_core.multitf.step.loss import (
     BUCKETS,
     DENSE,
-    Measured,
+    LossAndSums,
     bucket_means,
     denominator,
     distillation_loss,
@@ -81,7 +81,7 @@ class Objective(nn.Module):
         self.attention, self.rolls_out = attention, rolls_out
         self.distillation = distillation
 
-    def forward(self, batch: MultiTFBatch, divisor: Tensor | float | None = None) -> Measured:
+    def forward(self, batch: MultiTFBatch, divisor: Tensor | float | None = None) -> LossAndSums:
         if self.distillation is None:
             return multitf_loss(self.model, batch, divisor, attention=self.attention, rolls_out=self.rolls_out)
         teacher, attention = partial(without_adapter, self.model), self.attention
@@ -245,8 +245,8 @@ class Trainer:
 
     def _autocast(self) -> AbstractContextManager[None]:
         """Sharded weights are gathered in bfloat16 already; whole ones are cast where they are used."""
-        enabled = self.precision == "bfloat16" and not self.is_sharded
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
+        is_enabled = self.precision == "bfloat16" and not self.is_sharded
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_enabled)
 
     def _gradients_stay_here(self, here: bool) -> AbstractContextManager[None]:
         """Replicas average a step's gradients once, after its last part; those of shards add up where they lie."""
@@ -261,19 +261,19 @@ class Trainer:
         """
         if self.states.weighting in ("masked_mean", "block_ratio"):
             return float(batch.num_samples)
-        own = denominator(batch, self.states.weighting).double().to(self.device)
-        shared = own if self.mean is None else self.mean(own)
-        return shared if shared > 0 else torch.ones_like(shared)
+        own_divisor = denominator(batch, self.states.weighting).double().to(self.device)
+        mean_divisor = own_divisor if self.mean is None else self.mean(own_divisor)
+        return mean_divisor if mean_divisor > 0 else torch.ones_like(mean_divisor)
 
 
 def checkpoint_layers(model: Decoder) -> None:
     """Make every layer keep its input alone where gradients are recorded, and compute the rest again for them."""
 
-    def recomputed(forward: Callable[..., Any], *args: Any) -> Any:
+    def recompute(forward: Callable[..., Any], *args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False) if torch.is_grad_enabled() else forward(*args)
 
     for layer in model.model.layers:
-        layer.forward = partial(recomputed, layer.forward)
+        layer.forward = partial(recompute, layer.forward)
 
 
 def split_batch(batch: MultiTFBatch, size: int | None) -> list[MultiTFBatch]:

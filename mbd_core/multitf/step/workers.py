@@ -48,9 +48,9 @@ class Workers:
             return metrics
         m = metrics
         numbers = [m.loss, m.accuracy, m.tokens, m.positions, m.tflop, *m.sums]
-        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        loss, accuracy, *counted = self.mean(own).tolist()
-        tokens, positions, tflop, *sums = (number * self.size for number in counted)
+        numbers_here = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        loss, accuracy, *means = self.mean(numbers_here).tolist()
+        tokens, positions, tflop, *sums = (number * self.size for number in means)
         return replace(
             m,
             loss=loss,
@@ -68,11 +68,11 @@ class Workers:
             distributed.all_reduce(numbers, op=distributed.ReduceOp.MIN)
         return int(numbers)
 
-    def all_values(self, own: T) -> list[T]:
+    def all_values(self, value: T) -> list[T]:
         """Every worker's value, by rank."""
-        values = [own] * self.size
+        values = [value] * self.size
         if self.size > 1:
-            distributed.all_gather_object(values, own)
+            distributed.all_gather_object(values, value)
         return values
 
     @staticmethod
@@ -101,12 +101,16 @@ class Workers:
                     problem = str(error)
                 except OSError as error:
                     problem = f"the training samples cannot be written: {error}; TMPDIR names another place for them"
-            written = self.all_values((folder, problem))
-            self._raise_first([problem for _, problem in written])
-            shared = Path(written[writer][0])
-            unseen = f"{shared}, which another worker of {platform.node()} has written, is not there for this one"
-            self._raise_first(self.all_values(None if shared.is_dir() else f"{unseen}; give each host its own name"))
-            yield shared
+            folders = self.all_values((folder, problem))
+            self._raise_first([problem for _, problem in folders])
+            machine_folder = Path(folders[writer][0])
+            sentence = (
+                f"{machine_folder}, which another worker of {platform.node()} has written, is not there for this one"
+            )
+            self._raise_first(
+                self.all_values(None if machine_folder.is_dir() else f"{sentence}; give each host its own name")
+            )
+            yield machine_folder
             self.all_values(None)
         finally:
             if folder:

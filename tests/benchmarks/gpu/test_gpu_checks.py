@@ -85,10 +85,10 @@ def test_the_checks_run_here_and_say_what_they_did_not_check(tmp_path: Path, mon
         for seed, name in enumerate(("one", "other"))
     }
     served: list[set[str | None]] = []
-    asked = gpu_checks._served
+    asked = gpu_checks._serve
     monkeypatch.setattr(
         gpu_checks,
-        "_served",
+        "_serve",
         lambda e, requests: (served.append({r.adapter for r in requests}), asked(e, requests))[1],
     )
     adapted = graphs_are_eager(model, adapters=folders, max_tokens=8, max_rows=2)
@@ -110,7 +110,7 @@ def test_every_static_step_of_the_requests_is_of_a_kind_that_is_captured(monkeyp
     model = check_model("llada2", CPU)
     sizes = EngineConfig(max_rows=2, num_pages=256, page_size=PAGE, static_shapes=True, overlap=False)
     requests = gpu_checks.check_requests(model.config, max_tokens=8)
-    assert gpu_checks._served(Engine(model, sizes), requests)[1] == set(ran)
+    assert gpu_checks._serve(Engine(model, sizes), requests)[1] == set(ran)
 
 
 def test_a_wrong_kernel_and_a_wrong_replay_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_a_wrong_kernel_and_a_wrong_replay_are_found(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gpu_checks, "loop_experts", lambda *layer: right(*layer) * 1.1)
     with pytest.raises(CheckFailed, match="experts: grouped by 0"):
         list(kernel_rows(CPU, small=True))
-    served = gpu_checks._served
+    served = gpu_checks._serve
     runs: list[object] = []
 
     def other_tokens(engine: Any, requests: Any) -> Any:
@@ -127,7 +127,7 @@ def test_a_wrong_kernel_and_a_wrong_replay_are_found(monkeypatch: pytest.MonkeyP
             engine, requests if len(runs) == 1 else [gpu_checks.replace(r, prompt=r.prompt[1:]) for r in requests]
         )
 
-    monkeypatch.setattr(gpu_checks, "_served", other_tokens)
+    monkeypatch.setattr(gpu_checks, "_serve", other_tokens)
     with pytest.raises(CheckFailed, match=r"other tokens than eager ones, for .*multi 2"):
         graphs_are_eager(check_model("sdar", CPU), max_tokens=8, max_rows=2)
 

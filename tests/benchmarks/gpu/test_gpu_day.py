@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu import day as gpu_day
 from benchmarks.gpu import sections as gpu_sections
 from benchmarks.gpu.day import PART_SECONDS, PARTS, Section, main, report, run_apart
-from benchmarks.gpu.sections import profiled, toy_day
+from benchmarks.gpu.sections import profile_call, toy_day
 from mbd_core.models.mlp import MoE
 from mbd_core.ops.attention.choice import AttentionKernel
 from mbd_core.ops.experts import expert_products as experts_triton
@@ -175,7 +175,7 @@ def test_the_day_stops_where_no_graph_can_hold_the_attention(tmp_path: Path, mon
 
 def test_a_profile_names_what_ran() -> None:
     x = torch.randn(64, 64)
-    nodes, top = profiled(lambda: x @ x, torch.device("cpu"), most=3)
+    nodes, top = profile_call(lambda: x @ x, torch.device("cpu"), most=3)
     assert nodes is None and 1 <= len(top) <= 3 and any("mm" in row["kernel"] for row in top)
 
 
@@ -194,7 +194,7 @@ def test_the_sweep_keeps_the_fastest_tiles_for_the_sections_behind_it(
     monkeypatch.setattr(gpu_sections, "_graph_seconds", seconds)
     rows = list(gpu_sections.tile_sweep(day))
     found = [(row["bytes"], row["tokens"]) for row in rows]
-    assert found == [(size, n) for n in gpu_sections.SWEPT for size in (2, 1)]
+    assert found == [(size, n) for n in gpu_sections.TOKEN_COUNTS for size in (2, 1)]
     for row in rows:
         each = row["tokens"] * (4 + 1) / 16
         assert row["tiles"][0] in ((64,) if each >= 16 else (16, 32)) and row["tiles"][1:4] == [32, 128, 2]

@@ -16,8 +16,8 @@ from benchmarks.load.loads import (
     Poisson,
     RequestRecord,
     load_engine_alone,
+    proportional_shares,
     send_load,
-    shared_out,
 )
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
@@ -138,15 +138,15 @@ def test_what_a_request_does_not_have_is_none() -> None:
 
 
 def test_tokens_are_shared_out_in_proportion() -> None:
-    assert shared_out(10, [1, 1, 6]) == [2, 2, 6]
-    assert shared_out(3, [5, 5, 5]) == [1, 1, 1]
-    assert shared_out(2, [9, 0, 1]) == [2, 0, 0]
-    assert shared_out(4, [0, 0]) == [2, 2]
-    assert shared_out(5, []) == []
+    assert proportional_shares(10, [1, 1, 6]) == [2, 2, 6]
+    assert proportional_shares(3, [5, 5, 5]) == [1, 1, 1]
+    assert proportional_shares(2, [9, 0, 1]) == [2, 0, 0]
+    assert proportional_shares(4, [0, 0]) == [2, 2]
+    assert proportional_shares(5, []) == []
 
 
 @given(st.integers(0, 500), st.lists(st.integers(0, 60), min_size=1, max_size=40))
 def test_no_token_is_lost_and_each_event_has_one_while_there_are_enough(total: int, weights: list[int]) -> None:
-    shares = shared_out(total, weights)
+    shares = proportional_shares(total, weights)
     assert (sum(shares), len(shares)) == (total, len(weights))
     assert min(shares) >= (1 if total >= len(weights) else 0)

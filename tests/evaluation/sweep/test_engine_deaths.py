@@ -6,7 +6,15 @@ import pyarrow as pa
 import pytest
 from sweep_rows import planned_samples
 
-from mbd_core.evaluation.sweep.executor import DIED, MOST_LOST, NOTHING, Attempts, DeathWatch, DividedParts, ModelDies
+from mbd_core.evaluation.sweep.executor import (
+    DEATH_TEXT,
+    MOST_LOST,
+    NO_SAMPLES,
+    Attempts,
+    DeathWatch,
+    DividedParts,
+    ModelDies,
+)
 from mbd_core.evaluation.sweep.grading import grade_table
 from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, GRADED_COLUMNS, ISOLATION, Part, cut
 
@@ -37,7 +45,7 @@ def test_a_divided_part_comes_whole_with_the_reason_in_the_row_of_the_sample_tha
     come: dict[int, pa.Table] = {}
     for number, planned in divided.samples():
         (row,) = planned.to_pylist()
-        come |= divided.add(number, grade_table(NOTHING) if number == killer else decoded(row))
+        come |= divided.add(number, grade_table(NO_SAMPLES) if number == killer else decoded(row))
     divided.check_end()
     assert sorted(come) == [0, 1]
     for part in parts:
@@ -45,7 +53,12 @@ def test_a_divided_part_comes_whole_with_the_reason_in_the_row_of_the_sample_tha
         assert come[part.number]["sample"].to_pylist() == [row["sample"] for row in part.rows]
     first, second = come[0].to_pylist()
     assert (first["error"], first["text"]) == (None, "4")
-    assert (second["error"], second["correct"], second["text"], second["num_tokens"]) == (DIED, False, None, None)
+    assert (second["error"], second["correct"], second["text"], second["num_tokens"]) == (
+        DEATH_TEXT,
+        False,
+        None,
+        None,
+    )
     assert second["input"] == parts[0].rows[1]["input"]
 
 
@@ -54,7 +67,7 @@ def test_a_divided_part_says_how_its_programs_were_contained_though_its_first_sa
     killer, other = part.rows
     contained = decoded(other).replace_schema_metadata({ISOLATION: b"limits"})
     divided = DividedParts([part], DeathWatch(()))
-    assert divided.add(killer["sample"], grade_table(NOTHING)) == []
+    assert divided.add(killer["sample"], grade_table(NO_SAMPLES)) == []
     ((_, whole),) = divided.add(other["sample"], contained)
     assert whole.schema.metadata == {ISOLATION: b"limits"}
 
@@ -63,9 +76,9 @@ def test_a_part_of_which_nothing_is_decoded_waits_until_its_model_decodes_someth
     first, second = parts_of(2)
     divided = DividedParts([first, second], DeathWatch(()))
     for row in first.rows:
-        assert divided.add(row["sample"], grade_table(NOTHING)) == []
+        assert divided.add(row["sample"], grade_table(NO_SAMPLES)) == []
     (whole,) = divided.add(second.rows[0]["sample"], decoded(second.rows[0]))
-    assert (whole[0], whole[1]["error"].to_pylist()) == (first.number, [DIED, DIED])
+    assert (whole[0], whole[1]["error"].to_pylist()) == (first.number, [DEATH_TEXT, DEATH_TEXT])
 
 
 def test_a_model_that_decodes_nothing_is_one_sentence_after_a_few_deaths_or_at_the_end() -> None:
@@ -78,7 +91,7 @@ def test_a_model_that_decodes_nothing_is_one_sentence_after_a_few_deaths_or_at_t
     (part,) = parts_of(1)
     divided = DividedParts([part], DeathWatch(()))
     for row in part.rows:
-        assert divided.add(row["sample"], grade_table(NOTHING)) == []
+        assert divided.add(row["sample"], grade_table(NO_SAMPLES)) == []
     with pytest.raises(ModelDies, match="sample 0 of part 0, sample 1 of part 0"):
         divided.check_end()
 
@@ -89,6 +102,6 @@ def test_a_model_that_decoded_something_never_ends_the_sweep() -> None:
     came.note_decoded("m")
     for watch in (known, came):
         divided = DividedParts(parts, watch)
-        whole = [number for part in parts for row in part.rows for number, _ in divided.add(row["sample"], NOTHING)]
+        whole = [number for part in parts for row in part.rows for number, _ in divided.add(row["sample"], NO_SAMPLES)]
         divided.check_end()
         assert whole == [part.number for part in parts]

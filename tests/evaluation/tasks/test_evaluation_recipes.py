@@ -11,7 +11,7 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.methods import NAMED_METHODS
 from mbd_core.evaluation.sweep.grid import parse_grid, plan_variants
 from mbd_core.evaluation.tasks.benchmarks import TASKS
-from mbd_core.evaluation.tasks.recipes import HARNESS, OWN, RECIPES, THIS_PROJECT, TaskPrompt, find_recipe
+from mbd_core.evaluation.tasks.recipes import HARNESS, OWN_CHAT, RECIPES, THIS_PROJECT, TaskPrompt, find_recipe
 from mbd_core.tasks.generated import GENERATED_TASKS
 
 PAPERS = Path(__file__).resolve().parents[4] / "shared" / "papers"
@@ -33,7 +33,7 @@ def test_recipes_are_found_by_name_and_ours_has_every_task() -> None:
     assert all(find_recipe(name).name == name for name in RECIPES)
     with pytest.raises(ValueError, match="'bd3lm'; known: own, bare"):
         find_recipe("bd3lm")
-    assert set(OWN.prompts) == set(REAL_TASKS)
+    assert set(OWN_CHAT.prompts) == set(REAL_TASKS)
     with pytest.raises(ValueError, match=r"'blockbatch' .*'mbpp-plus'; it has gsm8k, math"):
         find_recipe("blockbatch").task_prompt("mbpp-plus")
 
@@ -49,7 +49,7 @@ def test_a_right_answer_to_a_generated_problem_is_shorter_than_its_limit(name: s
     task, tokenizer = GENERATED_TASKS[name], read_folder(model_folder("tiny-bd")).tokenizer
     rows = itertools.islice(task.generate(split="test", seed=0), 300)
     longest = max(len(tokenizer(row[task.answered], add_special_tokens=False)["input_ids"]) for row in rows)
-    assert longest + 1 < OWN.task_prompt(name).max_tokens, "with its EOS, and room for one that is drawn longer"
+    assert longest + 1 < OWN_CHAT.task_prompt(name).max_tokens, "with its EOS, and room for one that is drawn longer"
 
 
 @EVERY

@@ -9,7 +9,7 @@ import pytest
 from mbd_core.checkpoint.chat import chat_prompt, question
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.evaluation.tasks.benchmarks import Problem
-from mbd_core.evaluation.tasks.prompts import FewShotExample, Form, Wording, prompt_ids, worded
+from mbd_core.evaluation.tasks.prompts import FewShotExample, Form, Wording, prompt_content, prompt_ids
 
 ASKED = Problem(problem_id="p", prompt="What is {x} + 1?", reference="2")
 SOLVED = (FewShotExample(question="One?", answer="#### 1"), FewShotExample(question="Two?", answer="#### 2"))
@@ -39,14 +39,14 @@ def tokenizer(tiny_model_dir: Path) -> Any:
     ],
 )
 def test_examples_stand_in_one_text_in_one_turn_or_in_turns_of_their_own(form: Form, whole: Any) -> None:
-    assert json.loads(worded(Wording(form=form, **WORDS), ASKED, SOLVED)) == whole
+    assert json.loads(prompt_content(Wording(form=form, **WORDS), ASKED, SOLVED)) == whole
 
 
 def test_a_problem_with_words_of_its_own_is_asked_by_them_and_may_show_its_tests() -> None:
     wording = Wording(form="plain", text="{question}|{tests}", joint="")
     problem = Problem(problem_id="p", prompt="def f():", reference="", text="Add.", tests="assert f() == {}")
     example = FewShotExample(question="Old.", answer="code", tests="assert g()")
-    assert json.loads(worded(wording, problem, [example])) == "Old.|assert g()code\n\nAdd.|assert f() == {}"
+    assert json.loads(prompt_content(wording, problem, [example])) == "Old.|assert g()code\n\nAdd.|assert f() == {}"
 
 
 def test_chats_and_texts_become_ids_in_their_order(tokenizer: Any) -> None:

@@ -7,13 +7,13 @@ from drawn_study import study_cells, study_table
 
 from research.ledger.claims import CLAIM_TAU, CLAIMS, ORDERING, JudgedClaim, judge
 from research.ledger.plan import LOW_TAUS
-from research.ledger.rows import Cell, bootstrapped, read_rows, write_rows
+from research.ledger.rows import StudyCell, bootstrap_means, read_rows, write_rows
 
 
 def verdicts(tmp_path: Path, recipes: dict[str, tuple[float, int]]) -> dict[str, JudgedClaim]:
     write_rows(tmp_path / "rows.parquet", [study_cells(recipes)])
     rows = read_rows([tmp_path / "rows.parquet"])
-    return {one.claim.text: one for one in judge(ORDERING, bootstrapped(rows, num_draws=200))}
+    return {one.claim.text: one for one in judge(ORDERING, bootstrap_means(rows, num_draws=200))}
 
 
 def test_clear_rows_show_the_claims_and_the_reverse_contradicts_them(tmp_path: Path) -> None:
@@ -56,15 +56,15 @@ def test_the_ablation_compares_every_other_row_with_the_method() -> None:
 
 
 def test_a_low_threshold_is_compared_with_mbd_at_its_own(tmp_path: Path) -> None:
-    low = {Cell("base", 1, tau): tau for tau in LOW_TAUS}
-    mbd = {Cell("ledger-mbd", 2, CLAIM_TAU): 0.95}
+    low = {StudyCell("base", 1, tau): tau for tau in LOW_TAUS}
+    mbd = {StudyCell("ledger-mbd", 2, CLAIM_TAU): 0.95}
     table = study_table({**low, **mbd}, {**dict.fromkeys(low, 40), **dict.fromkeys(mbd, 30)})
     write_rows(tmp_path / "rows.parquet", [table])
-    drawn = bootstrapped(read_rows([tmp_path / "rows.parquet"]), num_draws=200)
+    drawn = bootstrap_means(read_rows([tmp_path / "rows.parquet"]), num_draws=200)
     judged = judge(CLAIMS["thresholds"], drawn)
     assert len(judged) == 2 * len(LOW_TAUS) and {one.verdict for one in judged} == {"shown"}
     for one in judged:
-        cells = Cell("ledger-mbd", 2, CLAIM_TAU), Cell("base", 1, one.claim.tau)
+        cells = StudyCell("ledger-mbd", 2, CLAIM_TAU), StudyCell("base", 1, one.claim.tau)
         means = [float(drawn.mean(cell, one.claim.measure)[0]) for cell in cells]
         difference = means[0] - means[1] if one.claim.measure == "accuracy" else means[1] - means[0]
         assert one.difference.value == pytest.approx(difference)

@@ -7,15 +7,15 @@ import pytest
 
 from mbd_core.evaluation.measures.aup import aup_d3llm
 from mbd_core.evaluation.measures.statistics import Interval, student_interval
-from research.ledger.rows import Cell, PairedRows, bootstrapped, each_seed, mcnemar
+from research.ledger.rows import PairedRows, StudyCell, bootstrap_means, each_seed, mcnemar
 
-ONE, OTHER = Cell("one", 2, 0.9), Cell("other", 2, 0.9)
+ONE, OTHER = StudyCell("one", 2, 0.9), StudyCell("other", 2, 0.9)
 
 
 def rows(
-    correct: dict[Cell, list[float]],
+    correct: dict[StudyCell, list[float]],
     *,
-    forwards: dict[Cell, list[float]] | None = None,
+    forwards: dict[StudyCell, list[float]] | None = None,
     seeds: list[int] | None = None,
 ) -> PairedRows:
     """The cells' answers to the same problems, each of 60 tokens, by default in 20 forwards, all of one seed."""
@@ -42,7 +42,7 @@ def test_mcnemar_is_the_exact_binomial_test(first_only: int, second_only: int, p
 
 def test_of_one_seed_the_interval_is_that_of_a_share() -> None:
     right = [1.0] * 700 + [0.0] * 300
-    found = Interval.of_weightings(bootstrapped(rows({ONE: right}), num_draws=4000).mean(ONE, "accuracy"))
+    found = Interval.of_weightings(bootstrap_means(rows({ONE: right}), num_draws=4000).mean(ONE, "accuracy"))
     half = 1.96 * math.sqrt(0.7 * 0.3 / 1000) * 100
     assert found.value == pytest.approx(70.0)
     assert found.low == pytest.approx(70 - half, abs=0.25) and found.high == pytest.approx(70 + half, abs=0.25)
@@ -52,7 +52,7 @@ def test_differences_are_paired_by_problem() -> None:
     generator = np.random.default_rng(0)
     hard = generator.integers(10, 60, size=200).astype(float)
     forwards = {ONE: (hard - 3).tolist(), OTHER: hard.tolist()}
-    bootstrap = bootstrapped(rows({ONE: [1.0] * 200, OTHER: [1.0] * 200}, forwards=forwards), num_draws=300)
+    bootstrap = bootstrap_means(rows({ONE: [1.0] * 200, OTHER: [1.0] * 200}, forwards=forwards), num_draws=300)
     alone = Interval.of_weightings(bootstrap.mean(ONE, "nfe"))
     paired = Interval.of_weightings(bootstrap.difference(ONE, OTHER, "nfe"))
     assert alone.high - alone.low > 1.0
@@ -66,9 +66,9 @@ def test_seeds_that_disagree_widen_the_interval() -> None:
         right += [1.0] * round(500 * share) + [0.0] * round(500 * (1 - share))
     seeds = [number for number in range(3) for _ in range(500)]
     over_seeds = Interval.of_weightings(
-        bootstrapped(rows({ONE: right}, seeds=seeds), num_draws=1000).mean(ONE, "accuracy")
+        bootstrap_means(rows({ONE: right}, seeds=seeds), num_draws=1000).mean(ONE, "accuracy")
     )
-    over_problems = Interval.of_weightings(bootstrapped(rows({ONE: right}), num_draws=1000).mean(ONE, "accuracy"))
+    over_problems = Interval.of_weightings(bootstrap_means(rows({ONE: right}), num_draws=1000).mean(ONE, "accuracy"))
     assert over_problems.high - over_problems.low < 5 < 20 < over_seeds.high - over_seeds.low
     assert over_seeds.low == pytest.approx(60, abs=5) and over_seeds.high == pytest.approx(100, abs=5)
 
@@ -88,16 +88,16 @@ def test_over_three_seeds_students_interval_goes_beyond_the_worst_of_them() -> N
 
 def test_the_first_draw_is_the_rows_themselves() -> None:
     data = rows({ONE: [1.0, 0.0] * 6}, seeds=[0] * 4 + [1] * 4 + [2] * 4)
-    means = bootstrapped(data, num_draws=50).mean(ONE, "accuracy")
+    means = bootstrap_means(data, num_draws=50).mean(ONE, "accuracy")
     assert means.shape == (51,) and means[0] == 50.0 and means.std() > 0
 
 
 def test_an_aup_of_the_rows_is_that_of_their_points() -> None:
-    cells = [Cell("one", 2, tau) for tau in (0.7, 0.8, 0.9)]
+    cells = [StudyCell("one", 2, tau) for tau in (0.7, 0.8, 0.9)]
     right = {cells[0]: [1.0] * 6 + [0.0] * 4, cells[1]: [1.0] * 8 + [0.0] * 2, cells[2]: [1.0] * 9 + [0.0]}
     forwards = {cell: [count] * 10 for cell, count in zip(cells, (10.0, 12.0, 20.0), strict=True)}
     data = rows(right, forwards=forwards)
     (curve,) = data.curves.values()
     points = [(6.0, 60.0), (5.0, 80.0), (3.0, 90.0)]
     expected = aup_d3llm(points, y_max=90.0)
-    assert bootstrapped(data, num_draws=20).aup(curve)[0] == pytest.approx(expected)
+    assert bootstrap_means(data, num_draws=20).aup(curve)[0] == pytest.approx(expected)

@@ -11,11 +11,11 @@ from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_BD, LEDGER_MBD, LEDGER_TF, NUM_STREAMS
 from mbd_core.multitf.states.noise import FittedNoise, write_noise
 from research.ledger.plan import (
-    COMPARED,
+    COMPARED_WITH,
     FITTED,
     RECORD,
     ROWS,
-    TRAINED,
+    TRAINED_RECIPES,
     StudyPlan,
     check_earlier,
     claim,
@@ -53,7 +53,7 @@ def test_a_seed_gives_all_recipes_the_same_samples_and_another_seed_others() -> 
 def test_the_fitted_row_draws_what_was_measured(tmp_path: Path) -> None:
     noise = FittedNoise(states=(((0.25, 1.0), 3),), source="a trace")
     write_noise(tmp_path / "noise.json", noise)
-    (recipe,) = TRAINED["alignment"]
+    (recipe,) = TRAINED_RECIPES["alignment"]
     run = seeded(recipe, 0, base="b", block_size=16, steps=7, noise=tmp_path / "noise.json")
     assert recipe.name == FITTED and run.states.schedule == "fitted" and run.states.bounds.fitted == noise
     assert run.train.steps == 7
@@ -70,10 +70,10 @@ def test_a_study_goes_on_with_the_models_that_are_missing(tmp_path: Path) -> Non
 
 
 def test_no_model_is_trained_or_evaluated_by_two_experiments(tmp_path: Path) -> None:
-    every = [recipe for experiment in COMPARED for recipe in TRAINED[experiment]]
+    every = [recipe for experiment in COMPARED_WITH for recipe in TRAINED_RECIPES[experiment]]
     assert len({recipe.name for recipe in every}) == len(every) == 9
     assert {recipe.name for recipe in every} == {recipe.name for recipe in ABLATION_ROWS.values()} | {FITTED}
-    swept = [path for experiment in COMPARED for path in swept_models(tmp_path, experiment, 0, Path("ledger-bd"))]
+    swept = [path for experiment in COMPARED_WITH for path in swept_models(tmp_path, experiment, 0, Path("ledger-bd"))]
     assert len(set(swept)) == len(swept) - 1 == 10, "every model once, the base again at low thresholds"
 
 

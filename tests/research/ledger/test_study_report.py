@@ -13,7 +13,17 @@ from mbd_core.evaluation.measures.statistics import Interval
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS
 from research.ledger.claims import RULE
 from research.ledger.distances import RowDistance, write_distances
-from research.ledger.plan import DISTANCES, FITTED, INFERENCE, PLOT, REPORT, ROWS, TRAINED, Experiment, row_files
+from research.ledger.plan import (
+    DISTANCES,
+    FITTED,
+    INFERENCE,
+    PLOT,
+    REPORT,
+    ROWS,
+    TRAINED_RECIPES,
+    Experiment,
+    row_files,
+)
 from research.ledger.report import report
 from research.ledger.rows import write_rows
 
@@ -77,7 +87,7 @@ def test_alignment_sets_the_distances_beside_the_outcomes(tmp_path: Path) -> Non
     """Rows whose accuracy falls with their distance: rho is -1, and with eight rows that is no chance."""
     recipes = [recipe.name for recipe in ABLATION_ROWS.values()]
     outcomes = {name: (0.95 - 0.12 * place, 40 + 4 * place) for place, name in enumerate(recipes)}
-    ablation = {recipe.name: outcomes.pop(recipe.name) for recipe in TRAINED["ablation"]}
+    ablation = {recipe.name: outcomes.pop(recipe.name) for recipe in TRAINED_RECIPES["ablation"]}
     write_rows(tmp_path / "ordering" / ROWS, [study_cells({"base": (0.5, 60), **outcomes})])
     write_rows(tmp_path / "ablation" / ROWS, [study_cells(ablation)])
     write_rows(tmp_path / "alignment" / ROWS, [study_cells({FITTED: (0.99, 36)})])

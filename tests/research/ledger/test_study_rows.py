@@ -11,9 +11,9 @@ import pytest
 from drawn_study import study_table
 
 from research.ledger import rows as study_rows
-from research.ledger.rows import COLUMNS, Cell, read_rows, sweep_rows, write_rows
+from research.ledger.rows import COLUMNS, StudyCell, read_rows, sweep_rows, write_rows
 
-ONE, OTHER = Cell("ledger-mbd", 2, 0.9), Cell("ledger-tf", 2, 0.9)
+ONE, OTHER = StudyCell("ledger-mbd", 2, 0.9), StudyCell("ledger-tf", 2, 0.9)
 
 
 def table(**settings: Any) -> pa.Table:

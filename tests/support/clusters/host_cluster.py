@@ -77,8 +77,8 @@ class Host:
 
     def command(self, *arguments: str) -> list[str]:
         """The command line that runs `arguments` on this host."""
-        inside = ("sh", "-c", AS_HOST, self.name, str(self.folder / "hosts"), *arguments)
-        return ["ip", "netns", "exec", self.namespace, *UNSHARED, *inside]
+        command = ("sh", "-c", AS_HOST, self.name, str(self.folder / "hosts"), *arguments)
+        return ["ip", "netns", "exec", self.namespace, *UNSHARED, *command]
 
     @property
     def is_up(self) -> bool:
@@ -235,9 +235,9 @@ class HostCluster:
 
         A node that does not answer is left out with all of its counters.
         """
-        (listed,) = self.head.folder.glob("r*/prom_metrics_service_discovery.json")
+        (file,) = self.head.folder.glob("r*/prom_metrics_service_discovery.json")
         totals = [0.0] * len(names)
-        for target in json.loads(listed.read_text())[0]["targets"]:
+        for target in json.loads(file.read_text())[0]["targets"]:
             with suppress(OSError), urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as page:
                 for line in page.read().decode().splitlines():
                     name = line.partition("{")[0]
@@ -327,11 +327,13 @@ def connected_hosts(names: Sequence[str]) -> Iterator[tuple[list[Host], Path]]:
 
 def _free_network() -> tuple[str, ipaddress.IPv4Network]:
     """A network that no interface is in, and the tag by which its hosts are found."""
-    taken = [ipaddress.ip_interface(line.split()[3]).network for line in _ip("-4", "-o", "address").splitlines()]
+    used_networks = [
+        ipaddress.ip_interface(line.split()[3]).network for line in _ip("-4", "-o", "address").splitlines()
+    ]
     while True:
         tag = secrets.token_hex(2)
         network = list(PRIVATE.subnets(new_prefix=24))[int(tag[:2], 16)]
-        if not any(network.overlaps(other) for other in taken):
+        if not any(network.overlaps(other) for other in used_networks):
             return tag, network
 
 

@@ -48,9 +48,9 @@ class NodeGroup:
     def resources(self) -> dict[str, float]:
         """What one pod has by Ray's names; the operator passes the limits on, rounded up."""
         limits = self.container["resources"]["limits"]
-        given = self.group.get("rayStartParams", {}).get("num-cpus")
+        parameters = self.group.get("rayStartParams", {}).get("num-cpus")
         return {
-            "CPU": float(given) if given is not None else float(-(-quantity(limits["cpu"]) // 1)),
+            "CPU": float(parameters) if parameters is not None else float(-(-quantity(limits["cpu"]) // 1)),
             "GPU": float(limits.get("nvidia.com/gpu", 0)),
         }
 
@@ -75,26 +75,26 @@ def overlay_names() -> list[str]:
 @cache
 def kubectl() -> str:
     """The command; skips the test without one, or with one whose kustomize knows no replacements."""
-    found = shutil.which("kubectl")
-    if found is None:
+    path = shutil.which("kubectl")
+    if path is None:
         pytest.skip("kubectl is not installed")
-    done = subprocess.run([found, "version", "--client", "-o", "json"], capture_output=True, text=True, check=True)
-    version = json.loads(done.stdout).get("kustomizeVersion", "v0.0")
+    result = subprocess.run([path, "version", "--client", "-o", "json"], capture_output=True, text=True, check=True)
+    version = json.loads(result.stdout).get("kustomizeVersion", "v0.0")
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < REPLACEMENTS_SINCE:
         pytest.skip(f"this kubectl's kustomize is {version}, which knows no replacements (since v4.2)")
-    return found
+    return path
 
 
 @cache
-def _rendered(folder: Path) -> str:
-    done = subprocess.run([kubectl(), "kustomize", folder], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def _kustomize(folder: Path) -> str:
+    result = subprocess.run([kubectl(), "kustomize", folder], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def render(folder: str | Path) -> list[Object]:
     """The objects of a folder, by default of k8s/overlays; new ones at each call."""
-    return list(yaml.load_all(_rendered(OVERLAYS / folder), Loader=yaml.CSafeLoader))
+    return list(yaml.load_all(_kustomize(OVERLAYS / folder), Loader=yaml.CSafeLoader))
 
 
 def of_kind(objects: list[Object], kind: str) -> list[Object]:
@@ -128,9 +128,9 @@ def pod_specs(rendered: Object) -> Iterator[Object]:
 
 def serve_file(overlay: str) -> Path:
     """The config that an overlay serves: its own, or that of an overlay it begins with, or the base's."""
-    own = OVERLAYS / overlay / "serve.yaml"
-    if own.exists():
-        return own
+    overlay_file = OVERLAYS / overlay / "serve.yaml"
+    if overlay_file.exists():
+        return overlay_file
     for resource in yaml.safe_load((OVERLAYS / overlay / "kustomization.yaml").read_text())["resources"]:
         folder = (OVERLAYS / overlay / resource).resolve()
         if folder.is_relative_to(OVERLAYS) and folder.is_dir():

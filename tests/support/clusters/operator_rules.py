@@ -12,32 +12,32 @@ LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035
 DURATION = re.compile(r"\d+|(\d+(\.\d+)?(h|m|s|ms))+")
 
 
-def breaches(rendered: Object) -> list[str]:
+def breaches(manifest: Object) -> list[str]:
     """Nothing for an object that the operator takes."""
-    if rendered["kind"] not in LONGEST_NAME:
+    if manifest["kind"] not in LONGEST_NAME:
         return []
-    found = [*_names(rendered), *_nodes(rendered)]
-    spec = ray_cluster_spec(rendered)
+    sentences = [*_names(manifest), *_nodes(manifest)]
+    spec = ray_cluster_spec(manifest)
     if spec is not None:
-        found += [*_authentication(spec), *_autoscaling(spec), *_fault_tolerance(rendered, spec)]
-    found += {"RayJob": _job, "RayService": _service}.get(rendered["kind"], lambda _: [])(rendered)
-    return found
+        sentences += [*_authentication(spec), *_autoscaling(spec), *_fault_tolerance(manifest, spec)]
+    sentences += {"RayJob": _job, "RayService": _service}.get(manifest["kind"], lambda _: [])(manifest)
+    return sentences
 
 
-def _names(rendered: Object) -> Iterator[str]:
-    name, kind = rendered["metadata"]["name"], rendered["kind"]
+def _names(manifest: Object) -> Iterator[str]:
+    name, kind = manifest["metadata"]["name"], manifest["kind"]
     if len(name) > LONGEST_NAME[kind] or not LABEL.fullmatch(name):
         yield f"the name {name} of a {kind} is no DNS label of at most {LONGEST_NAME[kind]} characters"
 
 
-def _nodes(rendered: Object) -> Iterator[str]:
-    for group in node_groups(rendered):
-        given = group.group.get("rayStartParams", {})
-        if any(not isinstance(value, str) for value in given.values()):
+def _nodes(manifest: Object) -> Iterator[str]:
+    for group in node_groups(manifest):
+        parameters = group.group.get("rayStartParams", {})
+        if any(not isinstance(value, str) for value in parameters.values()):
             yield f"{group.name}: rayStartParams are strings"
-        if group.group.get("resources") and given.keys() & {"num-cpus", "num-gpus", "memory", "resources"}:
+        if group.group.get("resources") and parameters.keys() & {"num-cpus", "num-gpus", "memory", "resources"}:
             yield f"{group.name}: resources stand in rayStartParams or in resources, not in both"
-        if "labels" in given:
+        if "labels" in parameters:
             yield f"{group.name}: labels do not stand in rayStartParams"
         if not group.least <= group.group.get("replicas", group.least) <= group.most:
             yield f"{group.name}: replicas do not lie between minReplicas and maxReplicas"
@@ -69,7 +69,7 @@ def _autoscaling(spec: Object) -> Iterator[str]:
         yield "a group of workers is suspended under the autoscaler"
 
 
-def _fault_tolerance(rendered: Object, spec: Object) -> Iterator[str]:
+def _fault_tolerance(manifest: Object, spec: Object) -> Iterator[str]:
     options = spec.get("gcsFaultToleranceOptions")
     head = spec["headGroupSpec"]
     environment = {e["name"] for e in head["template"]["spec"]["containers"][0].get("env", [])}
@@ -77,15 +77,15 @@ def _fault_tolerance(rendered: Object, spec: Object) -> Iterator[str]:
         yield "Redis stands in the head's environment, not in gcsFaultToleranceOptions"
     if head.get("rayStartParams", {}).keys() & {"redis-password", "redis-username"}:
         yield "Redis stands in rayStartParams, not in gcsFaultToleranceOptions"
-    annotations = rendered["metadata"].get("annotations", {})
+    annotations = manifest["metadata"].get("annotations", {})
     if options and annotations.keys() & {"ray.io/ft-enabled", "ray.io/external-storage-namespace"}:
         yield "fault tolerance stands in an annotation and in gcsFaultToleranceOptions"
-    if options and rendered["kind"] == "RayService" and "externalStorageNamespace" in options:
+    if options and manifest["kind"] == "RayService" and "externalStorageNamespace" in options:
         yield "the two clusters of an upgrade would share one externalStorageNamespace"
 
 
-def _job(rendered: Object) -> Iterator[str]:
-    spec: dict[str, Any] = rendered["spec"]
+def _job(manifest: Object) -> Iterator[str]:
+    spec: dict[str, Any] = manifest["spec"]
     if spec.get("ttlSecondsAfterFinished") and not spec.get("shutdownAfterJobFinishes"):
         yield "ttlSecondsAfterFinished needs shutdownAfterJobFinishes"
     if spec.get("suspend") and not spec.get("shutdownAfterJobFinishes"):
@@ -102,9 +102,9 @@ def _job(rendered: Object) -> Iterator[str]:
         yield "the entrypoint has characters that a shell reads a second time"
 
 
-def _service(rendered: Object) -> Iterator[str]:
-    spec = rendered["spec"]
-    timeout = rendered["metadata"].get("annotations", {}).get("ray.io/initializing-timeout", "1")
+def _service(manifest: Object) -> Iterator[str]:
+    spec = manifest["spec"]
+    timeout = manifest["metadata"].get("annotations", {}).get("ray.io/initializing-timeout", "1")
     if not DURATION.fullmatch(timeout):
         yield f"ray.io/initializing-timeout {timeout} is no duration"
     strategy = spec.get("upgradeStrategy", {})

@@ -106,8 +106,8 @@ def ray_schemas(folder: Path) -> dict[tuple[str, str], Draft202012Validator]:
 
 
 def errors(validator: Draft202012Validator, document: Any) -> list[str]:
-    found = sorted(validator.iter_errors(document), key=lambda error: list(map(str, error.absolute_path)))
-    return [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in found]
+    errors_by_path = sorted(validator.iter_errors(document), key=lambda error: list(map(str, error.absolute_path)))
+    return [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in errors_by_path]
 
 
 def core_errors(document: Any) -> list[str]:

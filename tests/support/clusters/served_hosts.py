@@ -74,16 +74,16 @@ def deployed(cluster: HostCluster, *, through: Host) -> Iterator[Client]:
     """The application by `serve deploy`, once both engines are ready; its client asks the proxy of `through`."""
 
     def serve(*arguments: str) -> None:
-        done = subprocess.run(
+        result = subprocess.run(
             ["serve", *arguments], env=cluster.client_environment, capture_output=True, text=True, timeout=PATIENCE
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert result.returncode == 0, result.stdout + result.stderr
 
-    client, started = Client(through), time.monotonic()
+    client, start = Client(through), time.monotonic()
     serve("deploy", str(ROOT / "k8s" / "base" / "serve.yaml"))
     try:
         wait_for(lambda: len(client.engines()) == 2, "two engines")
-        say("two engines are ready", since=started)
+        say("two engines are ready", since=start)
         yield client
     finally:
         serve("shutdown", "-y")

@@ -11,17 +11,17 @@ import pytest
 
 def listeners(session: str) -> dict[int, set[str]]:
     """The addresses that a Ray session's processes listen on, by port; `session` is the session's folder."""
-    found: dict[int, set[str]] = {}
+    ports: dict[int, set[str]] = {}
     for process in psutil.process_iter():
         try:
             if session in " ".join(process.cmdline()):
                 for member in [process, *process.children(recursive=True)]:
                     for connection in member.net_connections("tcp"):
                         if connection.status == psutil.CONN_LISTEN:
-                            found.setdefault(connection.laddr.port, set()).add(connection.laddr.ip)
+                            ports.setdefault(connection.laddr.port, set()).add(connection.laddr.ip)
         except psutil.Error:
             continue
-    return found
+    return ports
 
 
 def metrics_port(session: str, *, seconds: float = 60) -> int:
@@ -43,8 +43,10 @@ def check_loopback_only(session: str) -> None:
     bound = {ip for ips in ports.values() for ip in ips}
     assert bound <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, ports
     socket.create_connection(("127.0.0.1", port), timeout=5).close()
-    own = [a.address for group in psutil.net_if_addrs().values() for a in group if a.family == socket.AF_INET]
-    for address in own:
+    own_addresses = [
+        a.address for group in psutil.net_if_addrs().values() for a in group if a.family == socket.AF_INET
+    ]
+    for address in own_addresses:
         if not address.startswith("127."):
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((address, port), timeout=5)

@@ -37,7 +37,7 @@ WAITS = {
 }
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-UNTOLD = {torch.tensor, Tensor.tolist, SET_DATA}  # what torch does without telling a dispatch mode
+UNDISPATCHED = {torch.tensor, Tensor.tolist, SET_DATA}  # what torch does without telling a dispatch mode
 
 
 class OnDevice(StandIn):
@@ -62,35 +62,35 @@ class FakeDevice(TorchDispatchMode):
 
     def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = list(_tensors((args, kwargs)))
-        here = any(isinstance(t, OnDevice) for t in tensors)
-        there = any(not isinstance(t, OnDevice) and t.ndim for t in tensors)
-        asked = kwargs.get("device")
-        to_device = here if asked is None else torch.device(asked).type == "cuda"
+        has_device = any(isinstance(t, OnDevice) for t in tensors)
+        has_host = any(not isinstance(t, OnDevice) and t.ndim for t in tensors)
+        device = kwargs.get("device")
+        to_device = has_device if device is None else torch.device(device).type == "cuda"
         packet = func.overloadpacket
         if packet in (aten._to_copy, aten.copy_):
             source = args[0] if packet is aten._to_copy else args[1]
             target = to_device if packet is aten._to_copy else isinstance(args[0], OnDevice)
-            unwaited = kwargs.get("non_blocking", args[2:] == (True,))
-            apart = unwaited and any(_place(t) in self._pinned for t in tensors if not isinstance(t, OnDevice))
-            if isinstance(source, OnDevice) and not target and not apart:
+            is_async = kwargs.get("non_blocking", args[2:] == (True,))
+            is_free = is_async and any(_place(t) in self._pinned for t in tensors if not isinstance(t, OnDevice))
+            if isinstance(source, OnDevice) and not target and not is_free:
                 self.wait(f"{packet} to the host")
-            elif target and not isinstance(source, OnDevice) and source.ndim and not apart:
+            elif target and not isinstance(source, OnDevice) and source.ndim and not is_free:
                 self.upload(f"{packet} from the host")
-        elif here and there:
+        elif has_device and has_host:
             raise AssertionError(f"{func} takes tensors of the device and of the host")
-        elif here and (packet in WAITS or _counts(func, args, kwargs)):
+        elif has_device and (packet in WAITS or _counts(func, args, kwargs)):
             self.wait(str(packet))
-        pinned = kwargs.pop("pin_memory", None)
-        if asked is not None:
+        pin_memory = kwargs.pop("pin_memory", None)
+        if device is not None:
             kwargs["device"] = torch.device("cpu")
         in_place = func._schema.is_mutable
-        written = kwargs.get("out", args[0]) if in_place else None
-        assert not in_place or isinstance(written, Tensor), f"{func} writes to several tensors, which is not told here"
-        call = Call(KERNELS.get(packet, func), *_each(_host, (args, kwargs)))
+        output = kwargs.get("out", args[0]) if in_place else None
+        assert not in_place or isinstance(output, Tensor), f"{func} writes to several tensors, which is not told here"
+        call = Call(KERNELS.get(packet, func), *_map_tensors(_host, (args, kwargs)))
         out = self._run(call, on_device=to_device, writes=in_place)
-        if pinned:
+        if pin_memory:
             self.pin(out)
-        return written if in_place else out
+        return output if in_place else out
 
     def _run(self, call: "Call", *, on_device: bool, writes: bool) -> Any:
         with _disable_current_modes():
@@ -98,7 +98,7 @@ class FakeDevice(TorchDispatchMode):
                 self.graph.record(call, writes)
             else:
                 call.run()
-        return _each(self.put, call.out) if on_device else call.out
+        return _map_tensors(self.put, call.out) if on_device else call.out
 
     def pin(self, host: Tensor) -> Tensor:
         """`host`, known from now on as pinned memory."""
@@ -127,7 +127,7 @@ class FakeDevice(TorchDispatchMode):
         def call(*args: Any, **kwargs: Any) -> Any:
             strange = [t for t in _tensors((args, kwargs)) if not isinstance(t, OnDevice)]
             assert not strange, f"{function.__name__} was given {len(strange)} tensors of the host"
-            return self._run(Call(function, *_each(_host, (args, kwargs))), on_device=True, writes=False)
+            return self._run(Call(function, *_map_tensors(_host, (args, kwargs))), on_device=True, writes=False)
 
         return call
 
@@ -173,19 +173,21 @@ class Call:
     def run(self) -> None:
         self.out = self.function(*self.args, **self.kwargs)
 
-    def again(self) -> None:
+    def repeat(self) -> None:
         """Once more, its results put where the first ones lie."""
-        now = self.function(*self.args, **self.kwargs)
-        for old, new in zip(_tensors(self.out), _tensors(now), strict=True):
-            if old.data_ptr() != new.data_ptr():
-                old.copy_(new)
+        results = self.function(*self.args, **self.kwargs)
+        for target, result in zip(_tensors(self.out), _tensors(results), strict=True):
+            if target.data_ptr() != result.data_ptr():
+                target.copy_(result)
 
     def spoil(self) -> None:
         """What another graph of the same pool may do to the results: something else stands there."""
-        mine = {_place(t) for t in _tensors((self.args, self.kwargs))}
-        for old in _tensors(self.out):
-            if _place(old) not in mine:
-                old.fill_(torch.nan if old.dtype.is_floating_point else True if old.dtype == torch.bool else 99)
+        inputs = {_place(t) for t in _tensors((self.args, self.kwargs))}
+        for tensor in _tensors(self.out):
+            if _place(tensor) not in inputs:
+                tensor.fill_(
+                    torch.nan if tensor.dtype.is_floating_point else True if tensor.dtype == torch.bool else 99
+                )
 
 
 class Graph:
@@ -193,30 +195,30 @@ class Graph:
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}
-        self._ran = False
+        self._saved_memory: dict[int, tuple[Tensor, Tensor]] = {}
+        self._has_run = False
         self.pool: list[Graph] = []
 
     def record(self, call: Call, writes: bool) -> None:
         if writes:
-            written = call.kwargs.get("out", call.args[0])
-            whole = written.new_empty(0).set_(written.untyped_storage())
-            self._before.setdefault(whole.data_ptr(), (whole, whole.clone()))
+            output = call.kwargs.get("out", call.args[0])
+            storage = output.new_empty(0).set_(output.untyped_storage())
+            self._saved_memory.setdefault(storage.data_ptr(), (storage, storage.clone()))
         call.run()
         self._calls.append(call)
 
     def undo(self) -> None:
         """A capture does nothing: what was written is as it was."""
-        for memory, saved in self._before.values():
-            memory.copy_(saved)
+        for memory, values in self._saved_memory.values():
+            memory.copy_(values)
 
     def replay(self) -> None:
         with _disable_current_modes():
             for other in self.pool:
                 other.spoil()
             for call in self._calls:
-                call.again()
-        self._ran = True
+                call.repeat()
+        self._has_run = True
 
     def reset(self) -> None:
         self._calls.clear()
@@ -224,13 +226,13 @@ class Graph:
 
     def spoil(self) -> None:
         """Another graph of the same pool runs: what this one made is gone."""
-        for call in self._calls if self._ran else ():
+        for call in self._calls if self._has_run else ():
             call.spoil()
-        self._ran = False
+        self._has_run = False
 
 
 class _Calls(TorchFunctionMode):
-    """The calls of `UNTOLD`, those with tensors of the device or for it."""
+    """The calls of `UNDISPATCHED`, those with tensors of the device or for it."""
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
@@ -238,7 +240,7 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func not in UNTOLD:
+        if func not in UNDISPATCHED:
             return func(*args, **kwargs)
         if func is torch.tensor and kwargs.pop("pin_memory", False):
             return self._device.pin(torch.tensor(*args, **kwargs))
@@ -312,19 +314,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)
+        for part in value:
+            yield from _tensors(part)
     elif isinstance(value, dict):
         yield from _tensors(tuple(value.values()))
 
 
-def _each(change: Callable[[Any], Any], value: Any) -> Any:
+def _map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
     """`value` with each of its leaves changed."""
     if isinstance(value, tuple | list):
-        changed = [_each(change, one) for one in value]
-        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+        parts = [_map_tensors(change, part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, dict):
-        return {key: _each(change, one) for key, one in value.items()}
+        return {key: _map_tensors(change, part) for key, part in value.items()}
     return change(value)
 
 

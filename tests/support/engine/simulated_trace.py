@@ -50,23 +50,23 @@ def simulate(
         if eos_at is not None:
             token[buffer.positions_RNB == eos_at] = EOS
         confidence = torch.rand(shape, generator=generator)
-        done = buffer.commit(Prediction(token, confidence, confidence))
-        tokens = done.tokens_RNB.masked_fill(done.masked_RNB, -1)
+        committed = buffer.commit(Prediction(token, confidence, confidence))
+        tokens = committed.tokens_RNB.masked_fill(committed.masked_RNB, -1)
         trace.add(
             step,
             [ids[row] for row in running],
             [int(first[row]) for row in running],
             states[running].numpy(),
             ratios[running].numpy(),
-            done.accepted_RN[running].numpy(),
-            done.edited_RN[running].numpy(),
+            committed.accepted_RN[running].numpy(),
+            committed.edited_RN[running].numpy(),
             tokens[running].numpy() if trace.detail else None,
-            done.confidence_RNB[running].numpy() if trace.detail else None,
+            committed.confidence_RNB[running].numpy() if trace.detail else None,
         )
         step += 1
         for row in list(running):
-            stored = done.tokens_RNB[row, : int(done.num_blocks_R[row])].flatten()
-            reached = (int(first[row]) + int(done.num_blocks_R[row])) * SIZE >= int(end[row])
+            stored = committed.tokens_RNB[row, : int(committed.num_blocks_R[row])].flatten()
+            reached = (int(first[row]) + int(committed.num_blocks_R[row])) * SIZE >= int(end[row])
             if reached or bool((stored == EOS).any()):
                 buffer.leave(row)
                 running.remove(row)

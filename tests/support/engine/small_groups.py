@@ -79,7 +79,7 @@ METHODS: tuple[dict[str, Any], ...] = (
 )
 
 
-CARRYING = tuple(method | {"sub_block": 2, "carry": True} for method in METHODS[:2])
+CARRY_METHODS = tuple(method | {"sub_block": 2, "carry": True} for method in METHODS[:2])
 
 
 def requests(count: int, methods: tuple[dict[str, Any], ...] = METHODS) -> list[Request]:
@@ -100,7 +100,7 @@ def requests(count: int, methods: tuple[dict[str, Any], ...] = METHODS) -> list[
 
 def serve(engine: Engine) -> dict[str, Output]:
     """Seven requests for three rows: two come late, one is aborted while it runs and one that waits, two preempted."""
-    todo, outputs = requests(7, CARRYING if engine.model.config.shift_logits else METHODS), {}
+    todo, outputs = requests(7, CARRY_METHODS if engine.model.config.shift_logits else METHODS), {}
     for request in todo[:5]:
         engine.add(request)
     for number in range(200):

@@ -17,23 +17,26 @@ def check_replay(model: Decoder, request: Request, output: Output, *, vocab_size
     steps = (*rollout.steps, *rollout.tail_steps)
     logprobs = (*rollout.logprobs, *rollout.tail_logprobs)
     assert len(tokens) == len(steps) == len(logprobs)
-    known = (*request.prompt, *request.committed)
+    prompt_and_answer = (*request.prompt, *request.committed)
     origin, size = request.decoding.grid_origin(len(request.prompt)), request.decoding.block_size
-    length = -(-(len(known) + len(tokens) - origin) // size) * size + origin
+    length = -(-(len(prompt_and_answer) + len(tokens) - origin) // size) * size + origin
     block_L = (torch.arange(length) - origin).div(size, rounding_mode="floor").clamp(min=-1)
     attention = DenseAttention((block_L[None, :] <= block_L[:, None])[None, None])
     shift = model.config.shift_logits
     for forward in sorted(set(steps) - {0}):
-        seen = [t if step < forward else model.config.mask_token_id for t, step in zip(tokens, steps, strict=True)]
-        ids = torch.tensor([*known, *seen] + [model.config.mask_token_id] * (length - len(known) - len(seen)))
+        visible = [t if step < forward else model.config.mask_token_id for t, step in zip(tokens, steps, strict=True)]
+        ids = torch.tensor(
+            [*prompt_and_answer, *visible]
+            + [model.config.mask_token_id] * (length - len(prompt_and_answer) - len(visible))
+        )
         with torch.no_grad():
             hidden = model(ids[None], torch.arange(length)[None], attention)[0]
-            places = [len(known) + i for i, step in enumerate(steps) if step == forward]
+            places = [len(prompt_and_answer) + i for i, step in enumerate(steps) if step == forward]
             logits = model.logits(hidden[[p - shift for p in places]])
         vocab = Vocab(model.config.mask_token_id, vocab_size or model.config.vocab_size)
-        chosen, confidence = choose(logits, vocab, _draw(request, places, forward))
-        assert chosen.tolist() == [tokens[p - len(known)] for p in places]
-        expected = [logprobs[p - len(known)] for p in places]
+        choice, confidence = choose(logits, vocab, _draw(request, places, forward))
+        assert choice.tolist() == [tokens[p - len(prompt_and_answer)] for p in places]
+        expected = [logprobs[p - len(prompt_and_answer)] for p in places]
         assert log_probability(confidence).tolist() == pytest.approx(expected, abs=2e-4)
     return len(set(steps) - {0})
 
@@ -56,12 +59,12 @@ def _draw(request: Request, places: list[int], forward: int) -> Draw | None:
     sampling = request.sampling
     if not sampling.draws:
         return None
-    whole = torch.ones(len(places), dtype=torch.int64)
+    ones = torch.ones(len(places), dtype=torch.int64)
     return Draw(
-        temperature_P=whole * sampling.temperature,
-        top_p_P=whole * sampling.top_p,
-        top_k_P=whole * sampling.top_k,
-        seed_P=whole * sampling.seed,
+        temperature_P=ones * sampling.temperature,
+        top_p_P=ones * sampling.top_p,
+        top_k_P=ones * sampling.top_k,
+        seed_P=ones * sampling.seed,
         position_P=torch.tensor(places),
-        forward_P=whole * (forward - 1),
+        forward_P=ones * (forward - 1),
     )

@@ -19,7 +19,7 @@ def run_interpreted(script: str, *folders: Path, seconds: float = 120) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed here; its kernels are not tested")
     paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
@@ -27,7 +27,7 @@ def run_interpreted(script: str, *folders: Path, seconds: float = 120) -> None:
         timeout=seconds,
         check=False,
     )
-    assert done.returncode == 0 and "all held" in done.stdout, done.stderr[-2000:]
+    assert result.returncode == 0 and "all held" in result.stdout, result.stderr[-2000:]
 
 
 def allow_bfloat16_dots() -> None:

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
-from research.ledger.rows import COLUMNS, Cell
+from research.ledger.rows import COLUMNS, StudyCell
 
 NUM_TOKENS = 60
 
 
 def study_table(
-    accuracy: Mapping[Cell, float],
-    forwards: Mapping[Cell, int],
+    accuracy: Mapping[StudyCell, float],
+    forwards: Mapping[StudyCell, int],
     *,
     seeds: tuple[int, ...] = (0, 1, 2),
     problems: int = 40,
@@ -41,7 +41,7 @@ def study_table(
 
 def study_cells(recipes: Mapping[str, tuple[float, int]], *, taus: tuple[float, ...] = (0.8, 0.9)) -> pa.Table:
     """A table of whole recipes: each one's accuracy, and its forwards under SingleBD, which MultiBD has fewer of."""
-    cells = [Cell(recipe, size, tau) for recipe in recipes for size in (1, 2) for tau in taus]
+    cells = [StudyCell(recipe, size, tau) for recipe in recipes for size in (1, 2) for tau in taus]
     return study_table(
         {cell: recipes[cell.recipe][0] for cell in cells},
         {cell: recipes[cell.recipe][1] // cell.buffer_size + round(20 * cell.tau_m2t) for cell in cells},

@@ -11,12 +11,12 @@ ANSWER = "Tom has #### 4"
 
 
 def completion(
-    text: str = ANSWER, *, usage: bool = True, kind: str = "chat.completion", **more: Any
+    text: str = ANSWER, *, usage: bool = True, kind: str = "chat.completion", **fields: Any
 ) -> dict[str, Any]:
     counts = {"usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}} if usage else {}
     said = {"message": {"role": "assistant", "content": text}} if kind == "chat.completion" else {"text": text}
     choice = {"index": 0, "finish_reason": "stop", **said}
-    return {"id": "1", "object": kind, "created": 1, "model": "m", "choices": [choice], **counts, **more}
+    return {"id": "1", "object": kind, "created": 1, "model": "m", "choices": [choice], **counts, **fields}
 
 
 class ScriptedEndpoint:

@@ -42,16 +42,16 @@ class FaultyExecutor(LocalExecutor):
     cluster: Cluster
 
     def decode(self, tables: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
-        for number, graded in enumerate(super().decode(list(reversed(tables)))):
+        for number, table in enumerate(super().decode(list(reversed(tables)))):
             if number == self.cluster.fails_after:
                 raise ExecutorFailed("a node is gone", "Traceback")
-            self.cluster.parts.append(graded[0])
-            yield graded
+            self.cluster.parts.append(table[0])
+            yield table
 
     def grade(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
-        for number, graded in super().grade(tables):
+        for number, table in super().grade(tables):
             self.cluster.parts.append(number)
-            yield number, graded
+            yield number, table
 
     def time(self, cases: Sequence[TimedCase], *, left_out: Collection[int]) -> Iterator[NumberedTable]:
         if self.cluster.refuses_to_time:

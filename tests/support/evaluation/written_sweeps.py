@@ -32,9 +32,9 @@ def planned_rows(
         for number in range(problems)
         for config in CONFIGS
     )
-    asked = {"reference": "4", "entry_point": "", "max_tokens": 8, "seed": 0}
+    fields = {"reference": "4", "entry_point": "", "max_tokens": 8, "seed": 0}
     return [
-        {"sample": number, **row, "prompt": "?" * int(row["problem_id"][2:]), **asked}
+        {"sample": number, **row, "prompt": "?" * int(row["problem_id"][2:]), **fields}
         for number, row in enumerate(subjects)
     ]
 
@@ -125,6 +125,6 @@ def write_parts(
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """A sweep's folder whose one part holds these rows, whatever columns they have."""
-    planned = planned_rows(problems=1, tasks=("a",))
-    with SweepFolder.claim(path, sweep_record(planned, [Part(0, planned)])) as folder:
+    rows_of_plan = planned_rows(problems=1, tasks=("a",))
+    with SweepFolder.claim(path, sweep_record(rows_of_plan, [Part(0, rows_of_plan)])) as folder:
         folder.write_part(0, pa.Table.from_pylist(list(rows)))

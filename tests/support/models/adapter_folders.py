@@ -20,12 +20,12 @@ LEAVES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 def adaptable(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """The Hugging Face modules that an adapter can change, and their weights' shapes (O, I)."""
-    found = {}
+    shapes = {}
     for name, stored in stored_tensors(config, decoder_shapes(config), "per_expert").items():
         targets = [part.target for part in stored.parts]
         if all(t.removesuffix(".weight").endswith(LEAVES) and ".experts." not in t for t in targets):
-            found[name.removesuffix(".weight")] = (stored.shape[0], stored.shape[1])
-    return {name: shape for name, shape in found.items() if not name.endswith("bias")}
+            shapes[name.removesuffix(".weight")] = (stored.shape[0], stored.shape[1])
+    return {name: shape for name, shape in shapes.items() if not name.endswith("bias")}
 
 
 def write_adapter(

@@ -74,7 +74,7 @@ def undecorated(deployment: Any) -> Any:
 @contextlib.contextmanager
 def running_gateway(args: ServingArgs, *, num_replicas: int = 1) -> Iterator[tuple[str, list[Handle]]]:
     """The URL of a gateway before `num_replicas` of each model, and the models' handles."""
-    started, stop = threading.Event(), threading.Event()
+    is_up, stop = threading.Event(), threading.Event()
     context: dict[str, Any] = {}
     handles: list[Handle] = []
     with socket.socket() as probe:
@@ -94,7 +94,7 @@ def running_gateway(args: ServingArgs, *, num_replicas: int = 1) -> Iterator[tup
         serving = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0.01)
-        started.set()
+        is_up.set()
         while not ended():
             await asyncio.sleep(0.02)
         server.should_exit = True
@@ -108,21 +108,21 @@ def running_gateway(args: ServingArgs, *, num_replicas: int = 1) -> Iterator[tup
         try:
             asyncio.run(serve_until(stop.is_set))
         finally:
-            started.set()
+            is_up.set()
 
     def replica_context() -> Any:
         identity = SimpleNamespace(unique_id="replica")
         return SimpleNamespace(servable_object=context["servable"], app_name=APP, replica_id=identity)
 
-    quiet = [patch.object(module, "keep_to_loopback", lambda: None) for module in (engine_replica, gateway)]
-    quiet += [patch.object(module, "join_core_logs", lambda: None) for module in (engine_replica, gateway)]
-    with contextlib.ExitStack() as patched:
-        for one in (*quiet, patch.object(serve, "get_replica_context", replica_context)):
-            patched.enter_context(one)
+    patches = [patch.object(module, "keep_to_loopback", lambda: None) for module in (engine_replica, gateway)]
+    patches += [patch.object(module, "join_core_logs", lambda: None) for module in (engine_replica, gateway)]
+    with contextlib.ExitStack() as stack:
+        for patcher in (*patches, patch.object(serve, "get_replica_context", replica_context)):
+            stack.enter_context(patcher)
         thread = threading.Thread(target=serve_in_thread, daemon=True)
         thread.start()
         try:
-            assert started.wait(START_SECONDS), "the gateway did not start"
+            assert is_up.wait(START_SECONDS), "the gateway did not start"
             assert "servable" in context, "the gateway failed; see the warning on its thread"
             yield f"http://127.0.0.1:{port}", handles
         finally:

@@ -18,14 +18,16 @@ def main() -> None:
     model, out = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     layer_compilation.BACKEND = "aot_eager"
-    found = {}
+    results = {}
     with torchrun_workers() as workers:
         for sharding in ("replicated", "sharded"):
             for compiled in (False, True):
                 recipe = recipe_on(model, steps=3, optimizer="adamw", compile=compiled)
-                found[f"{sharding} {'compiled' if compiled else 'eager'}"] = losses(trained(recipe, workers, sharding))
+                results[f"{sharding} {'compiled' if compiled else 'eager'}"] = losses(
+                    trained(recipe, workers, sharding)
+                )
         if workers.is_first:
-            out.write_text(json.dumps(found))
+            out.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

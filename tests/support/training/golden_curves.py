@@ -110,13 +110,13 @@ def curve(name: str) -> list[list[str]]:
     """Loss and gradients' norm of each update, in hexadecimal: no digit is rounded."""
     with one_thread():
         trainer = RUNS[name]()
-        done = [trainer.step() for _ in range(STEPS)]
-    return [[metrics.loss.hex(), metrics.grad_norm.hex()] for metrics in done]
+        points = [trainer.step() for _ in range(STEPS)]
+    return [[metrics.loss.hex(), metrics.grad_norm.hex()] for metrics in points]
 
 
 def main() -> None:
-    made = {"made_with": MADE_WITH, "arithmetic": asdict(Arithmetic.here())}
-    write_json(FILE, {**made, "curves": {name: curve(name) for name in RUNS}})
+    content = {"made_with": MADE_WITH, "arithmetic": asdict(Arithmetic.here())}
+    write_json(FILE, {**content, "curves": {name: curve(name) for name in RUNS}})
 
 
 if __name__ == "__main__":

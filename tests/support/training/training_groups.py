@@ -49,67 +49,67 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     batch = trainer.batch(0)
     loss, _ = trainer.objective(batch, trainer._divisor(batch))
     loss.backward()
-    found = {name: whole(p.grad).clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    tensors = {name: whole(p.grad).clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
     trainer.model.zero_grad()
-    return found
+    return tensors
 
 
 def two(workers: Workers, out: Path) -> dict[str, Any]:
     """Each way to cut a model among two workers."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for cut, base in BASES.items():
         recipe = grouped(short(out / base), cut)
-        found[cut] = alike(trained(recipe, workers, "sharded", str(out / f"{cut}-two")))
+        results[cut] = alike(trained(recipe, workers, "sharded", str(out / f"{cut}-two")))
         run = run_of(recipe, workers, "sharded")
         run.write(out / f"{cut}-written")
         trainer = run.trainer
-        computed = gradients(trainer)
+        tensors = gradients(trainer)
         if workers.is_first:
-            torch.save(computed, out / f"{cut}-two.pt")
-        found[f"{cut}-plan"] = held_by(trainer, recipe, workers)
-    found["muon"] = alike(trained(grouped(short(out / "model", optimizer="muon")), workers, "sharded"))
-    found["from-one"] = losses(trained(grouped(short(out / "experts")), workers, "sharded", str(out / "one")))
-    found["families"] = of_families(trainer.batch(0))
-    narrow = grouped(short(out / "experts", steps=1, precision="bfloat16"))
-    found["bfloat16"] = losses(trained(narrow, workers, "sharded"))
-    return found
+            torch.save(tensors, out / f"{cut}-two.pt")
+        results[f"{cut}-plan"] = held_by(trainer, recipe, workers)
+    results["muon"] = alike(trained(grouped(short(out / "model", optimizer="muon")), workers, "sharded"))
+    results["from-one"] = losses(trained(grouped(short(out / "experts")), workers, "sharded", str(out / "one")))
+    results["families"] = of_families(trainer.batch(0))
+    recipe_in_bfloat16 = grouped(short(out / "experts", steps=1, precision="bfloat16"))
+    results["bfloat16"] = losses(trained(recipe_in_bfloat16, workers, "sharded"))
+    return results
 
 
 def of_families(batch: MultiTFBatch) -> dict[str, float]:
     """How far the gradients of cut models of each family are from those of whole ones, the worst of all tensors."""
-    found = {}
+    distances = {}
     mesh = init_device_mesh("cpu", (2,))
     for name, config in FAMILIES.items():
         model = random_model(replace(config, vocab_size=512, max_positions=512))
         cut = deepcopy(model)
         parallelize(cut, mesh, "width" if name == "sdar-moe" else "expert")
-        for one in (model, cut):
-            multitf_loss(one, batch)[0].backward()
+        for half in (model, cut):
+            multitf_loss(half, batch)[0].backward()
         expected = dict(model.named_parameters())
-        found[name] = max(
+        distances[name] = max(
             float((whole(p.grad) - expected[part].grad).norm() / expected[part].grad.norm())
             for part, p in cut.named_parameters()
         )
-    return found
+    return distances
 
 
 def four(workers: Workers, out: Path) -> dict[str, Any]:
     """Two groups of two: different samples, and what a group holds cut among the groups."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for cut, base in BASES.items():
         recipe = grouped(short(out / base), cut)
-        found[cut] = alike(trained(recipe, workers, "sharded", str(out / f"{cut}-four")))
-        found[f"{cut}-plan"] = held(workers, recipe)
-    return found
+        results[cut] = alike(trained(recipe, workers, "sharded", str(out / f"{cut}-four")))
+        results[f"{cut}-plan"] = held(workers, recipe)
+    return results
 
 
 def main() -> None:
     mode, out = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     with torchrun_workers() as workers:
-        found = {"two": two, "four": four}[mode](workers, out)
+        results = {"two": two, "four": four}[mode](workers, out)
         if workers.is_first:
-            (out / f"{mode}.json").write_text(json.dumps(found))
+            (out / f"{mode}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

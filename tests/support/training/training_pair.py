@@ -111,33 +111,36 @@ def trained_adapter(recipe: TrainingRecipe, workers: Workers, sharding: Sharding
 
 def compare(workers: Workers, out: Path) -> dict[str, Any]:
     """Replicated and sharded weights, for both optimizers; and what else two workers must do."""
-    base, found = out / "model", {"least": workers.least(7 - workers.rank), "precision": workers.precision("float32")}
+    base, results = (
+        out / "model",
+        {"least": workers.least(7 - workers.rank), "precision": workers.precision("float32")},
+    )
     for optimizer in ("adamw", "muon"):
         for sharding in ("replicated", "sharded"):
             recipe = recipe_on(base, optimizer=optimizer)
             folder = str(out / f"{optimizer}-{sharding}")
             curve = trained(recipe, workers, sharding, folder)
-            found[f"{optimizer}-{sharding}"] = losses(curve)
-            found[f"{optimizer}-{sharding}-norms"] = [point["grad_norm"] for point in curve]
-    found["from-one"] = losses(trained(recipe_on(base, optimizer="muon"), workers, "sharded", str(out / "one")))
-    found["plan"] = held(workers, recipe_on(base, optimizer="muon"))
+            results[f"{optimizer}-{sharding}"] = losses(curve)
+            results[f"{optimizer}-{sharding}-norms"] = [point["grad_norm"] for point in curve]
+    results["from-one"] = losses(trained(recipe_on(base, optimizer="muon"), workers, "sharded", str(out / "one")))
+    results["plan"] = held(workers, recipe_on(base, optimizer="muon"))
     for sharding in ("replicated", "sharded"):
         recipe, folder = distilled(out / "dream"), out / f"adapter-{sharding}"
-        found[f"adapter-{sharding}"] = trained_adapter(recipe, workers, sharding, folder)
-    found["adapter-plan"] = held(workers, distilled(out / "dream"))
-    found["failing"] = failing(workers, base, out, "__1_*")
-    found["failing-marker"] = failing(workers, base, out, "checkpoint.json*")
-    found["remote"], found["resumed-after"] = remote(workers, base)
-    found["packed"] = losses(trained(recipe_on(base, steps=2, pack=160, micro_batch=1), workers, "sharded"))
-    found["experts"] = losses(trained(recipe_on(out / "experts", steps=2), workers, "sharded"))
-    found["bfloat16"] = losses(trained(recipe_on(base, steps=2, precision="bfloat16"), workers, "sharded"))
-    found["without-label"] = without_label(workers, base)
-    found["marked"] = marked_while_training(workers, base, out / "marked")
-    found["half"] = losses(trained(half_denoised(base), workers, "sharded"))
+        results[f"adapter-{sharding}"] = trained_adapter(recipe, workers, sharding, folder)
+    results["adapter-plan"] = held(workers, distilled(out / "dream"))
+    results["failing"] = failing(workers, base, out, "__1_*")
+    results["failing-marker"] = failing(workers, base, out, "checkpoint.json*")
+    results["remote"], results["resumed-after"] = remote(workers, base)
+    results["packed"] = losses(trained(recipe_on(base, steps=2, pack=160, micro_batch=1), workers, "sharded"))
+    results["experts"] = losses(trained(recipe_on(out / "experts", steps=2), workers, "sharded"))
+    results["bfloat16"] = losses(trained(recipe_on(base, steps=2, precision="bfloat16"), workers, "sharded"))
+    results["without-label"] = without_label(workers, base)
+    results["marked"] = marked_while_training(workers, base, out / "marked")
+    results["half"] = losses(trained(half_denoised(base), workers, "sharded"))
     for sharding in ("replicated", "sharded"):
-        found[f"held-out-{sharding}"] = held_out(recipe_on(base), workers, sharding)
+        results[f"held-out-{sharding}"] = held_out(recipe_on(base), workers, sharding)
     write_sharded(workers, base, out)
-    return found
+    return results
 
 
 def held_out(recipe: TrainingRecipe, workers: Workers, sharding: Sharding) -> dict[str, float]:
@@ -187,7 +190,7 @@ def failing(workers: Workers, base: Path, out: Path, pattern: str) -> list[str |
     recipe = recipe_on(base, steps=9)
     checkpoints = Checkpoints(f"failing://{out}/run", workers, recipe=recipe, options={"writes": pattern})
     run = run_of(recipe, workers, "sharded", checkpoints)
-    said, sentences = "nothing failed", [None] * workers.size
+    sentence, sentences = "nothing failed", [None] * workers.size
 
     def look_late() -> None:
         if checkpoints._writing is not None and workers.rank == 1 and len(run.curve) == 4:
@@ -197,8 +200,8 @@ def failing(workers: Workers, base: Path, out: Path, pattern: str) -> list[str |
     try:
         run.train(every=3, log=AfterStep(look_late))
     except OSError as error:
-        said = f"{len(run.curve)}: {error}"
-    distributed.all_gather_object(sentences, said)
+        sentence = f"{len(run.curve)}: {error}"
+    distributed.all_gather_object(sentences, sentence)
     return sentences
 
 
@@ -222,31 +225,33 @@ def half_denoised(base: Path) -> TrainingRecipe:
 
 def marked_while_training(workers: Workers, base: Path, folder: Path) -> list[bool]:
     """After each step, whether the checkpoint of the third one is whole; all its parts are there after the fourth."""
-    recipe, seen = recipe_on(base, steps=6), []
+    recipe, is_marked = recipe_on(base, steps=6), []
     checkpoints = Checkpoints(str(folder), workers, recipe=recipe)
     run = run_of(recipe, workers, "replicated", checkpoints)
 
     def look() -> None:
         if checkpoints._writing is not None:
             checkpoints._writing[1].exception()  # returns when they are written
-        seen.append((folder / "step_000003" / MARKER).exists())
+        is_marked.append((folder / "step_000003" / MARKER).exists())
 
     run.train(every=3, log=AfterStep(look))
-    return seen
+    return is_marked
 
 
 def without_label(workers: Workers, base: Path) -> list[float]:
     """Losses where one worker's samples have no label at all."""
     run = run_of(recipe_on(base, steps=2), workers, "sharded")
-    whole = run.trainer.batch
+    batch_of_step = run.trainer.batch
 
     def batch(step: int) -> Any:
-        drawn = whole(step)
+        batch_here = batch_of_step(step)
         if workers.rank == 1:
-            drawn = replace(
-                drawn, labels=torch.full_like(drawn.labels, IGNORE), weights=torch.zeros_like(drawn.weights)
+            batch_here = replace(
+                batch_here,
+                labels=torch.full_like(batch_here.labels, IGNORE),
+                weights=torch.zeros_like(batch_here.weights),
             )
-        return drawn
+        return batch_here
 
     run.trainer.batch = batch  # type: ignore[method-assign]
     run.train()
@@ -281,9 +286,9 @@ def main() -> None:
     mode, out = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     with torchrun_workers() as workers:
-        found = {"compare": compare, "slow": slow}[mode](workers, out)
+        results = {"compare": compare, "slow": slow}[mode](workers, out)
         if workers.is_first:
-            (out / f"{mode}.json").write_text(json.dumps(found))
+            (out / f"{mode}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
