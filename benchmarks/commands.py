@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from tqdm import tqdm
 
 from benchmarks.measuring import device_name, markdown, usable_device
-from jobs.command_line import CommandLine, Fields, JsonFile, MaxTokens, ModelName, OwnThreads, Seed, command
+from jobs.command_line import CommandText, Fields, JsonFile, MaxTokens, ModelName, OwnThreads, Seed, command
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.files import check_new_file, write_json
 from mbd_core.models.model_config import Parts
@@ -57,7 +57,7 @@ class BenchmarkOptions:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
 
-    def write(self, command_line: CommandLine, settings: Mapping[str, Any], **parts: Any) -> None:
+    def write(self, command_line: CommandText, settings: Mapping[str, Any], **parts: Any) -> None:
         """Write the results with the command that gave them, where a file is named."""
         if self.json is not None:
             write_json(self.json, {"settings": {"command": command_line, **settings}, **parts})
@@ -67,7 +67,7 @@ FIVE_TIMES = BenchmarkOptions(repeats=5)
 
 
 def run_decoders(
-    command_line: CommandLine,
+    command_line: CommandText,
     *,
     models: Annotated[
         tuple[str, ...], Option("Models whose name begins with one of these (default: all)", MODEL, separator=",")
@@ -120,7 +120,7 @@ def run_decoders(
 
 
 def run_engine(
-    command_line: CommandLine,
+    command_line: CommandText,
     *,
     model: Annotated[str, Option(f"A model folder, or a shape: {', '.join(SHAPES)}.", MODEL)] = "sdar-50m",
     dtype: Annotated[
@@ -185,7 +185,7 @@ def run_engine(
 
 
 def run_buffer(
-    command_line: CommandLine,
+    command_line: CommandText,
     *,
     model: Annotated[
         str,
@@ -252,7 +252,7 @@ def run_buffer(
 
 
 def run_train(
-    command_line: CommandLine,
+    command_line: CommandText,
     *,
     model: Annotated[
         tuple[str, ...],
@@ -337,7 +337,7 @@ def _layouts(text: str) -> tuple[int, int]:
 
 
 def run_fp8(
-    command_line: CommandLine,
+    command_line: CommandText,
     *,
     model: ModelName,
     limit: Annotated[int, Option("Sequences that are compared.", DATA, at_least=1)] = 16,

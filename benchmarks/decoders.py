@@ -23,12 +23,13 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
-from mbd_core.decoding.blocks.methods import METHODS, merge_fields
+from mbd_core.decoding.blocks.methods import METHODS
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.json_text import merge_fields
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import SHAPES, random_model

@@ -19,12 +19,11 @@ from benchmarks.measuring import run_seconds
 from benchmarks.roofline import counted_experts
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.engine.batch import Batch
 from mbd_core.engine.collector import StepPlan, record_step
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.graphs import capture
-from mbd_core.engine.runner import ModelRunner
+from mbd_core.engine.runner import Batch, ModelRunner
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
@@ -143,7 +142,7 @@ def filled_engine(model: Decoder, case: StepCase, *, seed: int = 0) -> Engine:
     cache.v.normal_()
     for sequence in engine.admit():
         sequence.prefilled_to(sequence.prefix_length)
-        engine.scheduler.stored([PrefillChunk(sequence, 0, sequence.prefix_length)])
+        engine.scheduler.publish_chunks([PrefillChunk(sequence, 0, sequence.prefix_length)])
     assert len(engine.scheduler.running) == case.rows, "the pool was made for all of them"
     return engine
 

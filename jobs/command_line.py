@@ -7,7 +7,7 @@ A job is a function and its `main = command(function)`. A parameter of the funct
 
 `Annotated[EngineConfig, Fields("max_rows", "num_pages")]` takes some of the fields alone; `Changes` takes those that
 were given, for a configuration that is found later. A parameter's default gives a dataclass's fields other defaults.
-A parameter that is a `CommandLine` is no option: it gets the command itself. Typer is named in this module alone.
+A parameter that is a `CommandText` is no option: it gets the command itself. Typer is named in this module alone.
 
 Exit codes: 0 done, 1 it failed, 2 bad input, in one sentence on stderr and before any work begins.
 """
@@ -30,6 +30,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.exceptions import TyperException
 from typer.main import get_command
 
+from mbd_core.json_text import merge_paths
 from mbd_core.options import (
     DATA,
     DECODING,
@@ -43,7 +44,6 @@ from mbd_core.options import (
     changes_of,
     flag,
     is_json,
-    nested,
     options_of,
     plain_type,
     split,
@@ -69,7 +69,7 @@ IsolationText = Annotated[
 ]
 
 
-class CommandLine(str):
+class CommandText(str):
     """The command as it was given, for reports."""
 
 
@@ -200,8 +200,8 @@ def _parts(run: Callable[..., Any]) -> dict[str, _Part]:
         kind, option = split(hints[name])
         default = MISSING if parameter.default is parameter.empty else parameter.default
         selection = next((item for item in getattr(hints[name], "__metadata__", ()) if isinstance(item, Fields)), None)
-        if kind is CommandLine:
-            parts[name] = _Part([], lambda arguments: CommandLine(arguments[COMMAND]))
+        if kind is CommandText:
+            parts[name] = _Part([], lambda arguments: CommandText(arguments[COMMAND]))
         elif isinstance(selection, Changes):
             parts[name] = _changes(selection)
         elif option is not None:
@@ -247,7 +247,8 @@ def _changes(selection: Changes) -> _Part:
 
     def value(arguments: Mapping[str, Any]) -> dict[str, Any]:
         stated = {item: arguments[_parameter_name(item)] for item in items}
-        return nested({item.name: value_of(item, text) for item, text in stated.items() if text not in (None, [])})
+        values = {item.name: value_of(item, text) for item, text in stated.items() if text not in (None, [])}
+        return merge_paths({}, values)
 
     return _Part(items, value)
 

@@ -220,7 +220,7 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
     import torch
 
     from mbd_core.checkpoint.folder import read_folder
-    from mbd_core.engine.parallel.start import check_size
+    from mbd_core.engine.parallel.leader import check_size
     from mbd_core.serving.tokens.load import default_device
 
     folder = read_folder(Path(endpoint.model))

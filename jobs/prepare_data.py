@@ -22,10 +22,11 @@ from cluster.storage import Folder, fetch_model
 from jobs.command_line import ModelName, Overwrite, command
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.config import decoding_config
-from mbd_core.decoding.blocks.methods import METHODS, MULTI, merge_fields
+from mbd_core.decoding.blocks.methods import METHODS, MULTI
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
 from mbd_core.files import check_target_folder, folder_kind
+from mbd_core.json_text import merge_fields
 from mbd_core.multitf.data.conversation_rows import Columns, find_files, read_rows
 from mbd_core.options import CLUSTER, DATA, DECODING, OUTPUT, Option
 

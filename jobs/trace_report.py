@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from jobs.command_line import CommandLine, MaxTokens, OutFolder, Overwrite, command
+from jobs.command_line import CommandText, MaxTokens, OutFolder, Overwrite, command
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.options import DATA, DECODING, MODEL, OUTPUT, Option
@@ -39,7 +39,7 @@ class TraceSource:
 
 
 def run(
-    command_line: CommandLine,
+    command_line: CommandText,
     *,
     traces: Annotated[
         tuple[str, ...],

@@ -211,14 +211,14 @@ def check_replaceable(
     """
     try:
         content = json.loads(manifest or "")
-        there, patterns = str(content["kind"]), list(content["files"])
+        present_kind, patterns = str(content["kind"]), list(content["files"])
     except (ValueError, KeyError, TypeError):
         raise ValueError(
             f"{folder} exists already and was not written by this project (it has no {MANIFEST}); "
             "give a folder that is yet to be made"
         ) from None
-    holds = f"{folder} exists already and holds {_with_article(there)}"
-    if there != kind:
+    holds = f"{folder} exists already and holds {_with_article(present_kind)}"
+    if present_kind != kind:
         raise ValueError(f"{holds}, not {_with_article(kind)}; give another folder")
     if not overwrite:
         raise ValueError(f"{holds}; give another folder, or --overwrite")
@@ -244,8 +244,8 @@ def is_named(name: str, pattern: str) -> bool:
     """
     path, parts = Path(name), Path(pattern).parts
     partial = PARTIAL.fullmatch(path.name)
-    own = path if partial is None else path.with_name(partial["name"])
-    return len(own.parts) == len(parts) and all(map(fnmatch, own.parts, parts))
+    name_path = path if partial is None else path.with_name(partial["name"])
+    return len(name_path.parts) == len(parts) and all(map(fnmatch, name_path.parts, parts))
 
 
 def _files(folder: Path) -> list[str]:
@@ -266,9 +266,9 @@ def check_name(target: Path) -> None:
 def check_writable(folder: Path, target: Path) -> None:
     """Raise `ValueError` if no file can be made in `folder`, or in the nearest of its parents that exists."""
     check_name(target)
-    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(p))
+    parent = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(p))
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
-        raise ValueError(f"{target} cannot be written: {there}: {error.strerror}") from None
+        raise ValueError(f"{target} cannot be written: {parent}: {error.strerror}") from None

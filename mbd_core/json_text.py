@@ -1,4 +1,4 @@
-"""JSON that others wrote: read with one sentence for whatever it is not, and compared field by field."""
+"""JSON that others wrote: read with one sentence for whatever it is not, merged and compared field by field."""
 
 import json
 import re
@@ -37,30 +37,50 @@ def parse_json(content: str | bytes, where: str) -> Any:
     return value
 
 
-def differing_fields(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def merge_fields(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the fields of `changes` replaced. Objects in both are merged field by field."""
+    parts = {
+        name: merge_fields(base[name], part)
+        for name, part in changes.items()
+        if isinstance(part, Mapping) and isinstance(base.get(name), Mapping)
+    }
+    return {**base, **changes, **parts}
+
+
+def merge_paths(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with each value at its dotted path: `{"train.lr": 1}` changes `lr` of the object `train`."""
+    result = dict(base)
+    for path, value in values.items():
+        for name in reversed(path.split(".")):
+            value = {name: value}
+        result = merge_fields(result, value)
+    return result
+
+
+def differing_fields(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """Which fields of two JSON objects differ, with both values: `train.steps is 12 there, not 9`; "" if none does.
 
     Objects are compared field by field, lists as a whole.
     """
-    said = [f"{name} is {old} there, not {new}" for name, old, new in differences(there, here)]
-    more = len(said) - MOST_SHOWN
-    return "; ".join(said[:MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+    sentences = [f"{name} is {old} there, not {new}" for name, old, new in differences(theirs, ours)]
+    more = len(sentences) - MOST_SHOWN
+    return "; ".join(sentences[:MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """The fields in which two JSON objects differ, by their paths, with both values as texts."""
-    return [(name, _shown(old), _shown(new)) for name, old, new in _differing(there, here, "")]
+    return [(name, _value_text(old), _value_text(new)) for name, old, new in _differing(theirs, ours, "")]
 
 
-def _differing(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    for name in dict.fromkeys((*here, *there)):
-        old, new = there.get(name, MISSING), here.get(name, MISSING)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _differing(old, new, f"{prefix}{name}.")
-        elif old != new:
-            yield f"{prefix}{name}", old, new
+def _differing(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    for name in dict.fromkeys((*ours, *theirs)):
+        their_value, our_value = theirs.get(name, MISSING), ours.get(name, MISSING)
+        if isinstance(their_value, Mapping) and isinstance(our_value, Mapping):
+            yield from _differing(their_value, our_value, f"{prefix}{name}.")
+        elif their_value != our_value:
+            yield f"{prefix}{name}", their_value, our_value
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     text = "not set" if value is MISSING else json.dumps(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."

@@ -139,26 +139,17 @@ def changes_of(kind: type, path: str = "") -> Iterator[OptionField]:
 
     A field whose values are dataclasses alone, or nothing, stands for the options of the first of them.
     """
-    own, hints = {item.name: item for item in options_of(kind)}, typing.get_type_hints(kind)
-    for each in fields(kind):
-        item = own.get(each.name)
+    options, hints = {item.name: item for item in options_of(kind)}, typing.get_type_hints(kind)
+    for item_field in fields(kind):
+        item = options.get(item_field.name)
         if item is not None and item.option.flag is False:
             continue
-        kinds = [member for member in members(hints[each.name]) if member is not type(None)]
+        kinds = [member for member in members(hints[item_field.name]) if member is not type(None)]
         if all(map(is_dataclass, kinds)):
             inner = kinds[0]
-            yield from changes_of(typing.cast(type, inner), f"{path}{each.name}.")
+            yield from changes_of(typing.cast(type, inner), f"{path}{item_field.name}.")
         elif item is not None:
-            yield replace(item, name=f"{path}{each.name}", hint=item.hint | None, default=None)
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by paths as an object of objects: `{"train.lr": 1}` is `{"train": {"lr": 1}}`."""
-    result: dict[str, Any] = {}
-    for path, value in values.items():
-        *outer, name = path.split(".")
-        functools.reduce(lambda place, key: place.setdefault(key, {}), outer, result)[name] = value
-    return result
+            yield replace(item, name=f"{path}{item_field.name}", hint=item.hint | None, default=None)
 
 
 def split(hint: Any) -> tuple[Any, Option | None]:
@@ -187,8 +178,8 @@ def read(kind: type[T], values: Any, *, noun: str = "option", path: str = "") ->
     Raises `ValueError` that names the field which is unknown, missing or refused; `noun` is what such a field is
     called, `path` the place of the values in the file, with a dot at its end.
     """
-    known = _known_fields(kind, values, noun, path)
-    for name, item in known.items():
+    known_fields = _known_fields(kind, values, noun, path)
+    for name, item in known_fields.items():
         if name not in values and item.default is MISSING and item.default_factory is MISSING:
             raise ValueError(f"{noun} '{path}{name}' is missing")
     hints = typing.get_type_hints(kind)
@@ -203,11 +194,15 @@ def changed(instance: T, values: Any, *, noun: str = "option", path: str = "") -
     _known_fields(kind, values, noun, path)
     hints, converted = typing.get_type_hints(kind), {}
     for name, value in values.items():
-        old, place = getattr(instance, name), f"{path}{name}"
-        if isinstance(value, Mapping) and isinstance(old, dict):
-            converted[name] = {**old, **value}
-        elif isinstance(value, Mapping) and is_dataclass(old) and value.keys() <= {item.name for item in fields(old)}:
-            converted[name] = changed(typing.cast(Any, old), value, noun=noun, path=f"{place}.")
+        old_value, place = getattr(instance, name), f"{path}{name}"
+        if isinstance(value, Mapping) and isinstance(old_value, dict):
+            converted[name] = {**old_value, **value}
+        elif (
+            isinstance(value, Mapping)
+            and is_dataclass(old_value)
+            and value.keys() <= {item.name for item in fields(old_value)}
+        ):
+            converted[name] = changed(typing.cast(Any, old_value), value, noun=noun, path=f"{place}.")
         else:
             converted[name] = _convert(hints[name], value, noun, place)
     return _named_in(path, lambda: replace(instance, **converted))  # type: ignore[type-var]
@@ -217,13 +212,13 @@ def _known_fields(kind: type, values: Any, noun: str, path: str) -> dict[str, An
     """The fields of a dataclass by name; `ValueError` for values that are no object of some of them."""
     if not isinstance(values, Mapping):
         raise OptionRefused(path.removesuffix("."), f"={value_text(values)} must be {_kind_text(kind)}")
-    known = {item.name: item for item in fields(kind)}
-    unknown = sorted(str(name) for name in values if name not in known)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        meant = f"; is '{near[0]}' meant?" if near else ""
-        raise ValueError(f"unknown {noun} '{path}{unknown[0]}'; known: {', '.join(known)}{meant}")
-    return known
+    known_fields = {item.name: item for item in fields(kind)}
+    unknown_names = sorted(str(name) for name in values if name not in known_fields)
+    if unknown_names:
+        matches = difflib.get_close_matches(unknown_names[0], known_fields, n=1)
+        hint = f"; is '{matches[0]}' meant?" if matches else ""
+        raise ValueError(f"unknown {noun} '{path}{unknown_names[0]}'; known: {', '.join(known_fields)}{hint}")
+    return known_fields
 
 
 def _named_in(path: str, build: Callable[[], T]) -> T:
@@ -321,26 +316,26 @@ def is_json(hint: Any) -> bool:
     return typing.get_origin(kind) is dict or (is_list and typing.get_origin(typing.get_args(kind)[0]) in LISTS)
 
 
-def value_of(item: OptionField, given: Any) -> Any:
+def value_of(item: OptionField, cli_value: Any) -> Any:
     """A field's value from what a command line gives, `None` for nothing; `ValueError`, naming the option, for one
     that the field refuses."""
     kind, name = plain_type(item.hint), flag(item).partition("/")[0]
-    value = given
+    value = cli_value
     if is_json(item.hint):
         is_object = typing.get_origin(kind) is dict
-        value = item.default if given is None else (json_object if is_object else _json_lists)(given, name)
+        value = item.default if cli_value is None else (json_object if is_object else _json_lists)(cli_value, name)
     elif typing.get_origin(kind) in LISTS:
-        if item.option.separator and given is not None:
-            each = typing.get_args(kind)[0]
-            value = names(given, name)
-            if each is float:
-                value = [_float(text, name) for text in given.split(",") if text.strip()]
-            elif each is int:
-                value = numbers(given, name, at_least=int(item.option.at_least or 0))
+        if item.option.separator and cli_value is not None:
+            item_type = typing.get_args(kind)[0]
+            value = names(cli_value, name)
+            if item_type is float:
+                value = [_float(text, name) for text in cli_value.split(",") if text.strip()]
+            elif item_type is int:
+                value = numbers(cli_value, name, at_least=int(item.option.at_least or 0))
         value = tuple(value) if value else item.default if item.default is not MISSING else ()
     refusal = item.refusal(value)
     if refusal is not None:
-        raise ValueError(f"{name} {given} {refusal}")
+        raise ValueError(f"{name} {cli_value} {refusal}")
     return value
 
 

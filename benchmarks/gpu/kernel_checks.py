@@ -12,7 +12,7 @@ from benchmarks.gpu.checks import CheckFailed, Row, check_model
 from benchmarks.step_timing import StepCase, filled_engine
 from mbd_core.engine.graphs import static_step
 from mbd_core.engine.runner import PagedAttention
-from mbd_core.engine.step_kind import ALL_WORK, StepKind, Work
+from mbd_core.engine.step import ALL_WORK, StepKind, Work
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import fuse
 from mbd_core.models.mlp import Router

@@ -25,7 +25,7 @@ from benchmarks.measuring import markdown
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.graphs import static_step
-from mbd_core.engine.step_kind import StepKind, Work
+from mbd_core.engine.step import StepKind, Work
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import SHAPES

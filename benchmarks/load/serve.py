@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from benchmarks.load.endpoints import Asking, measure, own_sides, url_sides
 from benchmarks.load.stream_client import RequestSeconds, Route
-from jobs.command_line import Changes, CommandLine, JsonFile, MaxTokens, Seed, command
+from jobs.command_line import Changes, CommandText, JsonFile, MaxTokens, Seed, command
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task
 from mbd_core.evaluation.tasks.problems import load_problems
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    command_line: CommandLine,
+    command_line: CommandText,
     *,
     url: Annotated[
         tuple[str, ...],

@@ -13,7 +13,7 @@ from benchmarks.load.endpoints import OwnEndpoint, own_endpoint
 from benchmarks.load.soak_parts import Ended, SoakClient, SoakWatch, memory_rows
 from benchmarks.load.stream_client import Target, open_session, served_models
 from benchmarks.measuring import markdown
-from jobs.command_line import CommandLine, Fields, JsonFile, MaxTokens, ModelName, Seed, command
+from jobs.command_line import CommandText, Fields, JsonFile, MaxTokens, ModelName, Seed, command
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.problems import load_problems
@@ -33,7 +33,7 @@ MEMORY_COLUMNS = {
 
 
 def run(
-    command_line: CommandLine,
+    command_line: CommandText,
     *,
     model: ModelName = "tiny-mbd",
     seed: Seed = 0,

@@ -95,11 +95,11 @@ def _rank_and_scale(settings: Mapping[str, Any]) -> tuple[int, float]:
 
 def _whole_shapes(config: ModelConfig, shard: Shard) -> dict[str, TensorShape]:
     """The shapes of the whole decoder's tensors, of which `config` may have one rank's sizes."""
-    whole = {}
+    shapes = {}
     for name, shape in decoder_shapes(config).items():
         cut = split_dim(name)
-        whole[name] = tuple(size * (shard.size if dim == cut else 1) for dim, size in enumerate(shape))
-    return whole
+        shapes[name] = tuple(size * (shard.size if dim == cut else 1) for dim, size in enumerate(shape))
+    return shapes
 
 
 def _read_factors(

@@ -67,8 +67,8 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
 
     if "rotary_dim" in family.keys:
         head_dim = field_value(ModelConfig, "head_dim", "head_dim")
-        rotated = _rotary_dim(config, head_dim)
-        values["rotary_dim"] = None if rotated == head_dim else rotated
+        rotary_dim = _rotary_dim(config, head_dim)
+        values["rotary_dim"] = None if rotary_dim == head_dim else rotary_dim
     sizes = {ours: field_value(ModelConfig, ours, theirs) for ours, theirs in family.keys.items()}
     if "head_dim" not in family.keys:
         sizes["head_dim"], rest = divmod(sizes["hidden_size"], sizes["num_heads"])
@@ -191,28 +191,28 @@ def _scaling_of(name: str, rope: Json, config: Json) -> RopeScaling | None:
         known = ", ".join(["default", *sorted(ROPE_SCALINGS)])
         raise ValueError(f"config.json has rope_type={kind!r} in {name}, which is not known; known: {known}")
     hints = {} if kind == "default" else get_type_hints(ROPE_SCALINGS[kind])
-    given = {
+    values = {
         k: v for k, v in rope.items() if k not in OF_ANY_ROPE and (v is not None or k in hints.keys() & {"truncate"})
     }
     if TRAINED_LENGTH in hints:
-        lengths = [config.get(TRAINED_LENGTH), given.get(TRAINED_LENGTH), config.get("max_position_embeddings")]
-        given[TRAINED_LENGTH] = next((length for length in lengths if length is not None), None)
-    for key, value in given.items():
+        lengths = [config.get(TRAINED_LENGTH), values.get(TRAINED_LENGTH), config.get("max_position_embeddings")]
+        values[TRAINED_LENGTH] = next((length for length in lengths if length is not None), None)
+    for key, value in values.items():
         if key not in hints:
             raise ValueError(
                 f"config.json has {key}={value!r} in {name}, which is not known; take a release without it"
             )
         subject, hint = f"config.json has {name}.{key}", next(iter(get_args(hints[key])), hints[key])
-        given[key] = _typed(hint, value, subject, 1)
-        if key == "factor" and given[key] < 1:
+        values[key] = _typed(hint, value, subject, 1)
+        if key == "factor" and values[key] < 1:
             raise ValueError(f"{subject}={value!r}; it must be a number of at least 1")
     if kind == "default":
         return None
     for item in fields(ROPE_SCALINGS[kind]):
-        if item.default is MISSING and item.name not in given:
+        if item.default is MISSING and item.name not in values:
             raise ValueError(f"config.json has rope_type={kind!r} in {name} without '{item.name}', which it needs")
     try:
-        return ROPE_SCALINGS[kind](**given)
+        return ROPE_SCALINGS[kind](**values)
     except ValueError as error:
         raise ValueError(f"config.json has a {name} with {error}") from None
 
@@ -224,8 +224,8 @@ def _scaling_name(scaling: RopeScaling) -> str:
 def _written_scaling(scaling: RopeScaling) -> dict[str, Any]:
     """The `rope_scaling` of a config.json: what differs from its type's defaults."""
     defaults = {item.name: item.default for item in fields(scaling)}
-    said = {key: value for key, value in asdict(scaling).items() if value != defaults[key]}
-    return {"rope_type": _scaling_name(scaling), **said}
+    changes = {key: value for key, value in asdict(scaling).items() if value != defaults[key]}
+    return {"rope_type": _scaling_name(scaling), **changes}
 
 
 def _rotary_dim(config: Json, head_dim: int) -> int:

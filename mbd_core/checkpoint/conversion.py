@@ -43,7 +43,7 @@ def convert(
     config_from: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda bytes_written, total: None,
 ) -> None:
     """Write the checkpoint `source` as a new folder `target`, and copy the files beside its weights.
 
@@ -56,19 +56,19 @@ def convert(
     check_target_folder(target, MODEL_KIND, overwrite=overwrite)
     beside_weights = config_from or source
     plan = _plan(source, beside_weights, target, experts=experts, to=to)
-    rest = files_beside_weights(beside_weights)
-    done = 0
+    other_files = files_beside_weights(beside_weights)
+    bytes_written = 0
     check_room(target, plan.num_bytes)
 
     def make(name: str) -> Tensor:
-        nonlocal done
+        nonlocal bytes_written
         tensor = plan.pieces.make(plan.wanted[name])
-        done += tensor.nbytes
-        progress(done, plan.num_bytes)
+        bytes_written += tensor.nbytes
+        progress(bytes_written, plan.num_bytes)
         return tensor
 
     with folder_beside(target, MODEL_KIND, overwrite=overwrite) as beside:
-        for name, path in rest.items():
+        for name, path in other_files.items():
             (beside / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, beside / name)
         if plan.recipe is None:
@@ -166,10 +166,10 @@ def _correct_config(path: Path, plan: _Plan) -> None:
     if config.pop("quantization_config", None) is not None:
         text = json.dumps(config, indent=2) + "\n"
     types = FAMILIES[plan.config.architecture].expert_model_types
-    right = {} if types is None else {"model_type": types["fused" if plan.fused else "per_expert"]}
-    right |= dict.fromkeys(("dtype", "torch_dtype"), str(plan.dtype).removeprefix("torch."))
-    for key, value in right.items():
-        old = config.get(key)
-        if old is not None and old not in (value, f"torch.{value}"):
-            text = re.sub(rf'("{key}"\s*:\s*){re.escape(json.dumps(old))}', rf'\1"{value}"', text, count=1)
+    values = {} if types is None else {"model_type": types["fused" if plan.fused else "per_expert"]}
+    values |= dict.fromkeys(("dtype", "torch_dtype"), str(plan.dtype).removeprefix("torch."))
+    for key, value in values.items():
+        old_value = config.get(key)
+        if old_value is not None and old_value not in (value, f"torch.{value}"):
+            text = re.sub(rf'("{key}"\s*:\s*){re.escape(json.dumps(old_value))}', rf'\1"{value}"', text, count=1)
     path.write_text(text)

@@ -408,27 +408,27 @@ def check_keys(config: Json, architecture: str) -> None:
     read = {*family.keys.values(), *(family.moe_keys or {}).values(), *family.fixed, *READ_IN_ANY}
     read |= {"partial_rotary_factor"} if "rotary_dim" in family.keys else set()
     read |= {"rope_scaling"} if family.rope_scaling else set()
-    unknown = [
+    unknown_keys = [
         key
         for key, value in config.items()
         if value is not None and key not in read | family.harmless and not _is_accepted(family, key, value)
     ]
-    if unknown:
-        named = [f"{key}={_shown(config[key])}" for key in unknown]
-        which = ("it", "the key", "it changes") if len(named) == 1 else ("them", "the keys", "they change")
+    if unknown_keys:
+        pairs = [f"{key}={_value_text(config[key])}" for key in unknown_keys]
+        which = ("it", "the key", "it changes") if len(pairs) == 1 else ("them", "the keys", "they change")
         raise ValueError(
-            f"config.json has {', '.join(named)}, which this project's {architecture} does not know; take a "
+            f"config.json has {', '.join(pairs)}, which this project's {architecture} does not know; take a "
             f"release without {which[0]}, or remove {which[1]} if {which[2]} nothing that the network computes"
         )
 
 
 def _is_accepted(family: Family, key: str, value: Any) -> bool:
     """Whether the value of a key that is not read leaves the network as it is."""
-    accepted = family.accepted.get(key)
+    accepted_values = family.accepted.get(key)
     values = value if isinstance(value, list) else [value]
-    return accepted is not None and all(one in accepted for one in values)
+    return accepted_values is not None and all(item in accepted_values for item in values)
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -229,10 +229,12 @@ def carried_config(base: Mapping[str, Any], written: Mapping[str, Any], dtype: s
 
     The padding id and the name of the key of the dtype stay the base's.
     """
-    kept = {key: value for key, value in base.items() if key not in ("quantization_config", "dtype", "torch_dtype")}
+    base_fields = {
+        key: value for key, value in base.items() if key not in ("quantization_config", "dtype", "torch_dtype")
+    }
     names = [name for name in ("torch_dtype", "dtype") if name in base] or ["dtype"]
     padding = {"pad_token_id": base["pad_token_id"]} if base.get("pad_token_id") is not None else {}
-    return {**kept, **written, **padding, **dict.fromkeys(names, dtype)}
+    return {**base_fields, **written, **padding, **dict.fromkeys(names, dtype)}
 
 
 def carried_generation(base: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,11 +78,11 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 def masking_of(tokenizer: PreTrainedTokenizerBase, *values: Any) -> Masking:
     """The masking of all texts in `values`, objects of JSON; it changes nothing where none spells a control token."""
     texts = [value if isinstance(value, str) else _json(value) for value in values]
-    spelled = tuple(sorted(c for c in control_tokens(tokenizer) if any(c in text for text in texts)))
-    taken = set().union(*texts) if spelled else set()
-    free = (chr(code) for code in PRIVATE if chr(code) not in taken)
-    firsts = sorted({control[0] for control in spelled})
-    return Masking(spelled, dict(zip(firsts, free, strict=False)))
+    controls = tuple(sorted(c for c in control_tokens(tokenizer) if any(c in text for text in texts)))
+    characters = set().union(*texts) if controls else set()
+    free = (chr(code) for code in PRIVATE if chr(code) not in characters)
+    firsts = sorted({control[0] for control in controls})
+    return Masking(controls, dict(zip(firsts, free, strict=False)))
 
 
 def fixed_masking(tokenizer: PreTrainedTokenizerBase) -> Masking:

@@ -206,11 +206,11 @@ def fill_parts(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -
 
     Each worker reads its own parts alone. Raises `ValueError` as `load_model` does.
     """
-    listed, expected, _ = match_tensors(folder, config, list_tensors(folder))
-    for path, names in itertools.groupby(listed, key=lambda name: listed[name].path):
+    infos, stored, _ = match_tensors(folder, config, list_tensors(folder))
+    for path, names in itertools.groupby(infos, key=lambda name: infos[name].path):
         with open_file(path) as file, LastFile() as beside:
             for name in names:
-                for place in _copy_own(state, matrix_slice(file, name, listed[name], beside), expected[name]):
+                for place in _copy_own(state, matrix_slice(file, name, infos[name], beside), stored[name]):
                     if not _is_finite(place):
                         raise ValueError(f"{path}: tensor '{name}' has values that are not finite")
 
@@ -219,14 +219,14 @@ def _copy_own(state: Mapping[str, Tensor], source: Any, stored: StoredTensor) ->
     """Copy what this worker has of a stored tensor into its parts; yields what was filled."""
     start = 0
     for part, length in zip(stored.parts, stored.lengths, strict=True):
-        offsets, own = _own_place(state[part.target].detach())
+        offsets, own_rows = _own_place(state[part.target].detach())
         if part.expert is not None:
             number, offsets = part.expert - offsets[0], offsets[1:]
-            own = own[number] if 0 <= number < len(own) else own[:0]
-        if own.numel():
-            first, *others = (slice(at, at + size) for at, size in zip(offsets, own.shape, strict=True))
-            own.copy_(source[(slice(start + first.start, start + first.stop), *others)])
-            yield own
+            own_rows = own_rows[number] if 0 <= number < len(own_rows) else own_rows[:0]
+        if own_rows.numel():
+            first_dim, *other_dims = (slice(at, at + size) for at, size in zip(offsets, own_rows.shape, strict=True))
+            own_rows.copy_(source[(slice(start + first_dim.start, start + first_dim.stop), *other_dims)])
+            yield own_rows
         start += length
 
 
@@ -275,17 +275,17 @@ def _copy_in(weights: dict[str, Tensor], source: Any, stored: StoredTensor, shar
     finite, `None` if all are."""
     start, unfit = 0, None
     for part, length in zip(stored.parts, stored.lengths, strict=True):
-        kept = part.target not in weights
-        target = weights[f"{part.target}_values" if kept else part.target]
+        is_quantized = part.target not in weights
+        target = weights[f"{part.target}_values" if is_quantized else part.target]
         target = target if part.expert is None else target[part.expert]
         where = [slice(start, start + length)] + [slice(None)] * (len(stored.shape) - 1)
         dim = served_dim(part.target)
         if shard.size > 1 and dim is not None:
             dim -= part.expert is not None
-            own = shard.part(length if dim == 0 else stored.shape[dim])
+            own_range = shard.part(length if dim == 0 else stored.shape[dim])
             begin = start if dim == 0 else 0
-            where[dim] = slice(begin + own.start, begin + own.stop)
-        if kept:
+            where[dim] = slice(begin + own_range.start, begin + own_range.stop)
+        if is_quantized:
             assert part.expert is not None
             finite = copy_blocks(weights, part.target, part.expert, tuple(where), source)
         else:

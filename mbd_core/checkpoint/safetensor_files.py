@@ -75,24 +75,24 @@ class ScaledMatrix:
         """Float32 rows and columns."""
         ranges = self._ranges(where)
         rows, columns = (
-            torch.arange(one.start, one.stop) // block for one, block in zip(ranges, self.blocks, strict=True)
+            torch.arange(span.start, span.stop) // block for span, block in zip(ranges, self.blocks, strict=True)
         )
-        part = self.stored[tuple(slice(one.start, one.stop) for one in ranges)]
+        part = self.stored[tuple(slice(span.start, span.stop) for span in ranges)]
         return part.to(torch.float32) * self.scales.to(torch.float32)[rows][:, columns]
 
     def as_stored(self, where: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
         """The float8 values of rows and columns that begin where blocks do, and their blocks' scales, float32."""
         ranges = self._ranges(where)
-        assert all(one.start % block == 0 for one, block in zip(ranges, self.blocks, strict=True))
+        assert all(span.start % block == 0 for span, block in zip(ranges, self.blocks, strict=True))
         rows, columns = (
-            slice(one.start // block, -(-one.stop // block)) for one, block in zip(ranges, self.blocks, strict=True)
+            slice(span.start // block, -(-span.stop // block)) for span, block in zip(ranges, self.blocks, strict=True)
         )
-        values = self.stored[tuple(slice(one.start, one.stop) for one in ranges)]
+        values = self.stored[tuple(slice(span.start, span.stop) for span in ranges)]
         return values, self.scales.to(torch.float32)[rows, columns]
 
     def _ranges(self, where: slice | tuple[slice, ...]) -> list[range]:
-        given = where if isinstance(where, tuple) else (where,)
-        return [range(size)[part] for size, part in zip(self.stored.get_shape(), (*given, slice(None)), strict=False)]
+        slices = where if isinstance(where, tuple) else (where,)
+        return [range(size)[part] for size, part in zip(self.stored.get_shape(), (*slices, slice(None)), strict=False)]
 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -82,7 +82,7 @@ def save_random(
     seed: int = 0,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda bytes_written, total: None,
 ) -> None:
     """Write a folder of random weights in a real model's layout; about one shard at a time is in memory.
 
@@ -93,19 +93,19 @@ def save_random(
     generator = torch.Generator().manual_seed(seed)
     stored = stored_tensors(config, decoder_shapes(config), "per_expert")
     dtypes = {name: torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype for name in stored}
-    total, done = sum(math.prod(s.shape) * dtypes[name].itemsize for name, s in stored.items()), 0
+    total, bytes_written = sum(math.prod(s.shape) * dtypes[name].itemsize for name, s in stored.items()), 0
     check_room(folder, total)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        nonlocal done
-        for name, wanted in stored.items():
-            tensor = torch.empty(wanted.shape, dtype=dtypes[name])
+        nonlocal bytes_written
+        for name, target in stored.items():
+            tensor = torch.empty(target.shape, dtype=dtypes[name])
             if tensor.ndim > 1:
                 tensor.normal_(0.0, 0.02, generator=generator)
             else:
                 tensor.fill_(0.0 if name.endswith("bias") else 1.0)
-            done += tensor.nbytes
-            progress(done, total)
+            bytes_written += tensor.nbytes
+            progress(bytes_written, total)
             yield name, tensor
 
     with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as beside:
@@ -225,7 +225,7 @@ def save_adapter(
     tensors = {
         f"base_model.model.{module}.lora_{factor}.weight": matrix
         for module, tensor in adapted.items()
-        for factor, matrix in zip("AB", _joined(tensor, factors, rank, joined), strict=True)
+        for factor, matrix in zip("AB", _join_factors(tensor, factors, rank, joined), strict=True)
     }
     settings = {
         "peft_type": "LORA",
@@ -245,7 +245,7 @@ def save_adapter(
             (beside / name).write_text(text)
 
 
-def _joined(stored: StoredTensor, factors: Factors, rank: int, joined: int) -> tuple[Tensor, Tensor]:
+def _join_factors(stored: StoredTensor, factors: Factors, rank: int, joined: int) -> tuple[Tensor, Tensor]:
     """A (rank x joined, I) and B (O, rank x joined) of a stored module; what has no factors is zero."""
     a, b = torch.zeros(rank * joined, stored.shape[1]), torch.zeros(stored.shape[0], rank * joined)
     ends = [sum(stored.lengths[:number]) for number in range(len(stored.lengths) + 1)]
@@ -261,5 +261,7 @@ def _targets(stored: Mapping[str, StoredTensor], adapted: Mapping[str, StoredTen
     """The modules' last names, as PEFT matches them; whole names where others have the same last one."""
     modules = [name.removesuffix(".weight") for name in stored if name.endswith(".weight")]
     for leaf in {module.rpartition(".")[2] for module in adapted}:
-        same = [module for module in modules if module.rpartition(".")[2] == leaf]
-        yield from [leaf] if all(module in adapted for module in same) else filter(adapted.__contains__, same)
+        namesakes = [module for module in modules if module.rpartition(".")[2] == leaf]
+        yield from (
+            [leaf] if all(module in adapted for module in namesakes) else filter(adapted.__contains__, namesakes)
+        )

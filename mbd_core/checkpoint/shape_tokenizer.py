@@ -90,19 +90,21 @@ def shape_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
         raise ValueError(f"a vocabulary of {config.vocab_size} tokens is too small to write text; give another shape")
     chat, special = CHAT_TOKENS[config.architecture], special_ids(config)
     data: dict[str, Any] = json.loads(train_tokenizer(_lessons(), vocab_size=LEARNED).backend_tokenizer.to_str())
-    model, named = data["model"], {number: name for name, number in special.items()}
-    learned = sorted(model["vocab"].keys() - {MASK, EOS, USER, ASSISTANT}, key=model["vocab"].__getitem__)
-    learned.sort(key=lambda token: token in NEVER_IN_TEXT)  # last, where they may find no room
-    names = itertools.chain(learned, (f"Ġ<{n}>" for n in itertools.count()))
-    ids = {named[n] if n in named else next(names): n for n in range(config.vocab_size)}
+    model, special_names = data["model"], {number: name for name, number in special.items()}
+    learned_tokens = sorted(model["vocab"].keys() - {MASK, EOS, USER, ASSISTANT}, key=model["vocab"].__getitem__)
+    learned_tokens.sort(key=lambda token: token in NEVER_IN_TEXT)  # last, where they may find no room
+    names = itertools.chain(learned_tokens, (f"Ġ<{n}>" for n in itertools.count()))
+    ids = {special_names[n] if n in special_names else next(names): n for n in range(config.vocab_size)}
     model["vocab"] = ids
     model["merges"] = [pair for pair in model["merges"] if all(token in ids for token in (*pair, "".join(pair)))]
     flags = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    data["added_tokens"] = [{"id": number, "content": named[number], **flags} for number in sorted(named)]
+    data["added_tokens"] = [
+        {"id": number, "content": special_names[number], **flags} for number in sorted(special_names)
+    ]
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(data)),
         mask_token=chat.mask,
-        eos_token=named[config.eos_token_ids[0]],
+        eos_token=special_names[config.eos_token_ids[0]],
         pad_token="<|endoftext|>",
         additional_special_tokens=[name for name in special if name not in (chat.mask, *chat.ends)],
         chat_template=chat.template,
@@ -113,16 +115,16 @@ def shape_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
 def special_ids(config: ModelConfig) -> dict[str, int]:
     """The special tokens' ids: those that the configuration names, then the release's, if they are free, then any."""
     chat, family = CHAT_TOKENS[config.architecture], FAMILIES[config.architecture]
-    released = chat.ids if config.vocab_size in family.vocab_sizes else {}
-    names = {number: name for name, number in released.items()}
+    release_ids = chat.ids if config.vocab_size in family.vocab_sizes else {}
+    names = {number: name for name, number in release_ids.items()}
     ids = {chat.mask: config.mask_token_id}
     for number in config.eos_token_ids:
         free = [names.get(number), *chat.ends, f"<|end_{number}|>"]
         ids[next(name for name in free if name is not None and name not in ids)] = number
     for name in chat.ids:
         if name not in ids:
-            wanted = itertools.chain([released[name]] if name in released else [], itertools.count())
-            ids[name] = next(number for number in wanted if number not in ids.values())
+            candidates = itertools.chain([release_ids[name]] if name in release_ids else [], itertools.count())
+            ids[name] = next(number for number in candidates if number not in ids.values())
     return ids
 
 
@@ -131,5 +133,5 @@ def _lessons() -> Iterator[str]:
     for name, number in LESSONS.items():
         task = GENERATED_TASKS[name]
         for row in itertools.islice(task.generate(split="train", seed=0), number):
-            yield row[task.asked]
-            yield row[task.answered]
+            yield row[task.question_column]
+            yield row[task.answer_column]

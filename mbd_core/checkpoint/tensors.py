@@ -92,12 +92,12 @@ def match_tensors(
     `listed` has all tensors of the files. Raises `ValueError` naming the file and the tensor if they are not exactly
     those that `config` asks for.
     """
-    needed, shapes = dict(listed), decoder_shapes(config)
-    _drop_tied_head(config, needed)
-    layout = _detect_layout(config, shapes, needed)
+    infos, shapes = dict(listed), decoder_shapes(config)
+    _drop_tied_head(config, infos)
+    layout = _detect_layout(config, shapes, infos)
     stored = stored_tensors(config, shapes, layout)
-    _check_tensors(folder, config, needed, stored)
-    return needed, stored, layout
+    _check_tensors(folder, config, infos, stored)
+    return infos, stored, layout
 
 
 def decoder_shapes(config: ModelConfig) -> dict[str, TensorShape]:
@@ -122,16 +122,16 @@ def _check_tensors(
                 f"{info.path}: tensor '{name}' has {info.shape[0]} rows, config.json says vocab_size={shape[0]}"
             )
         raise ValueError(f"{info.path}: tensor '{name}' has shape {info.shape}, config.json asks for {shape}")
-    missing = sorted(expected.keys() - listed.keys())
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{folder} lacks the tensor '{missing[0]}'{more}, which config.json asks for")
+    missing_names = sorted(expected.keys() - listed.keys())
+    if missing_names:
+        more = f" and {len(missing_names) - 1} more" if len(missing_names) > 1 else ""
+        raise ValueError(f"{folder} lacks the tensor '{missing_names[0]}'{more}, which config.json asks for")
 
 
-def _detect_layout(config: ModelConfig, shapes: dict[str, TensorShape], listed: Iterable[str]) -> ExpertLayout:
+def _detect_layout(config: ModelConfig, shapes: dict[str, TensorShape], tensor_names: Iterable[str]) -> ExpertLayout:
     """The layout that shares most names with the files, because no key of a config.json says it reliably."""
     layouts: tuple[ExpertLayout, ...] = ("per_expert", "fused", "decoder")
-    names = set(listed)
+    names = set(tensor_names)
     return max(layouts, key=lambda layout: len(names & stored_tensors(config, shapes, layout).keys()))
 
 
@@ -179,14 +179,14 @@ class TensorPieces:
                     self.num_experts[part.target] = self.num_experts.get(part.target, 0) + 1
         self._last: tuple[str, Tensor] | None = None
 
-    def make(self, wanted: StoredTensor) -> Tensor:
+    def make(self, target: StoredTensor) -> Tensor:
         """A tensor of the target, read and assembled now."""
-        parts = [self._part(part) for part in wanted.parts]
+        parts = [self._part(part) for part in target.parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def dtype(self, wanted: StoredTensor) -> torch.dtype:
+    def dtype(self, target: StoredTensor) -> torch.dtype:
         """The dtype of all parts of a tensor; `ValueError` names two parts whose dtypes differ."""
-        infos = [(n, self.source.tensors[n].dtype) for part in wanted.parts for n in self._names(part)]
+        infos = [(n, self.source.tensors[n].dtype) for part in target.parts for n in self._names(part)]
         for name, dtype in infos:
             if dtype != infos[0][1]:
                 raise ValueError(f"'{name}' is {dtype} but '{infos[0][0]}' is {infos[0][1]}; one tensor needs both")
@@ -208,14 +208,14 @@ class TensorPieces:
             return self._read(place.name)[place.start : place.stop]
         if part.expert is not None:
             return self._read(self.places[TensorPart(part.target)].name)[part.expert]
-        stacked: Tensor | None = None
+        stack: Tensor | None = None
         for expert, name in enumerate(self._names(part)):
             single = self._read(name)
-            if stacked is None:
-                stacked = torch.empty((self.num_experts[part.target], *single.shape), dtype=single.dtype)
-            stacked[expert].copy_(single)
-        assert stacked is not None
-        return stacked
+            if stack is None:
+                stack = torch.empty((self.num_experts[part.target], *single.shape), dtype=single.dtype)
+            stack[expert].copy_(single)
+        assert stack is not None
+        return stack
 
     def _read(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:

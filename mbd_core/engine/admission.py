@@ -50,7 +50,7 @@ class RequestRefused(ValueError):
 
 
 @dataclass(frozen=True)
-class Admitted:
+class AdmittedRequest:
     """A request that its engine can serve; only `Admission.check` makes one.
 
     checked_at  when that was, in seconds of `time.perf_counter`: it waits from then on
@@ -116,23 +116,25 @@ class Admission:
         can decode and that fits behind its prompt. It is 1 where nothing fits; `check` then refuses it."""
 
         def pages(max_tokens: int) -> int:
-            sized = replace(request, max_tokens=max_tokens)
-            return pages_needed(sized, block_size=self._block_size, page_size=self._page_size)
+            candidate = replace(request, max_tokens=max_tokens)
+            return pages_needed(candidate, block_size=self._block_size, page_size=self._page_size)
 
         canvas, preferred = request.decoding.canvas, request.max_tokens
-        most = bisect_right(range(1, self.room(len(request.prompt)) + 1), self._num_pages, key=pages)
-        number = min(preferred, most) if canvas is None else canvas_max_tokens(canvas, preferred=preferred, most=most)
+        limit = bisect_right(range(1, self.room(len(request.prompt)) + 1), self._num_pages, key=pages)
+        number = (
+            min(preferred, limit) if canvas is None else canvas_max_tokens(canvas, preferred=preferred, most=limit)
+        )
         return max(1, number)
 
     def _what_fits(self, request: Request) -> str:
         number = self.default_max_tokens(request)
-        sized = replace(request, max_tokens=number)
-        pages = pages_needed(sized, block_size=self._block_size, page_size=self._page_size)
+        candidate = replace(request, max_tokens=number)
+        pages = pages_needed(candidate, block_size=self._block_size, page_size=self._page_size)
         if number <= self.room(len(request.prompt)) and pages <= self._num_pages:
             return f"max_tokens={number} fits behind this prompt"
         return f"shorten the prompt: {self.max_length} tokens fit in all"
 
-    def check(self, request: Request) -> Admitted:
+    def check(self, request: Request) -> AdmittedRequest:
         """Raise `RequestRefused` for a request this engine can never serve, saying which value and what to do."""
         self._check_prompt(request)
         self.check_adapter(request)
@@ -143,22 +145,22 @@ class Admission:
         self._check_template(request)
         self._check_ends(request)
         self._check_choice(request)
-        needed = pages_needed(request, block_size=self._block_size, page_size=self._page_size)
-        if needed > self._num_pages:
+        num_pages = pages_needed(request, block_size=self._block_size, page_size=self._page_size)
+        if num_pages > self._num_pages:
             raise RequestRefused(
                 "max_tokens",
-                f"the prompt and max_tokens={request.max_tokens} need {needed} KV pages, the engine has "
+                f"the prompt and max_tokens={request.max_tokens} need {num_pages} KV pages, the engine has "
                 f"{self._num_pages}; {self._what_fits(request)}, more with more num_pages",
                 "context_length_exceeded",
             )
-        return Admitted(request)
+        return AdmittedRequest(request)
 
     def check_adapter(self, request: Request) -> None:
         """Raise `RequestRefused` if the request's adapter is not loaded (any more)."""
         if request.adapter is None or self._adapters is None or request.adapter in self._adapters:
             return
-        loaded = ", ".join(sorted(self._adapters)) or "none"
-        raise RequestRefused("adapter", f"adapter '{request.adapter}' is not loaded; loaded: {loaded}")
+        names = ", ".join(sorted(self._adapters)) or "none"
+        raise RequestRefused("adapter", f"adapter '{request.adapter}' is not loaded; loaded: {names}")
 
     def _check_grammar(self, request: Request) -> None:
         if request.grammar is None:
@@ -236,11 +238,11 @@ class Admission:
         if not isinstance(request.max_tokens, int) or request.max_tokens < 1:
             raise RequestRefused("max_tokens", f"max_tokens={request.max_tokens} must be a whole number of at least 1")
         if length + request.max_tokens > self.max_positions:
-            whole = self.max_positions == model.max_positions
+            is_model_limit = self.max_positions == model.max_positions
             raise RequestRefused(
                 "prompt" if length >= self.max_positions else "max_tokens",
                 f"the prompt's {length} tokens and max_tokens={request.max_tokens} exceed "
-                f"{'the model' if whole else 'this server'}'s {self.max_positions} positions; "
+                f"{'the model' if is_model_limit else 'this server'}'s {self.max_positions} positions; "
                 f"{self._what_fits(request)}",
                 "context_length_exceeded",
             )
@@ -310,15 +312,17 @@ class Admission:
         """What cannot be had where tokens come and go inside a block."""
         if self._model.edit_token_ids is None:
             raise ValueError(f"edit needs tokens that edit; {self._model.architecture} here has no delete_token_id")
-        refused = {
+        conflicts = {
             "logprobs' top_logprobs": request.top_logprobs > 0,
             "replay": request.replay,
             "temperature above 0": request.sampling.draws,
             "a logit_bias, a penalty, min_p or min_tokens": request.adjusts,
         }
-        named = next((name for name, given in refused.items() if given), None)
-        if named is not None:
-            raise ValueError(f"edit cannot be had with {named}: its tokens are greedy and move; leave one of them out")
+        conflict = next((name for name, applies in conflicts.items() if applies), None)
+        if conflict is not None:
+            raise ValueError(
+                f"edit cannot be had with {conflict}: its tokens are greedy and move; leave one of them out"
+            )
 
 
 def compile_guide(grammars: Grammars, request: Request) -> Guide | None:

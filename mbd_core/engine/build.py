@@ -8,16 +8,14 @@ from mbd_core.decoding.blocks.adjustments import Adjustments
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
 from mbd_core.engine.admission import Admission
-from mbd_core.engine.batch import Rows, pack
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.graphs import StepGraphs, graphs_obstacle
 from mbd_core.engine.pages import PagedKVCache, PagePool
 from mbd_core.engine.rows import CanvasRuns
-from mbd_core.engine.runner import ModelRunner, shared_vocab, whole_vocab
+from mbd_core.engine.runner import ModelRunner, Rows, pack, shared_vocab, whole_vocab
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.seating import Ledger, Seating
-from mbd_core.engine.step import StepState
-from mbd_core.engine.step_kind import StepKinds
+from mbd_core.engine.step import StepKinds, StepState
 from mbd_core.engine.weights import ResidentAdapters
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.lora import AdapterSlots
@@ -87,16 +85,16 @@ def pages_within(
         # graphs keep the temporary memory of a step for themselves, beside that of steps that run eagerly
         steps = 1 if config.graphs is False else 2
         budget = free - steps * activations - int((1 - config.kv_memory_fraction) * total)
-        most = budget // page_bytes
+        num_pages = budget // page_bytes
     else:
         budget = int(config.kv_memory_fraction * free / 2)
-        most = min(budget // page_bytes, config.max_rows * longest_in_pages(model, config, page_size) + 1)
-    if most < 2:
+        num_pages = min(budget // page_bytes, config.max_rows * longest_in_pages(model, config, page_size) + 1)
+    if num_pages < 2:
         raise ValueError(
             f"no KV page of {page_bytes:,} bytes fits into the {max(0, budget):,} bytes left beside the weights; "
             "raise kv_memory_fraction, lower max_prefill_tokens, or use a larger device"
         )
-    return int(most)
+    return int(num_pages)
 
 
 def _profile(
@@ -108,10 +106,10 @@ def _profile(
     are right.
     """
     device = runner.model.model.norm.weight.device
-    decoding = config.max_rows * config.num_slots
-    num_rows = max(1, config.max_prefill_tokens // block_size) + decoding
+    num_slots = config.max_rows * config.num_slots
+    num_rows = max(1, config.max_prefill_tokens // block_size) + num_slots
     positions = torch.arange(block_size, device=device).repeat(num_rows)
-    num_asked = min(logits_at_once, decoding * block_size)
+    num_asked = min(logits_at_once, num_slots * block_size)
     rows = Rows(
         tokens_T=torch.zeros(num_rows * block_size, dtype=torch.int64, device=device),
         positions_T=positions,

@@ -18,7 +18,7 @@ from mbd_core.engine.rows import CanvasRun
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.engine.seating import Seating
 from mbd_core.engine.sequence import SequenceState
-from mbd_core.engine.step_kind import StepKind
+from mbd_core.engine.step import StepKind
 
 if TYPE_CHECKING:
     from mbd_core.decoding.canvas.plan import CanvasUpdate
@@ -47,7 +47,7 @@ class StepPlan:
     chunks: list[PrefillChunk]
     kind: StepKind
     max_blocks: int
-    started: float
+    started_at: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +121,14 @@ class Collector:
 
     def _collect_blocks(self, plan: StepPlan, report_copy: HostCopy | None) -> tuple[list[StepOutput], ForwardKind]:
         scheduler, ledger = self._seating.scheduler, self._seating.ledger
-        scheduler.stored(plan.chunks)
+        scheduler.publish_chunks(plan.chunks)
         for sequence in {id(c.sequence): c.sequence for c in plan.chunks}.values():
             if not sequence.prompt_stored:
                 sequence.num_prefill_forwards += 1
             elif not sequence.stored_at:
                 sequence.stored_at = sequence.prompt_until = time.perf_counter()
                 if plan.decoding.get(sequence.row) is sequence:  # the forward's seconds are those of decoding
-                    sequence.prompt_until = max(plan.started, self._last_read)
+                    sequence.prompt_until = max(plan.started_at, self._last_read)
         if report_copy is None:
             return [], "prefill"
         buffer = self._seating.buffer
@@ -169,10 +169,10 @@ class Collector:
         for row in report.num_blocks_R.nonzero()[0].tolist():
             if row in decoding:
                 sequence = decoding[row]
-                stored = slice(int(report.num_blocks_R[row]))
-                self.counts.block_lifetimes.extend(ledger.take_ages(row, stored.stop))
-                tokens = report.tokens_RNB[row, stored].astype(np.int64).ravel().tolist()
-                step = self._commit(sequence, tokens, report.confidence_RNB[row, stored].ravel())
+                blocks = slice(int(report.num_blocks_R[row]))
+                self.counts.block_lifetimes.extend(ledger.take_ages(row, blocks.stop))
+                tokens = report.tokens_RNB[row, blocks].astype(np.int64).ravel().tolist()
+                step = self._commit(sequence, tokens, report.confidence_RNB[row, blocks].ravel())
                 outputs.append(replace(step, frame=frames.pop(row)) if row in frames else step)
                 if sequence.seated:
                     ledger.update(sequence)
@@ -186,31 +186,31 @@ class Collector:
     def _seconds_since(self, plan: StepPlan) -> float:
         """Wall time of a step: since it was planned, or since the one before it was read."""
         now = time.perf_counter()
-        since, self._last_read = max(plan.started, self._last_read), now
-        return now - since
+        start, self._last_read = max(plan.started_at, self._last_read), now
+        return now - start
 
-    def _commit(self, sequence: SequenceState, committed: list[int], confidence: np.ndarray) -> StepOutput:
+    def _commit(self, sequence: SequenceState, new_tokens: list[int], confidence: np.ndarray) -> StepOutput:
         """Hand out the useful ones of newly committed tokens: behind the prompt, within the budget, before EOS."""
         request, start = sequence.request, sequence.committed
         num_known = len(request.prompt) + len(request.committed)
         useful = slice(max(0, num_known - start), max(0, sequence.end - start))
-        self._seating.scheduler.commit(sequence, committed)
-        ended = start + len(committed) >= sequence.end
+        self._seating.scheduler.commit(sequence, new_tokens)
+        ended = start + len(new_tokens) >= sequence.end
         logprobs = rollout = None
         if request.logprobs or request.has_rollout:
             logprobs = log_probability(torch.from_numpy(confidence[useful])).tolist()
         tops = None
         if sequence.top_log is not None:
-            tops = sequence.top_log.take(len(committed) // sequence.block_size)[useful]
+            tops = sequence.top_log.take(len(new_tokens) // sequence.block_size)[useful]
         if sequence.step_map is not None:
-            taken = sequence.step_map.take(len(committed) // sequence.block_size)
+            block_rollout = sequence.step_map.take(len(new_tokens) // sequence.block_size)
             if request.carries:
                 sequence.step_map.carry(self._forward(sequence))
-            written = taken.cut((), useful.stop, room=0).without(useful.start)
-            rollout = replace(written, logprobs=tuple(logprobs or ()))
+            useful_rollout = block_rollout.cut((), useful.stop, room=0).without(useful.start)
+            rollout = replace(useful_rollout, logprobs=tuple(logprobs or ()))
         return self._emit(
             sequence,
-            committed[useful],
+            new_tokens[useful],
             logprobs if request.logprobs else None,
             ended=ended,
             rollout=rollout,
@@ -230,17 +230,17 @@ class Collector:
         """Give out new tokens, up to one that ends the answer; with that, or when `ended`, the request is done."""
         request = sequence.request
         stops = request.ends(self._eos)
-        cut = min([tokens.index(eos) for eos in stops if eos in tokens], default=None)
+        end_index = min([tokens.index(eos) for eos in stops if eos in tokens], default=None)
         reason: FinishReason | None = None
         stop_reason: int | None = None
         if ended:
             reason = "stop" if request.template else "length"
-        if cut is not None:
+        if end_index is not None:
             if rollout is not None:
-                end = len(request.prompt) + len(sequence.emitted) + cut
-                rollout = rollout.cut(tuple(tokens), cut, room=request.rest_of_block(end))
-            stop_reason = tokens[cut] if tokens[cut] in request.stop_token_ids else None
-            tokens, reason = tokens[:cut], "stop"
+                end = len(request.prompt) + len(sequence.emitted) + end_index
+                rollout = rollout.cut(tuple(tokens), end_index, room=request.rest_of_block(end))
+            stop_reason = tokens[end_index] if tokens[end_index] in request.stop_token_ids else None
+            tokens, reason = tokens[:end_index], "stop"
         if rollout is not None and sequence.rollout is not None:
             sequence.rollout = sequence.rollout.then(rollout)
         if logprobs is not None:
@@ -280,7 +280,7 @@ class Collector:
         outputs = []
         updates = self._seating.canvases.update(logits_AV)
         self.counts.sequence_forwards += len(updates)
-        seconds = time.perf_counter() - plan.started
+        seconds = time.perf_counter() - plan.started_at
         for run, update in updates:
             sequence, decoder = run.sequence, run.decoder
             sequence.num_forwards += 1
@@ -326,8 +326,8 @@ def _canvas_traces(number: int, run: CanvasRun, update: "CanvasUpdate") -> list[
             block=block,
             state="CANVAS",
             mask_ratio=update.mask_ratio[lane, block],
-            accepted=accepted,
+            accepted=num_accepted,
             edited=update.edited.get((lane, block), 0),
         )
-        for (lane, block), accepted in update.accepted.items()
+        for (lane, block), num_accepted in update.accepted.items()
     ]

@@ -15,7 +15,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.levenshtein import EditTokens
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput, aborted_step
 from mbd_core.decoding.grammar.guide import STEP_TRIES, Grammars, Guide, GuideState
-from mbd_core.engine.admission import Admitted, RequestRefused, compile_guide
+from mbd_core.engine.admission import AdmittedRequest, RequestRefused, compile_guide
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.collector import Collector, LaunchedStep, StepAhead, StepPlan
 from mbd_core.engine.config import EngineConfig
@@ -25,7 +25,7 @@ from mbd_core.engine.rows import StepRows, packed_rows
 from mbd_core.engine.runner import ModelRunner
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.sequence import SequenceState
-from mbd_core.engine.steering import Decided
+from mbd_core.engine.steering import Decision
 from mbd_core.engine.step import decode_step, store_step
 from mbd_core.engine.weights import (
     AdapterInUse,
@@ -72,8 +72,8 @@ class Engine:
             trace.block_size = self.block_size
         self._collector = Collector(self._seating, eos_token_ids=model.config.eos_token_ids, trace=trace)
         self._num_steps = 0
-        self._unsent: list[StepOutput] = []  # collected between steps, given out by the next
-        self._staged: StagedWeights | None = None
+        self._unsent_steps: list[StepOutput] = []  # collected between steps, given out by the next
+        self._staged_weights: StagedWeights | None = None
         self.weights_version = 0
         """The number of the weights: how often they were swapped, or what came with them."""
         self._dormant: DormantMemory | None = None
@@ -137,18 +137,18 @@ class Engine:
         """Queue a request; it joins the batch at the next step that has room. Raises `RequestRefused`."""
         self.add_admitted(self.admission.check(request))
 
-    def add_admitted(self, admitted: Admitted) -> None:
+    def add_admitted(self, admitted_request: AdmittedRequest) -> None:
         """Queue a request that was checked before; raises `RequestRefused` if its id is being served, and if its
         adapter was unloaded since."""
-        request = admitted.request
+        request = admitted_request.request
         if self.asleep:
             raise RequestRefused("request_id", "the engine sleeps; wake it up first")
         self.admission.check_adapter(request)
         if self.scheduler.find(request.request_id) is not None:
             raise RequestRefused("request_id", f"request_id '{request.request_id}' is already being served")
-        guide: GuideState | None = admitted.guide or self.compile(request)
+        guide: GuideState | None = admitted_request.guide or self.compile(request)
         sequence = self.scheduler.add(request, self.adapters.get(request.adapter))
-        sequence.added_at, sequence.guide = admitted.checked_at, guide
+        sequence.added_at, sequence.guide = admitted_request.checked_at, guide
 
     def compile(self, request: Request) -> Guide | None:
         """A request's grammar, compiled, `None` without one; may be called from any thread. Raises `RequestRefused`
@@ -160,18 +160,18 @@ class Engine:
 
     def abort(self, request_id: str) -> Output | None:
         """Stop a request and free all it holds; `None` if it is not known (any more)."""
-        unsent = [o.output for o in self._unsent if o.request_id == request_id]
-        self._unsent = [o for o in self._unsent if o.request_id != request_id]
+        held_outputs = [o.output for o in self._unsent_steps if o.request_id == request_id]
+        self._unsent_steps = [o for o in self._unsent_steps if o.request_id != request_id]
         sequence = self.scheduler.find(request_id)
         if sequence is None:  # it may have ended in a step whose outputs are held
-            return next((output for output in unsent if output is not None), None)
+            return next((output for output in held_outputs if output is not None), None)
         self._seating.finish(sequence)
         self._swap_if_due()
         return sequence.output("abort")
 
     def abort_all(self) -> list[StepOutput]:
         """Stop every request; the last outputs of all, with what was committed and not given out yet."""
-        outputs = list(self._unsent)
+        outputs = list(self._unsent_steps)
         for name in [o.request_id for o in outputs if o.output is not None]:
             self.abort(name)
         for sequence in [*self.scheduler.running.values(), *self.scheduler.waiting]:
@@ -181,7 +181,7 @@ class Engine:
 
     def preempt(self) -> str | None:
         """Take its pages from the youngest running request, which goes on later; its id, `None` if none runs."""
-        self._unsent += self.land()
+        self._unsent_steps += self.land()
         sequence = self.scheduler.preempt_youngest()
         if sequence is None:
             return None
@@ -190,7 +190,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running or self.ahead.step or self._unsent)
+        return bool(self.scheduler.waiting or self.scheduler.running or self.ahead.step or self._unsent_steps)
 
     @property
     def num_running(self) -> int:
@@ -212,21 +212,21 @@ class Engine:
         self.check_idle("generate")
         if len({r.request_id for r in requests}) < len(requests):
             raise ValueError("generate() needs a request_id of its own for each request")
-        checked = [self.admission.check(request) for request in requests]
-        for admitted in checked:
-            self.add_admitted(admitted)
+        admitted_requests = [self.admission.check(request) for request in requests]
+        for admitted_request in admitted_requests:
+            self.add_admitted(admitted_request)
         outputs: dict[str, Output] = {}
         while self.has_work:
-            for done in self.step():
-                if done.output is not None:
-                    outputs[done.request_id] = done.output
+            for step in self.step():
+                if step.output is not None:
+                    outputs[step.request_id] = step.output
         return [outputs[r.request_id] for r in requests]
 
     def check_idle(self, method: str) -> None:
         """Raise `ValueError` while requests are being served, `method` being what needs that there are none."""
         if self.has_work:
-            unfinished = self.num_known + sum(o.output is not None for o in self._unsent)
-            raise ValueError(f"{method}() needs an idle engine; {unfinished} requests are still being served")
+            num_unfinished = self.num_known + sum(o.output is not None for o in self._unsent_steps)
+            raise ValueError(f"{method}() needs an idle engine; {num_unfinished} requests are still being served")
 
     @torch.inference_mode()
     def prepare(self, decoding: DecodingConfig) -> int:
@@ -280,32 +280,34 @@ class Engine:
         """The first half of `update_weights`: read and check, change nothing."""
         if self.asleep:
             raise ValueError("the engine sleeps, and its weights have no place; wake it up first")
-        if self._staged is not None:
+        if self._staged_weights is not None:
             raise ValueError("other weights still wait for the requests that run; try again when they are in place")
         return stage_weights(self.model, source, mode)
 
-    def swap_weights(self, staged: StagedWeights) -> None:
+    def swap_weights(self, weights: StagedWeights) -> None:
         """The second half of `update_weights`."""
-        self._staged, self.scheduler.closed = staged, True
+        self._staged_weights, self.scheduler.closed = weights, True
         self._swap_if_due()
 
     @property
     def swap_waits(self) -> bool:
         """Whether weights are staged that are not in place yet."""
-        return self._staged is not None
+        return self._staged_weights is not None
 
     @torch.inference_mode()
     def _swap_if_due(self) -> None:
-        if self._staged is None or not self.scheduler.may_swap(self._staged.mode):
+        if self._staged_weights is None or not self.scheduler.may_swap(self._staged_weights.mode):
             return
-        self._unsent += self.land()
+        self._unsent_steps += self.land()
         while (sequence := self.scheduler.preempt_youngest()) is not None:
             self._seating.set_aside(sequence)
-        overwrite(self.model, self._staged)
+        overwrite(self.model, self._staged_weights)
         self.runner.weights_changed()
-        self.weights_version = self.weights_version + 1 if self._staged.version is None else self._staged.version
+        self.weights_version = (
+            self.weights_version + 1 if self._staged_weights.version is None else self._staged_weights.version
+        )
         self.scheduler.weights_changed(self.weights_version)
-        self._staged, self.scheduler.closed = None, False
+        self._staged_weights, self.scheduler.closed = None, False
 
     @property
     def asleep(self) -> bool:
@@ -319,7 +321,7 @@ class Engine:
         self._graphs.release()
         self.scheduler.weights_changed(self.weights_version)  # as if: what pages hold is of no use any more
         cache = self.runner.cache
-        self._dormant = DormantMemory(lost=(cache.k, cache.v), kept=gpu_tensors(self.model))
+        self._dormant = DormantMemory(caches=(cache.k, cache.v), weights=gpu_tensors(self.model))
         return self._dormant.num_bytes
 
     def check_sleep(self) -> None:
@@ -345,20 +347,20 @@ class Engine:
         return outputs
 
     def _advance(self) -> list[StepOutput]:
-        if self._unsent:
-            outputs, self._unsent = self._unsent, []
+        if self._unsent_steps:
+            outputs, self._unsent_steps = self._unsent_steps, []
             return outputs
         if not self.has_work:
             return []
         if self.ahead.step is not None and not self._may_run_ahead():
             return self.land()
         plan = self.schedule()
-        launched = self.launch(plan)
+        step = self.launch(plan)
         if self.overlap and self._is_static(plan) and not plan.chunks:
-            previous = self.ahead.put(launched)
-            return [] if previous is None else self.collect(previous)
+            earlier_step = self.ahead.put(step)
+            return [] if earlier_step is None else self.collect(earlier_step)
         assert self.ahead.step is None
-        return self.collect(launched)
+        return self.collect(step)
 
     def land(self) -> list[StepOutput]:
         """Collect the step that runs ahead, if there is one."""
@@ -368,7 +370,7 @@ class Engine:
     def schedule(self) -> StepPlan:
         """A step's first part, on the host: make room, admit, choose prompt chunks, seat sequences whose prompt is
         complete."""
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         self._seating.make_room(unread=self.ahead.unread)
         self.admit()
         chunks = self._seating.prefill()
@@ -387,7 +389,7 @@ class Engine:
                 work=ledger.work(),
             ),
             max_blocks=max_blocks,
-            started=started,
+            started_at=started_at,
         )
 
     def admit(self) -> list[SequenceState]:
@@ -426,13 +428,13 @@ class Engine:
         report_X, canvas_logits_AV = decode_step(self._state, plan.kind, lay_out, steering)
         return LaunchedStep(plan=plan, report=HostCopy(report_X), canvas_logits_AV=canvas_logits_AV)
 
-    def share(self, decide: Callable[[], list[Decided]]) -> list[Decided]:
+    def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
         """What the host decides within a step, the same on all ranks where there are several."""
         return decide()
 
-    def collect(self, launched: LaunchedStep) -> list[StepOutput]:
+    def collect(self, step: LaunchedStep) -> list[StepOutput]:
         """A step's third part, on the host again: count it, hand out what was committed, let finished sequences go."""
-        return self._collector.collect(launched)
+        return self._collector.collect(step)
 
     def _is_static(self, plan: StepPlan) -> bool:
         """Whether all that a step decodes is decoded in blocks and on the device."""

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from mbd_core.decoding.blocks.acceptance import ENTROPY_UNITS, JETENGINE, LEFTMOST, MOST_ENTROPY, predicted
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
-from mbd_core.engine.batch import Batch
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.report import with_tops
 from mbd_core.engine.rows import static_rows
-from mbd_core.engine.step import StepState, decode_step
-from mbd_core.engine.step_kind import StepKind
+from mbd_core.engine.runner import Batch
+from mbd_core.engine.step import StepKind, StepState, decode_step
 from mbd_core.ops.attention.choice import AttentionKernel
 from mbd_core.ops.buffer.after_forward import close_step
 from mbd_core.ops.buffer.before_forward import OpenStep, open_step
@@ -34,7 +33,7 @@ def kernel_step(state: StepState, kind: StepKind, tables_RP: Tensor, adapters_R:
     runner, work = state.runner, kind.work
     buffer = state.buffer.head(kind.num_rows)
     memory, shift = buffer.memory, runner.model.config.shift_logits
-    opened = open_step(
+    inputs = open_step(
         memory,
         tables_RP,
         num_slots=kind.num_slots,
@@ -42,21 +41,21 @@ def kernel_step(state: StepState, kind: StepKind, tables_RP: Tensor, adapters_R:
         page_size=state.page_size,
         shift=shift,
     )
-    batch = batch_of(opened, buffer, kind, adapters_R)
+    batch = batch_of(inputs, buffer, kind, adapters_R)
     hidden_AD = runner.forward(batch)
     values, tops_A2K = predicted(
         state.logits_of(hidden_AD, batch, work),
         len(hidden_AD),
         state.shared_vocab,
         chunk=state.logits_chunk,
-        draw=buffer.draw(opened.at_A, truncates=work.truncates) if work.draws else None,
-        adjust=buffer.adjust(opened.at_A) if work.adjusts else None,
-        fallback_P=buffer.fallback_at(opened.at_A) if work.scores else None,
+        draw=buffer.draw(inputs.at_A, truncates=work.truncates) if work.draws else None,
+        adjust=buffer.adjust(inputs.at_A) if work.adjusts else None,
+        fallback_P=buffer.fallback_at(inputs.at_A) if work.scores else None,
         num_tops=state.num_tops if work.tops else 0,
     )
     num_blocks_R = close_step(
         memory,
-        opened,
+        inputs,
         *values,
         num_slots=kind.num_slots,
         leftmost=LEFTMOST,
@@ -68,30 +67,30 @@ def kernel_step(state: StepState, kind: StepKind, tables_RP: Tensor, adapters_R:
     )
     ends_RN = None
     if shift:
-        ends_RN = (opened.cu_seqlens_q[1:] - 1).long().view(kind.num_rows, kind.num_slots)
+        ends_RN = (inputs.cu_seqlens_q[1:] - 1).long().view(kind.num_rows, kind.num_slots)
     runner.remember_committed(ends_RN, num_blocks_R)
-    return with_tops(opened.report_X, tops_A2K, opened.at_A, buffer)
+    return with_tops(inputs.report_X, tops_A2K, inputs.at_A, buffer)
 
 
-def batch_of(opened: OpenStep, buffer: BlockBuffer, kind: StepKind, adapters_R: Tensor | None) -> Batch:
+def batch_of(inputs: OpenStep, buffer: BlockBuffer, kind: StepKind, adapters_R: Tensor | None) -> Batch:
     """The forward of a step's rows."""
     slots, size = kind.num_slots, buffer.block_size
     adapter_T = None
     if adapters_R is not None:
-        adapter_T = adapters_R.repeat_interleave(slots * size, output_size=len(opened.tokens_T))
+        adapter_T = adapters_R.repeat_interleave(slots * size, output_size=len(inputs.tokens_T))
     return Batch(
-        input_ids_T=opened.tokens_T,
-        positions_T=opened.positions_T,
-        cu_seqlens_q=opened.cu_seqlens_q,
-        kv_lens_K=opened.kv_lens_K,
-        pages_KP=opened.pages_KP,
-        write_loc_T=opened.write_loc_T,
-        logits_at_A=opened.logits_at_A,
+        input_ids_T=inputs.tokens_T,
+        positions_T=inputs.positions_T,
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        kv_lens_K=inputs.kv_lens_K,
+        pages_KP=inputs.pages_KP,
+        write_loc_T=inputs.write_loc_T,
+        logits_at_A=inputs.logits_at_A,
         weight_T=buffer.weight_RNB[:, :slots].flatten() if kind.work.softens else None,
         max_q=size,
         adapter_T=adapter_T,
         rows_each=slots,
-        live_T=opened.live_T,
+        live_T=inputs.live_T,
     )
 
 
@@ -164,7 +163,7 @@ class StepGraphs:
     num_replayed: int = 0
     num_eager: int = 0
     memory_bytes: int = 0
-    _captured: "dict[StepKind, CapturedStep]" = field(default_factory=dict)
+    _captured_steps: "dict[StepKind, CapturedStep]" = field(default_factory=dict)
     _graph_of_kind: "dict[StepKind, CapturedStep | None]" = field(default_factory=dict)
     _pool: Any = None
     _stream: "torch.cuda.Stream | None" = None
@@ -184,17 +183,17 @@ class StepGraphs:
             self._stream = self._stream or torch.cuda.Stream(device)
             # the largest first: the smaller ones then fit into the memory that it has left in the pool
             for kind in sorted(kinds, key=_size, reverse=True):
-                if kind not in self._captured:
-                    self._captured[kind] = CapturedStep(self.state, kind, self._pool, self._stream)
+                if kind not in self._captured_steps:
+                    self._captured_steps[kind] = CapturedStep(self.state, kind, self._pool, self._stream)
             self.memory_bytes += free - torch.cuda.mem_get_info(device)[0]
-        return len(self._captured)
+        return len(self._captured_steps)
 
     def run(self, kind: StepKind, *, num_pages: int) -> Tensor:
         """One static step; its report (X,), on the device, good until the next step."""
-        captured = self._graph_for(kind)
-        if captured is not None:
+        graph = self._graph_for(kind)
+        if graph is not None:
             self.num_replayed += 1
-            return captured.replay()
+            return graph.replay()
         self.num_eager += 1
         return static_step(self.state, kind, num_pages=num_pages)
 
@@ -204,11 +203,11 @@ class StepGraphs:
 
         The next capture takes another pool: torch refuses one that no graph uses but some tensor still does.
         """
-        if self._captured and wait:
+        if self._captured_steps and wait:
             torch.cuda.synchronize(self.state.tables_RP.device)
-        for captured in self._captured.values():
-            captured.release()
-        self._captured.clear()
+        for step in self._captured_steps.values():
+            step.release()
+        self._captured_steps.clear()
         self._graph_of_kind.clear()
         self._pool, self.memory_bytes = None, 0
         self.state.runner.forget_batch()
@@ -217,7 +216,7 @@ class StepGraphs:
         """For whoever watches a server: why there are no graphs; how many, their memory, steps by how they ran."""
         return {
             "not_used": self.obstacle,
-            "captured": len(self._captured),
+            "captured": len(self._captured_steps),
             "memory_bytes": self.memory_bytes,
             "steps_replayed": self.num_replayed,
             "steps_eager": self.num_eager,
@@ -226,8 +225,8 @@ class StepGraphs:
     def _graph_for(self, kind: StepKind) -> "CapturedStep | None":
         """The graph of the least captured kind that does all that `kind` does."""
         if kind not in self._graph_of_kind:
-            able = [captured for captured in self._captured if captured.covers(kind)]
-            self._graph_of_kind[kind] = self._captured[min(able, key=_size)] if able else None
+            candidates = [candidate for candidate in self._captured_steps if candidate.covers(kind)]
+            self._graph_of_kind[kind] = self._captured_steps[min(candidates, key=_size)] if candidates else None
         return self._graph_of_kind[kind]
 
 
@@ -242,11 +241,11 @@ class CapturedStep:
 
     def __init__(self, state: StepState, kind: StepKind, pool: Any, stream: "torch.cuda.Stream") -> None:
         runner, buffer = state.runner, state.buffer
-        saved, remembered = buffer.save_all(), runner.last_RD.clone()
+        buffer_copy, last_copy_RD = buffer.save_all(), runner.last_RD.clone()
 
         def restore() -> None:
-            buffer.restore_all(saved)
-            runner.last_RD.copy_(remembered)
+            buffer.restore_all(buffer_copy)
+            runner.last_RD.copy_(last_copy_RD)
 
         self._graph, self._report_X = capture(
             lambda: static_step(state, kind, num_pages=state.tables_RP.shape[1]),

@@ -158,28 +158,30 @@ class PagePool:
         del self._page_of[self._hash_of.pop(page)]
         return page
 
-    def check_integrity(self, owned: Mapping[str, Sequence[int]]) -> None:
+    def check_integrity(self, pages_of: Mapping[str, Sequence[int]]) -> None:
         """Every page is free, cached, or owned as often as is counted, more than once only if it is published.
 
-        `owned` is all owners' pages by owner. Raises `AssertionError` naming the page.
+        `pages_of` is all pages by owner. Raises `AssertionError` naming the page.
         """
         holders: dict[int, list[str]] = {}
-        places = [*owned.items(), ("the free list", self._free), ("the cached pages", list(self._cached))]
+        places = [*pages_of.items(), ("the free list", self._free), ("the cached pages", list(self._cached))]
         for name, pages in places:
             for page in pages:
                 assert NULL_PAGE < page < self.num_pages, f"{name} holds page {page}, which cannot be owned"
                 holders.setdefault(page, []).append(name)
         for page, names in holders.items():
-            unowned = page in self._cached or not self._num_owners[page]
-            twice = len(names) > 1 and (unowned or page not in self._hash_of or len(set(names)) < len(names))
-            assert not twice, f"page {page} is held by {' and by '.join(names)}"
-        lost = set(range(1, self.num_pages)) - holders.keys()
-        assert not lost, f"no owner holds pages {sorted(lost)}"
-        counted = dict.fromkeys(range(1, self.num_pages), 0)
-        for pages in owned.values():
+            has_no_owner = page in self._cached or not self._num_owners[page]
+            is_held_twice = len(names) > 1 and (
+                has_no_owner or page not in self._hash_of or len(set(names)) < len(names)
+            )
+            assert not is_held_twice, f"page {page} is held by {' and by '.join(names)}"
+        lost_pages = set(range(1, self.num_pages)) - holders.keys()
+        assert not lost_pages, f"no owner holds pages {sorted(lost_pages)}"
+        counts = dict.fromkeys(range(1, self.num_pages), 0)
+        for pages in pages_of.values():
             for page in pages:
-                counted[page] += 1
-        for page, count in counted.items():
+                counts[page] += 1
+        for page, count in counts.items():
             assert count == self._num_owners[page], f"page {page} has {count} owners, {self._num_owners[page]} counted"
             is_published = page in self._hash_of
             assert is_published or page not in self._cached, f"page {page} is cached but not published"

@@ -114,12 +114,12 @@ def unpack_report(host_X: np.ndarray, *, num_slots: int, block_size: int) -> Rep
     """A report (X,), its parts by name."""
     num_rows = len(host_X) // report_width(num_slots, block_size)
     rows, slots, positions = (num_rows,), (num_rows, num_slots), (num_rows, num_slots, block_size)
-    at = 0
+    offset = 0
 
     def take(shape: tuple[int, ...]) -> np.ndarray:
-        nonlocal at
-        at += (count := math.prod(shape))
-        return host_X[at - count : at].reshape(shape)
+        nonlocal offset
+        offset += (count := math.prod(shape))
+        return host_X[offset - count : offset].reshape(shape)
 
     return Report(
         num_blocks_R=take(rows),
@@ -165,8 +165,8 @@ class StepMap:
     def _overwrite(self, old_NB: np.ndarray, new_NB: np.ndarray, forward: int) -> None:
         changed_NB = (old_NB != OPEN) & (new_NB != OPEN) & (old_NB != new_NB)
         places = (self._num_taken + np.flatnonzero(changed_NB)).tolist()
-        written = zip(places, self._forward_NB[changed_NB].tolist(), old_NB[changed_NB].tolist(), strict=True)
-        self._edits += [Edit(place, step, token) for place, step, token in written]
+        edits = zip(places, self._forward_NB[changed_NB].tolist(), old_NB[changed_NB].tolist(), strict=True)
+        self._edits += [Edit(place, step, token) for place, step, token in edits]
         self._forward_NB[changed_NB] = forward
         old_NB[:] = new_NB
 
@@ -182,13 +182,13 @@ class StepMap:
     def take(self, num_blocks: int) -> Rollout:
         """The steps and edits of the first blocks' positions, in order; those blocks leave the buffer."""
         steps = self._forward_NB[:num_blocks].ravel().tolist()
-        written = Rollout(edits=tuple(self._edits)).without(self._num_taken)
+        rollout = Rollout(edits=tuple(self._edits)).without(self._num_taken)
         self._num_taken += len(steps)
         self._edits = [edit for edit in self._edits if edit.index >= self._num_taken]
-        self._forward_NB = _slid(self._forward_NB, num_blocks)
+        self._forward_NB = _slide(self._forward_NB, num_blocks)
         if self._tokens_NB is not None:
-            self._tokens_NB = _slid(self._tokens_NB, num_blocks)
-        return replace(written.cut((), len(steps), room=0), steps=tuple(steps))
+            self._tokens_NB = _slide(self._tokens_NB, num_blocks)
+        return replace(rollout.cut((), len(steps), room=0), steps=tuple(steps))
 
 
 class TopLog:
@@ -218,7 +218,7 @@ class TopLog:
         """Those of the first blocks' positions, in order; these blocks leave the buffer."""
         flat = self._tops_NB2K[:num_blocks].reshape(-1, self._tops_NB2K.shape[-1])
         ids, values = np.split(flat, 2, axis=1)
-        self._tokens_NB = _slid(self._tokens_NB, num_blocks)
+        self._tokens_NB = _slide(self._tokens_NB, num_blocks)
         self._tops_NB2K = np.concatenate((self._tops_NB2K[num_blocks:], self._tops_NB2K[:num_blocks]))
         return [
             tuple((int(i), v) for i, v in zip(*each, strict=True) if i >= 0 and v > -math.inf)
@@ -226,7 +226,7 @@ class TopLog:
         ]
 
 
-def _slid(values_NB: np.ndarray, num_blocks: int) -> np.ndarray:
+def _slide(values_NB: np.ndarray, num_blocks: int) -> np.ndarray:
     """Without the first blocks, and open ones at the end."""
     return np.concatenate((values_NB[num_blocks:], np.full_like(values_NB[:num_blocks], OPEN)))
 
@@ -246,10 +246,10 @@ class FrameLog:
         self._tokens_NB, self._masked_NB = np.zeros(shape, dtype=np.int64), np.ones(shape, dtype=bool)
         self._offsets_NB = np.arange(shape[0] * shape[1]).reshape(shape)
         self._end = len(request.prompt) + request.max_tokens
-        self._fixed = np.zeros(self._end, dtype=bool)  # by position: no forward fills or changes these
-        self._fixed[: len(request.prompt) + len(request.committed)] = True
+        self._is_fixed = np.zeros(self._end, dtype=bool)  # by position: no forward fills or changes these
+        self._is_fixed[: len(request.prompt) + len(request.committed)] = True
         for index, token in enumerate(request.template):
-            self._fixed[len(request.prompt) + index] |= token is not None
+            self._is_fixed[len(request.prompt) + index] |= token is not None
 
     def frame(
         self,
@@ -267,14 +267,14 @@ class FrameLog:
         tokens_NB, masked_NB = tokens_NB[:n].astype(np.int64), masked_NB[:n].copy()
         positions_NB = start + self._offsets_NB
         inside_NB = positions_NB < self._end
-        free_NB = inside_NB & ~self._fixed[np.minimum(positions_NB, self._end - 1)]
+        free_NB = inside_NB & ~self._is_fixed[np.minimum(positions_NB, self._end - 1)]
         filled_NB = free_NB & ~masked_NB
         accepted_NB = filled_NB & self._masked_NB
         edited_NB = filled_NB & ~self._masked_NB & (tokens_NB != self._tokens_NB)
         self._keep(tokens_NB, masked_NB, num_stored)
-        behind = start + num_stored * size
-        if num_stored and self._request.carries and behind < self._end:
-            self._fixed[behind] = True
+        next_position = start + num_stored * size
+        if num_stored and self._request.carries and next_position < self._end:
+            self._is_fixed[next_position] = True
         slots = []
         for slot in np.flatnonzero(states_N[:n] != SlotState.DUMMY).tolist():
             pairs = zip(tokens_NB[slot].tolist(), masked_NB[slot].tolist(), strict=True)
@@ -292,5 +292,5 @@ class FrameLog:
     def _keep(self, tokens_NB: np.ndarray, masked_NB: np.ndarray, num_stored: int) -> None:
         """What the next forward is compared with: stored blocks leave, the others move to the front."""
         self._tokens_NB[:], self._masked_NB[:] = 0, True
-        left = self._num_slots - num_stored
-        self._tokens_NB[:left], self._masked_NB[:left] = tokens_NB[num_stored:], masked_NB[num_stored:]
+        num_left = self._num_slots - num_stored
+        self._tokens_NB[:num_left], self._masked_NB[:num_left] = tokens_NB[num_stored:], masked_NB[num_stored:]

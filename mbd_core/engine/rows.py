@@ -16,8 +16,8 @@ from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
 from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan, CanvasUpdate
 from mbd_core.decoding.canvas.unmasking import guess
-from mbd_core.engine.batch import Rows, to_device
 from mbd_core.engine.pages import PagedKVCache
+from mbd_core.engine.runner import Rows, to_device
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.models.model_config import ModelConfig
@@ -78,7 +78,7 @@ class CanvasRuns:
         if not self._runs:
             return None
         device = self._cache.k.device
-        tokens, positions, lengths, kv_lens, pages, at, rows = [], [], [], [], [], [], []
+        tokens, positions, lengths, kv_lens, pages, logits_at, rows = [], [], [], [], [], [], []
         places = torch.arange(max(run.decoder.length for run in self._runs.values()))
         for run in self._runs.values():
             run.plan = run.decoder.plan()
@@ -91,7 +91,7 @@ class CanvasRuns:
                 kv_lens.append(run.decoder.length)
                 pages.append(run.lanes_LP[q.lane])
                 rows.append(run.sequence.row)
-                at.append(q.logits_at - q.start + num_before)
+                logits_at.append(q.logits_at - q.start + num_before)
                 num_before += lengths[-1]
         width = max(len(p) for p in pages)
         return Rows(
@@ -101,16 +101,16 @@ class CanvasRuns:
             kv_lens_K=torch.tensor(kv_lens, device=device),
             pages_KP=torch.stack([p if len(p) == width else F.pad(p, (0, width - len(p))) for p in pages]),
             stored_K=torch.ones(len(lengths), dtype=torch.bool, device=device),
-            logits_at_A=torch.cat(at).to(device),
+            logits_at_A=torch.cat(logits_at).to(device),
             adapter_K=None if adapters_R is None else adapters_R[torch.tensor(rows, device=device)],
         )
 
     def update(self, logits_AV: Tensor) -> list[tuple[CanvasRun, CanvasUpdate]]:
         """Hand every canvas its part of the logits of `rows()`; what each made of it."""
         parts, runs = iter(logits_AV.split(self.num_asked)), self.running
-        opened = [run.decoder.open_logits([next(parts) for _ in run.plan.queries]) for run in runs]
-        guesses = guess(opened) if opened else []
-        return [(run, run.decoder.accept(o, g)) for run, o, g in zip(runs, opened, guesses, strict=True)]
+        open_logits = [run.decoder.open_logits([next(parts) for _ in run.plan.queries]) for run in runs]
+        guesses = guess(open_logits) if open_logits else []
+        return [(run, run.decoder.accept(o, g)) for run, o, g in zip(runs, open_logits, guesses, strict=True)]
 
     @property
     def num_asked(self) -> list[int]:
@@ -219,12 +219,12 @@ def prompt_rows(
 
 def _prompt_ends(chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
     """Of the chunks that complete their sequence's prefix: its batch row, and the packed token at which it ends."""
-    out, stop = [], 0
+    ends, stop = [], 0
     for chunk in chunks:
         stop += chunk.stop - chunk.start
         if chunk.stop == chunk.sequence.prefix_length:
-            out.append((chunk.sequence.row, stop - 1))
-    return out
+            ends.append((chunk.sequence.row, stop - 1))
+    return ends
 
 
 def resident_slots(
@@ -258,14 +258,14 @@ def resident_slots(
     hidden_at_A = asked_at_A + num_before
     if shift:
         # in front of slot 0 stands the last committed position: in this forward if its chunk is, else remembered
-        last = [-1 - r for r in range(len(resident_RN))]
+        front_at = [-1 - r for r in range(len(resident_RN))]
         for end_row, end in prompt_ends:
-            last[end_row] = end
-        of = asked_at_A // size
+            front_at[end_row] = end
+        slot_of_A = asked_at_A // size
         opens = (slot_A % resident_RN.shape[1] == 0) & (asked_at_A % size == 0)
-        hidden_at_A = torch.where(opens, to_device(last, row.device)[row[of]], hidden_at_A - 1)
+        hidden_at_A = torch.where(opens, to_device(front_at, row.device)[row[slot_of_A]], hidden_at_A - 1)
         stores = buffer.carried_RN.flatten()[slot_A] & (asked_at_A % size == 0)
-        hidden_at_A = torch.where(stores, ends_K[of], hidden_at_A)
+        hidden_at_A = torch.where(stores, ends_K[slot_of_A], hidden_at_A)
     rows = Rows(
         tokens_T=resident(buffer.tokens_RNB).flatten(),
         positions_T=positions_KB.flatten(),
@@ -300,13 +300,13 @@ def static_rows(
     size, resident_RN = buffer.block_size, buffer.resident_RN[:, :num_slots]
     num_rows, device = len(resident_RN), resident_RN.device
     positions_RNB = buffer.positions_RNB[:, :num_slots]
-    at = torch.arange(num_rows * num_slots * size, device=device).view(num_rows, num_slots, size)
-    slot_end_RN = at[..., -1]
+    hidden_at_RNB = torch.arange(num_rows * num_slots * size, device=device).view(num_rows, num_slots, size)
+    slot_end_RN = hidden_at_RNB[..., -1]
     if shift:
-        remembered = -1 - torch.arange(num_rows, device=device)[:, None]
-        at = torch.cat((remembered, at.flatten(1)[:, :-1]), dim=1).view_as(at)
-        at[..., 0] = torch.where(buffer.carried_RN[:, :num_slots], slot_end_RN, at[..., 0])
-    hidden_at_A, at_A = at.flatten(), None
+        front_at_R1 = -1 - torch.arange(num_rows, device=device)[:, None]
+        hidden_at_RNB = torch.cat((front_at_R1, hidden_at_RNB.flatten(1)[:, :-1]), dim=1).view_as(hidden_at_RNB)
+        hidden_at_RNB[..., 0] = torch.where(buffer.carried_RN[:, :num_slots], slot_end_RN, hidden_at_RNB[..., 0])
+    hidden_at_A, at_A = hidden_at_RNB.flatten(), None
     if num_asked is not None:
         total = hidden_at_A.numel()
         at_A = torch.nonzero_static(buffer.asked_RNB[:, :num_slots].flatten(), size=num_asked, fill_value=total)[:, 0]

@@ -1,16 +1,16 @@
-"""Runs the model on a batch: embeddings, layers with paged attention, and logits where they are asked for.
+"""One forward: rows are packed into a batch, and the model runs on it, with logits where they are asked for.
 
-Shape legend: R sequences, T packed tokens, A positions asked for, D hidden, V vocabulary.
+Shape legend: K rows, T packed tokens, P pages a row, A positions asked for, R batch rows, D hidden, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mbd_core.decoding.blocks.sampling import Vocab
-from mbd_core.engine.batch import Batch, to_device
 from mbd_core.engine.pages import PagedKVCache
 from mbd_core.models.decoder import Decoder, Reduce
 from mbd_core.models.fused import fuse
@@ -19,6 +19,186 @@ from mbd_core.models.shard import Shard
 from mbd_core.ops.attention.choice import AttentionKernel
 from mbd_core.ops.attention.definition import BoundAttention, RowLayout
 from mbd_core.ops.layer.confidence import confidence, part_confidence
+
+# What one forward needs, and how rows from prompts, slots and canvases are packed for it.
+#
+# A row is a run of neighbouring positions of one sequence. It attends to the sequence's keys up to some length, with or
+# without causal order inside itself. That is all that the methods have in common, and all that the kernels need.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Some rows of a forward.
+
+    lengths_K    tokens of each row; one number where all are alike
+    kv_lens_K    keys each row attends to, its own included
+    causal_K     whether each of its tokens sees one key less than the token behind it; `None`: no row is causal
+    pages_KP     the pages of its sequence, padded with the null page
+    stored_K     whether its keys are stored in its pages; otherwise they go to the null page
+    weight_T     DMax's embedding weights, `None` where all tokens are hard
+    adapter_K    the slot of each row's LoRA adapter, 0 for none; `None` where no row of the forward has one
+    rows_each    that many neighbouring rows are one sequence's, all through the group
+    live_K       whether anything of the row is read afterwards; `None`: all rows are
+    logits_at_A  packed tokens of the whole forward whose hidden states give logits; -1 - r stands for the hidden
+                 state that the runner remembers for batch row r
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    lengths_K: list[int] | int
+    kv_lens_K: Tensor
+    pages_KP: Tensor
+    stored_K: Tensor
+    logits_at_A: Tensor
+    causal_K: Tensor | None = None
+    weight_T: Tensor | None = None
+    adapter_K: Tensor | None = None
+    rows_each: int = 1
+    live_K: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One forward. `write_loc_T` points into the null page for tokens that are not stored.
+
+    logits_at_A  packed tokens whose hidden states give logits, `None`: all in their order; T + r stands for the hidden
+                 state that the runner remembers for row r (models whose logits predict the next position)
+    adapter_T    the slot of each token's LoRA adapter, `None` where no token has one
+    causal_K     which rows are causal inside; `None`: none is
+    split        rows' lengths where each is to be computed apart (batch-invariant)
+    rows_each    that many neighbouring rows, all of the same length, are one sequence's, all through the batch
+    live_T       whether anything of the token is read afterwards; `None`: all tokens are
+    """
+
+    input_ids_T: Tensor
+    positions_T: Tensor
+    cu_seqlens_q: Tensor
+    kv_lens_K: Tensor
+    pages_KP: Tensor
+    write_loc_T: Tensor
+    logits_at_A: Tensor | None
+    weight_T: Tensor | None
+    max_q: int
+    causal_K: Tensor | None = None
+    adapter_T: Tensor | None = None
+    split: list[int] | None = None
+    rows_each: int = 1
+    live_T: Tensor | None = None
+
+    @property
+    def num_logits(self) -> int:
+        return len(self.input_ids_T if self.logits_at_A is None else self.logits_at_A)
+
+
+def to_device(values: Sequence[object], device: torch.device) -> Tensor:
+    """Integers of the host as an int64 tensor on `device`; the host does not wait for the copy."""
+    return torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = False) -> Batch:
+    """Put groups of rows behind one another; at least one row in all.
+
+    Where each row is computed apart, each token of a causal row is: its numbers then do not depend on where rows end.
+    """
+    groups = [g for g in groups if len(g.kv_lens_K)]
+    if batch_invariant:
+        groups = [_token_by_token(g) for g in groups]
+    device = groups[0].tokens_T.device
+    width = max(g.pages_KP.shape[1] for g in groups)
+    same_width = all(g.pages_KP.shape[1] == width for g in groups)
+    pages_KP = _concat(
+        [g.pages_KP if same_width else F.pad(g.pages_KP, (0, width - g.pages_KP.shape[1])) for g in groups]
+    )
+    positions_T = _concat([g.positions_T for g in groups])
+    stored_K = _concat([g.stored_K for g in groups])
+    row_lengths = {g.lengths_K if isinstance(g.lengths_K, int) else -1 for g in groups}
+    if len(row_lengths) == 1 and -1 not in row_lengths:
+        max_q = row_lengths.pop()
+        bounds = torch.arange(0, len(pages_KP) * max_q + 1, max_q, device=device)
+        row_T = torch.arange(len(pages_KP), device=device).repeat_interleave(max_q)
+    else:
+        lengths = _lengths(groups)
+        max_q = max(lengths)
+        lengths_K = to_device(lengths, device)
+        bounds = F.pad(lengths_K.cumsum(0), (1, 0))
+        row_T = torch.arange(len(pages_KP), device=device).repeat_interleave(lengths_K, output_size=len(positions_T))
+    page_T = pages_KP.flatten()[row_T * width + (positions_T // page_size).clamp(max=width - 1)]
+    offset_T = positions_T % page_size
+    logits_at_A = _concat([g.logits_at_A for g in groups])
+    return Batch(
+        input_ids_T=_concat([g.tokens_T for g in groups]),
+        positions_T=positions_T,
+        cu_seqlens_q=bounds.int(),
+        kv_lens_K=_concat([g.kv_lens_K for g in groups]),
+        pages_KP=pages_KP,
+        write_loc_T=torch.where(stored_K[row_T], page_T * page_size, 0) + offset_T,
+        logits_at_A=torch.where(logits_at_A < 0, len(positions_T) - 1 - logits_at_A, logits_at_A),
+        weight_T=_weights(groups),
+        max_q=max_q,
+        causal_K=_causal(groups),
+        adapter_T=_adapters(groups, row_T),
+        split=_lengths(groups) if batch_invariant else None,
+        rows_each=groups[0].rows_each if len(groups) == 1 else 1,
+        live_T=None if len(groups) > 1 or groups[0].live_K is None else groups[0].live_K[row_T],
+    )
+
+
+def _concat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _lengths(groups: Sequence[Rows]) -> list[int]:
+    lengths: list[int] = []
+    for g in groups:
+        lengths += [g.lengths_K] * len(g.kv_lens_K) if isinstance(g.lengths_K, int) else g.lengths_K
+    return lengths
+
+
+def _causal(groups: Sequence[Rows]) -> Tensor | None:
+    if all(g.causal_K is None for g in groups):
+        return None
+    return torch.cat([torch.zeros_like(g.stored_K) if g.causal_K is None else g.causal_K for g in groups])
+
+
+def _token_by_token(rows: Rows) -> Rows:
+    """The same forward with a row for each token of a causal row."""
+    if rows.causal_K is None:
+        return rows
+    device = rows.tokens_T.device
+    lengths, parts, behind = _lengths([rows]), [], []
+    for length, causal in zip(lengths, rows.causal_K.tolist(), strict=True):
+        parts.append([1] * length if causal else [length])
+        behind += [length - 1 - i if causal else 0 for i in range(len(parts[-1]))]
+    row_K = torch.arange(len(parts), device=device).repeat_interleave(to_device([len(p) for p in parts], device))
+    return replace(
+        rows,
+        lengths_K=[n for part in parts for n in part],
+        kv_lens_K=rows.kv_lens_K[row_K] - to_device(behind, device),
+        pages_KP=rows.pages_KP[row_K],
+        stored_K=rows.stored_K[row_K],
+        causal_K=None,
+        adapter_K=None if rows.adapter_K is None else rows.adapter_K[row_K],
+        rows_each=1,
+        live_K=None if rows.live_K is None else rows.live_K[row_K],
+    )
+
+
+def _adapters(groups: Sequence[Rows], row_T: Tensor) -> Tensor | None:
+    slots = [g.adapter_K for g in groups if g.adapter_K is not None]
+    assert len(slots) in (0, len(groups)), "adapters are laid out for all rows of a forward, or for none"
+    return _concat(slots)[row_T] if slots else None
+
+
+def _weights(groups: Sequence[Rows]) -> Tensor | None:
+    if all(g.weight_T is None for g in groups):
+        return None
+    hard_weights = [torch.ones(len(g.tokens_T), device=g.tokens_T.device) for g in groups]
+    return torch.cat(
+        [ones_T if g.weight_T is None else g.weight_T for g, ones_T in zip(groups, hard_weights, strict=True)]
+    )
+
+
+# The model on a batch: embeddings, layers with paged attention, logits.
 
 
 @dataclass(frozen=True)
@@ -61,7 +241,7 @@ class ModelRunner:
         adapters: AdapterSlots | None = None,
     ) -> None:
         self.model, self.cache, self.attention, self.adapters = model, cache, attention, adapters
-        self._fused = fuse(model, num_positions=num_positions)
+        self._fused_decoder = fuse(model, num_positions=num_positions)
         weights = model.model.norm.weight
         self.last_batch: Batch | None = None  # after a replay: the batch that the replay has filled
         self._hidden_TD = weights.new_zeros((0, model.config.hidden_size))
@@ -85,18 +265,18 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Tensor:
         """Final hidden states (A, D) of the positions that are asked for."""
         self.last_batch = batch
-        paged = PagedAttention(self.cache, batch.write_loc_T, self.bind(batch))
+        attend = PagedAttention(self.cache, batch.write_loc_T, self.bind(batch))
         ids_T, positions_T, weight_T = batch.input_ids_T, batch.positions_T, batch.weight_T
         adapters = None
         if batch.adapter_T is not None:
             assert self.adapters is not None
             adapters = self.adapters.choose(batch.adapter_T)
         if batch.split is None:
-            hidden = self._fused.forward(
-                ids_T, positions_T, paged, soft_weight=weight_T, adapters=adapters, live=batch.live_T
+            hidden = self._fused_decoder.forward(
+                ids_T, positions_T, attend, soft_weight=weight_T, adapters=adapters, live=batch.live_T
             )
         else:
-            hidden = self.model(ids_T, positions_T, paged, soft_weight=weight_T, split=batch.split, adapters=adapters)
+            hidden = self.model(ids_T, positions_T, attend, soft_weight=weight_T, split=batch.split, adapters=adapters)
         self._hidden_TD = hidden
         if self.model.config.shift_logits:
             hidden = torch.cat((hidden, self.last_RD))
@@ -109,11 +289,11 @@ class ModelRunner:
     @property
     def has_kernel_layers(self) -> bool:
         """Whether some layer runs by Triton kernels, where rows are not computed apart."""
-        return self._fused.has_kernel_layers
+        return self._fused_decoder.has_kernel_layers
 
     def weights_changed(self) -> None:
         """The decoder's weights were overwritten in place."""
-        self._fused.refresh()
+        self._fused_decoder.refresh()
 
     @torch.inference_mode()
     def logits(self, hidden_AD: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
@@ -134,27 +314,27 @@ class ModelRunner:
         """
         head = self.logits if whole else self.own_logits
 
-        def of(part: slice) -> Tensor:
+        def logits_of(part: slice) -> Tensor:
             blocks = (part.stop - part.start) // block_size
             return head(hidden_AD[part], split=None if batch.split is None else [block_size] * blocks)
 
-        return of
+        return logits_of
 
     def remember_prompts(self, ends: Sequence[tuple[int, int]]) -> None:
         """Keep the last forward's hidden states at (batch row, packed token), where prefixes end."""
         if ends and self.model.config.shift_logits:
-            rows, at = to_device(ends, self._hidden_TD.device).T
-            self.last_RD[rows] = self._hidden_TD[at]
+            rows, places = to_device(ends, self._hidden_TD.device).T
+            self.last_RD[rows] = self._hidden_TD[places]
 
     def remember_committed(self, slot_end_RN: Tensor | None, num_blocks_R: Tensor) -> None:
         """Keep the last forward's hidden state of every batch row that committed blocks, at the last token of the last
         of them; static shapes."""
         if slot_end_RN is None or not self.model.config.shift_logits:
             return
-        last = (num_blocks_R - 1).clamp(min=0)
-        at_R = slot_end_RN.gather(1, last[:, None])[:, 0]
-        kept = self.last_RD[: len(at_R)]
-        kept.copy_(torch.where((num_blocks_R > 0)[:, None], self._hidden_TD[at_R], kept))
+        last_block_R = (num_blocks_R - 1).clamp(min=0)
+        at_R = slot_end_RN.gather(1, last_block_R[:, None])[:, 0]
+        last_RD = self.last_RD[: len(at_R)]
+        last_RD.copy_(torch.where((num_blocks_R > 0)[:, None], self._hidden_TD[at_R], last_RD))
 
 
 # The vocabulary where its logits are: read once on a GPU, and in parts where ranks share it.
@@ -191,7 +371,7 @@ class PartVocab(Vocab):
     def likeliest(self, logits_PV: Tensor) -> tuple[Tensor, Tensor]:
         if logits_PV.shape[-1] != len(self.part):
             logits_PV = logits_PV[:, self.part.start : self.part.stop]
-        place_P, logit_P, lse_P = self._own(logits_PV)
+        place_P, logit_P, lse_P = self._likeliest_of_part(logits_PV)
         # Token ids are below 2^24, so exact in float32; a sum with zeros changes nothing.
         shared_G3P = logit_P.new_zeros((self.shard.size, 3, len(logit_P)))
         torch.stack(((place_P + self.part.start).float(), logit_P, lse_P), out=shared_G3P[self.shard.rank])
@@ -201,7 +381,7 @@ class PartVocab(Vocab):
         token_P = torch.where(logit_GP == best_P, token_GP, torch.inf).amin(0).clamp(max=self.size - 1)
         return token_P.long(), (best_P - lse_GP.logsumexp(0)).exp()
 
-    def _own(self, logits_PV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _likeliest_of_part(self, logits_PV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`part_confidence`."""
         mask, size = self.mask_token_id - self.part.start, self.size - self.part.start
         if self.fused:

@@ -11,7 +11,8 @@ step, so that a long prompt does not stall the sequences that decode.
 
 One step of the engine:
 
-    grow(upto) -> admit() -> prefill() -> the forward -> stored(chunks), commit(sequence, tokens), release(sequence)
+    grow(upto) -> admit() -> prefill() -> the forward
+    -> publish_chunks(chunks), commit(sequence, tokens), release(sequence)
 """
 
 import heapq
@@ -71,8 +72,8 @@ class Scheduler:
         self.closed = False
         self._num_arrivals = 0
         self.num_preemptions = 0
-        self._blocked: SequenceState | None = None
-        self._awaited: bytes | None = None
+        self._blocked_sequence: SequenceState | None = None
+        self._awaited_hash: bytes | None = None
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class Scheduler:
             self._vacate(sequence)
         else:
             self.waiting.remove(sequence)
-            self._blocked = None
+            self._blocked_sequence = None
 
     # -- before a forward ---------------------------------------------------------------------------------------
 
@@ -114,23 +115,23 @@ class Scheduler:
         the preempted sequences, youngest first: they have no pages and wait again; `row` is still the buffer row that
         is to be saved.
         """
-        preempted: list[SequenceState] = []
+        victims: list[SequenceState] = []
         for sequence in list(self.running.values()) if among is None else among:
             if not self.is_running(sequence):
                 continue  # preempted in this very loop
-            missing = sequence.num_lanes * -(-upto(sequence) // self.page_size) - len(sequence.pages)
-            if missing <= 0:
+            num_missing = sequence.num_lanes * -(-upto(sequence) // self.page_size) - len(sequence.pages)
+            if num_missing <= 0:
                 continue
-            while (pages := self.pool.alloc(missing)) is None:
+            while (pages := self.pool.alloc(num_missing)) is None:
                 youngest = next(reversed(self.running.values()))
                 assert len(self.running) > 1, f"'{youngest.request.request_id}' alone needs more pages than there are"
                 self._preempt(youngest)
-                preempted.append(youngest)
+                victims.append(youngest)
                 if youngest is sequence:
                     break
             else:
                 sequence.pages += pages
-        return preempted
+        return victims
 
     def preempt_youngest(self) -> SequenceState | None:
         """Take the pages of the youngest running sequence; `None` if none runs."""
@@ -142,24 +143,24 @@ class Scheduler:
 
     def admit(self) -> list[SequenceState]:
         """Move waiting sequences, oldest first, to free rows while there are pages for them; returns those."""
-        admitted = []
+        sequences = []
         while self.waiting and self._free_rows:
             sequence = self.waiting[0]
-            if sequence is self._blocked:
+            if sequence is self._blocked_sequence:
                 break  # no page was released or published since its last attempt
             if self.closed and not sequence.num_preemptions:
                 break
             if not self._take_pages(sequence):
                 assert self.running, f"'{sequence.request.request_id}' alone needs more pages than there are"
-                self._blocked = sequence
+                self._blocked_sequence = sequence
                 break
             self.waiting.popleft()
             sequence.row = heapq.heappop(self._free_rows)
             self.running[sequence.row] = sequence
             sequence.admitted_at = sequence.admitted_at or time.perf_counter()
             sequence.began_under(self._weights_version)
-            admitted.append(sequence)
-        return admitted
+            sequences.append(sequence)
+        return sequences
 
     def prefill(self) -> list[PrefillChunk]:
         """Prefix chunks of this step, oldest sequence first, at most `max_prefill_tokens` together.
@@ -184,7 +185,7 @@ class Scheduler:
 
     # -- after a forward ----------------------------------------------------------------------------------------
 
-    def stored(self, chunks: Sequence[PrefillChunk]) -> None:
+    def publish_chunks(self, chunks: Sequence[PrefillChunk]) -> None:
         """The forward has stored `chunks`: publish the pages they completed."""
         for chunk in chunks:
             if self.is_running(chunk.sequence):
@@ -214,17 +215,17 @@ class Scheduler:
             num_whole = (max(0, length - 1) if self.compute_last_block else length) // self.page_size
             self._extend_chain(sequence, num_whole)
             chain = sequence.chain[:num_whole]
-        shared = self.pool.lookup(chain)
-        self.pool.share(shared)
-        missing = sequence.num_lanes * -(-sequence.first_window // self.page_size) - len(shared)
-        growing = sum(len(s.pages) * self.page_size < s.span for s in self.running.values())
-        if self.pool.num_free < missing + growing or (pages := self.pool.alloc(missing)) is None:
-            self.pool.release(shared, chain[: len(shared)])
-            self._awaited = chain[len(shared)] if len(shared) < len(chain) else None
+        shared_pages = self.pool.lookup(chain)
+        self.pool.share(shared_pages)
+        num_missing = sequence.num_lanes * -(-sequence.first_window // self.page_size) - len(shared_pages)
+        num_growing = sum(len(s.pages) * self.page_size < s.span for s in self.running.values())
+        if self.pool.num_free < num_missing + num_growing or (pages := self.pool.alloc(num_missing)) is None:
+            self.pool.release(shared_pages, chain[: len(shared_pages)])
+            self._awaited_hash = chain[len(shared_pages)] if len(shared_pages) < len(chain) else None
             return False
-        sequence.pages = shared + pages
-        sequence.num_shareable = len(shared)
-        sequence.prefilled_to(len(shared) * self.page_size)
+        sequence.pages = shared_pages + pages
+        sequence.num_shareable = len(shared_pages)
+        sequence.prefilled_to(len(shared_pages) * self.page_size)
         if self.prefix_caching and sequence.shares_prefix and not sequence.num_preemptions:
             sequence.num_cached_tokens = sequence.prefilled
             self.pool.lookups += sequence.prefix_length
@@ -239,8 +240,8 @@ class Scheduler:
         self._extend_chain(sequence, num_whole)
         for index in range(sequence.num_shareable, num_whole):
             self.pool.publish(sequence.pages[index], sequence.chain[index])
-            if sequence.chain[index] == self._awaited:
-                self._blocked = None
+            if sequence.chain[index] == self._awaited_hash:
+                self._blocked_sequence = None
         sequence.num_shareable = max(sequence.num_shareable, num_whole)
 
     def _extend_chain(self, sequence: SequenceState, num_pages: int) -> None:
@@ -267,7 +268,7 @@ class Scheduler:
         self._weights_version = version
         for sequence in self.waiting:
             sequence.chain.clear()
-        self._blocked = self._awaited = None
+        self._blocked_sequence = self._awaited_hash = None
         self.pool.forget()
 
     def _vacate(self, sequence: SequenceState) -> None:
@@ -275,7 +276,7 @@ class Scheduler:
         heapq.heappush(self._free_rows, sequence.row)
         self.pool.release(sequence.pages, sequence.chain[: sequence.num_shareable])
         sequence.pages, sequence.num_pages_in_table = [], 0
-        self._blocked = None
+        self._blocked_sequence = None
 
     def _preempt(self, sequence: SequenceState) -> None:
         self._vacate(sequence)

@@ -12,13 +12,13 @@ from torch import Tensor
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.levenshtein import EditTokens
 from mbd_core.decoding.blocks.request import Counts, SlotState
-from mbd_core.engine.batch import to_device
 from mbd_core.engine.report import Report
 from mbd_core.engine.rows import CanvasRuns
+from mbd_core.engine.runner import to_device
 from mbd_core.engine.scheduler import PrefillChunk, Scheduler
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.steering import Share, Steering
-from mbd_core.engine.step_kind import WORK_NAMES, Work, work_of_request
+from mbd_core.engine.step import WORK_NAMES, Work, work_of_request
 
 # What the host knows of each batch row, in arrays, so that the host's work in a step hardly grows with the rows.
 
@@ -38,15 +38,15 @@ class Ledger:
 
     def __init__(self, num_rows: int, *, num_slots: int, block_size: int, page_size: int) -> None:
         self._block_size, self._page_size = block_size, page_size
-        whole = [np.zeros(num_rows, dtype=np.int64) for _ in range(10)]
-        self._committed_R, self._span_R, self._window_R, self._num_pages_R, self._num_asked_R = whole[:5]
-        self._num_forwards_R, self._num_store_forwards_R = whole[5:7]
-        self._num_resident_R, self._limit_R, self._last_limit_R = whole[7:]
+        columns = [np.zeros(num_rows, dtype=np.int64) for _ in range(10)]
+        self._committed_R, self._span_R, self._window_R, self._num_pages_R, self._num_asked_R = columns[:5]
+        self._num_forwards_R, self._num_store_forwards_R = columns[5:7]
+        self._num_resident_R, self._limit_R, self._last_limit_R = columns[7:]
         self._adaptive_R = np.zeros(num_rows, dtype=bool)
         self._seconds_R = np.zeros(num_rows)
         self._work_RK = np.zeros((num_rows, len(WORK_NAMES)), dtype=bool)
         self._ages_RN = np.zeros((num_rows, num_slots), dtype=np.int64)
-        self._columns = (*whole, self._adaptive_R, self._seconds_R, self._work_RK, self._ages_RN)
+        self._columns = (*columns, self._adaptive_R, self._seconds_R, self._work_RK, self._ages_RN)
         self._set_sequences({})
 
     def seat(self, sequence: SequenceState) -> None:
@@ -65,19 +65,21 @@ class Ledger:
         self.sequences = sequences
         self._rows = np.fromiter(sequences, dtype=np.int64)
         self.num_rows = max(sequences, default=-1) + 1
-        self._steered = {row: s for row, s in sequences.items() if s.request.steered}
+        self._steered_rows = {row: s for row, s in sequences.items() if s.request.steered}
 
     @property
     def steers(self) -> bool:
         """Whether the host decides tokens of some row."""
-        return bool(self._steered)
+        return bool(self._steered_rows)
 
     def steering(self, share: Share, *, tries: float, ids: EditTokens | None) -> Steering | None:
         """The next step's, if it needs one; `tries` bounds the work of its guides, `ids` are the tokens that edit."""
-        if not self._steered:
+        if not self._steered_rows:
             return None
-        done = {row: s.request.first_forward + self.counts(s).num_forwards for row, s in self._steered.items()}
-        return Steering(self._steered, done, share, tries=tries, ids=ids)
+        forwards = {
+            row: s.request.first_forward + self.counts(s).num_forwards for row, s in self._steered_rows.items()
+        }
+        return Steering(self._steered_rows, forwards, share, tries=tries, ids=ids)
 
     def update(self, sequence: SequenceState) -> None:
         """Read a sequence's progress and pages anew, after it has committed or got pages."""
@@ -87,23 +89,23 @@ class Ledger:
     def count(self, decoding: Mapping[int, SequenceState], report: Report, seconds: float) -> bool:
         """Count a step of `seconds` in which the rows `decoding` took part; false if it stored the blocks of all
         and decoded none."""
-        at = self._rows if decoding is self.sequences else np.fromiter(decoding, dtype=np.int64)
-        stores = report.storing_only_R[at] > 0
-        self._num_forwards_R[at] += 1
-        self._num_store_forwards_R[at] += stores
-        self._seconds_R[at] += seconds
-        self._num_resident_R[at] = report.num_resident_R[at]
-        self._num_asked_R[at] = report.num_asked_R[at]
-        self._ages_RN[at] += report.states_RN[at] != SlotState.DUMMY
-        return not (len(at) and stores.all())
+        rows = self._rows if decoding is self.sequences else np.fromiter(decoding, dtype=np.int64)
+        stores = report.storing_only_R[rows] > 0
+        self._num_forwards_R[rows] += 1
+        self._num_store_forwards_R[rows] += stores
+        self._seconds_R[rows] += seconds
+        self._num_resident_R[rows] = report.num_resident_R[rows]
+        self._num_asked_R[rows] = report.num_asked_R[rows]
+        self._ages_RN[rows] += report.states_RN[rows] != SlotState.DUMMY
+        return not (len(rows) and stores.all())
 
     def take_ages(self, row: int, num_blocks: int) -> list[int]:
         """The ages of a row's first blocks, which leave the buffer; the others move to the front."""
         ages = self._ages_RN[row]
-        taken = ages[:num_blocks].tolist()
+        lifetimes = ages[:num_blocks].tolist()
         ages[: len(ages) - num_blocks] = ages[num_blocks:]
         ages[len(ages) - num_blocks :] = 0
-        return taken
+        return lifetimes
 
     def counts(self, sequence: SequenceState) -> Counts:
         """A sequence's counts, those of its row included while it has one."""
@@ -187,12 +189,12 @@ class Seating:
     ) -> None:
         self.scheduler, self.buffer, self.ledger = scheduler, buffer, ledger
         self.canvases, self.tables_RP, self._adapters_R = canvases, tables_RP, adapters_R
-        self._joining: list[SequenceState] = []  # they run, and their prefix is not stored yet
+        self._newcomers: list[SequenceState] = []  # they run, and their prefix is not stored yet
 
     @property
     def num_pages(self) -> int:
         """Pages that any sequence in the buffer or on its way there has at most."""
-        return max([self.ledger.most_pages, *(len(s.pages) for s in self._joining)]) or 1
+        return max([self.ledger.most_pages, *(len(s.pages) for s in self._newcomers)]) or 1
 
     def make_room(self, *, unread: int) -> None:
         """Pages for the sequences that may outgrow theirs in this step, `unread` steps being under way. Where pages
@@ -201,34 +203,34 @@ class Seating:
         if not rows:
             return
         needed_positions_R = self.ledger.needed_positions_R(unread=unread)
-        short = sorted((self.ledger.sequences[row] for row in rows), key=lambda s: s.arrival)
-        for sequence in self.scheduler.grow(lambda s: int(needed_positions_R[s.row]), short):
+        short_of_pages = sorted((self.ledger.sequences[row] for row in rows), key=lambda s: s.arrival)
+        for sequence in self.scheduler.grow(lambda s: int(needed_positions_R[s.row]), short_of_pages):
             self.set_aside(sequence)
-        grown = [s for s in short if s.seated]
-        for sequence in grown:
+        seated_sequences = [s for s in short_of_pages if s.seated]
+        for sequence in seated_sequences:
             self.ledger.update(sequence)
-        self._extend_tables(*grown)
+        self._extend_tables(*seated_sequences)
 
     def admit(self) -> list[SequenceState]:
         """Requests that run from now on; those that decode in blocks are seated when their prefix is stored."""
-        admitted = self.scheduler.admit()
-        if self._adapters_R is not None and admitted:
-            slots = [(s.row, 0 if s.adapter is None else s.adapter.slot) for s in admitted]
+        sequences = self.scheduler.admit()
+        if self._adapters_R is not None and sequences:
+            slots = [(s.row, 0 if s.adapter is None else s.adapter.slot) for s in sequences]
             row, slot = to_device(slots, self._adapters_R.device).T
             self._adapters_R[row] = slot
-        for sequence in admitted:
+        for sequence in sequences:
             if sequence.is_canvas:
                 self.canvases.join(sequence)
             else:
-                self._joining.append(sequence)
+                self._newcomers.append(sequence)
                 self._extend_tables(sequence)
-        return admitted
+        return sequences
 
     def prefill(self) -> list[PrefillChunk]:
         """Prompt chunks of this step; a sequence whose prefix they complete is seated."""
-        chunks = self.scheduler.prefill() if self._joining else []
-        for sequence in [s for s in self._joining if s.decodes]:
-            self._joining.remove(sequence)
+        chunks = self.scheduler.prefill() if self._newcomers else []
+        for sequence in [s for s in self._newcomers if s.decodes]:
+            self._newcomers.remove(sequence)
             self._seat(sequence)
         return chunks
 
@@ -252,18 +254,18 @@ class Seating:
         """A preempted sequence: what stands in its buffer row is kept. A canvas keeps nothing and begins anew; what it
         repeats is no part of its NFE."""
         if sequence.seated and not sequence.is_canvas:
-            sequence.saved = self.buffer.save(sequence.row)
+            sequence.saved_row = self.buffer.save(sequence.row)
         self._leave(sequence)
         if sequence.is_canvas:
             sequence.num_prefill_forwards += sequence.num_forwards
             sequence.num_forwards, sequence.decode_seconds = 0, 0.0
 
     def _seat(self, sequence: SequenceState) -> None:
-        if sequence.saved is None:
+        if sequence.saved_row is None:
             self.buffer.join(sequence.row, sequence.request)
         else:
-            self.buffer.restore(sequence.row, sequence.saved)
-            sequence.saved = None
+            self.buffer.restore(sequence.row, sequence.saved_row)
+            sequence.saved_row = None
         self.ledger.seat(sequence)
         sequence.seated = True
 
@@ -275,17 +277,17 @@ class Seating:
             self.buffer.leave(sequence.row)
             self.ledger.leave(sequence)
         else:
-            self._joining.remove(sequence)
+            self._newcomers.remove(sequence)
         sequence.seated = False
 
     def _extend_tables(self, *sequences: SequenceState) -> None:
         """Write their new pages into the device's table. Rows without a sequence keep what they had, and nobody reads
         it."""
-        new = [
+        entries = [
             (s.row, place, s.pages[place]) for s in sequences for place in range(s.num_pages_in_table, len(s.pages))
         ]
-        if new:
-            row, place, page = to_device(new, self.tables_RP.device).T
+        if entries:
+            row, place, page = to_device(entries, self.tables_RP.device).T
             self.tables_RP[row, place] = page
         for sequence in sequences:
             sequence.num_pages_in_table = len(sequence.pages)

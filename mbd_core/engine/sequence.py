@@ -65,7 +65,7 @@ class SequenceState:
     prefix_length      tokens to be stored before it decodes: the prompt's up to its first block in the buffer, or all
                        that were committed before a preemption; at least the prompt where the prompt attends in full;
                        0 for a canvas
-    saved              its Block Buffer row, while it is preempted
+    saved_row          its Block Buffer row, while it is preempted
     num_resident       its blocks in that row: one when it joins, as many as it left with after a preemption
     num_pages_in_table  how many of its pages stand in the device's page table
     chain              hashes of its leading whole pages, as far as they were needed
@@ -101,7 +101,7 @@ class SequenceState:
     rollout: Rollout | None = None
     guide: GuideState | None = None
     block: EditedBlock | None = None
-    saved: list[Tensor] | None = None
+    saved_row: list[Tensor] | None = None
     num_resident: int = 1
     chain: list[bytes] = field(default_factory=list)
     num_shareable: int = 0

@@ -44,7 +44,7 @@ class _Row:
     logits: dict[int, Tensor] = field(default_factory=dict)
 
     @property
-    def waited(self) -> int:
+    def wait_steps(self) -> int:
         """Steps that its guide has waited for its turn to look for a closing."""
         return self.guide.waited if isinstance(self.guide, Guide) else 0
 
@@ -59,7 +59,7 @@ class _EditedRow:
 
 
 @dataclass(frozen=True)
-class Decided:
+class Decision:
     """What a step decides for one row: tokens and their probabilities for the first of its open positions, and the
     state of its guide after that."""
 
@@ -68,7 +68,7 @@ class Decided:
     ended: bool = False
 
 
-Share = Callable[[Callable[[], list[Decided]]], list[Decided]]
+Share = Callable[[Callable[[], list[Decision]]], list[Decision]]
 """Calls what decides, or takes the decisions of the rank that has called it."""
 
 
@@ -89,7 +89,7 @@ class Steering:
         self._ids = ids
         self._sequences, self._forwards, self._share, self._tries = sequences, forwards, share, tries
         self._rows: list[_Row] = []
-        self._edited: list[_EditedRow] = []
+        self._edited_rows: list[_EditedRow] = []
 
     def fill(self, buffer: BlockBuffer) -> None:
         """Put certain tokens into ACTIVE slots; a block that is complete then, and all before it, are stored by the
@@ -128,106 +128,108 @@ class Steering:
         index_of = {place: index for index, place in enumerate(at_A.tolist())}
         for number, sequence in self._sequences.items():
             if sequence.request.decoding.edit is not None:
-                edited = _EditedRow(number, sequence, buffer)
-                self._edited.append(edited)
-                places = (edited.asked_B.nonzero()[:, 0] + number * size).tolist()
-                row_at |= {index_of[place]: (edited, place - number * size) for place in places}
+                edited_row = _EditedRow(number, sequence, buffer)
+                self._edited_rows.append(edited_row)
+                places = (edited_row.asked_B.nonzero()[:, 0] + number * size).tolist()
+                row_at |= {index_of[place]: (edited_row, place - number * size) for place in places}
                 continue
             guide = sequence.text_scores or sequence.guide
             if guide is None or (isinstance(guide, GuideState) and guide.ended):
                 continue
             places = (buffer.open_RNB[number].flatten().nonzero()[:, 0] + number * size).tolist()
-            decoding = sequence.request.decoding
-            asked = sequence.request
-            row = _Row(guide, decoding.tau_m2t, decoding.tokens_per_step, asked.sampling.draws, asked.adjusts, places)
+            request, decoding = sequence.request, sequence.request.decoding
+            draws, adjusts = request.sampling.draws, request.adjusts
+            row = _Row(guide, decoding.tau_m2t, decoding.tokens_per_step, draws, adjusts, places)
             self._rows.append(row)
             for i, place in enumerate(places[: buffer.block_size if isinstance(guide, GuideState) else 1]):
                 row_at[index_of[place]] = (row, i)
 
-        def watched(part: slice) -> Tensor:
+        def copy_logits(part: slice) -> Tensor:
             logits_PV = logits_of(part)
             for index, (row, i) in row_at.items():
                 if part.start <= index < part.stop:
                     row.logits[i] = logits_PV[index - part.start].to(torch.float32, copy=True)
             return logits_PV
 
-        return watched
+        return copy_logits
 
     def choose(self, prediction: Prediction, buffer: BlockBuffer, vocab: Vocab) -> Chosen:
         """Write the guides' decisions into `prediction`; which positions of their rows become tokens."""
-        accepted = torch.zeros_like(buffer.masked_RNB)
-        guided = torch.zeros(len(accepted), dtype=torch.bool, device=accepted.device)
+        accepted_RNB = torch.zeros_like(buffer.masked_RNB)
+        guided_R = torch.zeros(len(accepted_RNB), dtype=torch.bool, device=accepted_RNB.device)
         token, confidence = prediction.token_RNB.view(-1), prediction.confidence_RNB.view(-1)
-        for row, decided in zip(self._rows, self._decisions(buffer, vocab), strict=True):
-            places = torch.tensor(row.places[: len(decided)], dtype=torch.int64, device=accepted.device)
-            token[places] = torch.tensor([t for t, _ in decided], dtype=token.dtype, device=token.device)
-            confidence[places] = torch.tensor([p for _, p in decided], dtype=confidence.dtype, device=token.device)
-            accepted.view(-1)[places] = True
+        for row, picks in zip(self._rows, self._decisions(buffer, vocab), strict=True):
+            places = torch.tensor(row.places[: len(picks)], dtype=torch.int64, device=accepted_RNB.device)
+            token[places] = torch.tensor([t for t, _ in picks], dtype=token.dtype, device=token.device)
+            confidence[places] = torch.tensor([p for _, p in picks], dtype=confidence.dtype, device=token.device)
+            accepted_RNB.view(-1)[places] = True
         for number, sequence in self._sequences.items():
             edits = sequence.request.decoding.edit is not None
             if edits or sequence.guide is not None or sequence.text_scores is not None:
-                guided[number] = True
-        return Chosen(guided, accepted, self._rewritten(buffer, vocab) if self._edited else None)
+                guided_R[number] = True
+        return Chosen(guided_R, accepted_RNB, self._rewritten(buffer, vocab) if self._edited_rows else None)
 
     def _rewritten(self, buffer: BlockBuffer, vocab: Vocab) -> Rewritten:
         """What becomes of the blocks in which tokens come and go. Every rank computes it from the same logits."""
-        new = Rewritten(
+        blocks = Rewritten(
             torch.zeros(len(buffer.state_RN), dtype=torch.bool, device=buffer.state_RN.device),
             buffer.tokens_RNB.clone(),
             buffer.masked_RNB.clone(),
             buffer.confidence_RNB.clone(),
             torch.zeros_like(buffer.resident_RN),
         )
-        for row in self._edited:
+        for row in self._edited_rows:
             sequence, number = row.sequence, row.number
             if sequence.block is None:
-                tokens, fixed = buffer.tokens_RNB[number, 0], ~row.asked_B
+                tokens, is_fixed_B = buffer.tokens_RNB[number, 0], ~row.asked_B
                 decoding = sequence.request.decoding
                 assert self._ids is not None
-                sequence.block = edited_block(tokens.tolist(), int(fixed.sum()), decoding, self._ids)
+                sequence.block = edited_block(tokens.tolist(), int(is_fixed_B.sum()), decoding, self._ids)
             block = sequence.block
             some_V = next(iter(row.logits.values()))
             rows = [row.logits.get(offset, some_V) for offset in range(buffer.block_size)]
             block.advance(torch.stack(rows)[:, : vocab.size], self._forwards[number] + 1)
-            new.rows_R[number] = True
-            new.tokens_RNB[number, 0] = torch.tensor(block.tokens)
-            new.masked_RNB[number, 0] = torch.tensor([i in block.masks for i in range(buffer.block_size)])
-            new.confidence_RNB[number, 0] = torch.tensor([cell.confidence for cell in block.cells])
-            new.stored_RN[number, 0] = block.done
+            blocks.rows_R[number] = True
+            blocks.tokens_RNB[number, 0] = torch.tensor(block.tokens)
+            blocks.masked_RNB[number, 0] = torch.tensor([i in block.masks for i in range(buffer.block_size)])
+            blocks.confidence_RNB[number, 0] = torch.tensor([cell.confidence for cell in block.cells])
+            blocks.stored_RN[number, 0] = block.done
             if block.done:
                 sequence.block = None
-        return new
+        return blocks
 
     def _decisions(self, buffer: BlockBuffer, vocab: Vocab) -> list[list[tuple[int, float]]]:
         """Tokens and their probabilities for the first open positions of each row; its guide knows of them."""
         if not self._rows:
             return []
-        shared = self._share(lambda: self._decide(buffer, vocab))
-        for row, decided in zip(self._rows, shared, strict=True):
+        decisions = self._share(lambda: self._decide(buffer, vocab))
+        for row, decision in zip(self._rows, decisions, strict=True):
             if isinstance(row.guide, GuideState):
-                row.guide.pending, row.guide.ended = decided.pending, decided.ended
-        return [decided.tokens for decided in shared]
+                row.guide.pending, row.guide.ended = decision.pending, decision.ended
+        return [decision.tokens for decision in decisions]
 
-    def _decide(self, buffer: BlockBuffer, vocab: Vocab) -> list[Decided]:
-        search, decided = Search(self._tries), dict[int, Decided]()
-        for number in sorted(range(len(self._rows)), key=lambda number: -self._rows[number].waited):
-            decided[number] = _decided(self._rows[number], buffer, vocab, search)
-        return [decided[number] for number in range(len(self._rows))]
+    def _decide(self, buffer: BlockBuffer, vocab: Vocab) -> list[Decision]:
+        search, decisions = Search(self._tries), dict[int, Decision]()
+        for number in sorted(range(len(self._rows)), key=lambda number: -self._rows[number].wait_steps):
+            decisions[number] = _decide_row(self._rows[number], buffer, vocab, search)
+        return [decisions[number] for number in range(len(self._rows))]
 
 
-def _decided(row: _Row, buffer: BlockBuffer, vocab: Vocab, search: Search) -> Decided:
+def _decide_row(row: _Row, buffer: BlockBuffer, vocab: Vocab, search: Search) -> Decision:
     guide, pick = row.guide, _picker(row, buffer, vocab)
     if isinstance(guide, TextScores):
-        return Decided([guide.decide(row.logits[0], pick, vocab)] if row.places else [])
+        return Decision([guide.decide(row.logits[0], pick, vocab)] if row.places else [])
     assert isinstance(guide, Guide), "only the rank that has the guides decides"
     if not row.places:
-        return Decided([], guide.pending, guide.ended)
-    decided = guide.extend(len(row.places), len(row.logits), pick, tau=row.tau, quota=row.quota, search=search)
-    if guide.ended and not guide.pending and decided:  # the rest of its block has no meaning
-        last = row.places[len(decided) - 1]
-        rest = [p for p in row.places[len(decided) :] if p // buffer.block_size == last // buffer.block_size]
-        decided += [(decided[-1][0], 1.0)] * len(rest)
-    return Decided(decided, guide.pending, guide.ended)
+        return Decision([], guide.pending, guide.ended)
+    tokens = guide.extend(len(row.places), len(row.logits), pick, tau=row.tau, quota=row.quota, search=search)
+    if guide.ended and not guide.pending and tokens:  # the rest of its block has no meaning
+        last_place = row.places[len(tokens) - 1]
+        rest_places = [
+            p for p in row.places[len(tokens) :] if p // buffer.block_size == last_place // buffer.block_size
+        ]
+        tokens += [(tokens[-1][0], 1.0)] * len(rest_places)
+    return Decision(tokens, guide.pending, guide.ended)
 
 
 def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Pick:
@@ -246,14 +248,14 @@ def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Pick:
         mask_V = torch.from_numpy(allowed_V).to(logits_V.device)
         masked_V = torch.full_like(logits_V, FORBIDDEN)
         masked_V[: len(mask_V)] = torch.where(mask_V, logits_V[: len(mask_V)], FORBIDDEN)
-        one = slice(i, i + 1)
-        chosen_P, probability_P = choose(
+        position = slice(i, i + 1)
+        token_P, probability_P = choose(
             masked_V[None],
             vocab,
-            None if draw is None else draw.select(one),
-            None if adjust is None else adjust.select(one),
+            None if draw is None else draw.select(position),
+            None if adjust is None else adjust.select(position),
         )
         likeliest = vocab.exclude_(logits_V.clone(), FORBIDDEN).max()
-        return Choice(int(chosen_P[0]), float(probability_P[0]), bool(masked_V.max() < likeliest))
+        return Choice(int(token_P[0]), float(probability_P[0]), bool(masked_V.max() < likeliest))
 
     return pick

@@ -1,4 +1,4 @@
-"""The one decode step: activate, lay out rows, forward, predict, commit, report.
+"""The one decode step: activate, lay out rows, forward, predict, commit, report; and which kind of it a batch needs.
 
 It is called in three ways. Packed: prompt chunks, resident slots and canvases in one forward (Alg. 4). Static: every
 slot of the batch rows in use, resident or not (Alg. 5). Captured: the static call as a CUDA graph (`graphs.py`). They
@@ -9,20 +9,167 @@ X numbers of a report.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
 from mbd_core.decoding.blocks.acceptance import predict
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
-from mbd_core.decoding.blocks.request import MAX_TOPS
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import MAX_TOPS, Request
 from mbd_core.decoding.blocks.sampling import Vocab
-from mbd_core.engine.batch import Batch, pack
+from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.report import pack_report, view_of, with_tops
 from mbd_core.engine.rows import StepRows
-from mbd_core.engine.runner import ModelRunner
+from mbd_core.engine.runner import Batch, ModelRunner, pack
 from mbd_core.engine.steering import Steering
-from mbd_core.engine.step_kind import StepKind, Work
+
+# Which step a batch needs: how many batch rows, how many logits, and which work. A CUDA graph serves one kind.
+#
+# Static steps come in few kinds, so that few graphs are captured: a power of two of batch rows, all slots of these
+# rows or (with a block budget) a power of two of them, and logits for a quarter, a half, three quarters or all of
+# their positions.
+
+
+@dataclass(frozen=True)
+class Work:
+    """Which optional parts of a step some batch row needs; a step that does more than a row needs does not change it.
+
+    draws      tokens are drawn (temperature above 0)
+    truncates  they are drawn from a part of the vocabulary (top_k or top_p), which takes a sort
+    scores     positions are ranked by something else than confidence
+    softens    filled positions are embedded as a mixture (DMax)
+    revises    filled positions may change (T2T, DMax)
+    quotas     several positions may be accepted by their rank
+    by_parts   blocks are filled part by part, or begin with a carried token
+    adapts     a LoRA adapter changes the forward
+    adjusts    logits are changed before a token is chosen (penalties, biases, bans, min_p)
+    tops       the likeliest tokens of each position are reported
+    """
+
+    draws: bool = False
+    truncates: bool = False
+    scores: bool = False
+    softens: bool = False
+    revises: bool = False
+    quotas: bool = False
+    by_parts: bool = False
+    adapts: bool = False
+    adjusts: bool = False
+    tops: bool = False
+
+    def covers(self, other: "Work") -> bool:
+        """Whether every part that `other` has is done here too."""
+        return all(getattr(self, f.name) >= getattr(other, f.name) for f in fields(Work))
+
+
+WORK_NAMES = tuple(f.name for f in fields(Work))
+ALL_WORK = Work(**dict.fromkeys(WORK_NAMES, True))
+
+
+def work_of(decoding: DecodingConfig, sampling: Sampling, *, adapts: bool = False) -> Work:
+    """What a request asks of each of its steps."""
+    return Work(
+        draws=sampling.draws,
+        truncates=sampling.truncates,
+        scores=decoding.ranks_by_score,
+        softens=decoding.soft is not None,
+        revises=decoding.revises,
+        quotas=decoding.accepts_several,
+        by_parts=decoding.by_parts,
+        adapts=adapts,
+    )
+
+
+def work_of_request(request: Request) -> Work:
+    work = work_of(request.decoding, request.sampling, adapts=request.adapter is not None)
+    return replace(work, adjusts=request.adjusts, tops=request.top_logprobs > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepKind:
+    """What a step depends on beside the values in its buffers.
+
+    num_slots  slots of each row that are sent through the model: the first ones, all others being empty
+    num_asked  positions with logits, `None`: all of these slots
+    """
+
+    num_rows: int
+    num_slots: int
+    num_asked: int | None
+    work: Work
+
+    def covers(self, other: "StepKind") -> bool:
+        """Whether a step of this kind can stand in for one of `other`."""
+        has_logits = self.num_asked is None or (other.num_asked is not None and self.num_asked >= other.num_asked)
+        has_slots = self.num_rows == other.num_rows and self.num_slots >= other.num_slots
+        return has_slots and has_logits and self.work.covers(other.work)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepKinds:
+    """The kinds of steps of one engine's Block Buffer.
+
+    adapters     it can load LoRA adapters
+    blocks_each  with a block budget: the blocks that each of so many running sequences may grow to
+    """
+
+    max_rows: int
+    num_slots: int
+    block_size: int
+    batch_invariant: bool
+    adapters: bool = False
+    blocks_each: Callable[[int], int] | None = None
+
+    def kind(self, *, num_rows: int, num_slots: int, num_asked: int, work: Work) -> StepKind:
+        """The least kind for a batch that uses `num_rows` rows, at most the first `num_slots` slots of each, and asks
+        for at most `num_asked` positions."""
+        rows = _power_of_two(num_rows, self.max_rows)
+        slots = self.num_slots if self.blocks_each is None else _power_of_two(num_slots, self.num_slots)
+        quarter = self._quarter(rows, slots)
+        quarters = max(1, -(-num_asked // quarter))
+        is_whole = quarters > 3 or self.batch_invariant
+        return StepKind(num_rows=rows, num_slots=slots, num_asked=None if is_whole else quarters * quarter, work=work)
+
+    def to_capture(self, decoding: DecodingConfig) -> list[StepKind]:
+        """The kinds worth a graph: greedy requests with `decoding` in every size, without and with adapters; in the
+        largest all work but what changes logits and reports more of them, and all work, which serves any other request
+        too. With a block budget, all of them also in the slots that it leaves a request."""
+        works = [work_of(decoding, Sampling())]
+        if self.adapters:
+            works.append(replace(works[0], adapts=True))
+        kinds: list[StepKind] = []
+        for rows, slots in self._shapes(decoding):
+            max_asked = rows * min(slots, decoding.buffer_size) * self.block_size
+            sizes = (*range(1, max_asked + 1, self._quarter(rows, slots)), max_asked)
+            kinds += dict.fromkeys(
+                self.kind(num_rows=rows, num_slots=slots, num_asked=n, work=w) for w in works for n in sizes
+            )
+            for work in (replace(ALL_WORK, adjusts=False, tops=False), ALL_WORK):
+                kinds.append(StepKind(num_rows=rows, num_slots=slots, num_asked=None, work=work))
+        return kinds
+
+    def _shapes(self, decoding: DecodingConfig) -> list[tuple[int, int]]:
+        """Rows and slots of these kinds, fewest first: all slots, and those that a request has at so many rows."""
+        shapes = set()
+        for n in range(1, self.max_rows + 1):
+            rows = _power_of_two(n, self.max_rows)
+            shapes.add((rows, self.num_slots))
+            if self.blocks_each is not None and decoding.adaptive:
+                slots = min(self.blocks_each(n), decoding.buffer_size)
+                shapes.add((rows, _power_of_two(slots, self.num_slots)))
+        return sorted(shapes)
+
+    def _quarter(self, num_rows: int, num_slots: int) -> int:
+        return -(-num_rows * num_slots * self.block_size // 4)
+
+
+def _power_of_two(number: int, limit: int) -> int:
+    """The least power of two that is not below `number`, at most `limit`."""
+    return min(1 << (max(number, 1) - 1).bit_length(), limit)
+
+
+# The step itself, on the device.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +200,10 @@ class StepState:
         return batch, self.runner.forward(batch)
 
     def logits_of(
-        self, hidden_AD: Tensor, batch: Batch, work: Work, *, steered: bool = False
+        self, hidden_AD: Tensor, batch: Batch, work: Work, *, has_steering: bool = False
     ) -> Callable[[slice], Tensor]:
         """The logits of a range of `hidden_AD`; of a step that takes likeliest tokens alone, each rank's own part."""
-        whole = steered or work.draws or work.scores or work.adjusts or work.tops
+        whole = has_steering or work.draws or work.scores or work.adjusts or work.tops
         return self.runner.blockwise_logits(hidden_AD, batch, block_size=self.buffer.block_size, whole=whole)
 
     @property
@@ -93,7 +240,7 @@ def decode_step(
     view = view_of(buffer)
     rows = lay_out(buffer)
     batch, hidden_AD = state.forward(rows)
-    logits_of = state.logits_of(hidden_AD, batch, work, steered=steering is not None)
+    logits_of = state.logits_of(hidden_AD, batch, work, has_steering=steering is not None)
     if steering is not None:
         assert rows.at_A is not None
         logits_of = steering.watch(logits_of, rows.at_A, buffer)
@@ -109,8 +256,8 @@ def decode_step(
         fallback_P=buffer.fallback_at(rows.at_A) if work.scores else None,
         num_tops=state.num_tops if work.tops else 0,
     )
-    chosen = None if steering is None else steering.choose(prediction, buffer, state.vocab)
-    commit = buffer.commit(prediction, revises=work.revises, quotas=work.quotas, by_parts=work.by_parts, chosen=chosen)
+    choice = None if steering is None else steering.choose(prediction, buffer, state.vocab)
+    commit = buffer.commit(prediction, revises=work.revises, quotas=work.quotas, by_parts=work.by_parts, chosen=choice)
     runner.remember_prompts(rows.prompt_ends)
     runner.remember_committed(rows.slot_end_RN, commit.num_blocks_R)
     report_X = pack_report(view, commit, buffer)

@@ -47,15 +47,15 @@ class ResidentAdapters:
 
     def __init__(self, config: ModelConfig, shard: Shard, slots: AdapterSlots | None) -> None:
         self._config, self._shard, self._slots = config, shard, slots
-        self._of: dict[str, ResidentAdapter] = {}
+        self._by_name: dict[str, ResidentAdapter] = {}
         self._num_loaded = 0
         self.names: set[str] = set()
 
     def __iter__(self) -> Iterator[ResidentAdapter]:
-        return iter(tuple(self._of.values()))
+        return iter(tuple(self._by_name.values()))
 
     def get(self, name: str | None) -> ResidentAdapter | None:
-        return None if name is None else self._of.get(name)
+        return None if name is None else self._by_name.get(name)
 
     def read(self, name: str, folder: Path) -> Adapter:
         """The adapter in `folder`, to be placed under `name`; `ValueError` if it cannot be."""
@@ -63,11 +63,11 @@ class ResidentAdapters:
             raise ValueError("this engine loads no adapters; start it with max_adapters")
         if not name:
             raise ValueError("an adapter needs a name")
-        if name in self._of:
+        if name in self._by_name:
             raise ValueError(f"an adapter '{name}' is loaded already; unload it first")
-        if len(self._of) == self._slots.num_slots:
+        if len(self._by_name) == self._slots.num_slots:
             raise ValueError(
-                f"{len(self._of)} adapters are loaded, which is all that max_adapters allows; unload one first"
+                f"{len(self._by_name)} adapters are loaded, which is all that max_adapters allows; unload one first"
             )
         adapter = read_adapter(folder, self._config, shard=self._shard)
         if adapter.rank > self._slots.max_rank:
@@ -76,18 +76,18 @@ class ResidentAdapters:
 
     def place(self, name: str, adapter: Adapter) -> None:
         """Put an adapter that was read for `name` into a free slot."""
-        assert self._slots is not None and name not in self._of
-        slot = min(set(range(1, self._slots.num_slots + 1)) - {a.slot for a in self._of.values()})
+        assert self._slots is not None and name not in self._by_name
+        slot = min(set(range(1, self._slots.num_slots + 1)) - {a.slot for a in self._by_name.values()})
         self._slots.write(slot, adapter)
         self._num_loaded += 1
-        self._of[name] = ResidentAdapter(name, slot, self._num_loaded, adapter.rank)
+        self._by_name[name] = ResidentAdapter(name, slot, self._num_loaded, adapter.rank)
         self.names.add(name)
 
     def remove(self, name: str) -> None:
         """Free the slot of an adapter that nobody uses."""
         assert self._slots is not None
         self.names.discard(name)
-        self._slots.clear(self._of.pop(name).slot)
+        self._slots.clear(self._by_name.pop(name).slot)
 
 
 # Other weights in the place of the model's.
@@ -125,19 +125,19 @@ def stage_weights(model: Decoder, source: WeightSource, mode: SwapMode) -> Stage
         try:
             keeps = quantized_parts(model) == "blocks" and has_blocks(source)
             parts: Parts | None = "blocks" if keeps else None
-            loaded = load_model(source, dtype=dtype, shard=model.shard, reduce=model.reduce, fp8=parts)
+            source_model = load_model(source, dtype=dtype, shard=model.shard, reduce=model.reduce, fp8=parts)
         except OSError as error:
             raise ValueError(f"the folder of the weights cannot be read: {error}") from error
-        theirs, ours = loaded.config, model.config
+        theirs, ours = source_model.config, model.config
         if differs := [f.name for f in fields(ours) if getattr(theirs, f.name) != getattr(ours, f.name)]:
             name = differs[0]
             raise ValueError(
                 f"{source} cannot take the place of the weights: its {name} is {getattr(theirs, name)}, the model's "
                 f"{getattr(ours, name)}"
             )
-        if keeps and _blocks(loaded) != _blocks(model):
+        if keeps and _blocks(source_model) != _blocks(model):
             raise ValueError(f"{source} cannot take the place of the weights: its FP8 experts are in other blocks")
-        return StagedWeights(_without_tied_head(loaded, loaded.state_dict()), mode)
+        return StagedWeights(_without_tied_head(source_model, source_model.state_dict()), mode)
     return StagedWeights(_check_tensors(model, dict(source), dtype), mode)
 
 
@@ -146,57 +146,57 @@ def _blocks(model: Decoder) -> dict[str, Block | None]:
 
 
 def _without_tied_head(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    tied = model.config.tie_word_embeddings
-    return {name: tensor for name, tensor in tensors.items() if not (tied and name == "lm_head.weight")}
+    is_tied = model.config.tie_word_embeddings
+    return {name: tensor for name, tensor in tensors.items() if not (is_tied and name == "lm_head.weight")}
 
 
-def _check_tensors(model: Decoder, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def _check_tensors(model: Decoder, tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Copies of whole tensors, or of this rank's part of them."""
-    given = _without_tied_head(model, given)
+    tensors = _without_tied_head(model, tensors)
     with torch.device("meta"):
-        expected = _without_tied_head(model, Decoder(model.whole_config).state_dict())
-    for names, what in ((given.keys() - expected.keys(), "are no"), (expected.keys() - given.keys(), "lack")):
+        places = _without_tied_head(model, Decoder(model.whole_config).state_dict())
+    for names, verb in ((tensors.keys() - places.keys(), "are no"), (places.keys() - tensors.keys(), "lack")):
         if names:
-            raise ValueError(f"the new weights {what} tensor of this model: '{min(names)}'")
-    shard, staged = model.shard, {}
-    for name, tensor in given.items():
-        shape, cut = tuple(expected[name].shape), served_dim(name)
+            raise ValueError(f"the new weights {verb} tensor of this model: '{min(names)}'")
+    shard, parts = model.shard, {}
+    for name, tensor in tensors.items():
+        shape, dim = tuple(places[name].shape), served_dim(name)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"the new weights' '{name}' has shape {tuple(tensor.shape)}; the model asks for {shape}")
-        own = tensor if cut is None else tensor.chunk(shard.size, dim=cut)[shard.rank]
+        part = tensor if dim is None else tensor.chunk(shard.size, dim=dim)[shard.rank]
         to = torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype
-        staged[name] = own.detach().to("cpu", to, copy=True)
-        if not bool(staged[name].isfinite().all()):
+        parts[name] = part.detach().to("cpu", to, copy=True)
+        if not bool(parts[name].isfinite().all()):
             raise ValueError(f"the new weights' '{name}' has values that are not finite")
-    return staged
+    return parts
 
 
 @torch.no_grad()
-def overwrite(model: Decoder, staged: StagedWeights) -> None:
+def overwrite(model: Decoder, weights: StagedWeights) -> None:
     """Copy staged weights over the model's, in place; what is FP8 here alone is rounded anew, with scales of its
     own."""
-    places = {name: tensor for name, tensor in model.state_dict().items() if name in staged.tensors}
+    places = {name: tensor for name, tensor in model.state_dict().items() if name in weights.tensors}
     for name, place in places.items():
-        _copy(place, staged.tensors[name])
-    rounded = 0
+        _copy(place, weights.tensors[name])
+    num_rounded = 0
     for prefix, module in model.named_modules():
         if isinstance(module, Fp8Module):
             for buffer, values in module.named_buffers(recurse=False):
                 weight = buffer.removesuffix("_values")
-                if weight != buffer and f"{prefix}.{weight}" in staged.tensors:
-                    wide = staged.tensors[f"{prefix}.{weight}"].to(values.device)
-                    new = quantize(wide, block=module.block)
-                    _copy(values, new.values)
-                    module.get_buffer(f"{weight}_scale").copy_(new.scale)
-                    rounded += 1
-    assert len(places) + rounded == len(staged.tensors), "a staged weight has no place in the model"
+                if weight != buffer and f"{prefix}.{weight}" in weights.tensors:
+                    full_weight = weights.tensors[f"{prefix}.{weight}"].to(values.device)
+                    fp8_weight = quantize(full_weight, block=module.block)
+                    _copy(values, fp8_weight.values)
+                    module.get_buffer(f"{weight}_scale").copy_(fp8_weight.scale)
+                    num_rounded += 1
+    assert len(places) + num_rounded == len(weights.tensors), "a staged weight has no place in the model"
 
 
-def _copy(place: Tensor, new: Tensor) -> None:
+def _copy(place: Tensor, source: Tensor) -> None:
     """FP8 is copied as bytes."""
     if place.dtype == FP8:
-        place, new = place.view(torch.uint8), new.view(torch.uint8)
-    place.copy_(new)
+        place, source = place.view(torch.uint8), source.view(torch.uint8)
+    place.copy_(source)
 
 
 # The large tensors of an engine that sleeps: their memory is given back, the tensors themselves stay.
@@ -208,21 +208,21 @@ def _copy(place: Tensor, new: Tensor) -> None:
 class DormantMemory:
     """Storages whose bytes are given back, with copies on the host of those that must come again as they were."""
 
-    def __init__(self, *, lost: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        """Zeros will come in the place of what the `lost` tensors hold; what `kept` ones hold waits on the host."""
+    def __init__(self, *, caches: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        """What `caches` hold is lost, and zeros come in its place; what `weights` hold waits on the host."""
         self.num_bytes = 0
         """Bytes that were given back."""
-        self._empty = [(whole, self._release(whole)) for whole in _storages(lost)]
-        self._kept: list[tuple[Tensor, Tensor]] = []
-        for whole in _storages(kept):
-            self._kept.append((whole, whole.to("cpu", copy=True)))
-            self._release(whole)
-        if any(tensor.is_cuda for tensor in lost):
+        self._sizes = [(storage, self._release(storage)) for storage in _storages(caches)]
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        for storage in _storages(weights):
+            self._copies.append((storage, storage.to("cpu", copy=True)))
+            self._release(storage)
+        if any(tensor.is_cuda for tensor in caches):
             torch.cuda.empty_cache()
 
-    def _release(self, whole: Tensor) -> int:
-        size = whole.untyped_storage().nbytes()
-        whole.untyped_storage().resize_(0)
+    def _release(self, storage: Tensor) -> int:
+        size = storage.untyped_storage().nbytes()
+        storage.untyped_storage().resize_(0)
         self.num_bytes += size
         return size
 
@@ -231,20 +231,20 @@ class DormantMemory:
         """Take the memory again; raises torch's error where there is not enough of it. None is held then, and it may
         be called again."""
         try:
-            for whole, copy in self._kept:
-                whole.untyped_storage().resize_(copy.numel())
-                whole.copy_(copy)
-            for whole, size in self._empty:
-                whole.untyped_storage().resize_(size)
-                whole.zero_()
+            for storage, copy in self._copies:
+                storage.untyped_storage().resize_(copy.numel())
+                storage.copy_(copy)
+            for storage, size in self._sizes:
+                storage.untyped_storage().resize_(size)
+                storage.zero_()
         except BaseException:
-            taken = [whole for whole, _ in (*self._kept, *self._empty)]
-            for whole in taken:
-                whole.untyped_storage().resize_(0)
-            if any(whole.is_cuda for whole in taken):
+            storages = [storage for storage, _ in (*self._copies, *self._sizes)]
+            for storage in storages:
+                storage.untyped_storage().resize_(0)
+            if any(storage.is_cuda for storage in storages):
                 torch.cuda.empty_cache()
             raise
-        self._kept, self._empty = [], []
+        self._copies, self._sizes = [], []
         self.num_bytes = 0
 
 

@@ -29,11 +29,11 @@ class Draws:
     """How an estimate is drawn: its number of draws, how many of them share a forward, and the seed of each text."""
 
     number: int = 128
-    together: int = 8
+    per_forward: int = 8
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.number < 1 or self.together < 1:
+        if self.number < 1 or self.per_forward < 1:
             raise ValueError(f"{self} must have at least one draw, and one a forward")
 
 
@@ -58,13 +58,13 @@ def log_likelihood(
     tokens_L = torch.tensor([*prefix, *target], device=device)
     full = model.config.attention == "full"
     groups = _groups(len(prefix), length, length if full else block_size)
-    masked_DL = _masked(groups, length, draws).to(device)
+    masked_DL = _draw_masks(groups, length, draws).to(device)
     total = 0.0
-    for start in range(0, draws.number, draws.together):
-        part_DL = masked_DL[start : start + draws.together]
-        predicted = _full_logits if full else _block_logits
+    for start in range(0, draws.number, draws.per_forward):
+        part_DL = masked_DL[start : start + draws.per_forward]
+        logits_of = _full_logits if full else _block_logits
         first = 0 if full else groups[0][0] - groups[0][0] % block_size
-        logits_DNV = predicted(model, tokens_L, part_DL, first, block_size)
+        logits_DNV = logits_of(model, tokens_L, part_DL, first, block_size)
         weights_DN = _weights(groups, part_DL)[:, first:]
         nats_DN = -F.cross_entropy(
             logits_DNV.float().transpose(1, 2), tokens_L[first:].expand(len(part_DL), -1), reduction="none"
@@ -79,7 +79,7 @@ def _groups(begin: int, end: int, size: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], end], strict=True))
 
 
-def _masked(groups: Sequence[tuple[int, int]], length: int, draws: Draws) -> Tensor:
+def _draw_masks(groups: Sequence[tuple[int, int]], length: int, draws: Draws) -> Tensor:
     """Which positions each draw masks (D, L)."""
     generator = torch.Generator().manual_seed(draws.seed)
     masked_DL = torch.zeros(draws.number, length, dtype=torch.bool)

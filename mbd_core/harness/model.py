@@ -22,7 +22,7 @@ from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.literal_text import MaskedText, Masking, fixed_masking, literal, token_ids
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
-from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, merge_fields
+from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
@@ -33,6 +33,7 @@ from mbd_core.evaluation.tasks.generation_fields import Generation, read_generat
 from mbd_core.files import check_new_file, write_text
 from mbd_core.harness.likelihood import Draws, log_likelihood
 from mbd_core.harness.scoring import CountedText
+from mbd_core.json_text import merge_fields, merge_paths
 from mbd_core.serving.tokens.load import load_engine
 
 LOGGER = logging.getLogger("lm_eval.mbd")
@@ -69,7 +70,7 @@ class HarnessModel(TemplateLM):
         del max_batch_size  # the engine takes requests from a queue as rows become free
         if method is not None and method not in NAMED_METHODS:
             raise ValueError(f"unknown method '{method}'; known: {', '.join(NAMED_METHODS)}")
-        self._method, self._fields = method, _nested(decoding)
+        self._method, self._fields = method, _decoding_fields(decoding)
         if log is not None:
             check_new_file(Path(log))
         folder = model_folder(pretrained)
@@ -100,7 +101,7 @@ class HarnessModel(TemplateLM):
         fields = dict(NAMED_METHODS[self._method]) if self._method is not None else {}
         if self._method == MULTI and self._defaults.get("buffer_size", 1) == 1:
             fields["buffer_size"] = DEFAULT_SLOTS
-        fields = merge_fields(merge_fields(fields, self._fields), _nested(changes))
+        fields = merge_fields(merge_fields(fields, self._fields), _decoding_fields(changes))
         return decoding_config(self._defaults, fields, block_size=self._block_size)
 
     # -- generation -------------------------------------------------------------------------------------------------
@@ -119,10 +120,10 @@ class HarnessModel(TemplateLM):
         return answers
 
     def _answers(self, instances: Sequence[Instance]) -> list[CountedText]:
-        asked = [read_generation(instance.args[1]) for instance in instances]
+        generations = [read_generation(instance.args[1]) for instance in instances]
         requests: list[Request] = []
-        refused: dict[str, str] = {}
-        for number, (instance, generation) in enumerate(zip(instances, asked, strict=True)):
+        refusals: dict[str, str] = {}
+        for number, (instance, generation) in enumerate(zip(instances, generations, strict=True)):
             request = self._request(str(number), instance.args[0], generation)
             try:
                 self._model.engine.admission.check(request)
@@ -130,9 +131,9 @@ class HarnessModel(TemplateLM):
             except RequestRefused as error:
                 if error.code != "context_length_exceeded":
                     raise
-                refused[request.request_id] = str(error)
+                refusals[request.request_id] = str(error)
                 LOGGER.warning("document %s of %s has no answer: %s", instance.doc_id, instance.task_name, error)
-        stops = {str(number): generation.stop for number, generation in enumerate(asked)}
+        stops = {str(number): generation.stop for number, generation in enumerate(generations)}
         decode = partial(decode_text, self.tokenizer)
         outputs = {o.request_id: o for o in generate_until(self._model.engine, requests, stops, decode)}
         answers = []
@@ -144,7 +145,7 @@ class HarnessModel(TemplateLM):
                 answer = CountedText(text, output.counts, output.finish_reason)
             answers.append(answer)
             self.cache_hook.add_partial("generate_until", instance.args, answer)
-            self._record(instance, answer, refused.get(str(number)))
+            self._record(instance, answer, refusals.get(str(number)))
         return answers
 
     def _request(self, name: str, context: str, generation: Generation) -> Request:
@@ -167,16 +168,16 @@ class HarnessModel(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What a report of the harness says of the model: how it decodes, and its counts over all generations."""
-        counted = [row for row in self._records if "nfe" in row]
+        rows = [row for row in self._records if "nfe" in row]
         info: dict[str, Any] = {"mbd_backend": self._model.backend, "mbd_decoding": repr(self.decoding)}
-        if counted:
-            forwards, tokens = (sum(row[name] for row in counted) for name in ("nfe", "tokens"))
+        if rows:
+            forwards, tokens = (sum(row[name] for row in rows) for name in ("nfe", "tokens"))
             info |= {
                 "mbd_generations": len(self._records),
-                "mbd_not_decoded": len(self._records) - len(counted),
-                "mbd_cut": sum(row["cut"] for row in counted),
-                "mbd_nfe_mean": forwards / len(counted),
-                "mbd_tpf_mean": sum(row["tpf"] for row in counted) / len(counted),
+                "mbd_not_decoded": len(self._records) - len(rows),
+                "mbd_cut": sum(row["cut"] for row in rows),
+                "mbd_nfe_mean": forwards / len(rows),
+                "mbd_tpf_mean": sum(row["tpf"] for row in rows) / len(rows),
                 "mbd_tpf_ratio_of_sums": tokens / forwards if forwards else 0.0,
             }
         return info
@@ -188,7 +189,7 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Monte Carlo estimates (`likelihood.py`), and whether greedy decoding gives the same tokens. A text that the
         model cannot hold ends the run: no number stands for it."""
-        scored = []
+        results = []
         for texts, context, continuation in tqdm(
             requests, disable=kwargs.get("disable_tqdm", False), desc="Running loglikelihood requests"
         ):
@@ -201,8 +202,8 @@ class HarnessModel(TemplateLM):
             )
             result = nats, self._is_greedy(context, continuation)
             self.cache_hook.add_partial("loglikelihood", texts, result)
-            scored.append(result)
-        return scored
+            results.append(result)
+        return results
 
     def _is_greedy(self, context: Sequence[int], continuation: Sequence[int]) -> bool:
         if not continuation:
@@ -281,16 +282,13 @@ def _device(name: str | None) -> torch.device | None:
     return torch.device(name)
 
 
-def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _decoding_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Decoding fields with dotted names as parts; `ValueError` for an unknown one or a value of the wrong type."""
-    nested: dict[str, Any] = {}
+    values = {}
     for path, value in fields.items():
-        given = {True: "true", False: "false", None: "none"}.get(value, value) if _is_name(value) else value
-        (value,) = parse_grid(f"{path}={given}")[path]
-        for name in reversed(path.split(".")):
-            value = {name: value}
-        nested = merge_fields(nested, value)
-    return nested
+        text = {True: "true", False: "false", None: "none"}.get(value, value) if _is_name(value) else value
+        (values[path],) = parse_grid(f"{path}={text}")[path]
+    return merge_paths({}, values)
 
 
 def _is_name(value: Any) -> bool:

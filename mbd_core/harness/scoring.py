@@ -58,10 +58,10 @@ def score(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
     An answer of another backend has no counts, and adds nothing to their means.
     """
     task, text = find_task(doc["task"]), results[0]
-    found = grade(task, Problem(**{name: doc[name] for name in PROBLEM_COLUMNS}), str(text))
-    metrics = {"accuracy": float(found.correct)}
+    verdict = grade(task, Problem(**{name: doc[name] for name in PROBLEM_COLUMNS}), str(text))
+    metrics = {"accuracy": float(verdict.correct)}
     for name in ("strict", "flexible", "base", "plus"):
-        right = getattr(found, f"{name}_correct")
+        right = getattr(verdict, f"{name}_correct")
         if right is not None:
             metrics[name] = float(right)
     return metrics | (text.measures() if isinstance(text, CountedText) else {})

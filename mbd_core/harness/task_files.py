@@ -41,13 +41,15 @@ def write_task_files(
     flags: dict[str, str] = {}
     for problem_set in problem_sets:
         task, prompt = problem_set.task, recipe.task_prompt(problem_set.task.name)
-        shown = examples_of(task, recipe, examples.get(task.name))
+        shots = examples_of(task, recipe, examples.get(task.name))
         name = task_name(recipe, task.name)
         files = {"test": f"{name}.problems.jsonl"}
         write_text(folder / files["test"], _lines(_problem_rows(problem_set, prompt)))
-        if shown:
+        if shots:
             files["train"] = f"{name}.examples.jsonl"
-            write_text(folder / files["train"], _lines([_example_row(task.name, prompt, one) for one in shown]))
+            write_text(
+                folder / files["train"], _lines([_example_row(task.name, prompt, example) for example in shots])
+            )
         paths = {split: str(home / file) for split, file in files.items()}
         write_text(folder / f"{name}.yaml", _yaml(name, recipe, problem_set, prompt, paths))
         flags[name] = FLAGS[prompt.wording.form]
@@ -58,19 +60,19 @@ def _problem_rows(problem_set: ProblemSet, prompt: TaskPrompt) -> list[dict[str,
     return [
         {
             "task": problem_set.task.name,
-            "asked": prompt.wording.text.format(question=one.text or one.prompt, tests=one.tests),
-            "target": one.reference if not runs_programs(problem_set.task) else one.entry_point,
-            **{name: getattr(one, name) for name in PROBLEM_COLUMNS},
+            "asked": prompt.wording.text.format(question=problem.text or problem.prompt, tests=problem.tests),
+            "target": problem.reference if not runs_programs(problem_set.task) else problem.entry_point,
+            **{name: getattr(problem, name) for name in PROBLEM_COLUMNS},
         }
-        for one in problem_set.problems
+        for problem in problem_set.problems
     ]
 
 
 def _example_row(task: str, prompt: TaskPrompt, example: FewShotExample) -> dict[str, str]:
     """A row with the columns of a problem's: the splits of a data set must have the same."""
-    asked = prompt.wording.text.format(question=example.question, tests=example.tests)
+    question = prompt.wording.text.format(question=example.question, tests=example.tests)
     target = prompt.wording.answer.format(answer=example.answer)
-    return dict.fromkeys(COLUMNS, "") | {"task": task, "asked": asked, "target": target}
+    return dict.fromkeys(COLUMNS, "") | {"task": task, "asked": question, "target": target}
 
 
 def _lines(rows: Sequence[Mapping[str, str]]) -> str:

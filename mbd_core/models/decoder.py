@@ -205,11 +205,11 @@ class Decoder(nn.Module):
 
     def _hard(self, input_ids: Tensor) -> Tensor:
         """Rows of the embeddings (..., D); each is known to one rank."""
-        table, known = self.model.embed_tokens, self.vocabulary
+        table, own_ids = self.model.embed_tokens, self.vocabulary
         if self.reduce is None:
             return table(input_ids)
-        own = (input_ids >= known.start) & (input_ids < known.stop)
-        return self.reduce(table((input_ids - known.start) * own).masked_fill(~own[..., None], 0.0))
+        is_own = (input_ids >= own_ids.start) & (input_ids < own_ids.stop)
+        return self.reduce(table((input_ids - own_ids.start) * is_own).masked_fill(~is_own[..., None], 0.0))
 
     def _mask_embedding(self) -> Tensor:
         """The embedding (D,) of the mask."""
@@ -222,12 +222,12 @@ class Decoder(nn.Module):
         The logits at a position predict its token, or with `config.shift_logits` the next position's token. Of several
         ranks, all must call it together.
         """
-        own = self.own_logits(hidden, split=split)
+        own_logits_V = self.own_logits(hidden, split=split)
         if self.reduce is None:
-            return own
-        whole = own.new_zeros(*own.shape[:-1], self.config.vocab_size)
-        whole[..., self.vocabulary.start : self.vocabulary.stop] = own
-        return self.reduce(whole)
+            return own_logits_V
+        logits = own_logits_V.new_zeros(*own_logits_V.shape[:-1], self.config.vocab_size)
+        logits[..., self.vocabulary.start : self.vocabulary.stop] = own_logits_V
+        return self.reduce(logits)
 
     def own_logits(self, hidden: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
         """The logits of `vocabulary` alone, this rank's part: nothing crosses."""

@@ -152,17 +152,17 @@ class Rotations:
     """Cosines and sines (2, C) of every position, never reallocated because CUDA graphs read them at their address."""
 
     def __init__(self, config: ModelConfig, num_positions: int, like: Tensor) -> None:
-        device, rotated, rest = like.device, config.num_rotated, config.head_dim - config.num_rotated
+        device, num_rotated, num_fixed = like.device, config.num_rotated, config.head_dim - config.num_rotated
         cos, sin = (t[:, 0] for t in rotary(torch.arange(num_positions, device=device), config))
         first, second = sin.chunk(2, dim=-1)
-        cos, sin = F.pad(cos, (0, rest), value=1.0), F.pad(torch.cat((-first, second), dim=-1), (0, rest))
+        cos, sin = F.pad(cos, (0, num_fixed), value=1.0), F.pad(torch.cat((-first, second), dim=-1), (0, num_fixed))
         self.table_P2C = torch.stack((cos, sin), dim=1).to(like.dtype)
-        self.num_rotated, self._half = rotated, rotated // 2
+        self.num_rotated, self._half = num_rotated, num_rotated // 2
         channels = torch.arange(config.head_dim, device=device)
-        turned = (channels + self._half) % rotated
+        partners = (channels + self._half) % num_rotated
         # a CPU's fused multiply and add is slow in bfloat16
         self._in_one = device.type != "cpu" or like.dtype == torch.float32
-        self._partners_C = torch.where(channels < rotated, turned, channels) if rest else None
+        self._partners_C = torch.where(channels < num_rotated, partners, channels) if num_fixed else None
 
     def at(self, positions_T: Tensor) -> Rotation:
         cos_T1C, sin_T1C = self.table_P2C.index_select(0, positions_T).split(1, dim=1)
@@ -186,9 +186,9 @@ def join_storage(parameters: Sequence[Tensor]) -> Tensor:
     Nothing moves if they are already adjacent.
     """
     first = parameters[0]
-    whole = sum(p.shape[0] for p in parameters)
+    num_rows = sum(p.shape[0] for p in parameters)
     if _adjacent(parameters):
-        return first.detach().as_strided((whole, *first.shape[1:]), first.stride())
+        return first.detach().as_strided((num_rows, *first.shape[1:]), first.stride())
     joint = torch.cat([p.detach() for p in parameters])
     for parameter, part in zip(parameters, joint.split([p.shape[0] for p in parameters]), strict=True):
         parameter.data = part
@@ -199,8 +199,8 @@ def _adjacent(parameters: Sequence[Tensor]) -> bool:
     first = parameters[0]
     place = first.storage_offset()
     for p in parameters:
-        same = p.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (same and p.is_contiguous() and p.storage_offset() == place):
+        shares_storage = p.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (shares_storage and p.is_contiguous() and p.storage_offset() == place):
             return False
         place += p.numel()
     return True

@@ -190,24 +190,24 @@ class ModelConfig:
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
             )
         edits = {"delete_token_id": self.delete_token_id, "split_token_id": self.split_token_id}
-        given = [(name, token) for name, token in edits.items() if token is not None]
-        if len(given) == 1:
+        edit_ids = [(name, token) for name, token in edits.items() if token is not None]
+        if len(edit_ids) == 1:
             raise ValueError(
-                f"{given[0][0]}={given[0][1]} stands alone; give delete_token_id and split_token_id, or none"
+                f"{edit_ids[0][0]}={edit_ids[0][1]} stands alone; give delete_token_id and split_token_id, or none"
             )
         special = [("mask_token_id", self.mask_token_id), *(("eos_token_id", e) for e in self.eos_token_ids)]
-        if len({token for _, token in (special[0], *given)}) < 1 + len(given):
+        if len({token for _, token in (special[0], *edit_ids)}) < 1 + len(edit_ids):
             raise ValueError(f"mask_token_id={self.mask_token_id}, {edits} must be different tokens")
-        for name, token in (*special, *given):
+        for name, token in (*special, *edit_ids):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"{name}={token} lies outside the vocabulary of {self.vocab_size} tokens")
         if not self.eos_token_ids:
             raise ValueError("eos_token_id is an empty list; give at least one id")
         if self.mask_token_id in self.eos_token_ids:
             raise ValueError(f"mask_token_id={self.mask_token_id} is also an EOS id; they must differ")
-        rotated = self.num_rotated
-        if rotated % 2 or not 2 <= rotated <= self.head_dim:
-            raise ValueError(f"rotary_dim={rotated} must be even and at most head_dim={self.head_dim}")
+        rotary_dim = self.num_rotated
+        if rotary_dim % 2 or not 2 <= rotary_dim <= self.head_dim:
+            raise ValueError(f"rotary_dim={rotary_dim} must be even and at most head_dim={self.head_dim}")
         if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
             raise ValueError(f"rope_theta={self.rope_theta} must exceed 1 for YaRN")
 
@@ -248,12 +248,12 @@ class ModelConfig:
         `ValueError` naming the size that does not divide.
         """
         moe = self.moe
-        divided = {
+        sizes = {
             "num_key_value_heads": self.num_kv_heads,
             "intermediate_size": self.intermediate_size,
             **({"moe_intermediate_size": moe.intermediate_size} if moe is not None else {}),
         }
-        for name, value in divided.items():
+        for name, value in sizes.items():
             if value % size:
                 raise ValueError(f"{name}={value} does not divide among {size} tensor-parallel ranks")
         return replace(

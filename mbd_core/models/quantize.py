@@ -28,9 +28,9 @@ def quantize_weights(model: Decoder, parts: Parts) -> Decoder:
     """
     if parts not in get_args(Parts):
         raise ValueError(f"parts={parts!r} is unknown; choose one of {', '.join(get_args(Parts))}")
-    rounded = quantized_parts(model)
-    if rounded is not None:
-        raise ValueError(f"the model's weights are FP8 already (parts={rounded!r}); load it again to round others")
+    old_parts = quantized_parts(model)
+    if old_parts is not None:
+        raise ValueError(f"the model's weights are FP8 already (parts={old_parts!r}); load it again to round others")
     names = _module_names(model, parts)
     if not names:
         raise ValueError(
@@ -64,9 +64,9 @@ def rounded_bytes(model: Decoder, parts: Parts) -> int:
     """`weight_bytes` of a model once these weights are FP8; it may have no values (on the meta device)."""
     block = fp8.RELEASED if parts == "blocks" else None
     wide = {id(p): p for name in _module_names(model, parts) for p in model.get_submodule(name).parameters()}
-    stored = [fp8.empty_weight(p.shape, block, "meta") for p in wide.values() if p.ndim > 1]
-    saved = sum(p.nbytes for p in wide.values() if p.ndim > 1)
-    return weight_bytes(model) - saved + sum(weight.num_bytes for weight in stored)
+    weights = [fp8.empty_weight(p.shape, block, "meta") for p in wide.values() if p.ndim > 1]
+    wide_bytes = sum(p.nbytes for p in wide.values() if p.ndim > 1)
+    return weight_bytes(model) - wide_bytes + sum(weight.num_bytes for weight in weights)
 
 
 def _module_names(model: Decoder, parts: Parts) -> list[str]:

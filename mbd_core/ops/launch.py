@@ -74,11 +74,11 @@ def watched_launches(see: Callable[[str], None]) -> Iterator[None]:
 def triton_serves(device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
     """Whether the fused kernels are used for tensors of `dtype` on `device`: on CUDA from compute capability 8.0 on,
     where Triton is installed, for the dtypes of models. Elsewhere their definitions in plain torch are."""
-    return device.type == "cuda" and dtype in DTYPES and _installed() and _capable(device)
+    return device.type == "cuda" and dtype in DTYPES and _has_triton() and _capable(device)
 
 
 @functools.cache
-def _installed() -> bool:
+def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 

@@ -36,10 +36,10 @@ def _on_cuda(run: Callable[[], object], device: torch.device, calls: int) -> flo
 
 
 def _on_host(run: Callable[[], object], calls: int) -> float:
-    started = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(calls):
         run()
-    return time.perf_counter() - started
+    return time.perf_counter() - start
 
 
 # The host's memory that is still free for this process.
@@ -54,9 +54,9 @@ def free_host_memory() -> int:
     """
     available = int(psutil.virtual_memory().available)
     try:
-        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        limit, usage = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        return min(available, limit - used + int(statistics["inactive_file"]))
+        return min(available, limit - usage + int(statistics["inactive_file"]))
     except (OSError, ValueError):  # no such file, or "max"
         return available
 

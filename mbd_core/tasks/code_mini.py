@@ -45,12 +45,12 @@ def _keep(rng: random.Random) -> Stage:
         case "divisible":
             text, line = f"keep the multiples of {n}", f"xs = [x for x in xs if x % {n} == 0]"
             return _stage(n, text, line, lambda m: lambda xs: [x for x in xs if x % m == 0])
-    rest = 0 if kind == "even" else 1
+    remainder = 0 if kind == "even" else 1
     return Stage(
         text=f"keep the {kind} numbers",
-        line=f"xs = [x for x in xs if x % 2 == {rest}]",
-        apply=lambda xs: [x for x in xs if x % 2 == rest],
-        near_misses=(lambda xs: [x for x in xs if x % 2 != rest],),
+        line=f"xs = [x for x in xs if x % 2 == {remainder}]",
+        apply=lambda xs: [x for x in xs if x % 2 == remainder],
+        near_misses=(lambda xs: [x for x in xs if x % 2 != remainder],),
     )
 
 
@@ -119,18 +119,18 @@ def checks(stages: Sequence[Stage], key: str) -> list[tuple[list[int], Any]]:
     At most 200 inputs are tried, because a wrong pipeline may be equivalent to the right one.
     """
     rng = random.Random(key)
-    steps, undetected = [s.apply for s in stages], wrong_pipelines(stages)
-    chosen: list[tuple[list[int], Any]] = []
+    steps, pipelines = [s.apply for s in stages], wrong_pipelines(stages)
+    examples: list[tuple[list[int], Any]] = []
     for _ in range(200):
         xs = [rng.randint(-9, 20) for _ in range(rng.randint(4, 12))]
         value = run(steps, xs)
-        still_undetected = [wrong for wrong in undetected if run(wrong, xs) == value]
-        if len(still_undetected) < len(undetected) or len(chosen) < 6:
-            chosen.append((xs, value))
-        undetected = still_undetected
-        if not undetected and len(chosen) >= 6:
+        remaining_pipelines = [wrong for wrong in pipelines if run(wrong, xs) == value]
+        if len(remaining_pipelines) < len(pipelines) or len(examples) < 6:
+            examples.append((xs, value))
+        pipelines = remaining_pipelines
+        if not pipelines and len(examples) >= 6:
             break
-    return chosen
+    return examples
 
 
 def _problem(rng: random.Random) -> tuple[str, tuple[str, list[Stage]]]:

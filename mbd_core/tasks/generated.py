@@ -16,15 +16,17 @@ class Generate(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedTask:
-    """A task whose problems are drawn; a row's column `asked` is the question, `answered` its whole right answer."""
+    """A task whose problems are drawn, and the columns of a row with the question and its whole right answer."""
 
     generate: Generate
-    asked: str
-    answered: str
+    question_column: str
+    answer_column: str
 
 
 GENERATED_TASKS = {
-    "gsm-mini": GeneratedTask(generate=gsm_mini.generate, asked="question", answered="answer"),
-    "code-mini": GeneratedTask(generate=code_mini.generate, asked="prompt", answered="canonical_solution"),
-    "ledger-mini": GeneratedTask(generate=ledger_mini.generate, asked="question", answered="answer"),
+    "gsm-mini": GeneratedTask(generate=gsm_mini.generate, question_column="question", answer_column="answer"),
+    "code-mini": GeneratedTask(
+        generate=code_mini.generate, question_column="prompt", answer_column="canonical_solution"
+    ),
+    "ledger-mini": GeneratedTask(generate=ledger_mini.generate, question_column="question", answer_column="answer"),
 }

@@ -38,16 +38,16 @@ CHAIN_LENGTHS = (6, 10)
 def _problem(rng: random.Random) -> tuple[str, dict[str, str]]:
     entries: list[str] = []
     balances: list[int] = []
-    worked: list[str] = []
+    lines: list[str] = []
     digits = ""
-    rest = 0
+    num_left = 0
     for at, label in enumerate(LABELS):
         if at % PAGE == 0:
             digits += str(next((balance // 10 for balance in reversed(balances) if balance >= CARRIED), 0))
-            worked.append(digits[-1])
+            lines.append(digits[-1])
         number = rng.randrange(10)
-        if rest == 0:
-            rest = rng.randint(*CHAIN_LENGTHS)
+        if num_left == 0:
+            num_left = rng.randint(*CHAIN_LENGTHS)
             sign, tens = ("=", number) if rng.random() < 0.5 else ("~", int(digits[-1]))
             balance = 10 * tens + number
         elif rng.random() < 0.5:
@@ -56,10 +56,10 @@ def _problem(rng: random.Random) -> tuple[str, dict[str, str]]:
             sign, balance = "-", (balances[-1] - number) % MODULUS
         entries.append(f"{label}{sign}{number}")
         balances.append(balance)
-        worked.append(f"{label}{balance:02d}")
-        rest -= 1
+        lines.append(f"{label}{balance:02d}")
+        num_left -= 1
     question = " ".join(entries)
-    return f"ledger {question}", {"question": question, "answer": f"{' '.join(worked)}\n#### {digits[-GRADED:]}"}
+    return f"ledger {question}", {"question": question, "answer": f"{' '.join(lines)}\n#### {digits[-GRADED:]}"}
 
 
 def generate(*, split: Split, seed: int) -> Iterator[dict[str, str]]:

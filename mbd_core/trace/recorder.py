@@ -150,9 +150,9 @@ class TraceRecorder:
             self._rotate()
 
     def _fold(self) -> None:
-        for whole, run in itertools.groupby(self._steps, lambda s: isinstance(s, StepTrace)):
+        for is_row, run in itertools.groupby(self._steps, lambda s: isinstance(s, StepTrace)):
             steps: list[Any] = list(run)
-            self._tables.append(_from_rows(steps) if whole else _to_table(steps))
+            self._tables.append(_from_rows(steps) if is_row else _to_table(steps))
         self._steps = []
 
     def _grow(self, num_rows: int) -> None:
@@ -165,8 +165,8 @@ class TraceRecorder:
         try:
             self.write(self._folder / f"part-{self._next_part:08d}.parquet")
             self._next_part += 1
-            for old in _parts(self._folder)[: -self._max_files]:
-                old.unlink(missing_ok=True)
+            for part in _parts(self._folder)[: -self._max_files]:
+                part.unlink(missing_ok=True)
         except OSError as error:
             log.error("%d trace rows are lost, %s cannot be written: %s", self._num_rows, self._folder, error)
         self._tables, self._steps, self._num_rows = [], [], 0
@@ -203,8 +203,8 @@ def trace_block_size(table: pa.Table) -> int | None:
     tokens = table["tokens"].drop_null()
     if len(tokens):
         return len(tokens[0])
-    known = (table.schema.metadata or {}).get(BLOCK_SIZE_KEY)
-    return int(known) if known is not None else None
+    size = (table.schema.metadata or {}).get(BLOCK_SIZE_KEY)
+    return int(size) if size is not None else None
 
 
 def _read_file(path: Path) -> pa.Table:

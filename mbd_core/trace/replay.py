@@ -122,7 +122,7 @@ def replay_side(request: RequestTrace, *, name: str, eos_token_ids: Sequence[int
     num_prompt = int((request.tokens_TNB[0, 0] >= 0).sum() - request.accepted_TN[0, 0])
     resident = request.state_TN != DUMMY
     num_blocks = int(request.block_TN[resident].max()) - first + 1
-    stored = sum(life.left for life in block_lives(request))
+    stored = sum(life.has_left for life in block_lives(request))
     cached_T = [int(b) - first for b in request.block_TN[1:, 0]] + [stored]
 
     tokens = np.full((num_blocks, size), -1)
@@ -164,16 +164,16 @@ def replay_side(request: RequestTrace, *, name: str, eos_token_ids: Sequence[int
 
 def _slot(request: RequestTrace, t: int, n: int, previous_tokens: np.ndarray, first: int) -> ReplaySlot:
     assert request.tokens_TNB is not None and request.confidences_TNB is not None
-    block, state, now = int(request.block_TN[t, n]) - first, int(request.state_TN[t, n]), request.tokens_TNB[t, n]
-    previous = previous_tokens[block] if state != DUMMY else now
+    block, state, tokens = int(request.block_TN[t, n]) - first, int(request.state_TN[t, n]), request.tokens_TNB[t, n]
+    previous = previous_tokens[block] if state != DUMMY else tokens
     return ReplaySlot(
         block=block + 1,
         state=STATES[state],
         mask_ratio=round(float(request.mask_ratio_TN[t, n]), 4),
-        tokens=tuple(now.tolist()),
+        tokens=tuple(tokens.tolist()),
         confidences=tuple(np.round(request.confidences_TNB[t, n].astype(float), 4).tolist()),
-        new=tuple(np.flatnonzero((now >= 0) & (previous < 0)).tolist()),
-        edited=tuple(np.flatnonzero((now >= 0) & (previous >= 0) & (now != previous)).tolist()),
+        new=tuple(np.flatnonzero((tokens >= 0) & (previous < 0)).tolist()),
+        edited=tuple(np.flatnonzero((tokens >= 0) & (previous >= 0) & (tokens != previous)).tolist()),
     )
 
 
@@ -184,17 +184,17 @@ def _end(committed: np.ndarray, num_prompt: int, eos_token_ids: Sequence[int]) -
 
 def _caption(slots: Sequence[ReplaySlot]) -> str:
     """What a forward does, for example 'Store B1 + decode B2, B3'."""
-    storing = [s for s in slots if s.state == STATES[TO_CACHE]]
+    stores = [s for s in slots if s.state == STATES[TO_CACHE]]
     active = [s for s in slots if s.state == STATES[ACTIVE]]
     parts = [
         (verb, ", ".join(f"B{s.block}" for s in of))
         for verb, of in (
-            ("store", storing),
+            ("store", stores),
             ("decode", [s for s in active if s.mask_ratio > 0]),
             ("check", [s for s in active if s.mask_ratio == 0]),
         )
         if of
     ]
     text = " + ".join(f"{verb} {blocks}" for verb, blocks in parts) or "nothing resident"
-    suffix = "" if active or not storing else " only: no token can come of this forward"
+    suffix = "" if active or not stores else " only: no token can come of this forward"
     return text[0].upper() + text[1:] + suffix

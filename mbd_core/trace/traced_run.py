@@ -84,14 +84,14 @@ class TracedRun:
 class BlockLife:
     """A block's forwards in the buffer, from number `first` on; in `num_waiting` of them it was TO_CACHE.
 
-    left  whether it was stored and left the buffer
+    has_left  whether it was stored and left the buffer
     """
 
     block: int
     first: int
     num_forwards: int
     num_waiting: int
-    left: bool
+    has_left: bool
 
 
 def read_run(path: Path, *, name: str, block_size: int | None = None) -> TracedRun:
@@ -113,15 +113,15 @@ def traced_run(table: pa.Table, *, name: str, block_size: int | None = None) -> 
     for field in table.schema:
         if field.name not in ("tokens", "confidences") and table[field.name].null_count:
             raise ValueError(f"column '{field.name}' has empty cells")
-    known = trace_block_size(table)
-    if known is not None and block_size is not None and known != block_size:
-        raise ValueError(f"the trace's block size is {known}, not the {block_size} that was given")
+    own_size = trace_block_size(table)
+    if own_size is not None and block_size is not None and own_size != block_size:
+        raise ValueError(f"the trace's block size is {own_size}, not the {block_size} that was given")
     requests, num_other = _requests(table)
     if not requests:
         raise ValueError("the trace holds full-attention requests only: they have no Block Buffer to report on")
     if len({r.state_TN.shape[1] for r in requests}) > 1:
         raise ValueError("requests with different numbers of slots: traces of several engines")
-    size = known if known is not None else block_size
+    size = own_size if own_size is not None else block_size
     return TracedRun(name=name, block_size=size, requests=tuple(requests), num_other=num_other)
 
 
@@ -132,19 +132,19 @@ def block_lives(request: RequestTrace) -> list[BlockLife]:
     leading blocks that are TO_CACHE or, as under T2T, complete and unchanged by it.
     """
     resident = request.state_TN != DUMMY
-    verified = (request.mask_ratio_TN[-1] == 0.0) & (request.edited_TN[-1] == 0)
-    last = resident[-1] & ((request.state_TN[-1] == TO_CACHE) | verified)
-    end = int(request.block_TN[-1, 0]) + int(np.cumprod(last).sum())
+    is_final = (request.mask_ratio_TN[-1] == 0.0) & (request.edited_TN[-1] == 0)
+    stored = resident[-1] & ((request.state_TN[-1] == TO_CACHE) | is_final)
+    end = int(request.block_TN[-1, 0]) + int(np.cumprod(stored).sum())
     lives = []
     for block in np.unique(request.block_TN[resident]).tolist():
-        here = resident & (request.block_TN == block)
+        is_block = resident & (request.block_TN == block)
         lives.append(
             BlockLife(
                 block=block,
-                first=int(here.any(1).argmax()),
-                num_forwards=int(here.sum()),
-                num_waiting=int((here & (request.state_TN == TO_CACHE)).sum()),
-                left=block < end,
+                first=int(is_block.any(1).argmax()),
+                num_forwards=int(is_block.sum()),
+                num_waiting=int((is_block & (request.state_TN == TO_CACHE)).sum()),
+                has_left=block < end,
             )
         )
     return lives
@@ -157,8 +157,8 @@ def _requests(table: pa.Table) -> tuple[list[RequestTrace], int]:
     table = table.filter(pc.invert(canvas))
     if not len(table):
         return [], num_other
-    encoded = pc.dictionary_encode(table["request_id"]).combine_chunks()
-    code, names = encoded.indices.to_numpy(), encoded.dictionary.to_pylist()
+    dictionary = pc.dictionary_encode(table["request_id"]).combine_chunks()
+    code, names = dictionary.indices.to_numpy(), dictionary.dictionary.to_pylist()
     column = {n: table[n].to_numpy() for n in ("step", "slot", "block", "mask_ratio", "accepted", "edited")}
     state = pc.index_in(table["state"], value_set=pa.array(STATES[:3]))
     if state.null_count:
@@ -203,9 +203,9 @@ def _matrix(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray] | None:
     if len(lengths) > 1:
         raise ValueError(f"blocks of different sizes ({', '.join(map(str, lengths.to_pylist()))}) in one trace")
     flat = pc.list_flatten(column).to_numpy()
-    whole = np.zeros((len(column), lengths[0].as_py()), dtype=flat.dtype)
-    whole[valid] = flat.reshape(-1, whole.shape[1])
-    return whole, valid
+    matrix = np.zeros((len(column), lengths[0].as_py()), dtype=flat.dtype)
+    matrix[valid] = flat.reshape(-1, matrix.shape[1])
+    return matrix, valid
 
 
 def _take(matrix: tuple[np.ndarray, np.ndarray] | None, at_TN: np.ndarray) -> np.ndarray | None:
@@ -278,7 +278,7 @@ def measure(run: TracedRun) -> RunMeasures:
     num_store_only = int((active == 0).sum())
     size = run.block_size
     lives = [life for r in run.requests for life in block_lives(r)]
-    finished = [life for life in lives if life.left]
+    stored_lives = [life for life in lives if life.has_left]
     return RunMeasures(
         name=run.name,
         num_requests=len(run.requests),
@@ -294,9 +294,9 @@ def measure(run: TracedRun) -> RunMeasures:
         active_blocks=_spread(active, np.bincount(active, minlength=run.num_slots + 1)),
         mask_ratios=_spreads(ratios_by_rank(run)),
         mask_ratio_gaps=_spreads(ratio_gaps(run), low=-1.0),
-        lifetimes=_counts([life.num_forwards for life in finished], start=1),
-        waiting=_counts([life.num_waiting for life in finished], start=0),
-        num_unfinished=len(lives) - len(finished),
+        lifetimes=_counts([life.num_forwards for life in stored_lives], start=1),
+        waiting=_counts([life.num_waiting for life in stored_lives], start=0),
+        num_unfinished=len(lives) - len(stored_lives),
         token_efficiency=num_accepted / (num_forwards * run.num_slots * size) if size else None,
         resident_efficiency=num_accepted / (resident * size) if size else None,
     )

@@ -107,7 +107,7 @@ def decoded_examples(run: TracedRun, prompt_lengths: Sequence[int]) -> list[Exam
     examples = []
     for request in run.requests:
         prompt = prompt_lengths[int(request.request_id)]
-        num_blocks = [life.block + 1 for life in block_lives(request) if life.left]
+        num_blocks = [life.block + 1 for life in block_lives(request) if life.has_left]
         end = max(num_blocks, default=prompt // run.block_size + 1) * run.block_size
         examples.append(Example((1,) * end, prompt))
     return examples
@@ -195,7 +195,7 @@ def record_models(folders: dict[str, ModelFolder], plan: TracingPlan, target: Pa
     target.mkdir()
     task = GENERATED_TASKS[plan.task]
     problems = itertools.islice(task.generate(split="test", seed=plan.seed), plan.num_problems)
-    questions = [problem[task.asked] for problem in problems]
+    questions = [problem[task.question_column] for problem in problems]
     recorded = [_record(name, folder, questions, plan, target) for name, folder in folders.items()]
     models = [
         {"name": m.name, "prompt_lengths": m.prompt_lengths, "decoding": m.decoding, "block_size": m.run.block_size}

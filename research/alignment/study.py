@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from jobs.command_line import CommandLine, OutFolder, Overwrite, Seed, command
+from jobs.command_line import CommandText, OutFolder, Overwrite, Seed, command
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.options import DATA, DECODING, MODEL, OUTPUT, Option
 from mbd_core.tasks.generated import GENERATED_TASKS
@@ -22,7 +22,7 @@ SCHEDULES = (
 
 
 def run(
-    command_line: CommandLine,
+    command_line: CommandText,
     *,
     models: Annotated[
         tuple[str, ...] | None,

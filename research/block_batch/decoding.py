@@ -12,13 +12,13 @@ from benchmarks.plain_loops import PlainRun, run_canvas
 from mbd_core.checkpoint.chat import question_prompt
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import decoding_config
-from mbd_core.decoding.blocks.methods import METHODS, merge_fields
+from mbd_core.decoding.blocks.methods import METHODS
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
 from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
 from mbd_core.decoding.canvas.plan import CanvasDecoder
-from mbd_core.json_text import parse_json
+from mbd_core.json_text import merge_fields, parse_json
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from research.block_batch.cache_watch import BranchWatch, SingleWatch, Sketch

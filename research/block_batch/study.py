@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tqdm import tqdm
 
-from jobs.command_line import CommandLine, MaxTokens, ModelName, OutFolder, Overwrite, Seed, command
+from jobs.command_line import CommandText, MaxTokens, ModelName, OutFolder, Overwrite, Seed, command
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task, find_task
 from mbd_core.evaluation.tasks.graders import grade
@@ -29,7 +29,7 @@ GENERATED_LIMIT = 16  # problems of a generated task, unless --limit says otherw
 
 
 def run(
-    command_line: CommandLine,
+    command_line: CommandText,
     *,
     model: ModelName,
     prompts: Annotated[Path | None, Option("JSON lines with prompt or prompt_ids.", DATA, metavar="FILE")] = None,

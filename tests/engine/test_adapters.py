@@ -25,8 +25,8 @@ from mbd_core.engine import runner as device_vocab
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.parallel.start import start_parallel
-from mbd_core.engine.step_kind import StepKinds, Work
+from mbd_core.engine.parallel.leader import start_parallel
+from mbd_core.engine.step import StepKinds, Work
 from mbd_core.models.decoder import Decoder
 from mbd_core.ops.attention import choice as attention
 from mbd_core.ops.attention import flash

@@ -12,7 +12,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.rows import static_rows
-from mbd_core.engine.step_kind import StepKinds, Work
+from mbd_core.engine.step import StepKinds, Work
 from mbd_core.models.decoder import Decoder
 
 MODES = [

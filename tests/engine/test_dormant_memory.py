@@ -29,7 +29,7 @@ def asked(number: int) -> Request:
 def test_views_and_shared_tensors_come_again_as_they_were() -> None:
     whole, kept = torch.arange(12.0), torch.arange(8.0)
     half, other, tail = whole[6:], torch.ones(5), kept[5:]
-    dormant = DormantMemory(lost=(whole, half, other), kept=(tail, kept))
+    dormant = DormantMemory(caches=(whole, half, other), weights=(tail, kept))
     assert dormant.num_bytes == (12 + 5 + 8) * 4
     assert not any(t.untyped_storage().nbytes() for t in (whole, other, kept))
     dormant.restore()
@@ -41,7 +41,7 @@ def test_views_and_shared_tensors_come_again_as_they_were() -> None:
 
 def test_a_wake_up_without_enough_memory_holds_none(monkeypatch: pytest.MonkeyPatch) -> None:
     lost, kept, last = torch.ones(5), torch.arange(8.0), torch.ones(3)
-    dormant = DormantMemory(lost=(lost, last), kept=(kept,))
+    dormant = DormantMemory(caches=(lost, last), weights=(kept,))
     given, zero = dormant.num_bytes, torch.Tensor.zero_
 
     def no_room(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_weights_that_waited_on_the_host_decode_as_before(engine: Engine) -> Non
     before = engine.generate([asked(n) for n in range(4)])
     weights = [*engine.model.parameters(), *engine.model.buffers()]
     memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in weights}
-    dormant = DormantMemory(lost=(), kept=weights)
+    dormant = DormantMemory(caches=(), weights=weights)
     assert dormant.num_bytes == sum(memory.values()) > 0
     assert not any(t.untyped_storage().nbytes() for t in weights)
     dormant.restore()

@@ -28,7 +28,7 @@ from mbd_core.engine import runner as device_vocab
 from mbd_core.engine.collector import StepPlan
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.step_kind import WORK_NAMES, StepKind
+from mbd_core.engine.step import WORK_NAMES, StepKind
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import Parts
 from mbd_core.models.quantize import quantize_weights

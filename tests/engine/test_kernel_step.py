@@ -19,7 +19,7 @@ from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.graphs import static_step
 from mbd_core.engine.step import StepState
-from mbd_core.engine.step_kind import ALL_WORK, StepKind, Work, work_of
+from mbd_core.engine.step import ALL_WORK, StepKind, Work, work_of
 
 def groups(size, slots, shift):
     plain = DecodingConfig(block_size=size, buffer_size=slots, tau_m2t=0.5, tau_add=0.3, tau_semi=0.4)

@@ -81,7 +81,7 @@ class FakeEngine:
         self.num_preemptions += len(preempted)
         for s in preempted:
             if s.seated:
-                s.saved, s.seated = tuple(s.tokens), False
+                s.saved_row, s.seated = tuple(s.tokens), False
         return preempted
 
     def step(self) -> None:
@@ -102,11 +102,11 @@ class FakeEngine:
         decoding = [s for s in self.scheduler.running.values() if s.prompt_stored]
         for s in decoding:
             if not s.seated:
-                assert s.saved is None or s.saved == tuple(s.tokens)
+                assert s.saved_row is None or s.saved_row == tuple(s.tokens)
                 s.seated = True
             for position in range(s.committed, self.window(s)):
                 self.write(s, position, ("volatile", s.request.request_id))
-        self.scheduler.stored(chunks)
+        self.scheduler.publish_chunks(chunks)
         for s in decoding:
             self.commit(s)
         for s in self.scheduler.running.values():
@@ -245,7 +245,7 @@ def test_prefixes_are_found_only_once_their_forward_has_run() -> None:
     late = s.add(request("c", 24))
     s.admit()
     assert late.num_cached_tokens == 0
-    s.stored(chunks)
+    s.publish_chunks(chunks)
     assert s.add(request("d", 24)) in s.admit() and s.find("d").num_cached_tokens == 24
     s.check_integrity()
 
@@ -287,7 +287,7 @@ def test_a_long_prompt_stalls_nobody() -> None:
         assert s.grow(lambda q: max(q.committed, q.prefix_length) + B) == []
         chunks = s.prefill()
         assert sum(c.stop - c.start for c in chunks) <= 16 and short.prompt_stored
-        s.stored(chunks)
+        s.publish_chunks(chunks)
         s.commit(short, [3] * B)
         stops.append(long.prefilled)
     assert stops == [12, 28, 44, 60, 76, 92, 100] and long.prompt_stored
@@ -297,8 +297,8 @@ def test_a_preempted_sequence_waits_in_front_and_finds_its_pages_again() -> None
     s = scheduler(pages=8)
     old, young = s.add(request("old", (5,) * 8, 56)), s.add(request("young", 16, 48))
     s.admit()
-    s.stored(s.prefill())
-    s.stored(s.prefill())
+    s.publish_chunks(s.prefill())
+    s.publish_chunks(s.prefill())
     s.commit(young, [6] * B)
     s.commit(young, [7] * B)
     newcomer = s.add(request("newcomer", 4, 4))
@@ -345,7 +345,7 @@ def test_a_blocked_request_gets_in_once_its_prefix_is_there_to_share() -> None:
     s = scheduler(pages=10, max_prefill_tokens=64)
     a, b = s.add(request("a", 40, 8)), s.add(request("b", 40, 8))
     assert s.admit() == [a]
-    s.stored(s.prefill())
+    s.publish_chunks(s.prefill())
     assert s.admit() == [b] and b.num_cached_tokens == 40
     s.check_integrity()
 
@@ -371,7 +371,7 @@ def test_a_page_is_hashed_once_and_a_blocked_request_costs_nothing(monkeypatch: 
     for _ in range(9):
         s.grow(lambda q: min(q.span, max(q.committed, q.prefix_length) + 8))
         s.admit()
-        s.stored(s.prefill())
+        s.publish_chunks(s.prefill())
         s.commit(a, [3] * B)
     assert a.committed == 44 and not s.is_running(blocked)
     assert hashed == [PAGE] * (1 + 7 + 4), "a's prompt, the blocked prompt once, a's answer"

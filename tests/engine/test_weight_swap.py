@@ -23,10 +23,10 @@ from mbd_core.engine import build as build_module
 from mbd_core.engine import runner as device_vocab
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.parallel import start
+from mbd_core.engine.parallel import leader
 from mbd_core.engine.parallel.followers import run_follower
 from mbd_core.engine.parallel.group import Rank
-from mbd_core.engine.parallel.start import start_parallel
+from mbd_core.engine.parallel.leader import start_parallel
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import Parts
 from mbd_core.models.quantize import quantize_weights
@@ -404,7 +404,7 @@ def test_weights_that_one_rank_cannot_read_change_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     save_model(tmp_path / "old", models["sdar"][0])
-    monkeypatch.setattr(start, "run_follower", run_follower_on_a_bad_disk)
+    monkeypatch.setattr(leader, "run_follower", run_follower_on_a_bad_disk)
     sizes = EngineConfig(max_rows=3, num_pages=60, page_size=8)
     with closing(start_parallel(tmp_path / "old", sizes, size=2, timeout=120)) as served:
         before = memory(served.model)

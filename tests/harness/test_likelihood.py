@@ -19,7 +19,7 @@ from mbd_core.ops.attention.whole import DenseAttention
 
 PREFIX = [5, 6, 7, 8, 9, 10]
 TARGET = [21, 22, 23, 24, 25, 26, 27]
-FEW = Draws(number=6, together=4)
+FEW = Draws(number=6, per_forward=4)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_the_estimate_is_the_expectation_over_all_masks(
     target = TARGET[: sum(map(len, groups))]
     tokens = [*PREFIX, *target]
     expected = sum(exact(model, tokens[: group[-1] + 1], group, blocks=blocks) for group in groups)
-    found = log_likelihood(model, PREFIX, target, block_size=4, draws=Draws(number=2000, together=250))
+    found = log_likelihood(model, PREFIX, target, block_size=4, draws=Draws(number=2000, per_forward=250))
     assert found == pytest.approx(expected, rel=0.02)
 
 
@@ -98,7 +98,7 @@ def test_an_estimate_repeats_and_does_not_depend_on_how_many_draws_share_a_forwa
     model = models[name]
     found = [
         log_likelihood(model, PREFIX, TARGET, block_size=4, draws=draws)
-        for draws in (FEW, FEW, replace(FEW, together=1), replace(FEW, seed=1))
+        for draws in (FEW, FEW, replace(FEW, per_forward=1), replace(FEW, seed=1))
     ]
     assert found[0] == found[1] == pytest.approx(found[2], abs=1e-4)
     assert found[3] != pytest.approx(found[0], abs=1e-4)

@@ -22,7 +22,7 @@ def test_blocks_behind_an_eos_never_left() -> None:
     trace = simulate(4, prompts=(11,), eos_at=20, seed=1)
     (request,) = run_of(trace).requests
     lives = block_lives(request)
-    assert {life.block for life in lives if life.left} == {1, 2}
+    assert {life.block for life in lives if life.has_left} == {1, 2}
     side = replay_side(request, name="x", eos_token_ids=(EOS,))
     assert side.end == 20 - SIZE
     assert side.frames[-1].num_tokens == side.frames[-1].num_committed == 20 - 11
@@ -42,7 +42,7 @@ def test_what_leaves_with_the_last_forward(
     trace, zero = TraceRecorder(), np.zeros((1, 3))
     trace.add(0, ["a"], [0], np.array([states]), np.array([ratios]), zero, np.array([edited]), None, None)
     (request,) = run_of(trace).requests
-    assert [life.left for life in block_lives(request)] == left
+    assert [life.has_left for life in block_lives(request)] == left
 
 
 def test_full_attention_requests_are_left_out_and_counted() -> None:

@@ -114,8 +114,8 @@ def placed_tops(tops_A2K: Tensor, at_A: Tensor | None, *, num_places: int) -> Te
     were."""
     if at_A is None:
         return tops_A2K
-    placed = tops_A2K.new_full((num_places + 1, tops_A2K.shape[1]), -1.0)
-    return placed.index_copy_(0, at_A, tops_A2K)[:-1]
+    buffer = tops_A2K.new_full((num_places + 1, tops_A2K.shape[1]), -1.0)
+    return buffer.index_copy_(0, at_A, tops_A2K)[:-1]
 
 
 def leftmost_part(open_RNB: Tensor, size_R: Tensor) -> Tensor:
@@ -140,19 +140,21 @@ def accept_m2t(
     row) falls back, if `gate_RN` allows, to its best `quota_R` open positions: those of highest score, or the leftmost
     ones if `leftmost_R`. Ties go to the left.
     """
-    over = open_RNB & (prediction.confidence_RNB.double() > tau_R[:, None, None])
+    confident = open_RNB & (prediction.confidence_RNB.double() > tau_R[:, None, None])
     leftness = -torch.arange(open_RNB.shape[-1], device=open_RNB.device, dtype=torch.float32)
-    ranked = torch.where(leftmost_R[:, None, None], leftness, prediction.score_RNB).masked_fill(~open_RNB, -torch.inf)
+    rank_score = torch.where(leftmost_R[:, None, None], leftness, prediction.score_RNB).masked_fill(
+        ~open_RNB, -torch.inf
+    )
     if quota_R is None:  # the best one needs no sort
-        short = ~over.any(-1)
-        best = torch.zeros_like(over).scatter_(-1, ranked.argmax(-1, keepdim=True), True) & open_RNB
+        short = ~confident.any(-1)
+        best = torch.zeros_like(confident).scatter_(-1, rank_score.argmax(-1, keepdim=True), True) & open_RNB
     else:
-        short = over.sum(-1) < quota_R[:, None]
-        order = ranked.argsort(dim=-1, descending=True, stable=True)
+        short = confident.sum(-1) < quota_R[:, None]
+        order = rank_score.argsort(dim=-1, descending=True, stable=True)
         places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
         rank = torch.empty_like(order).scatter_(-1, order, places)
         best = open_RNB & (rank < quota_R[:, None, None])
-    return torch.where((short & gate_RN)[..., None], best, over)
+    return torch.where((short & gate_RN)[..., None], best, confident)
 
 
 def accept_by_entropy(
@@ -170,16 +172,16 @@ def accept_by_entropy(
     sums = ordered.cumsum(-1)
     earlier = sums - ordered
     gamma, gate = gamma_R[:, None, None] * ENTROPY_UNITS, gate_RN[..., None]
-    within = torch.where(jetengine_R[:, None, None], sums < gamma, torch.where(gate, earlier, sums) <= gamma)
-    within[..., :1] |= gate
-    return torch.zeros_like(open_RNB).scatter_(-1, order, within) & open_RNB
+    fits = torch.where(jetengine_R[:, None, None], sums < gamma, torch.where(gate, earlier, sums) <= gamma)
+    fits[..., :1] |= gate
+    return torch.zeros_like(open_RNB).scatter_(-1, order, fits) & open_RNB
 
 
 def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tensor, tau_R: Tensor) -> Tensor:
     """DMax's acceptance -> (R, N, B) bool: the open positions left of the first one whose confidence does not exceed
     `tau_R`. If `gate_RN` allows, the leftmost open position is always accepted."""
-    over = confidence_RNB.double() > tau_R[:, None, None]
-    prefix = (over | ~open_RNB).long().cumprod(-1).bool() & open_RNB
+    confident = confidence_RNB.double() > tau_R[:, None, None]
+    prefix = (confident | ~open_RNB).long().cumprod(-1).bool() & open_RNB
     first = open_RNB & (open_RNB.long().cumsum(-1) == 1)
     return prefix | (first & gate_RN[..., None])
 

@@ -216,8 +216,8 @@ class BlockBuffer:
     @property
     def progress_RN(self) -> Tensor:
         """Filled share of each slot's editable positions, float64; 1 where nothing is editable."""
-        left = (self.masked_RNB & self.editable_RNB).sum(-1)
-        return 1.0 - left / self.num_editable_RN.clamp(min=1.0)
+        num_open_RN = (self.masked_RNB & self.editable_RNB).sum(-1)
+        return 1.0 - num_open_RN / self.num_editable_RN.clamp(min=1.0)
 
     def draw(self, at_A: Tensor | None, *, truncates: bool = True) -> Draw:
         """The inputs of drawing at places `at_A` of the flattened buffer (`None`: all places).
@@ -273,8 +273,8 @@ class BlockBuffer:
         if remainder:
             self.tokens_RNB[row, 0, : len(remainder)] = torch.tensor(remainder)
             self.masked_RNB[row, 0, : len(remainder)] = False
-        whole = len(remainder) == self.block_size
-        self.state_RN[row, 0] = int(SlotState.TO_CACHE if whole else SlotState.ACTIVE)
+        is_whole = len(remainder) == self.block_size
+        self.state_RN[row, 0] = int(SlotState.TO_CACHE if is_whole else SlotState.ACTIVE)
         self.settings.write(row, request, block_size=self.block_size)
         if self.adjustments is not None and request.adjusts:
             ends, free = request.ends(self._eos_ids), len(request.prompt) + request.min_tokens
@@ -290,8 +290,8 @@ class BlockBuffer:
     @property
     def _state(self) -> tuple[Tensor, ...]:
         """The tensors that a step reads and changes; `_derive` computes the others from them."""
-        adjusted = () if self.adjustments is None else self.adjustments.state
-        return *self._per_slot, *self.settings.columns, *adjusted
+        adjustments = () if self.adjustments is None else self.adjustments.state
+        return *self._per_slot, *self.settings.columns, *adjustments
 
     def save(self, row: int) -> list[Tensor]:
         """A copy of a row's state, for `restore`."""

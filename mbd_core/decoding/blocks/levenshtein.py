@@ -80,7 +80,7 @@ class EditedBlock:
         self.done = False
         self.num_steps = self.num_post_steps = 0
         self.finalized = False
-        self._seen: set[tuple[int, ...]] = set()
+        self._seen_states: set[tuple[int, ...]] = set()
 
     @property
     def tokens(self) -> list[int]:
@@ -102,8 +102,10 @@ class EditedBlock:
     def _over_threshold(self, guesses: list[Guess], least: int) -> list[int]:
         """The masks over the threshold, or where they are fewer the `least` most confident masks."""
         masks = self.masks
-        over = [i for i in masks if guesses[i].confidence > self.threshold]
-        return over if len(over) >= least else sorted(masks, key=lambda i: (-guesses[i].confidence, i))[:least]
+        confident = [i for i in masks if guesses[i].confidence > self.threshold]
+        return (
+            confident if len(confident) >= least else sorted(masks, key=lambda i: (-guesses[i].confidence, i))[:least]
+        )
 
     def _revisions(self, guesses: list[Guess]) -> list[int]:
         """The filled positions that their predictions overwrite."""
@@ -119,11 +121,11 @@ class EditedBlock:
             for i in places
         }
 
-    def _edited(self, written: dict[int, Cell]) -> list[Cell]:
+    def _apply_edits(self, cells_written: dict[int, Cell]) -> list[Cell]:
         """The block after `written`: deletions and splits carried out, cut or filled up to its length."""
         mask, cells = Cell(self.ids.mask), self.cells[: self.prompt_length]
         for i in range(self.prompt_length, len(self.cells)):
-            cell = written.get(i, self.cells[i])
+            cell = cells_written.get(i, self.cells[i])
             if cell.token == self.ids.split:
                 cells += [mask, self.cells[i]]
             elif cell.token != self.ids.delete:
@@ -131,23 +133,23 @@ class EditedBlock:
         return (cells + [mask] * len(self.cells))[: len(self.cells)]
 
     def _write(self, tokens: dict[int, int], probs_LV: Tensor, forward: int) -> None:
-        written = {
+        cells_written = {
             i: replace(self.cells[i], token=token, confidence=float(probs_LV[i, token]), step=forward)
             for i, token in tokens.items()
         }
-        self.cells = self._edited(written)
+        self.cells = self._apply_edits(cells_written)
 
     def _guesses(self, probs_LV: Tensor) -> list[Guess]:
         """The predictions of every position. A choice passes over the mask, both edits and what stood there before."""
         number = min(probs_LV.shape[1], 5 + self.num_steps)
         best = probs_LV.topk(number, dim=-1)
-        out = []
+        guesses = []
         for probs, ids in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            ranked = sorted(zip(probs, ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
-            tokens = tuple(token for _, token in ranked)
+            candidates = sorted(zip(probs, ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
+            tokens = tuple(token for _, token in candidates)
             calm = next(token for token in tokens if token not in self.ids.all)
-            out.append(Guess(tokens, ranked[0][0], calm))
-        return out
+            guesses.append(Guess(tokens, candidates[0][0], calm))
+        return guesses
 
 
 class _Fluxserve(EditedBlock):
@@ -171,27 +173,27 @@ class _Fluxserve(EditedBlock):
         guesses, masks, original = self._guesses(probs_LV), self.masks, self.original_masks
         steps, post = self.rule.steps, self.rule.max_post_steps
         self.num_post_steps = 0 if original else self.num_post_steps + 1
-        share, rest = divmod(self._num_masks, steps)
-        least = share + (self.num_steps < rest) + len(masks) - len(original)
+        share, remainder = divmod(self._num_masks, steps)
+        least = share + (self.num_steps < remainder) + len(masks) - len(original)
         fills = masks if self.num_steps >= steps else self._over_threshold(guesses, least)
-        last = self.num_post_steps >= post if post else bool(original) and set(original) <= set(fills)
-        last = last or self.num_steps >= self.rule.max_steps - 1
-        fills = masks if last else fills
-        tokens = self._choices((*fills, *self._revisions(guesses)), guesses, calm=last)
-        before = self.tokens
-        after = [tokens.get(i, token) for i, token in enumerate(before)]
-        for _ in range(0 if last else ESCAPES):
-            if tuple(after) not in self._seen or after == before:
+        is_last = self.num_post_steps >= post if post else bool(original) and set(original) <= set(fills)
+        is_last = is_last or self.num_steps >= self.rule.max_steps - 1
+        fills = masks if is_last else fills
+        tokens = self._choices((*fills, *self._revisions(guesses)), guesses, calm=is_last)
+        old_tokens = self.tokens
+        new_tokens = [tokens.get(i, token) for i, token in enumerate(old_tokens)]
+        for _ in range(0 if is_last else ESCAPES):
+            if tuple(new_tokens) not in self._seen_states or new_tokens == old_tokens:
                 break
-            changed = [i for i, token in enumerate(after) if token != before[i]]
-            i = min(changed, key=lambda i: (guesses[i].confidence, i))
+            changes = [i for i, token in enumerate(new_tokens) if token != old_tokens[i]]
+            i = min(changes, key=lambda i: (guesses[i].confidence, i))
             first, second = guesses[i].tokens[:2]
-            tokens[i] = after[i] = second if after[i] == first else first
-        self._seen.add(tuple(after))
+            tokens[i] = new_tokens[i] = second if new_tokens[i] == first else first
+        self._seen_states.add(tuple(new_tokens))
         self._write(tokens, probs_LV, forward)
         self.num_steps += 1
-        self.finalized = last
-        self.done = not masks and self.tokens == before
+        self.finalized = is_last
+        self.done = not masks and self.tokens == old_tokens
 
 
 class _Sglang(EditedBlock):
@@ -214,8 +216,8 @@ class _Sglang(EditedBlock):
         post, length, mask = self.rule.max_post_steps, len(self.cells), self.ids.mask
         self.num_steps += 1
         self.num_post_steps += not original
-        last = (self.num_post_steps >= post if post else not original) or self.num_steps > length + post
-        if not last:
+        is_last = (self.num_post_steps >= post if post else not original) or self.num_steps > length + post
+        if not is_last:
             for i in original:
                 if guesses[i].tokens[0] == mask:
                     token = guesses[i].tokens[1]
@@ -223,27 +225,27 @@ class _Sglang(EditedBlock):
                         guesses[i], tokens=guesses[i].tokens[1:], confidence=float(probs_LV[i, token])
                     )
         fills = masks
-        if not last and original:
+        if not is_last and original:
             fills = self._over_threshold(guesses, 1 + len(masks) - len(original))
             if not post and set(original) <= set(fills):
-                last, fills = True, masks
+                is_last, fills = True, masks
         places = sorted({*fills, *self._revisions(guesses)})
         if not places:
             self.done = True
             return
-        tokens = self._choices(places, guesses, calm=last)
-        before = self.tokens
-        if not last and tuple(before) in self._seen:
-            changed = [i for i in places if tokens[i] != before[i]]
-            for i in sorted(changed, key=lambda i: (guesses[i].confidence, i))[:1]:
-                barred = self._history[i] | ({mask} if i in original else set())
-                tokens[i] = next(token for token in guesses[i].tokens if token not in barred)
-        self._seen.add(tuple(before))
+        tokens = self._choices(places, guesses, calm=is_last)
+        old_tokens = self.tokens
+        if not is_last and tuple(old_tokens) in self._seen_states:
+            changes = [i for i in places if tokens[i] != old_tokens[i]]
+            for i in sorted(changes, key=lambda i: (guesses[i].confidence, i))[:1]:
+                taboo = self._history[i] | ({mask} if i in original else set())
+                tokens[i] = next(token for token in guesses[i].tokens if token not in taboo)
+        self._seen_states.add(tuple(old_tokens))
         for i, token in tokens.items():
             self._history[i].add(token)
         self._write(tokens, probs_LV, forward)
-        self.finalized = last
-        self.done = last and self.tokens == before
+        self.finalized = is_last
+        self.done = is_last and self.tokens == old_tokens
 
 
 VARIANTS: dict[str, type[EditedBlock]] = {"fluxserve": _Fluxserve, "sglang": _Sglang}
@@ -278,14 +280,14 @@ class LevenshteinRun:
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
-        whole = len(self.prompt) // self.config.block_size * self.config.block_size
-        self.stored = [Cell(token) for token in self.prompt[:whole]]
+        num_stored = len(self.prompt) // self.config.block_size * self.config.block_size
+        self.stored = [Cell(token) for token in self.prompt[:num_stored]]
         self.block = self._next_block()
 
     def _next_block(self) -> EditedBlock:
-        rest = self.prompt[len(self.stored) :]
-        masks = [self.ids.mask] * (self.config.block_size - len(rest))
-        return edited_block(rest + masks, len(rest), self.config, self.ids)
+        remainder = self.prompt[len(self.stored) :]
+        masks = [self.ids.mask] * (self.config.block_size - len(remainder))
+        return edited_block(remainder + masks, len(remainder), self.config, self.ids)
 
     @property
     def start(self) -> int:

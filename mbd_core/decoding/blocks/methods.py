@@ -56,16 +56,6 @@ METHODS: dict[str, Fields] = {
 Family = Literal["math", "code"]
 
 
-def merge_fields(base: Fields, changes: Fields) -> dict[str, Any]:
-    """`base` with the fields of `changes` replaced. Parts in both ("t2t", "canvas") are merged field by field."""
-    parts = {
-        name: merge_fields(base[name], part)
-        for name, part in changes.items()
-        if isinstance(part, Mapping) and isinstance(base.get(name), Mapping)
-    }
-    return {**base, **changes, **parts}
-
-
 def _rows(single: Fields, multi: Fields) -> dict[str, Fields]:
     return {"single": {"buffer_size": 1, **single}, "multi": {**single, **multi}}
 
@@ -169,12 +159,12 @@ class SpeedFront:
         """The point nearest to `speed`, the slower of two, and its own speed."""
         return min(zip(self.speeds, self.points, strict=True), key=lambda pair: (abs(pair[0] - speed), pair[0]))
 
-    def shown(self) -> dict[str, Any]:
+    def health_fields(self) -> dict[str, Any]:
         """The front as `/health` names it."""
         points = [{"speed": s, **asdict(p)} for s, p in zip(self.speeds, self.points, strict=True)]
         return {"tasks": list(self.tasks), "num_samples": self.num_samples, "points": points}
 
-    def stored(self) -> dict[str, Any]:
+    def generation_fields(self) -> dict[str, Any]:
         """The front as `generation_config.json` holds it, under `KEY`."""
         return {"tasks": list(self.tasks), "num_samples": self.num_samples, "points": [asdict(p) for p in self.points]}
 
@@ -184,13 +174,13 @@ def read_front(generation: Mapping[str, Any], *, block_size: int) -> SpeedFront 
 
     Raises `ValueError` for one that is no front, or whose decoding the model cannot honour.
     """
-    stored = generation.get(KEY)
-    if stored is None:
+    front = generation.get(KEY)
+    if front is None:
         return None
-    if not isinstance(stored, Mapping) or not isinstance(stored.get("points"), list):
+    if not isinstance(front, Mapping) or not isinstance(front.get("points"), list):
         raise ValueError(f"{KEY} must be an object with a list of points; write it with jobs/report_sweep.py front")
     points = []
-    for number, point in enumerate(stored["points"]):
+    for number, point in enumerate(front["points"]):
         numbers = [point.get(name) for name in ("accuracy", "tpf")] if isinstance(point, Mapping) else []
         if not numbers or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
             raise ValueError(f"{KEY}.points.{number}: needs the numbers accuracy and tpf, and decoding")
@@ -202,14 +192,14 @@ def read_front(generation: Mapping[str, Any], *, block_size: int) -> SpeedFront 
             raise ValueError(f"{KEY}.points.{number}: {error}") from None
         points.append(read(SpeedPoint, point, path=f"{KEY}.points.{number}."))
     return SpeedFront(
-        points=tuple(points), tasks=tuple(stored.get("tasks", ())), num_samples=int(stored.get("num_samples", 0))
+        points=tuple(points), tasks=tuple(front.get("tasks", ())), num_samples=int(front.get("num_samples", 0))
     )
 
 
-def pareto_points(measured: Iterable[SpeedPoint]) -> tuple[SpeedPoint, ...]:
+def pareto_points(candidates: Iterable[SpeedPoint]) -> tuple[SpeedPoint, ...]:
     """The points that no other one beats in accuracy or speed without losing in the other, the slowest first."""
     front: list[SpeedPoint] = []
-    for point in sorted(measured, key=lambda p: (-p.tpf, -p.accuracy)):
+    for point in sorted(candidates, key=lambda p: (-p.tpf, -p.accuracy)):
         if not front or point.accuracy > front[-1].accuracy:
             front.append(point)
     return tuple(reversed(front))

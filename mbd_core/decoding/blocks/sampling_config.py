@@ -105,11 +105,11 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
 
     Raises `ValueError` for a value that no request could have.
     """
-    given = {name: value for name, value in generation.items() if value is not None}
-    draws, max_tokens = given.get("do_sample", False), given.get("max_new_tokens")
+    values = {name: value for name, value in generation.items() if value is not None}
+    draws, max_tokens = values.get("do_sample", False), values.get("max_new_tokens")
     names = (*DRAWING, "repetition_penalty") if draws else ("repetition_penalty",)
     defaults: dict[str, Any] = {"temperature": 1.0} if draws else {}
-    defaults |= {name: given[name] for name in names if name in given}
+    defaults |= {name: values[name] for name in names if name in values}
     try:
         if not isinstance(draws, bool):
             raise ValueError(f"do_sample={draws!r} must be true or false")

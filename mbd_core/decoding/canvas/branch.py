@@ -131,10 +131,10 @@ class Branch:
         )
 
 
-def compatible(one: Lane, other: Lane) -> bool:
+def compatible(lane: Lane, other: Lane) -> bool:
     """Whether two lanes hold the same token wherever both are decided."""
-    both = ~one.masked & ~other.masked
-    return bool((one.tokens == other.tokens)[both].all())
+    decided = ~lane.masked & ~other.masked
+    return bool((lane.tokens == other.tokens)[decided].all())
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ def lane_changes(branch: Branch, earlier: Lane) -> LaneChanges:
     """The difference between a branch's lane and the same lane before the forward."""
     lane, length = branch.lane, branch.block_length
 
-    def count_by_block(changed: Tensor) -> dict[int, int]:
-        blocks = (changed.nonzero()[:, 0] - branch.begin) // length
+    def count_by_block(changes: Tensor) -> dict[int, int]:
+        blocks = (changes.nonzero()[:, 0] - branch.begin) // length
         return {int(block): int(n) for block, n in zip(*blocks.unique(return_counts=True), strict=True)}
 
     accepted = count_by_block(earlier.masked & ~lane.masked)

@@ -92,7 +92,7 @@ class BranchedCanvas(GuessingCanvas):
     def plan(self) -> CanvasPlan:
         """The next forward of all branches that take part, their windows (or canvases) packed without padding."""
         assert not self.done
-        undecided = self._undecided()
+        undecided = self._undecided_positions()
         queries = [
             b.lane.query(b.index, *self._query_range(b), self._logits_positions(b, undecided) - self._shift)
             for b in self._participants()
@@ -100,7 +100,7 @@ class BranchedCanvas(GuessingCanvas):
         return CanvasPlan(self._useful_copies(), queries)
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
-        logits_PV, undecided = torch.cat(logits), self._undecided()
+        logits_PV, undecided = torch.cat(logits), self._undecided_positions()
         if self.canvas.forbid_eos:
             logits_PV[:, list(self._eos)] = -torch.inf
         positions_P = torch.cat([self._logits_positions(b, undecided) for b in self._participants()])
@@ -116,11 +116,11 @@ class BranchedCanvas(GuessingCanvas):
 
     def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:
         """One iteration of Algorithm 1: decode from a forward's logits, then choose the next forward."""
-        phase, participants, undecided = self._phase, self._participants(), self._undecided()
+        phase, participants, undecided_L = self._phase, self._participants(), self._undecided_positions()
         self.num_query_positions += sum(stop - start for start, stop in map(self._query_range, participants))
         self._copies = []
         earlier_lanes = [b.lane.copy() for b in self.branches]
-        parts = _parts([len(self._logits_positions(b, undecided)) for b in participants])
+        parts = _parts([len(self._logits_positions(b, undecided_L)) for b in participants])
         if phase is Phase.INIT:  # one forward serves all branches
             self._copies = [(0, b.index) for b in self.branches[1:]]
             participants, parts = self.branches, parts * self.num_lanes
@@ -158,11 +158,11 @@ class BranchedCanvas(GuessingCanvas):
             for branch in participants:
                 branch.blocks_since_refresh, branch.wants_refresh = 0, False
             self._phase = Phase.BLOCK
-            if any(len(b.open_positions) for b in self._unfinished()):
+            if any(len(b.open_positions) for b in self._unfinished_branches()):
                 return  # full windows wait for the next block forward (Alg. 1 lines 13 to 24)
         while not self.done:
             self._coordinate(certainty)
-            unfinished = self._unfinished()
+            unfinished = self._unfinished_branches()
             if not unfinished and not self.done:
                 num_filled = [int((~b.lane.masked).sum()) for b in self.branches]
                 self._winner = self.branches[num_filled.index(max(num_filled))]
@@ -177,7 +177,7 @@ class BranchedCanvas(GuessingCanvas):
         self._merge()
         self._sync()
         if self._ends_anywhere:
-            self._end_at_eos(self._unfinished(), certainty)
+            self._end_at_eos(self._unfinished_branches(), certainty)
 
     def _decode(self, branch: Branch, guesses: Guesses) -> None:
         """Fill the window's masks by threshold. Guesses outside the window are not accepted."""
@@ -211,7 +211,7 @@ class BranchedCanvas(GuessingCanvas):
 
     def _merge(self) -> None:
         """Confidence-gated merge (Alg. 2 lines 7 to 26); later branches see earlier merges."""
-        order = sorted(self._unfinished(), key=lambda b: -b.stop)
+        order = sorted(self._unfinished_branches(), key=lambda b: -b.stop)
         for rank, target in enumerate(order):
             sources = [s for s in order[rank + 1 :] if compatible(s.lane, target.lane)]
             if sources and self._merge_into(target, sources):
@@ -240,7 +240,7 @@ class BranchedCanvas(GuessingCanvas):
     def _sync(self) -> None:
         """Overwrite branches that are too far behind the leader with its tokens and cache (Alg. 2 lines 27 to 35)."""
         leader = max(self.branches, key=lambda b: (b.num_decoded, -b.index))
-        for branch in self._unfinished():
+        for branch in self._unfinished_branches():
             gain = leader.num_decoded - branch.num_decoded
             if branch is leader or gain <= self.settings.tau_sync:
                 continue
@@ -250,7 +250,7 @@ class BranchedCanvas(GuessingCanvas):
             branch.num_copied += gain
             self._copies.append((leader.index, branch.index))
 
-    def _unfinished(self) -> list[Branch]:
+    def _unfinished_branches(self) -> list[Branch]:
         return [b for b in self.branches if not b.done]
 
     def _participants(self) -> list[Branch]:
@@ -259,9 +259,9 @@ class BranchedCanvas(GuessingCanvas):
             case Phase.INIT:
                 return self.branches[:1]
             case Phase.BLOCK:
-                return [b for b in self._unfinished() if len(b.open_positions)]
+                return [b for b in self._unfinished_branches() if len(b.open_positions)]
             case Phase.REFRESH:
-                return self._unfinished()
+                return self._unfinished_branches()
 
     def _query_range(self, branch: Branch) -> tuple[int, int]:
         """The range that the branch's forward computes. With `shift` a window begins one position earlier, at the
@@ -270,7 +270,7 @@ class BranchedCanvas(GuessingCanvas):
             return branch.start - self._shift, branch.stop
         return 0, self.length
 
-    def _undecided(self) -> Tensor:
+    def _undecided_positions(self) -> Tensor:
         """The positions (L,) masked in some branch. Only these can still be decoded, merged, or masked by a sync."""
         return torch.stack([b.lane.masked for b in self.branches]).any(0)
 
@@ -290,7 +290,7 @@ class BranchedCanvas(GuessingCanvas):
     def _useful_copies(self) -> list[tuple[int, int]]:
         """The cache copies of syncs, without those to a finished lane or to one that the next forward recomputes."""
         recomputed = {b.index for b in self._participants()} if self._phase is Phase.REFRESH else set()
-        unfinished = {b.index for b in self._unfinished()}
+        unfinished = {b.index for b in self._unfinished_branches()}
         return [(s, t) for s, t in self._copies if t in unfinished and t not in recomputed]
 
     def _changes(self, earlier_lanes: list[Lane]) -> CanvasUpdate:

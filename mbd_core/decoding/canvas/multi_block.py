@@ -45,49 +45,49 @@ class MultiBlockCanvas(GuessingCanvas):
         self.prompt_length, self.length = len(task.prompt), len(task.prompt) + task.max_tokens
         self.num_forwards = 0
         self.done = False
-        self._scoring = replace(task.canvas, multi_block=None, score="neg_entropy")
+        self._score_canvas = replace(task.canvas, multi_block=None, score="neg_entropy")
         self._sampling, self._vocab, self._eos = task.sampling, task.vocab, task.eos_token_ids
         self._shift = int(task.shift)
         self._rule = self.settings.rule or ("dream" if task.shift else "llada")
         self._lane = Lane.fresh(task.prompt, task.max_tokens, task.vocab.mask_token_id)
         self._size = task.canvas.block_length or task.max_tokens
         self._blocks = [_Block(0, self.prompt_length, active=True, done_at=0)]
-        self._committed = 0  # the keys of the positions before it are final
+        self._num_committed = 0  # the keys of the positions before it are final
         self._add_block()
         self._prepare()
 
     @property
     def tokens(self) -> list[int]:
-        return self._lane.tokens[self._decided].tolist()
+        return self._lane.tokens[self._decided_range].tolist()
 
     @property
     def log_probs(self) -> list[float]:
-        return self._lane.log_probs[self._decided].tolist()
+        return self._lane.log_probs[self._decided_range].tolist()
 
     @property
     def steps(self) -> list[int]:
-        return self._lane.steps[self._decided].tolist()
+        return self._lane.steps[self._decided_range].tolist()
 
     @property
-    def _decided(self) -> slice:
+    def _decided_range(self) -> slice:
         return self._lane.decided_range(self.prompt_length, self._eos)
 
     def plan(self) -> CanvasPlan:
         """The next forward: the canvas from `_begin` on, with logits for the masks of all added blocks."""
         assert not self.done
-        positions = self._open()
+        positions = self._open_positions()
         logits_at = (positions - 1).clamp(min=0) if self._shift else positions
         return CanvasPlan([], [self._lane.query(0, self._begin, self.length, logits_at)])
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
         (logits_PV,) = logits
-        if self._scoring.forbid_eos:
+        if self._score_canvas.forbid_eos:
             logits_PV[:, list(self._eos)] = -torch.inf
         return OpenLogits(
             logits_PV=logits_PV,
-            position_P=self._open(),
+            position_P=self._open_positions(),
             forward=self.num_forwards,
-            canvas=self._scoring,
+            canvas=self._score_canvas,
             sampling=self._sampling,
             vocab=self._vocab,
         )
@@ -97,25 +97,25 @@ class MultiBlockCanvas(GuessingCanvas):
         tokens = guesses.select(accepted)
         counts, ratios = {}, {}
         for number, block in enumerate(self._blocks[1:]):
-            inside = (tokens.position_P >= block.start) & (tokens.position_P < block.stop)
-            left = self._left(block)
-            if left:
-                counts[0, number], ratios[0, number] = int(inside.sum()), left / (block.stop - block.start)
+            is_inside = (tokens.position_P >= block.start) & (tokens.position_P < block.stop)
+            num_open = self._num_open(block)
+            if num_open:
+                counts[0, number], ratios[0, number] = int(is_inside.sum()), num_open / (block.stop - block.start)
         self.num_forwards += 1
         log_probs = log_probability(tokens.confidence_P)
         self._lane.fill(tokens.position_P, tokens.token_P, log_probs, step=self.num_forwards)
         self._prepare()
         return CanvasUpdate(counts, ratios)
 
-    def _open(self) -> Tensor:
+    def _open_positions(self) -> Tensor:
         """The masked positions that this forward may fill: those of all added blocks, active or not."""
         return self._lane.open_positions(self.prompt_length, self._end)
 
-    def _left(self, block: _Block) -> int:
+    def _num_open(self, block: _Block) -> int:
         return int(self._lane.masked[block.start : block.stop].sum())
 
     def _progress(self, block: _Block) -> float:
-        return 1.0 - self._left(block) / (block.stop - block.start)
+        return 1.0 - self._num_open(block) / (block.stop - block.start)
 
     def _accept(self, guesses: Guesses) -> Tensor:
         """Which open positions become tokens (P,): those of low entropy. LLaDA's rule always adds the lowest one. If
@@ -126,7 +126,7 @@ class MultiBlockCanvas(GuessingCanvas):
             accepted_P[entropy_P.argmin()] = True
         else:
             accepted_P = entropy_P < self.settings.tau_entropy
-        first = next((b for b in self._blocks if b.active and self._left(b)), None)
+        first = next((b for b in self._blocks if b.active and self._num_open(b)), None)
         if first is not None:
             inside_P = (guesses.position_P >= first.start) & (guesses.position_P < first.stop)
             if not bool((accepted_P & inside_P).any()):
@@ -141,12 +141,12 @@ class MultiBlockCanvas(GuessingCanvas):
         if not bool(self._lane.masked.any()):
             self.done = True
             return
-        for before, block in zip(self._blocks, self._blocks[1:], strict=False):
-            block.active = block.active or self._progress(before) >= self.settings.tau_active
+        for previous, block in zip(self._blocks, self._blocks[1:], strict=False):
+            block.active = block.active or self._progress(previous) >= self.settings.tau_active
         last = self._blocks[-1]
         if eos is None and last.stop < self.length and self._progress(last) >= self.settings.tau_add:
             self._add_block()
-        self._end = max(b.stop for b in self._blocks[1:] if b.active or self._left(b))
+        self._end = max(b.stop for b in self._blocks[1:] if b.active or self._num_open(b))
         self._begin = self._commit_done()
 
     def _add_block(self) -> None:
@@ -156,9 +156,9 @@ class MultiBlockCanvas(GuessingCanvas):
 
     def _close_behind(self, eos: int) -> None:
         """Nothing behind the first EOS is decoded: its positions get this EOS, and no forward number."""
-        behind = torch.arange(eos + 1, self.length)
-        tokens = torch.full_like(behind, int(self._lane.tokens[eos]))
-        self._lane.fill(behind, tokens, torch.zeros(len(behind), dtype=torch.float64), step=0)
+        positions = torch.arange(eos + 1, self.length)
+        tokens = torch.full_like(positions, int(self._lane.tokens[eos]))
+        self._lane.fill(positions, tokens, torch.zeros(len(positions), dtype=torch.float64), step=0)
 
     def _commit_done(self) -> int:
         """Commit the blocks that were done long enough; the first position that the next forward computes.
@@ -166,28 +166,28 @@ class MultiBlockCanvas(GuessingCanvas):
         The forward that commits a block computes it once more. With a block that is done but not committed, and every
         `refresh` forwards, the whole canvas is computed.
         """
-        delay, forward, committed = self.settings.cache_delay, self.num_forwards + 1, self._committed
+        delay, forward, num_committed = self.settings.cache_delay, self.num_forwards + 1, self._num_committed
         if delay is None:
             return 0
-        settling = False
+        waits = False
         for block in self._blocks:
-            if block.stop <= committed or block.cached:
+            if block.stop <= num_committed or block.cached:
                 continue
-            if self._left(block):
+            if self._num_open(block):
                 break
             if block.done_at is None:
                 block.done_at = forward
             if forward - block.done_at < delay:
-                settling = True
+                waits = True
                 if self._rule == "llada":
                     break
                 continue
             block.cached = True
-            self._committed = max(self._committed, block.stop)
-        if self._committed > committed:
-            return self._with_predictor(committed)
+            self._num_committed = max(self._num_committed, block.stop)
+        if self._num_committed > num_committed:
+            return self._with_predictor(num_committed)
         refreshes = self.settings.refresh is not None and forward % self.settings.refresh == 0
-        return 0 if settling or refreshes else self._with_predictor(committed)
+        return 0 if waits or refreshes else self._with_predictor(num_committed)
 
     def _with_predictor(self, start: int) -> int:
         """`start`, or with shifted logits the position before it, if that one predicts a masked position."""

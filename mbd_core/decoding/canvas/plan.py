@@ -125,8 +125,8 @@ class OpenLogits:
     @property
     def kind(self) -> str | None:
         """Parts of one kind are read together; `None`: this part alone."""
-        alone = self.sampling.draws or self.adjust is not None or self.canvas.score == "random"
-        return None if alone else self.canvas.score
+        is_alone = self.sampling.draws or self.adjust is not None or self.canvas.score == "random"
+        return None if is_alone else self.canvas.score
 
 
 class CanvasDecoder(Protocol):
@@ -208,8 +208,8 @@ class Lane:
 
     def first_mask(self, start: int) -> int:
         """The first masked position from `start` on; the canvas's length if there is none."""
-        rest = self.masked.numpy()[start:]
-        return start + int(rest.argmax()) if rest.any() else len(self.masked)
+        masked = self.masked.numpy()[start:]
+        return start + int(masked.argmax()) if masked.any() else len(self.masked)
 
     def find(self, ids: tuple[int, ...], start: int, stop: int) -> int | None:
         """The first decided position in [start, stop) whose token is one of `ids`."""

@@ -45,20 +45,20 @@ class Grammar:
 def simplify(schema: str) -> str:
     """The same schema in keywords that llguidance has: `uniqueItems` is left out where it says nothing, and `oneOf` of
     constants that exclude each other is `anyOf`."""
-    return json.dumps(_simplified(json.loads(schema), renames="/oneOf/" not in schema))
+    return json.dumps(_simplify(json.loads(schema), renames="/oneOf/" not in schema))
 
 
-def _simplified(schema: Any, *, renames: bool) -> Any:
+def _simplify(schema: Any, *, renames: bool) -> Any:
     if isinstance(schema, list):
-        return [_simplified(part, renames=renames) for part in schema]
+        return [_simplify(part, renames=renames) for part in schema]
     if not isinstance(schema, dict):
         return schema
     simple: dict[str, Any] = {}
     for name, value in schema.items():
         if name in MAPS and isinstance(value, dict):
-            value = {key: _simplified(part, renames=renames) for key, part in value.items()}
+            value = {key: _simplify(part, renames=renames) for key, part in value.items()}
         elif name in INNER:
-            value = _simplified(value, renames=renames)
+            value = _simplify(value, renames=renames)
         simple[name] = value
     most = _number(simple, "maxItems")
     if simple.get("uniqueItems") is False or (simple.get("uniqueItems") is True and most is not None and most <= 1):
@@ -72,15 +72,15 @@ def _exclude_each_other(options: Any) -> bool:
     """Whether these are schemas of constants, and no constant stands in two of them."""
     if not isinstance(options, list):
         return False
-    seen = set[Any]()
+    constants = set[Any]()
     for option in options:
         values = option.get("enum", [option["const"]] if "const" in option else None) if type(option) is dict else None
         if not isinstance(values, list) or any(isinstance(value, list | dict) for value in values):
             return False
-        own = {(isinstance(value, bool), value) for value in values}
-        if own & seen:
+        own_constants = {(isinstance(value, bool), value) for value in values}
+        if own_constants & constants:
             return False
-        seen |= own
+        constants |= own_constants
     return True
 
 
@@ -97,39 +97,39 @@ def check_bounds(schema: str) -> None:
             parts += part
         elif isinstance(part, dict):
             parts += part.values()
-            for joined in _joins(root, {}, part):
-                looks -= len(joined)
+            for parts_by_id in _joins(root, {}, part):
+                looks -= len(parts_by_id)
                 if looks < 0:
                     raise GrammarRefused("the JSON schema cannot be honoured: its parts refer to too many others")
-                _check_properties(list(joined.values()))
-                if all(other.get("type") != "integer" for other in joined.values()):
-                    _check_number(list(joined.values()))
+                _check_properties(list(parts_by_id.values()))
+                if all(other.get("type") != "integer" for other in parts_by_id.values()):
+                    _check_number(list(parts_by_id.values()))
 
 
-def _joins(root: Any, before: dict[int, Any], part: dict[str, Any]) -> Iterator[dict[int, Any]]:
+def _joins(root: Any, earlier_parts: dict[int, Any], part: dict[str, Any]) -> Iterator[dict[int, Any]]:
     """The parts of a schema that hold for one value, by identity: `before`, a part, what it refers to, and one
     alternative of each."""
-    joined, left = dict(before), [part]
-    while left:
-        inner = left.pop()
-        if id(inner) in joined:
+    parts, stack = dict(earlier_parts), [part]
+    while stack:
+        inner = stack.pop()
+        if id(inner) in parts:
             continue
-        joined[id(inner)] = inner
-        left += _parts(inner, "allOf")
-        if isinstance(referred := _referred(root, inner.get("$ref")), dict):
-            left.append(referred)
-    yield joined
-    for inner in list(joined.values())[len(before) :]:
+        parts[id(inner)] = inner
+        stack += _parts(inner, "allOf")
+        if isinstance(target := _reference_target(root, inner.get("$ref")), dict):
+            stack.append(target)
+    yield parts
+    for inner in list(parts.values())[len(earlier_parts) :]:
         for option in (*_parts(inner, "anyOf"), *_parts(inner, "oneOf")):
-            yield from _joins(root, joined, option)
+            yield from _joins(root, parts, option)
 
 
 def _parts(part: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    listed = part.get(name)
-    return [other for other in listed if isinstance(other, dict)] if isinstance(listed, list) else []
+    parts = part.get(name)
+    return [item for item in parts if isinstance(item, dict)] if isinstance(parts, list) else []
 
 
-def _referred(root: Any, reference: Any) -> Any:
+def _reference_target(root: Any, reference: Any) -> Any:
     """What a reference within the document points at; `None` for any other."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
@@ -139,10 +139,10 @@ def _referred(root: Any, reference: Any) -> Any:
     return root
 
 
-def _check_number(joined: list[dict[str, Any]]) -> None:
+def _check_number(parts: list[dict[str, Any]]) -> None:
     """Compare the strictest bounds of `joined`, which hold for one value."""
     strictest = {
-        name: choose((x for part in joined if (x := _number(part, name)) is not None), default=None)
+        name: choose((x for part in parts if (x := _number(part, name)) is not None), default=None)
         for name, choose in _BOUNDS.items()
     }
     lowest = [strictest[name] for name in ("exclusiveMinimum", "minimum")]
@@ -151,19 +151,19 @@ def _check_number(joined: list[dict[str, Any]]) -> None:
     upper = min((x for x in highest if x is not None), default=None)
     if lower is None or upper is None or not lower < upper < lower + 1:
         return
-    for name, bound, binding in (("Minimum", lowest[0], lower), ("Maximum", highest[0], upper)):
-        if bound == binding and bound == int(bound):
+    for name, bound, strictest_bound in (("Minimum", lowest[0], lower), ("Maximum", highest[0], upper)):
+        if bound == strictest_bound and bound == int(bound):
             raise GrammarRefused(
                 f"the JSON schema cannot be honoured: exclusive{name} {bound} beside a bound less than 1 away; "
                 f"give {name.lower()} and a number beside {bound}"
             )
 
 
-def _check_properties(joined: list[dict[str, Any]]) -> None:
-    least = max((x for part in joined if (x := _number(part, "minProperties")) is not None), default=0)
-    types = [part["type"] for part in joined if isinstance(part.get("type"), str | list)]
+def _check_properties(parts: list[dict[str, Any]]) -> None:
+    least = max((x for part in parts if (x := _number(part, "minProperties")) is not None), default=0)
+    types = [part["type"] for part in parts if isinstance(part.get("type"), str | list)]
     required = {
-        name for part in joined if isinstance(part.get("required"), list) for name in map(str, part["required"])
+        name for part in parts if isinstance(part.get("required"), list) for name in map(str, part["required"])
     }
     if least > len(required) + 1 and all("object" in kinds for kinds in types):
         raise GrammarRefused(

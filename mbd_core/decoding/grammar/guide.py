@@ -65,16 +65,16 @@ class Search:
     """
 
     def __init__(self, tries: float = math.inf) -> None:
-        self._left = tries
+        self._num_left = tries
         self.error = ""
 
     @property
     def is_over(self) -> bool:
         """Whether no other search may begin."""
-        return self._left <= 0
+        return self._num_left <= 0
 
     def count(self, tries: int) -> None:
-        self._left -= tries
+        self._num_left -= tries
 
 
 class Vocabulary(Protocol):
@@ -111,17 +111,17 @@ class Closings:
     def special_in(self, grammar: Grammar) -> str:
         """Why an answer may not be found, if a special token's text stands in the grammar; else empty."""
         text = grammar.text.replace("\\", "")
-        spelled = next((special for special in self._special if special in text), None)
-        return "" if spelled is None else f"'{spelled}' is a special token's text, which no answer has"
+        name = next((special for special in self._special if special in text), None)
+        return "" if name is None else f"'{name}' is a special token's text, which no answer has"
 
     def allowed(self, matcher: LLMatcher) -> np.ndarray | None:
         """The tokens (V,) that may come next; `None` where the matcher cannot say."""
         if matcher.is_error():
             return None
-        packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():
             return None
-        mask_V = np.unpackbits(packed, bitorder="little")[: self._size].astype(bool)
+        mask_V = np.unpackbits(bits, bitorder="little")[: self._size].astype(bool)
         mask_V[self._never[self._never < self._size]] = False
         return mask_V if mask_V.any() else None
 
@@ -140,7 +140,7 @@ class Closings:
     ) -> list[int] | None:
         matcher = matcher.deep_copy()
         tokens: list[int] = []
-        seen: Counter[int] = Counter()
+        uses: Counter[int] = Counter()
         while len(tokens) < limit and not matcher.is_error():
             if matcher.is_stopped() or matcher.is_accepting():
                 return [*tokens, self.eos_token_id]
@@ -150,8 +150,8 @@ class Closings:
                 search.count(MASK_TRIES)
                 if mask_V is None:
                     break
-                last = self._last_tokens(matcher, mask_V, literals, search)
-                next_tokens = last or [choose(matcher, mask_V, seen, search)]
+                last_tokens = self._last_tokens(matcher, mask_V, literals, search)
+                next_tokens = last_tokens or [choose(matcher, mask_V, uses, search)]
             if not matcher.consume_tokens(next_tokens):
                 break
             tokens += next_tokens
@@ -162,35 +162,35 @@ class Closings:
         self, matcher: LLMatcher, mask_V: np.ndarray, literals: Sequence[Sequence[int]], search: Search
     ) -> list[int] | None:
         """Tokens with which the answer is complete."""
-        tried = self._order_V[mask_V[self._order_V]][:NUM_TRIED]
+        candidates = self._order_V[mask_V[self._order_V]][:NUM_TRIED]
         single = self._single[mask_V[self._single]]
-        for tokens in (*([t] for t in (*tried.tolist(), *single.tolist())), *literals):
+        for tokens in (*([t] for t in (*candidates.tolist(), *single.tolist())), *literals):
             search.count(len(tokens))
             if matcher.validate_tokens([*tokens, self.eos_token_id]) == len(tokens) + 1:
                 return list(tokens)
         return None
 
     def _quick(self, matcher: LLMatcher, mask_V: np.ndarray, uses: Counter[int], search: Search) -> int:
-        tried = self._order_V[mask_V[self._order_V]][:NUM_TRIED].tolist()
+        candidates = self._order_V[mask_V[self._order_V]][:NUM_TRIED].tolist()
         if mask_V.sum() > self._size // 4:  # inside a string, where brackets are text
-            tried = self._quotes[mask_V[self._quotes]].tolist() or tried
-        token = int(min(tried, key=lambda t: self._rank_V[t] + uses[t] / 2))
+            candidates = self._quotes[mask_V[self._quotes]].tolist() or candidates
+        token = int(min(candidates, key=lambda t: self._rank_V[t] + uses[t] / 2))
         uses[token] += 1
         return token
 
     def _thorough(self, matcher: LLMatcher, mask_V: np.ndarray, seen: Counter[int], search: Search) -> int:
         """`seen` counts what was allowed at earlier positions."""
-        tried = self._order_V[mask_V[self._order_V]][: NUM_FOLLOWED // 4].tolist()
-        tried += self._single[mask_V[self._single]][:NUM_FOLLOWED].tolist()
+        candidates = self._order_V[mask_V[self._order_V]][: NUM_FOLLOWED // 4].tolist()
+        candidates += self._single[mask_V[self._single]][:NUM_FOLLOWED].tolist()
         seen[hash(mask_V.tobytes())] += 1
         follows: dict[int, tuple[int, int, int]] = {}
-        for token in dict.fromkeys(tried):
-            after = matcher.deep_copy()
+        for token in dict.fromkeys(candidates):
+            next_matcher = matcher.deep_copy()
             search.count(MASK_TRIES)
-            if after.consume_token(token) and (next_V := self.allowed(after)) is not None:
-                known = seen[hash(next_V.tobytes())]
-                follows[token] = (known, int(next_V.sum()), -int(self._lengths_V[token]))
-        return min(follows, key=lambda t: follows[t]) if follows else int(tried[0])
+            if next_matcher.consume_token(token) and (next_V := self.allowed(next_matcher)) is not None:
+                num_uses = seen[hash(next_V.tobytes())]
+                follows[token] = (num_uses, int(next_V.sum()), -int(self._lengths_V[token]))
+        return min(follows, key=lambda t: follows[t]) if follows else int(candidates[0])
 
 
 _Choose = Callable[["LLMatcher", np.ndarray, Counter[int], Search], int]
@@ -254,22 +254,24 @@ class Guide(GuideState):
     ) -> None:
         """`matcher` has seen what is `committed`. `budget` is how many tokens the answer may still have, its EOS
         included; `GrammarRefused` if no way to its end is found. `closing` is a known one, or empty."""
-        self._matcher, self._closings, self._literals, self._left = matcher, closings, literals, budget
-        self._decided = list(committed)
-        known = list(closing) if closing and len(closing) <= budget and self._accepts(list(closing)) else None
+        self._matcher, self._closings, self._literals, self._num_left = matcher, closings, literals, budget
+        self._decided_tokens = list(committed)
+        known_closing = list(closing) if closing and len(closing) <= budget and self._accepts(list(closing)) else None
         search = Search()
-        found = closings.find(matcher, budget, literals=literals, thorough=MAX_SEARCH, search=search) or known
-        if found is None:
+        new_closing = (
+            closings.find(matcher, budget, literals=literals, thorough=MAX_SEARCH, search=search) or known_closing
+        )
+        if new_closing is None:
             raise GrammarRefused(
                 f"no answer of at most {budget} tokens was found that the grammar accepts; "
                 + (f"simplify it: {search.error}" if search.error else "raise max_tokens or simplify it")
             )
-        self._closing = found
+        self._closing = new_closing
         self.waited = self.num_waits = 0
         self._room = (0, 0)  # the places and rows that it had when it began to wait
         super().__init__(self._forced_by_closing())
-        self._decided += self.pending
-        self._left -= len(self.pending)
+        self._decided_tokens += self.pending
+        self._num_left -= len(self.pending)
 
     def extend(
         self, num_places: int, num_rows: int, pick: Pick, *, tau: float, quota: int, search: Search
@@ -302,54 +304,54 @@ class Guide(GuideState):
                 self._matcher.consume_token(choice.token)
                 trail += [(t, 1.0) for t in self._force()]
             marks.append(len(trail))
-        trail = self._closed(trail, marks, search)
+        trail = self._close(trail, marks, search)
         self.waited = 0 if trail else self.waited + 1
         self.num_waits += not trail
-        self._left -= len(trail)
-        self._decided += [token for token, _ in trail]
+        self._num_left -= len(trail)
+        self._decided_tokens += [token for token, _ in trail]
         self.ended = self._ends(trail)
         self.pending = [token for token, _ in trail[num_places:]]
         return trail[:num_places]
 
     def rest(self, number: int) -> list[int]:
         """A way from the answer's first `number` tokens to its end: what is decided behind them, and a closing."""
-        return self._decided[number:] + self._closing
+        return self._decided_tokens[number:] + self._closing
 
     def _ends(self, trail: list[tuple[int, float]]) -> bool:
         return bool(trail) and trail[-1][0] == self._closings.eos_token_id
 
     def _force(self) -> list[int]:
         """Consume the tokens that must follow."""
-        forced = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
-        if forced:
-            self._matcher.consume_tokens(forced)
-        return forced
+        tokens = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+        if tokens:
+            self._matcher.consume_tokens(tokens)
+        return tokens
 
     def _forced_by_closing(self) -> list[int]:
         """Forced tokens, taken from the closing; none where it writes the same text with other tokens."""
-        forced = self._force()
-        if self._closing[: len(forced)] != forced:
-            self._matcher.rollback(len(forced))
+        tokens = self._force()
+        if self._closing[: len(tokens)] != tokens:
+            self._matcher.rollback(len(tokens))
             return []
-        self._closing = self._closing[len(forced) :]
-        return forced
+        self._closing = self._closing[len(tokens) :]
+        return tokens
 
-    def _closed(self, trail: list[tuple[int, float]], marks: list[int], search: Search) -> list[tuple[int, float]]:
+    def _close(self, trail: list[tuple[int, float]], marks: list[int], search: Search) -> list[tuple[int, float]]:
         """As many of the choices as leave a closing; if none does, or there is none, the closing's next token.
 
         A new closing is looked for once, behind all choices; behind fewer of them only what is known counts. None of
         the choices, where it takes a new one and `search` was over before."""
-        looked, may_look = False, not search.is_over
+        has_searched, may_look = False, not search.is_over
         while len(marks) > 1 and not self._matcher.is_error():
             tokens = [token for token, _ in trail]
             closing = self._rest_of_closing(tokens)
             if closing is None and not self._ends(trail):
-                closing = self._end_of_known(self._left - len(tokens), search)
-                if closing is None and not looked:
+                closing = self._end_of_known(self._num_left - len(tokens), search)
+                if closing is None and not has_searched:
                     if not may_look:
                         return self._without(trail, 0)
-                    closing = self._found(self._left - len(tokens), search)
-            looked = True
+                    closing = self._find_closing(self._num_left - len(tokens), search)
+            has_searched = True
             if closing is not None:
                 self._closing = closing
                 return trail
@@ -365,28 +367,28 @@ class Guide(GuideState):
 
     def _without(self, trail: list[tuple[int, float]], number: int) -> list[tuple[int, float]]:
         """The first `number` of the choices; the matcher forgets the others."""
-        undone = [token for token, _ in trail[number:] if token != self._closings.eos_token_id]
-        self._matcher.rollback(len(undone))
+        tokens = [token for token, _ in trail[number:] if token != self._closings.eos_token_id]
+        self._matcher.rollback(len(tokens))
         return trail[:number]
 
     def _rest_of_closing(self, tokens: list[int]) -> list[int] | None:
         """What is left of the known closing after these tokens, if they are its first ones, or the answer's last."""
         if tokens[-1] == self._closings.eos_token_id:
-            return [] if len(tokens) <= self._left else None
-        known = self._closing
-        return known[len(tokens) :] if tokens == known[: len(tokens)] else None
+            return [] if len(tokens) <= self._num_left else None
+        closing = self._closing
+        return closing[len(tokens) :] if tokens == closing[: len(tokens)] else None
 
-    def _end_of_known(self, left: int, search: Search) -> list[int] | None:
+    def _end_of_known(self, limit: int, search: Search) -> list[int] | None:
         """An end of the known closing that is a closing of at most `left` tokens."""
-        known = self._closing
-        for start in range(len(known) - 1, max(-1, len(known) - NUM_TRIED), -1):
-            search.count(len(known) - start)
-            if len(known) - start <= left and self._accepts(known[start:]):
-                return known[start:]
+        closing = self._closing
+        for start in range(len(closing) - 1, max(-1, len(closing) - NUM_TRIED), -1):
+            search.count(len(closing) - start)
+            if len(closing) - start <= limit and self._accepts(closing[start:]):
+                return closing[start:]
         return None
 
-    def _found(self, left: int, search: Search) -> list[int] | None:
-        limit = min(left, MAX_SEARCH)
+    def _find_closing(self, num_left: int, search: Search) -> list[int] | None:
+        limit = min(num_left, MAX_SEARCH)
         return self._closings.find(self._matcher, limit, literals=self._literals, thorough=MAX_THOROUGH, search=search)
 
     def _accepts(self, tokens: list[int]) -> bool:

@@ -25,12 +25,12 @@ from typing import Any, Literal
 import torch
 
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.engine.admission import Admitted
+from mbd_core.engine.admission import AdmittedRequest
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.parallel.group import Group, Rank, init_group, sized_alike
 from mbd_core.engine.parallel.shared_sums import load_shard
-from mbd_core.engine.steering import Decided
+from mbd_core.engine.steering import Decision
 from mbd_core.engine.weights import SwapMode
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig, Parts
@@ -57,7 +57,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Add:
-    admitted: Admitted
+    admitted_request: AdmittedRequest
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ def fingerprint(engine: Engine) -> int:
     It covers the last report that was read, the tokens that were emitted and the number of weight swaps; it waits for
     no step that is under way.
     """
-    running = engine.scheduler.running.items()
-    emitted = [(row, s.request.request_id, s.prefilled, len(s.emitted), s.emitted[-4:]) for row, s in running]
-    return zlib.crc32(repr((engine.weights_version, emitted)).encode(), zlib.crc32(engine.last_report_X.tobytes()))
+    rows = engine.scheduler.running.items()
+    states = [(row, s.request.request_id, s.prefilled, len(s.emitted), s.emitted[-4:]) for row, s in rows]
+    return zlib.crc32(repr((engine.weights_version, states)).encode(), zlib.crc32(engine.last_report_X.tobytes()))
 
 
 # A follower: the engine of rank 1, 2, ..., which repeats what rank 0's engine does.
@@ -172,9 +172,9 @@ class FollowingEngine(Engine):
         super().__init__(model, config, vocab_limit=vocab_limit)
         self._group = group
 
-    def share(self, decide: Callable[[], list[Decided]]) -> list[Decided]:
-        decided: list[Decided] = self._group.receive()
-        return decided
+    def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
+        decisions: list[Decision] = self._group.receive()
+        return decisions
 
 
 class OutOfStep(RuntimeError):
@@ -210,14 +210,14 @@ def _build(model: Decoder, group: Group) -> Engine:
         raise ValueError(f"rank {group.rank.rank} has FP8 weights ({quantized_parts(model)}), rank 0 ({setup.fp8})")
     if group.rank.kind == "cpu":
         torch.set_num_threads(setup.num_threads)
-    sized = sized_alike(model, setup.engine, group)
-    return FollowingEngine(model, sized, group=group, vocab_limit=setup.vocab_limit)
+    config = sized_alike(model, setup.engine, group)
+    return FollowingEngine(model, config, group=group, vocab_limit=setup.vocab_limit)
 
 
 def _obey(engine: Engine, command: Command, group: Group) -> None:
     match command:
-        case Add(admitted):
-            engine.add_admitted(admitted)
+        case Add(admitted_request):
+            engine.add_admitted(admitted_request)
         case Abort(request_id):
             engine.abort(request_id)
         case Preempt():
@@ -258,9 +258,9 @@ class Followers:
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._reasons: dict[int, str] = {}  # by rank; a reason can be received only once
-        for each in args:
+        for arguments in args:
             ours, theirs = multiprocessing.Pipe()
-            ours.send((run, each))
+            ours.send((run, arguments))
             with theirs:
                 number = theirs.fileno()
                 self._processes.append(
@@ -286,10 +286,10 @@ class Followers:
         `end()`.
         """
         deadline = time.monotonic() + wait
-        pending = {c: r for r, c in enumerate(self._connections, 1) if not c.closed and r not in self._reasons}
-        while pending and (left := deadline - time.monotonic()) > 0:
-            for connection in [c for c in connection_wait(list(pending), left) if isinstance(c, Connection)]:
-                rank = pending.pop(connection)
+        connections = {c: r for r, c in enumerate(self._connections, 1) if not c.closed and r not in self._reasons}
+        while connections and (seconds := deadline - time.monotonic()) > 0:
+            for connection in [c for c in connection_wait(list(connections), seconds) if isinstance(c, Connection)]:
+                rank = connections.pop(connection)
                 self._reasons[rank] = f"rank {rank}: {self._reason(rank)}"
         return min(self._reasons.values(), key=lambda reason: "RankLost" in reason, default=None)
 

@@ -34,7 +34,7 @@ from mbd_core.models.shard import Shard
 T = TypeVar("T")
 
 _LENGTH = 8  # bytes that say how long a message is
-_ARRIVED = "arrived"  # the key in the store that counts the ranks that are ready to join
+_ARRIVALS = "arrived"  # the key in the store that counts the ranks that are ready to join
 _FRAME = 512  # bytes of the first broadcast of a message: most messages fit
 
 
@@ -90,7 +90,7 @@ class Group:
         try:
             dist.all_reduce(x)
         except RuntimeError as error:
-            raise self._lost("sum with the others") from error
+            raise self._loss("sum with the others") from error
         return x
 
     def broadcast(self, message: Any) -> None:
@@ -98,11 +98,11 @@ class Group:
         payload = pickle.dumps(message)
         data = bytearray(len(payload).to_bytes(_LENGTH, "little") + payload)
         data += bytes(max(0, _FRAME - len(data)))
-        frame, rest = torch.frombuffer(data, dtype=torch.uint8).split([_FRAME, len(data) - _FRAME])
+        frame, tail = torch.frombuffer(data, dtype=torch.uint8).split([_FRAME, len(data) - _FRAME])
         try:
-            self._send_or_receive(frame, rest)
+            self._send_or_receive(frame, tail)
         except RuntimeError as error:
-            raise self._lost("reach the others") from error
+            raise self._loss("reach the others") from error
 
     def receive(self) -> Any:
         """The next message of rank 0; waits for it."""
@@ -110,11 +110,11 @@ class Group:
         try:
             self._send_or_receive(frame)
             size = int.from_bytes(frame[:_LENGTH].numpy().tobytes(), "little")
-            rest = torch.empty(max(0, _LENGTH + size - _FRAME), dtype=torch.uint8)
-            self._send_or_receive(rest)
+            tail = torch.empty(max(0, _LENGTH + size - _FRAME), dtype=torch.uint8)
+            self._send_or_receive(tail)
         except RuntimeError as error:
-            raise self._lost("hear rank 0") from error
-        return pickle.loads(torch.cat((frame, rest))[_LENGTH : _LENGTH + size].numpy().tobytes())
+            raise self._loss("hear rank 0") from error
+        return pickle.loads(torch.cat((frame, tail))[_LENGTH : _LENGTH + size].numpy().tobytes())
 
     def least(self, value: int) -> int:
         """The least of the ranks' values."""
@@ -129,23 +129,23 @@ class Group:
         try:
             dist.all_reduce(values, op=operation, group=self._messages)
         except RuntimeError as error:
-            raise self._lost("compare a number with the others") from error
+            raise self._loss("compare a number with the others") from error
         return int(values)
 
     def agree(self, prepare: Callable[[], T]) -> T:
         """What `prepare` returns here, if it succeeds on all ranks; `ValueError` on all if it fails on one."""
-        own: str | None = None
+        own_reason: str | None = None
         try:
             value = prepare()
         except (ValueError, OSError) as error:
-            own = str(error)
+            own_reason = str(error)
         reasons: list[str | None] = [None] * self.rank.size
         try:
-            dist.all_gather_object(reasons, own, group=self._messages)
+            dist.all_gather_object(reasons, own_reason, group=self._messages)
         except RuntimeError as error:
-            raise self._lost("agree with the others") from error
-        if own is not None:
-            raise ValueError(own)
+            raise self._loss("agree with the others") from error
+        if own_reason is not None:
+            raise ValueError(own_reason)
         for rank, reason in enumerate(reasons):
             if reason is not None:
                 raise ValueError(f"rank {rank}: {reason}")
@@ -156,7 +156,7 @@ class Group:
         try:
             dist.barrier(group=self._messages)
         except RuntimeError as error:
-            raise self._lost("meet the others") from error
+            raise self._loss("meet the others") from error
 
     def _send_or_receive(self, *parts: Tensor) -> None:
         for part in parts:
@@ -182,10 +182,10 @@ class Group:
         if self.rank.kind != "cuda":
             dist.destroy_process_group()
 
-    def _lost(self, what: str) -> RankLost:
+    def _loss(self, action: str) -> RankLost:
         r = self.rank
         return RankLost(
-            f"rank {r.rank} of {r.size} could not {what}: a rank ended, or did not answer within {r.timeout:g} s; "
+            f"rank {r.rank} of {r.size} could not {action}: a rank ended, or did not answer within {r.timeout:g} s; "
             "start the group anew"
         )
 
@@ -201,7 +201,7 @@ def open_store(address: str, *, size: int, timeout: float, port: int = 0) -> dis
 
 def num_arrived(store: dist.TCPStore) -> int:
     """How many ranks have their device and are about to join. Joining itself waits for all, even for dead ones."""
-    return store.add(_ARRIVED, 0)
+    return store.add(_ARRIVALS, 0)
 
 
 def init_group(rank: Rank, *, store: dist.TCPStore | None = None) -> Group:
@@ -220,7 +220,7 @@ def init_group(rank: Rank, *, store: dist.TCPStore | None = None) -> Group:
             store = dist.TCPStore(
                 rank.address, rank.port, rank.size, is_master=rank.rank == 0, timeout=rank.wait, wait_for_workers=False
             )
-        store.add(_ARRIVED, 1)
+        store.add(_ARRIVALS, 1)
         _wait_for_all(store, rank)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -247,9 +247,9 @@ def _wait_for_all(store: dist.TCPStore, rank: Rank) -> None:
     can never meet them again.
     """
     deadline = time.monotonic() + rank.timeout
-    while (arrived := num_arrived(store)) < rank.size:
+    while (count := num_arrived(store)) < rank.size:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{arrived} arrived")
+            raise TimeoutError(f"{count} arrived")
         time.sleep(0.01)
 
 

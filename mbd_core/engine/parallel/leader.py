@@ -1,4 +1,4 @@
-"""The leader of a tensor-parallel group: rank 0's engine, which the other ranks repeat on their shards.
+"""The leader of a tensor-parallel group: rank 0's engine, which the other ranks repeat, and how all of them start.
 
 Before each step rank 0 sends the others the requests that were added, aborted and preempted since the last one; they
 do the same and step with it. Adapters and weights, of which each rank reads its own part, come between two steps, on
@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from mbd_core.checkpoint.config import load_config
+from mbd_core.checkpoint.loading import check_blocks
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, StepOutput
 from mbd_core.decoding.grammar.guide import Grammars, GuideState
-from mbd_core.engine.admission import Admitted
+from mbd_core.engine.admission import AdmittedRequest
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import NOT_ASLEEP, Engine
 from mbd_core.engine.parallel.followers import (
@@ -43,17 +46,21 @@ from mbd_core.engine.parallel.followers import (
     WakeUp,
     change,
     fingerprint,
+    run_follower,
 )
-from mbd_core.engine.parallel.group import Group, RankLost, sized_alike
-from mbd_core.engine.parallel.shared_sums import GroupSums, SharedSums
-from mbd_core.engine.steering import Decided
+from mbd_core.engine.parallel.group import Group, Rank, RankLost, init_group, num_arrived, open_store, sized_alike
+from mbd_core.engine.parallel.shared_sums import GroupSums, SharedSums, load_shard
+from mbd_core.engine.steering import Decision
 from mbd_core.engine.weights import SwapMode, WeightSource
 from mbd_core.models.decoder import Decoder
+from mbd_core.models.model_config import ModelConfig, Parts
 from mbd_core.models.quantize import quantized_parts
 
 if TYPE_CHECKING:
     from mbd_core.trace.recorder import TraceRecorder
 
+ADDRESS = "127.0.0.1"  # all ranks are processes of one machine
+START_SECONDS = 120.0  # for a process to start, import its libraries and find its device
 LONGEST_STEP = 600.0  # seconds between GPUs, from which on a step counts as hanging: a first one compiles its kernels
 EARLIER_FAILED = "an earlier step of the tensor-parallel group failed; start the group anew"
 FOLLOWER_ENDED = "a tensor-parallel follower's process has ended; start the group anew"
@@ -95,13 +102,13 @@ class ParallelEngine(Engine):
                 num_threads=torch.get_num_threads(),
             )
         )
-        sized = sized_alike(model, config, group)
-        super().__init__(model, sized, trace=trace, vocab_limit=vocab_limit, grammars=grammars)
+        sized_config = sized_alike(model, config, group)
+        super().__init__(model, sized_config, trace=trace, vocab_limit=vocab_limit, grammars=grammars)
         self.followers, self._group = followers, group
         self._commands: list[Command] = []
         self._lock = threading.Lock()  # of the group: a step and the signs of life exclude each other
         self._failure: str | None = None  # why no step can follow; never taken back
-        self._overdue = math.inf  # from when on the step under way counts as hanging
+        self._step_deadline = math.inf  # from when on the step under way counts as hanging
         self._closed = threading.Event()
         group.barrier()
         self._heartbeat = threading.Thread(target=self._beat, name="tensor-parallel heartbeat", daemon=True)
@@ -114,14 +121,14 @@ class ParallelEngine(Engine):
         assert isinstance(reduce, SharedSums | GroupSums), "the model was loaded by load_shard"
         if isinstance(reduce, SharedSums) and (self.config.batch_invariant or not self.runner.has_kernel_layers):
             reduce = GroupSums(self._group, "no layer runs by kernels: all are FP8, or rows are computed apart")
-        return reduce.described()
+        return reduce.description()
 
-    def add_admitted(self, admitted: Admitted) -> None:
-        super().add_admitted(admitted)
-        sequence = self.scheduler.find(admitted.request.request_id)
+    def add_admitted(self, admitted_request: AdmittedRequest) -> None:
+        super().add_admitted(admitted_request)
+        sequence = self.scheduler.find(admitted_request.request.request_id)
         guide = None if sequence is None else sequence.guide
         state = None if guide is None else GuideState(list(guide.pending), guide.ended)
-        self._commands.append(Add(replace(admitted, guide=state)))
+        self._commands.append(Add(replace(admitted_request, guide=state)))
 
     def abort(self, request_id: str) -> Output | None:
         output = super().abort(request_id)
@@ -138,17 +145,17 @@ class ParallelEngine(Engine):
         if not self.has_work:
             return []
         orders = Orders(action="step", commands=tuple(self._commands), fingerprint=fingerprint(self))
-        with self._together(orders):
+        with self._on_all_ranks(orders):
             return super().step()
 
-    def share(self, decide: Callable[[], list[Decided]]) -> list[Decided]:
-        decided = super().share(decide)
-        self._group.broadcast(decided)
-        return decided
+    def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
+        decisions = super().share(decide)
+        self._group.broadcast(decisions)
+        return decisions
 
     def prepare(self, decoding: DecodingConfig) -> int:
         self.check_idle("prepare")  # before the order is sent: a refusal must not reach the followers
-        with self._together(Orders(action="wait", commands=(*self._commands, Prepare(decoding)))):
+        with self._on_all_ranks(Orders(action="wait", commands=(*self._commands, Prepare(decoding)))):
             return super().prepare(decoding)
 
     def forget_prefixes(self) -> None:
@@ -174,7 +181,7 @@ class ParallelEngine(Engine):
     def sleep(self) -> int:
         """`Engine.sleep` on all ranks; the bytes of all."""
         self.check_sleep()
-        with self._together(Orders(action="wait", commands=(*self._commands, Sleep()))):
+        with self._on_all_ranks(Orders(action="wait", commands=(*self._commands, Sleep()))):
             return self._group.total(super().sleep())
 
     def wake_up(self) -> None:
@@ -188,7 +195,7 @@ class ParallelEngine(Engine):
 
     def _change(self, command: Change) -> None:
         refusal: ValueError | None = None
-        with self._together(Orders(action="wait", commands=(*self._commands, command))):
+        with self._on_all_ranks(Orders(action="wait", commands=(*self._commands, command))):
             try:
                 change(self, command, self._group)
             except ValueError as error:
@@ -197,30 +204,30 @@ class ParallelEngine(Engine):
             raise refusal
 
     @contextmanager
-    def _together(self, orders: Orders) -> Iterator[None]:
+    def _on_all_ranks(self, orders: Orders) -> Iterator[None]:
         """The followers carry out `orders` while the body runs here; if either fails, no later call succeeds."""
         with self._lock:
             if self._failure is not None:
                 raise RankLost(self._failure)
             try:
                 if orders.action == "step" and self._group.rank.kind == "cuda":
-                    self._overdue = time.monotonic() + LONGEST_STEP
+                    self._step_deadline = time.monotonic() + LONGEST_STEP
                 self._group.broadcast(orders)
                 self._commands.clear()
                 yield
                 if self._failure is not None:  # the heartbeat's: what was computed since is of no use
                     raise RankLost(self._failure)
             except BaseException as error:
-                lost, self._failure = self._failure, EARLIER_FAILED
+                loss, self._failure = self._failure, EARLIER_FAILED
                 if isinstance(error, RuntimeError) and self.followers is not None:
                     reason = self.followers.failure()
                     if reason is not None:
                         error.add_note(reason)
-                if lost is not None and not isinstance(error, RankLost):
-                    raise RankLost(lost) from error  # what an interrupted step fails with says less
+                if loss is not None and not isinstance(error, RankLost):
+                    raise RankLost(loss) from error  # what an interrupted step fails with says less
                 raise
             finally:
-                self._overdue = math.inf
+                self._step_deadline = math.inf
 
     def check_health(self) -> None:
         """Raise `RankLost` if a step or a sign of life failed, or if a follower's process has ended.
@@ -243,15 +250,15 @@ class ParallelEngine(Engine):
             return
         self._closed.set()
         self._heartbeat.join(1.0)  # a sign of life under way; an interruption lasts until the graphs are gone
-        stopped = self._stop_followers()
+        is_orderly = self._stop_followers()
         self._failure = self._failure or "the engine was closed"
-        self._graphs.release(wait=stopped)
+        self._graphs.release(wait=is_orderly)
         self._heartbeat.join()
-        if stopped:
-            stopped = self._leave_together()
+        if is_orderly:
+            is_orderly = self._leave_together()
         if self.followers is not None:
-            self.followers.end(self._group.rank.timeout if stopped else 0.0)
-        if not stopped:
+            self.followers.end(self._group.rank.timeout if is_orderly else 0.0)
+        if not is_orderly:
             self._group.abandon()
 
     def _leave_together(self) -> bool:
@@ -280,8 +287,8 @@ class ParallelEngine(Engine):
         rank 0 may wait for ever, as sums within a CUDA graph do, and must be interrupted."""
         while not self._closed.wait(self._group.rank.timeout / 4):
             if not self._lock.acquire(blocking=False):
-                if (lost := self._lost_meanwhile()) is not None:
-                    self._failure = lost
+                if (loss := self._loss()) is not None:
+                    self._failure = loss
                     self._group.interrupt()
                     return
                 continue
@@ -294,10 +301,88 @@ class ParallelEngine(Engine):
             finally:
                 self._lock.release()
 
-    def _lost_meanwhile(self) -> str | None:
+    def _loss(self) -> str | None:
         """Why the step under way cannot come to its end."""
         if self.followers is not None and not self.followers.alive:
             return FOLLOWER_ENDED
-        if time.monotonic() > self._overdue:
+        if time.monotonic() > self._step_deadline:
             return f"a step took longer than {LONGEST_STEP:g} s: a rank hangs; start the group anew"
         return None
+
+
+# The start of a group: this process becomes rank 0, the other ranks are its child processes.
+
+
+def start_parallel(
+    folder: Path,
+    config: EngineConfig,
+    *,
+    size: int,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    fp8: Parts | None = None,
+    timeout: float = 120.0,
+    trace: "TraceRecorder | None" = None,
+    vocab_limit: int | None = None,
+    grammars: Grammars | None = None,
+) -> ParallelEngine:
+    """An engine over `size` processes of this machine, rank 0 being this one; rank r uses GPU r where device is cuda.
+
+    The caller closes the engine. Raises `ValueError`, before anything is started, for a size that does not divide the
+    model or exceeds the GPUs, and for a rank that cannot load its part; `RankLost` if a rank does not arrive in time.
+    No process is left running then.
+    """
+    check_size(load_config(folder), size, device=device)
+    if fp8 == "blocks":
+        check_blocks(folder, num_ranks=size)
+    store = open_store(ADDRESS, size=size, timeout=timeout)
+    ranks = [
+        Rank(
+            rank=rank,
+            size=size,
+            address=ADDRESS,
+            port=store.port,
+            device=f"cuda:{rank}" if device == "cuda" else device,
+            timeout=timeout,
+        )
+        for rank in range(size)
+    ]
+    followers = Followers(run_follower, [(folder, rank, dtype, fp8) for rank in ranks[1:]])
+    group: Group | None = None
+    try:
+        _wait_for_followers(followers, store, size)
+        group = init_group(ranks[0], store=store)
+        model = load_shard(folder, group, dtype=dtype, fp8=fp8)
+        return ParallelEngine(
+            model, config, group=group, followers=followers, trace=trace, vocab_limit=vocab_limit, grammars=grammars
+        )
+    except BaseException as error:
+        reason = followers.failure() if isinstance(error, RuntimeError) else None
+        if not isinstance(error, RankLost) and "RankLost" in (reason or ""):
+            reason = None  # this rank's own error is what the others lost it by
+        followers.end()
+        if group is not None:
+            group.abandon()
+        if reason is not None:
+            raise ValueError(f"the {size} tensor-parallel ranks could not start: {reason}") from error
+        raise
+
+
+def check_size(model: ModelConfig, size: int, *, device: str) -> None:
+    """Raise `ValueError` for a number of ranks that cannot hold `model` on this machine's devices."""
+    if size < 1:
+        raise ValueError(f"tensor_parallel={size} must be at least 1")
+    model.sharded(size)
+    if device == "cuda" and size > torch.cuda.device_count():
+        raise ValueError(
+            f"tensor_parallel={size} needs a GPU for each rank; this process sees {torch.cuda.device_count()}"
+        )
+
+
+def _wait_for_followers(followers: Followers, store: dist.TCPStore, size: int) -> None:
+    """Until all are about to join the group; `RankLost` if one ends before, or takes too long."""
+    deadline = time.monotonic() + START_SECONDS
+    while num_arrived(store) < size - 1:
+        if not followers.alive or time.monotonic() > deadline:
+            raise RankLost(f"not all of the {size} tensor-parallel ranks started within {START_SECONDS:g} s")
+        time.sleep(0.02)

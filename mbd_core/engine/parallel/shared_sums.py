@@ -57,7 +57,7 @@ class SharedSums:
     def __call__(self, x: Tensor) -> Tensor:
         return self._group.reduce(x)
 
-    def described(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         return {"name": "shared memory", "most_bytes": self._places[0].nbytes, "not_chosen": {}}
 
     def place(self, number: Sum, like: Tensor) -> Tensor | None:
@@ -80,7 +80,7 @@ class GroupSums:
     def __call__(self, x: Tensor) -> Tensor:
         return self._group.reduce(x)
 
-    def described(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         name = "nccl" if self._group.rank.kind == "cuda" else "gloo"
         return {"name": name, "not_chosen": {"shared memory": self._reason}}
 
@@ -109,10 +109,10 @@ def share_sums(group: Group) -> SharedSums:
 
     device, size, ranks = torch.device(group.rank.device), group.rank.size, dist.group.WORLD
     assert ranks is not None, "the group's processes have joined"
-    least = group.least(_num_mapped)
+    num_common = group.least(_num_mapped)
 
-    def allocated() -> list[Tensor]:
-        if _num_mapped != least:
+    def allocate() -> list[Tensor]:
+        if _num_mapped != num_common:
             raise ValueError("torch shares memory in a process's first group alone, and this is a later one")
         try:
             _check_nvlink(size)
@@ -122,19 +122,19 @@ def share_sums(group: Group) -> SharedSums:
         except (RuntimeError, ImportError) as error:
             raise ValueError(_first_line(error)) from error
 
-    places = group.agree(allocated)  # before any rank waits for the others' memory
+    places = group.agree(allocate)  # before any rank waits for the others' memory
 
-    def mapped() -> SharedSums:
+    def map_places() -> SharedSums:
         try:
             with _waits(ranks, min(MEETING_SECONDS, group.rank.timeout / 4)):
-                return SharedSums(group, places, [_mapped(place, ranks) for place in places])
+                return SharedSums(group, places, [_map(place, ranks) for place in places])
         except RuntimeError as error:
             raise ValueError(_first_line(error)) from error
 
-    return group.agree(mapped)
+    return group.agree(map_places)
 
 
-def _mapped(place: Tensor, ranks: dist.ProcessGroup) -> Any:
+def _map(place: Tensor, ranks: dist.ProcessGroup) -> Any:
     """torch's handle of a place of all ranks."""
     global _num_mapped
     from torch.distributed import _symmetric_memory as symmetric
@@ -148,12 +148,12 @@ def _waits(ranks: dist.ProcessGroup, seconds: float) -> Iterator[None]:
     """Let a rank wait `seconds` for what the others put into the group's store: so it says that one has failed while
     the others still listen."""
     store = dist.distributed_c10d._get_process_group_store(ranks)
-    before = store.timeout  # type: ignore[attr-defined]  # no stub
+    old_timeout = store.timeout  # type: ignore[attr-defined]  # no stub
     store.set_timeout(timedelta(seconds=seconds))
     try:
         yield
     finally:
-        store.set_timeout(before)
+        store.set_timeout(old_timeout)
 
 
 def load_shard(folder: Path, group: Group, *, dtype: torch.dtype | None = None, fp8: Parts | None = None) -> Decoder:
@@ -169,10 +169,10 @@ def _check_nvlink(size: int) -> None:
     from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]  # no stub
 
     links = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
-    for first in range(size):
-        for second in range(size):
-            if first != second and not links[first][second]:
-                raise ValueError(f"GPUs {first} and {second} are not joined by NVLink")
+    for gpu in range(size):
+        for other_gpu in range(size):
+            if gpu != other_gpu and not links[gpu][other_gpu]:
+                raise ValueError(f"GPUs {gpu} and {other_gpu} are not joined by NVLink")
 
 
 def _first_line(error: Exception) -> str:

@@ -135,7 +135,7 @@ def write_front(folder: Path, front: SpeedFront, *, overwrite: bool = False) -> 
     config, generation = load_config(folder), load_generation_defaults(folder)
     if generation.get(KEY) is not None and not overwrite:
         raise ValueError(f"{folder} has a {KEY} already; --overwrite replaces it")
-    new_generation = {**generation, KEY: front.stored()}
+    new_generation = {**generation, KEY: front.generation_fields()}
     try:
         read_front(new_generation, block_size=generation.get("block_size", config.block_size))
     except ValueError as error:

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from mbd_core.decoding.blocks.config import CANVAS_FIELDS, DecodingConfig, decoding_config
-from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, SINGLE, Fields, merge_fields
-from mbd_core.json_text import parse_json
+from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, SINGLE, Fields
+from mbd_core.json_text import merge_paths, parse_json
 
 Grid = dict[str, tuple[Any, ...]]
 Methods = dict[str, Fields]
@@ -113,7 +113,7 @@ def plan_variants(
         axes = {path: values for path, values in grid.items() if _concerns(path, base)}
         unused_axes -= axes.keys()
         for values in itertools.product(*axes.values()):
-            overrides = _with_values(base, dict(zip(axes, values, strict=True)))
+            overrides = merge_paths(base, dict(zip(axes, values, strict=True)))
             try:
                 decoding = decoding_config(defaults, overrides, block_size=block_size)
             except ValueError as error:
@@ -149,15 +149,6 @@ def _concerns(path: str, base: Fields) -> bool:
     if base.get("canvas") is not None:
         return last in CANVAS_FIELDS
     return base.get("buffer_size") != 1 or last not in MULTI_ONLY
-
-
-def _with_values(base: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with each value at its dotted path."""
-    for path, value in values.items():
-        for name in reversed(path.split(".")):
-            value = {name: value}
-        base = merge_fields(base, value)
-    return dict(base)
 
 
 def _label(name: str, defaults: Mapping[str, Any]) -> str:

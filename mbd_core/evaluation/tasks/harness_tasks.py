@@ -14,7 +14,7 @@ from typing import Any
 from mbd_core.evaluation.tasks.asking import TaskInputs
 from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, Problem, Task, find_task
 from mbd_core.evaluation.tasks.generation_fields import Generation, read_generation
-from mbd_core.evaluation.tasks.problems import ProblemSet
+from mbd_core.evaluation.tasks.problems import ProblemSet, error_line
 from mbd_core.evaluation.tasks.prompts import Form, Wording
 from mbd_core.evaluation.tasks.recipes import TaskPrompt
 
@@ -58,9 +58,8 @@ def _harness_objects(name: str, include: str | None) -> dict[str, Any]:
     try:
         objects = manager.load([name])
     except Exception as error:  # of whichever step: the file, the data set, the network
-        reason = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"task '{HARNESS_PREFIX}{name}' cannot be loaded: {type(error).__name__}: {reason}; where its data set "
+            f"task '{HARNESS_PREFIX}{name}' cannot be loaded: {error_line(error)}; where its data set "
             "cannot be reached, give a task file that names local files (dataset_path: json) in --include"
         ) from None
     return dict(objects)

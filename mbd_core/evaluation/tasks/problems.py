@@ -52,10 +52,14 @@ def _hub_rows(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
     try:
         rows = load_dataset(name, configuration or None, split=split or "test")
     except Exception as error:  # it has no class of its own for a name, a network or a split that is not there
-        reason = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"{path} cannot be loaded: {type(error).__name__}: {reason}") from None
+        raise ValueError(f"{path} cannot be loaded: {error_line(error)}") from None
     for number, row in enumerate(rows, start=1):
         yield number, f"{path}, row {number}", dict(row)
+
+
+def error_line(error: Exception) -> str:
+    """An error of another library in a sentence: its class, and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _numbered_lines(path: str) -> Iterator[tuple[int, bytes]]:

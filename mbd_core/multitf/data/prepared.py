@@ -272,7 +272,7 @@ def conversations(data: TinyData) -> Iterator[tuple[str, str]]:
     streams = [task.generate(split="train", seed=data.seed) for task in tasks]
     for rows in itertools.islice(zip(*streams, strict=True), data.per_task):
         for task, row in zip(tasks, rows, strict=True):
-            yield row[task.asked], row[task.answered]
+            yield row[task.question_column], row[task.answer_column]
 
 
 def write_conversations(

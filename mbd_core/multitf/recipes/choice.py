@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import yaml
 
-from mbd_core.json_text import differences
+from mbd_core.json_text import differences, merge_fields
 from mbd_core.multitf.data.prepared import PreparedData
 from mbd_core.multitf.recipes.by_name import recipe_named
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, shortened, with_fitted_noise
@@ -94,7 +94,7 @@ def choose_recipe(
     values = {} if choice.config is None else read_config(choice.config)
     try:
         named_recipe, values = _recipe_and_changes(choice, values, default)
-        values = merged(values, changes)
+        values = merge_fields(values, changes)
         for name, value in (("base", choice.base), ("data", choice.data)):
             if value is not None:
                 values[name] = value
@@ -149,17 +149,8 @@ def with_changes(recipe: TrainingRecipe, values: Values) -> TrainingRecipe:
             recipe = shortened(recipe, train["steps"])
         lora = train.get("lora")
         if isinstance(lora, Mapping) and "rank" in lora:
-            values = merged({"train": {"lora": {"alpha": lora["rank"]}}}, values)
+            values = merge_fields({"train": {"lora": {"alpha": lora["rank"]}}}, values)
     return changed(recipe, values, noun=FIELD)
-
-
-def merged(values: Values, others: Values) -> dict[str, Any]:
-    """Two objects as one, of which `others` win; objects inside them are merged too."""
-    both = dict(values)
-    for name, value in others.items():
-        old = both.get(name)
-        both[name] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return both
 
 
 def find_recipe(name: str | None) -> TrainingRecipe:

@@ -20,6 +20,7 @@ import torch
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import named_model
 from mbd_core.files import check_target_folder, check_writable, probe_folder
+from mbd_core.json_text import merge_paths
 from mbd_core.multitf import config
 from mbd_core.multitf.data.encoding import error_sentence
 from mbd_core.multitf.data.prepared import named_data
@@ -35,7 +36,7 @@ from mbd_core.multitf.run.worker import settle_precision, train_worker
 from mbd_core.multitf.step.memory import fitting, plan_lines, plan_memory
 from mbd_core.multitf.step.workers import Workers, torchrun_workers
 from mbd_core.ops.machine import free_host_memory
-from mbd_core.options import CLUSTER, OUTPUT, Option, changes_of, nested
+from mbd_core.options import CLUSTER, OUTPUT, Option, changes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             build_options(RunOptions, named_values),
             build_options(PlainOptions, named_values),
         )
-        run(choice, nested(values), options, plain)
+        run(choice, merge_paths({}, values), options, plain)
     except (ValueError, OSError) as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"multitf.run: {error}", file=sys.stderr)

@@ -89,14 +89,14 @@ def resolve(
         load=load,
     )
     reasons: dict[str, str] = {}
-    chosen = _first_flash(case, preference, reasons)
-    if preference not in (None, "reference" if chosen is None else chosen[0]):
+    selection = _first_flash(case, preference, reasons)
+    if preference not in (None, "reference" if selection is None else selection[0]):
         raise ValueError(
             f"attention={preference!r} cannot be used: {reasons[str(preference)]}; leave it unset to choose"
         )
-    if chosen is None:
+    if selection is None:
         return AttentionKernel(name="reference", bind=attention_cpu.bind, capturable=False, reasons=reasons)
-    name, kernel = chosen
+    name, kernel = selection
     reasons["reference"] = f"{name} is faster on {device.type}"
     return flash_attention(name, kernel, reasons)
 
@@ -112,20 +112,20 @@ def flash_attention(name: str, kernel: flash.Kernel, reasons: dict[str, str]) ->
 
 def _first_flash(case: KernelCase, preference: str | None, reasons: dict[str, str]) -> tuple[str, flash.Kernel] | None:
     """The first of `KERNELS` that can serve the case, or `None`; adds to `reasons` why each other kernel is not."""
-    chosen: tuple[str, flash.Kernel] | None = None
+    selection: tuple[str, flash.Kernel] | None = None
     for name, build in KERNELS.items():
-        if chosen is not None:
-            reasons[name] = f"{chosen[0]} comes first"
+        if selection is not None:
+            reasons[name] = f"{selection[0]} comes first"
         elif preference is not None and preference != name:
             reasons[name] = f"{preference} was asked for"
         elif name in _ON_REQUEST and preference != name:
             reasons[name] = "it is fetched from the network, so it is used only when asked for by name"
         else:
             try:
-                chosen = name, build(case)
+                selection = name, build(case)
             except UnavailableError as error:
                 reasons[name] = str(error)
-    return chosen
+    return selection
 
 
 def _require(case: KernelCase, *, page_multiple: int) -> None:

@@ -103,11 +103,11 @@ def _members(
 ) -> Iterator[_Member]:
     """Join neighbouring rows with the same pages, up to `_MOST_QUERIES` queries; a longer row stays whole."""
     table = layout.page_table_RP
-    same = (table[1:] == table[:-1]).all(-1).tolist() if len(kv_lens) > 1 else []
+    same_pages = (table[1:] == table[:-1]).all(-1).tolist() if len(kv_lens) > 1 else []
     row, num_rows = 0, len(kv_lens)
     while row < num_rows:
         start, end = bounds[row], row + 1
-        while end < num_rows and same[end - 1] and bounds[end + 1] - start <= _MOST_QUERIES:
+        while end < num_rows and same_pages[end - 1] and bounds[end + 1] - start <= _MOST_QUERIES:
             end += 1
         if bounds[end] > start:
             least = int(kv_lens_T[start : bounds[end]].min())

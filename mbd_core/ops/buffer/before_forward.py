@@ -73,7 +73,7 @@ tl: Any = None  # triton.language, set when a kernel is compiled
 
 @dataclass(frozen=True, kw_only=True)
 class OpenStep:
-    """What a forward takes, as in `engine.batch.Batch`, and the report that `buffer_close.close_step` completes.
+    """What a forward takes, as in `engine.runner.Batch`, and the report that `buffer_close.close_step` completes.
 
     logits_at_A  hidden states that give logits, `None`: all tokens' in their order
     at_A         places of the flattened buffer that they belong to; one past the last place is padding
@@ -97,8 +97,8 @@ def _progress(masked_ptr, editable_ptr, num_editable_ptr, here, at, inside, SIZE
     """A slot's filled share of its editable positions, float64, which of its positions are editable, and filled."""
     masked = tl.load(masked_ptr + here * SIZE + at, mask=inside, other=0) != 0
     editable = tl.load(editable_ptr + here * SIZE + at, mask=inside, other=0) != 0
-    left = tl.sum((masked & editable).to(tl.int32), 0)
-    progress = 1.0 - left.to(tl.float64) / tl.maximum(tl.load(num_editable_ptr + here), 1.0)
+    num_open = tl.sum((masked & editable).to(tl.int32), 0)
+    progress = 1.0 - num_open.to(tl.float64) / tl.maximum(tl.load(num_editable_ptr + here), 1.0)
     return progress, editable & (masked == 0)
 
 

@@ -104,8 +104,8 @@ def by_load(*, few: ExpertsFunction, many: ExpertsFunction, tokens_per_expert: f
     def call(
         x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
     ) -> Tensor:
-        chosen = many if ids_TK.numel() >= tokens_per_expert * gate_EFD.shape[0] else few
-        return chosen(x_TD, gate_EFD, up_EFD, down_EDF, ids_TK, weights_TK)
+        product = many if ids_TK.numel() >= tokens_per_expert * gate_EFD.shape[0] else few
+        return product(x_TD, gate_EFD, up_EFD, down_EDF, ids_TK, weights_TK)
 
     return call
 

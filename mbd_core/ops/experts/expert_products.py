@@ -339,9 +339,9 @@ def _down_kernel(
 def tiles_for(tokens: int, width: int, weight_bytes: int, *, each: float = 1.0) -> ExpertTiles:
     """The measured tiles of the least number of tokens that is not below `tokens`, else the default where an expert
     gets `each` of them on average."""
-    measured = [n for n, *rest in TILES if n >= tokens and rest == [width, weight_bytes]]
-    if measured:
-        return TILES[min(measured), width, weight_bytes]
+    measured_counts = [n for n, *rest in TILES if n >= tokens and rest == [width, weight_bytes]]
+    if measured_counts:
+        return TILES[min(measured_counts), width, weight_bytes]
     default = DEFAULT_TILES[min(weight_bytes, 2)]
     return default if each < FULL else default._replace(rows=FULL_ROWS)
 

@@ -231,7 +231,7 @@ class EngineService:
             "rank_sums": engine.rank_sums if isinstance(engine, ParallelEngine) else None,
             "attention": {"name": engine.attention.name, "not_chosen": engine.attention.reasons},
             "defaults": self.defaults,
-            "speed_front": None if self._front is None else cast(Front, self._front.shown()),
+            "speed_front": None if self._front is None else cast(Front, self._front.health_fields()),
             "engine": asdict(engine.config) | {"block_size": engine.block_size, "page_size": engine.page_size},
             "max_model_len": engine.admission.max_length,
             "kv_cache": {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from mbd_core.decoding.blocks.request import Counts, Output, Request, Rollout, StepOutput, aborted_step
-from mbd_core.engine.admission import Admitted, RequestRefused
+from mbd_core.engine.admission import AdmittedRequest, RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.serving.tokens.served_model import GrammarCompiler
 from mbd_core.serving.tokens.stream import Asleep, EngineFailed, FairQueue, TokenStream, TooManyRequests, has_room
@@ -31,20 +31,22 @@ class Load:
 class EngineStream(TokenStream):
     """A request's steps as the engine makes them; the engine puts them, or its failure, into `queue`."""
 
-    def __init__(self, admitted: Admitted, client: str, withdraw: Callable[["EngineStream"], None]) -> None:
+    def __init__(
+        self, admitted_request: AdmittedRequest, client: str, withdraw: Callable[["EngineStream"], None]
+    ) -> None:
         super().__init__(self._read(), lambda: withdraw(self))
-        self.admitted, self.client = admitted, client
+        self.admitted_request, self.client = admitted_request, client
         self.queue: asyncio.Queue[StepOutput | EngineFailed | RequestRefused] = asyncio.Queue()
         self.waits = True  # the engine does not know the request yet
 
     @property
     def request_id(self) -> str:
-        return self.admitted.request.request_id
+        return self.admitted_request.request.request_id
 
     @property
     def key(self) -> tuple[str, str]:
         """Who waits with it: its client, and the choices that were asked for together."""
-        return self.client, self.admitted.request.group
+        return self.client, self.admitted_request.request.group
 
     async def _read(self) -> AsyncIterator[StepOutput]:
         while True:
@@ -68,7 +70,7 @@ class _Visit:
 
     calls: list[_Call] = field(default_factory=list)
     withdrawn: list[str] = field(default_factory=list)
-    submitted: list[Admitted] = field(default_factory=list)
+    submitted: list[AdmittedRequest] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class AsyncEngine:
     @property
     def waiting_tokens(self) -> int:
         """Tokens to begin with of the requests that the engine has not been given yet."""
-        waiting = [stream.admitted.request for stream in self._streams.values() if stream.waits]
+        waiting = [stream.admitted_request.request for stream in self._streams.values() if stream.waits]
         return sum(len(request.prompt) + len(request.committed) for request in waiting)
 
     def check_health(self) -> None:
@@ -134,19 +136,19 @@ class AsyncEngine:
     async def open(self, request: Request, *, key: str = "") -> EngineStream:
         """`submit` a request after the engine's check; raises `RequestRefused` too."""
         self._check_open()
-        admitted = self._engine.admission.check(request)
+        admitted_request = self._engine.admission.check(request)
         if request.grammar is not None:
-            admitted = replace(admitted, guide=await self._compile(request))
-        return self.submit(admitted, key=key)
+            admitted_request = replace(admitted_request, guide=await self._compile(request))
+        return self.submit(admitted_request, key=key)
 
-    def submit(self, admitted: Admitted, *, key: str = "") -> EngineStream:
+    def submit(self, admitted_request: AdmittedRequest, *, key: str = "") -> EngineStream:
         """Queue a request that the engine's admission has checked; iterate over the stream or close it.
 
         Raises `ValueError` for an id that is being served, `TooManyRequests`, `Asleep` and `EngineFailed`.
         """
         self.check_health()
         self._check_open()
-        stream = EngineStream(admitted, key, self._withdraw)
+        stream = EngineStream(admitted_request, key, self._withdraw)
         if stream.request_id in self._streams:
             raise ValueError(f"request_id '{stream.request_id}' is used twice")
         if not self._has_room(key):
@@ -171,7 +173,7 @@ class AsyncEngine:
         waiting = [stream for stream in self._streams.values() if stream.waits]
         for stream in waiting:
             self._withdraw(stream)
-            stream.queue.put_nowait(aborted_step(_nothing_of(stream.admitted.request)))
+            stream.queue.put_nowait(aborted_step(_nothing_of(stream.admitted_request.request)))
         steps = await self.call(Engine.abort_all)
         self._deliver_steps(steps)
         return len(waiting) + sum(s.output is not None and s.output.finish_reason == "abort" for s in steps)
@@ -246,7 +248,7 @@ class AsyncEngine:
             stream.waits = False
             submitted.append(stream)
             counts[stream.client] += 1
-        visit = _Visit(self._calls, self._withdrawn, [stream.admitted for stream in submitted])
+        visit = _Visit(self._calls, self._withdrawn, [stream.admitted_request for stream in submitted])
         self._calls, self._withdrawn = [], []
         return visit
 
@@ -256,11 +258,11 @@ class AsyncEngine:
         for request_id in visit.withdrawn:
             engine.abort(request_id)
         refusals: list[tuple[str, RequestRefused]] = []
-        for admitted in visit.submitted:
+        for admitted_request in visit.submitted:
             try:
-                engine.add_admitted(admitted)
+                engine.add_admitted(admitted_request)
             except RequestRefused as refusal:  # its adapter was unloaded while it waited
-                refusals.append((admitted.request.request_id, refusal))
+                refusals.append((admitted_request.request.request_id, refusal))
         results: list[tuple[_Call, Any]] = []
         for call in visit.calls:
             try:

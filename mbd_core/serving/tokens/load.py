@@ -14,8 +14,7 @@ from mbd_core.checkpoint.tokenizer import grammars_of
 from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.parallel.leader import ParallelEngine
-from mbd_core.engine.parallel.start import start_parallel
+from mbd_core.engine.parallel.leader import ParallelEngine, start_parallel
 from mbd_core.models.model_config import ModelConfig, Parts
 from mbd_core.models.quantize import quantized_parts
 from mbd_core.trace.recorder import TraceRecorder

@@ -25,7 +25,7 @@ from benchmarks.step_timing import StepCase
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.graphs import StepGraphs
-from mbd_core.engine.step_kind import WORK_NAMES, StepKind, Work, work_of_request
+from mbd_core.engine.step import WORK_NAMES, StepKind, Work, work_of_request
 from mbd_core.ops.attention.choice import resolve
 from mbd_core.ops.experts.choice import resolve_experts
 

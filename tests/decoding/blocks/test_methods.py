@@ -1,7 +1,8 @@
 """Methods by name: each is a configuration, and fields of it can be changed one by one."""
 
 from mbd_core.decoding.blocks.config import read_decoding
-from mbd_core.decoding.blocks.methods import D2F_TABLE_8, METHODS, TABLE_4, merge_fields
+from mbd_core.decoding.blocks.methods import D2F_TABLE_8, METHODS, TABLE_4
+from mbd_core.json_text import merge_fields
 
 
 def test_every_named_method_and_row_is_a_configuration() -> None:

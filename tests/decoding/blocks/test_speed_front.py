@@ -40,9 +40,9 @@ def test_a_speed_is_the_nearest_point_along_the_tokens_per_forward() -> None:
 
 def test_what_is_stored_is_read_again() -> None:
     front = SpeedFront(points=(point(90, 2, tau_m2t=0.9), point(80, 3, tau_m2t=0.5, buffer_size=2)), tasks=("a",))
-    assert read_front({KEY: front.stored(), "temperature": 1}, block_size=4) == front
+    assert read_front({KEY: front.generation_fields(), "temperature": 1}, block_size=4) == front
     assert read_front({"buffer_size": 2}, block_size=4) is None
-    assert [p["speed"] for p in front.shown()["points"]] == [0.0, 1.0]
+    assert [p["speed"] for p in front.health_fields()["points"]] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(

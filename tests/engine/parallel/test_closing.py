@@ -22,7 +22,7 @@ from mbd_core.engine.parallel import leader
 from mbd_core.engine.parallel.followers import Followers, follow
 from mbd_core.engine.parallel.group import Group, Rank, RankLost
 from mbd_core.engine.parallel.leader import ParallelEngine
-from mbd_core.engine.step_kind import StepKind, Work
+from mbd_core.engine.step import StepKind, Work
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.shard import Shard
 
@@ -125,7 +125,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Communicator:
         made(self, *args, **kwargs)
         rank = int(threading.current_thread() is not threading.main_thread())
         kind = StepKind(num_rows=1, num_slots=1, num_asked=None, work=Work())
-        self._captured[kind] = cast(CapturedStep, HeldGraph(rank))
+        self._captured_steps[kind] = cast(CapturedStep, HeldGraph(rank))
 
     monkeypatch.setattr(graphs.StepGraphs, "__init__", with_graph)
     monkeypatch.setattr(

@@ -27,7 +27,7 @@ import sys, time
 from pathlib import Path
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.parallel.followers import Followers
-from mbd_core.engine.parallel.start import start_parallel
+from mbd_core.engine.parallel.leader import start_parallel
 followers = {followers}
 print(*followers.pids, flush=True)
 time.sleep(600)

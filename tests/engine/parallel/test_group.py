@@ -12,8 +12,8 @@ from torch import multiprocessing
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.engine.parallel.group import RankLost, init_group, open_store
+from mbd_core.engine.parallel.leader import start_parallel
 from mbd_core.engine.parallel.shared_sums import load_shard
-from mbd_core.engine.parallel.start import start_parallel
 from mbd_core.models.decoder import Decoder
 from mbd_core.ops.attention.whole import DenseAttention
 

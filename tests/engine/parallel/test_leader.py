@@ -17,12 +17,11 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.parallel import group as kv_agreement
-from mbd_core.engine.parallel import start
+from mbd_core.engine.parallel import leader
 from mbd_core.engine.parallel.followers import OutOfStep, run_follower
 from mbd_core.engine.parallel.group import Rank, RankLost, init_group, open_store
-from mbd_core.engine.parallel.leader import ParallelEngine
+from mbd_core.engine.parallel.leader import ParallelEngine, start_parallel
 from mbd_core.engine.parallel.shared_sums import load_shard
-from mbd_core.engine.parallel.start import start_parallel
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import Parts
 from mbd_core.models.quantize import quantize_weights, quantized_parts
@@ -48,7 +47,7 @@ def test_all_ranks_have_the_pages_of_the_rank_where_the_fewest_fit(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The follower has less room than rank 0: it measures by itself, in a process of its own."""
-    monkeypatch.setattr(start, "run_follower", run_follower_with_little_memory)
+    monkeypatch.setattr(leader, "run_follower", run_follower_with_little_memory)
     sizes = replace(SIZES, num_pages=None, kv_memory_fraction=0.5)
     whole = Engine(load_model(folders["dense"]), sizes)
     with closing(start_parallel(folders["dense"], sizes, size=2, timeout=LIMIT)) as engine:

@@ -167,7 +167,7 @@ def test_small_parts_have_a_place_and_large_ones_are_reduced(monkeypatch: pytest
         sums = sums_of(group)
         assert isinstance(sums, SharedSums) and isinstance(sums, SharedReduce)
         most = most_bytes(SIZE)
-        assert sums.described() == {"name": "shared memory", "most_bytes": most, "not_chosen": {}}
+        assert sums.description() == {"name": "shared memory", "most_bytes": most, "not_chosen": {}}
         for dtype in (torch.float32, torch.bfloat16):
             fits = torch.empty(most // 64 // dtype.itemsize, 64, dtype=dtype)
             place = sums.place(1, fits)
@@ -183,7 +183,7 @@ def test_gpus_without_nvlink_sum_as_before_and_say_why(monkeypatch: pytest.Monke
         sums = sums_of(group)
         assert isinstance(sums, GroupSums) and not isinstance(sums, SharedReduce)
         reason = "GPUs 2 and 1 are not joined by NVLink"
-        assert sums.described() == {"name": "nccl", "not_chosen": {"shared memory": reason}}
+        assert sums.description() == {"name": "nccl", "not_chosen": {"shared memory": reason}}
         return sums(torch.full((2,), float(rank))).tolist() == [3.0, 3.0]
 
     assert together(monkeypatch, Memory(apart=(2, 1)), work) == [True] * SIZE
@@ -192,7 +192,7 @@ def test_gpus_without_nvlink_sum_as_before_and_say_why(monkeypatch: pytest.Monke
 def test_a_torch_that_cannot_tell_links_sums_as_before_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int, group: Group) -> str:
         monkeypatch.delattr(torch._C._distributed_c10d, "_detect_dma_connectivity", raising=False)
-        return sums_of(group).described()["not_chosen"]["shared memory"]
+        return sums_of(group).description()["not_chosen"]["shared memory"]
 
     for reason in together(monkeypatch, Memory(), work):
         assert "cannot import name '_detect_dma_connectivity'" in reason
@@ -211,7 +211,7 @@ def test_memory_that_cannot_be_mapped_is_said_by_all_ranks(
     """A rank that fails while the others wait for it costs a part of the group's timeout, and all sum as before."""
 
     def work(rank: int, group: Group) -> str:
-        return sums_of(group).described()["not_chosen"]["shared memory"]
+        return sums_of(group).description()["not_chosen"]["shared memory"]
 
     given = Memory(**memory)
     for said in together(monkeypatch, given, work):
@@ -224,7 +224,7 @@ def test_a_second_group_of_a_process_sums_as_before_and_says_why(monkeypatch: py
     def work(rank: int, group: Group) -> str:
         group.least = lambda value: 0  # type: ignore[method-assign]  # the new followers'
         shared_sums._num_mapped = 2
-        return sums_of(group).described()["not_chosen"]["shared memory"]
+        return sums_of(group).description()["not_chosen"]["shared memory"]
 
     assert all("process's first group alone" in said for said in together(monkeypatch, Memory(), work))
 

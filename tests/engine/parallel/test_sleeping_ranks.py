@@ -8,10 +8,10 @@ import torch
 from small_groups import LIMIT, SIZES, gist, requests
 
 from mbd_core.engine.admission import RequestRefused
-from mbd_core.engine.parallel import start
+from mbd_core.engine.parallel import leader
 from mbd_core.engine.parallel.followers import run_follower
 from mbd_core.engine.parallel.group import Rank
-from mbd_core.engine.parallel.start import start_parallel
+from mbd_core.engine.parallel.leader import start_parallel
 from mbd_core.engine.weights import DormantMemory
 from mbd_core.models.model_config import Parts
 
@@ -20,7 +20,7 @@ def test_ranks_sleep_and_wake_up_together_or_not_at_all(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The follower has no memory when it is asked the first time."""
-    monkeypatch.setattr(start, "run_follower", run_follower_that_wakes_up_late)
+    monkeypatch.setattr(leader, "run_follower", run_follower_that_wakes_up_late)
     with closing(start_parallel(folders["dense"], SIZES, size=2, timeout=LIMIT)) as engine:
         before = engine.generate(requests(3))
         cache = engine.runner.cache

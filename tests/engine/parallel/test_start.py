@@ -11,11 +11,11 @@ from small_groups import DENSE, LIMIT, SIZES, break_off, gone
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
-from mbd_core.engine.parallel import start
+from mbd_core.engine.parallel import leader
 from mbd_core.engine.parallel.followers import Followers
 from mbd_core.engine.parallel.group import Rank, init_group
+from mbd_core.engine.parallel.leader import check_size, start_parallel
 from mbd_core.engine.parallel.shared_sums import load_shard
-from mbd_core.engine.parallel.start import check_size, start_parallel
 from mbd_core.models.model_config import Parts
 
 
@@ -62,14 +62,14 @@ def test_a_rank_that_cannot_start_is_one_sentence_at_once_and_leaves_nobody(
         started.append(Followers(*args))
         return started[0]
 
-    monkeypatch.setattr(start, "Followers", recorded)
+    monkeypatch.setattr(leader, "Followers", recorded)
     if when == "loading":
         folder, sentence = unloadable(folders, tmp_path / "bad"), "rank 1: ValueError: .*q_proj.* not finite"
     elif when == "before it joins":
-        monkeypatch.setattr(start, "run_follower", break_off)
+        monkeypatch.setattr(leader, "run_follower", break_off)
         folder, sentence = folders["dense"], "rank 1: OSError: no such device$"
     else:
-        monkeypatch.setattr(start, "run_follower", run_out_of_memory)
+        monkeypatch.setattr(leader, "run_follower", run_out_of_memory)
         folder, sentence = folders["dense"], "rank 1: MemoryError: no room for pages$"
     begun = time.monotonic()
     with pytest.raises(ValueError, match=f"^the 2 tensor-parallel ranks could not start: {sentence}"):

@@ -48,7 +48,7 @@ def test_generated_tasks_are_asked_as_the_models_were_trained(name: str) -> None
 def test_a_right_answer_to_a_generated_problem_is_shorter_than_its_limit(name: str) -> None:
     task, tokenizer = GENERATED_TASKS[name], read_folder(model_folder("tiny-bd")).tokenizer
     rows = itertools.islice(task.generate(split="test", seed=0), 300)
-    longest = max(len(tokenizer(row[task.answered], add_special_tokens=False)["input_ids"]) for row in rows)
+    longest = max(len(tokenizer(row[task.answer_column], add_special_tokens=False)["input_ids"]) for row in rows)
     assert longest + 1 < OWN_CHAT.task_prompt(name).max_tokens, "with its EOS, and room for one that is drawn longer"
 
 
