@@ -4,7 +4,7 @@ Shape legend: K rows, T packed tokens, P pages a row, A positions asked for, R b
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,14 +16,14 @@ from mbd_core.models.decoder import Decoder, Reduce
 from mbd_core.models.fused import fuse
 from mbd_core.models.lora import AdapterSlots
 from mbd_core.models.shard import Shard
-from mbd_core.ops.attention.choice import AttentionKernel, BoundAttention
-from mbd_core.ops.attention.definition import RowLayout
+from mbd_core.ops.attention.choice import AttentionKernel
+from mbd_core.ops.attention.definition import BoundAttention, RowLayout
 from mbd_core.ops.layer.confidence import confidence, part_confidence
 
 # What one forward needs, and how rows from prompts, slots and canvases are packed for it.
 #
-# A row is a run of neighbouring positions of one sequence. It attends, without causal order, to the sequence's keys up
-# to some length. That is all that the methods have in common, and all that the kernels need.
+# A row is a run of neighbouring positions of one sequence. It attends to the sequence's keys up to some length, with or
+# without causal order inside itself. That is all that the methods have in common, and all that the kernels need.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class Rows:
 
     lengths_K    tokens of each row; one number where all are alike
     kv_lens_K    keys each row attends to, its own included
+    causal_K     whether each of its tokens sees one key less than the token behind it; `None`: no row is causal
     pages_KP     the pages of its sequence, padded with the null page
     stored_K     whether its keys are stored in its pages; otherwise they go to the null page
     weight_T     DMax's embedding weights, `None` where all tokens are hard
@@ -49,6 +50,7 @@ class Rows:
     pages_KP: Tensor
     stored_K: Tensor
     logits_at_A: Tensor
+    causal_K: Tensor | None = None
     weight_T: Tensor | None = None
     adapter_K: Tensor | None = None
     rows_each: int = 1
@@ -62,6 +64,7 @@ class Batch:
     logits_at_A  packed tokens whose hidden states give logits, `None`: all in their order; T + r stands for the hidden
                  state that the runner remembers for row r (models whose logits predict the next position)
     adapter_T    the slot of each token's LoRA adapter, `None` where no token has one
+    causal_K     which rows are causal inside; `None`: none is
     split        rows' lengths where each is to be computed apart (batch-invariant)
     rows_each    that many neighbouring rows, all of the same length, are one sequence's, all through the batch
     live_T       whether anything of the token is read afterwards; `None`: all tokens are
@@ -76,6 +79,7 @@ class Batch:
     logits_at_A: Tensor | None
     weight_T: Tensor | None
     max_q: int
+    causal_K: Tensor | None = None
     adapter_T: Tensor | None = None
     split: list[int] | None = None
     rows_each: int = 1
@@ -92,8 +96,13 @@ def to_device(values: Sequence[object], device: torch.device) -> Tensor:
 
 
 def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = False) -> Batch:
-    """Put groups of rows behind one another; at least one row in all."""
+    """Put groups of rows behind one another; at least one row in all.
+
+    Where each row is computed apart, each token of a causal row is: its numbers then do not depend on where rows end.
+    """
     groups = [g for g in groups if len(g.kv_lens_K)]
+    if batch_invariant:
+        groups = [_token_by_token(g) for g in groups]
     device = groups[0].tokens_T.device
     width = max(g.pages_KP.shape[1] for g in groups)
     same_width = all(g.pages_KP.shape[1] == width for g in groups)
@@ -126,6 +135,7 @@ def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = Fals
         logits_at_A=torch.where(logits_at_A < 0, len(positions_T) - 1 - logits_at_A, logits_at_A),
         weight_T=_weights(groups),
         max_q=max_q,
+        causal_K=_causal(groups),
         adapter_T=_adapters(groups, row_T),
         split=_lengths(groups) if batch_invariant else None,
         rows_each=groups[0].rows_each if len(groups) == 1 else 1,
@@ -142,6 +152,35 @@ def _lengths(groups: Sequence[Rows]) -> list[int]:
     for g in groups:
         lengths += [g.lengths_K] * len(g.kv_lens_K) if isinstance(g.lengths_K, int) else g.lengths_K
     return lengths
+
+
+def _causal(groups: Sequence[Rows]) -> Tensor | None:
+    if all(g.causal_K is None for g in groups):
+        return None
+    return torch.cat([torch.zeros_like(g.stored_K) if g.causal_K is None else g.causal_K for g in groups])
+
+
+def _token_by_token(rows: Rows) -> Rows:
+    """The same forward with a row for each token of a causal row."""
+    if rows.causal_K is None:
+        return rows
+    device = rows.tokens_T.device
+    lengths, parts, behind = _lengths([rows]), [], []
+    for length, causal in zip(lengths, rows.causal_K.tolist(), strict=True):
+        parts.append([1] * length if causal else [length])
+        behind += [length - 1 - i if causal else 0 for i in range(len(parts[-1]))]
+    row_K = torch.arange(len(parts), device=device).repeat_interleave(to_device([len(p) for p in parts], device))
+    return replace(
+        rows,
+        lengths_K=[n for part in parts for n in part],
+        kv_lens_K=rows.kv_lens_K[row_K] - to_device(behind, device),
+        pages_KP=rows.pages_KP[row_K],
+        stored_K=rows.stored_K[row_K],
+        causal_K=None,
+        adapter_K=None if rows.adapter_K is None else rows.adapter_K[row_K],
+        rows_each=1,
+        live_K=None if rows.live_K is None else rows.live_K[row_K],
+    )
 
 
 def _adapters(groups: Sequence[Rows], row_T: Tensor) -> Tensor | None:
@@ -215,6 +254,7 @@ class ModelRunner:
             kv_lens_R=batch.kv_lens_K,
             page_table_RP=batch.pages_KP,
             page_size=self.cache.page_size,
+            causal_R=batch.causal_K,
             max_q=batch.max_q,
             exact=batch.split is not None,
             rows_each=batch.rows_each,

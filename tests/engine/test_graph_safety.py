@@ -69,7 +69,7 @@ KERNELS: dict[str, Callable[[FakePackages, FakeDevice], flash.Kernel]] = {
     "flash 3": lambda packages, device: flash.flash_3(device.kernel(packages.flash_3)),
     "flash 2": lambda packages, device: flash.flash_2(device.kernel(packages.flash_2)),
     "torch": lambda packages, device: flash.torch_varlen(device.kernel(packages.varlen_attn)),
-    "triton": lambda packages, device: attention_triton.split_attention,
+    "triton": lambda packages, device: attention_triton.bind,
 }
 
 

@@ -177,7 +177,10 @@ def test_the_attention_kernels_fit(model: str, capability: int, tmp_path: Path) 
     split, join = attention_triton.SPLIT.compiled, attention_triton.JOIN.compiled
     strides = dict.fromkeys(("q_token", "q_head", "k_page", "k_place", "k_head", "v_page", "v_place", "v_head"), "i32")
     steps = {"table_row": "i32!", "tiles": "i32!", "length": "i32", "num_out": "i32!", "scale": "fp32!"}
-    for sequences, each in ((1, 2), (300, 1)) if model.startswith("llada2") else ((1, 2),):
+    batches = [(1, 2, False)]
+    if model.startswith("llada2"):
+        batches += [(300, 1, False), (1, 2, True)]
+    for sequences, each, causal in batches:
         cut = attention_triton.plan(
             sequences=sequences, queries=32 * each, share=share, kv_heads=4, head_dim=channels, exact=False
         )
@@ -194,6 +197,7 @@ def test_the_attention_kernels_fit(model: str, capability: int, tmp_path: Path) 
             **strides,
             **steps,
             "EACH": each,
+            "CAUSAL": causal,
             "SHARE": share,
             "C": channels,
             "PAGE": 32,

@@ -11,15 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mbd_core.ops.attention import cpu as attention_cpu
-from mbd_core.ops.attention import flash
-from mbd_core.ops.attention.definition import RowLayout
-from mbd_core.ops.attention.paged_attention import split_attention
-
-BoundAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""One layer's queries (T, H, C), key pages and value pages -> (T, H, C), for the rows of one layout."""
+from mbd_core.ops.attention import flash, paged_attention
+from mbd_core.ops.attention.definition import BoundAttention, RowLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +22,8 @@ class AttentionKernel:
     """The kernel in use. `reasons` says of every other kernel, in one sentence, why it is not used.
 
     A `capturable` kernel reads nothing on the host where a layout has its `max_q`: a CUDA graph can hold its calls.
-    `bind` prepares a batch once a step for all layers: row r's queries attend to the first `kv_lens_R[r]` keys of its
-    pages (`definition.paged_attention`).
+    `bind` prepares a batch once a step for all layers: each row's queries attend to keys of its pages
+    (`definition.paged_attention`).
     """
 
     name: str
@@ -110,8 +105,7 @@ def flash_attention(name: str, kernel: flash.Kernel, reasons: dict[str, str]) ->
     """The `AttentionKernel` of a kernel that takes its rows as flash-attention packages do."""
 
     def bind(layout: RowLayout) -> BoundAttention:
-        rows = layout.for_kernels()
-        return lambda q, k, v: kernel(q, k, v, rows)
+        return kernel(layout.for_kernels())
 
     return AttentionKernel(name=name, bind=bind, capturable=True, reasons=reasons)
 
@@ -211,7 +205,7 @@ def _hub(case: KernelCase) -> flash.Kernel:
 def _triton(case: KernelCase) -> flash.Kernel:
     _require(case, page_multiple=1)
     _load(case, "triton")
-    return split_attention
+    return paged_attention.bind
 
 
 KERNELS: dict[str, Callable[[KernelCase], flash.Kernel]] = {

@@ -8,14 +8,14 @@ heads, K key/value heads, C head channels; in a bundle G sequences, Q query toke
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mbd_core.ops.attention.definition import RowLayout, attend, bind_rows, gather_keys
+from mbd_core.ops.attention.definition import BoundAttention, RowLayout, attend, bind_rows, gather_keys
 
 # The blocks of a prompt chunk see more and more keys; a call with more queries than this would mostly compute masked
 # pairs.
@@ -60,7 +60,7 @@ class Bundle:
         return self._masks[dtype]
 
 
-def bind(layout: RowLayout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def bind(layout: RowLayout) -> BoundAttention:
     """`paged_attention` of one layout, planned once for all layers; with `layout.exact`, one call a row."""
     if layout.exact:
         return bind_rows(layout)
@@ -75,14 +75,17 @@ def plan_bundles(layout: RowLayout) -> tuple[Bundle, ...]:
     a bundle. The row lengths are read once on the host; the Python work grows with the rows, not with the tokens.
     """
     bounds, kv_lens = layout.cu_seqlens_q.tolist(), layout.kv_lens_R.tolist()
-    kv_lens_T = np.repeat(kv_lens, np.diff(bounds))
-    members = _members(layout, bounds, kv_lens)
+    if layout.causal_R is None:
+        kv_lens_T = np.repeat(kv_lens, np.diff(bounds))
+    else:
+        kv_lens_T = layout.kv_lens_T(bounds[-1]).numpy(force=True)
+    members = _members(layout, bounds, kv_lens, kv_lens_T)
     return tuple(_bundle(layout, part, kv_lens_T) for part in _parts(members))
 
 
 @dataclass(frozen=True)
 class _Member:
-    """A sequence to attend: its first row, tokens [start, stop), the least and the largest key count of its rows."""
+    """A sequence to attend: its first row, tokens [start, stop), the least and the most keys of its queries."""
 
     row: int
     start: int
@@ -95,7 +98,9 @@ class _Member:
         return self.stop - self.start
 
 
-def _members(layout: RowLayout, bounds: Sequence[int], kv_lens: Sequence[int]) -> Iterator[_Member]:
+def _members(
+    layout: RowLayout, bounds: Sequence[int], kv_lens: Sequence[int], kv_lens_T: np.ndarray
+) -> Iterator[_Member]:
     """Join neighbouring rows with the same pages, up to `_MOST_QUERIES` queries; a longer row stays whole."""
     table = layout.page_table_RP
     same_pages = (table[1:] == table[:-1]).all(-1).tolist() if len(kv_lens) > 1 else []
@@ -105,7 +110,8 @@ def _members(layout: RowLayout, bounds: Sequence[int], kv_lens: Sequence[int]) -
         while end < num_rows and same_pages[end - 1] and bounds[end + 1] - start <= _MOST_QUERIES:
             end += 1
         if bounds[end] > start:
-            yield _Member(row, start, bounds[end], min(kv_lens[row:end]), max(kv_lens[row:end]))
+            least = int(kv_lens_T[start : bounds[end]].min())
+            yield _Member(row, start, bounds[end], least, max(kv_lens[row:end]))
         row = end
 
 

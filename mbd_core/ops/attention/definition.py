@@ -2,6 +2,7 @@
 
 Block-causality needs no mask. A block attends, without order inside itself, to all keys up to its own end; so each
 block is one non-causal row with its own key length, the shape that `flash_attn_varlen_func(..., causal=False)` takes.
+A row may also be causal inside: each of its queries then sees one key more than the query before it.
 
 Shape legend: T packed query tokens, R rows (one block of one sequence each), P pages a row, S page size, H query
 heads, K key/value heads, C head channels; in one call G sequences, Q query tokens of each, L keys of each.
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+BoundAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""One layer's queries (T, H, C), key and value pages (pages, S, K, C) -> (T, H, C), for the rows of one layout."""
+
 # The layout of a batch of rows over a paged cache, as every kernel takes it.
 #
 # Shape legend: R rows, P pages a row.
@@ -21,12 +25,14 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """All of row r's queries attend to the first `kv_lens_R[r]` keys of its pages.
+    """All of row r's queries attend to the first `kv_lens_R[r]` keys of its pages. Of a causal row the last query
+    does, and each other one sees one key less than the query behind it.
 
     cu_seqlens_q   where each row's queries begin among the packed queries, and where the last row ends (R + 1)
     kv_lens_R      at least 1 for a row with queries
     page_table_RP  each row's pages; the entries after them must be valid page numbers too
     page_size      tokens a page
+    causal_R       which rows are causal inside, bool; `None`: none is. A causal row has no more queries than keys
     max_q          queries of the longest row, for kernels that need it on the host; `None`: `for_kernels` finds it
     exact          each row's result must be bitwise independent of the other rows
     rows_each      that many neighbouring rows, of `max_q` queries each, are one sequence's and have the same pages,
@@ -37,6 +43,7 @@ class RowLayout:
     kv_lens_R: Tensor
     page_table_RP: Tensor
     page_size: int
+    causal_R: Tensor | None = None
     max_q: int | None = None
     exact: bool = False
     rows_each: int = 1
@@ -45,6 +52,14 @@ class RowLayout:
     def max_k(self) -> int:
         """The number of keys that a row of the page table can hold."""
         return self.page_table_RP.shape[1] * self.page_size
+
+    def kv_lens_T(self, num_tokens: int) -> Tensor:
+        """How many keys each of the `num_tokens` queries sees, of a layout with `causal_R`."""
+        assert self.causal_R is not None
+        rows = torch.arange(len(self.kv_lens_R), device=self.kv_lens_R.device)
+        row_T = rows.repeat_interleave(self.cu_seqlens_q.diff(), output_size=num_tokens)
+        behind_T = self.cu_seqlens_q[1:][row_T] - 1 - torch.arange(num_tokens, device=row_T.device)
+        return (self.kv_lens_R[row_T] - self.causal_R[row_T] * behind_T).to(self.kv_lens_R.dtype)
 
     def for_kernels(self) -> "RowLayout":
         """The same layout as flash kernels take it: int32, the table contiguous, `max_q` on the host.
@@ -61,14 +76,14 @@ class RowLayout:
 
 
 def paged_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, layout: RowLayout) -> Tensor:
-    """Row r's queries attend to the first `kv_lens_R[r]` keys of its pages, all of them, scaled by C^-1/2.
+    """Row r's queries attend to the keys of its pages that the layout lets them see, all of them, scaled by C^-1/2.
 
     `q_THC` holds the rows one after another; `k_pages`, `v_pages` are one layer's (pages, S, K, C). Returns (T, H, C).
     """
     return bind_rows(layout)(q_THC, k_pages, v_pages)
 
 
-def bind_rows(layout: RowLayout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def bind_rows(layout: RowLayout) -> BoundAttention:
     """`paged_attention` of one layout, whose row lengths are read once for all layers.
 
     Each row is a call of its own over exactly its keys, its operands freshly laid out. The same row therefore gives
@@ -76,6 +91,7 @@ def bind_rows(layout: RowLayout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """
     bounds, kv_lens = layout.cu_seqlens_q.tolist(), layout.kv_lens_R.tolist()
     page_table_RP, page_size = layout.page_table_RP, layout.page_size
+    causal = [False] * len(kv_lens) if layout.causal_R is None else layout.causal_R.tolist()
 
     def attend_rows(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         out_THC = torch.empty_like(q_THC)
@@ -85,10 +101,18 @@ def bind_rows(layout: RowLayout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
                 continue
             pages_GP = page_table_RP[row : row + 1, : -(-num_keys // page_size)]
             k_GKLC, v_GKLC = gather_keys(k_pages, v_pages, pages_GP, num_keys)
-            out_THC[start:stop] = attend(q_THC[None, start:stop].clone(), k_GKLC, v_GKLC)[0]
+            mask_GQL = causal_mask(stop - start, num_keys, q_THC.device) if causal[row] else None
+            out_THC[start:stop] = attend(q_THC[None, start:stop].clone(), k_GKLC, v_GKLC, mask_GQL)[0]
         return out_THC
 
     return attend_rows
+
+
+def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
+    """Which keys each query of a causal row sees, (1, Q, L); `None` where its only query sees all."""
+    if num_queries == 1:
+        return None
+    return torch.ones((1, num_queries, num_keys), dtype=torch.bool, device=device).tril(num_keys - num_queries)
 
 
 def gather_keys(k_pages: Tensor, v_pages: Tensor, pages_GP: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:

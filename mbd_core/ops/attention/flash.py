@@ -1,28 +1,62 @@
 """Flash-attention kernels of other packages, with one signature.
 
-Each kernel takes non-causal rows of varying length over a paged cache; `max_k` may exceed every row's key length. The
-packages differ in how they take the key lengths.
+Each kernel takes rows of varying length over a paged cache; `max_k` may exceed every row's key length. The packages
+differ in how they take the key lengths.
+
+In all of them being causal belongs to a call, not to a row. A layout with causal rows takes two calls, one of each
+kind. A row has its keys in the call of its kind and one key in the other, and each token's result is selected. So the
+shapes do not depend on which rows are causal, and the keys are still read once.
 
 Shape legend: T packed query tokens, R rows, P pages a row, S page size, H query heads, K key/value heads, C channels.
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mbd_core.ops.attention.definition import RowLayout
+from mbd_core.ops.attention.definition import BoundAttention, RowLayout
 
-Kernel = Callable[[Tensor, Tensor, Tensor, RowLayout], Tensor]
-"""Queries (T, H, C), key pages and value pages (pages, S, K, C), a `RowLayout.for_kernels` -> output (T, H, C)."""
+Kernel = Callable[[RowLayout], BoundAttention]
+"""A `RowLayout.for_kernels` -> its attention: what all layers share is computed here."""
+
+
+class UniformKernel(Protocol):
+    """A kernel whose rows are all causal, or none is."""
+
+    def __call__(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout, *, causal: bool) -> Tensor: ...
+
+
+def by_rows(kernel: UniformKernel) -> Kernel:
+    """The kernel in which each row is causal or not."""
+
+    def bind(rows: RowLayout) -> BoundAttention:
+        if rows.causal_R is None:
+            return lambda q, k, v: kernel(q, k, v, rows, causal=False)
+        plain = replace(rows, kv_lens_R=rows.kv_lens_R.masked_fill(rows.causal_R, 1))
+        ordered = replace(rows, kv_lens_R=rows.kv_lens_R.masked_fill(~rows.causal_R, 1))
+        tokens: list[Tensor] = []  # which are in causal rows, (T, 1, 1), from the first layer on
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            assert rows.causal_R is not None
+            if not tokens:
+                causal_T = rows.causal_R.repeat_interleave(rows.cu_seqlens_q.diff(), output_size=len(q))
+                tokens.append(causal_T[:, None, None])
+            in_order = kernel(q, k, v, ordered, causal=True)
+            return torch.where(tokens[0], in_order, kernel(q, k, v, plain, causal=False))
+
+        return attend
+
+    return bind
 
 
 def torch_varlen(varlen_attn: Callable[..., Any]) -> Kernel:
     """`torch.nn.attention.varlen.varlen_attn` with a block table, which runs FlashAttention 3 or 4."""
 
-    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout, *, causal: bool) -> Tensor:
         out: Tensor = varlen_attn(
             q,
             k_pages,
@@ -31,6 +65,7 @@ def torch_varlen(varlen_attn: Callable[..., Any]) -> Kernel:
             None,
             rows.max_q,
             rows.max_k,
+            window_size=(-1, 0) if causal else (-1, -1),
             enable_gqa=q.shape[1] != k_pages.shape[2],
             seqused_k=rows.kv_lens_R,
             block_table=rows.page_table_RP,
@@ -38,13 +73,13 @@ def torch_varlen(varlen_attn: Callable[..., Any]) -> Kernel:
         )
         return out
 
-    return kernel
+    return by_rows(kernel)
 
 
 def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -> Kernel:
     """`vllm.vllm_flash_attn`, which takes the key lengths themselves."""
 
-    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout, *, causal: bool) -> Tensor:
         out: Tensor = flash_attn_varlen_func(
             q=q,
             k=k_pages,
@@ -54,19 +89,19 @@ def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -
             seqused_k=rows.kv_lens_R,
             max_seqlen_k=rows.max_k,
             block_table=rows.page_table_RP,
-            causal=False,
+            causal=causal,
             num_splits=1 if rows.exact else 0,
             fa_version=fa_version,
         )
         return out
 
-    return kernel
+    return by_rows(kernel)
 
 
 def flash_3(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
     """FlashAttention 3 from its own packages, in which only `flash_attn_with_kvcache` takes pages."""
 
-    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout, *, causal: bool) -> Tensor:
         out: Tensor = flash_attn_with_kvcache(
             q=q,
             k_cache=k_pages,
@@ -75,12 +110,12 @@ def flash_3(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
             page_table=rows.page_table_RP,
             cu_seqlens_q=rows.cu_seqlens_q,
             max_seqlen_q=rows.max_q,
-            causal=False,
+            causal=causal,
             num_splits=1 if rows.exact else 0,
         )
         return out
 
-    return kernel
+    return by_rows(kernel)
 
 
 def flash_2(flash_attn_varlen_func: Callable[..., Any]) -> Kernel:
@@ -90,7 +125,7 @@ def flash_2(flash_attn_varlen_func: Callable[..., Any]) -> Kernel:
     on the other rows, so `exact` changes nothing.
     """
 
-    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout, *, causal: bool) -> Tensor:
         out: Tensor = flash_attn_varlen_func(
             q=q,
             k=k_pages,
@@ -100,8 +135,8 @@ def flash_2(flash_attn_varlen_func: Callable[..., Any]) -> Kernel:
             max_seqlen_q=rows.max_q,
             max_seqlen_k=rows.max_k,
             block_table=rows.page_table_RP,
-            causal=False,
+            causal=causal,
         )
         return out
 
-    return kernel
+    return by_rows(kernel)

@@ -2,8 +2,9 @@
 """Paged attention in Triton, for GPUs without a flash-attention package.
 
 A program takes one sequence, one key head and one split of its keys. Its rows are the queries of all slots of the
-sequence, times the query heads that share the key head, up to `_MOST_ROWS`; each row has a key length of its own. So
-the keys of a prefix are read once for all of them. A second kernel joins the splits by their log-sum-exp.
+sequence, times the query heads that share the key head, up to `_MOST_ROWS`; each row has a key length of its own, in
+causal slots too. So the keys of a prefix are read once for all of them. A second kernel joins the splits by their
+log-sum-exp.
 
 The number of splits depends on the number of programs alone. Which keys a split gets is computed on the device from
 the longest key length, so that a captured step splits short and long sequences evenly. Splits without keys end at
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mbd_core.ops.attention.definition import RowLayout
+from mbd_core.ops.attention.definition import BoundAttention, RowLayout
 from mbd_core.ops.launch import Kernel, launch, power_of_two
 
 _MOST_ROWS = 128  # queries times heads that a program holds: more would not fit into its registers
@@ -58,6 +59,7 @@ def _split_kernel(
     num_out,
     scale,
     EACH: tl.constexpr,
+    CAUSAL: tl.constexpr,
     SHARE: tl.constexpr,
     C: tl.constexpr,
     PAGE: tl.constexpr,
@@ -75,7 +77,9 @@ def _split_kernel(
     token = first + row // SHARE
     query_head = head * SHARE + row % SHARE
     live = token < end
-    if EACH == 1:
+    if CAUSAL:  # each token has a number of keys
+        keys = tl.load(keys_ptr + token, mask=live, other=0)
+    elif EACH == 1:
         keys = tl.where(live, tl.load(keys_ptr + sequence), 0)
     else:
         keys = tl.load(keys_ptr + sequence * EACH + row // SHARE // length, mask=live, other=0)
@@ -179,11 +183,29 @@ def plan(*, sequences: int, queries: int, share: int, kv_heads: int, head_dim: i
 
 
 def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
-    """`definition.paged_attention` (T, H, C) of a `RowLayout.for_kernels`.
+    """`definition.paged_attention` (T, H, C) of a `RowLayout.for_kernels`; `bind` does it for all layers of a step.
 
     Every shape depends on the layout's alone, so a CUDA graph can capture the call. Raises `ValueError` for tensors
     whose channels are not adjacent.
     """
+    return bind(rows)(q_THC, k_pages, v_pages)
+
+
+def bind(rows: RowLayout) -> BoundAttention:
+    """`split_attention` of one layout."""
+    lens: list[Tensor] = []  # of a layout with causal rows, from the first layer on: the keys that each token sees
+
+    def attend(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        if rows.causal_R is not None and not lens:
+            lens.append(rows.kv_lens_T(len(q_THC)))
+        return _split_attention(q_THC, k_pages, v_pages, rows, lens[0] if lens else None)
+
+    return attend
+
+
+def _split_attention(
+    q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout, kv_lens_T: Tensor | None
+) -> Tensor:
     for name, tensor in (("queries", q_THC), ("keys", k_pages), ("values", v_pages)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"the {name} have strides {tensor.stride()}; make their last dimension contiguous")
@@ -213,7 +235,7 @@ def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLa
         parts,
         lse,
         rows.cu_seqlens_q,
-        rows.kv_lens_R,
+        rows.kv_lens_R if kv_lens_T is None else kv_lens_T,
         rows.page_table_RP,
         *q_THC.stride()[:2],
         *k_pages.stride()[:3],
@@ -224,6 +246,7 @@ def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLa
         num_tokens,
         channels**-0.5 * math.log2(math.e),
         EACH=each,
+        CAUSAL=kv_lens_T is not None,
         SHARE=share,
         C=channels,
         PAGE=page_size,

@@ -21,12 +21,13 @@ SIZES = {"dtype": torch.bfloat16, "head_dim": 128, "page_size": 256, "num_heads"
 
 
 @pytest.mark.parametrize("name", ["vllm-flash-attn", "torch-varlen", "flash-attn", "kernels-hub"])
-@pytest.mark.parametrize("exact", [False, True])
-def test_adapters_hand_each_kernel_what_it_means(name: str, exact: bool) -> None:
+@pytest.mark.parametrize(("exact", "causal"), [(False, False), (True, False), (False, True)])
+def test_adapters_hand_each_kernel_what_it_means(name: str, exact: bool, causal: bool) -> None:
     packages = FakePackages()
     attention = resolve(CUDA, preference=name, capability=(9, 0), load=packages, **SIZES)
     assert attention.name == name and set(attention.reasons) == {*KERNELS, "reference"} - {name}
-    q, k, v, layout = sequences([(50, [7, 7]), (3, [7]), (120, [7, 7, 7])], page_size=16, seed=5)
+    spec = [(50, [7, 7]), (3, [7]), (120, [7, 7, 7])]
+    q, k, v, layout = sequences(spec, page_size=16, seed=5, causal=causal)
     expected = by_equation(q, k, v, layout)
     for max_q in (7, None):
         bound = attention.bind(replace(layout, exact=exact, max_q=max_q))
@@ -152,10 +153,12 @@ def test_gpu_kernels_are_the_definition(name: str) -> None:
     ):
         bounds = torch.arange(len(kv_lens) + 1, dtype=torch.int32) * 32
         q = torch.randn(32 * len(kv_lens), 8, 128).bfloat16()
-        layout = RowLayout(cu_seqlens_q=bounds, kv_lens_R=torch.tensor(kv_lens), page_table_RP=table, page_size=256)
-        expected = paged_attention(q.float(), k.float(), v.float(), layout)
-        out = attention.bind(on_gpu(layout))(q.cuda(), k.cuda(), v.cuda())
-        torch.testing.assert_close(out.float().cpu(), expected, rtol=2e-2, atol=1e-2)
+        plain = RowLayout(cu_seqlens_q=bounds, kv_lens_R=torch.tensor(kv_lens), page_table_RP=table, page_size=256)
+        for causal_R in (None, (torch.arange(len(kv_lens)) % 3 == 1) & (plain.kv_lens_R >= 32)):
+            layout = replace(plain, causal_R=causal_R)
+            expected = paged_attention(q.float(), k.float(), v.float(), layout)
+            out = attention.bind(on_gpu(layout))(q.cuda(), k.cuda(), v.cuda())
+            torch.testing.assert_close(out.float().cpu(), expected, rtol=2e-2, atol=1e-2)
 
 
 row_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
@@ -163,9 +166,11 @@ batches = st.lists(st.tuples(st.integers(0, 700), row_lengths), min_size=1, max_
 
 
 @settings(max_examples=40)
-@given(spec=batches, page_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 99))
-def test_the_definition_is_the_equation(spec: list[tuple[int, list[int]]], page_size: int, seed: int) -> None:
-    q, k, v, layout = sequences(spec, page_size=page_size, seed=seed)
+@given(spec=batches, page_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 99), causal=st.booleans())
+def test_the_definition_is_the_equation(
+    spec: list[tuple[int, list[int]]], page_size: int, seed: int, causal: bool
+) -> None:
+    q, k, v, layout = sequences(spec, page_size=page_size, seed=seed, causal=causal)
     expected = by_equation(q, k, v, layout)
     torch.testing.assert_close(paged_attention(q, k, v, layout), expected)
     torch.testing.assert_close(paged_attention(q, k, v, replace(layout, exact=True)), expected)

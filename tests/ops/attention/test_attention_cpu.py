@@ -21,9 +21,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
 
 
 @settings(max_examples=40)
-@given(spec=batches, page_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 99))
-def test_bundles_and_rows_are_the_equation(spec: list[tuple[int, list[int]]], page_size: int, seed: int) -> None:
-    q, k, v, layout = sequences(spec, page_size=page_size, seed=seed)
+@given(spec=batches, page_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 99), causal=st.booleans())
+def test_bundles_and_rows_are_the_equation(
+    spec: list[tuple[int, list[int]]], page_size: int, seed: int, causal: bool
+) -> None:
+    q, k, v, layout = sequences(spec, page_size=page_size, seed=seed, causal=causal)
     expected = by_equation(q, k, v, layout)
     torch.testing.assert_close(attend(q, k, v, layout), expected)
     torch.testing.assert_close(attend(q, k, v, replace(layout, exact=True)), expected)
@@ -40,7 +42,9 @@ def test_a_rows_own_length_is_respected_whatever_its_neighbours_see() -> None:
         page_size=4,
     )
     assert len(plan_bundles(layout)) == 1
-    torch.testing.assert_close(attend(q, k, v, layout), by_equation(q, k, v, layout))
+    for causal_R in (None, torch.tensor([True, False, True, True]), torch.tensor([False, False, False, True])):
+        mixed = replace(layout, causal_R=causal_R)
+        torch.testing.assert_close(attend(q, k, v, mixed), by_equation(q, k, v, mixed))
 
 
 def test_long_chunks_are_cut_and_like_sequences_share_a_call() -> None:

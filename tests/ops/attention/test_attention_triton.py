@@ -73,6 +73,10 @@ def check(q, k, v, layout):
 
 SIZES = {"size": 4, "page_size": 8, "heads": (4, 2), "channels": 64, "dtype": torch.float32}
 check(*slots([70, 0, 131], num_slots=2, **SIZES))                           # 5 splits, most of them dead for one row
+q, k, v, layout = slots([70, 0, 131], num_slots=2, **SIZES)
+check(q, k, v, replace(layout, causal_R=torch.tensor([True, False, False, True, True, True])))
+q, k, v, layout = slots([40, 7], num_slots=1, **{**SIZES, "size": 3, "heads": (6, 2)})
+check(q, k, v, replace(layout, causal_R=torch.tensor([False, True])))
 check(*slots([70, 0], num_slots=3, resident=1, **SIZES))                    # slots that see one key
 check(*slots([5], num_slots=1, resident=0, **SIZES))                        # a row that sees one key, alone
 check(*slots([40], num_slots=2, **{**SIZES, "page_size": 5, "heads": (14, 2), "channels": 80, "size": 3}))

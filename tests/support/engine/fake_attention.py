@@ -19,8 +19,9 @@ def pages(count: int, size: int, *, seed: int = 0, dtype: torch.dtype = torch.fl
 
 
 def by_equation(q: Tensor, k_pages: Tensor, v_pages: Tensor, layout: RowLayout) -> Tensor:
-    """Softmax over each row's keys, in plain products."""
+    """Softmax over each row's keys, in plain products; a causal row is as many rows of one query."""
     out = torch.empty_like(q)
+    layout = one_query_a_causal_row(layout)
     bounds = layout.cu_seqlens_q.tolist()
     for r, n in enumerate(layout.kv_lens_R.tolist()):
         k = k_pages[layout.page_table_RP[r]].flatten(0, 1)[:n].repeat_interleave(HEADS // KV_HEADS, dim=1)
@@ -31,10 +32,35 @@ def by_equation(q: Tensor, k_pages: Tensor, v_pages: Tensor, layout: RowLayout) 
     return out
 
 
+def one_query_a_causal_row(layout: RowLayout) -> RowLayout:
+    """The same attention without causal rows: each is cut into rows of one query."""
+    if layout.causal_R is None:
+        return layout
+    lengths, keys, rows = [], [], []
+    sizes, kv_lens = layout.cu_seqlens_q.diff().tolist(), layout.kv_lens_R.tolist()
+    for row, (size, num_keys, causal) in enumerate(zip(sizes, kv_lens, layout.causal_R.tolist(), strict=True)):
+        parts = range(num_keys - size + 1, num_keys + 1) if causal else [num_keys]
+        keys += parts
+        lengths += [1] * size if causal else [size]
+        rows += [row] * len(parts)
+    return RowLayout(
+        cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0).int(),
+        kv_lens_R=torch.tensor(keys),
+        page_table_RP=layout.page_table_RP[rows],
+        page_size=layout.page_size,
+    )
+
+
 def sequences(
-    spec: list[tuple[int, list[int]]], *, page_size: int, seed: int, dtype: torch.dtype = torch.float64
+    spec: list[tuple[int, list[int]]],
+    *,
+    page_size: int,
+    seed: int,
+    dtype: torch.dtype = torch.float64,
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, RowLayout]:
-    """Sequences as (prefix, lengths of the rows after it); a row sees everything up to its own end."""
+    """Sequences as (prefix, lengths of the rows after it); a row sees everything up to its own end. With `causal`
+    every other row at random is."""
     width = max(-(-(prefix + sum(lengths)) // page_size) for prefix, lengths in spec)
     generator = torch.Generator().manual_seed(seed)
     num_pages = len(spec) * width + 1
@@ -51,6 +77,7 @@ def sequences(
         kv_lens_R=torch.tensor(kv_lens),
         page_table_RP=table[rows],
         page_size=page_size,
+        causal_R=torch.rand(len(rows), generator=generator) < 0.5 if causal else None,
     )
     return q, *pages(num_pages, page_size, seed=seed, dtype=dtype), layout
 
@@ -69,14 +96,18 @@ class FakePackages:
     def __init__(self, *missing: str) -> None:
         self.missing, self.calls, self.activated = missing, [], []
 
-    def attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], bounds: Tensor) -> Tensor:
+    def attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], bounds: Tensor, *, causal: bool) -> Tensor:
+        """With `causal` the last query of a row sees all keys, and the queries before all its keys give zeros."""
         assert bounds.dtype == torch.int32
         out = torch.empty_like(q)
         for r, (k, v) in enumerate(zip(keys, values, strict=True)):
             part = slice(int(bounds[r]), int(bounds[r + 1]))
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             scores = torch.einsum("qhc,khc->hqk", q[part], k) / math.sqrt(q.shape[-1])
-            out[part] = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v)
+            if causal:
+                seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(scores.shape[2] - scores.shape[1])
+                scores = scores.masked_fill(~seen, -math.inf)
+            out[part] = torch.einsum("hqk,khc->qhc", scores.softmax(-1).nan_to_num(0.0), v)
         return out
 
     def varlen_attn(
@@ -101,8 +132,9 @@ class FakePackages:
         assert return_aux is None and enable_gqa and seqused_k.dtype == torch.int32
         assert (cu_seq_k is None) != (block_table is None)
         self.calls.append({"max_q": max_q, "max_k": max_k, "exact": num_splits == 1})
+        assert window_size in ((-1, -1), (-1, 0))
         keys, values = (gather_back(x, block_table, cu_seq_k, seqused_k) for x in (key, value))
-        return self.attend(query, keys, values, cu_seq_q)
+        return self.attend(query, keys, values, cu_seq_q, causal=window_size == (-1, 0))
 
     def vllm(
         self,
@@ -134,11 +166,11 @@ class FakePackages:
         output_scale: None = None,
         fa_version: int = 2,
     ) -> Tensor:
-        assert not causal and not return_softmax_lse and block_table.dtype == seqused_k.dtype == torch.int32
+        assert not return_softmax_lse and block_table.dtype == seqused_k.dtype == torch.int32
         assert num_splits in (0, 1) and k.shape[1] % 16 == 0 and block_table.is_contiguous()
         self.calls.append({"max_q": max_seqlen_q, "max_k": max_seqlen_k, "exact": num_splits == 1, "fa": fa_version})
         keys, values = (gather_back(x, block_table, None, seqused_k) for x in (k, v))
-        return self.attend(q, keys, values, cu_seqlens_q)
+        return self.attend(q, keys, values, cu_seqlens_q, causal=causal)
 
     def flash_2(
         self,
@@ -159,10 +191,10 @@ class FakePackages:
         return_attn_probs: bool = False,
         block_table: Any = None,
     ) -> Tensor:
-        assert not causal and not return_attn_probs and cu_seqlens_k.dtype == block_table.dtype == torch.int32
+        assert not return_attn_probs and cu_seqlens_k.dtype == block_table.dtype == torch.int32
         self.calls.append({"max_q": max_seqlen_q, "max_k": max_seqlen_k, "exact": True})
         keys, values = (gather_back(x, block_table, None, cu_seqlens_k.diff()) for x in (k, v))
-        return self.attend(q, keys, values, cu_seqlens_q)
+        return self.attend(q, keys, values, cu_seqlens_q, causal=causal)
 
     def flash_3(
         self,
@@ -196,12 +228,12 @@ class FakePackages:
         sm_margin: int = 0,
         return_softmax_lse: bool = False,
     ) -> Tensor:
-        assert not causal and not return_softmax_lse and page_table.dtype == cache_seqlens.dtype == torch.int32
+        assert not return_softmax_lse and page_table.dtype == cache_seqlens.dtype == torch.int32
         # it knows the longest row's keys from the table alone
         max_k = page_table.shape[1] * k_cache.shape[1]
         self.calls.append({"max_q": max_seqlen_q, "max_k": max_k, "exact": num_splits == 1})
         keys, values = (gather_back(x, page_table, None, cache_seqlens) for x in (k_cache, v_cache))
-        return self.attend(q, keys, values, cu_seqlens_q)
+        return self.attend(q, keys, values, cu_seqlens_q, causal=causal)
 
     def get_kernel(
         self, repo_id: str, revision: str | None = None, version: int | str | None = None
