@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mbd_core.errors import first_line
 from mbd_core.tables import Cell, Table
 from mbd_core.tables import markdown as table_markdown
 
@@ -23,7 +24,7 @@ def usable_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].split(". ")[0]
+        reason = first_line(error).split(". ")[0]
         raise ValueError(f"--device {name} cannot be used: {reason}") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {name} cannot be used; take cpu or cuda")

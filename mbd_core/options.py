@@ -140,16 +140,16 @@ def changes_of(kind: type, path: str = "") -> Iterator[OptionField]:
     A field whose values are dataclasses alone, or nothing, stands for the options of the first of them.
     """
     options, hints = {item.name: item for item in options_of(kind)}, typing.get_type_hints(kind)
-    for item_field in fields(kind):
-        item = options.get(item_field.name)
+    for data_field in fields(kind):
+        item = options.get(data_field.name)
         if item is not None and item.option.flag is False:
             continue
-        kinds = [member for member in members(hints[item_field.name]) if member is not type(None)]
+        kinds = [member for member in members(hints[data_field.name]) if member is not type(None)]
         if all(map(is_dataclass, kinds)):
             inner = kinds[0]
-            yield from changes_of(typing.cast(type, inner), f"{path}{item_field.name}.")
+            yield from changes_of(typing.cast(type, inner), f"{path}{data_field.name}.")
         elif item is not None:
-            yield replace(item, name=f"{path}{item_field.name}", hint=item.hint | None, default=None)
+            yield replace(item, name=f"{path}{data_field.name}", hint=item.hint | None, default=None)
 
 
 def split(hint: Any) -> tuple[Any, Option | None]:

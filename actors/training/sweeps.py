@@ -18,6 +18,7 @@ from cluster.failures import task_sentence
 from cluster.storage import fetch_model
 from mbd_core.decoding.blocks.methods import MULTI
 from mbd_core.engine.config import EngineConfig
+from mbd_core.errors import error_sentence
 from mbd_core.evaluation.measures.rates import summarize
 from mbd_core.evaluation.sweep.executor import LocalExecutor
 from mbd_core.evaluation.sweep.folder import graded_sample
@@ -26,7 +27,6 @@ from mbd_core.evaluation.sweep.parts import SweepShard, Timing
 from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.evaluation.sweep.run import SweepRun
 from mbd_core.multitf.config import Sweeping
-from mbd_core.multitf.data.encoding import error_sentence
 from mbd_core.multitf.run.checkpoints import Checkpoints
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.worker import export_checkpoint

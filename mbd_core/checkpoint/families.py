@@ -414,10 +414,10 @@ def check_keys(config: Json, architecture: str) -> None:
         if value is not None and key not in read | family.harmless and not _is_accepted(family, key, value)
     ]
     if unknown_keys:
-        pairs = [f"{key}={_value_text(config[key])}" for key in unknown_keys]
-        which = ("it", "the key", "it changes") if len(pairs) == 1 else ("them", "the keys", "they change")
+        settings = [f"{key}={_value_text(config[key])}" for key in unknown_keys]
+        which = ("it", "the key", "it changes") if len(settings) == 1 else ("them", "the keys", "they change")
         raise ValueError(
-            f"config.json has {', '.join(pairs)}, which this project's {architecture} does not know; take a "
+            f"config.json has {', '.join(settings)}, which this project's {architecture} does not know; take a "
             f"release without {which[0]}, or remove {which[1]} if {which[2]} nothing that the network computes"
         )
 

@@ -121,11 +121,11 @@ class EditedBlock:
             for i in places
         }
 
-    def _apply_edits(self, cells_written: dict[int, Cell]) -> list[Cell]:
-        """The block after `written`: deletions and splits carried out, cut or filled up to its length."""
+    def _apply_edits(self, new_cells: dict[int, Cell]) -> list[Cell]:
+        """The block after `new_cells`: deletions and splits carried out, cut or filled up to its length."""
         mask, cells = Cell(self.ids.mask), self.cells[: self.prompt_length]
         for i in range(self.prompt_length, len(self.cells)):
-            cell = cells_written.get(i, self.cells[i])
+            cell = new_cells.get(i, self.cells[i])
             if cell.token == self.ids.split:
                 cells += [mask, self.cells[i]]
             elif cell.token != self.ids.delete:
@@ -133,11 +133,11 @@ class EditedBlock:
         return (cells + [mask] * len(self.cells))[: len(self.cells)]
 
     def _write(self, tokens: dict[int, int], probs_LV: Tensor, forward: int) -> None:
-        cells_written = {
+        new_cells = {
             i: replace(self.cells[i], token=token, confidence=float(probs_LV[i, token]), step=forward)
             for i, token in tokens.items()
         }
-        self.cells = self._apply_edits(cells_written)
+        self.cells = self._apply_edits(new_cells)
 
     def _guesses(self, probs_LV: Tensor) -> list[Guess]:
         """The predictions of every position. A choice passes over the mask, both edits and what stood there before."""
@@ -238,8 +238,8 @@ class _Sglang(EditedBlock):
         if not is_last and tuple(old_tokens) in self._seen_states:
             changes = [i for i in places if tokens[i] != old_tokens[i]]
             for i in sorted(changes, key=lambda i: (guesses[i].confidence, i))[:1]:
-                taboo = self._history[i] | ({mask} if i in original else set())
-                tokens[i] = next(token for token in guesses[i].tokens if token not in taboo)
+                excluded_tokens = self._history[i] | ({mask} if i in original else set())
+                tokens[i] = next(token for token in guesses[i].tokens if token not in excluded_tokens)
         self._seen_states.add(tuple(old_tokens))
         for i, token in tokens.items():
             self._history[i].add(token)

@@ -92,18 +92,18 @@ class BranchedCanvas(GuessingCanvas):
     def plan(self) -> CanvasPlan:
         """The next forward of all branches that take part, their windows (or canvases) packed without padding."""
         assert not self.done
-        undecided = self._undecided_positions()
+        undecided_L = self._undecided_positions()
         queries = [
-            b.lane.query(b.index, *self._query_range(b), self._logits_positions(b, undecided) - self._shift)
+            b.lane.query(b.index, *self._query_range(b), self._logits_positions(b, undecided_L) - self._shift)
             for b in self._participants()
         ]
         return CanvasPlan(self._useful_copies(), queries)
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
-        logits_PV, undecided = torch.cat(logits), self._undecided_positions()
+        logits_PV, undecided_L = torch.cat(logits), self._undecided_positions()
         if self.canvas.forbid_eos:
             logits_PV[:, list(self._eos)] = -torch.inf
-        positions_P = torch.cat([self._logits_positions(b, undecided) for b in self._participants()])
+        positions_P = torch.cat([self._logits_positions(b, undecided_L) for b in self._participants()])
         return OpenLogits(
             logits_PV=logits_PV,
             position_P=positions_P,
@@ -274,10 +274,10 @@ class BranchedCanvas(GuessingCanvas):
         """The positions (L,) masked in some branch. Only these can still be decoded, merged, or masked by a sync."""
         return torch.stack([b.lane.masked for b in self.branches]).any(0)
 
-    def _logits_positions(self, branch: Branch, undecided: Tensor) -> Tensor:
+    def _logits_positions(self, branch: Branch, undecided_L: Tensor) -> Tensor:
         """The positions that this forward predicts for the branch: undecided ones, and EOS tokens that may end it."""
         eos = torch.isin(branch.lane.tokens, torch.tensor(self._ends, dtype=torch.int64))
-        predicted = undecided | eos
+        predicted = undecided_L | eos
         predicted[: self.prompt_length] = False
         if self._phase is Phase.BLOCK:
             predicted[: branch.start] = False

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.engine.parallel.group import Group
+from mbd_core.errors import first_line
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.kernel_layer import Sum
 from mbd_core.models.model_config import Parts
@@ -120,7 +121,7 @@ def share_sums(group: Group) -> SharedSums:
                 raise ValueError(f"torch's symmetric memory is {backend}'s; unset TORCH_SYMMMEM")
             return [symmetric.empty(most_bytes(size), dtype=torch.uint8, device=device) for _ in range(2)]
         except (RuntimeError, ImportError) as error:
-            raise ValueError(_first_line(error)) from error
+            raise ValueError(first_line(error)) from error
 
     places = group.agree(allocate)  # before any rank waits for the others' memory
 
@@ -129,7 +130,7 @@ def share_sums(group: Group) -> SharedSums:
             with _waits(ranks, min(MEETING_SECONDS, group.rank.timeout / 4)):
                 return SharedSums(group, places, [_map(place, ranks) for place in places])
         except RuntimeError as error:
-            raise ValueError(_first_line(error)) from error
+            raise ValueError(first_line(error)) from error
 
     return group.agree(map_places)
 
@@ -173,7 +174,3 @@ def _check_nvlink(size: int) -> None:
         for other_gpu in range(size):
             if gpu != other_gpu and not links[gpu][other_gpu]:
                 raise ValueError(f"GPUs {gpu} and {other_gpu} are not joined by NVLink")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

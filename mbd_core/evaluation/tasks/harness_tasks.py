@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from mbd_core.errors import error_line
 from mbd_core.evaluation.tasks.asking import TaskInputs
 from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, Problem, Task, find_task
 from mbd_core.evaluation.tasks.generation_fields import Generation, read_generation
-from mbd_core.evaluation.tasks.problems import ProblemSet, error_line
+from mbd_core.evaluation.tasks.problems import ProblemSet
 from mbd_core.evaluation.tasks.prompts import Form, Wording
 from mbd_core.evaluation.tasks.recipes import TaskPrompt
 

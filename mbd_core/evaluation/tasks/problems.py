@@ -12,6 +12,7 @@ from typing import Any
 
 import fsspec
 
+from mbd_core.errors import error_line
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task
 from mbd_core.json_text import parse_json
 from mbd_core.tasks.split import Split
@@ -55,11 +56,6 @@ def _hub_rows(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
         raise ValueError(f"{path} cannot be loaded: {error_line(error)}") from None
     for number, row in enumerate(rows, start=1):
         yield number, f"{path}, row {number}", dict(row)
-
-
-def error_line(error: Exception) -> str:
-    """An error of another library in a sentence: its class, and the first line of its text."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _numbered_lines(path: str) -> Iterator[tuple[int, bytes]]:

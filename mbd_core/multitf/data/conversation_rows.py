@@ -13,8 +13,9 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mbd_core.errors import error_sentence
 from mbd_core.json_text import parse_json
-from mbd_core.multitf.data.encoding import error_sentence, is_empty
+from mbd_core.multitf.data.encoding import is_empty
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".ndjson")
 SUFFIXES = (*JSON_LINES, ".json", ".parquet", ".arrow")

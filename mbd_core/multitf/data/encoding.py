@@ -317,12 +317,3 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A digest of the vocabulary and the chat template: whether two model folders encode conversations alike."""
     content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
     return hashlib.sha256(content.encode()).hexdigest()
-
-
-# An error in one sentence, for what other libraries raise.
-
-
-def error_sentence(error: BaseException) -> str:
-    """What an error says; the lines after it are advice or a traceback. An `OSError` says enough without its type."""
-    line = str(error).strip().partition("\n")[0]
-    return line if line and isinstance(error, OSError) else f"{type(error).__name__}: {line}".rstrip(": ")

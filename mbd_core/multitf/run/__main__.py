@@ -19,10 +19,10 @@ import torch
 
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import named_model
+from mbd_core.errors import error_sentence
 from mbd_core.files import check_target_folder, check_writable, probe_folder
 from mbd_core.json_text import merge_paths
 from mbd_core.multitf import config
-from mbd_core.multitf.data.encoding import error_sentence
 from mbd_core.multitf.data.prepared import named_data
 from mbd_core.multitf.recipes.choice import RecipeChoice, choose_recipe
 from mbd_core.multitf.recipes.recipe import TrainingRecipe

@@ -40,8 +40,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from mbd_core.checkpoint.dcp import MARKER, UNPICKLING_ERRORS, in_one_process
 from mbd_core.checkpoint.safetensor_files import METADATA
+from mbd_core.errors import error_sentence
 from mbd_core.models.decoder import Decoder
-from mbd_core.multitf.data.encoding import error_sentence
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
 from mbd_core.multitf.step.adapter import is_adapters
 from mbd_core.multitf.step.trainer import Trainer

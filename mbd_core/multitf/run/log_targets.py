@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from mbd_core.multitf.data.encoding import error_sentence
+from mbd_core.errors import error_sentence
 
 TENSORBOARD = "tensorboard"
 PACKAGES = {TENSORBOARD: "mbd-cluster[train]", "wandb": "wandb", "mlflow": "mlflow"}

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from mbd_core.errors import error_sentence
 from mbd_core.multitf.config import ValidationOptions
-from mbd_core.multitf.data.encoding import error_sentence, filled_length, tokenizer_fingerprint
+from mbd_core.multitf.data.encoding import filled_length, tokenizer_fingerprint
 from mbd_core.multitf.data.prepared import PreparedExamples, TinyData, num_held_out, read_record
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.step.loss import BUCKETS, bucket_means

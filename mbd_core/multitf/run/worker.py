@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.checkpoint.folder import BaseFiles, model_digest, read_base
 from mbd_core.checkpoint.loading import fill_parts, load_model
 from mbd_core.checkpoint.saving import checkpoint_tensors, save_adapter, save_model
+from mbd_core.errors import error_sentence
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.multitf.config import (
     NO_SWEEPS,
@@ -29,7 +30,6 @@ from mbd_core.multitf.config import (
     ValidationOptions,
     Written,
 )
-from mbd_core.multitf.data.encoding import error_sentence
 from mbd_core.multitf.data.prepared import (
     TOKENIZER_PAIRS,
     PreparedExamples,
