@@ -29,7 +29,8 @@ from mbd_core.engine.weights import ResidentAdapter, SwapMode
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Whole blocks of a sequence's prefix, `tokens[start:stop]`, to be stored by the next forward.
+    """Whole blocks of a sequence's prefix, `tokens[start:stop]`, to be stored by the next forward; where causal rows
+    store it, any number of tokens.
 
     Where the prompt attends in full (D2F) its chunk is all of it, and blocks behind it are chunks of their own.
     """
@@ -77,10 +78,15 @@ class Scheduler:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, adapter: ResidentAdapter | None = None) -> SequenceState:
+    def add(
+        self,
+        request: Request,
+        adapter: ResidentAdapter | None = None,
+        draft_adapter: ResidentAdapter | None = None,
+    ) -> SequenceState:
         """Queue a request that fits the pool; it is the youngest."""
         assert request.request_id not in self._by_id, f"request_id '{request.request_id}' is already being served"
-        sequence = SequenceState(request, self.block_size, adapter, arrival=self._num_arrivals)
+        sequence = SequenceState(request, self.block_size, adapter, draft_adapter, arrival=self._num_arrivals)
         self._num_arrivals += 1
         self._by_id[request.request_id] = sequence
         self.waiting.append(sequence)
@@ -176,7 +182,8 @@ class Scheduler:
                 chunks.append(PrefillChunk(sequence, 0, sequence.origin))
                 sequence.prefilled_to(sequence.origin)
                 budget -= sequence.origin
-            take = min(budget, sequence.prefix_length - sequence.prefilled) // self.block_size * self.block_size
+            size = sequence.store or 1
+            take = min(budget, sequence.prefix_length - sequence.prefilled) // size * size
             if take > 0:
                 chunks.append(PrefillChunk(sequence, sequence.prefilled, sequence.prefilled + take))
                 sequence.prefilled_to(sequence.prefilled + take)
@@ -199,6 +206,12 @@ class Scheduler:
         """
         sequence.commit(tokens)
         self._publish(sequence, min(sequence.committed, sequence.end))
+
+    def extend(self, sequence: SequenceState, tokens: list[int], num_stored: int) -> None:
+        """Its decoder gave the final `tokens`, and its first `num_stored` positions are stored: publish the pages they
+        completed."""
+        sequence.extend(tokens, num_stored)
+        self._publish(sequence, num_stored)
 
     # -- pages --------------------------------------------------------------------------------------------------
 
@@ -252,9 +265,10 @@ class Scheduler:
             chain.append(page_hash(parent, sequence.tokens[index * size : (index + 1) * size]))
 
     def _root(self, sequence: SequenceState) -> bytes:
-        """Keys depend on the weights and on the adapter, not on the tokens alone."""
+        """Keys depend on the weights, on the adapter and on the order of rows, not on the tokens alone."""
         adapter = 0 if sequence.adapter is None else sequence.adapter.serial
-        return chain_root(f"{self._namespace} weights {self._weights_version} adapter {adapter}")
+        order = "" if sequence.store is not None else " causal"
+        return chain_root(f"{self._namespace} weights {self._weights_version} adapter {adapter}{order}")
 
     def may_swap(self, mode: SwapMode) -> bool:
         """Whether no request is in the way of other weights."""

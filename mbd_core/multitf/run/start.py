@@ -148,6 +148,11 @@ def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
             f"{config.architecture}; choose another recipe or --base"
         )
     layouts = recipe.states.layouts
+    if config.attention == "causal":
+        raise ValueError(
+            f"recipe {recipe.name} trains under a block-causal mask, and {name} stores its keys by causal rows; choose "
+            "another --base"
+        )
     if config.attention == "full" and layouts not in ("d2f", "one_group"):
         raise ValueError(
             f"recipe {recipe.name} trains under a block-causal mask, and {name} attends to whole sequences; choose a "
