@@ -79,8 +79,9 @@ def plan_bundles(layout: RowLayout) -> tuple[Bundle, ...]:
         kv_lens_T = np.repeat(kv_lens, np.diff(bounds))
     else:
         kv_lens_T = layout.kv_lens_T(bounds[-1]).numpy(force=True)
+    first_keys_T = None if layout.window is None else layout.first_keys_T(bounds[-1]).numpy(force=True)
     members = _members(layout, bounds, kv_lens, kv_lens_T)
-    return tuple(_bundle(layout, part, kv_lens_T) for part in _parts(members))
+    return tuple(_bundle(layout, part, kv_lens_T, first_keys_T) for part in _parts(members))
 
 
 @dataclass(frozen=True)
@@ -138,14 +139,19 @@ def _parts(members: Iterator[_Member]) -> Iterator[list[_Member]]:
         yield sorted(part, key=lambda m: m.row)
 
 
-def _bundle(layout: RowLayout, members: Sequence[_Member], kv_lens_T: np.ndarray) -> Bundle:
+def _bundle(
+    layout: RowLayout, members: Sequence[_Member], kv_lens_T: np.ndarray, first_keys_T: np.ndarray | None
+) -> Bundle:
     table, device = layout.page_table_RP, layout.page_table_RP.device
     num_keys = max(m.most_keys for m in members)
     starts, stops = np.array([(m.start, m.stop) for m in members]).T[..., None]
     tokens_GQ = np.minimum(starts + np.arange(max(m.queries for m in members)), stops - 1)
-    visible_GQL = None
-    if min(m.least_keys for m in members) < num_keys:
-        visible_GQL = torch.from_numpy(np.arange(num_keys) < kv_lens_T[tokens_GQ][..., None]).to(device)
+    visible_GQL, keys_L = None, np.arange(num_keys)
+    if min(m.least_keys for m in members) < num_keys or first_keys_T is not None:
+        visible = keys_L < kv_lens_T[tokens_GQ][..., None]
+        if first_keys_T is not None:
+            visible &= keys_L >= first_keys_T[tokens_GQ][..., None]
+        visible_GQL = None if visible.all() else torch.from_numpy(visible).to(device)
     num_pages = -(-num_keys // layout.page_size)
     if len(members) == 1:
         pages_GP = table[members[0].row, :num_pages][None]
