@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.engine.admission import AdmittedRequest
@@ -32,7 +33,7 @@ from mbd_core.engine.pacing import Pace
 from mbd_core.engine.parallel.group import Group, Rank, init_group, sized_alike
 from mbd_core.engine.parallel.shared_sums import load_shard
 from mbd_core.engine.steering import Decision
-from mbd_core.engine.weights import SwapMode
+from mbd_core.engine.weights import StagedWeights, SwapMode, WeightSource
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig, Parts
 from mbd_core.models.quantize import quantized_parts
@@ -94,7 +95,9 @@ class UnloadAdapter:
 
 @dataclass(frozen=True)
 class UpdateWeights:
-    folder: Path
+    """`folder` is `None` where rank 0 sends the tensors themselves."""
+
+    folder: Path | None
     mode: SwapMode
     version: int | None
 
@@ -129,14 +132,16 @@ class Orders:
     pace: Pace | None = None
 
 
-def change(engine: Engine, command: Change, group: Group) -> None:
+def change(engine: Engine, command: Change, group: Group, tensors: Iterable[tuple[str, Tensor]] = ()) -> None:
     """What may fail on one rank alone, as each reads its own part of a file or takes memory of its own device: all
-    raise `ValueError` then, and none has changed. `engine` is this rank's, of which only `Engine`'s part is meant."""
+    raise `ValueError` then, and none has changed. `engine` is this rank's, of which only `Engine`'s part is meant;
+    `tensors` are rank 0's, where it has them."""
     match command:
         case LoadAdapter(name, folder):
             engine.adapters.place(name, group.agree(lambda: engine.adapters.read(name, folder)))
-        case UpdateWeights(folder, mode, version):
-            staged = group.agree(lambda: engine.stage_weights(folder, mode))
+        case UpdateWeights(weights_folder, mode, version):
+            source = group.each(tensors) if weights_folder is None else weights_folder
+            staged = group.agree(lambda: _stage(engine, source, mode))
             engine.swap_weights(replace(staged, version=version))
         case WakeUp():
             try:
@@ -145,6 +150,15 @@ def change(engine: Engine, command: Change, group: Group) -> None:
                 if not engine.asleep:
                     Engine.sleep(engine)
                 raise
+
+
+def _stage(engine: Engine, source: WeightSource, mode: SwapMode) -> StagedWeights:
+    try:
+        return engine.stage_weights(source, mode)
+    finally:
+        if not isinstance(source, Path):
+            for _ in source:  # a rank that refuses them takes the rest too: the others still send or wait
+                pass
 
 
 def _wake_up(engine: Engine) -> None:
