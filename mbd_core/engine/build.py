@@ -10,6 +10,7 @@ from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
 from mbd_core.engine.admission import Admission
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.graphs import StepGraphs, graphs_obstacle
+from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.pages import PagedKVCache, PagePool
 from mbd_core.engine.rows import CanvasRuns
 from mbd_core.engine.runner import ModelRunner, Rows, pack, shared_vocab, whole_vocab
@@ -155,6 +156,7 @@ class EngineParts:
     kinds: StepKinds
     graphs: StepGraphs
     adapters: ResidentAdapters
+    pacer: Pacer
 
 
 def build_parts(
@@ -216,6 +218,7 @@ def build_parts(
         ),
         graphs=StepGraphs(state, obstacle),
         adapters=adapters,
+        pacer=Pacer(c, max_step_seconds=config.max_step_seconds),
     )
 
 

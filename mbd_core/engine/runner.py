@@ -25,7 +25,7 @@ from mbd_core.ops.layer.confidence import confidence, part_confidence
 # What one forward needs, and how rows from prompts, slots and canvases are packed for it.
 #
 # A row is a run of neighbouring positions of one sequence. It attends to the sequence's keys up to some length, with
-# causal order inside itself or without. That is all that the methods have in common, and all that the kernels need.
+# or without causal order inside itself. That is all that the methods have in common, and all that the kernels need.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from mbd_core.multitf.step.adapter import check_peft
 from mbd_core.multitf.step.compute import computes_bfloat16
 from mbd_core.multitf.step.memory import Workload
 from mbd_core.multitf.step.parallel import check_divides
+from mbd_core.multitf.step.quantized_base import check_bitsandbytes
 
 CPU = torch.device("cpu")
 
@@ -55,6 +56,8 @@ class StartingPoint:
             )
         if recipe.train.lora is not None:
             check_peft()
+            if recipe.train.lora.quantize_base:
+                check_bitsandbytes()
         if recipe.base is None:
             assert recipe.model is not None
             check_model(recipe, recipe.model, "its own model")
@@ -204,6 +207,13 @@ def allowed_shardings(train: TrainConfig, choice: ShardingChoice, *, num_workers
         if choice == "replicated":
             raise ValueError("--tensor-parallel gives each worker its part of every weight: leave --sharding at auto")
         return ["sharded"]
+    if train.lora is not None and train.lora.quantize_base:
+        if choice == "sharded":
+            raise ValueError(
+                f"--quantize-base {train.lora.quantize_base} keeps the whole base on each worker: leave --sharding at "
+                "auto, or --quantize-base out"
+            )
+        return ["replicated"]
     if num_workers == 1:
         return ["replicated"]
     return ["replicated", "sharded"] if choice == "auto" else [choice]
