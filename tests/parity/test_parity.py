@@ -13,6 +13,7 @@ import aup_checks
 import block_checks
 import causal_checks
 import full_attention_checks
+import gemma_checks
 import logits_checks
 import pytest
 import training_checks
@@ -22,10 +23,11 @@ CHECKS = {
     **block_checks.CHECKS,
     **causal_checks.CHECKS,
     **full_attention_checks.CHECKS,
+    **gemma_checks.CHECKS,
     **training_checks.CHECKS,
     **aup_checks.CHECKS,
 }
-WITH_MODEL = ("sdar", "llada2", "llada22", "llada", "dream", "fastdllm2", "nemotron")
+WITH_MODEL = ("sdar", "llada2", "llada22", "llada", "dream", "fastdllm2", "nemotron", "diffusiongemma")
 
 
 def fixture_folders(config: pytest.Config) -> list[Path]:
