@@ -10,6 +10,7 @@ the count says.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,12 +104,13 @@ def measured_steps(config: ModelConfig) -> StepModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """A model, an engine's configuration, and the loads that are compared."""
+    """A model, an engine's configuration, the loads that are compared, and the clock of the real engine's steps."""
 
     config: ModelConfig
     engine: EngineConfig
     decoding: DecodingConfig
     traffic: Traffic
+    clock: Callable[[], float] = time.process_time
 
     def __post_init__(self) -> None:
         longest, most = replace(self.traffic, vary=1.0).longest, self.config.max_positions
@@ -157,9 +159,9 @@ class Agreement:
     def _measure(
         self, model: Decoder, traffic: Traffic, *, seed: int, tick: Callable[[], object] = lambda: None
     ) -> tuple[Served, tuple[list[Work], list[float]]]:
-        engine = LoggedEngine(model, self.engine)
+        engine = LoggedEngine(model, self.engine, clock=self.clock)
         engine.log = []
-        timed = Measured(engine)
+        timed = Measured(engine, self.clock)
         served = serve([timed], traffic, self.decoding, seed=seed, tick=tick)
         return served, (engine.log, timed.seconds)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -45,9 +44,9 @@ class Simulated:
 
 
 class Measured:
-    """A real engine: its steps take the seconds of `clock`, by default those of this process on the processor."""
+    """A real engine: its steps take the seconds of `clock`."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.process_time) -> None:
+    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
         self.engine, self._clock = engine, clock
         self.seconds: list[float] = []
 

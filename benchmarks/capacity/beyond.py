@@ -122,21 +122,22 @@ def pool_rows(
     *,
     speed: float = 150.0,
     found: float = 0.9,
+    max_step_seconds: float = 0.1,
     cases: Sequence[tuple[Deployment, tuple[int, ...]]] = AGENTS,
 ) -> Iterator[dict[str, Any]]:
     """For each shape and length: replicas that do both, beside a pool that stores prompts and hands pages on.
 
-    Both ways answers are to come at `speed` tokens a second, and of each prompt the share `found` is in a cache. The
-    numbers are replicas for one request a second, and no prompt waits more than `MOST_QUEUED` of the time; what a link
-    takes for the new part is added to the time to first tokens. Where the found part lies is not counted: the pool
-    that stores needs it too.
+    Both ways answers are to come at `speed` tokens a second, and of each prompt the share `found` is in a cache. A step
+    that stores a prompt beside others takes `max_step_seconds` at most. The numbers are replicas for one request a
+    second, and prompts fill at most `MOST_QUEUED` of the time; what a link takes for the new part is added to the time
+    to first tokens. Where the found part lies is not counted: the pool that stores needs it too.
     """
     for deployment, lengths in cases:
         place = gpu_place(deployment)
         decoding, rate = turns.rate(place.config.block_size)
         answer = counted_answer(rate, decoding, length=turns.output)
         for context in lengths:
-            demand = Demand(context=context, output=turns.output, found=found)
+            demand = Demand(context=context, output=turns.output, found=found, max_step_seconds=max_step_seconds)
             row: dict[str, Any] = {
                 "place": f"{deployment.model}, {deployment.tensor_parallel} x {deployment.sheet.name}",
                 "context": context,

@@ -97,7 +97,8 @@ def run_arrivals(
     buffer: Annotated[int, Option("Slots of a sequence.", DECODING, at_least=1)] = 2,
     tpf: Annotated[float, Option("Tokens a forward.", DECODING, above=0)] = 6.19,
     engine: Annotated[
-        EngineConfig, Fields("max_rows", "num_pages", "page_size", "max_prefill_tokens", "prefix_caching")
+        EngineConfig,
+        Fields("max_rows", "num_pages", "page_size", "max_prefill_tokens", "max_step_seconds", "prefix_caching"),
     ],
     seed: Seed = 0,
     json: JsonFile = None,
@@ -236,6 +237,8 @@ def run_agreement(
         check_new_file(json)
     if model not in SHAPES:
         raise ValueError(f"--model {model} must be one of {', '.join(SHAPES)}")
+    if SHAPES[model].gemma is not None:
+        raise ValueError(f"--model {model} cannot be computed: Gemma's layers are not counted")
     torch.set_num_threads(threads or 1)
     config = SHAPES[model]
     decoding = DecodingConfig(block_size=config.block_size, buffer_size=buffer, tau_m2t=1.0, tokens_per_step=4)

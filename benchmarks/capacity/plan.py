@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -10,8 +11,9 @@ from typing import Annotated, Any
 from benchmarks.capacity.counted_blocks import Answer, Rate, counted_answer, rate_for
 from benchmarks.capacity.step_model import CHUNK, Deployment, StepModel, Work, prompt_work
 from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.engine.pacing import LEAST_LIMIT, QUIET_STEPS
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.options import DATA, DECODING, LOAD, Option, check
+from mbd_core.options import DATA, DECODING, ENGINE, LOAD, Option, check
 
 PAPER_TPF = {1: 3.47, 2: 6.19}  # Table 3 of the MBD-LMs paper
 BATCHES = (1, *range(2, 257, 2))
@@ -35,6 +37,10 @@ class Demand:
         tuple[float, ...],
         Option("Tokens a forward with each of --buffer's slots (default: Table 3's).", DECODING, separator=","),
     ] = (3.47, 6.19)
+    max_step_seconds: Annotated[
+        float | None,
+        Option("Seconds of a step that stores a prompt beside others (default: the engine's).", ENGINE, above=0),
+    ] = None
     buffer: Annotated[
         tuple[int, ...], Option("Slots of a sequence that are compared.", DECODING, at_least=1, separator=",")
     ] = (1, 2)
@@ -96,12 +102,27 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def prompt_forwards(place: Place, demand: Demand) -> list[Work]:
-    """The forwards that store what is new of a prompt, chunk by chunk."""
+def prompt_forwards(place: Place, demand: Demand, *, beside: float | None = None) -> list[Work]:
+    """The forwards that store what is new of a prompt, chunk by chunk; `beside` decoding steps of so many seconds they
+    are as short as the engine's pacer makes them."""
     size = place.config.block_size
     start, stop = (int(length) // size * size for length in (demand.context * demand.found, demand.context))
-    chunks = [prompt_work(begin, min(begin + CHUNK, stop), block_size=size) for begin in range(start, stop, CHUNK)]
-    return [replace(work, launched=place.static) for work in chunks]
+    most = math.inf
+    if beside is not None:
+        most = (demand.max_step_seconds or max(LEAST_LIMIT, QUIET_STEPS * beside)) - beside
+    chunks: list[Work] = []
+    while start < stop:
+        blocks = min(CHUNK, stop - start) // size
+
+        def chunk(number: int, start: int = start) -> Work:
+            return replace(prompt_work(start, start + number * size, block_size=size), launched=place.static)
+
+        if place.steps.forward(chunk(blocks)) > most:
+            seconds = [place.steps.forward(chunk(number)) for number in range(1, blocks + 1)]
+            blocks = max(1, bisect_right(seconds, most))
+        chunks.append(chunk(blocks))
+        start += blocks * size
+    return chunks
 
 
 MOST_QUEUED = 0.9  # share of its time in which prompts may wait to be stored
@@ -118,12 +139,12 @@ def plans(place: Place, demand: Demand, decoding: DecodingConfig, rate: Rate) ->
     """
     answer = counted_answer(rate, decoding, length=demand.output)
     tokens_each = demand.context + demand.output + decoding.buffer_size * place.config.block_size
-    chunks = prompt_forwards(place, demand)
-    prompt = sum(place.steps.forward(work) for work in chunks)
     for batch in BATCHES:
         rows = batch + math.ceil(3 * math.sqrt(batch))
         work = decode_work(place, answer, demand, rows=batch, buffer_size=decoding.buffer_size)
         step = place.steps.step([work])
+        chunks = prompt_forwards(place, demand, beside=step.seconds)
+        prompt = sum(place.steps.forward(work) for work in chunks)
         served = 1 / (prompt + answer.forwards * step.seconds / batch)
         between = step.seconds / (1 - served * prompt)
         storing = prompt + max(0, len(chunks) - 1) * step.seconds  # the last chunk's step decodes already
@@ -175,6 +196,12 @@ def best_plan(place: Place, demand: Demand, *, buffer_size: int, tpf: float) -> 
     decoding = DecodingConfig(block_size=place.config.block_size, buffer_size=buffer_size)
     rows = list(plans(place, demand, decoding, rate_for(tpf, decoding, length=demand.output)))
     meeting = [row for row in rows if _meets(row, demand)]
+    if not rows:
+        raise ValueError(
+            f"{place.name} with {buffer_size} slots has no time for prompts of {demand.context} tokens: beside a "
+            f"decoding step they are stored in chunks so short that one prompt waits for another; raise "
+            f"--max-step-seconds, or take more ranks or fewer bytes (--fp8)"
+        )
     if not meeting:
         alone = rows[0]
         raise ValueError(

@@ -32,7 +32,7 @@ def weightless(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Deco
 
 
 class SimulatedEngine(Engine):
-    """An engine whose forwards only count.
+    """An engine whose forwards only count. Its clock moves by their seconds: its pacer sees no other time.
 
     seconds  of the steps that were collected so far; `bounds` their seconds by the term that took most of each
     log      what each step's forwards carried, where it is kept
@@ -41,7 +41,7 @@ class SimulatedEngine(Engine):
     def __init__(
         self, model: Decoder, config: EngineConfig, *, steps: StepModel, rate: Rate, seed: int = 0, keeps: bool = False
     ) -> None:
-        super().__init__(model, replace(config, graphs=False))
+        super().__init__(model, replace(config, graphs=False), clock=lambda: self.seconds)
         self._steps, self._rate, self._rng = steps, rate, random.Random(seed)
         self._rows: dict[str, CountedRow] = {}
         self._unread_seconds: dict[int, float] = {}

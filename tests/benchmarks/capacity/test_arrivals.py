@@ -2,13 +2,11 @@
 
 import random
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.capacity import agreement as agreement_module
 from benchmarks.capacity.agreement import Agreement, LoggedEngine, fit
 from benchmarks.capacity.arrivals import Served, Simulated, serve
 from benchmarks.capacity.commands import arrivals as arrivals_command
@@ -149,12 +147,12 @@ def test_where_steps_take_what_the_model_says_both_sides_agree(monkeypatch: pyte
         return step
 
     monkeypatch.setattr(LoggedEngine, "launch", timed)
-    monkeypatch.setattr(agreement_module, "Measured", partial(agreement_module.Measured, clock=lambda: now[0]))
     agreement = Agreement(
         config=SHAPES["tiny-sdar"],
         engine=EngineConfig(max_rows=4, buffer_size=2, num_pages=100, max_prefill_tokens=128),
         decoding=DecodingConfig(block_size=32, buffer_size=2, tau_m2t=1.0, tokens_per_step=4),
         traffic=Traffic(sessions=12, prompt=60, output=40, turns=2, turn_tokens=40, think=0.1),
+        clock=lambda: now[0],
     )
     torch.set_num_threads(1)
     steps, rows = agreement.run([3.0, 30.0])
