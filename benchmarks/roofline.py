@@ -50,7 +50,7 @@ class ForwardCost:
 
     `matrix_bytes` and `expert_bytes` are the bytes of one weight in the layers' matrices and in the experts, by
     default `dtype_bytes` (1 for FP8). `ranks` share heads, MLPs, experts and the vocabulary's rows; the cost is one
-    rank's. Raises `ValueError` for sizes that do not divide among the ranks.
+    rank's. Raises `ValueError` for sizes that do not divide among the ranks, and for Gemma's layers.
     """
 
     def __init__(
@@ -62,6 +62,8 @@ class ForwardCost:
         expert_bytes: float | None = None,
         ranks: int = 1,
     ) -> None:
+        if config.gemma is not None:
+            raise ValueError(f"the cost of {config.architecture} is not known: Gemma's layers are not counted")
         config = config.sharded(ranks)
         matrix_bytes = dtype_bytes if matrix_bytes is None else matrix_bytes
         expert_bytes = dtype_bytes if expert_bytes is None else expert_bytes

@@ -127,10 +127,10 @@ def pool_rows(
 ) -> Iterator[dict[str, Any]]:
     """For each shape and length: replicas that do both, beside a pool that stores prompts and hands pages on.
 
-    Both ways answers are to come at `speed` tokens a second, and of each prompt the share `found` is in a cache. A step
-    that stores a prompt beside others takes `max_step_seconds` at most. The numbers are replicas for one request a
-    second, and prompts fill at most `MOST_QUEUED` of the time; what a link takes for the new part is added to the time
-    to first tokens. Where the found part lies is not counted: the pool that stores needs it too.
+    Both ways answers are to come at `speed` tokens a second, and of each prompt the share `found` is in a cache. A
+    step that stores a prompt beside others takes `max_step_seconds` at most. The numbers are replicas for one request
+    a second, and prompts fill at most `MOST_QUEUED` of the time; what a link takes for the new part is added to the
+    time to first tokens. Where the found part lies is not counted: the pool that stores needs it too.
     """
     for deployment, lengths in cases:
         place = gpu_place(deployment)

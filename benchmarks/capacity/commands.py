@@ -237,8 +237,6 @@ def run_agreement(
         check_new_file(json)
     if model not in SHAPES:
         raise ValueError(f"--model {model} must be one of {', '.join(SHAPES)}")
-    if SHAPES[model].gemma is not None:
-        raise ValueError(f"--model {model} cannot be computed: Gemma's layers are not counted")
     torch.set_num_threads(threads or 1)
     config = SHAPES[model]
     decoding = DecodingConfig(block_size=config.block_size, buffer_size=buffer, tau_m2t=1.0, tokens_per_step=4)

@@ -176,8 +176,6 @@ class Deployment:
         for name, known in (("model", SHAPES), ("chip", (*CHIPS, CPU))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)} must be one of {', '.join(known)}")
-        if self.config.gemma is not None:
-            raise ValueError(f"model={self.model} cannot be computed: Gemma's layers are not counted")
         if self.fp8 in ("experts", "blocks") and self.config.moe is None:
             raise ValueError(
                 f"fp8={self.fp8} cannot be honoured: {self.model} has no experts; fp8=all rounds its layers"

@@ -14,7 +14,7 @@ from benchmarks.capacity.plan import Demand, best_plan, plans, prompt_forwards
 from benchmarks.capacity.step_model import Deployment, StepModel, Work, prompt_work
 from benchmarks.roofline import ForwardCost, step_cost
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.models.shapes import SHAPES
+from mbd_core.models.shapes import DIFFUSION_GEMMA, SHAPES
 
 # The estimates of benchmarks/README.md ("by kernels"): LLaDA2-mini behind 512 tokens, one sequence, in milliseconds.
 ESTIMATES = [(1, None, 1, 8.3), (1, None, 2, 11.0), (2, None, 1, 4.9), (2, None, 2, 6.3), (1, "experts", 2, 6.5)]
@@ -32,6 +32,11 @@ def test_a_forwards_cost_is_the_steps() -> None:
     config = SHAPES["llada2-mini"]
     cost = ForwardCost(config).of(tokens=64, scores=32 * (544 + 576), kv_tokens=512 + 128, logit_tokens=64)
     assert cost == step_cost(config, rows=1, buffer_size=2, prefix=512)
+
+
+def test_layers_that_are_not_counted_are_refused() -> None:
+    with pytest.raises(ValueError, match="Gemma's layers are not counted"):
+        ForwardCost(DIFFUSION_GEMMA)
 
 
 @pytest.mark.parametrize("model", ["sdar-8b", "llada2-mini", "fast-dllm-v2-1.5b"])
@@ -80,7 +85,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (("--model", "sdar-8b", "--memory-fraction", "0.2", "--context", "2000"), "with --tensor-parallel 2"),
         (("--model", "sdar-8b", "--context", "40000"), "exceed the 32768 positions of sdar-8b"),
         (("--model", "sdar-8b", "--fp8", "experts"), "sdar-8b has no experts"),
-        (("--model", "diffusion-gemma"), "Gemma's layers are not counted"),
         (("--model", "sdar-9b"), "model=sdar-9b must be one of"),
         (("--chip", "b200"), "chip=b200 must be one of h100, h200, cpu"),
         (("--chip", "cpu", "--tensor-parallel", "2"), "leave out fp8 and tensor_parallel"),
