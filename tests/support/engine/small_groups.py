@@ -87,6 +87,11 @@ CAUSAL_METHODS = tuple(
 CARRY_METHODS = tuple(method | {"sub_block": 2, "carry": True} for method in METHODS[:2])
 
 
+def methods_of(config: ModelConfig) -> tuple[dict[str, Any], ...]:
+    """Methods that a model can decode with."""
+    return CAUSAL_METHODS if config.attention == "causal" else CARRY_METHODS if config.shift_logits else METHODS
+
+
 def requests(count: int, methods: tuple[dict[str, Any], ...] = METHODS) -> list[Request]:
     rng = random.Random(5)
     return [
@@ -105,9 +110,7 @@ def requests(count: int, methods: tuple[dict[str, Any], ...] = METHODS) -> list[
 
 def serve(engine: Engine) -> dict[str, Output]:
     """Seven requests for three rows: two come late, one is aborted while it runs and one that waits, two preempted."""
-    config = engine.model.config
-    methods = CAUSAL_METHODS if config.attention == "causal" else CARRY_METHODS if config.shift_logits else METHODS
-    todo, outputs = requests(7, methods), {}
+    todo, outputs = requests(7, methods_of(engine.model.config)), {}
     for request in todo[:5]:
         engine.add(request)
     for number in range(200):
