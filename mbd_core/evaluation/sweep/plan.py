@@ -358,8 +358,8 @@ def _model_variants(
             raise ValueError(f"method '{variant.method}' needs a full-attention model; '{name}' attends in blocks")
         if (variant.decoding.causal is not None) != (folder.config.attention == "causal"):
             raise ValueError(
-                f"method '{variant.method}' does not fit '{name}': a model that stores its keys by causal rows decodes "
-                "with `causal` (ar, linear-spec, dlm), and no other model does"
+                f"method '{variant.method}' does not fit '{name}': a model that stores its keys by causal rows, and "
+                "only such a model, decodes with `causal` (ar, linear-spec, dlm)"
             )
     return variants
 

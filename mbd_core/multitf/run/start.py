@@ -157,8 +157,8 @@ def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
     layouts = recipe.states.layouts
     if config.attention == "causal":
         raise ValueError(
-            f"recipe {recipe.name} trains under a block-causal mask, and {name} stores its keys by causal rows; choose "
-            "another --base"
+            f"recipe {recipe.name} trains under a block-causal mask, and {name} stores its keys by causal rows; "
+            "choose another --base"
         )
     if config.attention == "full" and layouts not in ("d2f", "one_group"):
         raise ValueError(
