@@ -343,8 +343,6 @@ class Admission:
 
     def _check_blocks(self, request: Request) -> None:
         decoding = request.decoding
-        if not self._model.has_mask:
-            raise ValueError(f"blocks are filled mask by mask, and {self._model.architecture} has no mask token")
         self._check_prefix_cache(decoding)
         if self._model.attention == "causal":
             raise ValueError(

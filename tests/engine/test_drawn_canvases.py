@@ -23,6 +23,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shard import Shard
+from mbd_core.trace.recorder import TraceRecorder
 
 L = GEMMA.block_size
 RULES = (
@@ -126,6 +127,43 @@ def test_a_replay_tells_when_each_token_came(model: Decoder) -> None:
     assert output.rollout is not None and len(output.rollout.steps) == len(output.tokens)
     first, second = output.rollout.steps[:L], output.rollout.steps[L:]
     assert min(first) >= 1 and max(first) <= 5 < min(second) and max(second) <= output.counts.num_forwards
+
+
+def test_a_trace_has_a_row_for_each_forward_of_a_canvas(model: Decoder) -> None:
+    trace = TraceRecorder()
+    config = EngineConfig(max_rows=2, num_pages=60, page_size=8)
+    output = Engine(model, config, trace=trace).generate([request(4, max_tokens=2 * L, ignore_eos=True)])[0]
+    assert len(trace.rows) == output.counts.num_forwards
+    assert {row.state for row in trace.rows} == {"CANVAS"} and {row.block for row in trace.rows} == {0, 1}
+    assert all(1 <= row.accepted <= L for row in trace.rows)
+
+
+def test_random_operations_lose_nothing(model: Decoder) -> None:
+    """add, step, abort and preempt in any order, with fewer pages than the requests could use."""
+    rng = random.Random(0)
+    served = engine(model, num_pages=16, max_rows=3, batch_invariant=False)
+    known: list[str] = []
+    done = preemptions = number = 0
+    for _ in range(150):
+        act = rng.choices(("add", "step", "abort", "preempt"), (3, 10, 0.5, 0.7))[0]
+        if act == "add" and len(known) < 6:
+            r = request(number)
+            number += 1
+            served.add(r)
+            known.append(r.request_id)
+        elif act == "abort" and known:
+            assert served.abort(known.pop(rng.randrange(len(known)))) is not None
+        elif act == "preempt":
+            preemptions += served.preempt() is not None
+        else:
+            for step in served.step():
+                if step.output is not None:
+                    known.remove(step.request_id)
+                    done += 1
+        served.check_integrity()
+    while served.has_work:
+        served.step()
+    assert done > 5 and preemptions > 3 and served.scheduler.pool.num_free == served.scheduler.pool.capacity
 
 
 def test_two_ranks_decode_as_one(model: Decoder, alone: list[Output], tmp_path: Any) -> None:
