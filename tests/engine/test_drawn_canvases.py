@@ -98,11 +98,10 @@ def test_packed_rows_that_share_products_give_the_same_tokens(model: Decoder, al
 
 
 def test_a_preempted_canvas_comes_out_the_same(model: Decoder, alone: list[Output]) -> None:
-    for seed in range(2):
-        served = engine(model, num_pages=24)
-        outputs = run_with_preemption(served, REQUESTS, random.Random(seed))
-        assert [gist(o)[:3] for o in outputs] == [gist(o)[:3] for o in alone]
-        served.check_integrity()
+    served = engine(model, num_pages=24)
+    outputs = run_with_preemption(served, REQUESTS, random.Random(0))
+    assert [gist(o)[:3] for o in outputs] == [gist(o)[:3] for o in alone]
+    served.check_integrity()
 
 
 def test_stored_prefixes_are_reused_and_change_nothing(model: Decoder) -> None:
@@ -145,7 +144,7 @@ def test_random_operations_lose_nothing(model: Decoder) -> None:
     known: list[str] = []
     done = preemptions = number = 0
     for _ in range(150):
-        act = rng.choices(("add", "step", "abort", "preempt"), (3, 10, 0.5, 0.7))[0]
+        act = rng.choices(("add", "step", "abort", "preempt"), (3, 10, 0.5, 1.5))[0]
         if act == "add" and len(known) < 6:
             r = request(number)
             number += 1
