@@ -9,6 +9,7 @@ COMMANDS = {
     "engine": ("benchmarks.commands:engine", "a decode step beside its bare forward and the machine's roofline"),
     "buffer": ("benchmarks.commands:buffer", "buffer sizes and block budgets at 1 to 64 requests at once"),
     "train": ("benchmarks.commands:train", "MultiTF's shared clean stream beside a sequence for each layout"),
+    "replay": ("benchmarks.replay:replay", "what a learner pays for a rollout, and how far it is from the engine"),
     "fp8": ("benchmarks.commands:fp8", "the error of a model's logits with FP8 weights"),
     "sweep": ("benchmarks.evaluation:sweep", "a sweep on Ray beside the engine called directly"),
     "sandbox": ("benchmarks.evaluation:sandbox", "what the sandbox costs a program that does nothing"),
