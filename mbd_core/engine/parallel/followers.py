@@ -29,6 +29,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.engine.admission import AdmittedRequest
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.pacing import Pace
 from mbd_core.engine.parallel.group import Group, Rank, init_group, sized_alike
 from mbd_core.engine.parallel.shared_sums import load_shard
 from mbd_core.engine.steering import Decision
@@ -122,11 +123,13 @@ class Orders:
     commands     the calls that rank 0's engine received since the last message, in their order
     action       what follows them: one step, nothing ("wait"), or the end. "wait" without commands is a sign of life
     fingerprint  of rank 0's engine before the step; a follower's own must be equal
+    pace         of the step's prompt chunks, which rank 0 has measured
     """
 
     action: Literal["step", "wait", "stop"]
     commands: tuple[Command, ...] = ()
     fingerprint: int = 0
+    pace: Pace | None = None
 
 
 def change(engine: Engine, command: Change, group: Group, tensors: Iterable[tuple[str, Tensor]] = ()) -> None:
@@ -210,6 +213,7 @@ def follow(model: Decoder, group: Group) -> None:
             continue
         if fingerprint(engine) != orders.fingerprint:
             raise OutOfStep(f"rank {group.rank.rank} is not in rank 0's state; are devices and libraries the same?")
+        engine.pacer.follow(orders.pace)
         engine.step()
     engine.close()
     group.barrier()

@@ -145,7 +145,9 @@ class ParallelEngine(Engine):
         """`Engine.step`, on all ranks at once. Raises `RankLost` where one of them is gone."""
         if not self.has_work:
             return []
-        orders = Orders(action="step", commands=tuple(self._commands), fingerprint=fingerprint(self))
+        orders = Orders(
+            action="step", commands=tuple(self._commands), fingerprint=fingerprint(self), pace=self.pacer.pace()
+        )
         with self._on_all_ranks(orders):
             return super().step()
 

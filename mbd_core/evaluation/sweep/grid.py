@@ -31,7 +31,9 @@ MULTI_LABELS: dict[str | None, str] = {
     None: "MultiBD",
 }
 """What decoding several blocks is called, by how the model was trained: its recipe's `trained_with`."""
-LABELS = ("SingleBD", *dict.fromkeys(MULTI_LABELS.values()))
+LIKELIHOOD = "log-likelihood"
+"""The method of tasks that compare log-likelihoods, which no decoder changes: one configuration of a model."""
+LABELS = ("SingleBD", *dict.fromkeys(MULTI_LABELS.values()), LIKELIHOOD)
 
 
 @dataclass(frozen=True, kw_only=True)

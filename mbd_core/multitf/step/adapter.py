@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import LoraSettings
 from mbd_core.multitf.step.parallel import cut_like, own_part, whole
+from mbd_core.multitf.step.quantized_base import dequantize_base
 
 # Dropout whose draws belong to the sample: the same whichever worker computes it, beside which others, how padded.
 #
@@ -173,8 +174,10 @@ def without_adapter(model: Decoder) -> Iterator[None]:
 def merge_adapter(model: Decoder) -> None:
     """Add the adapter to the weights that it adapts; the model is then a plain one. Without an adapter nothing.
 
-    Where the model is sharded every worker calls it, and adds to its own part of each weight.
+    To a base in 4 bits it is added as that computed, to the dequantised weights. Where the model is sharded every
+    worker calls it, and adds to its own part of each weight.
     """
+    dequantize_base(model)
     for name, layer in _adapted_layers(model).items():
         base = layer.get_base_layer()
         weight_part = own_part(base.weight)

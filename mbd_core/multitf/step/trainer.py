@@ -36,6 +36,7 @@ from mbd_core.multitf.step.loss import (
 )
 from mbd_core.multitf.step.optimizers import make_optimizers
 from mbd_core.multitf.step.parallel import shard_model, whole
+from mbd_core.multitf.step.quantized_base import quantize_base
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ class Updater:
         self.precision = compute_precision(config.precision, self.device)
         self.model = model.train()
         self._draws = None if config.lora is None else add_adapter(model, config.lora, seed=config.seed)
+        if config.lora is not None and config.lora.quantize_base:
+            quantize_base(model, self.device, getattr(torch, self.precision))
         if config.compile:
             compile_layers(model)
         if config.activation_checkpointing:
