@@ -12,7 +12,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.multitf.config import TrainConfig
 from mbd_core.multitf.states.answer_json import read_answer
 from mbd_core.multitf.step.learner import Learner
-from mbd_core.multitf.step.policy_loss import PolicyObjective
+from mbd_core.multitf.step.objective import PolicyObjective
 
 DECODING = DecodingConfig(block_size=4, buffer_size=3, tau_m2t=0.02)
 ASKED = {

@@ -16,7 +16,7 @@ from small_engines import build  # noqa: E402  (where the path is known)
 
 from mbd_core.multitf.config import LoraSettings, Sharding, TrainConfig  # noqa: E402
 from mbd_core.multitf.step.learner import Learner  # noqa: E402
-from mbd_core.multitf.step.policy_loss import OBJECTIVES  # noqa: E402
+from mbd_core.multitf.step.objective import OBJECTIVES  # noqa: E402
 from mbd_core.multitf.step.workers import ALONE, Workers, torchrun_workers  # noqa: E402
 
 CASES: dict[str, tuple[str, Sharding, dict[str, Any]]] = {
