@@ -1,23 +1,15 @@
 """Running a script with Triton kernels under Triton's interpreter, on the CPU."""
 
-import contextlib
 import importlib.util
-import io
-import multiprocessing
 import os
+import subprocess
 import sys
-import traceback
-from multiprocessing.connection import Connection
+import tempfile
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-
-INTERPRETED = {"TRITON_INTERPRET": "1"}
-PROCESSES = multiprocessing.get_context("forkserver")
-"""Scripts run in forks of a process that has imported torch and Triton, which takes longer than most of them."""
-PROCESSES.set_forkserver_preload(["torch", "triton.language"])
+from warm_python import WarmPython
 
 
 def run_interpreted(script: str, *folders: Path, seconds: float = 120) -> None:
@@ -28,32 +20,19 @@ def run_interpreted(script: str, *folders: Path, seconds: float = 120) -> None:
     """
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed here; its kernels are not tested")
-    receiver, sender = PROCESSES.Pipe(duplex=False)
-    paths = [*map(str, folders), *sys.path]
-    with patch.dict(os.environ, INTERPRETED):
-        process = PROCESSES.Process(target=run_here, args=(script, paths, sender))
-        process.start()
-    sender.close()
-    try:
-        assert receiver.poll(seconds), f"the script did not end within {seconds} s"
-        printed = receiver.recv()
-    finally:
-        process.kill()
-        process.join()
-    assert printed.endswith("all held\n"), printed[-2000:]
-
-
-def run_here(script: str, paths: list[str], sender: Connection) -> None:
-    """Run the script in this process, and send what it printed or how it failed."""
-    assert os.environ.items() >= INTERPRETED.items(), "Triton was imported to compile"
-    sys.path[:] = paths
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        process = WarmPython([sys.executable, "-c", script], env=environment, output=output)
         try:
-            exec(script, {"__name__": "__main__"})
-        except BaseException:
-            traceback.print_exc(file=printed)
-    sender.send(printed.getvalue())
+            code: int | str = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = f"not ended within {seconds} s"
+        finally:
+            process.kill()
+        text = output.read_text()
+    assert code == 0 and "all held" in text, f"{code}: {text[-2000:]}"
 
 
 def allow_bfloat16_dots() -> None:
