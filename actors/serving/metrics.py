@@ -106,6 +106,10 @@ class EngineExporter:
         self._queries = Total("prefix_cache_queries", "prompt tokens that were looked up in the prefix cache")
         self._hits = Total("prefix_cache_hits", "prompt tokens that the prefix cache held")
         self._preemptions = Total("num_preemptions", "requests that lost their pages for a while")
+        self._step_limit = Level(
+            "step_limit_seconds", "what a step in which requests decode may take with its prompts"
+        )
+        self._token_seconds = Level("prompt_token_seconds", "what a prompt token costs at the beginning of its prompt")
         self._forwards = Total("forward_passes", "forwards of the model, by kind", ("kind",))
         self._sequence_forwards = Total("sequence_forwards", "forwards, each as often as sequences took part in it")
         self._static_steps = Total("static_steps", "steps of a static shape, by how they ran", ("mode",))
@@ -138,6 +142,8 @@ class EngineExporter:
         self._queries.export(now.prefix_queries, **tags)
         self._hits.export(now.prefix_hits, **tags)
         self._preemptions.export(now.preemptions, **tags)
+        self._step_limit.export(now.step_limit, **tags)
+        self._token_seconds.export(now.token_seconds, **tags)
         for kind, number in counts.forwards.items():
             self._forwards.export(number, kind=kind, **tags)
         self._sequence_forwards.export(counts.sequence_forwards, **tags)

@@ -148,7 +148,7 @@ def checkpoint_tensors(model: Decoder, experts: ExpertLayout) -> Iterator[tuple[
 
     for name, stored in stored_tensors(model.config, shapes, experts).items():
         parts = [whole(p.target) if p.expert is None else whole(p.target)[p.expert] for p in stored.parts]
-        yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
+        yield name, parts[0] if len(parts) == 1 else torch.cat(parts, dim=stored.dim)
 
 
 def _write(
@@ -179,7 +179,9 @@ def write_configs(
     base: BaseFiles | None,
 ) -> None:
     """Write config.json, and generation_config.json with ids, block size and recommended decoding."""
-    ids = {"eos_token_id": list(config.eos_token_ids), "mask_token_id": config.mask_token_id}
+    ids: dict[str, Any] = {"eos_token_id": list(config.eos_token_ids)}
+    if config.has_mask:
+        ids["mask_token_id"] = config.mask_token_id
     base = base or BaseFiles(config={}, generation={}, others={})
     written, recommended = write_config(config, fused=fused), {**ids, "block_size": config.block_size}
     files = {

@@ -289,6 +289,8 @@ class Admission:
 
     def _check_blocks(self, request: Request) -> None:
         decoding = request.decoding
+        if not self._model.has_mask:
+            raise ValueError(f"blocks are filled mask by mask, and {self._model.architecture} has no mask token")
         if decoding.prefix_cache and not self._prefix_caching:
             raise ValueError("prefix_cache=True cannot be honoured: this engine was started without prefix caching")
         if decoding.block_size != self._block_size:

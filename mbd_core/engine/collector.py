@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from mbd_core.decoding.blocks.request import FinishReason, Frame, Rollout, StepOutput, StepTrace, TopTokens
 from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.engine.measures import EngineCounts, ForwardKind
+from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.report import HostCopy, Report, split_tops, unpack_report
 from mbd_core.engine.rows import CanvasRun
 from mbd_core.engine.scheduler import PrefillChunk
@@ -92,17 +93,26 @@ class StepAhead:
 class Collector:
     """Turns steps into outputs.
 
+    pacer          is told how long each step took, by `clock`
     counts         what the steps did so far
     last_report_X  the report (X,) of the last step that was read
     """
 
     def __init__(
-        self, seating: Seating, *, eos_token_ids: tuple[int, ...], trace: "TraceRecorder | None" = None
+        self,
+        seating: Seating,
+        pacer: Pacer,
+        *,
+        clock: Callable[[], float],
+        eos_token_ids: tuple[int, ...],
+        trace: "TraceRecorder | None" = None,
     ) -> None:
-        self._seating, self._eos, self._trace = seating, eos_token_ids, trace
+        self._seating, self._pacer, self._clock = seating, pacer, clock
+        self._eos, self._trace = eos_token_ids, trace
         self.counts = EngineCounts()
         self.last_report_X = np.zeros(0)
-        self._last_read = 0.0
+        self._last_read = self._last_end = 0.0
+        self._follows_unread = False
 
     @property
     def last_report(self) -> Report:
@@ -117,7 +127,18 @@ class Collector:
             outputs += self._collect_canvases(step.plan, step.canvas_logits_AV)
             kind = "decode"
         self.counts.forwards[kind] += 1
+        self._measure(step)
         return outputs
+
+    def _measure(self, step: LaunchedStep) -> None:
+        """Tell the pacer how long the step took. On a GPU a step of prompts alone, of which nothing is read, may be
+        under way still, and the next one waits for it: neither says anything."""
+        now, decodes = self._clock(), step.report is not None or step.canvas_logits_AV is not None
+        is_read = decodes or not self._seating.tables_RP.is_cuda
+        if is_read and not self._follows_unread:
+            seconds = now - max(step.plan.started_at, self._last_end)
+            self._pacer.observe(step.plan.chunks, decodes=decodes, seconds=seconds)
+        self._last_end, self._follows_unread = now, not is_read
 
     def _collect_blocks(self, plan: StepPlan, report_copy: HostCopy | None) -> tuple[list[StepOutput], ForwardKind]:
         scheduler, ledger = self._seating.scheduler, self._seating.ledger
@@ -185,7 +206,7 @@ class Collector:
 
     def _seconds_since(self, plan: StepPlan) -> float:
         """Wall time of a step: since it was planned, or since the one before it was read."""
-        now = time.perf_counter()
+        now = self._clock()
         start, self._last_read = max(plan.started_at, self._last_read), now
         return now - start
 
@@ -280,7 +301,7 @@ class Collector:
         outputs = []
         updates = self._seating.canvases.update(logits_AV)
         self.counts.sequence_forwards += len(updates)
-        seconds = time.perf_counter() - plan.started_at
+        seconds = self._clock() - plan.started_at
         for run, update in updates:
             sequence, decoder = run.sequence, run.decoder
             sequence.num_forwards += 1

@@ -70,6 +70,15 @@ class EngineConfig:
         ),
     ] = 0.9
     max_prefill_tokens: Annotated[int, Option("Prompt tokens stored in a step, at most.", ENGINE, at_least=1)] = 2048
+    max_step_seconds: Annotated[
+        float | None,
+        Option(
+            "Seconds of a step in which sequences decode: it stores as many blocks of prompts as fit, at least one "
+            "(default: twice a step that stores none, as this device takes it, and at least 0.05).",
+            ENGINE,
+            above=0,
+        ),
+    ] = None
     prefix_caching: Annotated[
         bool, Option("Keep stored blocks, of prompts and generated, for requests that begin alike.", ENGINE)
     ] = True

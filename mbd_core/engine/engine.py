@@ -58,9 +58,10 @@ class Engine:
         trace: "TraceRecorder | None" = None,
         vocab_limit: int | None = None,
         grammars: Grammars | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`vocab_limit` is the tokenizer's size: ids from there on are padding and never predicted. `grammars` are
-        needed for requests with a grammar."""
+        needed for requests with a grammar. `clock` measures steps, in seconds."""
         parts = build_parts(model, config, vocab_limit=vocab_limit, grammars=grammars is not None)
         self.model, self.config, self._grammars = model, config, grammars
         self.block_size, self.page_size, self.num_pages = parts.block_size, parts.page_size, parts.num_pages
@@ -70,7 +71,10 @@ class Engine:
         self.scheduler: Scheduler = parts.seating.scheduler
         if trace is not None:
             trace.block_size = self.block_size
-        self._collector = Collector(self._seating, eos_token_ids=model.config.eos_token_ids, trace=trace)
+        self.pacer, self._clock = parts.pacer, clock
+        self._collector = Collector(
+            self._seating, self.pacer, clock=clock, eos_token_ids=model.config.eos_token_ids, trace=trace
+        )
         self._num_steps = 0
         self._unsent_steps: list[StepOutput] = []  # collected between steps, given out by the next
         self._staged_weights: StagedWeights | None = None
@@ -125,6 +129,7 @@ class Engine:
         """What the engine did so far and how full it is; may be called from any thread, and costs no step anything."""
         return measure(
             self.scheduler,
+            self.pacer,
             counts=self.counts,
             graph_report=self.graph_report(),
             report=self.last_report,
@@ -216,10 +221,14 @@ class Engine:
         for admitted_request in admitted_requests:
             self.add_admitted(admitted_request)
         outputs: dict[str, Output] = {}
-        while self.has_work:
-            for step in self.step():
-                if step.output is not None:
-                    outputs[step.request_id] = step.output
+        self.pacer.has_streams = False  # nobody sees a step's tokens before all are there
+        try:
+            while self.has_work:
+                for step in self.step():
+                    if step.output is not None:
+                        outputs[step.request_id] = step.output
+        finally:
+            self.pacer.has_streams = True
         return [outputs[r.request_id] for r in requests]
 
     def check_idle(self, method: str) -> None:
@@ -370,10 +379,10 @@ class Engine:
     def schedule(self) -> StepPlan:
         """A step's first part, on the host: make room, admit, choose prompt chunks, seat sequences whose prompt is
         complete."""
-        started_at = time.perf_counter()
+        started_at = self._clock()
         self._seating.make_room(unread=self.ahead.unread)
         self.admit()
-        chunks = self._seating.prefill()
+        chunks = self._seating.prefill(self.pacer.pace())
         ledger = self._seating.ledger
         max_blocks = self.config.blocks_each(self.num_running)
         ledger.hold_to(max_blocks)

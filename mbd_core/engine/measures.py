@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mbd_core.decoding.blocks.request import SlotState
+from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.report import Report
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.sequence import SequenceState
@@ -85,6 +86,8 @@ class EngineMeasures:
     active_slots     slots whose block was decoded in the last forward, over all running sequences
     dummy_slots      their slots without a block
     prefix_queries   prompt tokens that were looked up in the prefix cache, `prefix_hits` those that it held
+    step_limit       seconds that a step in which somebody decodes may take with its part of prompts
+    token_seconds    what a prompt token has cost at the beginning of its prompt; 0 before chunks were measured
     replayed_steps   static steps that ran as CUDA graphs; `eager_steps` static steps without one
     counts           what the steps counted; its `Samples` are the engine's own, for one reader to take
     """
@@ -97,6 +100,8 @@ class EngineMeasures:
     prefix_queries: int
     prefix_hits: int
     preemptions: int
+    step_limit: float
+    token_seconds: float
     replayed_steps: int
     eager_steps: int
     counts: EngineCounts
@@ -104,6 +109,7 @@ class EngineMeasures:
 
 def measure(
     scheduler: Scheduler,
+    pacer: Pacer,
     *,
     counts: EngineCounts,
     graph_report: Mapping[str, Any],
@@ -123,6 +129,8 @@ def measure(
         prefix_queries=pool.lookups,
         prefix_hits=pool.hits,
         preemptions=scheduler.num_preemptions,
+        step_limit=pacer.limit,
+        token_seconds=pacer.token_seconds,
         replayed_steps=graph_report["steps_replayed"],
         eager_steps=graph_report["steps_eager"],
         counts=counts,

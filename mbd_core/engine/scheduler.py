@@ -6,8 +6,8 @@ the oldest sequence always runs to its end, none starves, and admission cannot d
 
 A sequence is admitted with pages for its prefix and its first window, and grows as it decodes. Whole pages of final
 tokens, prompt or generated, are published in the pool, where the next request with the same prefix (the next turn of a
-conversation, a preempted sequence) finds them. The rest of a prefix is stored in whole blocks under a token budget a
-step, so that a long prompt does not stall the sequences that decode.
+conversation, a preempted sequence) finds them. The rest of a prefix is stored in whole blocks under a budget of tokens
+a step, and of seconds where sequences decode (`pacing.py`), so that a long prompt does not stall them.
 
 One step of the engine:
 
@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.pacing import Pace
 from mbd_core.engine.pages import PagePool, chain_root, page_hash
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.weights import ResidentAdapter, SwapMode
@@ -162,25 +163,35 @@ class Scheduler:
             sequences.append(sequence)
         return sequences
 
-    def prefill(self) -> list[PrefillChunk]:
+    def prefill(self, pace: Pace | None = None) -> list[PrefillChunk]:
         """Prefix chunks of this step, oldest sequence first, at most `max_prefill_tokens` together.
 
-        A prompt under full attention cannot be split: if it exceeds the budget it is the step's first chunk.
+        With `pace` they are as long as it lets them be, and at least one block. A prompt under full attention cannot
+        be split: if it exceeds the budget it is the step's first chunk.
         """
-        budget = self.max_prefill_tokens
+        size, budget, spent = self.block_size, self.max_prefill_tokens, 0.0
+        if pace is not None:
+            budget = max(size, min(budget, pace.max_tokens // size * size))
         chunks: list[PrefillChunk] = []
         for sequence in [s for s in self.running.values() if s.prefilled < s.prefix_length]:
             if sequence.prefilled < sequence.origin:
-                if chunks and sequence.origin > budget:
+                cost = 0.0 if pace is None else pace.cost(0, sequence.origin)
+                if chunks and (sequence.origin > budget or (pace is not None and spent + cost > pace.seconds)):
                     continue
                 chunks.append(PrefillChunk(sequence, 0, sequence.origin))
                 sequence.prefilled_to(sequence.origin)
                 budget -= sequence.origin
-            take = min(budget, sequence.prefix_length - sequence.prefilled) // self.block_size * self.block_size
+                spent += cost
+            start = sequence.prefilled
+            take = min(budget, sequence.prefix_length - start) // size
+            if pace is not None and take > 0:
+                fitting = pace.fitting_blocks(start, take, block_size=size, spent=spent)
+                take = max(fitting, 0 if chunks else 1)
+                spent += pace.cost(start, start + take * size)
             if take > 0:
-                chunks.append(PrefillChunk(sequence, sequence.prefilled, sequence.prefilled + take))
-                sequence.prefilled_to(sequence.prefilled + take)
-                budget -= take
+                chunks.append(PrefillChunk(sequence, start, start + take * size))
+                sequence.prefilled_to(start + take * size)
+                budget -= take * size
         return chunks
 
     # -- after a forward ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.levenshtein import EditTokens
 from mbd_core.decoding.blocks.request import Counts, SlotState
+from mbd_core.engine.pacing import Pace
 from mbd_core.engine.report import Report
 from mbd_core.engine.rows import CanvasRuns
 from mbd_core.engine.runner import to_device
@@ -226,9 +227,11 @@ class Seating:
                 self._extend_tables(sequence)
         return sequences
 
-    def prefill(self) -> list[PrefillChunk]:
-        """Prompt chunks of this step; a sequence whose prefix they complete is seated."""
-        chunks = self.scheduler.prefill() if self._newcomers else []
+    def prefill(self, pace: Pace | None) -> list[PrefillChunk]:
+        """Prompt chunks of this step; a sequence whose prefix they complete is seated. `pace` holds where sequences
+        decode in it."""
+        has_streams = bool(self.ledger.sequences or self.canvases.running)
+        chunks = self.scheduler.prefill(pace if has_streams else None) if self._newcomers else []
         for sequence in [s for s in self._newcomers if s.decodes]:
             self._newcomers.remove(sequence)
             self._seat(sequence)

@@ -138,7 +138,7 @@ def stage_weights(model: Decoder, source: WeightSource, mode: SwapMode) -> Stage
         if keeps and _blocks(source_model) != _blocks(model):
             raise ValueError(f"{source} cannot take the place of the weights: its FP8 experts are in other blocks")
         return StagedWeights(_without_tied_head(source_model, source_model.state_dict()), mode)
-    return StagedWeights(_check_tensors(model, dict(source), dtype), mode)
+    return StagedWeights(_check_tensors(model, source, dtype), mode)
 
 
 def _blocks(model: Decoder) -> dict[str, Block | None]:
@@ -150,16 +150,17 @@ def _without_tied_head(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[st
     return {name: tensor for name, tensor in tensors.items() if not (is_tied and name == "lm_head.weight")}
 
 
-def _check_tensors(model: Decoder, tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copies of whole tensors, or of this rank's part of them."""
-    tensors = _without_tied_head(model, tensors)
+def _check_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copies of whole tensors, or of this rank's part of them; no more than one whole tensor is held at a time."""
     with torch.device("meta"):
-        places = _without_tied_head(model, Decoder(model.whole_config).state_dict())
-    for names, verb in ((tensors.keys() - places.keys(), "are no"), (places.keys() - tensors.keys(), "lack")):
-        if names:
-            raise ValueError(f"the new weights {verb} tensor of this model: '{min(names)}'")
-    shard, parts = model.shard, {}
-    for name, tensor in tensors.items():
+        whole = Decoder(model.whole_config).state_dict()
+    places = _without_tied_head(model, whole)
+    shard, parts = model.shard, dict[str, Tensor]()
+    for name, tensor in tensors:
+        if name not in whole:
+            raise ValueError(f"the new weights are no tensor of this model: '{name}'")
+        if name not in places:
+            continue
         shape, dim = tuple(places[name].shape), served_dim(name)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"the new weights' '{name}' has shape {tuple(tensor.shape)}; the model asks for {shape}")
@@ -168,6 +169,8 @@ def _check_tensors(model: Decoder, tensors: dict[str, Tensor], dtype: torch.dtyp
         parts[name] = part.detach().to("cpu", to, copy=True)
         if not bool(parts[name].isfinite().all()):
             raise ValueError(f"the new weights' '{name}' has values that are not finite")
+    if names := places.keys() - parts.keys():
+        raise ValueError(f"the new weights lack tensor of this model: '{min(names)}'")
     return parts
 
 

@@ -47,6 +47,8 @@ def log_likelihood(
     """
     if model.shard.size != 1:
         raise ValueError("log-likelihoods need a model that is not cut among tensor-parallel ranks")
+    if not model.config.has_mask:
+        raise ValueError(f"{model.config.architecture} has no mask token, by which log-likelihoods are estimated")
     length = len(prefix) + len(target)
     if length > model.config.max_positions:
         raise ValueError(f"a text of {length} tokens exceeds the model's {model.config.max_positions} positions")

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mbd_core.models.decoder import Attend, Decoder, DecoderLayer, Reduce, RMSNorm
+from mbd_core.models.decoder import Decoder, DecoderLayer
+from mbd_core.models.layer_parts import Attend, Reduce, RMSNorm
 from mbd_core.models.lora import TokenAdapters
 from mbd_core.models.mlp import MoE, SwiGLU
 from mbd_core.models.model_config import ModelConfig

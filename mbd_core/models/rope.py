@@ -8,7 +8,13 @@ import math
 import torch
 from torch import Tensor
 
-from mbd_core.models.model_config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from mbd_core.models.model_config import (
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    ProportionalRotation,
+    YarnScaling,
+)
 
 Rope = tuple[Tensor, Tensor]
 
@@ -46,6 +52,9 @@ def rope_frequencies(config: ModelConfig, *, device: torch.device | None = None)
             return _yarn(periods, scaling, config), scaling.magnitude
         case Llama3Scaling():
             return _llama3(1.0 / periods, scaling), 1.0
+        case ProportionalRotation(share=share):
+            num_turning = int(share * config.num_rotated / 2)
+            return torch.where(torch.arange(len(periods), device=device) < num_turning, 1.0 / periods, 0.0), 1.0
 
 
 def _yarn(periods: Tensor, scaling: YarnScaling, config: ModelConfig) -> Tensor:

@@ -18,9 +18,13 @@ Sharding = Literal["replicated", "sharded"]
 ShardingChoice = Literal["auto", "replicated", "sharded"]
 """`auto`: replicated where that fits the workers' memory, else sharded."""
 ExpertsCut = Literal["expert", "width"]
+QuantizedBase = Literal["nf4"]
+"""The base of an adapter in 4 bits (QLoRA): NF4, in blocks of 64 with 8-bit scales."""
 Written = Literal["model", "adapter"]
 """What a run writes: a model, into which an adapter is merged, or the adapter alone."""
 AttentionChoice = Literal["auto", "dense", "flex"]
+ReplayStates = Literal["exact", "block-local", "all-masked"]
+"""Which states a learner scores an answer's tokens in (`states/replay.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,10 @@ class LoraSettings:
         tuple[str, ...],
         Option("The projections that get one.", LORA, flag="--lora-modules", metavar="NAME,...", separator=","),
     ] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    quantize_base: Annotated[
+        QuantizedBase | None,
+        Option("Keep the matrices of the frozen base's layers in 4 bits (QLoRA), by bitsandbytes.", LORA),
+    ] = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -183,6 +191,10 @@ class TrainConfig:
         if self.tensor_parallel > 1 and self.lora is not None:
             raise ValueError(
                 "an adapter (LoRA) is not trained by tensor-parallel workers: use --sharding sharded alone"
+            )
+        if self.compile and self.lora is not None and self.lora.quantize_base:
+            raise ValueError(
+                "--compile does not compile layers in 4 bits: leave one of --compile and --quantize-base out"
             )
         if self.tensor_parallel > 1 and self.compile:
             raise ValueError(

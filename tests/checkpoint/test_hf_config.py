@@ -165,7 +165,10 @@ def test_a_value_that_changes_the_network_is_refused(family: str, changes: dict,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures=\['GPT2LMHeadModel'\]; supported: DreamModel, "),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            r"\['GPT2LMHeadModel'\]; supported: DiffusionGemma\w+, DreamModel, ",
+        ),
         ({"hidden_size": None}, "no 'hidden_size'"),
         ({"mask_token_id": 1}, "mask_token_id=1 is also an EOS id"),
         ({"mask_token_id": 999}, "mask_token_id=999 lies outside"),

@@ -16,7 +16,7 @@ from mbd_core.checkpoint.families import ExpertLayout
 from mbd_core.checkpoint.tensors import stored_tensors
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.models.shapes import SHAPES
+from mbd_core.models.shapes import DIFFUSION_GEMMA, SHAPES
 
 WRITTEN = {  # by transformers, into all of them
     "auto_map": {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model"},
@@ -238,6 +238,53 @@ FAST_DLLM_V2_SMALL = FAST_DLLM_V2 | {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
+GEMMA_TEXT = {
+    "model_type": "diffusion_gemma_text",
+    "vocab_size": 262144,
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "moe_intermediate_size": 704,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "num_hidden_layers": 30,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 1024,
+    "max_position_embeddings": 262144,
+    "final_logit_softcapping": 30.0,
+    "attention_bias": False,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "use_bidirectional_attention": "vision",
+}
+DIFFUSION_GEMMA_26B = {
+    "architectures": ["DiffusionGemmaForBlockDiffusion"],
+    "model_type": "diffusion_gemma",
+    "canvas_length": 256,
+    "eos_token_id": [1, 106, 50],
+    "boi_token_id": 255999,
+    "eoi_token_id": 258882,
+    "image_token_id": 258880,
+    "tie_word_embeddings": True,
+    "vision_soft_tokens_per_image": 280,
+    "text_config": GEMMA_TEXT,
+    "vision_config": {"model_type": "gemma4_vision"},
+}
+GEMMA_SAVED = DIFFUSION_GEMMA_26B | {  # as transformers 5.23 itself writes it
+    "text_config": {k: v for k, v in GEMMA_TEXT.items() if "global" not in k}
+    | {"per_layer_config": {str(n): {"head_dim": 512, "num_key_value_heads": 2} for n in range(5, 30, 6)}}
+}
 IM_END = {"eos_token_id": [151645, 151643]}  # SDAR's generation_config.json
 
 
@@ -274,6 +321,8 @@ RELEASES = {
     "LLaDA-8B": Release(LLADA_8B, {}, SHAPES["llada-8b"], 8.02e9, 291),
     "Dream-7B": Release(DIFFUCODER, {}, SHAPES["dream-7b"], 7.616e9, 339),
     "Fast-dLLM-v2-7B": Release(FAST_DLLM_V2, {}, SHAPES["fast-dllm-v2-7b"], 7.616e9, 339),
+    "DiffusionGemma-26B": Release(DIFFUSION_GEMMA_26B, {}, DIFFUSION_GEMMA, 25.251e9, 691),
+    "DiffusionGemma-26B, saved anew": Release(GEMMA_SAVED, {}, DIFFUSION_GEMMA, 25.251e9, 691),
     "Fast-dLLM-v2-1.5B": Release(FAST_DLLM_V2_SMALL, {}, SHAPES["fast-dllm-v2-1.5b"], 1.5437e9, 338),
 }
 

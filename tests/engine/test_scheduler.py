@@ -11,6 +11,7 @@ from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine import scheduler as scheduler_module
+from mbd_core.engine.pacing import Pace
 from mbd_core.engine.pages import NULL_PAGE, PagePool
 from mbd_core.engine.scheduler import PrefillChunk, Scheduler
 from mbd_core.engine.sequence import SequenceState, pages_needed
@@ -45,8 +46,10 @@ class FakeEngine:
     """Commits random numbers of blocks. A written cell holds what its key would depend on: all tokens up to the end
     of its block; a block that is not final yet is written too, with what nobody else may read."""
 
-    def __init__(self, scheduler: Scheduler, seed: int) -> None:
-        self.scheduler, self.rng = scheduler, random.Random(seed)
+    def __init__(self, scheduler: Scheduler, seed: int, *, paced: bool = False) -> None:
+        """`paced`: most steps have a limit, another one each time."""
+        self.scheduler, self.rng, self.paced = scheduler, random.Random(seed), paced
+        self.num_cut = 0
         self.memory = MEMORY.setdefault(scheduler.pool, {})
         self.done: dict[str, SequenceState] = {}
         self.num_preemptions = 0
@@ -91,8 +94,9 @@ class FakeEngine:
         self.scheduler.admit()
         assert self.scheduler.is_running(oldest)
         before = oldest.prefilled
-        chunks = self.scheduler.prefill()
-        self.check_budget(chunks)
+        pace = self.pace() if self.paced and self.rng.random() < 0.8 else None
+        chunks = self.scheduler.prefill(pace)
+        self.check_budget(chunks, pace)
         assert oldest.prompt_stored or oldest.prefilled > before, "the oldest goes on in every step"
         for s in self.scheduler.running.values():
             assert len(s.pages) * PAGE >= self.window(s)
@@ -112,9 +116,25 @@ class FakeEngine:
         for s in self.scheduler.running.values():
             self.check_stored(s)
 
-    def check_budget(self, chunks: list[PrefillChunk]) -> None:
-        total = 0
+    def pace(self) -> Pace:
+        """A block costs 1 at the beginning of a prompt, more behind it, by up to twice at 40 tokens."""
+        return Pace(
+            max_tokens=self.rng.choice((1, B, 3 * B, 1000)),
+            seconds=self.rng.choice((0.0, 1.0, 4.0, 30.0)),
+            token_seconds=1 / B,
+            pair_seconds=self.rng.choice((0.0, 1 / B / 40)),
+        )
+
+    def check_budget(self, chunks: list[PrefillChunk], pace: Pace | None) -> None:
+        total, spent = 0, 0.0
         for c in chunks:
+            if pace is not None:
+                spent += pace.cost(c.start, c.stop)
+                assert c is chunks[0] or spent <= pace.seconds
+                least = c is chunks[0] and (c.stop - c.start == B or c.stop <= c.sequence.origin)
+                assert least or (spent <= pace.seconds and total + c.stop - c.start <= pace.max_tokens)
+                more = min(c.stop + B, c.sequence.prefix_length)
+                self.num_cut += more > c.stop and spent + pace.cost(c.stop, more) > pace.seconds
             whole_prompt = c.stop <= c.sequence.origin
             assert (c.start, c.stop) == (0, c.sequence.origin) if whole_prompt else (c.stop - c.start) % B == 0
             total += c.stop - c.start
@@ -190,6 +210,42 @@ def test_ten_thousand_operations_lose_nothing_and_everybody_finishes(seed: int) 
             s.check_integrity()
     assert known == engine.done.keys(), "everybody who was not aborted has finished"
     assert s.pool.num_free == s.pool.capacity and not s.waiting
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_long_prompts_in_chunks_of_any_length_lose_nothing(seed: int) -> None:
+    """Prompts of up to 60 blocks that begin alike, under limits that change with every step, with too few pages."""
+    rng = random.Random(seed)
+    s = scheduler(pages=40, max_rows=4, max_prefill_tokens=64)
+    engine, known, number = FakeEngine(s, seed, paced=True), set(), 0
+    texts = [tuple(rng.choices((2, 3, 4), k=60 * B)) for _ in range(3)]
+    for _ in range(4_000):
+        action = rng.random()
+        if action < 0.12 and len(s.waiting) < 4:
+            text = rng.choice(texts)
+            if engine.done and rng.random() < 0.3:
+                text = tuple(rng.choice(list(engine.done.values())[-4:]).tokens)
+            prompt = text[: rng.randrange(1, len(text))] + tuple(rng.choices((2, 3), k=rng.randrange(1, 6)))
+            kind = rng.choices(({}, {"prompt_attention": "full"}), (9, 1))[0]
+            r = request(f"r{number}", prompt, rng.randrange(1, 60), buffer_size=rng.randrange(1, 4), **kind)
+            if pages_needed(r, block_size=B, page_size=PAGE) <= s.pool.capacity:
+                s.add(r)
+                known.add(r.request_id)
+                number += 1
+        elif action < 0.13 and s.running:
+            victim = rng.choice(list(s.running.values()))
+            known.remove(victim.request.request_id)
+            s.release(victim)
+        elif action < 0.2:
+            engine.grow(lambda q: q.span)
+        elif s.running or s.waiting:
+            engine.step()
+        s.check_integrity()
+    assert engine.num_preemptions > 30 and s.pool.hits > 2000 and number > 50 and engine.num_cut > 200
+    while s.running or s.waiting:
+        engine.step()
+    s.check_integrity()
+    assert known == engine.done.keys() and s.pool.num_free == s.pool.capacity
 
 
 def run_to_end(s: Scheduler, *requests: Request, seed: int = 0) -> list[SequenceState]:

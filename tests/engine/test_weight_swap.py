@@ -371,7 +371,7 @@ def test_captured_graphs_compute_with_the_new_weights(
 def test_all_ranks_swap_between_the_same_steps(
     models: dict[str, tuple[Decoder, Decoder]], folders: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
-    """Under load and idle. The follower compares its state with rank 0's before every step."""
+    """Under load and idle, folders and tensors. The follower compares its state with rank 0's before every step."""
     old, new = models[family]
     save_model(tmp_path / "old", old)
     sizes = EngineConfig(max_rows=3, num_pages=60, page_size=8, max_prefill_tokens=12)
@@ -392,11 +392,17 @@ def test_all_ranks_swap_between_the_same_steps(
             assert served.weights_version == 2
             served.update_weights(folders[family])
             later = [o.tokens for o in served.generate(asked)]
-            found.append(({name: o.tokens for name, o in sorted(outputs.items())}, later))
-        with pytest.raises(ValueError, match="each rank reads its part"):
-            two.update_weights(old.state_dict().items())
+            for bad, says in ((K, "lack tensor"), ("model.norm.weight", "not finite")):
+                spoil = None if bad == K else torch.full((32,), torch.nan)
+                with pytest.raises(ValueError, match=says):
+                    served.update_weights(spoiled(old.state_dict(), **{bad: spoil}).items())
+            served.update_weights(old.state_dict().items(), version=9)
+            assert served.weights_version == 9
+            tensors = [o.tokens for o in served.generate(asked)]
+            found.append(({name: o.tokens for name, o in sorted(outputs.items())}, later, tensors))
     assert found[0] == found[1]
-    assert found[0][1] == [o.tokens for o in Engine(copy.deepcopy(new), sizes).generate(asked)]
+    for model, tokens in ((new, found[0][1]), (old, found[0][2])):
+        assert tokens == [o.tokens for o in Engine(copy.deepcopy(model), sizes).generate(asked)]
 
 
 def test_weights_that_one_rank_cannot_read_change_none(

@@ -18,8 +18,10 @@ JOBS = (
     "research.ledger.gate",
 )
 # Each is imported where it is used: openai for endpoints, datasets for a data set of the hub, lm_eval by its backend,
-# peft where a recipe trains an adapter, mlflow and wandb where a run is logged to them, the others where a GPU is.
+# peft where a recipe trains an adapter, bitsandbytes where its base has 4 bits, mlflow and wandb where a run is logged
+# to them, the others where a GPU is.
 OPTIONAL = {
+    "bitsandbytes",
     "datasets",
     "flash_attn",
     "flashinfer",

@@ -12,6 +12,7 @@ from typing import Any
 import aup_checks
 import block_checks
 import full_attention_checks
+import gemma_checks
 import logits_checks
 import pytest
 import training_checks
@@ -20,10 +21,11 @@ CHECKS = {
     **logits_checks.CHECKS,
     **block_checks.CHECKS,
     **full_attention_checks.CHECKS,
+    **gemma_checks.CHECKS,
     **training_checks.CHECKS,
     **aup_checks.CHECKS,
 }
-WITH_MODEL = ("sdar", "llada2", "llada22", "llada", "dream", "fastdllm2")
+WITH_MODEL = ("sdar", "llada2", "llada22", "llada", "dream", "fastdllm2", "diffusiongemma")
 
 
 def fixture_folders(config: pytest.Config) -> list[Path]:

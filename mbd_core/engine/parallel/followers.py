@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -23,15 +23,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.engine.admission import AdmittedRequest
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.pacing import Pace
 from mbd_core.engine.parallel.group import Group, Rank, init_group, sized_alike
 from mbd_core.engine.parallel.shared_sums import load_shard
 from mbd_core.engine.steering import Decision
-from mbd_core.engine.weights import SwapMode
+from mbd_core.engine.weights import StagedWeights, SwapMode, WeightSource
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig, Parts
 from mbd_core.models.quantize import quantized_parts
@@ -93,7 +95,9 @@ class UnloadAdapter:
 
 @dataclass(frozen=True)
 class UpdateWeights:
-    folder: Path
+    """`folder` is `None` where rank 0 sends the tensors themselves."""
+
+    folder: Path | None
     mode: SwapMode
     version: int | None
 
@@ -119,21 +123,25 @@ class Orders:
     commands     the calls that rank 0's engine received since the last message, in their order
     action       what follows them: one step, nothing ("wait"), or the end. "wait" without commands is a sign of life
     fingerprint  of rank 0's engine before the step; a follower's own must be equal
+    pace         of the step's prompt chunks, which rank 0 has measured
     """
 
     action: Literal["step", "wait", "stop"]
     commands: tuple[Command, ...] = ()
     fingerprint: int = 0
+    pace: Pace | None = None
 
 
-def change(engine: Engine, command: Change, group: Group) -> None:
+def change(engine: Engine, command: Change, group: Group, tensors: Iterable[tuple[str, Tensor]] = ()) -> None:
     """What may fail on one rank alone, as each reads its own part of a file or takes memory of its own device: all
-    raise `ValueError` then, and none has changed. `engine` is this rank's, of which only `Engine`'s part is meant."""
+    raise `ValueError` then, and none has changed. `engine` is this rank's, of which only `Engine`'s part is meant;
+    `tensors` are rank 0's, where it has them."""
     match command:
         case LoadAdapter(name, folder):
             engine.adapters.place(name, group.agree(lambda: engine.adapters.read(name, folder)))
-        case UpdateWeights(folder, mode, version):
-            staged = group.agree(lambda: engine.stage_weights(folder, mode))
+        case UpdateWeights(weights_folder, mode, version):
+            source = group.each(tensors) if weights_folder is None else weights_folder
+            staged = group.agree(lambda: _stage(engine, source, mode))
             engine.swap_weights(replace(staged, version=version))
         case WakeUp():
             try:
@@ -142,6 +150,15 @@ def change(engine: Engine, command: Change, group: Group) -> None:
                 if not engine.asleep:
                     Engine.sleep(engine)
                 raise
+
+
+def _stage(engine: Engine, source: WeightSource, mode: SwapMode) -> StagedWeights:
+    try:
+        return engine.stage_weights(source, mode)
+    finally:
+        if not isinstance(source, Path):
+            for _ in source:  # a rank that refuses them takes the rest too: the others still send or wait
+                pass
 
 
 def _wake_up(engine: Engine) -> None:
@@ -196,6 +213,7 @@ def follow(model: Decoder, group: Group) -> None:
             continue
         if fingerprint(engine) != orders.fingerprint:
             raise OutOfStep(f"rank {group.rank.rank} is not in rank 0's state; are devices and libraries the same?")
+        engine.pacer.follow(orders.pace)
         engine.step()
     engine.close()
     group.barrier()

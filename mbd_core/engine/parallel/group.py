@@ -14,10 +14,11 @@ guarantees it: each element is summed in one order and sent to all (two ranks su
 So does shared memory, which all ranks read in one order.
 """
 
+import math
 import pickle
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -115,6 +116,30 @@ class Group:
         except RuntimeError as error:
             raise self._loss("hear rank 0") from error
         return pickle.loads(torch.cat((frame, tail))[_LENGTH : _LENGTH + size].numpy().tobytes())
+
+    def each(self, tensors: Iterable[tuple[str, Tensor]] = ()) -> Iterator[tuple[str, Tensor]]:
+        """Rank 0's tensors by name, one after the other, on every rank, on the host; every rank takes them all.
+
+        The other ranks give none.
+        """
+        if self.rank.rank == 0:
+            for name, tensor in tensors:
+                self.broadcast((name, tuple(tensor.shape), tensor.dtype))
+                self._pass_on(tensor.detach().to("cpu").contiguous().flatten())
+                yield name, tensor
+            self.broadcast(None)
+        else:
+            while (header := self.receive()) is not None:
+                name, shape, dtype = header
+                flat = torch.empty(math.prod(shape), dtype=dtype)
+                self._pass_on(flat)
+                yield name, flat.view(shape)
+
+    def _pass_on(self, flat: Tensor) -> None:
+        try:
+            self._send_or_receive(flat.view(torch.uint8))
+        except RuntimeError as error:
+            raise self._loss("pass weights on") from error
 
     def least(self, value: int) -> int:
         """The least of the ranks' values."""

@@ -11,7 +11,7 @@ rank whose own differs is out of step, and ends.
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.loading import check_blocks
@@ -144,7 +145,9 @@ class ParallelEngine(Engine):
         """`Engine.step`, on all ranks at once. Raises `RankLost` where one of them is gone."""
         if not self.has_work:
             return []
-        orders = Orders(action="step", commands=tuple(self._commands), fingerprint=fingerprint(self))
+        orders = Orders(
+            action="step", commands=tuple(self._commands), fingerprint=fingerprint(self), pace=self.pacer.pace()
+        )
         with self._on_all_ranks(orders):
             return super().step()
 
@@ -171,12 +174,15 @@ class ParallelEngine(Engine):
         self._commands.append(UnloadAdapter(name))
 
     def update_weights(self, source: WeightSource, *, mode: SwapMode = "preempt", version: int | None = None) -> None:
-        """`Engine.update_weights` from a model folder, between the same steps of all ranks, or on none."""
-        if not isinstance(source, Path):
-            raise ValueError(
-                "a tensor-parallel engine takes new weights from a model folder: each rank reads its part"
-            )
-        self._change(UpdateWeights(source, mode, version))
+        """`Engine.update_weights`, between the same steps of all ranks, or on none.
+
+        Each rank reads its part of a model folder; tensors are sent to all of them one by one, and each keeps its
+        part.
+        """
+        if isinstance(source, Path):
+            self._change(UpdateWeights(source, mode, version))
+        else:
+            self._change(UpdateWeights(None, mode, version), tensors=source)
 
     def sleep(self) -> int:
         """`Engine.sleep` on all ranks; the bytes of all."""
@@ -193,11 +199,11 @@ class ParallelEngine(Engine):
         except ValueError as error:
             raise torch.OutOfMemoryError(str(error)) from error
 
-    def _change(self, command: Change) -> None:
+    def _change(self, command: Change, *, tensors: Iterable[tuple[str, Tensor]] = ()) -> None:
         refusal: ValueError | None = None
         with self._on_all_ranks(Orders(action="wait", commands=(*self._commands, command))):
             try:
-                change(self, command, self._group)
+                change(self, command, self._group, tensors)
             except ValueError as error:
                 refusal = error
         if refusal is not None:

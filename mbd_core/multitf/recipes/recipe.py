@@ -106,8 +106,10 @@ def other_settings(recorded: dict[str, Any], given: dict[str, Any]) -> str:
 
 def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe without what has no effect on the weights; generated data of before `tasks` could be chosen are of
-    both."""
+    both, and the base of an adapter that does not say is not quantised."""
     train = {name: value for name, value in recipe["train"].items() if name not in WITHOUT_EFFECT}
+    if isinstance(train["lora"], dict):
+        train["lora"] = {"quantize_base": None} | train["lora"]
     data = recipe["data"]
     if isinstance(data, dict) and "per_task" in data:
         data = {"tasks": list(TinyData.tasks)} | data

@@ -20,6 +20,7 @@ from mbd_core.multitf.step.adapter import check_peft
 from mbd_core.multitf.step.compute import computes_bfloat16
 from mbd_core.multitf.step.memory import Workload
 from mbd_core.multitf.step.parallel import check_divides
+from mbd_core.multitf.step.quantized_base import check_bitsandbytes
 
 CPU = torch.device("cpu")
 
@@ -55,6 +56,8 @@ class StartingPoint:
             )
         if recipe.train.lora is not None:
             check_peft()
+            if recipe.train.lora.quantize_base:
+                check_bitsandbytes()
         if recipe.base is None:
             assert recipe.model is not None
             check_model(recipe, recipe.model, "its own model")
@@ -147,6 +150,10 @@ def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
             f"recipe {recipe.name} trains {' and '.join(recipe.architectures)} models, and {name} is a "
             f"{config.architecture}; choose another recipe or --base"
         )
+    if not config.has_mask:
+        raise ValueError(
+            f"recipe {recipe.name} trains a model to fill masks, and {name} has no mask token; choose another --base"
+        )
     layouts = recipe.states.layouts
     if config.attention == "full" and layouts not in ("d2f", "one_group"):
         raise ValueError(
@@ -200,6 +207,13 @@ def allowed_shardings(train: TrainConfig, choice: ShardingChoice, *, num_workers
         if choice == "replicated":
             raise ValueError("--tensor-parallel gives each worker its part of every weight: leave --sharding at auto")
         return ["sharded"]
+    if train.lora is not None and train.lora.quantize_base:
+        if choice == "sharded":
+            raise ValueError(
+                f"--quantize-base {train.lora.quantize_base} keeps the whole base on each worker: leave --sharding at "
+                "auto, or --quantize-base out"
+            )
+        return ["replicated"]
     if num_workers == 1:
         return ["replicated"]
     return ["replicated", "sharded"] if choice == "auto" else [choice]

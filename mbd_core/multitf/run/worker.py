@@ -46,6 +46,7 @@ from mbd_core.multitf.run.sweeps import Sweeper, Sweeps
 from mbd_core.multitf.run.validation import Validation, ValidationFailed, check_held_out
 from mbd_core.multitf.step.adapter import adapter_factors, add_adapter, base_tensors, fill_adapter, merge_adapter
 from mbd_core.multitf.step.compute import device_peak
+from mbd_core.multitf.step.quantized_base import quantize_base
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.multitf.step.workers import ALONE, Workers
 from mbd_core.tasks.tiny_tokenizer import train_tokenizer
@@ -311,6 +312,8 @@ def export_checkpoint(folder: Path, start: StartingPoint, checkpoints: Checkpoin
     model, tokenizer = initial_model(start)
     if recipe.train.lora is not None:
         add_adapter(model, recipe.train.lora, seed=recipe.train.seed)
+        if recipe.train.lora.quantize_base:
+            quantize_base(model, torch.device("cpu"), torch.float32)
     checkpoints.load_weights(model, step, adapter=recipe.train.lora is not None)
     export(folder, recipe, model, tokenizer, None if base is None else read_base(base.path))
 

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -106,6 +107,16 @@ class MultiTFBatch:
     batch's samples a token is of, -1 for padding.
     """
 
+    padding: ClassVar[dict[str, Any]] = {
+        "stream": -1,
+        "sample": -1,
+        "labels": IGNORE,
+        "weights": 0.0,
+        "rollout": False,
+        "ratio": 0.0,
+    }
+    """What fills a column behind its sequence, where that is not 0; a column of floats is in float64."""
+
     input_ids: Tensor
     positions: Tensor
     stream: Tensor
@@ -128,8 +139,11 @@ class MultiTFBatch:
         """Tokens without padding."""
         return int((self.stream >= 0).sum())
 
-    def to(self, device: torch.device) -> "MultiTFBatch":
-        return MultiTFBatch(*(t.to(device) for t in vars(self).values()))
+    def to(self, device: torch.device) -> Self:
+        return type(self)(*(t.to(device) for t in vars(self).values()))
+
+
+AnyBatch = TypeVar("AnyBatch", bound=MultiTFBatch)
 
 
 def choose_layouts(num_blocks: int, config: StateConfig, rng: random.Random) -> list[GroupLayout]:
@@ -338,29 +352,27 @@ def lay_out_d2f(example: Example, noisy: NoisyStream, config: StateConfig, *, sh
 
 def collate(samples: Sequence[Columns], together: Together | None = None) -> MultiTFBatch:
     """Training sequences padded to the longest; `together`: the samples of each, by default one."""
+    return collate_as(MultiTFBatch, samples, together)
+
+
+def collate_as(kind: type[AnyBatch], samples: Sequence[Columns], together: Together | None = None) -> AnyBatch:
+    """`collate`, for a kind of batch that may have columns of its own."""
     rows = [_one_behind_the_other(samples, numbers) for numbers in together or alone(len(samples))]
     length = max(len(row["input_ids"]) for row in rows)
-    fill = {f.name: 0 for f in fields(MultiTFBatch)} | {
-        "stream": -1,
-        "sample": -1,
-        "labels": IGNORE,
-        "weights": 0.0,
-        "rollout": False,
-        "ratio": 0.0,
-    }
+    fill = {f.name: 0 for f in fields(kind)} | kind.padding
     columns = {
         name: torch.tensor(
             [row[name] + [pad] * (length - len(row[name])) for row in rows],
-            dtype=torch.float64 if name in ("weights", "ratio") else None,
+            dtype=torch.float64 if isinstance(pad, float) else None,
         )
         for name, pad in fill.items()
     }
-    return MultiTFBatch(**columns)
+    return kind(**columns)
 
 
 def _one_behind_the_other(samples: Sequence[Columns], numbers: Sequence[int]) -> Columns:
     """The samples of these numbers as one training sequence; each keeps its own positions, streams and blocks."""
-    sequence: Columns = {f.name: [] for f in fields(MultiTFBatch)}
+    sequence: Columns = {name: [] for name in (*samples[0], "sample")}
     for number in numbers:
         start, sample = len(sequence["input_ids"]), samples[number]
         for name, column in sample.items():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import LoraSettings
 from mbd_core.multitf.step.parallel import cut_like, own_part, whole
+from mbd_core.multitf.step.quantized_base import dequantize_base
 
 # Dropout whose draws belong to the sample: the same whichever worker computes it, beside which others, how padded.
 #
@@ -173,17 +174,35 @@ def without_adapter(model: Decoder) -> Iterator[None]:
 def merge_adapter(model: Decoder) -> None:
     """Add the adapter to the weights that it adapts; the model is then a plain one. Without an adapter nothing.
 
-    Where the model is sharded every worker calls it, and adds to its own part of each weight.
+    To a base in 4 bits it is added as that computed, to the dequantised weights. Where the model is sharded every
+    worker calls it, and adds to its own part of each weight.
     """
+    dequantize_base(model)
     for name, layer in _adapted_layers(model).items():
         base = layer.get_base_layer()
-        up, down = whole(layer.lora_B["default"].weight), whole(layer.lora_A["default"].weight)
-        change = up @ down * layer.scaling["default"]
         weight_part = own_part(base.weight)
-        weight_part.add_(own_part(cut_like(change, base.weight)))
+        weight_part.add_(own_part(cut_like(_change(layer), base.weight)))
         if not weight_part.isfinite().all():
             raise ValueError(f"the adapter of {name} has values that are not finite")
         model.set_submodule(name, base)
+
+
+@torch.no_grad()
+def merged_tensors(model: Decoder) -> dict[str, Tensor]:
+    """Copies on the CPU of what `merge_adapter` would leave, whole and by the decoder's names; nothing changes.
+
+    Every worker of a sharded model calls it.
+    """
+    tensors = {name: whole(tensor).detach().to("cpu", copy=True) for name, tensor in base_tensors(model).items()}
+    for name, layer in _adapted_layers(model).items():
+        tensors[f"{name}.weight"] += _change(layer).to("cpu")
+    return tensors
+
+
+def _change(layer: Any) -> Tensor:
+    """What an adapter adds to the weight of its projection."""
+    up, down = whole(layer.lora_B["default"].weight), whole(layer.lora_A["default"].weight)
+    return up @ down * layer.scaling["default"]
 
 
 @torch.no_grad()

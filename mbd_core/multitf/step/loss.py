@@ -62,7 +62,7 @@ LOGIT_BYTES = 2**28
 
 
 Scores = tuple[Tensor, Tensor]
-"""For each label the loss, and whether the model's likeliest token is the label (N)."""
+"""For each label two numbers (N): of a loss the loss, and whether the model's likeliest token is the label."""
 
 Tokens = tuple[Tensor, Tensor]
 """Tokens of a batch: their rows, and their places in them (N)."""
@@ -106,11 +106,11 @@ def multitf_loss(
     label_states = _label_states(model, batch, attention)
 
     def score(hidden_ND: Tensor, labels_N: Tensor) -> Scores:
-        logits_NV = _wide(model.logits(hidden_ND))
+        logits_NV = wide_logits(model.logits(hidden_ND))
         return F.cross_entropy(logits_NV, labels_N, reduction="none"), logits_NV.argmax(-1) == labels_N
 
     return _loss_and_sums(
-        _in_pieces(score, model, label_states.hidden, label_states.labels), label_states, batch, divisor
+        in_pieces(score, model, label_states.hidden, label_states.labels), label_states, batch, divisor
     )
 
 
@@ -118,7 +118,7 @@ def multitf_loss(
 def roll_out(model: Decoder, batch: MultiTFBatch, *, attention: TrainingAttention = DENSE) -> MultiTFBatch:
     """The batch with the model's likeliest tokens in place of the masks of `batch.rollout` (Alg. 2)."""
     rows, places = batch.rollout.nonzero(as_tuple=True)
-    hidden = _hidden(model, batch, attention, (rows, places))
+    hidden = hidden_states(model, batch, attention, (rows, places))
     tokens = batch.input_ids.clone()
     for part in torch.arange(len(rows), device=tokens.device).split(_piece(model)):
         logits = model.logits(hidden[part]).float()
@@ -147,12 +147,12 @@ def distillation_loss(
 
     def score(hidden_ND: Tensor, taught_ND: Tensor, labels_N: Tensor) -> Scores:
         with torch.no_grad():
-            teacher = _wide(model.logits(taught_ND))  # the head has no adapter
-        student = _wide(model.logits(hidden_ND))
+            teacher = wide_logits(model.logits(taught_ND))  # the head has no adapter
+        student = wide_logits(model.logits(hidden_ND))
         return divergence(student, teacher, direction), student.argmax(-1) == labels_N
 
     return _loss_and_sums(
-        _in_pieces(score, model, label_states.hidden, teacher_hidden, label_states.labels),
+        in_pieces(score, model, label_states.hidden, teacher_hidden, label_states.labels),
         label_states,
         batch,
         divisor,
@@ -167,7 +167,7 @@ def divergence(student: Tensor, teacher: Tensor, direction: Distillation) -> Ten
     return F.kl_div(logs, target, reduction="none", log_target=True).sum(-1)
 
 
-def _hidden(
+def hidden_states(
     model: Decoder, batch: MultiTFBatch, attention: TrainingAttention, tokens: Tokens, *, whole: bool = False
 ) -> Tensor:
     """The hidden states (N, D) that predict these tokens.
@@ -196,12 +196,12 @@ def _label_states(
     model: Decoder, batch: MultiTFBatch, attention: TrainingAttention, *, whole: bool = False
 ) -> LabelStates:
     rows, places = (batch.labels != IGNORE).nonzero(as_tuple=True)
-    hidden = _hidden(model, batch, attention, (rows, places), whole=whole)
+    hidden = hidden_states(model, batch, attention, (rows, places), whole=whole)
     columns = (column[rows, places] for column in (batch.labels, batch.weights, batch.slot, batch.ratio))
     return LabelStates(hidden, *columns)
 
 
-def _wide(logits: Tensor) -> Tensor:
+def wide_logits(logits: Tensor) -> Tensor:
     """At least float32: bfloat16 logits are no ground for a loss."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -211,7 +211,7 @@ def _piece(model: Decoder) -> int:
     return max(1, LOGIT_BYTES // (4 * model.config.vocab_size))
 
 
-def _in_pieces(score: Callable[..., Scores], model: Decoder, *columns: Tensor) -> Scores:
+def in_pieces(score: Callable[..., Scores], model: Decoder, *columns: Tensor) -> Scores:
     """`score` of the columns' rows, and in the backward pass again where they are too many for one piece."""
     size = _piece(model)
     if len(columns[0]) <= size:
@@ -220,8 +220,8 @@ def _in_pieces(score: Callable[..., Scores], model: Decoder, *columns: Tensor) -
         checkpoint(score, *part, use_reentrant=False)
         for part in zip(*(column.split(size) for column in columns), strict=True)
     ]
-    losses, hits = zip(*parts, strict=True)
-    return torch.cat(losses), torch.cat(hits)
+    first, second = zip(*parts, strict=True)
+    return torch.cat(first), torch.cat(second)
 
 
 def _loss_and_sums(

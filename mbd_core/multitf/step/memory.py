@@ -4,11 +4,12 @@ Weights, gradients and optimizer states are exact: the tensors are counted on th
 the workers. The rest is an estimate of the peak: what the backward pass keeps (`activation_memory`), gathered weights
 and copies in bfloat16, logits and masks. The allocator's own loss is `RESERVE`.
 
-    weights      float32, also where the run computes in bfloat16: the master weights
+    weights      float32, also where the run computes in bfloat16: the master weights; a base in 4 bits as it lies
     gradients    float32, of what is trained
     optimizer    AdamW two float32 numbers a parameter, Muon one
-    gathered     bfloat16 casts of replicated weights; of sharded ones what is whole at once: embeddings, last norm and
-                 head with their gradients, two layers, and the gradients of one; gradients of what is trained
+    gathered     bfloat16 casts of replicated weights, and the largest layer that is dequantised; of sharded weights
+                 what is whole at once: embeddings, last norm and head with their gradients, two layers, and the
+                 gradients of one; gradients of what is trained
     activations  of the samples computed at once: every layer's tensors, or with activation checkpointing its input,
                  and one layer's tensors twice, kept and computed anew with their gradients
     logits       of as many labels as go through the head at once
@@ -36,6 +37,7 @@ from mbd_core.multitf.step.adapter import add_adapter
 from mbd_core.multitf.step.loss import LOGIT_BYTES
 from mbd_core.multitf.step.optimizers import is_muons, trained_parameters
 from mbd_core.multitf.step.parallel import cut_dim
+from mbd_core.multitf.step.quantized_base import nf4_bytes, quantized_modules
 
 # How many bytes a step keeps for its backward pass, counted on tensors without memory (the meta device).
 #
@@ -235,12 +237,16 @@ def plan_memory(workload: Workload) -> MemoryPlan:
         add_adapter(model, workload.train.lora, seed=0)
     trained = trained_parameters(model)
     muons = {n for n, p in trained.items() if workload.train.optimizer == "muon" and is_muons(n, p)}
+    quantized = _quantized_parameters(model, workload.train)
     num_states = sum((1 if name in muons else 2) * _worker_numel(name, p, workload) for name, p in trained.items())
     tokens, labels = sequence_tokens(workload)
     return MemoryPlan(
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_trained=sum(p.numel() for p in trained.values()),
-        weights=WIDE * sum(_worker_numel(name, p, workload) for name, p in model.named_parameters()),
+        weights=sum(
+            nf4_bytes(p.numel()) if name in quantized else WIDE * _worker_numel(name, p, workload)
+            for name, p in model.named_parameters()
+        ),
         gradients=WIDE * sum(_worker_numel(name, p, workload) for name, p in trained.items()),
         optimizer=WIDE * num_states,
         gathered=_gathered_bytes(model, workload),
@@ -276,6 +282,15 @@ def _in_group(parameters: Iterable[tuple[str, nn.Parameter]], train: TrainConfig
     return sum(parameter.numel() // parts[name] for name, parameter in parameters)
 
 
+def _quantized_parameters(model: Decoder, train: TrainConfig) -> dict[str, str]:
+    """The parameters that lie in 4 bits, each with its module."""
+    if train.lora is None or train.lora.quantize_base is None:
+        return {}
+    modules = quantized_modules(model)
+    parameters = ((name, name.rpartition(".")[0]) for name, p in model.named_parameters() if p.ndim > 1)
+    return {name: module for name, module in parameters if module in modules}
+
+
 def _width(workload: Workload) -> int:
     return NARROW if workload.precision == "bfloat16" else WIDE
 
@@ -284,7 +299,11 @@ def _gathered_bytes(model: Decoder, workload: Workload) -> int:
     width = _width(workload)
     num_parameters = sum(p.numel() for p in model.parameters())
     if not workload.is_sharded:
-        return NARROW * num_parameters if workload.precision == "bfloat16" else 0
+        quantized, sizes = _quantized_parameters(model, workload.train), dict[str, int]()
+        for name, module in quantized.items():
+            sizes[module] = sizes.get(module, 0) + model.get_parameter(name).numel()
+        casts = num_parameters - sum(sizes.values()) if workload.precision == "bfloat16" else 0
+        return NARROW * casts + width * max(sizes.values(), default=0)
     layers = [_in_group(list(layer.named_parameters()), workload.train) for layer in model.model.layers]
     trained_layers = [_in_group(trained_parameters(layer).items(), workload.train) for layer in model.model.layers]
     root = num_parameters - sum(p.numel() for layer in model.model.layers for p in layer.parameters())
@@ -377,6 +396,9 @@ def _smaller_workloads(workload: Workload, device: str) -> Iterator[tuple[str, W
         with_adapter = replace(workload, train=replace(train, lora=LoraSettings()))
         yield options, with_adapter
         yield from ((f"{options} {what}", smaller) for what, smaller in _smaller_workloads(with_adapter, device))
+    elif train.lora is not None and train.lora.quantize_base is None:
+        train = replace(train, lora=replace(train.lora, quantize_base="nf4"))
+        yield f"{options}--quantize-base nf4", replace(workload, train=train, sharding="replicated")
 
 
 def _more_workers(workload: Workload) -> Iterable[int]:

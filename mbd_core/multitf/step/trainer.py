@@ -22,7 +22,7 @@ from mbd_core.multitf.data.encoding import IGNORE, Example
 from mbd_core.multitf.data.prepared import sample_lengths
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.mask import TrainingAttention
-from mbd_core.multitf.states.sample import MultiTFBatch, Together, build_batch, packed_alike, samples_of
+from mbd_core.multitf.states.sample import AnyBatch, MultiTFBatch, Together, build_batch, packed_alike, samples_of
 from mbd_core.multitf.step.adapter import SampleDraws, add_adapter, without_adapter
 from mbd_core.multitf.step.compute import compile_layers, compute_precision, update_flops
 from mbd_core.multitf.step.loss import (
@@ -36,6 +36,7 @@ from mbd_core.multitf.step.loss import (
 )
 from mbd_core.multitf.step.optimizers import make_optimizers
 from mbd_core.multitf.step.parallel import shard_model, whole
+from mbd_core.multitf.step.quantized_base import quantize_base
 
 
 @dataclass(frozen=True)
@@ -90,45 +91,40 @@ class Objective(nn.Module):
         )
 
 
-class Trainer:
-    """Owns the optimizers and the step count.
+class Updater:
+    """A model, its optimizers and the count of its updates: what all objectives share.
 
     `device`: where it computes, by default where the model is. With several workers (`world_size`) and `sharding` each
     has the model replicated or its part of it, over the default process group; a model without values (on the meta
-    device) has values yet to be filled in then. Without `sharding` the caller averages the gradients. `mean` must
-    average a tensor over the workers, where there are several.
+    device) has values yet to be filled in then. Without `sharding` the caller averages the gradients. `objective`
+    makes the module whose forward gives the loss.
     """
 
     def __init__(
         self,
         model: Decoder,
-        examples: Sequence[Example],
-        states: StateConfig,
         config: TrainConfig,
+        objective: Callable[[TrainingAttention], nn.Module],
         *,
         rank: int = 0,
         world_size: int = 1,
-        mean: Callable[[Tensor], Tensor] | None = None,
         device: torch.device | None = None,
         sharding: Sharding | None = None,
     ) -> None:
-        check_workers(config, world_size)
-        if len(examples) < config.batch_size:
-            raise ValueError(f"{len(examples)} training samples are fewer than batch_size={config.batch_size}")
         self.device = next(model.parameters()).device if device is None else device
         self.precision = compute_precision(config.precision, self.device)
         self.model = model.train()
         self._draws = None if config.lora is None else add_adapter(model, config.lora, seed=config.seed)
+        if config.lora is not None and config.lora.quantize_base:
+            quantize_base(model, self.device, getattr(torch, self.precision))
         if config.compile:
             compile_layers(model)
         if config.activation_checkpointing:
             checkpoint_layers(model)
-        attention = TrainingAttention(config.attention, self.device)
-        rolls_out = states.self_denoising != "none"
-        self.objective: nn.Module = Objective(model, config.distillation, attention, rolls_out=rolls_out)
-        self.examples, self.states, self.config = examples, states, config
-        self.lengths = sample_lengths(examples)
-        self.num_workers, self.mean, group = world_size, mean, config.tensor_parallel
+        self.attention = TrainingAttention(config.attention, self.device)
+        self.objective = objective(self.attention)
+        self.config = config
+        self.num_workers, group = world_size, config.tensor_parallel
         self.rank, self.world_size = rank // group, world_size // group  # of those with other samples
         self.counts = rank % group == 0  # once for each group: what workers count is summed
         self.is_sharded = group > 1 or (sharding == "sharded" and world_size > 1)
@@ -154,6 +150,65 @@ class Trainer:
         if sharding == "replicated" and self.world_size > 1:
             ids = None if self.device.index is None else [self.device.index]
             self.objective = DistributedDataParallel(self.objective, device_ids=ids, gradient_as_bucket_view=True)
+
+    def _announce(self, part: MultiTFBatch, samples: Sequence[int]) -> None:
+        """Say to an adapter's dropout which samples of this rank's share come next; `samples` are their numbers."""
+        if self._draws is not None:
+            draws = partial(SampleDraws.of, seed=self.config.seed, step=self.step_number)
+            self._draws.rows = [
+                [draws(samples[number], tokens=tokens) for number, tokens in row] for row in samples_of(part)
+            ]
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        """Sharded weights are gathered in bfloat16 already; whole ones are cast where they are used."""
+        is_enabled = self.precision == "bfloat16" and not self.is_sharded
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_enabled)
+
+    def _gradients_stay_here(self, here: bool) -> AbstractContextManager[None]:
+        """Replicas average a step's gradients once, after its last part; those of shards add up where they lie."""
+        if here and isinstance(self.objective, DistributedDataParallel):
+            return self.objective.no_sync()
+        return nullcontext()
+
+    def _apply(self) -> float:
+        """Update the weights by their gradients, and return the norm of these before it was clipped."""
+        norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)).item()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.config.lr_at(self.step_number)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step_number += 1
+        return float(norm)
+
+
+class Trainer(Updater):
+    """MultiTF on samples: each update's batch, its noise, its loss.
+
+    `mean` must average a tensor over the workers, where there are several; the rest is as in `Updater`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        examples: Sequence[Example],
+        states: StateConfig,
+        config: TrainConfig,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        mean: Callable[[Tensor], Tensor] | None = None,
+        device: torch.device | None = None,
+        sharding: Sharding | None = None,
+    ) -> None:
+        check_workers(config, world_size)
+        if len(examples) < config.batch_size:
+            raise ValueError(f"{len(examples)} training samples are fewer than batch_size={config.batch_size}")
+        rolls_out = states.self_denoising != "none"
+        objective = partial(Objective, model, config.distillation, rolls_out=rolls_out)
+        super().__init__(model, config, objective, rank=rank, world_size=world_size, device=device, sharding=sharding)
+        self.examples, self.states, self.mean = examples, states, mean
+        self.lengths = sample_lengths(examples)
 
     def batch(self, step: int) -> MultiTFBatch:
         """This rank's share of the update numbered `step`, on the CPU."""
@@ -201,14 +256,6 @@ class Trainer:
         shares = [lengths[rank :: self.world_size] for rank in range(self.world_size)]
         return packed_alike(shares, self.config.pack)[self.rank]
 
-    def _announce(self, part: MultiTFBatch, samples: Sequence[int]) -> None:
-        """Say to an adapter's dropout which samples of this rank's share come next."""
-        if self._draws is not None:
-            draws = partial(SampleDraws.of, seed=self.config.seed, step=self.step_number)
-            self._draws.rows = [
-                [draws(samples[number], tokens=tokens) for number, tokens in row] for row in samples_of(part)
-            ]
-
     def step(self) -> StepMetrics:
         """One update of the weights."""
         number, c = self.step_number, self.config
@@ -226,13 +273,7 @@ class Trainer:
             loss += share
             accuracy += part_accuracy * part.num_samples / batch.num_samples
             sums = [total + part_sum for total, part_sum in zip(sums, part_sums, strict=True)]
-        norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)).item()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = c.lr_at(number)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        self.step_number += 1
+        norm = self._apply()
         tokens, positions, tflop = batch.num_tokens, sum(p.input_ids.numel() for p in parts), self._tflop(batch)
         if not self.counts:
             tokens, positions, tflop, sums = 0, 0, 0.0, [0.0] * len(sums)
@@ -242,17 +283,6 @@ class Trainer:
         c, rolls_out = self.config, self.states.self_denoising != "none"
         distills, lora = c.distillation is not None, c.lora is not None
         return update_flops(self.model.config, batch, rolls_out=rolls_out, distills=distills, lora=lora) / 1e12
-
-    def _autocast(self) -> AbstractContextManager[None]:
-        """Sharded weights are gathered in bfloat16 already; whole ones are cast where they are used."""
-        is_enabled = self.precision == "bfloat16" and not self.is_sharded
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_enabled)
-
-    def _gradients_stay_here(self, here: bool) -> AbstractContextManager[None]:
-        """Replicas average a step's gradients once, after its last part; those of shards add up where they lie."""
-        if here and isinstance(self.objective, DistributedDataParallel):
-            return self.objective.no_sync()
-        return nullcontext()
 
     def _divisor(self, batch: MultiTFBatch) -> Tensor | float:
         """The mean over the workers of what their losses are divided by; at least 1 label's worth, so never 0.
@@ -276,7 +306,7 @@ def checkpoint_layers(model: Decoder) -> None:
         layer.forward = partial(recompute, layer.forward)
 
 
-def split_batch(batch: MultiTFBatch, size: int | None) -> list[MultiTFBatch]:
+def split_batch(batch: AnyBatch, size: int | None) -> list[AnyBatch]:
     """The batch in parts of at most `size` sequences, each only as long as its longest; `None`: the batch itself."""
     count = len(batch.input_ids)
     if size is None or count <= size:
@@ -285,7 +315,7 @@ def split_batch(batch: MultiTFBatch, size: int | None) -> list[MultiTFBatch]:
     for start in range(0, count, size):
         rows = slice(start, start + size)
         length = int((batch.stream[rows] >= 0).sum(-1).max())
-        parts.append(MultiTFBatch(*(getattr(batch, f.name)[rows, :length] for f in fields(batch))))
+        parts.append(type(batch)(*(getattr(batch, f.name)[rows, :length] for f in fields(batch))))
     return parts
 
 

@@ -2,14 +2,18 @@
 
 It computes `definition.paged_attention`. Neighbouring rows of one sequence (the slots of a buffer, the
 blocks of a prompt chunk) become one call with a mask; sequences with about as many keys are bundled into one call.
+Of a long sequence torch's kernel would read all keys again for each query head and every 32 queries, so a long
+sequence is attended in tiles: a tile of keys is read once, for all heads and queries.
 
 Shape legend: T packed query tokens, R rows (one block of one sequence each), P pages a row, S page size, H query
-heads, K key/value heads, C head channels; in a bundle G sequences, Q query tokens of each, L keys of each.
+heads, K key/value heads, C head channels; in a bundle G sequences, Q query tokens of each, L keys of each; M query
+tokens times query heads of one key head.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -28,27 +32,53 @@ _SHORT = 256
 _MOST_KEYS = 2048
 # A call may compute this many padded query-key pairs: they cost less than another call.
 _PADDED_PAIRS = 4096
-# Masks of up to this many numbers are made once a step, larger ones (long prompts) once a layer.
+# Masks of up to this many numbers are made once a step, larger ones once a layer.
 _KEPT_MASK = 2**22
+# A sequence with more keys than this is attended in tiles.
+_LONG = 1536
+# Rows (query tokens times the query heads of a key head) and scores of one tile: both products run at full speed, and
+# the scores stay in the processor's cache.
+_TILE_ROWS = 128
+_TILE_SCORES = 2**17
+# In tiles, exponentials are not taken relative to the largest score. Their sum tells whether that was safe: between
+# these bounds none overflowed, and one that underflowed is below 1e-13 of the sum.
+_SAFE_SUM = (1e-20, 1e30)
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Sequences attended in one call. `visible_GQL` is None where every query sees all `num_keys` keys.
+    """Sequences attended in one call. A sequence with fewer queries than the others repeats its last query.
 
-    A sequence with fewer queries than the others repeats its last query.
-
+    kv_lens_GQ  keys that each query sees, the most of them `num_keys`; with a window, from `first_keys_GQ` on
     whole       the bundle holds all tokens of the batch in their order, so that no queries are gathered
     first_page  set if the bundle is one sequence whose pages are consecutive: its keys are a view that begins here
     """
 
     tokens_GQ: Tensor
     pages_GP: Tensor
-    visible_GQL: Tensor | None
+    kv_lens_GQ: np.ndarray
     num_keys: int
+    first_keys_GQ: np.ndarray | None = None
     whole: bool = False
     first_page: int | None = None
     _masks: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def visible_GQL(self) -> Tensor | None:
+        """The keys that each query sees; `None` where every query sees all."""
+        has_window = self.first_keys_GQ is not None and bool(self.first_keys_GQ.any())
+        if self.kv_lens_GQ.min() == self.num_keys and not has_window:
+            return None
+        visible_GQL = np.arange(self.num_keys) < self.kv_lens_GQ[..., None]
+        if self.first_keys_GQ is not None:
+            visible_GQL &= np.arange(self.num_keys) >= self.first_keys_GQ[..., None]
+        return torch.from_numpy(visible_GQL).to(self.tokens_GQ.device)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is one sequence that is attended in tiles on a CPU; those of windows are not."""
+        is_one = len(self.kv_lens_GQ) == 1 and self.first_keys_GQ is None
+        return is_one and self.num_keys > _LONG and self.tokens_GQ.device.type == "cpu"
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
         """`visible_GQL` as numbers of `dtype` to be added to the scores, made once for all layers."""
@@ -79,18 +109,18 @@ def plan_bundles(layout: RowLayout) -> tuple[Bundle, ...]:
         kv_lens_T = np.repeat(kv_lens, np.diff(bounds))
     else:
         kv_lens_T = layout.kv_lens_T(bounds[-1]).numpy(force=True)
-    members = _members(layout, bounds, kv_lens, kv_lens_T)
-    return tuple(_bundle(layout, part, kv_lens_T) for part in _parts(members))
+    first_keys_T = None if layout.window is None else layout.first_keys_T(bounds[-1]).numpy(force=True)
+    members = _members(layout, bounds, kv_lens)
+    return tuple(_bundle(layout, part, kv_lens_T, first_keys_T) for part in _parts(members))
 
 
 @dataclass(frozen=True)
 class _Member:
-    """A sequence to attend: its first row, tokens [start, stop), the least and the most keys of its queries."""
+    """A sequence to attend: its first row, tokens [start, stop), the most keys of its queries."""
 
     row: int
     start: int
     stop: int
-    least_keys: int
     most_keys: int
 
     @property
@@ -98,9 +128,7 @@ class _Member:
         return self.stop - self.start
 
 
-def _members(
-    layout: RowLayout, bounds: Sequence[int], kv_lens: Sequence[int], kv_lens_T: np.ndarray
-) -> Iterator[_Member]:
+def _members(layout: RowLayout, bounds: Sequence[int], kv_lens: Sequence[int]) -> Iterator[_Member]:
     """Join neighbouring rows with the same pages, up to `_MOST_QUERIES` queries; a longer row stays whole."""
     table = layout.page_table_RP
     same_pages = (table[1:] == table[:-1]).all(-1).tolist() if len(kv_lens) > 1 else []
@@ -110,8 +138,7 @@ def _members(
         while end < num_rows and same_pages[end - 1] and bounds[end + 1] - start <= _MOST_QUERIES:
             end += 1
         if bounds[end] > start:
-            least = int(kv_lens_T[start : bounds[end]].min())
-            yield _Member(row, start, bounds[end], least, max(kv_lens[row:end]))
+            yield _Member(row, start, bounds[end], max(kv_lens[row:end]))
         row = end
 
 
@@ -138,14 +165,13 @@ def _parts(members: Iterator[_Member]) -> Iterator[list[_Member]]:
         yield sorted(part, key=lambda m: m.row)
 
 
-def _bundle(layout: RowLayout, members: Sequence[_Member], kv_lens_T: np.ndarray) -> Bundle:
+def _bundle(
+    layout: RowLayout, members: Sequence[_Member], kv_lens_T: np.ndarray, first_keys_T: np.ndarray | None
+) -> Bundle:
     table, device = layout.page_table_RP, layout.page_table_RP.device
     num_keys = max(m.most_keys for m in members)
     starts, stops = np.array([(m.start, m.stop) for m in members]).T[..., None]
     tokens_GQ = np.minimum(starts + np.arange(max(m.queries for m in members)), stops - 1)
-    visible_GQL = None
-    if min(m.least_keys for m in members) < num_keys:
-        visible_GQL = torch.from_numpy(np.arange(num_keys) < kv_lens_T[tokens_GQ][..., None]).to(device)
     num_pages = -(-num_keys // layout.page_size)
     if len(members) == 1:
         pages_GP = table[members[0].row, :num_pages][None]
@@ -154,7 +180,8 @@ def _bundle(layout: RowLayout, members: Sequence[_Member], kv_lens_T: np.ndarray
     return Bundle(
         tokens_GQ=torch.from_numpy(tokens_GQ).to(device),
         pages_GP=pages_GP,
-        visible_GQL=visible_GQL,
+        kv_lens_GQ=kv_lens_T[tokens_GQ],
+        first_keys_GQ=None if first_keys_T is None else first_keys_T[tokens_GQ],
         num_keys=num_keys,
         # the sequences of a bundle keep their order
         whole=sum(m.queries for m in members) == len(kv_lens_T) == tokens_GQ.size,
@@ -170,21 +197,111 @@ def _first_adjacent(pages: list[int]) -> int | None:
 def attend_bundles(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, bundles: tuple[Bundle, ...]) -> Tensor:
     """Attention (T, H, C) of a planned batch, the keys of each sequence gathered once."""
     if len(bundles) == 1 and bundles[0].whole:
-        bundle = bundles[0]
-        k_GKLC, v_GKLC = _keys(bundle, k_pages, v_pages)
-        q_GQHC = q_THC.unflatten(0, tuple(bundle.tokens_GQ.shape))
-        return attend(q_GQHC, k_GKLC, v_GKLC, bundle.mask(q_THC.dtype)).flatten(0, 1)
+        q_GQHC = q_THC.unflatten(0, tuple(bundles[0].tokens_GQ.shape))
+        return _attend_bundle(q_GQHC, k_pages, v_pages, bundles[0]).flatten(0, 1)
     out_THC = torch.empty_like(q_THC)
     for bundle in bundles:
-        k_GKLC, v_GKLC = _keys(bundle, k_pages, v_pages)
-        out_THC[bundle.tokens_GQ] = attend(q_THC[bundle.tokens_GQ], k_GKLC, v_GKLC, bundle.mask(q_THC.dtype))
+        out_THC[bundle.tokens_GQ] = _attend_bundle(q_THC[bundle.tokens_GQ], k_pages, v_pages, bundle)
     return out_THC
+
+
+def _attend_bundle(q_GQHC: Tensor, k_pages: Tensor, v_pages: Tensor, bundle: Bundle) -> Tensor:
+    """Attention (G, Q, H, C) of one bundle."""
+    if bundle.is_long and q_GQHC.dtype in (torch.float32, torch.float64):
+        out_QHC = attend_tiles(q_GQHC[0], k_pages, v_pages, bundle)
+        if out_QHC is not None:
+            return out_QHC[None]
+    k_GKLC, v_GKLC = _keys(bundle, k_pages, v_pages)
+    return attend(q_GQHC, k_GKLC, v_GKLC, bundle.mask(q_GQHC.dtype))
 
 
 def _keys(bundle: Bundle, k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, Tensor]:
     """A bundle's keys and values (G, K, L, C)."""
     if bundle.first_page is None:
         return gather_keys(k_pages, v_pages, bundle.pages_GP, bundle.num_keys)
-    start = bundle.first_page * k_pages.shape[1]
-    k, v = (pages.flatten(0, 1).narrow(0, start, bundle.num_keys).transpose(0, 1) for pages in (k_pages, v_pages))
-    return k[None], v[None]
+    k_KLC, v_KLC = _viewed_keys(bundle, k_pages, v_pages, 0, bundle.num_keys)
+    return k_KLC[None], v_KLC[None]
+
+
+def _viewed_keys(bundle: Bundle, k_pages: Tensor, v_pages: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [start, stop) of one sequence with consecutive pages, (K, stop - start, C), not copied."""
+    assert bundle.first_page is not None
+    start += bundle.first_page * k_pages.shape[1]
+    stop += bundle.first_page * k_pages.shape[1]
+    k_KLC, v_KLC = (pages.flatten(0, 1)[start:stop].transpose(0, 1) for pages in (k_pages, v_pages))
+    return k_KLC, v_KLC
+
+
+@dataclass
+class _QueryTile:
+    """Queries of one sequence, those of a key head's query heads stacked, and what they have summed over keys.
+
+    kv_lens_M  keys that each row sees, from the least to the most
+    """
+
+    q_KMC: Tensor
+    kv_lens_M: Tensor
+    least: int
+    most: int
+    sum_KM1: Tensor
+    out_KMC: Tensor
+
+    def add(self, k_KLC: Tensor, v_KLC: Tensor, start: int, scores: Tensor) -> None:
+        """Attend to the keys from place `start` on, as far as a row sees them; `scores` is memory for theirs."""
+        num_keys = min(k_KLC.shape[1], self.most - start)
+        if num_keys <= 0:
+            return
+        k_KLC, v_KLC = k_KLC[:, :num_keys], v_KLC[:, :num_keys]
+        heads, rows = self.q_KMC.shape[:2]
+        weights_KML = scores[: heads * rows * num_keys].view(heads, rows, num_keys)
+        torch.bmm(self.q_KMC, k_KLC.transpose(1, 2), out=weights_KML).exp_()
+        if self.least < start + num_keys:
+            hidden_ML = torch.arange(start, start + num_keys) >= self.kv_lens_M[:, None]
+            weights_KML.masked_fill_(hidden_ML, 0.0)
+        self.sum_KM1 += weights_KML.sum(-1, keepdim=True)
+        self.out_KMC.baddbmm_(weights_KML, v_KLC)
+
+
+def attend_tiles(q_QHC: Tensor, k_pages: Tensor, v_pages: Tensor, bundle: Bundle) -> Tensor | None:
+    """Attention (Q, H, C) of one sequence, tile by tile of its keys; `None` where scores are too far from 0 for that.
+
+    softmax(s) v = sum(exp(s) v) / sum(exp(s)), without the largest score subtracted from each: `_SAFE_SUM`.
+    """
+    tiles = list(_query_tiles(q_QHC, k_pages.shape[2], bundle.kv_lens_GQ[0]))
+    page_size = k_pages.shape[1]
+    heads, rows = tiles[0].q_KMC.shape[:2]
+    pages_each = max(1, _TILE_SCORES // (heads * rows * page_size))
+    scores = q_QHC.new_empty(heads * rows * pages_each * page_size)
+    for start in range(0, bundle.num_keys, pages_each * page_size):
+        stop = min(start + pages_each * page_size, bundle.num_keys)
+        if bundle.first_page is None:
+            pages_GP = bundle.pages_GP[:, start // page_size : -(-stop // page_size)]
+            k_GKLC, v_GKLC = gather_keys(k_pages, v_pages, pages_GP, stop - start)
+            k_KLC, v_KLC = k_GKLC[0], v_GKLC[0]
+        else:
+            k_KLC, v_KLC = _viewed_keys(bundle, k_pages, v_pages, start, stop)
+        for tile in tiles:
+            tile.add(k_KLC, v_KLC, start, scores)
+    sums = torch.cat([tile.sum_KM1.flatten() for tile in tiles])
+    least, most = sums.aminmax()
+    if not (_SAFE_SUM[0] < float(least) and float(most) < _SAFE_SUM[1]):
+        return None
+    parts = [(tile.out_KMC / tile.sum_KM1).unflatten(1, (-1, q_QHC.shape[1] // heads)) for tile in tiles]
+    return torch.cat([part.transpose(0, 1).flatten(1, 2) for part in parts])
+
+
+def _query_tiles(q_QHC: Tensor, kv_heads: int, kv_lens_Q: np.ndarray) -> Iterator[_QueryTile]:
+    """The queries in tiles of about `_TILE_ROWS` rows; the first tile is the largest."""
+    share, scale = q_QHC.shape[1] // kv_heads, q_QHC.shape[2] ** -0.5
+    size = max(1, _TILE_ROWS // share)
+    for start in range(0, len(q_QHC), size):
+        part_QHC, lens_Q = q_QHC[start : start + size], kv_lens_Q[start : start + size]
+        q_KMC = (part_QHC.unflatten(1, (kv_heads, share)) * scale).permute(1, 0, 2, 3).flatten(1, 2)
+        yield _QueryTile(
+            q_KMC=q_KMC,
+            kv_lens_M=torch.from_numpy(lens_Q.repeat(share)),
+            least=int(lens_Q.min()),
+            most=int(lens_Q.max()),
+            sum_KM1=q_KMC.new_zeros((*q_KMC.shape[:2], 1)),
+            out_KMC=torch.zeros_like(q_KMC),
+        )

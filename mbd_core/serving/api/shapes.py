@@ -483,7 +483,7 @@ class ReplicaState(TypedDict):
     asleep: NotRequired[bool]
     """whether its memory is given back"""
     weights: NotRequired[dict[str, Any]]
-    """`folder` that it decodes with, and `version`, the number of these weights"""
+    """`folder` that it decodes with, null for tensors, and `version`, the number of these weights"""
     adapters: NotRequired[dict[str, Any]]
     """its LoRA adapters: folders by name"""
     refused_content: NotRequired[str | None]

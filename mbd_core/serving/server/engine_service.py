@@ -5,14 +5,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
+
+from torch import Tensor
 
 from mbd_core.decoding.blocks.methods import read_front
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.measures import EngineMeasures
 from mbd_core.engine.parallel.group import RankLost
 from mbd_core.engine.parallel.leader import ParallelEngine
-from mbd_core.engine.weights import AdapterInUse, SwapMode
+from mbd_core.engine.weights import AdapterInUse, SwapMode, WeightSource
 from mbd_core.serving.api.requests import MAX_TOKENS_DEFAULT
 from mbd_core.serving.api.shapes import Front, ReplicaState
 from mbd_core.serving.tokens.async_engine import AsyncEngine
@@ -39,7 +41,7 @@ class EngineService:
         self._sampling = args.sampling(self.loaded.defaults)
         self._front = read_front(self.loaded.defaults, block_size=self.loaded.engine.block_size)
         self.loaded.prepare()
-        self._weights: Path | None = None
+        self._weights: Path | Literal["tensors"] | None = None
         self._adapters: dict[str, Path] = {}
         self._changes = asyncio.Lock()  # of weights, adapters and sleep: one after the other
         self.engine = AsyncEngine(self.loaded.engine, max_waiting=args.max_waiting)
@@ -90,22 +92,27 @@ class EngineService:
             await self.engine.call(partial(Engine.update_weights, source=source))
             self._weights = weights
 
-    async def update_weights(self, folder: Path, *, version: int, mode: SwapMode = "preempt") -> None:
-        """Decode with a folder's weights, number `version`; returns when they are in place, which with "wait" is after
-        the requests that run. Weights of that number or a newer one stay.
+    async def update_weights(
+        self, source: Path | Mapping[str, Tensor], *, version: int, mode: SwapMode = "preempt"
+    ) -> None:
+        """Decode with a folder's weights, or the decoder's tensors by name, number `version`; returns when they are in
+        place, which with "wait" is after the requests that run: each answer is of one version then. Weights of that
+        number or a newer one stay.
 
-        Raises `ValueError` for what does not fit, for another folder's weights of the same number, and asleep; nothing
+        Raises `ValueError` for what does not fit, for weights from elsewhere of the same number, and asleep; nothing
         has changed then.
         """
         async with self._changes:
-            if version == self.weights_version and folder != self._weights:
+            origin: Path | Literal["tensors"] = source if isinstance(source, Path) else "tensors"
+            if version == self.weights_version and origin != self._weights:
                 raise ValueError(f"version {version} is the number of the weights of {self._weights or 'the model'}")
             if version <= self.weights_version:
                 return
-            await self.engine.call(partial(Engine.update_weights, source=folder, mode=mode, version=version))
+            weights: WeightSource = source if isinstance(source, Path) else source.items()
+            await self.engine.call(partial(Engine.update_weights, source=weights, mode=mode, version=version))
             while await self.engine.call(lambda engine: engine.swap_waits):
                 await asyncio.sleep(LOOK_SECONDS)
-            self._weights = folder
+            self._weights = origin
 
     async def abort_all(self) -> int:
         """End every request that runs or waits; how many."""
@@ -221,7 +228,10 @@ class EngineService:
         return {
             "ready": self.healthy and not self.engine.closed,
             "asleep": self.asleep,
-            "weights": {"folder": str(self._weights or self.args.model), "version": engine.weights_version},
+            "weights": {
+                "folder": None if self._weights == "tensors" else str(self._weights or self.args.model),
+                "version": engine.weights_version,
+            },
             "adapters": {name: str(folder) for name, folder in self._adapters.items()},
             "forwards": sum(engine.counts.forwards.values()),
             "running": load.running,

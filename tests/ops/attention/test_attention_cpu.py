@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mbd_core.ops.attention.cpu import bind, plan_bundles
+from mbd_core.ops.attention import cpu
+from mbd_core.ops.attention.cpu import attend_tiles, bind, plan_bundles
 from mbd_core.ops.attention.definition import RowLayout
 
 row_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
@@ -21,11 +22,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
 
 
 @settings(max_examples=40)
-@given(spec=batches, page_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 99), causal=st.booleans())
+@given(
+    spec=batches,
+    page_size=st.sampled_from([1, 4, 16]),
+    seed=st.integers(0, 99),
+    causal=st.booleans(),
+    window=st.sampled_from([None, 1, 5, 300]),
+)
 def test_bundles_and_rows_are_the_equation(
-    spec: list[tuple[int, list[int]]], page_size: int, seed: int, causal: bool
+    spec: list[tuple[int, list[int]]], page_size: int, seed: int, causal: bool, window: int | None
 ) -> None:
     q, k, v, layout = sequences(spec, page_size=page_size, seed=seed, causal=causal)
+    layout = replace(layout, window=window)
     expected = by_equation(q, k, v, layout)
     torch.testing.assert_close(attend(q, k, v, layout), expected)
     torch.testing.assert_close(attend(q, k, v, replace(layout, exact=True)), expected)
@@ -70,3 +78,54 @@ def test_exact_rows_have_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
             exact=True,
         )
         assert torch.equal(attend(q[part], k, v, alone), together[part])
+
+
+def in_place(layout: RowLayout) -> RowLayout:
+    """The same layout of one sequence whose pages are consecutive."""
+    width = layout.page_table_RP.shape[1]
+    return replace(layout, page_table_RP=torch.arange(width).expand(len(layout.kv_lens_R), width))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    prefix=st.integers(1600, 2000),
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5),
+    seed=st.integers(0, 99),
+    causal=st.booleans(),
+    adjacent=st.booleans(),
+)
+def test_long_sequences_in_tiles_are_the_equation(
+    prefix: int, lengths: list[int], seed: int, causal: bool, adjacent: bool
+) -> None:
+    q, k, v, layout = sequences([(prefix, lengths)], page_size=16, seed=seed, causal=causal)
+    layout = in_place(layout) if adjacent else layout
+    (bundle,) = plan_bundles(layout)
+    assert bundle.is_long and (bundle.first_page is not None) == adjacent
+    expected = by_equation(q, k, v, layout)
+    torch.testing.assert_close(attend_tiles(q, k, v, bundle), expected)
+    torch.testing.assert_close(attend(q.float(), k.float(), v.float(), layout), expected.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_long_sequences_keys_are_gathered_once_for_all_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, layout = sequences([(2000, [16] * 8), (9, [16])], page_size=16, seed=4)
+    gathered: list[int] = []
+
+    def count(k_pages: Tensor, v_pages: Tensor, pages_GP: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+        gathered.append(num_keys)
+        return cpu_gather(k_pages, v_pages, pages_GP, num_keys)
+
+    cpu_gather = cpu.gather_keys
+    monkeypatch.setattr(cpu, "gather_keys", count)
+    torch.testing.assert_close(attend(q, k, v, layout), by_equation(q, k, v, layout))
+    assert sum(gathered) == 2000 + 8 * 16 + 9 + 16
+
+
+@pytest.mark.parametrize("scale", [200.0, -200.0])
+def test_scores_far_from_0_are_not_attended_in_tiles(scale: float) -> None:
+    """exp of them overflows, or of all of a query's underflows: the sum is out of bounds, and the whole softmax is
+    taken."""
+    q, k, v, layout = sequences([(1600, [16, 16])], page_size=16, seed=6, dtype=torch.float32)
+    q, k = torch.ones_like(q) * scale, k.abs() + 1.0
+    (bundle,) = plan_bundles(layout)
+    assert attend_tiles(q, k, v, bundle) is None
+    torch.testing.assert_close(attend(q, k, v, layout), by_equation(q, k, v, layout), rtol=1e-4, atol=1e-4)

@@ -170,6 +170,38 @@ def test_every_request_can_be_ended_with_what_it_has(tiny_model_dir: Path) -> No
     run(service, scenario)
 
 
+def test_tensors_wait_for_the_answers_that_run_and_no_answer_mixes_versions(tiny_model_dir: Path) -> None:
+    """With "wait" every token of an answer is of one version, those that begin later of the new one; none is lost."""
+    service = EngineService(
+        EndpointArgs(model=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=2, num_pages=64))
+    )
+    same = {name: tensor.clone() for name, tensor in service.loaded.engine.model.state_dict().items()}
+    other = {name: tensor * 1.5 for name, tensor in same.items()}
+
+    async def scenario() -> None:
+        before = (await outputs(await service.engine.open(asked("prefix", 40))))[0].tokens
+        streams = [await service.engine.open(asked(str(n), 40)) for n in range(5)]
+        begun = await anext(streams[0])
+        await service.update_weights(other, version=1, mode="wait")
+        assert service.state()["weights"] == {"folder": None, "version": 1}
+        steps = [[step async for step in stream] for stream in streams]
+        versions = [{step.weights for step in each} for each in steps]
+        assert versions == [{(0, 0)}] * 2 + [{(1, 1)}] * 3 and begun.weights == (0, 0)
+        ends = [each[-1].output for each in steps]
+        tokens = [end.tokens for end in ends if end is not None]
+        assert len(tokens) == 5 and tokens[0] == tokens[1] == before  # one prompt, greedy
+        assert tokens[2] == tokens[3] == tokens[4] != before  # nothing is left of the old weights' prefixes
+        await service.update_weights(same, version=2, mode="wait")
+        assert (await outputs(await service.engine.open(asked("again", 40))))[0].tokens == before
+        with pytest.raises(ValueError, match="lack tensor"):
+            await service.update_weights({"model.norm.weight": same["model.norm.weight"]}, version=3)
+        with pytest.raises(ValueError, match="version 2 is the number of the weights of tensors"):
+            await service.update_weights(tiny_model_dir, version=2)
+        assert service.weights_version == 2
+
+    run(service, scenario)
+
+
 @pytest.mark.parametrize("mode", ["preempt", "wait"])
 def test_requests_say_which_weights_decoded_them(tiny_model_dir: Path, mode: SwapMode) -> None:
     service = EngineService(

@@ -1,0 +1,397 @@
+"""Rollouts as training sequences: every forward that decided tokens is a noisy stream behind one clean stream.
+
+A rollout's step map says which forward decided each token, and forward k has seen the prompt, the tokens whose step is
+less than k, and masks elsewhere. Forward k is rebuilt as a window of blocks under the predicate of `mask.py`:
+
+    first(k)  the first block with a token of step >= k: what is before it is complete, and its keys are the clean ones
+    last(k)   the last block with a token of step k: attention is block-causal, so later blocks do not matter
+    content   a token where its step is less than k, else the mask; labels where its step is k
+
+Four slots, blocks of two, `. ` for a mask, labels in brackets; forward 3 begins at block 2, since block 1 is complete:
+
+    steps      1 2 | 1 3 | 2 3 | 4 4
+    forward 1  [][]  [] .                  blocks 1 to 2
+    forward 2  a []  b .   [] .            blocks 1 to 3
+    forward 3        b []  c []            blocks 2 to 3, behind clean block 1
+    forward 4                    [][]      block 4, behind clean blocks 1 to 3
+
+So the learner's log-probabilities are the engine's, forward by forward, for any buffer size. The other two kinds of
+states are those of released learners, and are wrong under MultiBD (`States`).
+
+Shape legend: L positions of an answer with its prompt, S training sequences.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from torch import Tensor
+
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Rollout
+from mbd_core.multitf.config import ReplayStates
+from mbd_core.multitf.data.encoding import IGNORE
+from mbd_core.multitf.states.sample import Columns, MultiTFBatch, Together, collate_as
+
+States = ReplayStates
+"""Which states a learner scores an answer's tokens in.
+
+exact        those of the engine's forwards
+block-local  TraceRL's: steps are ranked within each block, and a block sees clean blocks before it. The engine's own
+             with one slot; with more, a block's logits depended on what its predecessors lacked then
+all-masked   LightningRL's released learner: each block is predicted in one forward, all its tokens masked, from clean
+             blocks before it
+"""
+
+NEVER = 2**31 - 1  # the step of positions past max_tokens, which no forward decides
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedAnswer:
+    """An answer to learn from: what the engine was asked, what it answered, and what that was worth.
+
+    tokens     its tokens, without the EOS and what follows that in its block, which the `rollout` has
+    advantage  what the log-probabilities of all its tokens are raised by
+    correct    whether it counts as a correct one, to be imitated too (`PolicyObjective.nll`)
+    template   the request's: fixed tokens have step 0 in the rollout, and are no actions
+
+    Raises `ValueError` for what cannot be replayed: decoding in which filled tokens change, or a canvas; a rollout
+    that is not of these tokens, or whose last block's rest is missing; numbers that are not finite.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    rollout: Rollout
+    decoding: DecodingConfig
+    max_tokens: int
+    advantage: float
+    correct: bool
+    template: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (why := replay_refused(self.decoding)) is not None:
+            raise ValueError(why)
+        rollout = self.rollout
+        if rollout.edits:
+            raise ValueError("the rollout has tokens that were overwritten: the states of its forwards are not known")
+        _check_lengths("tokens", len(self.tokens), len(rollout.steps), len(rollout.logprobs))
+        _check_lengths("tail tokens", len(rollout.tail_tokens), len(rollout.tail_steps), len(rollout.tail_logprobs))
+        if min(self.steps, default=0) < 0:
+            raise ValueError("the rollout has a token with a negative step: no forward decided it")
+        if not any(self.steps):
+            raise ValueError("no forward decided a token of this answer, so there is nothing to learn from; drop it")
+        if not all(math.isfinite(number) for number in (self.advantage, *self.logprobs)):
+            raise ValueError("an answer's advantage and its log-probabilities must be finite numbers")
+        self._check_end()
+        for place, token in enumerate(self.template):
+            if (
+                token is not None
+                and place < len(self.tokens)
+                and (self.tokens[place], self.steps[place]) != (token, 0)
+            ):
+                raise ValueError(f"the template fixes token {place} of the answer, and the rollout has another")
+
+    def _check_end(self) -> None:
+        number, size = len(self.steps), self.decoding.block_size
+        if number > self.max_tokens:
+            raise ValueError(f"the rollout has {number} tokens, more than max_tokens={self.max_tokens}")
+        end = len(self.prompt) + number - self.decoding.grid_origin(len(self.prompt))
+        if number < self.max_tokens and end % size:
+            raise ValueError(
+                f"the rollout ends {end % size} tokens into a block of {size}, before max_tokens={self.max_tokens}: "
+                "its tail, which the others of that block have seen, is missing; keep it (tail_tokens, tail_steps, "
+                "tail_logprobs)"
+            )
+
+    @property
+    def decided(self) -> tuple[int, ...]:
+        """The tokens with those of the tail, which are actions too."""
+        return (*self.tokens, *self.rollout.tail_tokens)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The forward that decided each of them; 0 for those that were there before the first."""
+        return (*self.rollout.steps, *self.rollout.tail_steps)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """The engine's log-probability of each of them in that forward."""
+        return (*self.rollout.logprobs, *self.rollout.tail_logprobs)
+
+
+def _check_lengths(noun: str, tokens: int, steps: int, logprobs: int) -> None:
+    if not tokens == steps == logprobs:
+        raise ValueError(
+            f"the rollout has {steps} steps and {logprobs} log-probabilities of {tokens} {noun}; each needs one"
+        )
+
+
+def replay_refused(decoding: DecodingConfig) -> str | None:
+    """Why the forwards of a decoding cannot be rebuilt from a step map; `None` where they can."""
+    for part in ("t2t", "soft", "edit", "canvas"):
+        if getattr(decoding, part) is not None:
+            return (
+                f"answers decoded with {part} cannot be replayed: their forwards have seen more than masks and final "
+                f"tokens; make the rollouts without {part}"
+            )
+    return None
+
+
+# The states of an answer, and its training sequence.
+
+
+@dataclass(frozen=True)
+class AnswerGrid:
+    """A prompt and its answer on their block grid, up to the end of the answer's last block; all (L).
+
+    tokens    the mask past `max_tokens`
+    steps     which forward decided a position: 0 before the first one, `NEVER` past `max_tokens`
+    logprobs  the engine's log-probability there, 0 where no forward decided
+    blocks    its block; a prompt that attends in full is block 0, and the answer's blocks follow (D2F)
+    """
+
+    tokens: np.ndarray
+    steps: np.ndarray
+    logprobs: np.ndarray
+    blocks: np.ndarray
+
+    @classmethod
+    def of(cls, answer: ReplayedAnswer, *, mask_token_id: int) -> Self:
+        prompt, size = len(answer.prompt), answer.decoding.block_size
+        origin = answer.decoding.grid_origin(prompt)
+        fill = -(prompt + len(answer.steps) - origin) % size
+        before, behind = np.zeros(prompt), np.zeros(fill)
+        blocks = (np.arange(prompt + len(answer.steps) + fill) - origin) // size + (origin > 0)
+        return cls(
+            tokens=np.array([*answer.prompt, *answer.decided, *[mask_token_id] * fill], dtype=np.int64),
+            steps=np.array([*[0] * prompt, *answer.steps, *[NEVER] * fill], dtype=np.int64),
+            logprobs=np.concatenate((before, np.array(answer.logprobs), behind)),
+            blocks=blocks.clip(min=0),
+        )
+
+    @property
+    def is_decided(self) -> np.ndarray:
+        """Where a forward has put a token (L)."""
+        return (self.steps > 0) & (self.steps < NEVER)
+
+    def clock(self, states: States) -> np.ndarray:
+        """The time at which each position is decided in these states (L): a state's labels have one time, and it sees
+        what is earlier."""
+        clock = self.steps.copy()
+        if states == "block-local":
+            for block in np.unique(self.blocks[self.is_decided]):
+                own = self.is_decided & (self.blocks == block)
+                clock[own] = np.unique(self.steps[own], return_inverse=True)[1] + 1
+        elif states == "all-masked":
+            clock[self.is_decided] = 1
+        return clock
+
+
+@dataclass(frozen=True)
+class State:
+    """What a noisy stream holds; all (L).
+
+    is_there    the positions that it has
+    is_visible  those whose tokens it shows; the others are masks
+    is_label    those whose tokens it predicts
+    first       the first block of each position's window
+    """
+
+    is_there: np.ndarray
+    is_visible: np.ndarray
+    is_label: np.ndarray
+    first: np.ndarray
+
+
+def replayed_states(grid: AnswerGrid, states: States, shrink: int) -> Iterator[State]:
+    """The states of an answer in order; of `shrink` successive ones the first, whose labels are all their tokens."""
+    clock, blocks = grid.clock(states), grid.blocks
+    times = np.unique(clock[grid.is_decided])
+    for start in range(0, len(times), shrink):
+        low, high = times[start], times[min(start + shrink, len(times)) - 1]
+        is_label = grid.is_decided & (clock >= low) & (clock <= high)
+        if states == "exact":
+            window = blocks[grid.is_decided & (clock >= low)].min(), blocks[is_label].max()
+            is_there, first = (blocks >= window[0]) & (blocks <= window[1]), np.full_like(blocks, window[0])
+        else:
+            is_there, first = np.isin(blocks, blocks[is_label]), blocks
+        yield State(is_there, clock < low, is_label, first)
+
+
+@dataclass(frozen=True)
+class ReplayBatch(MultiTFBatch):
+    """Training sequences of rollouts, all (S, L): a sample is an answer, and each of its noisy streams a state.
+
+    `forward`, `logprobs`, `advantage` and `correct` are those of a label's token; `old` and `reference` are the
+    log-probabilities that a ratio and a KL divergence are of: the engine's, until a learner puts its own there.
+    `weights` make the mean over an answer's tokens until an objective sets them, `kl_weights` and `nll_weights` are 0
+    until then (`policy_loss.weighed`).
+    """
+
+    padding: ClassVar[dict[str, Any]] = MultiTFBatch.padding | {
+        "logprobs": 0.0,
+        "old": 0.0,
+        "reference": 0.0,
+        "advantage": 0.0,
+        "correct": False,
+        "kl_weights": 0.0,
+        "nll_weights": 0.0,
+    }
+
+    forward: Tensor
+    logprobs: Tensor
+    old: Tensor
+    reference: Tensor
+    advantage: Tensor
+    correct: Tensor
+    kl_weights: Tensor
+    nll_weights: Tensor
+
+
+def replay_batch(
+    answers: Sequence[ReplayedAnswer],
+    *,
+    mask_token_id: int,
+    shrink: int = 1,
+    states: States = "exact",
+    shift: bool = False,
+    together: Together | None = None,
+) -> ReplayBatch:
+    """The answers' states as one batch, on the CPU.
+
+    `shrink`: so many successive states become one, that before the first of them; exact for 1 alone. `shift`: the
+    model's logits at a position predict the next one's token. `together`: the answers that share a training sequence,
+    by default none. Raises `ValueError` where `replay_row` does.
+    """
+    rows = [
+        replay_row(answer, mask_token_id=mask_token_id, shrink=shrink, states=states, shift=shift)
+        for answer in answers
+    ]
+    return collate_as(ReplayBatch, rows, together)
+
+
+def replay_row(
+    answer: ReplayedAnswer, *, mask_token_id: int, shrink: int = 1, states: States = "exact", shift: bool = False
+) -> Columns:
+    """One answer's training sequence: its noisy streams, then the clean blocks that they see.
+
+    Raises `ValueError` for a `shrink` that cannot be honoured, and where nothing predicts an answer's first token.
+    """
+    if shrink < 1 or (states == "all-masked" and shrink > 1):
+        raise ValueError(f"shrink={shrink} must be at least 1, and 1 with states=all-masked, which are one already")
+    if shift and not answer.prompt:
+        raise ValueError(
+            "an answer without a prompt cannot be replayed with shifted logits: nothing predicts its start"
+        )
+    grid = AnswerGrid.of(answer, mask_token_id=mask_token_id)
+    found = list(replayed_states(grid, states, shrink))
+    clean_at = sum(int(state.is_there.sum()) for state in found)
+    parts: list[dict[str, np.ndarray]] = []
+    start = 0
+    for number, state in enumerate(found, start=1):
+        parts.append(_noisy_columns(grid, state, number, mask_token_id=mask_token_id))
+        (places,) = state.is_there.nonzero()
+        source = start + np.arange(len(places)) - shift
+        if shift:  # before the first token of a window stands the last clean one
+            is_head = (grid.blocks[places] == state.first[places]) & (np.diff(grid.blocks[places], prepend=-1) != 0)
+            source = np.where(is_head, clean_at + places - 1, source)
+        parts[-1]["source"] = source.clip(min=0)
+        start += len(places)
+    parts.append(_clean_columns(grid, max(int(state.first[state.is_there].max()) for state in found)))
+    parts[-1]["source"] = clean_at + np.arange(len(parts[-1]["labels"]))
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    has_label = columns["labels"] != IGNORE
+    columns |= {
+        "weights": has_label / has_label.sum(),
+        "rollout": np.zeros_like(has_label),
+        "old": columns["logprobs"],
+        "reference": columns["logprobs"],
+        "advantage": has_label * answer.advantage,
+        "correct": has_label & answer.correct,
+        "kl_weights": np.zeros(len(has_label)),
+        "nll_weights": np.zeros(len(has_label)),
+    }
+    return {name: column.tolist() for name, column in columns.items()}
+
+
+def _noisy_columns(grid: AnswerGrid, state: State, number: int, *, mask_token_id: int) -> dict[str, np.ndarray]:
+    """The columns of noisy stream `number`, without `source`."""
+    places, blocks = state.is_there, grid.blocks[state.is_there]
+    is_label = state.is_label[places]
+    num_masked, num_there = (np.bincount(blocks, weights=w) for w in (~state.is_visible[places], np.ones(len(blocks))))
+    return {
+        "input_ids": np.where(state.is_visible, grid.tokens, mask_token_id)[places],
+        "positions": places.nonzero()[0],
+        "stream": np.full(len(blocks), number),
+        "block": blocks,
+        "first": state.first[places],
+        "labels": np.where(is_label, grid.tokens[places], IGNORE),
+        "slot": blocks - state.first[places],
+        "ratio": num_masked[blocks] / num_there[blocks],
+        "forward": np.where(is_label, grid.steps[places], 0),
+        "logprobs": np.where(is_label, grid.logprobs[places], 0.0),
+    }
+
+
+def _clean_columns(grid: AnswerGrid, end: int) -> dict[str, np.ndarray]:
+    """The columns of the clean stream, without `source`: the blocks before block `end`, which are complete."""
+    positions = (grid.blocks < end).nonzero()[0]
+    blocks, zeros = grid.blocks[positions], np.zeros(len(positions), dtype=np.int64)
+    return {
+        "input_ids": grid.tokens[positions],
+        "positions": positions,
+        "stream": zeros,
+        "block": blocks,
+        "first": blocks + 1,
+        "labels": np.full(len(positions), IGNORE),
+        "slot": zeros,
+        "ratio": zeros.astype(float),
+        "forward": zeros,
+        "logprobs": zeros.astype(float),
+    }
+
+
+# What a replay costs, and what TraceRL's rows would.
+
+
+@dataclass(frozen=True)
+class ReplayCost:
+    """Tokens through a learner: `noisy` ones of all states and the `clean` stream, for so many `forwards`.
+
+    `trace_rl` are those of TraceRL's rows: one for each step of the answer's slowest block, with the prompt and twice
+    the answer in whole blocks. It scores block-local states, so they are no price of the same thing.
+    """
+
+    forwards: int = 0
+    noisy: int = 0
+    clean: int = 0
+    trace_rl: int = 0
+
+    def __add__(self, other: "ReplayCost") -> "ReplayCost":
+        return ReplayCost(
+            self.forwards + other.forwards,
+            self.noisy + other.noisy,
+            self.clean + other.clean,
+            self.trace_rl + other.trace_rl,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.noisy + self.clean
+
+
+def replay_cost(answer: ReplayedAnswer, *, shrink: int = 1, states: States = "exact") -> ReplayCost:
+    """What one answer costs a learner, from its step map alone."""
+    grid = AnswerGrid.of(answer, mask_token_id=0)
+    found = list(replayed_states(grid, states, shrink))
+    end = max(int(state.first[state.is_there].max()) for state in found)
+    response = len(grid.tokens) - len(answer.prompt)
+    slowest = int(grid.clock("block-local")[grid.is_decided].max())
+    return ReplayCost(
+        forwards=len(np.unique(grid.steps[grid.is_decided])),
+        noisy=sum(int(state.is_there.sum()) for state in found),
+        clean=int((grid.blocks < end).sum()),
+        trace_rl=-(-slowest // shrink) * (len(answer.prompt) + 2 * response),
+    )

@@ -1,0 +1,344 @@
+"""The learner of reinforcement learning: rollouts with advantages in, one update, new weights out; without a launcher.
+
+A rollout's forwards are rebuilt (`states/replay.py`), so that the learner scores its tokens in the states in which the
+engine chose them. Before anything is learned, its log-probabilities are compared with the engine's: what differs is
+the two programs' arithmetic, or weights that changed between them.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from hashlib import sha256
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from mbd_core.models.decoder import Decoder
+from mbd_core.multitf.config import Sharding, TrainConfig, check_workers
+from mbd_core.multitf.data.encoding import IGNORE
+from mbd_core.multitf.states.replay import ReplayBatch, ReplayCost, ReplayedAnswer, States, replay_cost, replay_row
+from mbd_core.multitf.states.sample import Columns, collate_as, packed_alike
+from mbd_core.multitf.step.adapter import merged_tensors, without_adapter
+from mbd_core.multitf.step.compute import update_flops
+from mbd_core.multitf.step.policy_loss import (
+    LOSSES,
+    MAXIMA,
+    PARTS,
+    SUMS,
+    PolicyModule,
+    PolicyObjective,
+    Totals,
+    weighed,
+)
+from mbd_core.multitf.step.trainer import Updater, split_batch
+from mbd_core.multitf.step.workers import ALONE, Workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerReport:
+    """One update, over all workers.
+
+    loss              the weighted sum, with `policy_loss`, `kl_loss` and `nll_loss` before their weights
+    grad_norm         of all gradients together, before it was clipped
+    labels            tokens that were learned from; `tokens` went through the model, `positions` with padding
+    trace_rl_tokens   what TraceRL's rows of the same answers would be (`ReplayCost`)
+    d_*               the learner's log-probability minus the engine's, before the update: mean and largest absolute
+                      value, the share above 0.1, and `mean(e^d - 1 - d)`
+    effective_share   the effective sample size of the weights e^d, as a share of the labels
+    ratio_*, clip_share, entropy, kl_*   means over the labels, but the largest ratio; `kl_reference` where it is paid
+    d_parts           the mean of |d| by slot of the Block Buffer and by part of the answer's forwards
+    """
+
+    step: int
+    loss: float
+    policy_loss: float
+    kl_loss: float
+    nll_loss: float
+    lr: float
+    grad_norm: float
+    answers: int
+    forwards: int
+    labels: int
+    tokens: int
+    positions: int
+    trace_rl_tokens: int
+    tflop: float
+    seconds: float
+    d_mean: float
+    d_max: float
+    d_share: float
+    d_k3: float
+    effective_share: float
+    ratio_mean: float
+    ratio_max: float
+    clip_share: float
+    entropy: float
+    kl_reference: float | None
+    kl_old: float
+    d_parts: Mapping[str, float] = field(default_factory=dict)
+
+    def point(self) -> dict[str, float]:
+        """The update as a point of a run's curve."""
+        numbers = asdict(self)
+        parts = numbers.pop("d_parts")
+        numbers |= {f"d_{part}": number for part, number in parts.items()}
+        return {name: number for name, number in numbers.items() if number is not None}
+
+
+class Learner(Updater):
+    """A policy in training on replayed answers.
+
+    `config.batch_size` is how many answers an update is planned with; it may have fewer, since groups are dropped, and
+    more. `states` and `shrink` are those of `replay_batch`. Where the objective has a KL divergence to a frozen
+    reference, that is the model as it is given, or under an adapter the model without it. So a learner that resumes is
+    given the model that the run began with, and then its state (`load_state_dict`).
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: TrainConfig,
+        objective: PolicyObjective,
+        *,
+        states: States = "exact",
+        shrink: int = 1,
+        workers: Workers = ALONE,
+        sharding: Sharding | None = None,
+    ) -> None:
+        check_workers(config, workers.size)
+        if config.distillation is not None:
+            raise ValueError("distillation is MultiTF's objective, and not a learner's; leave it out")
+        if config.lora is not None and config.lora.dropout:
+            raise ValueError(
+                f"an adapter's dropout of {config.lora.dropout} makes the learner's log-probabilities others than the "
+                "engine's: give dropout 0"
+            )
+        keeps_reference = objective.needs_reference and config.lora is None
+        if keeps_reference and sharding == "sharded" and workers.size > 1:
+            raise ValueError(
+                "no frozen reference is kept beside sharded weights: train an adapter (lora), whose reference is the "
+                "model without it, or give kl_to=old"
+            )
+        reference = deepcopy(model).to(workers.device).eval().requires_grad_(False) if keeps_reference else None
+        self.policy, self.states, self.shrink, self.workers = objective, states, shrink, workers
+        super().__init__(
+            model,
+            config,
+            partial(PolicyModule, model, objective),
+            rank=workers.rank,
+            world_size=workers.size,
+            device=workers.device,
+            sharding=sharding,
+        )
+        self._reference = None if reference is None else PolicyModule(reference, objective, self.attention)
+
+    def update(self, answers: Sequence[ReplayedAnswer]) -> LearnerReport:
+        """The updates of the weights on these answers, which all workers are given in one order.
+
+        The same answers, weights and optimizer states give the same update, bit for bit. Raises `ValueError` without
+        answers and for what cannot be replayed, before anything has changed.
+        """
+        began, step = time.perf_counter(), self.step_number
+        share = self._share(answers)
+        parts = [self._scored(part) for part in split_batch(share.batch, self.config.micro_batch)]
+        lrs = [self.config.lr_at(step + number) for number in range(self.policy.passes)]
+        passes = [self._pass(parts) for _ in lrs]
+        flops = len(passes) * update_flops(self.model.config, share.batch, lora=self.config.lora is not None)
+        counts = {
+            "tokens": share.batch.num_tokens,
+            "positions": sum(part.input_ids.numel() for part in parts),
+            "trace_rl_tokens": share.cost.trace_rl,
+            "forwards": share.cost.forwards,
+        }
+        values = counts, flops, torch.stack([numbers for numbers, _ in passes])
+        every = [others for others, is_counted in self.workers.all_values((values, self.counts)) if is_counted]
+        maxima, sums = torch.stack([numbers for _, _, numbers in every]).split([len(MAXIMA), len(SUMS)], dim=-1)
+        first, mean = (dict(zip(SUMS, row.tolist(), strict=True)) for row in (sums.sum(0)[0], sums.sum(0).mean(0)))
+        for name in LOSSES:  # each worker's weights are its part, times the number of workers
+            mean[name] /= len(every)
+        mean["loss"] = mean["policy_loss"] + self.policy.kl * mean["kl_loss"] + self.policy.nll * mean["nll_loss"]
+        return LearnerReport(
+            step=step,
+            lr=fmean(lrs),
+            grad_norm=fmean(norm for _, norm in passes),
+            answers=len(answers),
+            labels=round(first["labels"]),
+            tflop=sum(flops for _, flops, _ in every) / 1e12,
+            seconds=time.perf_counter() - began,
+            **{name: sum(counts[name] for counts, _, _ in every) for name in counts},
+            d_max=maxima[:, 0, MAXIMA.index("d_max")].max().item(),
+            ratio_max=maxima[..., MAXIMA.index("ratio_max")].max().item(),
+            **_means(first, mean),
+            kl_reference=mean["kl_reference"] / first["labels"] if self.policy.needs_reference else None,
+            d_parts={
+                part: first[f"d_abs_{part}"] / first[f"labels_{part}"] for part in PARTS if first[f"labels_{part}"]
+            },
+        )
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of the policy's tensors on the CPU, by the decoder's names and with an adapter merged into them: what
+        `Engine.update_weights` takes. Every worker calls it."""
+        return merged_tensors(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a learner that resumes needs, beside the model that the run began with: step, weights and optimizer
+        states, as copies on the CPU. Every worker calls it, and the first one has it; the others' is empty."""
+        options = StateDictOptions(
+            full_state_dict=True, cpu_offload=True, ignore_frozen_params=self.config.lora is not None
+        )
+        model = get_model_state_dict(self.model, options=options)
+        optimizers = get_optimizer_state_dict(self.model, self.optimizers, options=options)
+        if not self.workers.is_first:
+            return {}
+        state = {
+            "step": self.step_number,
+            "model": model,
+            "optimizers": optimizers,
+            "reference": self._reference_digest(),
+        }
+        return deepcopy(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, which the first worker gives, and the others leave empty. Every worker calls it.
+
+        Raises `ValueError` if the state's reference is another model than this learner's.
+        """
+        step, digest = self.workers.all_values((state.get("step", 0), state.get("reference")))[0]
+        if digest != self._reference_digest():
+            raise ValueError(
+                "the state is of a learner with another frozen reference: give this one the model that the run began "
+                "with, and the same objective"
+            )
+        has_others = self.workers.size > 1
+        options = StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=has_others, strict=self.config.lora is None
+        )
+        state = deepcopy(dict(state))
+        set_model_state_dict(self.model, state.get("model", {}), options=options)
+        set_optimizer_state_dict(self.model, self.optimizers, state.get("optimizers", {}), options=options)
+        self.step_number = step
+
+    def _reference_digest(self) -> str | None:
+        """A digest of the frozen reference's tensors; `None` where there is none beside the policy."""
+        if self._reference is None:
+            return None
+        digest = sha256()
+        for name, tensor in self._reference.model.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def _share(self, answers: Sequence[ReplayedAnswer]) -> "Share":
+        """This worker's answers as a weighed batch.
+
+        They are dealt out longest first, so that workers have about as many tokens each. Where one is left over, the
+        workers without have the longest again, without labels: those with parts of one model compute equally often.
+        """
+        if not answers:
+            raise ValueError("an update needs at least one answer; of none nothing is learned")
+        count = self.world_size
+        order = sorted(answers, key=lambda answer: -len(answer.prompt) - len(answer.steps))
+        own = order[self.rank :: count]
+        rows = [self._row(answer) for answer in own]
+        if len(own) < math.ceil(len(order) / count):
+            rows.append(self._row(order[0]))
+            rows[-1]["labels"] = [IGNORE] * len(rows[-1]["labels"])
+        together = None
+        if self.config.pack is not None:
+            lengths = [self._cost(answer).tokens for answer in order]
+            lengths += lengths[:1] * (-len(order) % count)
+            together = packed_alike([lengths[rank::count] for rank in range(count)], self.config.pack)[self.rank]
+        batch = collate_as(ReplayBatch, rows, together)
+        first, *others = [
+            totals for totals, counts in self.workers.all_values((Totals.of(batch), self.counts)) if counts
+        ]
+        cost = sum(map(self._cost, own), ReplayCost())
+        return Share(weighed(batch, self.policy, sum(others, first), num_workers=count), cost)
+
+    def _row(self, answer: ReplayedAnswer) -> Columns:
+        model = self.model.config
+        return replay_row(
+            answer,
+            mask_token_id=model.mask_token_id,
+            shrink=self.shrink,
+            states=self.states,
+            shift=model.shift_logits,
+        )
+
+    def _cost(self, answer: ReplayedAnswer) -> ReplayCost:
+        return replay_cost(answer, shrink=self.shrink, states=self.states)
+
+    @torch.no_grad()
+    def _scored(self, part: ReplayBatch) -> ReplayBatch:
+        """The batch with the log-probabilities that ratios and KL divergences are of, where the loss needs them."""
+        columns = {}
+        if self.policy.needs_reference and self._reference is None:
+            with without_adapter(self.model):
+                columns["reference"] = self._scores(self.objective, part)
+        elif self._reference is not None:
+            columns["reference"] = self._scores(self._reference, part)
+        if self.policy.old == "learner" and not self._is_old:
+            columns["old"] = self._scores(self.objective, part)
+        return replace(part, **columns)
+
+    def _scores(self, module: nn.Module, part: ReplayBatch) -> Tensor:
+        """A column of what a module says of the labels."""
+        with self._autocast():
+            scores_N, _ = module(part.to(self.device), only_scores=True)
+        column = torch.zeros_like(part.logprobs)
+        column[part.labels != IGNORE] = scores_N.to(column)
+        return column
+
+    @property
+    def _is_old(self) -> bool:
+        """Whether each update is made with the old policy's own weights."""
+        return self.policy.old == "learner" and self.policy.passes == 1
+
+    def _pass(self, parts: Sequence[ReplayBatch]) -> tuple[Tensor, float]:
+        """One update: `MAXIMA` and `SUMS` of this worker's labels, and the gradients' norm."""
+        numbers = []
+        for part in parts:
+            with self._gradients_stay_here(part is not parts[-1]):
+                with self._autocast():
+                    loss, part_numbers = self.objective(part.to(self.device), is_old=self._is_old)
+                loss.backward()
+            numbers.append(part_numbers)
+        norm = self._apply()
+        each = torch.stack(numbers).cpu()
+        return torch.cat([each[:, : len(MAXIMA)].amax(0), each[:, len(MAXIMA) :].sum(0)]), norm
+
+
+@dataclass(frozen=True)
+class Share:
+    """A worker's part of an update."""
+
+    batch: ReplayBatch
+    cost: ReplayCost
+
+
+def _means(first: Mapping[str, float], mean: Mapping[str, float]) -> dict[str, Any]:
+    """A report's means: of differences those of the first pass, before anything was learned, else means of all."""
+    labels = first["labels"]
+    return {
+        **{name: mean[name] for name in ("loss", "policy_loss", "kl_loss", "nll_loss")},
+        "d_mean": first["d_abs"] / labels,
+        "d_share": first["d_large"] / labels,
+        "d_k3": first["d_k3"] / labels,
+        "effective_share": first["weight"] ** 2 / first["weight_squared"] / labels,
+        "ratio_mean": mean["ratio"] / labels,
+        "clip_share": mean["clipped"] / labels,
+        "entropy": mean["entropy"] / labels,
+        "kl_old": mean["kl_old"] / labels,
+    }
