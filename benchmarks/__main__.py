@@ -10,6 +10,7 @@ COMMANDS = {
     "buffer": ("benchmarks.commands:buffer", "buffer sizes and block budgets at 1 to 64 requests at once"),
     "train": ("benchmarks.commands:train", "MultiTF's shared clean stream beside a sequence for each layout"),
     "context": ("benchmarks.context.commands:context", "long prompts: storing, host work by depth, gaps in streams"),
+    "turns": ("benchmarks.context.commands:turns", "a conversation's next turn beside a cold start"),
     "affinity": ("benchmarks.context.commands:affinity", "turns over replicas: prefixes found, by who routes them"),
     "fp8": ("benchmarks.commands:fp8", "the error of a model's logits with FP8 weights"),
     "sweep": ("benchmarks.evaluation:sweep", "a sweep on Ray beside the engine called directly"),

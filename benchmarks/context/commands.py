@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 from tqdm import tqdm
@@ -101,6 +102,43 @@ def run_context(
     measuring.write(command_line, {"torch": torch.__version__, "threads": torch.get_num_threads()}, **tables)
 
 
+def run_turns(
+    command_line: CommandText,
+    *,
+    model: Annotated[str, Option(f"A shape, with random weights: {', '.join(SHAPES)}.", MODEL)] = "tiny-sdar",
+    turns: Annotated[int, Option("Turns of the conversation.", DATA, at_least=1)] = 10,
+    turn_tokens: Annotated[int, Option("Tokens of a turn, its answer included.", DATA, at_least=128)] = 3072,
+    answer_tokens: Annotated[int, Option("Tokens of its answer.", DATA, at_least=32)] = 64,
+    measuring: Annotated[BenchmarkOptions, Fields("device", "threads", "json")],
+) -> None:
+    """A conversation's next turn: what is found of the last answer, and what a turn costs beside a cold start.
+
+    The first table has the share of an answer's tokens that the next turn finds again, for the chat templates of 21
+    families: where the answer was cut into tokens as the tokenizer cuts it, where it was not, and where its
+    `token_ids` are sent back. The second serves one conversation to an engine that has seen the turns before, and in
+    turn with it to one that has not. The shape's positions are raised to what the conversation needs.
+    """
+    import torch
+
+    from benchmarks.context import turns as turns_module
+    from mbd_core.models.shapes import random_model
+
+    measuring.begin()
+    if model not in SHAPES:
+        raise ValueError(f"--model {model} must be one of {', '.join(SHAPES)}")
+    if not 0 < answer_tokens < turn_tokens:
+        raise ValueError(f"--answer-tokens {answer_tokens} must be less than --turn-tokens {turn_tokens}")
+    place = usable_device(measuring.device)
+    templates = turns_module.round_trip_rows()
+    print(markdown(templates, turns_module.ROUND_TRIP) + "\n")
+    talk = turns_module.Conversation(turns=turns, turn_tokens=turn_tokens, answer_tokens=answer_tokens)
+    config = replace(SHAPES[model], max_positions=(turns + 1) * turn_tokens)
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    rows = turns_module.turn_rows(random_model(config, device=place, dtype=dtype), talk)
+    print(f"{model}, {device_name(place)}, turns of {turn_tokens} tokens\n\n{markdown(rows, turns_module.TURNS)}")
+    measuring.write(command_line, {"torch": torch.__version__}, templates=templates, turns=rows)
+
+
 def run_affinity(
     command_line: CommandText,
     *,
@@ -138,4 +176,5 @@ def run_affinity(
 
 
 context = command(run_context, "python -m benchmarks context")
+turns = command(run_turns, "python -m benchmarks turns")
 affinity = command(run_affinity, "python -m benchmarks affinity")

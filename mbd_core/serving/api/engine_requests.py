@@ -283,13 +283,17 @@ def _check_answer(model: ServedModel, content: str, answer: Sequence[int]) -> No
 
 
 def _around_answers(
-    render: Callable[[list[dict[str, Any]]], MaskedText],
+    render: Callable[..., MaskedText],
     turns: Sequence[Mapping[str, Any]],
     answered: Sequence[int],
     text: MaskedText,
 ) -> list[MaskedText] | None:
     """The texts before, between and behind the answers of the turns `answered`; `None` where the template shows them
-    otherwise than whole, once and in this order, but for blanks around them."""
+    otherwise than whole, once and in this order, but for blanks around them.
+
+    Blanks that the template sets before an answer, and not where it lets one begin, are left out: the answer followed
+    none.
+    """
     if ANSWER_PLACE in text.text:
         return None
     marked = [dict(turn) for turn in turns]
@@ -302,8 +306,23 @@ def _around_answers(
     for shown in (str, str.strip):
         answers = [shown(str(turns[number]["content"])) for number in answered]
         if "".join(a + b for a, b in zip(parts, [*answers, ""], strict=True)) == text.plain:
-            return [MaskedText(part, pieces.masking) for part in pieces.text.split(ANSWER_PLACE)]
+            blanks = _blanks_before_answers(render)
+            shown_parts = pieces.text.split(ANSWER_PLACE)
+            before = [part.removesuffix(blanks) for part in shown_parts[:-1]]
+            return [MaskedText(part, pieces.masking) for part in (*before, shown_parts[-1])]
     return None
+
+
+def _blanks_before_answers(render: Callable[..., MaskedText]) -> str:
+    """The blanks between the place where the template lets an answer begin, and that where it shows one."""
+    question = {"role": "user", "content": "x"}
+    try:
+        begin = render([question], answered=False, continues=False).text
+        shown = render([question, {"role": "assistant", "content": ANSWER_PLACE}], answered=True, continues=False).text
+    except ValueError:  # a template that needs other turns
+        return ""
+    between = shown.partition(ANSWER_PLACE)[0].removeprefix(begin)
+    return between if between.isspace() else ""
 
 
 def check_calls(model: ServedModel) -> None:

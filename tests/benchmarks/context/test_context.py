@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from benchmarks.context.affinity import Fleet, Simulation, Traffic, affinity_rows
-from benchmarks.context.commands import affinity, context
+from benchmarks.context.commands import affinity, context, turns
 from benchmarks.context.storing import CHUNK, counted_rows, gap_row, host_rows, storing_cost, storing_floor
+from benchmarks.context.turns import round_trip_rows
 from benchmarks.roofline import Machine, step_cost
 from mbd_core.models.model_config import head_flops
 from mbd_core.models.shapes import SHAPES, random_model
@@ -94,3 +95,25 @@ def test_the_command_prints_both_routers(capsys: pytest.CaptureFixture[str]) -> 
     argv = ["--conversations", "4", "--turns", "2", "--turn-tokens", "128", "--kills", "2", "--adds", "3"]
     assert affinity(argv) == 0
     assert capsys.readouterr().out.count("two choices") == 2
+
+
+def test_answers_come_back_by_their_tokens_in_every_familys_template() -> None:
+    """But for thoughts, which a template drops by its own rule."""
+    rows = {row["template"]: row for row in round_trip_rows()}
+    assert len(rows) >= 20
+    changed = {name for name, row in rows.items() if row["ids"] < 1.0}
+    assert changed == {name for name in rows if "dropped" in name}
+    assert all(rows[name]["not_shown"] == "with a thought" for name in changed)
+    assert all(row["decoder"] <= row["tokenizer"] <= row["ids"] for row in rows.values())
+    assert rows["Vicuna"]["tokenizer"] < 0.1 and rows["LLaDA"]["decoder"] < rows["LLaDA"]["tokenizer"] == 1.0
+
+
+def test_a_turn_stores_what_is_new_and_decodes_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "rows.json"
+    argv = ["--turns", "4", "--turn-tokens", "1024", "--threads", "1", "--json", str(target)]
+    assert turns(argv) == 0 and "cold / warm" in capsys.readouterr().out
+    rows = json.loads(target.read_text())["turns"]
+    assert [row["prompt"] - row["cached"] for row in rows] == [1024 - 64] * 4
+    assert [row["cached"] for row in rows] == [1024 * k for k in range(4)]
+    assert [row["forwards"] for row in rows] == [1] * 4 and [row["cold_forwards"] for row in rows] == [1, 1, 2, 2]
+    assert all(row["same_tokens"] for row in rows)

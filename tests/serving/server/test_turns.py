@@ -25,6 +25,7 @@ PLAIN = (
 TRIMMED = PLAIN.replace("{{ m['content'] }}<|endoftext|>", "{{ m['content'] | trim }}<|endoftext|>")
 SHORTENED = PLAIN.replace("{{ m['content'] }}<|endoftext|>", "{{ m['content'][:3] }}<|endoftext|>")
 HIDDEN = PLAIN.replace("{{ m['content'] }}<|endoftext|>", "<|endoftext|>")
+BLANK = PLAIN.replace("<|assistant|>{{ m", "<|assistant|> {{ m")
 TWICE = PLAIN.replace("{{ m['content'] }}<|endoftext|>", "{{ m['content'] }}{{ m['content'] }}<|endoftext|>")
 
 
@@ -81,7 +82,8 @@ def test_the_next_turn_finds_the_answer_by_its_tokens(tiny_model_dir: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("template", "stands"), [(PLAIN, True), (TRIMMED, True), (SHORTENED, False), (HIDDEN, False), (TWICE, False)]
+    ("template", "stands"),
+    [(PLAIN, True), (TRIMMED, True), (BLANK, True), (SHORTENED, False), (HIDDEN, False), (TWICE, False)],
 )
 def test_the_template_decides_what_is_shown(tiny_model_dir: Path, tmp_path: Path, template: str, stands: bool) -> None:
     """Blanks around an answer are its own; another text is the template's."""
