@@ -13,12 +13,12 @@ from benchmarks.step_timing import StepCase, filled_engine, measure_host, measur
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.engine.build import attention_kernel
 from mbd_core.engine.config import EngineConfig
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig, Parts
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.models.shapes import SHAPES, random_model
-from mbd_core.ops.attention.choice import resolve
 from mbd_core.ops.machine import free_host_memory
 
 # Table 3 of the MBD-LMs paper: LLaDA2-Mini at batch 1 on two H100 (TP=2), by N_buf. Step latency in seconds.
@@ -108,8 +108,7 @@ class StepBenchmark:
         if self.uniform_routing and config.moe is None:
             raise ValueError(f"--uniform-routing cannot be honoured: {self.model} has no experts")
         page_size = EngineConfig().resolve_page_size(size)
-        heads, kv_heads, attention = config.num_heads, config.num_kv_heads, self.cases[0].attention
-        resolve(self.device, self.dtype, config.head_dim, page_size, attention, num_heads=heads, num_kv_heads=kv_heads)
+        attention_kernel(config, self.device, self.dtype, page_size, self.cases[0].attention)
         self._check_memory()
 
     def _check_memory(self) -> None:

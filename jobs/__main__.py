@@ -10,6 +10,7 @@ COMMANDS = {
     "serve": ("jobs.serve", "serve a model over OpenAI's HTTP API"),
     "prepare": ("jobs.prepare_data", "make training data of conversations"),
     "train": ("jobs.train_multitf", "train a recipe"),
+    "rl": ("jobs.train_rl", "train by reinforcement learning on a task's answers"),
     "sweep": ("jobs.eval_sweep", "evaluate models x methods x thresholds over tasks"),
     "report": ("jobs.report_sweep", "report, join and compare sweeps; choose their best points"),
     "grade": ("jobs.grade", "grade anybody's samples without a model"),

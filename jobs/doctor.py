@@ -253,24 +253,18 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
 
 def kernels(folder: ModelFolder, endpoint: EndpointArgs, device: torch.device, dtype: torch.dtype) -> Table:
     """The kernels that the engine chooses, and why not the others."""
+    from mbd_core.engine.build import attention_kernel
     from mbd_core.engine.graphs import graphs_obstacle
-    from mbd_core.ops.attention.choice import resolve
     from mbd_core.ops.experts.choice import resolve_experts
 
     config, engine = folder.config.sharded(endpoint.tensor_parallel), endpoint.engine
-    attention = resolve(
-        device,
-        dtype,
-        config.head_dim,
-        engine.resolve_page_size(engine.block_size or config.block_size),
-        engine.attention,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-    )
+    page_size = engine.resolve_page_size(engine.block_size or config.block_size)
+    attention = attention_kernel(config, device, dtype, page_size, engine.attention)
     chosen: list[tuple[str, Any]] = [("attention", attention)]
     if config.moe is not None:
         expert_size, hidden_size = config.moe.intermediate_size, config.hidden_size
-        experts = resolve_experts(device, dtype, expert_size=expert_size, hidden_size=hidden_size)
+        gelu = config.gemma is not None
+        experts = resolve_experts(device, dtype, expert_size=expert_size, hidden_size=hidden_size, gelu=gelu)
         chosen.append(("experts", experts))
     rows: list[list[Cell]] = []
     for what, kernel in chosen:

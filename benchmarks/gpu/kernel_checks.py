@@ -11,7 +11,6 @@ import torch
 from benchmarks.gpu.checks import CheckFailed, Row, check_model
 from benchmarks.step_timing import StepCase, filled_engine
 from mbd_core.engine.graphs import static_step
-from mbd_core.engine.runner import PagedAttention
 from mbd_core.engine.step import ALL_WORK, StepKind, Work
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import fuse
@@ -71,7 +70,7 @@ def layers_row(model: Decoder, case: StepCase) -> Row:
     hidden = []
     for kernels in (True, False):
         form = fuse(model, num_positions=4096, kernels=kernels)
-        attend = PagedAttention(runner.cache, batch.write_loc_T, runner.bind(batch))
+        attend = runner.bind(batch)
         hidden.append(form.forward(batch.input_ids_T, batch.positions_T, attend, live=batch.live_T).float())
     live_rows = slice(None) if batch.live_T is None else batch.live_T
     result, expected = (states[live_rows] for states in hidden)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from mbd_core.checkpoint.families import FAMILIES, Json, check_keys, family_of
+from mbd_core.checkpoint.gemma_config import flat_config, nested_config
 from mbd_core.checkpoint.safetensor_files import block_shape, read_json
-from mbd_core.models.model_config import ROPE_SCALINGS, ModelConfig, MoEConfig, RopeScaling
+from mbd_core.models.model_config import ROPE_SCALINGS, GemmaLayers, ModelConfig, MoEConfig, RopeScaling
 
 # Reads a Hugging Face config.json as a `ModelConfig`, and writes it back.
 
@@ -24,6 +25,7 @@ LEAST = {
     "first_dense_layers": 0,
     "dense_layers": 0,
     "expert_capacity": 0,
+    "global_layers": 0,
 }
 MOST = 2**31 - 1
 
@@ -36,6 +38,8 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
     """
     architecture, family = family_of(config)
     block_shape(config)
+    if family.text is not None:
+        config = flat_config(config, family.text)
     config, scaling = _read_rope(config)
     if scaling is not None and not family.rope_scaling:
         raise ValueError(
@@ -86,9 +90,11 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
             "they must be equal"
         )
     experts = {ours: field_value(MoEConfig, ours, theirs) for ours, theirs in (family.moe_keys or {}).items()}
+    layers = {ours: field_value(GemmaLayers, ours, theirs) for ours, theirs in family.gemma_keys.items()}
     try:
         moe = MoEConfig(**experts, **family.moe_switches) if experts else None
-        return ModelConfig(architecture=architecture, **sizes, **family.switches, rope_scaling=scaling, moe=moe)
+        more = {**family.switches, "gemma": GemmaLayers(**layers) if layers else None}
+        return ModelConfig(architecture=architecture, **sizes, **more, rope_scaling=scaling, moe=moe)
     except ValueError as error:
         files = "config.json with generation_config.json" if elsewhere else "config.json"
         raise ValueError(f"{files}: {error}") from None
@@ -125,11 +131,15 @@ def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
     eos = config.eos_token_ids
     values = {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
     values["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
-    if family.rope_scaling:
-        values["rope_scaling"] = None if config.rope_scaling is None else _written_scaling(config.rope_scaling)
+    scaling = {} if config.rope_scaling is None else _written_scaling(config.rope_scaling)
+    if family.rope_parameters:
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": values.pop("rope_theta"), **scaling}
+    elif family.rope_scaling:
+        values["rope_scaling"] = scaling or None
     if family.moe_keys is not None:
         assert config.moe is not None
         values |= {theirs: getattr(config.moe, ours) for ours, theirs in family.moe_keys.items()}
+    values |= {theirs: getattr(config.gemma, ours) for ours, theirs in family.gemma_keys.items()}
     if "mlp_only_layers" in values:
         values["mlp_only_layers"] = list(values["mlp_only_layers"])
     if "rotary_dim" in values:
@@ -145,6 +155,8 @@ def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
         **family.fixed,
         **{key: value for key, value in values.items() if value is not None},
     }
+    if family.text is not None:
+        written = nested_config(written, config, family.text)
     whole = config.rotary_dim == config.head_dim
     if read_config(written) != (replace(config, rotary_dim=None) if whole else config):
         raise ValueError(f"{config} cannot be written as a config.json of {config.architecture}")

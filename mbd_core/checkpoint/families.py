@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from mbd_core.models.model_config import NO_MASK
+
 Json = Mapping[str, Any]
 
 # A checkpoint as Hugging Face writes it, or as torch.distributed.checkpoint does.
@@ -31,7 +33,11 @@ class Family:
     accepted            keys that are not read, with the values that leave the network as it is here; a list may hold
                         any of them. Every key that is in none of these is refused (`check_keys`)
     rope_scaling        whether its files may scale rotary frequencies, in `rope_scaling` or `rope_parameters`
+    rope_parameters     whether we write transformers 5's `rope_parameters`, instead of `rope_theta` and `rope_scaling`
     switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` those of `MoEConfig`
+    text                the key of config.json under which the text model's settings stand, where they are nested;
+                        its layers differ then, and `gemma_keys` has the keys of `GemmaLayers` (`gemma_config.py`)
+    skipped             beginnings of the names of tensors that are not read: of other modalities
     names               our module -> the checkpoint's name for it (`{i}` a layer, `{e}` an expert); modules with the
                         same name there are stored in one tensor, one after another
     published           ids of the released vocabulary, for folders whose files leave them out and whose `vocab_size`
@@ -46,9 +52,13 @@ class Family:
     harmless: frozenset[str] = frozenset()
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     rope_scaling: bool = True
+    rope_parameters: bool = False
     switches: Json = field(default_factory=dict)
     moe_keys: Mapping[str, str] | None = None
     moe_switches: Json = field(default_factory=dict)
+    text: str | None = None
+    gemma_keys: Mapping[str, str] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     expert_model_types: Mapping[str, str] | None = None
     vocab_sizes: tuple[int, ...] = ()
@@ -382,6 +392,105 @@ FAST_DLLM_V2 = replace(
     decoding={"carry": True, "sub_block": 8, "tau_m2t": 0.9},
 )
 
+# One set of weights for three methods. Keys are stored by causal rows, and `dlm_paradigm` says how a draft attends.
+NEMOTRON_LABS_DIFFUSION = replace(
+    SDAR,
+    model_types=("nemotron_labs_diffusion",),
+    fixed={
+        **QWEN_FIXED,
+        "mlp_bias": False,
+        "sliding_window": None,
+        "dlm_paradigm": "bidirectional",
+    },
+    harmless=OF_ANY_MODEL | {"ar_loss_weight", "dlm_loss_weight", "dp_varying_mask_ratio"},
+    accepted={**EVERYWHERE, "partial_rotary_factor": (1,)},
+    rope_parameters=True,
+    switches={"qk_norm": False, "attention": "causal"},
+    names={
+        "model.embed_tokens": "encoder.embed_tokens",
+        "model.norm": "encoder.norm",
+        "lm_head": "diffusion_head",
+        **{
+            f"model.layers.{{i}}.{module}": f"encoder.layers.{{i}}.{module}"
+            for module in (
+                "input_layernorm",
+                "post_attention_layernorm",
+                *(f"self_attn.{p}_proj" for p in "qkvo"),
+                *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
+            )
+        },
+    },
+    vocab_sizes=(131072,),
+    published={"mask_token_id": 100, "eos_token_id": 11},
+    decoding={"causal": {}},
+)
+
+# Of its encoder and decoder, which share all weights but one number a layer, the text alone is read.
+GEMMA_LAYER = (
+    *(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+    *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "pre_feedforward_layernorm_2"),
+    *("post_feedforward_layernorm", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+)
+DIFFUSION_GEMMA = Family(
+    model_types=("diffusion_gemma",),
+    keys={
+        **{ours: theirs for ours, theirs in QWEN_KEYS.items() if ours != "mask_token_id"},
+        "block_size": "canvas_length",
+    },
+    defaults={"tie_word_embeddings": True, "canvas_length": 256},
+    fixed={"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    harmless=OF_ANY_MODEL
+    | OF_ANY_MOE
+    | {
+        "audio_config",
+        "boi_token_id",
+        "eoi_token_id",
+        "image_token_id",
+        "vision_config",
+        "vision_soft_tokens_per_image",
+    },
+    accepted={"use_bidirectional_attention": ("vision",), "pruned_heads": ({},)},
+    rope_scaling=False,
+    switches={"mask_token_id": NO_MASK},
+    moe_keys={
+        "num_experts": "num_experts",
+        "experts_per_token": "top_k_experts",
+        "intermediate_size": "moe_intermediate_size",
+    },
+    moe_switches={"score": "softmax", "norm_topk_prob": True},
+    text="text_config",
+    gemma_keys={
+        "window": "sliding_window",
+        "global_layers": "layer_types",
+        "global_kv_heads": "num_global_key_value_heads",
+        "global_head_dim": "global_head_dim",
+        "global_rope_theta": "global_rope_theta",
+        "global_rotated": "global_partial_rotary_factor",
+        "softcap": "final_logit_softcapping",
+    },
+    skipped=("model.encoder.vision_tower.", "model.encoder.embed_vision."),
+    names={
+        "model.embed_tokens": "model.decoder.embed_tokens",
+        "model.norm": "model.decoder.norm",
+        "model.self_conditioning.pre_norm": "model.decoder.self_conditioning.pre_norm",
+        **{
+            f"model.self_conditioning.mlp.{p}_proj": f"model.decoder.self_conditioning.{p}_proj"
+            for p in ("gate", "up", "down")
+        },
+        **{f"model.layers.{{i}}.{part}": f"model.decoder.layers.{{i}}.{part}" for part in GEMMA_LAYER},
+        "model.layers.{i}.layer_scalar": "model.decoder.layers.{i}.layer_scalar",
+        "model.layers.{i}.context_scalar": "model.encoder.language_model.layers.{i}.layer_scalar",
+        "model.layers.{i}.router.weight": "model.decoder.layers.{i}.router.proj.weight",
+        "model.layers.{i}.router": "model.decoder.layers.{i}.router",
+        "model.layers.{i}.experts.gate_proj": "model.decoder.layers.{i}.experts.gate_up_proj",
+        "model.layers.{i}.experts.up_proj": "model.decoder.layers.{i}.experts.gate_up_proj",
+        "model.layers.{i}.experts": "model.decoder.layers.{i}.experts",
+    },
+    vocab_sizes=(262144,),
+    published={"eos_token_id": (1, 106, 50)},
+)
+
 FAMILIES: dict[str, Family] = {
     "SDARForCausalLM": SDAR,
     "SDARMoeForCausalLM": SDAR_MOE,
@@ -389,6 +498,8 @@ FAMILIES: dict[str, Family] = {
     "LLaDAModelLM": LLADA,
     "DreamModel": DREAM,
     "Fast_dLLM_QwenForCausalLM": FAST_DLLM_V2,
+    "NemotronLabsDiffusionModel": NEMOTRON_LABS_DIFFUSION,
+    "DiffusionGemmaForBlockDiffusion": DIFFUSION_GEMMA,
 }
 
 
@@ -406,6 +517,7 @@ def check_keys(config: Json, architecture: str) -> None:
     """Raise `ValueError` naming the keys of a parsed config.json that may change what the network computes, unread."""
     family = FAMILIES[architecture]
     read = {*family.keys.values(), *(family.moe_keys or {}).values(), *family.fixed, *READ_IN_ANY}
+    read |= {*family.gemma_keys.values()}
     read |= {"partial_rotary_factor"} if "rotary_dim" in family.keys else set()
     read |= {"rope_scaling"} if family.rope_scaling else set()
     unknown_keys = [

@@ -29,7 +29,8 @@ from mbd_core.checkpoint.safetensor_files import (
     read_json,
 )
 from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, StoredTensor, match_tensors
-from mbd_core.models.decoder import Decoder, Reduce
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.layer_parts import Reduce
 from mbd_core.models.model_config import ModelConfig, Parts
 from mbd_core.models.quantize import quantize_weights, rounded_bytes, weight_bytes
 from mbd_core.models.shard import Shard, served_dim, split_dim
@@ -66,6 +67,8 @@ def find_blocks(
 
     Raises `ValueError` if there is none, if a layer's experts are only partly FP8, and if ranks would cut a block.
     """
+    if config.gemma is not None:
+        raise ValueError(f"fp8=blocks cannot be honoured: {config.architecture} gates by GELU, FP8 products by SiLU")
     if config.moe is None:
         raise ValueError(f"fp8=blocks cannot be honoured: {folder.name} has no experts; fp8=all rounds its layers")
     stored_in: dict[str, dict[bool, str]] = {}
@@ -224,8 +227,9 @@ def _copy_own(state: Mapping[str, Tensor], source: Any, stored: StoredTensor) ->
             number, offsets = part.expert - offsets[0], offsets[1:]
             own_rows = own_rows[number] if 0 <= number < len(own_rows) else own_rows[:0]
         if own_rows.numel():
-            first_dim, *other_dims = (slice(at, at + size) for at, size in zip(offsets, own_rows.shape, strict=True))
-            own_rows.copy_(source[(slice(start + first_dim.start, start + first_dim.stop), *other_dims)])
+            where = [slice(at, at + size) for at, size in zip(offsets, own_rows.shape, strict=True)]
+            where[stored.dim] = slice(start + where[stored.dim].start, start + where[stored.dim].stop)
+            own_rows.copy_(source[tuple(where)])
             yield own_rows
         start += length
 
@@ -278,12 +282,13 @@ def _copy_in(weights: dict[str, Tensor], source: Any, stored: StoredTensor, shar
         is_quantized = part.target not in weights
         target = weights[f"{part.target}_values" if is_quantized else part.target]
         target = target if part.expert is None else target[part.expert]
-        where = [slice(start, start + length)] + [slice(None)] * (len(stored.shape) - 1)
+        where = [slice(None)] * len(stored.shape)
+        where[stored.dim] = slice(start, start + length)
         dim = served_dim(part.target)
         if shard.size > 1 and dim is not None:
             dim -= part.expert is not None
-            own_range = shard.part(length if dim == 0 else stored.shape[dim])
-            begin = start if dim == 0 else 0
+            own_range = shard.part(length if dim == stored.dim else stored.shape[dim])
+            begin = start if dim == stored.dim else 0
             where[dim] = slice(begin + own_range.start, begin + own_range.stop)
         if is_quantized:
             assert part.expert is not None

@@ -117,9 +117,10 @@ def save_random(
 def random_generation(config: ModelConfig) -> dict[str, Any]:
     """How random weights are decoded: never confident, they are given a fixed number of tokens a step.
 
-    A full-attention model decodes a canvas, whose rule always takes one.
+    A full-attention model decodes a canvas, whose rule always takes one; behind a causal prefix every verified draft
+    gives one.
     """
-    if config.attention == "full":
+    if config.attention != "block_causal":
         return {}
     method = FAMILIES[config.architecture].decoding
     return {**method, "buffer_size": 2, "tokens_per_step": min(4, config.block_size)}
@@ -148,7 +149,7 @@ def checkpoint_tensors(model: Decoder, experts: ExpertLayout) -> Iterator[tuple[
 
     for name, stored in stored_tensors(model.config, shapes, experts).items():
         parts = [whole(p.target) if p.expert is None else whole(p.target)[p.expert] for p in stored.parts]
-        yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
+        yield name, parts[0] if len(parts) == 1 else torch.cat(parts, dim=stored.dim)
 
 
 def _write(
@@ -179,7 +180,9 @@ def write_configs(
     base: BaseFiles | None,
 ) -> None:
     """Write config.json, and generation_config.json with ids, block size and recommended decoding."""
-    ids = {"eos_token_id": list(config.eos_token_ids), "mask_token_id": config.mask_token_id}
+    ids: dict[str, Any] = {"eos_token_id": list(config.eos_token_ids)}
+    if config.has_mask:
+        ids["mask_token_id"] = config.mask_token_id
     base = base or BaseFiles(config={}, generation={}, others={})
     written, recommended = write_config(config, fused=fused), {**ids, "block_size": config.block_size}
     files = {

@@ -30,14 +30,15 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A checkpoint's tensor: its shape, and its parts, which lie one after another along dimension 0.
+    """A checkpoint's tensor: its shape, and its parts, which lie one after another along dimension `dim`.
 
-    `lengths` has the rows of each part.
+    `lengths` has the size of each part there.
     """
 
     shape: TensorShape
     parts: tuple[TensorPart, ...]
     lengths: tuple[int, ...]
+    dim: int = 0
 
 
 def stored_tensors(
@@ -77,8 +78,10 @@ def _stored_name(ours: str, names: Mapping[str, str]) -> str:
 
 def _stored_tensor(parts: list[TensorPart], shapes: Mapping[str, TensorShape]) -> StoredTensor:
     part_shapes = [shapes[p.target] if p.expert is None else shapes[p.target][1:] for p in parts]
-    lengths = tuple(shape[0] for shape in part_shapes)
-    return StoredTensor((sum(lengths), *part_shapes[0][1:]), tuple(parts), lengths)
+    dim = 1 if len(parts) > 1 and len(part_shapes[0]) == 3 else 0  # stacks of experts are joined expert by expert
+    lengths = tuple(shape[dim] for shape in part_shapes)
+    whole = (*part_shapes[0][:dim], sum(lengths), *part_shapes[0][dim + 1 :])
+    return StoredTensor(whole, tuple(parts), lengths, dim)
 
 
 # The check of a checkpoint's tensors against those that its config.json asks for.
@@ -89,10 +92,11 @@ def match_tensors(
 ) -> tuple[dict[str, TensorInfo], dict[str, StoredTensor], ExpertLayout]:
     """The checkpoint's tensors to read, the decoder tensors that each of them holds, and the experts' layout.
 
-    `listed` has all tensors of the files. Raises `ValueError` naming the file and the tensor if they are not exactly
-    those that `config` asks for.
+    `listed` has all tensors of the files; those that the family skips are dropped. Raises `ValueError` naming the file
+    and the tensor if the others are not exactly those that `config` asks for.
     """
-    infos, shapes = dict(listed), decoder_shapes(config)
+    skipped, shapes = FAMILIES[config.architecture].skipped, decoder_shapes(config)
+    infos = {name: info for name, info in listed.items() if not name.startswith(skipped)}
     _drop_tied_head(config, infos)
     layout = _detect_layout(config, shapes, infos)
     stored = stored_tensors(config, shapes, layout)
@@ -156,11 +160,12 @@ class WeightsFolder(Protocol):
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a part in the source: rows [start, stop) of the tensor `name`."""
+    """The place of a part in the source: [start, stop) of the tensor `name` along `dim`."""
 
     name: str
     start: int
     stop: int
+    dim: int
 
 
 class TensorPieces:
@@ -173,7 +178,7 @@ class TensorPieces:
         for name, tensor in stored.items():
             start = 0
             for part, length in zip(tensor.parts, tensor.lengths, strict=True):
-                self.places[part] = _Place(name, start, start + length)
+                self.places[part] = _Place(name, start, start + length, tensor.dim)
                 start += length
                 if part.expert is not None:
                     self.num_experts[part.target] = self.num_experts.get(part.target, 0) + 1
@@ -182,7 +187,7 @@ class TensorPieces:
     def make(self, target: StoredTensor) -> Tensor:
         """A tensor of the target, read and assembled now."""
         parts = [self._part(part) for part in target.parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=target.dim)
 
     def dtype(self, target: StoredTensor) -> torch.dtype:
         """The dtype of all parts of a tensor; `ValueError` names two parts whose dtypes differ."""
@@ -205,7 +210,7 @@ class TensorPieces:
     def _part(self, part: TensorPart) -> Tensor:
         if part in self.places:
             place = self.places[part]
-            return self._read(place.name)[place.start : place.stop]
+            return self._read(place.name).narrow(place.dim, place.start, place.stop - place.start)
         if part.expert is not None:
             return self._read(self.places[TensorPart(part.target)].name)[part.expert]
         stack: Tensor | None = None

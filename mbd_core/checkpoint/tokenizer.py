@@ -20,8 +20,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerBase":
     """The tokenizer of a model folder.
 
-    Raises `ValueError` unless its mask id is the model's and all its ids lie in the model's vocabulary. A tokenizer
-    that names no mask token (LLaDA's) must have a special token at the model's mask id.
+    Raises `ValueError` unless its mask id is the model's, if that has one, and all its ids lie in the model's
+    vocabulary. A tokenizer that names no mask token (LLaDA's) must have a special token at the model's mask id.
     """
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ValueError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
@@ -32,7 +32,7 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerBas
         raise ValueError(f"{folder} has no tokenizer that can be loaded: {' '.join(str(error).split())}") from None
     added = tokenizer.added_tokens_decoder.get(config.mask_token_id)
     unnamed = tokenizer.mask_token is None and added is not None and added.special
-    if tokenizer.mask_token_id != config.mask_token_id and not unnamed:
+    if config.has_mask and tokenizer.mask_token_id != config.mask_token_id and not unnamed:
         raise ValueError(
             f"{folder}: config.json says mask_token_id={config.mask_token_id} but the tokenizer's mask token "
             f"{tokenizer.mask_token!r} is {tokenizer.mask_token_id}"

@@ -12,7 +12,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.graphs import StepGraphs, graphs_obstacle
 from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.pages import PagedKVCache, PagePool
-from mbd_core.engine.rows import CanvasRuns
+from mbd_core.engine.rows import PlannedRuns
 from mbd_core.engine.runner import ModelRunner, Rows, pack, shared_vocab, whole_vocab
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.seating import Ledger, Seating
@@ -21,7 +21,7 @@ from mbd_core.engine.weights import ResidentAdapters
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.lora import AdapterSlots
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.ops.attention.choice import resolve
+from mbd_core.ops.attention.choice import AttentionKernel, resolve
 from mbd_core.ops.launch import triton_serves
 from mbd_core.ops.machine import free_host_memory
 
@@ -35,7 +35,8 @@ from mbd_core.ops.machine import free_host_memory
 
 def bytes_per_page(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     """Keys and values of all layers for a page of tokens."""
-    return 2 * model.num_layers * page_size * model.num_kv_heads * model.head_dim * dtype.itemsize
+    heads = map(model.of_layer, range(model.num_layers))
+    return 2 * page_size * dtype.itemsize * sum(c.num_kv_heads * c.head_dim for c in heads)
 
 
 def longest_in_pages(model: ModelConfig, config: EngineConfig, page_size: int) -> int:
@@ -202,7 +203,7 @@ def build_parts(
             _scheduler(model, config, pool, block_size=block_size, page_size=page_size),
             state.buffer,
             Ledger(config.max_rows, num_slots=config.num_slots, block_size=block_size, page_size=page_size),
-            CanvasRuns(c, runner.cache, state.vocab),
+            PlannedRuns(c, runner.cache, state.vocab),
             state.tables_RP,
             state.adapters_R,
         ),
@@ -258,17 +259,25 @@ def _check(model: Decoder, config: EngineConfig, vocab_limit: int | None) -> int
     return block_size
 
 
+def attention_kernel(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, page_size: int, preference: str | None
+) -> AttentionKernel:
+    """The attention kernel for the sizes of `model`, one rank's where there are several; raises as `resolve`."""
+    return resolve(
+        device,
+        dtype,
+        max(model.of_layer(layer).head_dim for layer in range(model.num_layers)),
+        page_size,
+        preference,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        windows=model.gemma is not None,
+    )
+
+
 def _runner(model: Decoder, config: EngineConfig, page_size: int) -> ModelRunner:
     c, weights = model.config, model.model.norm.weight
-    attention = resolve(
-        weights.device,
-        weights.dtype,
-        c.head_dim,
-        page_size,
-        config.attention,
-        num_heads=c.num_heads,
-        num_kv_heads=c.num_kv_heads,
-    )
+    attention = attention_kernel(c, weights.device, weights.dtype, page_size, config.attention)
     longest = longest_in_pages(c, config, page_size)
     if config.num_pages is not None:
         longest = min(config.num_pages, longest)

@@ -16,6 +16,7 @@ the namespace (a model, the version of its weights, an adapter). Block-causality
 exactly that. Page 0 is the null page: it has no owner, and writes that must have no effect go there.
 """
 
+import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -195,17 +196,24 @@ class PagePool:
 
 
 class PagedKVCache:
-    """Tensors `k`, `v` (layers, pages, page_size, K, C). A location is `page * page_size + offset`."""
+    """Keys and values of pages, in `layers` as (pages, page_size, K, C) of each layer; layers may differ in K and C.
+
+    A location is `page * page_size + offset`. `k` and `v` hold all layers one after another.
+    """
 
     def __init__(
         self, config: ModelConfig, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        heads = [config.of_layer(layer) for layer in range(config.num_layers)]
+        shapes = [(num_pages, page_size, c.num_kv_heads, c.head_dim) for c in heads]
+        sizes = [math.prod(shape) for shape in shapes]
         self.page_size = page_size
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.layers = tuple(zip(self.k, self.v, strict=True))
-        """Each layer's `k` and `v` (pages, page_size, K, C)."""
+        self.k = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self.v = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self.layers = tuple(
+            (k.view(shape), v.view(shape))
+            for k, v, shape in zip(self.k.split(sizes), self.v.split(sizes), shapes, strict=True)
+        )
         self.by_location = tuple((k.flatten(0, 1), v.flatten(0, 1)) for k, v in self.layers)
 
     def write(self, layer: int, k: Tensor, v: Tensor, locations: Tensor) -> None:
@@ -216,5 +224,5 @@ class PagedKVCache:
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Put what the pages `source` (n,) hold into the pages `target` (n,), in all layers."""
-        self.k[:, target] = self.k[:, source]
-        self.v[:, target] = self.v[:, source]
+        for k, v in self.layers:
+            k[target], v[target] = k[source], v[source]

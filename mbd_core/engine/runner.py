@@ -12,8 +12,10 @@ from torch.nn import functional as F
 
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.engine.pages import PagedKVCache
-from mbd_core.models.decoder import Decoder, Reduce
+from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import fuse
+from mbd_core.models.gemma import Denoising
+from mbd_core.models.layer_parts import Reduce
 from mbd_core.models.lora import AdapterSlots
 from mbd_core.models.shard import Shard
 from mbd_core.ops.attention.choice import AttentionKernel
@@ -36,6 +38,7 @@ class Rows:
     pages_KP     the pages of its sequence, padded with the null page
     stored_K     whether its keys are stored in its pages; otherwise they go to the null page
     weight_T     DMax's embedding weights, `None` where all tokens are hard
+    expected_TD  where the rows' tokens are being denoised: the embeddings expected at their places (`Denoising`)
     adapter_K    the slot of each row's LoRA adapter, 0 for none; `None` where no row of the forward has one
     rows_each    that many neighbouring rows are one sequence's, all through the group
     live_K       whether anything of the row is read afterwards; `None`: all rows are
@@ -52,6 +55,7 @@ class Rows:
     logits_at_A: Tensor
     causal_K: Tensor | None = None
     weight_T: Tensor | None = None
+    expected_TD: Tensor | None = None
     adapter_K: Tensor | None = None
     rows_each: int = 1
     live_K: Tensor | None = None
@@ -68,6 +72,7 @@ class Batch:
     split        rows' lengths where each is to be computed apart (batch-invariant)
     rows_each    that many neighbouring rows, all of the same length, are one sequence's, all through the batch
     live_T       whether anything of the token is read afterwards; `None`: all tokens are
+    denoising    which tokens are being denoised; `None`: none is
     """
 
     input_ids_T: Tensor
@@ -84,6 +89,7 @@ class Batch:
     split: list[int] | None = None
     rows_each: int = 1
     live_T: Tensor | None = None
+    denoising: Denoising | None = None
 
     @property
     def num_logits(self) -> int:
@@ -134,6 +140,7 @@ def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = Fals
         write_loc_T=torch.where(stored_K[row_T], page_T * page_size, 0) + offset_T,
         logits_at_A=torch.where(logits_at_A < 0, len(positions_T) - 1 - logits_at_A, logits_at_A),
         weight_T=_weights(groups),
+        denoising=_denoising(groups),
         max_q=max_q,
         causal_K=_causal(groups),
         adapter_T=_adapters(groups, row_T),
@@ -198,16 +205,28 @@ def _weights(groups: Sequence[Rows]) -> Tensor | None:
     )
 
 
+def _denoising(groups: Sequence[Rows]) -> Denoising | None:
+    """Which tokens of the forward are being denoised; `None`: none is."""
+    expected = [g.expected_TD for g in groups if g.expected_TD is not None]
+    if not expected:
+        return None
+    zeros = [expected[0].new_zeros((len(g.tokens_T), expected[0].shape[1])) for g in groups]
+    at = [torch.full_like(g.tokens_T, g.expected_TD is not None, dtype=torch.bool) for g in groups]
+    rows = [z if g.expected_TD is None else g.expected_TD for g, z in zip(groups, zeros, strict=True)]
+    return Denoising(torch.cat(at), torch.cat(rows))
+
+
 # The model on a batch: embeddings, layers with paged attention, logits.
 
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """The `Attend` of a paged forward: store this batch's keys, then attend through the page table."""
+    """The `Attend` of a paged forward: store this batch's keys, then attend through the page table, layer by layer as
+    `attends` say."""
 
     cache: PagedKVCache
     write_loc_T: Tensor
-    attend: BoundAttention
+    attends: Sequence[BoundAttention]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache.write(layer, k, v, self.write_loc_T)
@@ -219,11 +238,12 @@ class PagedAttention:
 
     def attend_stored(self, layer: int, q: Tensor) -> Tensor:
         """Attend, this batch's keys being stored."""
-        return self.attend(q, *self.cache.layers[layer])
+        return self.attends[layer](q, *self.cache.layers[layer])
 
 
 class ModelRunner:
     """Runs the decoder over batches: its fused form, or, for batch-invariant rows, the decoder itself, row by row.
+    Gemma's layers have no fused form.
     `adapters` are the slots of LoRA adapters, if the engine has any.
 
     Positions must lie below `num_positions`. Models whose logits predict the next position need the hidden state of
@@ -241,14 +261,16 @@ class ModelRunner:
         adapters: AdapterSlots | None = None,
     ) -> None:
         self.model, self.cache, self.attention, self.adapters = model, cache, attention, adapters
-        self._fused_decoder = fuse(model, num_positions=num_positions)
+        c = model.config
+        self._windows = [c.window_of(layer) for layer in range(c.num_layers)]
+        self._fused_decoder = fuse(model, num_positions=num_positions) if c.gemma is None else None
         weights = model.model.norm.weight
         self.last_batch: Batch | None = None  # after a replay: the batch that the replay has filled
         self._hidden_TD = weights.new_zeros((0, model.config.hidden_size))
         self.last_RD = weights.new_zeros((num_rows, model.config.hidden_size))
 
-    def bind(self, batch: Batch) -> BoundAttention:
-        """The batch's attention, laid out for all layers."""
+    def bind(self, batch: Batch) -> PagedAttention:
+        """The batch's attention, laid out once for all layers that see the same keys."""
         layout = RowLayout(
             cu_seqlens_q=batch.cu_seqlens_q,
             kv_lens_R=batch.kv_lens_K,
@@ -259,24 +281,33 @@ class ModelRunner:
             exact=batch.split is not None,
             rows_each=batch.rows_each,
         )
-        return self.attention.bind(layout)
+        by_window = {w: self.attention.bind(replace(layout, window=w)) for w in dict.fromkeys(self._windows)}
+        return PagedAttention(self.cache, batch.write_loc_T, [by_window[window] for window in self._windows])
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Final hidden states (A, D) of the positions that are asked for."""
         self.last_batch = batch
-        attend = PagedAttention(self.cache, batch.write_loc_T, self.bind(batch))
+        attend = self.bind(batch)
         ids_T, positions_T, weight_T = batch.input_ids_T, batch.positions_T, batch.weight_T
         adapters = None
         if batch.adapter_T is not None:
             assert self.adapters is not None
             adapters = self.adapters.choose(batch.adapter_T)
-        if batch.split is None:
+        if batch.split is None and self._fused_decoder is not None:
             hidden = self._fused_decoder.forward(
                 ids_T, positions_T, attend, soft_weight=weight_T, adapters=adapters, live=batch.live_T
             )
         else:
-            hidden = self.model(ids_T, positions_T, attend, soft_weight=weight_T, split=batch.split, adapters=adapters)
+            hidden = self.model(
+                ids_T,
+                positions_T,
+                attend,
+                soft_weight=weight_T,
+                split=batch.split,
+                adapters=adapters,
+                denoising=batch.denoising,
+            )
         self._hidden_TD = hidden
         if self.model.config.shift_logits:
             hidden = torch.cat((hidden, self.last_RD))
@@ -289,11 +320,12 @@ class ModelRunner:
     @property
     def has_kernel_layers(self) -> bool:
         """Whether some layer runs by Triton kernels, where rows are not computed apart."""
-        return self._fused_decoder.has_kernel_layers
+        return self._fused_decoder is not None and self._fused_decoder.has_kernel_layers
 
     def weights_changed(self) -> None:
         """The decoder's weights were overwritten in place."""
-        self._fused_decoder.refresh()
+        if self._fused_decoder is not None:
+            self._fused_decoder.refresh()
 
     @torch.inference_mode()
     def logits(self, hidden_AD: Tensor, *, split: Sequence[int] | None = None) -> Tensor:

@@ -1,4 +1,5 @@
 """The decoder stack of every family: pre-norm, GQA with RoPE, SwiGLU or experts; `ModelConfig` says what differs.
+Gemma's layers have a file of their own (`gemma.py`).
 
 The stack knows no mask, no cache and no decoding method: attention is a callable given to `forward`. Module names are
 those of Qwen3 (SDAR); `checkpoint.families` has the names of other families.
@@ -7,52 +8,18 @@ Shape legend: ... any leading shape (`B L` in training, `T` packed in the engine
 heads, C head channels, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from mbd_core.models.gemma import Denoising, GemmaLayer, GemmaNorm, SelfConditioning
+from mbd_core.models.layer_parts import Attend, Reduce, RMSNorm, join, pieces
 from mbd_core.models.lora import Adapt, TokenAdapters, adapted
 from mbd_core.models.mlp import MoE, Router, SwiGLU
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.rope import Rope, rotary, rotate
 from mbd_core.models.shard import Shard
-
-Reduce = Callable[[Tensor], Tensor]
-
-
-class Attend(Protocol):
-    """Attention of one layer: queries (..., H, C), keys and values (..., K, C) -> (..., H, C), scaled by C^-1/2."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 and cast back before the gain."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
-
-
-def pieces(x: Tensor, split: Sequence[int] | None) -> list[Tensor]:
-    """`[x]`, or with `split` the rows of these lengths along the first dimension.
-
-    Rows are copied, because a matrix product may round differently if its input is aligned differently in memory.
-    """
-    return [x] if split is None else [row.clone() for row in x.split(list(split))]
-
-
-def join(rows: Sequence[Tensor]) -> Tensor:
-    """The inverse of `pieces`."""
-    return rows[0] if len(rows) == 1 else torch.cat(tuple(rows))
 
 
 class Attention(nn.Module):
@@ -74,7 +41,7 @@ class Attention(nn.Module):
         v = adapted(self.v_proj(x), adapt, "v_proj", x).unflatten(-1, (-1, self.head_dim))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
-        return rotate(q, *rope), rotate(k, *rope), v
+        return rope.rotate_queries(q), rotate(k, rope.cos, rope.sin), v
 
 
 class DecoderLayer(nn.Module):
@@ -134,8 +101,10 @@ class Stack(nn.Module):
         # Zeros until weights are loaded or drawn: on the meta device torch imports for 2 s to draw its own.
         embeddings = torch.zeros(num_embeddings, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings, freeze=False)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        kind = DecoderLayer if config.gemma is None else GemmaLayer
+        self.layers = nn.ModuleList(kind(config, layer) for layer in range(config.num_layers))
+        self.norm = (RMSNorm if config.gemma is None else GemmaNorm)(config.hidden_size, config.rms_norm_eps)
+        self.self_conditioning = None if config.gemma is None else SelfConditioning(config)
 
 
 class Decoder(nn.Module):
@@ -154,6 +123,9 @@ class Decoder(nn.Module):
         self.whole_config = config
         self.config = config = config.sharded(self.shard.size)
         self.vocabulary = self.shard.part(config.vocab_size)
+        heads = [config.of_layer(layer) for layer in range(config.num_layers)]
+        self._head_configs = list(dict.fromkeys(heads))
+        self.rope_kinds = [self._head_configs.index(each) for each in heads]
         self.model = Stack(config, num_embeddings=len(self.vocabulary))
         self.lm_head = nn.Linear(config.hidden_size, len(self.vocabulary), bias=False)
         if config.tie_word_embeddings:
@@ -169,6 +141,7 @@ class Decoder(nn.Module):
         split: Sequence[int] | None = None,
         adapters: TokenAdapters | None = None,
         kept: Tensor | None = None,
+        denoising: Denoising | None = None,
     ) -> Tensor:
         """Final hidden states (..., D) of `input_ids` (...) at `positions` (...).
 
@@ -177,17 +150,39 @@ class Decoder(nn.Module):
 
         `soft_weight` (...), float32 in [0, 1], mixes each token's embedding with the mask's (`embed`). With `split`,
         the lengths of the rows that `input_ids` (T) packs, each row is computed in calls of its own. Its numbers then
-        do not depend on the other rows, if `attend` also computes each row by itself.
+        do not depend on the other rows, if `attend` also computes each row by itself. `denoising` says which tokens
+        Gemma denoises; without it they are all context.
         """
         ids = pieces(input_ids, split)
         weights = [None] * len(ids) if soft_weight is None else pieces(soft_weight, split)
         rows = [self.embed(row, weight) for row, weight in zip(ids, weights, strict=True)]
-        ropes = [rotary(row, self.config) for row in pieces(positions, split)]
+        denoised = None if denoising is None else denoising.pieces(split)
+        if denoised is not None:
+            rows = [self.condition(row, part) for row, part in zip(rows, denoised, strict=True)]
+        ropes = [self.ropes(row) for row in pieces(positions, split)]
         assert kept is None or (split is None and adapters is None), "kept places are of one row, in training"
         last = len(self.model.layers) - 1
         for index, layer in enumerate(self.model.layers):
-            rows = layer(rows, ropes, attend, index, split, self.reduce, adapters, kept if index == last else None)
+            own_ropes, own_kept = [kinds[self.rope_kinds[index]] for kinds in ropes], kept if index == last else None
+            more = () if self.config.gemma is None else (denoised,)
+            rows = layer(rows, own_ropes, attend, index, split, self.reduce, adapters, own_kept, *more)
         return join([self.model.norm(row) for row in rows])
+
+    def ropes(self, positions: Tensor) -> list[Rope]:
+        """The rotations of `positions`, one for each kind of the stack's heads (`rope_kinds`)."""
+        return [rotary(positions, config) for config in self._head_configs]
+
+    def condition(self, embeddings: Tensor, denoising: Denoising) -> Tensor:
+        """Embeddings (..., D), with those of denoised tokens conditioned (`SelfConditioning`)."""
+        assert self.model.self_conditioning is not None, f"{self.config.architecture} denoises no drawn tokens"
+        conditioned: Tensor = self.model.self_conditioning(embeddings, denoising, self.reduce)
+        return conditioned
+
+    def expected_embedding(self, probabilities: Tensor) -> Tensor:
+        """The mean (..., D) of the input embeddings under `probabilities` (..., V); ranks call it together."""
+        table, own_ids = self.model.embed_tokens.weight, self.vocabulary
+        mean = probabilities[..., own_ids.start : own_ids.stop].to(table.dtype) @ table
+        return self._scaled(mean if self.reduce is None else self.reduce(mean))
 
     def embed(self, input_ids: Tensor, soft_weight: Tensor | None = None) -> Tensor:
         """Input embeddings (..., D); with weights w (...), DMax's soft embeddings, in float32 and cast back.
@@ -207,9 +202,16 @@ class Decoder(nn.Module):
         """Rows of the embeddings (..., D); each is known to one rank."""
         table, own_ids = self.model.embed_tokens, self.vocabulary
         if self.reduce is None:
-            return table(input_ids)
+            return self._scaled(table(input_ids))
         is_own = (input_ids >= own_ids.start) & (input_ids < own_ids.stop)
-        return self.reduce(table((input_ids - own_ids.start) * is_own).masked_fill(~is_own[..., None], 0.0))
+        own = table((input_ids - own_ids.start) * is_own).masked_fill(~is_own[..., None], 0.0)
+        return self._scaled(self.reduce(own))
+
+    def _scaled(self, embeddings: Tensor) -> Tensor:
+        """Gemma's embeddings are multiplied by D^1/2, rounded to their dtype."""
+        if self.config.gemma is None:
+            return embeddings
+        return embeddings * torch.tensor(self.config.hidden_size**0.5, dtype=embeddings.dtype).item()
 
     def _mask_embedding(self) -> Tensor:
         """The embedding (D,) of the mask."""
@@ -231,7 +233,11 @@ class Decoder(nn.Module):
 
     def own_logits(self, hidden: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
         """The logits of `vocabulary` alone, this rank's part: nothing crosses."""
-        return join([self.lm_head(row) for row in pieces(hidden, split)])
+        logits = join([self.lm_head(row) for row in pieces(hidden, split)])
+        if self.config.gemma is None:
+            return logits
+        cap = self.config.gemma.softcap
+        return (logits / cap).tanh() * cap
 
 
 def init_weights(model: Decoder, *, seed: int, std: float = 0.02) -> None:

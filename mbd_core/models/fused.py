@@ -9,9 +9,10 @@ Shape legend: T packed tokens, D hidden.
 import torch
 from torch import Tensor
 
-from mbd_core.models.decoder import Attend, Decoder, DecoderLayer
+from mbd_core.models.decoder import Decoder, DecoderLayer
 from mbd_core.models.fused_layer import FusedLayer, Norm, Rotations, fusible
 from mbd_core.models.kernel_layer import KernelLayer, PagedAttend, Stream
+from mbd_core.models.layer_parts import Attend
 from mbd_core.models.lora import TokenAdapters
 from mbd_core.models.rope import rotary
 from mbd_core.ops.launch import triton_serves

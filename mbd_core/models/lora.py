@@ -47,7 +47,12 @@ class Adapter:
 
 
 def adapted_modules(config: ModelConfig) -> Iterator[tuple[int, str, str]]:
-    """The modules that an adapter can change: the layer's number, the product, the module's name in the decoder."""
+    """The modules that an adapter can change: the layer's number, the product, the module's name in the decoder.
+
+    Raises `ValueError` for Gemma, whose layers take no adapters here.
+    """
+    if config.gemma is not None:
+        raise ValueError(f"adapters cannot be loaded: the layers of {config.architecture} take none here")
     for layer, product in itertools.product(range(config.num_layers), PLACE):
         group, _ = PLACE[product]
         parent = "self_attn" if group in ("qkv", "out") else "mlp"

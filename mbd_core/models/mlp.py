@@ -38,8 +38,12 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, adapt: Adapt | None = None) -> Tensor:
         gate, up = adapted(self.gate_proj(x), adapt, "gate_proj", x), adapted(self.up_proj(x), adapt, "up_proj", x)
-        inner = F.silu(gate) * up
+        inner = self.act(gate) * up
         return adapted(self.down_proj(inner), adapt, "down_proj", inner)
+
+    @staticmethod
+    def act(gate: Tensor) -> Tensor:
+        return F.silu(gate)
 
 
 # The mixture-of-experts MLP: a router, stacked experts, and the experts that every token shares.
@@ -141,7 +145,13 @@ def product_in_float32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 @functools.cache
 def experts_kernel(
-    device: torch.device, dtype: torch.dtype, expert_size: int, hidden_size: int, *, differentiable: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    expert_size: int,
+    hidden_size: int,
+    *,
+    differentiable: bool,
+    gelu: bool = False,
 ) -> ExpertsKernel:
     """`resolve_experts`, once for each setting. The Triton kernels have no backward pass; the others do."""
     return resolve_experts(
@@ -150,6 +160,7 @@ def experts_kernel(
         expert_size=expert_size,
         hidden_size=hidden_size,
         has_triton=False if differentiable else None,
+        gelu=gelu,
     )
 
 

@@ -6,6 +6,9 @@ from typing import Literal
 
 # The configuration of a decoder stack, in the same terms for every model family.
 
+NO_MASK = -1
+"""The `mask_token_id` of a model that has no mask token."""
+
 # Which weights are FP8: `mbd_core/models/quantize.py`.
 Parts = Literal["experts", "all", "blocks"]
 
@@ -81,7 +84,8 @@ class LinearScaling:
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
     """YaRN: channels that turn more often than `beta_fast` over the positions of training keep their frequency, those
-    that turn less often than `beta_slow` have it divided; `truncate` rounds the bounds to whole channels."""
+    that turn less often than `beta_slow` have it divided; `truncate` rounds the bounds to whole channels.
+    `llama_4_scaling_beta`, if given, also scales queries by their positions (`rope.rotary`)."""
 
     factor: float
     original_max_position_embeddings: int
@@ -91,6 +95,7 @@ class YarnScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    llama_4_scaling_beta: float | None = None
 
     def __post_init__(self) -> None:
         if self.beta_fast < self.beta_slow:
@@ -126,8 +131,46 @@ class Llama3Scaling:
             )
 
 
-RopeScaling = LinearScaling | YarnScaling | Llama3Scaling
+@dataclass(frozen=True, kw_only=True)
+class ProportionalRotation:
+    """Gemma's global layers: the first `share` of the pairs rotate, as fast as if all did; the others stay."""
+
+    share: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"partial_rotary_factor={self.share} must lie above 0 and be at most 1")
+
+
+RopeScaling = LinearScaling | YarnScaling | Llama3Scaling | ProportionalRotation
 ROPE_SCALINGS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "yarn": YarnScaling, "llama3": Llama3Scaling}
+
+# Layers of another form than the others': `models/gemma.py` has what it computes.
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmaLayers:
+    """That a stack is Gemma's: dense MLP and experts side by side, norms before and after each part, and the rest of
+    `models/gemma.py`.
+
+    A layer attends in a sliding window: of the keys up to its own a token sees the last `window`. Those of
+    `global_layers` see all keys. They have heads of another size; the share `global_rotated` of a head's channels
+    rotates, and values are the keys before norm and rotation. Logits l become `softcap * tanh(l / softcap)`.
+    """
+
+    window: int
+    global_layers: tuple[int, ...]
+    global_kv_heads: int
+    global_head_dim: int
+    global_rope_theta: float
+    global_rotated: float
+    softcap: float
+
+    def __post_init__(self) -> None:
+        if self.global_head_dim % 2:
+            raise ValueError(f"global_head_dim={self.global_head_dim} must be even")
+        ProportionalRotation(share=self.global_rotated)
+
 
 WHOLE_NUMBERS = (
     "vocab_size",
@@ -148,11 +191,14 @@ class ModelConfig:
     """Sizes and switches of a decoder stack, its mask and EOS ids, and its diffusion block size.
 
     `architecture` is the Hugging Face class name in the checkpoint. `block_size` is the diffusion block that the
-    weights were trained with; full-attention families were trained without one, and there it is only a default for
-    decoding. `rotary_dim` is how many of a head's leading channels rotate (None: all), `rope_scaling` how their
-    frequencies are changed. `shift_logits`: the logits at a position predict the next one's token. `delete_token_id`
-    and `split_token_id` are the tokens by which a model edits (`Levenshtein`), both or neither. The defaults are
-    SDAR's. Raises `ValueError` where sizes contradict each other.
+    weights were trained with, or the canvas; full-attention families were trained without one, and there it is only a
+    default for decoding. `mask_token_id` is -1 for a model that has no mask. `rotary_dim` is how many of a head's
+    leading channels rotate (None: all), `rope_scaling` how their frequencies are changed. `attention`: who sees whom
+    where keys are stored: blocks their own and those before them, all positions each other, or each token those before
+    it ("causal"). `shift_logits`: the logits at a position predict the next one's token. `delete_token_id` and
+    `split_token_id` are the tokens by which a model edits (`Levenshtein`), both or neither. Where `gemma` is set,
+    heads and rotation are those of the layers with a window (`of_layer`). The defaults are SDAR's. Raises `ValueError`
+    where sizes contradict each other.
     """
 
     architecture: str
@@ -175,14 +221,15 @@ class ModelConfig:
     rotary_dim: int | None = None
     rope_scaling: RopeScaling | None = None
     shift_logits: bool = False
-    attention: Literal["block_causal", "full"] = "block_causal"
+    attention: Literal["block_causal", "full", "causal"] = "block_causal"
     moe: MoEConfig | None = None
     delete_token_id: int | None = None
     split_token_id: int | None = None
+    gemma: GemmaLayers | None = None
 
     def __post_init__(self) -> None:
         for name in WHOLE_NUMBERS:
-            value, least = getattr(self, name), 0 if name == "mask_token_id" else 1
+            value, least = getattr(self, name), NO_MASK if name == "mask_token_id" else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
         if self.num_heads % self.num_kv_heads:
@@ -195,10 +242,11 @@ class ModelConfig:
             raise ValueError(
                 f"{edit_ids[0][0]}={edit_ids[0][1]} stands alone; give delete_token_id and split_token_id, or none"
             )
-        special = [("mask_token_id", self.mask_token_id), *(("eos_token_id", e) for e in self.eos_token_ids)]
-        if len({token for _, token in (special[0], *edit_ids)}) < 1 + len(edit_ids):
+        eos = [("eos_token_id", token) for token in self.eos_token_ids]
+        mask = [("mask_token_id", self.mask_token_id)] if self.has_mask else []
+        if len({token for _, token in (*mask, *edit_ids)}) < len(mask) + len(edit_ids):
             raise ValueError(f"mask_token_id={self.mask_token_id}, {edits} must be different tokens")
-        for name, token in (*special, *edit_ids):
+        for name, token in (*mask, *eos, *edit_ids):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"{name}={token} lies outside the vocabulary of {self.vocab_size} tokens")
         if not self.eos_token_ids:
@@ -210,6 +258,43 @@ class ModelConfig:
             raise ValueError(f"rotary_dim={rotary_dim} must be even and at most head_dim={self.head_dim}")
         if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
             raise ValueError(f"rope_theta={self.rope_theta} must exceed 1 for YaRN")
+        self._check_gemma()
+
+    def _check_gemma(self) -> None:
+        gemma = self.gemma
+        if gemma is None:
+            return
+        if self.moe is None:
+            raise ValueError("Gemma's layers have experts; num_experts is missing")
+        if self.num_heads % gemma.global_kv_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_heads} is not a multiple of "
+                f"num_global_key_value_heads={gemma.global_kv_heads}"
+            )
+        if list(gemma.global_layers) != sorted(set(gemma.global_layers) & set(range(self.num_layers))):
+            raise ValueError(f"global layers {gemma.global_layers} must be ascending and below {self.num_layers}")
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the model has a mask token."""
+        return self.mask_token_id != NO_MASK
+
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """The configuration with the heads, the rotation and the window of layer number `layer`."""
+        gemma = self.gemma
+        if gemma is None or layer not in gemma.global_layers:
+            return self
+        return replace(
+            self,
+            num_kv_heads=gemma.global_kv_heads,
+            head_dim=gemma.global_head_dim,
+            rope_theta=gemma.global_rope_theta,
+            rope_scaling=ProportionalRotation(share=gemma.global_rotated),
+        )
+
+    def window_of(self, layer: int) -> int | None:
+        """How many of the keys up to its own a token sees in layer number `layer`; `None`: all."""
+        return None if self.gemma is None or layer in self.gemma.global_layers else self.gemma.window
 
     @property
     def edit_token_ids(self) -> tuple[int, int, int] | None:
@@ -224,12 +309,14 @@ class ModelConfig:
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether layer number `layer` has experts instead of one SwiGLU."""
+        """Whether layer number `layer` has experts, instead of one SwiGLU or, in Gemma's, beside a dense MLP."""
         return self.moe is not None and self.moe.is_sparse(layer)
 
     @property
     def num_parameters(self) -> int:
         """The number of parameters: tied embeddings count once, and `expert_bias` is no parameter."""
+        if self.gemma is not None:
+            return self._gemma_parameters(self.gemma)
         d, c = self.hidden_size, self.head_dim
         attention = d * c * (2 * self.num_heads + 2 * self.num_kv_heads) + 2 * d
         attention += 2 * c if self.qk_norm else 0
@@ -240,6 +327,20 @@ class ModelConfig:
         sparse += 0 if moe is None else 3 * d * (moe.num_experts * moe.intermediate_size + moe.shared_size)
         layers = sum(attention + (sparse if self.is_sparse(i) else dense) for i in range(self.num_layers))
         return self.vocab_size * d * (1 if self.tie_word_embeddings else 2) + layers + d
+
+    def _gemma_parameters(self, gemma: GemmaLayers) -> int:
+        """The self-conditioning's MLP and norm are counted too."""
+        assert self.moe is not None
+        d, moe = self.hidden_size, self.moe
+        dense = 3 * d * self.intermediate_size
+        experts = moe.num_experts * (3 * d * moe.intermediate_size + d + 1) + d
+        total = 0
+        for layer in range(self.num_layers):
+            heads, values = self.of_layer(layer), layer not in gemma.global_layers
+            c = heads.head_dim
+            total += d * c * (2 * self.num_heads + (1 + values) * heads.num_kv_heads) + 2 * c
+            total += dense + experts + 7 * d + 2
+        return total + self.vocab_size * d + d + dense + d
 
     def sharded(self, size: int) -> "ModelConfig":
         """The sizes of one of `size` tensor-parallel ranks: fewer heads, narrower MLPs and experts, the rest whole.
@@ -252,6 +353,7 @@ class ModelConfig:
             "num_key_value_heads": self.num_kv_heads,
             "intermediate_size": self.intermediate_size,
             **({"moe_intermediate_size": moe.intermediate_size} if moe is not None else {}),
+            **({"num_global_key_value_heads": self.gemma.global_kv_heads} if self.gemma is not None else {}),
         }
         for name, value in sizes.items():
             if value % size:
@@ -262,12 +364,14 @@ class ModelConfig:
             num_kv_heads=self.num_kv_heads // size,
             intermediate_size=self.intermediate_size // size,
             moe=None if moe is None else replace(moe, intermediate_size=moe.intermediate_size // size),
+            gemma=self.gemma and replace(self.gemma, global_kv_heads=self.gemma.global_kv_heads // size),
         )
 
 
 # Floating-point operations of a forward, counted from the model's shapes: two for each multiply-add.
 #
-# Counted are the matrices, the router and the attention; not norms, rotations and other work by element.
+# Counted are the matrices, the router and the attention; not norms, rotations and other work by element. Gemma's
+# layers are not counted: nothing asks for them.
 
 
 def matrix_flops(config: ModelConfig) -> float:

@@ -70,7 +70,14 @@ def rounded_bytes(model: Decoder, parts: Parts) -> int:
 
 
 def _module_names(model: Decoder, parts: Parts) -> list[str]:
-    """The modules to replace, by name: a list of the modules themselves would keep their memory in use."""
+    """The modules to replace, by name: a list of the modules themselves would keep their memory in use.
+
+    Raises `ValueError` for Gemma, whose layers no FP8 product computes.
+    """
+    if model.config.gemma is not None:
+        raise ValueError(
+            f"fp8={parts} cannot be honoured: FP8 products gate by SiLU, and {model.config.architecture} gates by GELU"
+        )
     kinds = (Experts, nn.Linear) if parts == "all" else Experts
     return [f"model.layers.{name}" for name, m in model.model.layers.named_modules() if isinstance(m, kinds)]
 

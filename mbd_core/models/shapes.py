@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mbd_core.models.model_config import ModelConfig, MoEConfig
+from mbd_core.models.model_config import NO_MASK, GemmaLayers, ModelConfig, MoEConfig, YarnScaling
 
 if TYPE_CHECKING:
     import torch
@@ -144,15 +144,71 @@ FAST_DLLM_V2_7B = replace(
     eos_token_ids=(151645,),
     attention="block_causal",
 )
+NEMOTRON_8B = ModelConfig(
+    architecture="NemotronLabsDiffusionModel",
+    vocab_size=131072,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=34,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=1e6,
+    rms_norm_eps=1e-5,
+    max_positions=262144,
+    tie_word_embeddings=False,
+    mask_token_id=100,
+    eos_token_ids=(11,),
+    block_size=32,
+    qk_norm=False,
+    rope_scaling=YarnScaling(
+        factor=16.0,
+        original_max_position_embeddings=16384,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        llama_4_scaling_beta=0.1,
+    ),
+    attention="causal",
+)
+
+DIFFUSION_GEMMA = ModelConfig(
+    architecture="DiffusionGemmaForBlockDiffusion",
+    vocab_size=262144,
+    hidden_size=2816,
+    intermediate_size=2112,
+    num_layers=30,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=256,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    max_positions=262144,
+    tie_word_embeddings=True,
+    mask_token_id=NO_MASK,
+    eos_token_ids=(1, 106, 50),
+    block_size=256,
+    moe=MoEConfig(num_experts=128, experts_per_token=8, intermediate_size=704, score="softmax", norm_topk_prob=True),
+    gemma=GemmaLayers(
+        window=1024,
+        global_layers=(5, 11, 17, 23, 29),
+        global_kv_heads=2,
+        global_head_dim=512,
+        global_rope_theta=1e6,
+        global_rotated=0.25,
+        softcap=30.0,
+    ),
+)
 
 
 def _tiny(config: ModelConfig, *, num_kv_heads: int = 2) -> ModelConfig:
     """The same family at a few hundred thousand parameters, the size of the parity fixtures."""
-    moe = config.moe
+    moe, gemma = config.moe, config.gemma
+    if gemma is not None:
+        gemma = replace(gemma, window=24, global_layers=(2,), global_kv_heads=2, global_head_dim=32)
     if moe is not None:
         capacity = min(moe.expert_capacity, 6)
         moe = replace(moe, num_experts=16, experts_per_token=4, intermediate_size=32, expert_capacity=capacity)
-        moe = replace(moe, num_groups=4, topk_groups=2)
+        moe = moe if gemma is not None else replace(moe, num_groups=4, topk_groups=2)
     return replace(
         config,
         vocab_size=256,
@@ -164,11 +220,13 @@ def _tiny(config: ModelConfig, *, num_kv_heads: int = 2) -> ModelConfig:
         head_dim=16,
         rotary_dim=None if config.rotary_dim is None else 8,
         max_positions=512,
-        mask_token_id=250,
+        mask_token_id=250 if config.has_mask else NO_MASK,
         eos_token_ids=(251,),
         delete_token_id=None if config.delete_token_id is None else 252,
         split_token_id=None if config.split_token_id is None else 253,
         moe=moe,
+        block_size=config.block_size if gemma is None else 16,
+        gemma=gemma,
     )
 
 
@@ -208,12 +266,16 @@ SHAPES: dict[str, ModelConfig] = {
         tie_word_embeddings=True,
     ),
     "fast-dllm-v2-7b": FAST_DLLM_V2_7B,
+    "nemotron-3b": replace(NEMOTRON_8B, hidden_size=3072, intermediate_size=9216, num_layers=26),
+    "nemotron-8b": NEMOTRON_8B,
+    "nemotron-14b": replace(NEMOTRON_8B, hidden_size=5120, intermediate_size=16384, num_layers=40, rope_theta=1e9),
     "tiny-sdar": _tiny(SDAR_8B),
     "tiny-llada2": _tiny(LLADA2_MINI),
     "tiny-llada2.2": _tiny(LLADA22_MINI),
     "tiny-llada": _tiny(LLADA_8B, num_kv_heads=4),
     "tiny-dream": _tiny(DREAM_7B),
     "tiny-fast-dllm-v2": _tiny(FAST_DLLM_V2_7B),
+    "tiny-nemotron": _tiny(NEMOTRON_8B),
 }
 
 

@@ -23,6 +23,8 @@ QuantizedBase = Literal["nf4"]
 Written = Literal["model", "adapter"]
 """What a run writes: a model, into which an adapter is merged, or the adapter alone."""
 AttentionChoice = Literal["auto", "dense", "flex"]
+ReplayStates = Literal["exact", "block-local", "all-masked"]
+"""Which states a learner scores an answer's tokens in (`states/replay.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -166,7 +166,7 @@ def test_committed_pages_are_a_clean_block_causal_forward(model: Decoder) -> Non
         model(torch.tensor([tokens]), positions, Record(block_causal_mask(positions // B)[:, None]))
     cache = served.runner.cache
     for layer, clean in enumerate(keys):
-        stored = cache.k[layer][sequence.pages].flatten(0, 1)[: len(tokens)]
+        stored = cache.layers[layer][0][sequence.pages].flatten(0, 1)[: len(tokens)]
         torch.testing.assert_close(stored, clean)
 
 

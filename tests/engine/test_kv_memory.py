@@ -24,7 +24,7 @@ def test_a_cpu_gives_what_all_batch_rows_can_fill_and_no_more(monkeypatch: pytes
     engine = Engine(model, SIZES)
     assert engine.num_pages == 3 * longest_in_pages(model.config, SIZES, 16) + 1
     assert engine.kv_tokens == (engine.num_pages - 1) * 16
-    assert engine.runner.cache.k.shape[1] == engine.num_pages
+    assert len(engine.runner.cache.layers[0][0]) == engine.num_pages
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])

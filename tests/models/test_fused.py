@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
-from mbd_core.models.decoder import Decoder, RMSNorm
+from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import Norm, fuse
+from mbd_core.models.layer_parts import RMSNorm
 from mbd_core.models.model_config import ModelConfig, Parts
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.models.shard import Shard, served_dim

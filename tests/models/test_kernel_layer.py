@@ -34,9 +34,8 @@ def hidden(model, by_kernels, *, adapters=None):
     places = torch.tensor([12, 13, 14, 15, 20, 21, 22, 23, 0, 1, 2, 3])
     live, positions = torch.arange(T) < 8, torch.arange(T) % 8 + 20
     ids = torch.arange(T) * 3 % model.config.vocab_size
-    out = whole.forward(
-        ids, positions, PagedAttention(cache, places, attention_cpu.bind(layout)), adapters=adapters, live=live
-    )
+    attend = PagedAttention(cache, places, [attention_cpu.bind(layout)] * len(cache.layers))
+    out = whole.forward(ids, positions, attend, adapters=adapters, live=live)
     moe.kernel_for = right
     return out[live], cache
 

@@ -22,14 +22,15 @@ _MASK32 = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Vocab:
-    """The ids that may be predicted: all below `size` (the rest is padding) except the mask's."""
+    """The ids that may be predicted: all below `size` (the rest is padding) except the mask's, if it is not -1."""
 
     mask_token_id: int
     size: int
 
     def exclude_(self, x_PV: Tensor, value: float) -> Tensor:
         """`x_PV` with `value` at every id that may not be predicted, in place."""
-        x_PV[..., self.mask_token_id] = value
+        if self.mask_token_id >= 0:
+            x_PV[..., self.mask_token_id] = value
         x_PV[..., self.size :] = value
         return x_PV
 

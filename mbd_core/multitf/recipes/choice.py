@@ -12,7 +12,7 @@ import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import yaml
 
@@ -23,6 +23,7 @@ from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, shorten
 from mbd_core.options import DATA, MODEL, Option, changed, read
 
 FIELD = "recipe field"
+AnyRecipe = TypeVar("AnyRecipe")
 Values = Mapping[str, Any]
 
 
@@ -159,6 +160,11 @@ def find_recipe(name: str | None) -> TrainingRecipe:
         raise ValueError("no recipe is named: give --recipe NAME")
     if not isinstance(name, str) or ".py" not in name:
         return recipe_named(str(name))
+    return recipe_in_file(name, TrainingRecipe)
+
+
+def recipe_in_file(name: str, kind: type[AnyRecipe]) -> AnyRecipe:
+    """A recipe of this kind in a user's module, as FILE.py:NAME; `ValueError` if it is not there."""
     path, _, variable = name.rpartition(":")
     if not path.endswith(".py"):
         raise ValueError(f"--recipe {name}: say which recipe of the file, as {name}:NAME")
@@ -168,8 +174,8 @@ def find_recipe(name: str | None) -> TrainingRecipe:
         raise ValueError(f"--recipe {name}: {path} cannot be read: {error.strerror}") from None
     except Exception as error:  # whatever the user's file raises
         raise ValueError(f"--recipe {name}: {path} fails: {type(error).__name__}: {error}") from error
-    if not isinstance(recipe, TrainingRecipe):
-        raise ValueError(f"--recipe {name}: {path} has no TrainingRecipe of the name {variable}")
+    if not isinstance(recipe, kind):
+        raise ValueError(f"--recipe {name}: {path} has no {kind.__name__} of the name {variable}")
     return recipe
 
 

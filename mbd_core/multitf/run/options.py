@@ -36,7 +36,7 @@ class RunOptions:
     log_to: Annotated[
         str | None,
         Option(
-            f"Log to these besides losses.jsonl: {', '.join(PACKAGES)}, or none.",
+            f"Log to these besides the run's own file: {', '.join(PACKAGES)}, or none.",
             OUTPUT,
             metavar="NAME,...",
             default="tensorboard, if it is installed",

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from mbd_core.models.decoder import Attend
+from mbd_core.models.layer_parts import Attend
 from mbd_core.multitf.config import AttentionChoice
 from mbd_core.multitf.states.sample import MultiTFBatch
 from mbd_core.ops.attention.whole import DenseAttention, FlexAttention, block_mask

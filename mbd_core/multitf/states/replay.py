@@ -24,17 +24,18 @@ Shape legend: L positions of an answer with its prompt, S training sequences.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from torch import Tensor
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Rollout
+from mbd_core.multitf.config import ReplayStates
 from mbd_core.multitf.data.encoding import IGNORE
 from mbd_core.multitf.states.sample import Columns, MultiTFBatch, Together, collate_as
 
-States = Literal["exact", "block-local", "all-masked"]
+States = ReplayStates
 """Which states a learner scores an answer's tokens in.
 
 exact        those of the engine's forwards

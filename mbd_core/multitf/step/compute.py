@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mbd_core.models.decoder import Attend, Attention, Decoder, DecoderLayer
+from mbd_core.models.decoder import Attention, Decoder, DecoderLayer
+from mbd_core.models.layer_parts import Attend
 from mbd_core.models.mlp import MoE, SwiGLU
 from mbd_core.models.model_config import ModelConfig, head_flops, matrix_flops, mlp_flops, pair_flops
 from mbd_core.models.rope import Rope

@@ -15,10 +15,7 @@ in these sums, so none of them is the exact gradient of the sampler's reward.
 Shape legend: S training sequences, L tokens of the longest, N labels.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,86 +25,10 @@ from mbd_core.multitf.data.encoding import IGNORE
 from mbd_core.multitf.states.mask import TrainingAttention
 from mbd_core.multitf.states.replay import ReplayBatch
 from mbd_core.multitf.step.loss import DENSE, Scores, hidden_states, in_pieces, wide_logits
-from mbd_core.options import UPDATES, Option, check
-
-Aggregation = Literal["answers", "tokens", "states", "transitions"]
-"""What a sum over labels is the mean over.
-
-answers      an answer's tokens, then answers (GRPO, LightningRL)
-tokens       all tokens of the update (DAPO)
-states       states of all answers, of each the sum over its tokens by the longest answer's (TraceRL): answers that
-             took more forwards weigh more
-transitions  a state's tokens, then an answer's states, then answers (CJ-GRPO)
-"""
+from mbd_core.multitf.step.objective import PolicyObjective
 
 LARGEST_LOG_RATIO = 10.0
 """Beyond it a ratio, and the exponential of a KL estimate, go on as constants: no update becomes infinite."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyObjective:
-    """What a learner minimises.
-
-    `old` is where a ratio's denominator comes from: the learner's own weights before the update (`learner`), or the
-    engine's log-probabilities (`rollout`), which are the same to 2e-4 in float32 where no weights came between.
-    `correction` multiplies each token's term by `min(e^(old - rollout), correction)` where `old` is the learner's.
-    """
-
-    kind: Annotated[
-        Literal["reinforce", "clipped"], Option("The term of each token: reinforce, or clipped (PPO).", UPDATES)
-    ] = "reinforce"
-    clip: Annotated[float, Option("How far below 1 a ratio counts; above it too.", UPDATES, above=0, at_most=1)] = 0.2
-    clip_high: Annotated[
-        float | None, Option("How far above 1 a ratio counts.", UPDATES, above=0, default="that of --clip")
-    ] = None
-    dual_clip: Annotated[
-        float | None,
-        Option("The largest ratio that counts where the advantage is negative; above 1.", UPDATES, above=1),
-    ] = None
-    aggregation: Annotated[
-        Aggregation, Option("The mean over answers, tokens, states or transitions.", UPDATES, metavar="NAME")
-    ] = "answers"
-    old: Annotated[
-        Literal["learner", "rollout"], Option("Whose log-probabilities a ratio is of: the learner's, or the engine's.")
-    ] = "learner"
-    correction: Annotated[
-        float | None,
-        Option("Weigh tokens by the learner's over the engine's probability, up to this.", UPDATES, above=0),
-    ] = None
-    kl: Annotated[float, Option("The weight of the KL divergence (k3).", UPDATES, at_least=0)] = 0.0
-    kl_to: Annotated[
-        Literal["reference", "old"],
-        Option("From the model that training began with, or from the old policy.", UPDATES),
-    ] = "reference"
-    kl_aggregation: Annotated[
-        Literal["tokens", "policy"], Option("Its mean: over tokens, or the same as of --aggregation.", UPDATES)
-    ] = "tokens"
-    passes: Annotated[int, Option("Updates made of the same answers.", UPDATES, at_least=1)] = 1
-    nll: Annotated[float, Option("The weight of correct answers' negative log-likelihood.", UPDATES, at_least=0)] = 0.0
-
-    def __post_init__(self) -> None:
-        check(self)
-        if self.kind == "reinforce" and (self.clip_high is not None or self.dual_clip is not None):
-            raise ValueError("kind=reinforce has no ratio to clip: leave clip_high and dual_clip out, or give clipped")
-        if self.correction is not None and self.old == "rollout":
-            raise ValueError("correction weighs the learner's log-probabilities by the engine's: give old=learner")
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl > 0 and self.kl_to == "reference"
-
-
-OBJECTIVES: Mapping[str, PolicyObjective] = MappingProxyType(
-    {
-        "reinforce": PolicyObjective(),
-        "TraceRL": PolicyObjective(
-            kind="clipped", aggregation="states", kl=0.01, kl_to="old", kl_aggregation="policy"
-        ),
-        "CJ-GRPO": PolicyObjective(kind="clipped", dual_clip=3.0, aggregation="transitions"),
-        "LightningRL": PolicyObjective(kind="clipped", aggregation="answers", kl=0.01, nll=0.1),
-    }
-)
-"""The papers' objectives, by name; `reinforce` is one pass over fresh rollouts. CJ-GRPO's dual clip is verl's."""
 
 
 # What a mean is over, as weights of labels.

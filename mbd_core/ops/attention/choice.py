@@ -38,7 +38,8 @@ class AttentionKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """What a kernel must support. `capability` is the CUDA device's, None elsewhere."""
+    """What a kernel must support; `windows`: layouts with a sliding window. `capability` is the CUDA device's, None
+    elsewhere."""
 
     device: torch.device
     dtype: torch.dtype
@@ -46,6 +47,7 @@ class KernelCase:
     page_size: int
     num_heads: int
     num_kv_heads: int
+    windows: bool
     capability: tuple[int, int] | None
     load: Callable[[str], Any] = importlib.import_module
 
@@ -63,6 +65,7 @@ def resolve(
     *,
     num_heads: int = 1,
     num_kv_heads: int = 1,
+    windows: bool = False,
     capability: tuple[int, int] | None = None,
     load: Callable[[str], Any] = importlib.import_module,
 ) -> AttentionKernel:
@@ -85,6 +88,7 @@ def resolve(
         page_size=page_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        windows=windows,
         capability=capability,
         load=load,
     )
@@ -138,6 +142,8 @@ def _require(case: KernelCase, *, page_multiple: int) -> None:
         raise UnavailableError(f"it takes float16 and bfloat16, not {str(case.dtype).removeprefix('torch.')}")
     if case.head_dim > 256 or case.head_dim % 8:
         raise UnavailableError(f"it takes head sizes up to 256 in steps of 8, not {case.head_dim}")
+    if case.windows:
+        raise UnavailableError("it is called without sliding windows, which this model's layers have")
     if case.page_size % page_multiple:
         raise UnavailableError(f"its pages are multiples of {page_multiple} tokens, these have {case.page_size}")
 

@@ -49,7 +49,7 @@ _SAFE_SUM = (1e-20, 1e30)
 class Bundle:
     """Sequences attended in one call. A sequence with fewer queries than the others repeats its last query.
 
-    kv_lens_GQ  keys that each query sees, the most of them `num_keys`
+    kv_lens_GQ  keys that each query sees, the most of them `num_keys`; with a window, from `first_keys_GQ` on
     whole       the bundle holds all tokens of the batch in their order, so that no queries are gathered
     first_page  set if the bundle is one sequence whose pages are consecutive: its keys are a view that begins here
     """
@@ -58,6 +58,7 @@ class Bundle:
     pages_GP: Tensor
     kv_lens_GQ: np.ndarray
     num_keys: int
+    first_keys_GQ: np.ndarray | None = None
     whole: bool = False
     first_page: int | None = None
     _masks: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False)
@@ -65,15 +66,19 @@ class Bundle:
     @cached_property
     def visible_GQL(self) -> Tensor | None:
         """The keys that each query sees; `None` where every query sees all."""
-        if self.kv_lens_GQ.min() == self.num_keys:
+        has_window = self.first_keys_GQ is not None and bool(self.first_keys_GQ.any())
+        if self.kv_lens_GQ.min() == self.num_keys and not has_window:
             return None
         visible_GQL = np.arange(self.num_keys) < self.kv_lens_GQ[..., None]
+        if self.first_keys_GQ is not None:
+            visible_GQL &= np.arange(self.num_keys) >= self.first_keys_GQ[..., None]
         return torch.from_numpy(visible_GQL).to(self.tokens_GQ.device)
 
     @property
     def is_long(self) -> bool:
-        """Whether it is one sequence that is attended in tiles on a CPU."""
-        return len(self.kv_lens_GQ) == 1 and self.num_keys > LONG and self.tokens_GQ.device.type == "cpu"
+        """Whether it is one sequence that is attended in tiles on a CPU; those of windows are not."""
+        is_one = len(self.kv_lens_GQ) == 1 and self.first_keys_GQ is None
+        return is_one and self.num_keys > LONG and self.tokens_GQ.device.type == "cpu"
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
         """`visible_GQL` as numbers of `dtype` to be added to the scores, made once for all layers."""
@@ -104,8 +109,9 @@ def plan_bundles(layout: RowLayout) -> tuple[Bundle, ...]:
         kv_lens_T = np.repeat(kv_lens, np.diff(bounds))
     else:
         kv_lens_T = layout.kv_lens_T(bounds[-1]).numpy(force=True)
+    first_keys_T = None if layout.window is None else layout.first_keys_T(bounds[-1]).numpy(force=True)
     members = _members(layout, bounds, kv_lens)
-    return tuple(_bundle(layout, part, kv_lens_T) for part in _parts(members))
+    return tuple(_bundle(layout, part, kv_lens_T, first_keys_T) for part in _parts(members))
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,9 @@ def _parts(members: Iterator[_Member]) -> Iterator[list[_Member]]:
         yield sorted(part, key=lambda m: m.row)
 
 
-def _bundle(layout: RowLayout, members: Sequence[_Member], kv_lens_T: np.ndarray) -> Bundle:
+def _bundle(
+    layout: RowLayout, members: Sequence[_Member], kv_lens_T: np.ndarray, first_keys_T: np.ndarray | None
+) -> Bundle:
     table, device = layout.page_table_RP, layout.page_table_RP.device
     num_keys = max(m.most_keys for m in members)
     starts, stops = np.array([(m.start, m.stop) for m in members]).T[..., None]
@@ -173,6 +181,7 @@ def _bundle(layout: RowLayout, members: Sequence[_Member], kv_lens_T: np.ndarray
         tokens_GQ=torch.from_numpy(tokens_GQ).to(device),
         pages_GP=pages_GP,
         kv_lens_GQ=kv_lens_T[tokens_GQ],
+        first_keys_GQ=None if first_keys_T is None else first_keys_T[tokens_GQ],
         num_keys=num_keys,
         # the sequences of a bundle keep their order
         whole=sum(m.queries for m in members) == len(kv_lens_T) == tokens_GQ.size,

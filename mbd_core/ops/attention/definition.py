@@ -33,6 +33,8 @@ class RowLayout:
     page_table_RP  each row's pages; the entries after them must be valid page numbers too
     page_size      tokens a page
     causal_R       which rows are causal inside, bool; `None`: none is. A causal row has no more queries than keys
+    window         of the keys before it a query sees the last `window - 1`; in a row that is not causal, of those
+                   before the row, and all of the row's own. No row then has more queries than keys. `None`: all keys
     max_q          queries of the longest row, for kernels that need it on the host; `None`: `for_kernels` finds it
     exact          each row's result must be bitwise independent of the other rows
     rows_each      that many neighbouring rows, of `max_q` queries each, are one sequence's and have the same pages,
@@ -44,6 +46,7 @@ class RowLayout:
     page_table_RP: Tensor
     page_size: int
     causal_R: Tensor | None = None
+    window: int | None = None
     max_q: int | None = None
     exact: bool = False
     rows_each: int = 1
@@ -60,6 +63,17 @@ class RowLayout:
         row_T = rows.repeat_interleave(self.cu_seqlens_q.diff(), output_size=num_tokens)
         behind_T = self.cu_seqlens_q[1:][row_T] - 1 - torch.arange(num_tokens, device=row_T.device)
         return (self.kv_lens_R[row_T] - self.causal_R[row_T] * behind_T).to(self.kv_lens_R.dtype)
+
+    def first_keys_T(self, num_tokens: int) -> Tensor:
+        """The first key that each of the `num_tokens` queries sees, of a layout with a `window`."""
+        assert self.window is not None
+        lengths_R = self.cu_seqlens_q.diff()
+        before_R = self.kv_lens_R - lengths_R
+        before_T = before_R.repeat_interleave(lengths_R, output_size=num_tokens)
+        if self.causal_R is not None:
+            causal_T = self.causal_R.repeat_interleave(lengths_R, output_size=num_tokens)
+            before_T = torch.where(causal_T, self.kv_lens_T(num_tokens) - 1, before_T)
+        return (before_T - (self.window - 1)).clamp(min=0)
 
     def for_kernels(self) -> "RowLayout":
         """The same layout as flash kernels take it: int32, the table contiguous, `max_q` on the host.
@@ -101,18 +115,25 @@ def bind_rows(layout: RowLayout) -> BoundAttention:
                 continue
             pages_GP = page_table_RP[row : row + 1, : -(-num_keys // page_size)]
             k_GKLC, v_GKLC = gather_keys(k_pages, v_pages, pages_GP, num_keys)
-            mask_GQL = causal_mask(stop - start, num_keys, q_THC.device) if causal[row] else None
+            mask_GQL = row_mask(stop - start, num_keys, causal=causal[row], window=layout.window, device=q_THC.device)
             out_THC[start:stop] = attend(q_THC[None, start:stop].clone(), k_GKLC, v_GKLC, mask_GQL)[0]
         return out_THC
 
     return attend_rows
 
 
-def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
-    """Which keys each query of a causal row sees, (1, Q, L); `None` where its only query sees all."""
-    if num_queries == 1:
+def row_mask(
+    num_queries: int, num_keys: int, *, causal: bool, window: int | None, device: torch.device
+) -> Tensor | None:
+    """Which keys each query of a row sees, (1, Q, L); `None` where all queries see all."""
+    if window is None and (not causal or num_queries == 1):
         return None
-    return torch.ones((1, num_queries, num_keys), dtype=torch.bool, device=device).tril(num_keys - num_queries)
+    before, keys_L = num_keys - num_queries, torch.arange(num_keys, device=device)
+    own_Q = keys_L[before:]  # the key of each query itself
+    sees_QL = keys_L <= (own_Q if causal else own_Q[-1:])[:, None]
+    if window is not None:
+        sees_QL = sees_QL & (keys_L > (own_Q if causal else own_Q[:1])[:, None] - window)
+    return sees_QL.expand(num_queries, num_keys)[None]
 
 
 def gather_keys(k_pages: Tensor, v_pages: Tensor, pages_GP: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:

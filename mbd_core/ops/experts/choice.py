@@ -57,9 +57,17 @@ kernel, which reads an expert's weights again for every tile."""
 
 
 def loop_experts(
-    x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    x_TD: Tensor,
+    gate_EFD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    act: Callable[[Tensor], Tensor] = F.silu,
 ) -> Tensor:
     """Each token's weighted sum over its experts' SwiGLU, `down(silu(gate x) * up x)`: (T, D) in the dtype of `x_TD`.
+    `act` stands in silu's place.
 
     `ids_TK` (integer) names a token's experts, `weights_TK` how much each counts. An expert's output is weighted and
     summed in float32 and the sum is cast once. An expert that no token chose costs nothing. A token all of whose ids
@@ -71,14 +79,21 @@ def loop_experts(
             continue
         tokens, column = (ids_TK == expert).nonzero(as_tuple=True)
         x = x_TD[tokens]
-        hidden = F.silu(x @ gate_EFD[expert].T) * (x @ up_EFD[expert].T)
+        hidden = act(x @ gate_EFD[expert].T) * (x @ up_EFD[expert].T)
         y = (hidden @ down_EDF[expert].T).float()
         out_TD.index_add_(0, tokens, y * weights_TK[tokens, column, None].float())
     return out_TD.to(x_TD.dtype)
 
 
 def grouped_experts(
-    x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    x_TD: Tensor,
+    gate_EFD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    act: Callable[[Tensor], Tensor] = F.silu,
 ) -> Tensor:
     """`loop_experts` by sorting and three grouped matmuls. Shapes depend on T and K alone: CUDA graphs can capture it.
 
@@ -91,7 +106,7 @@ def grouped_experts(
     x_AD = x_TD[order_A // ids_TK.shape[1]]
     gate_AF = F.grouped_mm(x_AD, gate_EFD.transpose(1, 2), offs=ends_E)
     up_AF = F.grouped_mm(x_AD, up_EFD.transpose(1, 2), offs=ends_E)
-    y_AD = F.grouped_mm(F.silu(gate_AF) * up_AF, down_EDF.transpose(1, 2), offs=ends_E)
+    y_AD = F.grouped_mm(act(gate_AF) * up_AF, down_EDF.transpose(1, 2), offs=ends_E)
     return without_sentinels(unsort(y_AD, order_A, weights_TK), ids_TK, gate_EFD.shape[0]).to(x_TD.dtype)
 
 
@@ -144,10 +159,12 @@ def resolve_experts(
     hidden_size: int = 16,
     capability: tuple[int, int] | None = None,
     has_triton: bool | None = None,
+    gelu: bool = False,
 ) -> ExpertsKernel:
     """The first of triton+grouped (`by_load`), triton, grouped and loop that can serve the setting, or `preference`.
 
-    `expert_size` and `hidden_size` are F and D; their defaults are well-aligned sizes. `capability` and `has_triton`
+    `expert_size` and `hidden_size` are F and D; their defaults are well-aligned sizes. `gelu`: experts that gate by
+    another function than SiLU, which loop and grouped take as `act`. `capability` and `has_triton`
     default to the device's and to what is installed. Raises `ValueError` for an unknown preference, and for one
     that the setting rules out, with the reason.
     """
@@ -156,6 +173,8 @@ def resolve_experts(
     if capability is None and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
     no_triton = _triton_obstacle(device, has_triton)
+    if gelu and no_triton is None:
+        no_triton = "its kernels gate by SiLU, these experts by GELU"
     no_grouped = _grouped_obstacle(device, dtype, capability) or _alignment_obstacle(dtype, expert_size, hidden_size)
     obstacles = {
         "triton+grouped": no_triton or no_grouped,

@@ -16,7 +16,7 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import LoraSettings, TrainConfig
 from mbd_core.multitf.states.replay import ReplayedAnswer, replay_cost
 from mbd_core.multitf.step.learner import Learner, LearnerReport
-from mbd_core.multitf.step.policy_loss import OBJECTIVES, PolicyObjective
+from mbd_core.multitf.step.objective import OBJECTIVES, PolicyObjective
 
 CONFIG = TrainConfig(
     steps=50, batch_size=8, lr=2e-3, warmup=1, optimizer="adamw", schedule="constant", precision="float32"

@@ -17,11 +17,10 @@ from mbd_core.multitf.data.encoding import IGNORE
 from mbd_core.multitf.states.replay import ReplayBatch, ReplayedAnswer, replay_batch
 from mbd_core.multitf.states.sample import MultiTFBatch
 from mbd_core.multitf.step.loss import multitf_loss
+from mbd_core.multitf.step.objective import OBJECTIVES, PolicyObjective
 from mbd_core.multitf.step.policy_loss import (
     MAXIMA,
-    OBJECTIVES,
     SUMS,
-    PolicyObjective,
     Totals,
     log_probabilities,
     objective_loss,

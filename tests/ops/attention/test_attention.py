@@ -103,6 +103,7 @@ def test_torch_and_triton_alone_are_enough_to_capture_a_step() -> None:
         ({"head_dim": 264}, "up to 256"),
         ({"head_dim": 12}, "steps of 8"),
         ({"page_size": 24}, "multiples of 16"),
+        ({"windows": True}, "sliding windows"),
         ({"capability": (7, 5)}, r"this device has 7\.5"),
         ({"device": CPU}, "this is cpu"),
     ],
@@ -166,11 +167,18 @@ batches = st.lists(st.tuples(st.integers(0, 700), row_lengths), min_size=1, max_
 
 
 @settings(max_examples=40)
-@given(spec=batches, page_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 99), causal=st.booleans())
+@given(
+    spec=batches,
+    page_size=st.sampled_from([1, 4, 16]),
+    seed=st.integers(0, 99),
+    causal=st.booleans(),
+    window=st.sampled_from([None, 1, 5, 300]),
+)
 def test_the_definition_is_the_equation(
-    spec: list[tuple[int, list[int]]], page_size: int, seed: int, causal: bool
+    spec: list[tuple[int, list[int]]], page_size: int, seed: int, causal: bool, window: int | None
 ) -> None:
     q, k, v, layout = sequences(spec, page_size=page_size, seed=seed, causal=causal)
+    layout = replace(layout, window=window)
     expected = by_equation(q, k, v, layout)
     torch.testing.assert_close(paged_attention(q, k, v, layout), expected)
     torch.testing.assert_close(paged_attention(q, k, v, replace(layout, exact=True)), expected)

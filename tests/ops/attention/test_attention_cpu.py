@@ -22,11 +22,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
 
 
 @settings(max_examples=40)
-@given(spec=batches, page_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 99), causal=st.booleans())
+@given(
+    spec=batches,
+    page_size=st.sampled_from([1, 4, 16]),
+    seed=st.integers(0, 99),
+    causal=st.booleans(),
+    window=st.sampled_from([None, 1, 5, 300]),
+)
 def test_bundles_and_rows_are_the_equation(
-    spec: list[tuple[int, list[int]]], page_size: int, seed: int, causal: bool
+    spec: list[tuple[int, list[int]]], page_size: int, seed: int, causal: bool, window: int | None
 ) -> None:
     q, k, v, layout = sequences(spec, page_size=page_size, seed=seed, causal=causal)
+    layout = replace(layout, window=window)
     expected = by_equation(q, k, v, layout)
     torch.testing.assert_close(attend(q, k, v, layout), expected)
     torch.testing.assert_close(attend(q, k, v, replace(layout, exact=True)), expected)

@@ -4,7 +4,7 @@ from triton_interpreter import run_interpreted
 
 RESIDUAL = """
 import torch
-from mbd_core.models.decoder import RMSNorm
+from mbd_core.models.layer_parts import RMSNorm
 from mbd_core.ops.layer.residual_norm import ExpertParts, RankParts, add_norm, sum_experts
 from mbd_core.ops.layer.swiglu import gated
 generator = torch.Generator().manual_seed(0)

@@ -24,8 +24,9 @@ def by_equation(q: Tensor, k_pages: Tensor, v_pages: Tensor, layout: RowLayout) 
     layout = one_query_a_causal_row(layout)
     bounds = layout.cu_seqlens_q.tolist()
     for r, n in enumerate(layout.kv_lens_R.tolist()):
-        k = k_pages[layout.page_table_RP[r]].flatten(0, 1)[:n].repeat_interleave(HEADS // KV_HEADS, dim=1)
-        v = v_pages[layout.page_table_RP[r]].flatten(0, 1)[:n].repeat_interleave(HEADS // KV_HEADS, dim=1)
+        first = 0 if layout.window is None else max(0, n - (bounds[r + 1] - bounds[r]) - layout.window + 1)
+        k = k_pages[layout.page_table_RP[r]].flatten(0, 1)[first:n].repeat_interleave(HEADS // KV_HEADS, dim=1)
+        v = v_pages[layout.page_table_RP[r]].flatten(0, 1)[first:n].repeat_interleave(HEADS // KV_HEADS, dim=1)
         part = slice(bounds[r], bounds[r + 1])
         scores = torch.einsum("qhc,khc->hqk", q[part], k) / math.sqrt(CHANNELS)
         out[part] = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v)
@@ -48,6 +49,7 @@ def one_query_a_causal_row(layout: RowLayout) -> RowLayout:
         kv_lens_R=torch.tensor(keys),
         page_table_RP=layout.page_table_RP[rows],
         page_size=layout.page_size,
+        window=layout.window,
     )
 
 

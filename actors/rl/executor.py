@@ -1,0 +1,336 @@
+"""A run's executor on Ray: actors whose engines make rollouts, tasks that score them, and actors that learn.
+
+The learner is no Ray Train job: Ray Train runs a function to its end and starts all workers anew when one is lost,
+while here the driver hands out one update at a time between other work, and goes on from a state of its own choice.
+The learner's actors make a process group by themselves, as Ray Train's workers do, and each has a `LearnerState`.
+
+Weights reach the engines as one object of Ray's store, the result of the first learner's call. Each order to an engine
+names the version that it is for and that object: an engine that has another version, or that was started anew after
+its process was lost, takes the weights first. So no engine decodes with others than it was asked to.
+"""
+
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import ray
+import torch
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch import Tensor, distributed
+
+from cluster.failures import task_sentence
+from cluster.topology import Device, Topology, check_room, plan_topology
+from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.sweep.executor import NumberedTable
+from mbd_core.evaluation.sweep.grading import grade_table
+from mbd_core.multitf.states.replay import ReplayedAnswer
+from mbd_core.multitf.step.workers import Workers
+from mbd_core.rl.config import RLRecipe
+from mbd_core.rl.executor import LearnerLost, LearnerState
+from mbd_core.rl.rewards import RewardConfig, RewardFailed, score_table
+from mbd_core.rl.rollouts import RolloutEngine
+
+RETRIES = 3  # of a part whose engine's process was lost
+
+
+@dataclass(frozen=True)
+class WeightsOrder:
+    """What an engine is to decode with: a version, and where its tensors lie; without them the start's weights."""
+
+    version: int
+    tensors: tuple[Any, ...] = ()  # an `ObjectRef`, in a tuple, which Ray leaves as it is
+
+
+class EngineActor:
+    """`RolloutEngine` in an actor."""
+
+    def __init__(self, model: str, engine: EngineConfig, *, tensor_parallel: int = 1) -> None:
+        self._engine = RolloutEngine(model, engine, tensor_parallel=tensor_parallel)
+
+    def decode(self, number: int, table: pa.Table, weights: WeightsOrder) -> NumberedTable:
+        self._take(weights)
+        return number, self._engine.decode(table)
+
+    def sweep(self, number: int, table: pa.Table, weights: WeightsOrder) -> NumberedTable:
+        self._take(weights)
+        return number, self._engine.sweep(table)
+
+    def sleep(self) -> None:
+        self._engine.sleep()
+
+    def _take(self, weights: WeightsOrder) -> None:
+        if weights.version != self._engine.version:
+            assert weights.tensors, f"version {weights.version} is no start's"
+            self._engine.take(ray.get(weights.tensors[0]), weights.version)
+
+
+class LearnerActor:
+    """`LearnerState` in an actor: one worker of a learner."""
+
+    def __init__(self, recipe: RLRecipe, rank: int, size: int) -> None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._recipe, self._workers = recipe, Workers(rank, size, device)
+        self._state: LearnerState | None = None
+
+    def address(self) -> str:
+        """Where the others find this worker, the first one."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def join(self, address: str) -> None:
+        """Meet the other workers, and build the learner."""
+        workers = self._workers
+        if workers.size > 1:
+            backend = "cpu:gloo,cuda:nccl" if workers.device.type == "cuda" else "gloo"
+            distributed.init_process_group(backend, init_method=address, rank=workers.rank, world_size=workers.size)
+        self._state = LearnerState(self._recipe, workers=workers)
+
+    @property
+    def state(self) -> LearnerState:
+        assert self._state is not None, "it has joined"
+        return self._state
+
+    def update(self, answers: Sequence[ReplayedAnswer]) -> dict[str, float]:
+        return self.state.update(answers)
+
+    def weights(self) -> tuple[dict[str, Tensor] | None, None]:
+        """Those of the first worker, which the others help to gather; and nothing, to be waited for."""
+        weights = self.state.learner.weights()
+        return weights if self._workers.is_first else None, None
+
+    def save(self, path: Path) -> None:
+        self.state.save(path)
+
+    def load(self, path: Path | None) -> None:
+        self.state.load(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How engines and learners lie on a cluster.
+
+    With `shares` an engine and a learner lie on one device, of which each has half by Ray's count, and the engine
+    gives its memory back while the learner works.
+    """
+
+    engines: Topology
+    learners: Topology
+    shares: bool
+
+    @classmethod
+    def of(
+        cls,
+        recipe: RLRecipe,
+        *,
+        engines: int,
+        learners: int,
+        tensor_parallel: int,
+        device: Device | None,
+        shares: bool,
+    ) -> "Layout":
+        """The layout on the connected cluster. Raises `ClusterTooSmall` if not all find room, and `ValueError` for
+        what cannot share."""
+        if shares and (recipe.schedule != "sync" or tensor_parallel > 1 or engines != learners):
+            raise ValueError(
+                "--share puts one learner beside each engine of one rank, and lets them take turns: it needs the "
+                f"schedule sync, --tensor-parallel 1, and as many --learners as --engines, not {learners} and "
+                f"{engines}"
+            )
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        plan = partial(plan_topology, nodes, device=device)
+        if shares:
+            pairs = plan(processes=engines, noun="pairs of engine and learner", spare_cpus=engines + 1)
+            return cls(engines=pairs, learners=replace(pairs, gpus_per_rank=0), shares=True)
+        layout = cls(
+            engines=plan(processes=engines, ranks=tensor_parallel),
+            learners=plan(processes=learners, noun="learners"),
+            shares=False,
+        )
+        check_room([layout.engines, layout.learners], nodes, spare_cpus=1)
+        return layout
+
+
+class RayExecutor:
+    """An executor on the connected cluster. `close()` it, or use it as a context.
+
+    Engines on CPUs may share a machine's memory, so each sizes its KV pages from its part of it.
+    """
+
+    def __init__(self, recipe: RLRecipe, engine: EngineConfig, layout: Layout, *, isolated: bool = False) -> None:
+        self._recipe, self._layout, self._isolated = recipe, layout, isolated
+        engines = layout.engines
+        self._group = None
+        if layout.shares:
+            bundle = {"CPU": 2.0, "GPU": float(engines.num_gpus)}
+            self._group = placement_group([bundle] * engines.processes)
+            ray.get(self._group.ready())
+        if engines.num_gpus == 0:
+            engine = replace(engine, kv_memory_fraction=engine.kv_memory_fraction / engines.processes)
+        self._order = WeightsOrder(0)
+        self._engines = [
+            ray.remote(EngineActor)
+            .options(max_restarts=-1, max_task_retries=RETRIES, **self._room(engines, place))
+            .remote(recipe.model, engine, tensor_parallel=engines.ranks)
+            for place in range(engines.processes)
+        ]
+        self._learners: list[ActorHandle[LearnerActor]] = []
+
+    def _room(self, topology: Topology, place: int) -> dict[str, Any]:
+        """Ray's options for where one process lies."""
+        if self._group is None:
+            return {"num_cpus": topology.num_cpus, "num_gpus": topology.num_gpus}
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
+        return {"num_cpus": 1, "num_gpus": self._layout.engines.num_gpus / 2, "scheduling_strategy": strategy}
+
+    def __enter__(self) -> "RayExecutor":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the actors."""
+        for actor in (*self._engines, *self._learners):
+            ray.kill(actor)
+        if self._group is not None:
+            remove_placement_group(self._group)
+
+    # Engines and scorers
+
+    def rollouts(self, parts: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
+        return self._by_engines("decode", parts)
+
+    def sweep(self, tables: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
+        grade = ray.remote(num_cpus=1)(grade_part)
+        decoded = self._by_engines("sweep", tables)
+        yield from _as_they_come(decoded, lambda number, table: grade.remote(number, table, isolated=self._isolated))
+
+    def scores(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
+        score, rewards = ray.remote(num_cpus=1)(score_part), self._recipe.rewards
+        yield from _as_they_come(
+            tables, lambda number, table: score.remote(number, table, rewards, isolated=self._isolated)
+        )
+
+    def _by_engines(self, method: str, parts: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
+        """Order the parts from the engines in turn, now; their results as they come."""
+        waiting = [
+            getattr(self._engines[place % len(self._engines)], method).remote(number, table, self._order)
+            for place, (number, table) in enumerate(parts)
+        ]
+
+        def results() -> Iterator[NumberedTable]:
+            left = list(waiting)
+            with cluster_errors():
+                while left:
+                    ready, left = ray.wait(left)
+                    yield from ray.get(ready)
+
+        return results()
+
+    # The learner
+
+    def update(self, answers: Sequence[ReplayedAnswer]) -> Mapping[str, float]:
+        if self._layout.shares:
+            with cluster_errors():
+                ray.get([engine.sleep.remote() for engine in self._engines])
+        report: dict[str, float] = self._of_learners("update", ray.put(list(answers)))[0]
+        return report
+
+    def swap(self, version: int) -> None:
+        self._order = WeightsOrder(version, (self._weights(),))
+
+    def save(self, path: Path) -> None:
+        self._of_learners("save", path)
+
+    def load(self, path: Path | None) -> None:
+        if not self._learners:
+            self._start_learners()
+        self._of_learners("load", path)
+
+    def weights(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = ray.get(self._weights())
+        return tensors
+
+    def _start_learners(self) -> None:
+        topology = self._layout.learners
+        self._learners = [
+            ray.remote(LearnerActor)
+            .options(**self._room(topology, place))
+            .remote(self._recipe, place, topology.processes)
+            for place in range(topology.processes)
+        ]
+        (address,) = self._of_learners("address", only_first=True)
+        self._of_learners("join", address)
+
+    def _weights(self) -> Any:
+        """A reference to the learner's weights, which stay where they are."""
+        pairs = [actor.weights.options(num_returns=2).remote() for actor in self._learners]
+        self._finish([done for _, done in pairs])
+        return pairs[0][0]
+
+    def _of_learners(self, method: str, *arguments: Any, only_first: bool = False) -> list[Any]:
+        """What a method returns on every worker."""
+        actors = self._learners[:1] if only_first else self._learners
+        return self._finish([getattr(actor, method).remote(*arguments) for actor in actors])
+
+    def _finish(self, references: Sequence[Any]) -> list[Any]:
+        """The results of calls on the learner's workers. The first that fails ends the waiting for the others, which
+        may wait for it; where a process was lost, all workers are ended: `LearnerLost`."""
+        waiting = list(references)
+        try:
+            with cluster_errors():
+                while waiting:
+                    ready, waiting = ray.wait(waiting)
+                    ray.get(ready)
+                return ray.get(list(references))
+        except RayActorError as error:
+            for actor in self._learners:
+                ray.kill(actor)
+            self._learners = []
+            raise LearnerLost(f"a learner's process was lost: {task_sentence(error)}") from error
+
+
+def score_part(number: int, table: pa.Table, rewards: RewardConfig, *, isolated: bool = False) -> NumberedTable:
+    return number, score_table(table, rewards, isolated=isolated)
+
+
+def grade_part(number: int, table: pa.Table, *, isolated: bool = False) -> NumberedTable:
+    return number, grade_table(table, isolated=isolated)
+
+
+def _as_they_come(tables: Iterable[NumberedTable], order: Callable[[int, pa.Table], Any]) -> Iterator[NumberedTable]:
+    """Order a task for each table, and pass on what is done; tasks run while later tables are still being made."""
+    waiting: list[Any] = []
+    for number, table in tables:
+        waiting.append(order(number, table))
+        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+        with cluster_errors():
+            yield from ray.get(ready)
+    with cluster_errors():
+        for reference in waiting:
+            yield ray.get(reference)
+
+
+@contextmanager
+def cluster_errors() -> Iterator[None]:
+    """A reward that failed in a task raises `RewardFailed` here, a setting that cannot be honoured `ValueError`; a
+    process that was lost Ray's error, and any other failure `RuntimeError`: one sentence each."""
+    try:
+        yield
+    except RayActorError:
+        raise
+    except RayError as error:
+        sentence = task_sentence(error)
+        cause = error.cause if isinstance(error, RayTaskError) else None
+        if isinstance(cause, RewardFailed | ValueError):
+            raise type(cause)(sentence) from error
+        raise RuntimeError(sentence) from error

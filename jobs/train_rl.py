@@ -1,0 +1,178 @@
+#!/usr/bin/env python3
+"""Train a model by reinforcement learning on the answers that its own engine draws, on Ray or in this process alone.
+
+    ray job submit --address http://127.0.0.1:8265 --working-dir . -- python jobs/train_rl.py --recipe tiny-rl
+    mbd rl --recipe tiny-rl --local
+
+An iteration draws groups of answers, rewards them, makes one update, and gives the engines the new weights. A run that
+was killed goes on with the same command and --resume. Exit codes: 0 done, 1 the training failed or no cluster could be
+reached, 2 bad input; each failure is one sentence on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+if __name__ == "__main__":  # run by its path, it finds the project's packages beside it
+    sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+
+from cluster.storage import Folder
+from cluster.topology import Device
+from jobs.command_line import Changes, Fields, IsolationText, command
+from jobs.train_multitf import RayOptions
+from mbd_core.checkpoint.shipped import named_model
+from mbd_core.engine.config import EngineConfig
+from mbd_core.files import write_text
+from mbd_core.json_text import merge_fields
+from mbd_core.multitf.recipes.choice import FIELD, read_config, recipe_in_file
+from mbd_core.multitf.run.log_targets import chosen_targets, default_targets
+from mbd_core.multitf.run.options import RunOptions
+from mbd_core.options import CLUSTER, MODEL, Option, changed, changes_of
+from mbd_core.rl.config import RLRecipe
+from mbd_core.rl.recipes import RL_RECIPES, rl_recipe_named
+
+if TYPE_CHECKING:
+    from mbd_core.rl.executor import Executor
+    from mbd_core.rl.rollouts import RolloutPlan
+
+OF_TRAIN = ("lr", "warmup", "schedule", "weight_decay", "clip", "optimizer", "precision", "micro_batch", "pack")
+"""Fields of `train` that are options beside those of an adapter; a file (--config) changes the others."""
+CHANGEABLE = [
+    item.name
+    for item in changes_of(RLRecipe)
+    if not item.name.startswith("train.")
+    or item.name.startswith("train.lora.")
+    or item.name.removeprefix("train.") in OF_TRAIN
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOptions:
+    """What this command alone has."""
+
+    recipe: Annotated[
+        str, Option("What is trained, and how: a recipe's name, or one of your own as FILE.py:NAME.", MODEL)
+    ] = "tiny-rl"
+    config: Annotated[
+        Path | None,
+        Option("A YAML or JSON file of what is changed in the recipe; options win over it.", MODEL, metavar="FILE"),
+    ] = None
+    engines: Annotated[int, Option("Engines that make rollouts.", CLUSTER, at_least=1)] = 1
+    learners: Annotated[int, Option("Workers of the learner.", CLUSTER, at_least=1)] = 1
+    tensor_parallel: Annotated[
+        int,
+        Option("Ranks that each engine is cut among: GPUs of a node, or processes without GPUs.", CLUSTER, at_least=1),
+    ] = 1
+    device: Annotated[Device | None, Option("What all compute on.", CLUSTER, default="GPUs, if there are any")] = None
+    share: Annotated[
+        bool,
+        Option("An engine and a learner share a device, and the engine sleeps while the learner works.", CLUSTER),
+    ] = False
+    local: Annotated[bool, Option("Run in this process alone, without Ray.", CLUSTER)] = False
+
+
+def run(
+    own: RLOptions,
+    changes: Annotated[dict[str, Any], Changes(RLRecipe, *CHANGEABLE)],
+    engine: Annotated[EngineConfig, Fields("max_rows", "num_pages")],
+    place: Annotated[RayOptions, Fields("storage", "run_name", "resume", "max_failures")],
+    log: Annotated[RunOptions, Fields("log_to")],
+    *,
+    isolation: IsolationText = "any",
+) -> None:
+    """Train by reinforcement learning: on the cluster of RAY_ADDRESS, else on one that is started for it.
+
+    The run's folder holds rollouts, rewards, numbers, pages of samples, and at the end the model.
+    """
+    from mbd_core.evaluation.sandbox.processes import describe_isolation
+    from mbd_core.rl.folder import FAILURE, RunFolder
+    from mbd_core.rl.loop import RLRun
+    from mbd_core.rl.rollouts import RolloutPlan
+
+    recipe = chosen_recipe(own, changes)
+    targets = chosen_targets(log.log_to)
+    plan = RolloutPlan.of(recipe, engine)
+    if isolation == "required":
+        describe_isolation("required")
+    storage = Folder.at(os.path.expanduser(place.storage))
+    if storage.is_remote:
+        raise ValueError(f"--storage {storage}: a run lies in a folder that the job and the learner's nodes reach")
+    path = storage.path / (place.run_name or recipe.name)
+    with ExitStack() as stack:
+        folder = stack.enter_context(RunFolder(path, recipe, resume=place.resume))
+        executor = stack.enter_context(start_executor(plan, own, isolated=isolation == "required"))
+        loop = RLRun(plan, folder, executor, log_targets=default_targets()[0] if targets is None else targets)
+        try:
+            model = loop.run(max_failures=0 if own.local else place.max_failures)
+        except RuntimeError as error:
+            write_text(path / FAILURE, "".join(traceback.format_exception(error)))
+            raise RuntimeError(
+                f"the run failed: {error}; it lies in {path}; go on with the same command and --resume; the traceback "
+                f"is in {FAILURE} there"
+            ) from error
+    print(f"model: {model}\nnumbers, rollouts and samples: {path}")
+
+
+def chosen_recipe(own: RLOptions, changes: dict[str, Any]) -> RLRecipe:
+    """The recipe with what file and command line change in it; its model by a shipped name or an absolute path."""
+    recipe = recipe_in_file(own.recipe, RLRecipe) if ".py" in own.recipe else rl_recipe_named(own.recipe)
+    values = merge_fields({} if own.config is None else read_config(own.config), changes)
+    recipe = changed(recipe, values, noun=FIELD)
+    return changed(recipe, {"model": named_model(recipe.model)})
+
+
+@contextmanager
+def start_executor(plan: RolloutPlan, own: RLOptions, *, isolated: bool) -> Iterator[Executor]:
+    """The executor of a run: this process alone, or the connected cluster."""
+    recipe = plan.recipe
+    if own.local:
+        import torch
+
+        from mbd_core.rl.executor import LocalExecutor
+
+        given = {"engines": own.engines, "learners": own.learners, "device": own.device}
+        usual = {"engines": 1, "learners": 1, "device": None}
+        if different := [name for name in given if given[name] != usual[name]]:
+            raise ValueError(f"--local is one engine and one learner in this process; leave --{different[0]} out")
+        on_gpu = torch.cuda.is_available()
+        local = LocalExecutor(
+            recipe, plan.engine, tensor_parallel=own.tensor_parallel, sleeps=own.share or on_gpu, isolated=isolated
+        )
+        try:
+            yield local
+        finally:
+            local.close()
+        return
+    import ray
+
+    from actors.rl.executor import Layout, RayExecutor  # Ray takes seconds to import: bad input is refused before that
+    from cluster.local import connect
+
+    is_ours = connect(num_cpus=max(4, own.engines * own.tensor_parallel + own.learners + 2))
+    try:
+        layout = Layout.of(
+            recipe,
+            engines=own.engines,
+            learners=own.learners,
+            tensor_parallel=own.tensor_parallel,
+            device=own.device,
+            shares=own.share,
+        )
+        with RayExecutor(recipe, plan.engine, layout, isolated=isolated) as executor:
+            yield executor
+    finally:
+        if is_ours:
+            ray.shutdown()
+
+
+main = command(run, epilog=f"Recipes: {', '.join(sorted(RL_RECIPES))}.")
+
+if __name__ == "__main__":
+    sys.exit(main())

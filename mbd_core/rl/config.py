@@ -1,0 +1,168 @@
+"""A run of reinforcement learning as a value: what is asked, drawn and rewarded, and how the model learns of it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, TASKS, find_task
+from mbd_core.evaluation.tasks.recipes import OWN_CHAT
+from mbd_core.evaluation.tasks.recipes import RECIPES as PROMPT_RECIPES
+from mbd_core.json_text import differing_fields
+from mbd_core.multitf.config import ReplayStates, TrainConfig
+from mbd_core.multitf.step.objective import PolicyObjective
+from mbd_core.options import CLUSTER, DATA, DECODING, MODEL, OUTPUT, STATES, UPDATES, Option, check
+from mbd_core.rl.groups import GroupConfig
+from mbd_core.rl.rewards import RewardConfig
+
+Schedule = Literal["sync", "one-step-off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """What an iteration asks, and how its answers are drawn.
+
+    An iteration asks `prompts` problems, `group` times each. `decoding` holds fields beside those of the model's
+    `generation_config.json`. Log-probabilities are those of temperature 1: at another one the learner is off-policy.
+    """
+
+    task: Annotated[
+        str, Option(f"The task whose answers are drawn and graded: {', '.join(TASKS)}.", DATA, metavar="NAME")
+    ] = "ledger-mini"
+    data: Annotated[
+        str | None,
+        Option(
+            "Where a task that is not generated lies: a file of JSON lines, or hub:NAME[:CONFIGURATION[:SPLIT]].",
+            DATA,
+            metavar="PATH",
+        ),
+    ] = None
+    prompt_recipe: Annotated[
+        str, Option(f"How the task is asked: {', '.join(PROMPT_RECIPES)}.", DATA, metavar="NAME")
+    ] = OWN_CHAT.name
+    prompts: Annotated[int, Option("Problems of an iteration.", DATA, at_least=1)] = 8
+    group: Annotated[int, Option("Answers drawn to each problem, which are compared.", DECODING, at_least=2)] = 8
+    temperature: Annotated[
+        float, Option("Of drawn tokens; 1 is the policy that learns.", DECODING, metavar="T", above=0)
+    ] = 1.0
+    max_tokens: Annotated[
+        int | None,
+        Option("New tokens of an answer.", DECODING, at_least=1, default="the prompt recipe's, the task's own"),
+    ] = None
+    decoding: Annotated[
+        dict[str, Any],
+        Option("Decoding fields that differ from the model's own.", DECODING, metavar="JSON"),
+    ] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.task.startswith(HARNESS_PREFIX):
+            raise ValueError(
+                f"task '{self.task}' has no grader of one answer: lm-evaluation-harness grades its own runs; choose "
+                f"one of {', '.join(TASKS)}"
+            )
+        find_task(self.task)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutConfig:
+    """The front of accuracy and TPF on problems that the run does not learn from, greedily."""
+
+    evaluate_every: Annotated[
+        int, Option("Iterations between two sweeps of held-out problems; 0: none.", OUTPUT, at_least=0, metavar="N")
+    ] = 10
+    held_out: Annotated[int, Option("Held-out problems of a sweep.", DATA, at_least=1)] = 100
+    held_out_data: Annotated[
+        str | None,
+        Option("Where they lie for a task that is not generated (generated: the split valid).", DATA, metavar="PATH"),
+    ] = None
+    thresholds: Annotated[
+        tuple[float, ...],
+        Option("Thresholds tau_m2t of the front.", DECODING, separator=",", metavar="X,..."),
+    ] = (0.8, 0.9, 0.95)
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.thresholds:
+            raise ValueError("thresholds names none; give at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLRecipe:
+    """What is trained, on what, and how.
+
+    sync          an iteration's rollouts are of the weights that it updates; on shared devices the engines sleep while
+                  the learner works
+    one-step-off  while the learner works on iteration n the engines make the rollouts of n + 1, whose weights are one
+                  update old then
+
+    An iteration is one update: `train` has as many steps as there are iterations, a batch of all answers, and the
+    run's seed, whatever it is given. `states` and `shrink` are those of `replay_batch`.
+    """
+
+    name: Annotated[str, Option("What the run and its folder are called.", flag=False)]
+    model: Annotated[
+        str, Option("The model to start from: a shipped model's name, or a model folder.", MODEL, metavar="MODEL")
+    ]
+    rollouts: RolloutConfig = RolloutConfig()
+    rewards: RewardConfig = RewardConfig()
+    groups: GroupConfig = GroupConfig()
+    objective: PolicyObjective = PolicyObjective()
+    states: Annotated[
+        ReplayStates,
+        Option("The states in which answers are scored: the engine's (exact), or those of released learners.", STATES),
+    ] = "exact"
+    shrink: Annotated[
+        int, Option("Successive forwards that become one state; exact for 1.", STATES, at_least=1, metavar="N")
+    ] = 1
+    train: TrainConfig
+    held_out: HeldOutConfig = HeldOutConfig()
+    schedule: Annotated[
+        Schedule, Option("Rollouts and updates in turn (sync), or side by side (one-step-off).", CLUSTER)
+    ] = "sync"
+    iterations: Annotated[int, Option("Iterations.", UPDATES, at_least=1)] = 30
+    checkpoint_every: Annotated[
+        int, Option("Iterations between two checkpoints of the learner.", OUTPUT, at_least=1, metavar="N")
+    ] = 1
+    samples_every: Annotated[
+        int, Option("Iterations between two pages of sample rollouts; 0: none.", OUTPUT, at_least=0, metavar="N")
+    ] = 5
+    seed: Annotated[int, Option("Of the problems, of what is drawn, and of the learner.", DATA, at_least=0)] = 0
+    source: str = "this project's own (docs/reference/rl.md)"
+
+    def __post_init__(self) -> None:
+        check(self)
+        followed = replace(self.train, steps=self.iterations, batch_size=self.answers, seed=self.seed)
+        object.__setattr__(self, "train", followed)
+
+    @property
+    def lag(self) -> int:
+        """How many updates older than the learner's the weights of a rollout may be."""
+        return 0 if self.schedule == "sync" else 1
+
+    @property
+    def answers(self) -> int:
+        """Answers of an iteration."""
+        return self.rollouts.prompts * self.rollouts.group
+
+
+def as_recorded(recipe: RLRecipe) -> dict[str, Any]:
+    """The recipe as JSON gives it back."""
+    recorded = json.loads(json.dumps(asdict(recipe), default=str))
+    assert isinstance(recorded, dict)
+    return recorded
+
+
+FREE = ("iterations", "checkpoint_every", "samples_every")
+"""What a run that goes on may change."""
+
+
+def other_settings(recorded: Mapping[str, Any], recipe: RLRecipe) -> str:
+    """Which fields of a recorded recipe and of this one are of different runs, in words; "" if none is."""
+    theirs, ours = dict(recorded), as_recorded(recipe)
+    for name in FREE:
+        theirs.pop(name, None)
+        ours.pop(name, None)
+    for fields in (theirs, ours):
+        fields["train"] = {name: value for name, value in fields["train"].items() if name != "steps"}
+    return differing_fields(theirs, ours)

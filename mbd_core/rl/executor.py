@@ -1,0 +1,143 @@
+"""Where a run computes: engines that make rollouts, processes that score them, and a learner; here in this process."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.sweep.executor import NumberedTable
+from mbd_core.evaluation.sweep.grading import grade_table
+from mbd_core.files import durable_file
+from mbd_core.multitf.config import Sharding
+from mbd_core.multitf.states.replay import ReplayedAnswer
+from mbd_core.multitf.step.learner import Learner
+from mbd_core.multitf.step.workers import ALONE, Workers
+from mbd_core.rl.config import RLRecipe
+from mbd_core.rl.rewards import score_table
+from mbd_core.rl.rollouts import RolloutEngine
+
+
+class Executor(Protocol):
+    """Engines, scorers and a learner: a Ray cluster (`actors/rl/executor.py`), or this process.
+
+    All methods raise `LearnerLost` where the learner's process has ended, and `RewardFailed`; an engine that is lost
+    is started anew, and its part is decoded again.
+    """
+
+    def rollouts(self, parts: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
+        """Parts of `ASKED_COLUMNS`, decoded with the weights of the last `swap` (`ROLLOUT_COLUMNS`), in any order.
+        Engines beside this process begin at once."""
+
+    def scores(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
+        """`score_table` of parts, as they come."""
+
+    def sweep(self, tables: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
+        """Parts of a sweep, decoded with the weights of the last `swap` and graded, in any order."""
+
+    def update(self, answers: Sequence[ReplayedAnswer]) -> Mapping[str, float]:
+        """One update of the learner; the numbers of its report."""
+
+    def swap(self, version: int) -> None:
+        """Let the engines decode with the learner's weights from now on, as number `version`."""
+
+    def save(self, path: Path) -> None:
+        """Write the learner's state, durably, whole or not at all."""
+
+    def load(self, path: Path | None) -> None:
+        """Let the learner, a new one where it was lost, go on from a state, `None`: from the start."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The learner's weights, by the decoder's names."""
+
+
+class LearnerLost(RuntimeError):
+    """The learner's process has ended, with what it learned since its last checkpoint."""
+
+
+class LearnerState:
+    """A run's learner, and its state in files. Every worker of it makes the same calls."""
+
+    def __init__(self, recipe: RLRecipe, *, workers: Workers = ALONE) -> None:
+        self._recipe, self._workers = recipe, workers
+        self._sharding: Sharding | None = None if workers.size == 1 else "replicated"
+        self.learner = self._fresh()
+
+    def _fresh(self) -> Learner:
+        recipe = self._recipe
+        model = load_model(model_folder(recipe.model), dtype=torch.float32)
+        return Learner(
+            model,
+            recipe.train,
+            recipe.objective,
+            states=recipe.states,
+            shrink=recipe.shrink,
+            workers=self._workers,
+            sharding=self._sharding,
+        )
+
+    def update(self, answers: Sequence[ReplayedAnswer]) -> dict[str, float]:
+        return self.learner.update(answers).point()
+
+    def save(self, path: Path) -> None:
+        """The first worker writes."""
+        state = self.learner.state_dict()
+        if self._workers.is_first:
+            with durable_file(path) as beside:
+                torch.save(state, beside)
+
+    def load(self, path: Path | None) -> None:
+        """Every worker reads the file, and the first one's state counts."""
+        self.learner = self._fresh()  # also where a state follows: an update may have failed half-way
+        if path is not None:
+            state: dict[str, Any] = torch.load(path, weights_only=True) if self._workers.is_first else {}
+            self.learner.load_state_dict(state)
+
+
+class LocalExecutor:
+    """One engine and one learner in this process. With `sleeps` the engine gives its memory back while the learner
+    works; `isolated` as in a sweep."""
+
+    def __init__(
+        self, recipe: RLRecipe, engine: EngineConfig, *, tensor_parallel: int = 1, sleeps: bool, isolated: bool = False
+    ) -> None:
+        self._recipe, self._sleeps, self._isolated = recipe, sleeps, isolated
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._learner = LearnerState(recipe, workers=Workers(0, 1, device))
+        self._engine = RolloutEngine(recipe.model, engine, tensor_parallel=tensor_parallel)
+
+    def rollouts(self, parts: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
+        for number, table in parts:
+            yield number, self._engine.decode(table)
+
+    def scores(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
+        for number, table in tables:
+            yield number, score_table(table, self._recipe.rewards, isolated=self._isolated)
+
+    def sweep(self, tables: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
+        for number, table in tables:
+            yield number, grade_table(self._engine.sweep(table), isolated=self._isolated)
+
+    def update(self, answers: Sequence[ReplayedAnswer]) -> Mapping[str, float]:
+        if self._sleeps:
+            self._engine.sleep()
+        return self._learner.update(answers)
+
+    def swap(self, version: int) -> None:
+        self._engine.take(self.weights(), version)
+
+    def save(self, path: Path) -> None:
+        self._learner.save(path)
+
+    def load(self, path: Path | None) -> None:
+        self._learner.load(path)
+
+    def weights(self) -> dict[str, Tensor]:
+        return self._learner.learner.weights()
+
+    def close(self) -> None:
+        self._engine.close()

@@ -1,0 +1,289 @@
+"""The loop of reinforcement learning: rollouts, rewards, groups, an update, new weights, numbers; and again.
+
+    sync           rollouts n | update n | swap n+1 | rollouts n+1 | update n+1 | ...
+    one-step-off   rollouts 0 | update 0             | swap 1 | update 1             | swap 2 | ...
+                                rollouts 1 (weights 0)          rollouts 2 (weights 1)
+
+Version n of the weights is the learner after n iterations. Rollouts lie in the run's folder before they are scored,
+and are learned from once: the learner's newest state says which iterations are done. A run that was killed goes on
+from it, whichever of its processes was, and makes only those rollouts of the next iteration that are not there.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from mbd_core.checkpoint.chat import decode_text
+from mbd_core.checkpoint.folder import read_base, read_folder
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.saving import save_model
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.evaluation.measures.rates import Summary, summarize
+from mbd_core.evaluation.sweep.executor import NumberedTable
+from mbd_core.evaluation.sweep.folder import graded_sample
+from mbd_core.evaluation.sweep.parts import cut
+from mbd_core.multitf.run.log import say
+from mbd_core.multitf.run.log_targets import open_logs
+from mbd_core.rl.config import RLRecipe, as_recorded
+from mbd_core.rl.executor import Executor, LearnerLost
+from mbd_core.rl.folder import HELD_OUT, ITERATIONS, PLOT, RunFolder
+from mbd_core.rl.groups import ScoredAnswer, advantages
+from mbd_core.rl.record import draw_progress, front_line, group_numbers, progress_line, rollout_numbers
+from mbd_core.rl.rollouts import RolloutPlan, decided, replayed
+from mbd_core.rl.samples import write_samples
+
+Rows = list[dict[str, Any]]
+
+
+class RLRun:
+    """A run in its folder, on an executor. `log_targets` are as a training's."""
+
+    def __init__(
+        self, plan: RolloutPlan, folder: RunFolder, executor: Executor, *, log_targets: Sequence[str] = ()
+    ) -> None:
+        self.plan, self.folder, self.executor = plan, folder, executor
+        self.recipe: RLRecipe = plan.recipe
+        self._log_targets = log_targets
+
+    def run(self, *, max_failures: int = 0) -> Path:
+        """Iterate to the end, and write the model; its folder. The learner may be lost `max_failures` times.
+
+        Raises `RuntimeError`, one sentence, after that, and `RewardFailed`; the same run goes on from what lies in
+        its folder.
+        """
+        for failures in range(max_failures + 1):
+            try:
+                return self._run()
+            except LearnerLost as error:
+                if failures == max_failures:
+                    raise
+                say(f"{error}; the run goes on from iteration {self.folder.done + 1}")
+        raise AssertionError("the last failure is raised")
+
+    def _run(self) -> Path:
+        recipe, folder, executor = self.recipe, self.folder, self.executor
+        done = folder.done
+        executor.load(folder.state)
+        executor.swap(done)
+        if dropped := folder.drop_lost():
+            say(f"{dropped} rollouts of weights that are too old or were lost are made anew")
+        lines, fronts = folder.lines(ITERATIONS), folder.lines(HELD_OUT)
+        loggers = self._loggers(done)
+        try:
+            self._hold_out(done, fronts)
+            waiting = self._begin(done) if done < recipe.iterations else iter(())
+            for iteration in range(done, recipe.iterations):
+                line, waiting = self._iterate(iteration, waiting)
+                lines.append(line)
+                folder.write_lines(ITERATIONS, lines)
+                after = iteration + 1
+                if after % recipe.checkpoint_every == 0 or after == recipe.iterations:
+                    executor.save(folder.state_after(after))
+                    folder.drop_older_states()
+                seconds = fmean(line["seconds"] for line in lines[done:])
+                say(progress_line(line, recipe.iterations, seconds))
+                values = {name: float(value) for name, value in line.items() if name != "iteration"}
+                for logger in loggers:
+                    logger.add(iteration, values)
+                new_points = self._hold_out(after, fronts)
+                for logger in loggers:
+                    logger.amend(iteration, new_points) if new_points else None
+                    logger.flush()
+        finally:
+            for logger in loggers:
+                logger.close()
+        if lines:
+            draw_progress(lines, fronts, folder.path / PLOT, title=f"{recipe.name}: {len(lines)} iterations")
+        return self._write_model()
+
+    def _iterate(
+        self, iteration: int, waiting: Iterator[NumberedTable]
+    ) -> tuple[dict[str, Any], Iterator[NumberedTable]]:
+        """One iteration: its line of numbers, and the rollouts of the next one, which may be under way."""
+        recipe, executor = self.recipe, self.executor
+        began = time.perf_counter()
+        rows, seconds = self._scored(iteration, waiting)
+        waiting = iter(())
+        is_last = iteration + 1 == recipe.iterations
+        if recipe.lag and not is_last:
+            waiting = self._begin(iteration + 1)  # with the weights of now
+        answers = [scored_answer(row) for row in rows if decided(row)]
+        taught, dropped = advantages(
+            answers, recipe.rewards.weights, recipe.groups, seed=recipe.seed * 1_000_003 + iteration
+        )
+        usable = [row for row in rows if decided(row)]
+        lessons = [
+            replayed(usable[place], advantage=advantage, correct=answers[place].correct)
+            for place, advantage in taught.items()
+        ]
+        began_update = time.perf_counter()
+        report = dict(executor.update(lessons)) if lessons else {}
+        seconds["update"] = time.perf_counter() - began_update
+        if recipe.lag and not is_last:
+            began_rollouts = time.perf_counter()
+            waiting = iter(list(waiting))  # before the weights change
+            seconds["rollouts"] += time.perf_counter() - began_rollouts
+        began_swap = time.perf_counter()
+        executor.swap(iteration + 1)
+        seconds["swap"] = time.perf_counter() - began_swap
+        if not recipe.lag and not is_last:
+            waiting = self._begin(iteration + 1)
+        self._write_samples(iteration, rows)
+        for name in ("step", "answers", "seconds"):
+            report.pop(name, None)
+        line = {
+            "iteration": iteration,
+            **rollout_numbers(rows, answers, recipe.rewards.weights),
+            **group_numbers(dropped, list(taught.values()), num_groups=recipe.rollouts.prompts),
+            "version_lag": fmean(iteration - row["version"] for row in rows),
+            **report,
+            **{f"seconds_{name}": round(value, 3) for name, value in seconds.items()},
+            "seconds": round(time.perf_counter() - began, 3),
+        }
+        return line, waiting
+
+    # Rollouts and their scores
+
+    def _begin(self, iteration: int) -> Iterator[NumberedTable]:
+        """The rollouts that an iteration lacks, as they come; each is written first."""
+        missing = [
+            (number, table)
+            for number, table in self.plan.parts(iteration)
+            if self.folder.read(iteration, "part", number) is None
+        ]
+        decoded = self.executor.rollouts(missing)  # it begins now
+
+        def written() -> Iterator[NumberedTable]:
+            for number, table in decoded:
+                self.folder.write(iteration, "part", number, table)
+                yield number, table
+
+        return written()
+
+    def _scored(self, iteration: int, waiting: Iterator[NumberedTable]) -> tuple[Rows, dict[str, float]]:
+        """All rollouts of an iteration with their scores, in the order of the plan; the seconds of both."""
+        folder, began, in_rollouts = self.folder, time.perf_counter(), 0.0
+        numbers = [number for number, _ in self.plan.parts(iteration)]
+
+        def unscored() -> Iterator[NumberedTable]:
+            nonlocal in_rollouts
+            for number in numbers:
+                table = folder.read(iteration, "part", number)
+                if table is not None and folder.read(iteration, "scores", number) is None:
+                    yield number, table
+            while True:
+                began_part = time.perf_counter()
+                part = next(waiting, None)
+                in_rollouts += time.perf_counter() - began_part
+                if part is None:
+                    return
+                yield part
+
+        for number, scores in self.executor.scores(unscored()):
+            folder.write(iteration, "scores", number, scores)
+        rows: Rows = []
+        for number in numbers:
+            table, scores = folder.read(iteration, "part", number), folder.read(iteration, "scores", number)
+            assert table is not None and scores is not None
+            pairs = zip(table.to_pylist(), scores.to_pylist(), strict=True)
+            rows += [row | score for row, score in pairs]
+        rows.sort(key=lambda row: row["sample"])
+        total = time.perf_counter() - began
+        return rows, {"rollouts": in_rollouts, "scores": total - in_rollouts}
+
+    # What is written of a run
+
+    def _hold_out(self, version: int, fronts: Rows) -> dict[str, float]:
+        """Sweep the held-out problems, if that is due after so many iterations and not done; its numbers."""
+        every, sweep = self.recipe.held_out.evaluate_every, self.plan.held_out
+        is_due = sweep is not None and (version % every == 0 or version == self.recipe.iterations)
+        if not is_due or any(line["iteration"] == version for line in fronts):
+            return {}
+        assert sweep is not None
+        parts = cut(list(sweep.rows()), rows_per_part=sweep.engine.max_rows)
+        rows: dict[float, Rows] = {}
+        for _, table in self.executor.sweep([(part.number, part.table()) for part in parts]):
+            for row in table.to_pylist():
+                rows.setdefault(json.loads(row["config"])["tau_m2t"], []).append(row)
+        values: dict[str, float] = {}
+        for threshold, of_threshold in sorted(rows.items()):
+            summary: Summary = summarize([graded_sample(row) for row in of_threshold])
+            fronts.append(front_line(version, threshold, summary))
+            values |= {f"sweep_{name}_{threshold:g}": fronts[-1][name] for name in ("accuracy", "tpf")}
+        self.folder.write_lines(HELD_OUT, fronts)
+        points = "  ".join(
+            f"{line['accuracy']:.3f} at TPF {line['tpf']:.2f} (tau {line['tau_m2t']:g})"
+            for line in fronts[-len(rows) :]
+        )
+        say(f"held out after {version} iterations: {points}")
+        return values
+
+    def _write_samples(self, iteration: int, rows: Rows) -> None:
+        every = self.recipe.samples_every
+        if every and (iteration % every == 0 or iteration + 1 == self.recipe.iterations):
+            weights = self.recipe.rewards.weights
+            rewards = [None if row["rewards"] is None else total_reward(row, weights) for row in rows]
+            path = self.folder.path / "samples" / f"{iteration:05d}.html"
+            write_samples(rows, rewards, path, decode=self._decoder)
+
+    @property
+    def _decoder(self) -> Callable[[int], str]:
+        tokenizer = read_folder(model_folder(self.recipe.model)).tokenizer
+        return lru_cache(maxsize=None)(lambda token: decode_text(tokenizer, [token], special=True))
+
+    def _loggers(self, start: int) -> list[Any]:
+        path = self.folder.path / "log_ids.json"
+        ids: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+        loggers = open_logs(
+            self._log_targets,
+            str(self.folder.path),
+            start=start,
+            ids=ids,
+            name=self.folder.path.name,
+            settings=as_recorded(self.recipe),
+            options={},
+        )
+        if ids:
+            path.write_text(json.dumps(ids))
+        return list(loggers)
+
+    def _write_model(self) -> Path:
+        """Write the model of the learner's weights, with all that its start's folder has beside them."""
+        path, start = self.folder.path / "model", model_folder(self.recipe.model)
+        model = load_model(start, dtype=torch.float32)
+        model.load_state_dict(self.executor.weights())
+        base = read_base(start)
+        recipe = json.dumps(asdict(self.recipe), indent=2, default=str) + "\n"
+        save_model(
+            path,
+            model,
+            base=base,
+            generation=dict(base.generation),
+            dtype=torch.bfloat16,
+            extra={"rl_recipe.json": recipe},
+            overwrite=path.exists(),
+        )
+        return path
+
+
+def scored_answer(row: Mapping[str, Any]) -> ScoredAnswer:
+    """What groups look at."""
+    return ScoredAnswer(
+        group=row["group"],
+        correct=row["correct"],
+        tpf=row["num_tokens"] / max(1, row["num_forwards"]),
+        rewards=json.loads(row["rewards"]),
+    )
+
+
+def total_reward(row: Mapping[str, Any], weights: Mapping[str, float]) -> float:
+    """The weighted sum of the parts of a row's reward."""
+    rewards = json.loads(row["rewards"])
+    return sum(weight * rewards[name] for name, weight in weights.items())

@@ -1,0 +1,55 @@
+"""The recipes of reinforcement learning, by name."""
+
+from dataclasses import replace
+
+from mbd_core.multitf.config import TrainConfig
+from mbd_core.multitf.step.objective import OBJECTIVES
+from mbd_core.rl.config import HeldOutConfig, RLRecipe, RolloutConfig
+from mbd_core.rl.groups import GroupConfig
+from mbd_core.rl.rewards import CORRECT, TPF, RewardConfig
+
+ADAMW = TrainConfig(
+    steps=1,
+    batch_size=1,
+    lr=1e-5,
+    warmup=1,
+    schedule="constant",
+    optimizer="adamw",
+    betas=(0.9, 0.999),
+    weight_decay=0.0,
+    precision="float32",
+    micro_batch=4,
+)
+"""An optimizer for updates that must stay small; `RLRecipe` sets steps and batch."""
+
+LEDGER_RL = RLRecipe(
+    name="ledger-rl",
+    model="ledger-mbd",
+    rollouts=RolloutConfig(task="ledger-mini", prompts=8, group=8, decoding={"buffer_size": 4, "tau_m2t": 0.9}),
+    rewards=RewardConfig(rewards={CORRECT: 1.0, TPF: 1.0}),
+    groups=GroupConfig(advantages="decoupled"),
+    objective=OBJECTIVES["LightningRL"],
+    train=ADAMW,
+    held_out=HeldOutConfig(evaluate_every=10, held_out=200),
+    iterations=30,
+)
+"""LightningRL's reward, groups and objective, on the states of a MultiBD rollout: a study's arm on one small model."""
+
+TINY_RL = replace(
+    LEDGER_RL,
+    name="tiny-rl",
+    rollouts=replace(LEDGER_RL.rollouts, prompts=4, group=4),
+    train=replace(ADAMW, lr=3e-4),
+    held_out=HeldOutConfig(evaluate_every=0),
+    iterations=6,
+)
+"""A minute of a processor: to see a run, and to see that a cluster can run one."""
+
+RL_RECIPES = {recipe.name: recipe for recipe in (LEDGER_RL, TINY_RL)}
+
+
+def rl_recipe_named(name: str) -> RLRecipe:
+    """The recipe with that name; `ValueError` lists the known names."""
+    if name not in RL_RECIPES:
+        raise ValueError(f"unknown recipe '{name}'; known: {', '.join(sorted(RL_RECIPES))}")
+    return RL_RECIPES[name]

@@ -1,0 +1,123 @@
+"""The numbers of an iteration, the line that shows its progress, and the picture of a run."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from mbd_core.evaluation.measures.rates import Summary
+from mbd_core.files import file_beside
+from mbd_core.multitf.run.log import COLOURS
+from mbd_core.rl.groups import REASONS, ScoredAnswer
+
+Row = Mapping[str, Any]
+
+
+def rollout_numbers(
+    rows: Sequence[Row], answers: Sequence[ScoredAnswer], weights: Mapping[str, float]
+) -> dict[str, float]:
+    """What an iteration's rollouts are like; `rows` have their scores, and `answers` are those that were decoded.
+
+    reward         the mean of the weighted sum; `reward_*` its parts
+    correct, tpf   means over answers; `tpf_range` the mean over groups of the largest less the smallest
+    tokens         useful tokens of an answer; `eos` and `overlong` are shares, `undecoded` is a count
+    """
+    decoded = [row for row in rows if row["error"] is None]
+    numbers: dict[str, float] = {"rollouts": len(rows), "undecoded": len(rows) - len(decoded)}
+    if not decoded:
+        return numbers
+    groups: dict[int, list[float]] = {}
+    for answer in answers:
+        groups.setdefault(answer.group, []).append(answer.tpf)
+    parts = {name: fmean(answer.rewards[name] for answer in answers) for name in weights}
+    return {
+        **numbers,
+        "reward": sum(weights[name] * parts[name] for name in weights),
+        **{f"reward_{_plain(name)}": value for name, value in parts.items()},
+        "correct": fmean(answer.correct for answer in answers),
+        "tpf": fmean(answer.tpf for answer in answers),
+        "tpf_range": fmean(max(tpfs) - min(tpfs) for tpfs in groups.values()),
+        "tokens_each": fmean(row["num_tokens"] for row in decoded),
+        "forwards_each": fmean(row["num_forwards"] for row in decoded),
+        "eos": fmean(row["finish_reason"] == "stop" for row in decoded),
+        "overlong": fmean(row["overlong"] for row in decoded),
+    }
+
+
+def group_numbers(dropped: Mapping[Any, int], advantages: Sequence[float], *, num_groups: int) -> dict[str, float]:
+    """How many groups were dropped, by reason, and what is left to learn from."""
+    return {
+        "groups": num_groups,
+        **{f"groups_dropped_{reason}": dropped.get(reason, 0) for reason in REASONS},
+        "answers_learned": len(advantages),
+        "advantage_max": max(advantages, default=0.0),
+    }
+
+
+def front_line(iteration: int, threshold: float, summary: Summary) -> dict[str, float]:
+    """A point of a held-out front: `accuracy` as a share, the mean TPF, and their intervals' half widths."""
+    return {
+        "iteration": iteration,
+        "tau_m2t": threshold,
+        "problems": summary.n,
+        "accuracy": summary.accuracy / 100,
+        "accuracy_low": summary.accuracy_low / 100,
+        "accuracy_high": summary.accuracy_high / 100,
+        "tpf": summary.tpf or 0.0,
+        "tpf_stderr": summary.tpf_stderr or 0.0,
+    }
+
+
+def progress_line(line: Row, iterations: int, seconds_each: float) -> str:
+    """An iteration in one line."""
+    left = (iterations - line["iteration"] - 1) * seconds_each
+    learned = f"{line['answers_learned']} of {line['rollouts']} answers"
+    loss = f"loss {line['loss']:+.4f}  |d| {line['d_mean']:.1e}" if "loss" in line else "nothing to learn from"
+    return (
+        f"iteration {line['iteration'] + 1}/{iterations}  reward {line.get('reward', math.nan):.3f}  "
+        f"right {line.get('correct', math.nan):.3f}  TPF {line.get('tpf', math.nan):.2f}  {learned}  {loss}  "
+        f"{line['seconds_rollouts']:.1f} + {line['seconds_scores']:.1f} + {line['seconds_update']:.1f} s  "
+        f"ETA {left // 60:.0f} min {left % 60:02.0f} s"
+    )
+
+
+def draw_progress(lines: Sequence[Row], fronts: Sequence[Row], path: Path, *, title: str) -> None:
+    """Write the picture: reward and share of right answers, TPF, and the first and last held-out fronts."""
+    figure = Figure(figsize=(12.0, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    panels = figure.subplots(1, 3)
+    steps = [line["iteration"] + 1 for line in lines if "reward" in line]
+    for panel, names, label in (
+        (panels[0], ("reward", "correct"), "of rollouts"),
+        (panels[1], ("tpf",), "tokens per forward of rollouts"),
+    ):
+        for number, name in enumerate(names):
+            values = [line[name] for line in lines if "reward" in line]
+            panel.plot(steps, values, color=COLOURS[number], linestyle=("-", "--")[number], label=name)
+        panel.set_title(label, fontsize="medium")
+        panel.set_xlabel("iteration")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize="small")
+    iterations = sorted({line["iteration"] for line in fronts})
+    for number, iteration in enumerate(dict.fromkeys((*iterations[:1], *iterations[-1:]))):
+        points = sorted((line["tpf"], line["accuracy"]) for line in fronts if line["iteration"] == iteration)
+        label = f"after {iteration} iterations"
+        panels[2].plot(*zip(*points, strict=True), color=COLOURS[number], marker="os"[number], label=label)
+    panels[2].set_title("held-out problems, greedily", fontsize="medium")
+    panels[2].set_xlabel("tokens per forward")
+    panels[2].set_ylabel("accuracy")
+    panels[2].grid(alpha=0.3)
+    if iterations:
+        panels[2].legend(fontsize="small")
+    with file_beside(path) as beside:
+        figure.savefig(beside, format="png", dpi=110)
+
+
+def _plain(name: str) -> str:
+    """A part of the reward as a part of a number's name."""
+    return "".join(letter if letter.isalnum() else "_" for letter in name).strip("_")

@@ -1,0 +1,285 @@
+"""Rollouts: which answers an iteration asks for, the engine that makes them, and the answers that a learner replays.
+
+What an iteration asks follows from the recipe and its number alone. An engine decodes a part of it from an empty
+state, with the weights of one version. So a part has the same answers whenever and wherever it is made.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+import pyarrow as pa
+from torch import Tensor
+
+from mbd_core.checkpoint.chat import decode_text
+from mbd_core.checkpoint.folder import read_folder
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.blocks.config import decoding_config, read_decoding
+from mbd_core.decoding.blocks.request import Output, Rollout
+from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.sweep.decoding import DecodeStage, DecodingModel, ModelRefused, sample_requests
+from mbd_core.evaluation.sweep.executor import NumberedTable
+from mbd_core.evaluation.sweep.grid import Variant
+from mbd_core.evaluation.sweep.options import SweepOptions
+from mbd_core.evaluation.sweep.parts import (
+    DECODED_COLUMNS,
+    DRAWN_COLUMNS,
+    PLANNED_COLUMNS,
+    PROBLEM_COLUMNS,
+    cut,
+    in_turns,
+)
+from mbd_core.evaluation.sweep.plan import Sweep, plan_sweep
+from mbd_core.evaluation.tasks.asking import TaskInputs, ask
+from mbd_core.evaluation.tasks.benchmarks import Problem, find_task
+from mbd_core.evaluation.tasks.problems import load_problems
+from mbd_core.evaluation.tasks.recipes import find_recipe
+from mbd_core.multitf.states.replay import ReplayedAnswer, replay_refused
+from mbd_core.rl.config import RLRecipe
+from mbd_core.serving.tokens.load import load_engine
+
+PLACE = (pa.field("iteration", pa.int64()), pa.field("group", pa.int64()))
+ASKED_COLUMNS = pa.schema([*PLANNED_COLUMNS, *DRAWN_COLUMNS, *PLACE])
+ROLLOUT_COLUMNS = pa.schema(
+    [*DECODED_COLUMNS, *DRAWN_COLUMNS, *PLACE, pa.field("version", pa.int64())]
+    + [pa.field(name, pa.list_(pa.int64())) for name in ("prompt_tokens", "tokens", "tail_tokens", "tail_steps")]
+    + [pa.field(name, pa.list_(pa.float64())) for name in ("logprobs", "tail_logprobs")]
+)
+"""A rollout's row: a sweep's, with its iteration and group, the version of the weights that decoded every token of it,
+and what a replay needs beside `steps`."""
+
+METHOD = "rollout"
+HELD_OUT = "held-out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPlan:
+    """The requests of every iteration. `engine` has the slots that rollouts and held-out sweeps take."""
+
+    recipe: RLRecipe
+    problems: tuple[Problem, ...]
+    inputs: TaskInputs
+    config: str
+    engine: EngineConfig
+    held_out: Sweep | None
+
+    @classmethod
+    def of(cls, recipe: RLRecipe, engine: EngineConfig) -> Self:
+        """Load and check all that a run asks; `ValueError`, one sentence, for what cannot be honoured."""
+        contents = read_folder(model_folder(recipe.model))
+        rollouts = recipe.rollouts
+        task, prompt_recipe = find_task(rollouts.task), find_recipe(rollouts.prompt_recipe)
+        prompt = prompt_recipe.task_prompt(task.name)
+        if prompt.num_examples or prompt.stop:
+            raise ValueError(
+                f"prompt recipe '{prompt_recipe.name}' shows solved problems or ends answers of {task.name} at stop "
+                "strings, after which their states are not known; choose one that does neither, as own or bare"
+            )
+        if prompt.wording.needs_chat and not contents.tokenizer.chat_template:
+            raise ValueError(f"model '{recipe.model}' has a tokenizer without a chat template, which prompts need")
+        limit = recipe.iterations * rollouts.prompts if task.generate is not None else None
+        problem_set = load_problems(task, split="train", seed=recipe.seed, limit=limit, data=rollouts.data)
+        if len(problem_set.problems) < rollouts.prompts:
+            raise ValueError(
+                f"{problem_set.source} has {len(problem_set.problems)} problems, fewer than prompts={rollouts.prompts}"
+            )
+        decoding = decoding_config(contents.defaults, rollouts.decoding, block_size=contents.config.block_size)
+        if (why := replay_refused(decoding)) is not None:
+            raise ValueError(why)
+        slots = decoding.buffer_size if engine.buffer_size is None else max(engine.buffer_size, decoding.buffer_size)
+        return cls(
+            recipe=recipe,
+            problems=problem_set.problems,
+            inputs=ask(problem_set, prompt_recipe, examples=None, max_tokens=rollouts.max_tokens),
+            config=Variant(method=METHOD, decoding=decoding).config,
+            engine=replace(engine, buffer_size=slots),
+            held_out=_held_out(recipe, engine) if recipe.held_out.evaluate_every else None,
+        )
+
+    @property
+    def model_name(self) -> str:
+        return model_folder(self.recipe.model).resolve().name
+
+    def parts(self, iteration: int) -> list[NumberedTable]:
+        """An iteration's requests (`ASKED_COLUMNS`), cut where a batch is full, with the numbers of the parts."""
+        rollouts = self.recipe.rollouts
+        rows = []
+        for number in range(rollouts.prompts):
+            group = iteration * rollouts.prompts + number
+            place = self._place(group)
+            problem = self.problems[place]
+            for draw in range(rollouts.group):
+                subject = json.dumps([self.recipe.seed, group, problem.problem_id, draw])
+                seed = int.from_bytes(hashlib.sha256(subject.encode()).digest()[:4], "little")
+                rows.append(
+                    {
+                        "sample": group * rollouts.group + draw,
+                        "model": self.model_name,
+                        "method": METHOD,
+                        "task": rollouts.task,
+                        **{name: getattr(problem, name) for name in PROBLEM_COLUMNS},
+                        "config": self.config,
+                        **self.inputs.columns(place),
+                        "seed": self.recipe.seed,
+                        "draw": draw,
+                        "sampling": json.dumps({"temperature": rollouts.temperature, "seed": seed}),
+                        "iteration": iteration,
+                        "group": group,
+                    }
+                )
+        parts = cut(rows, rows_per_part=self.engine.max_rows)
+        return [(part.number, pa.Table.from_pylist([*part.rows], schema=ASKED_COLUMNS)) for part in parts]
+
+    def _place(self, group: int) -> int:
+        """Which problem a group is about: generated ones in their order, those of a file shuffled anew each time."""
+        if find_task(self.recipe.rollouts.task).generate is not None:
+            return group
+        epoch, place = divmod(group, len(self.problems))
+        order = list(range(len(self.problems)))
+        random.Random(f"problems/{self.recipe.seed}/{epoch}").shuffle(order)
+        return order[place]
+
+
+def _held_out(recipe: RLRecipe, engine: EngineConfig) -> Sweep:
+    """The held-out sweep: the rollouts' decoding, greedily, at each threshold."""
+    held_out, rollouts = recipe.held_out, recipe.rollouts
+    if find_task(rollouts.task).generate is None and held_out.held_out_data is None:
+        raise ValueError(
+            f"evaluate_every={held_out.evaluate_every} needs problems of {rollouts.task} that the run does not learn "
+            "from: name their file with held_out_data, or evaluate_every 0"
+        )
+    data = () if held_out.held_out_data is None else (f"{rollouts.task}={held_out.held_out_data}",)
+    return plan_sweep(
+        SweepOptions(
+            models=(recipe.model,),
+            tasks=(rollouts.task,),
+            recipe=rollouts.prompt_recipe,
+            data=data,
+            definitions=(f"{HELD_OUT}={json.dumps(rollouts.decoding)}",),
+            methods=(HELD_OUT,),
+            grid=f"tau_m2t={','.join(map(str, held_out.thresholds))}",
+            max_tokens=rollouts.max_tokens,
+            limit=held_out.held_out,
+            seed=recipe.seed,
+            split="valid",
+            engine=engine,
+        )
+    )
+
+
+# The engine of rollouts, whose weights are replaced between two parts.
+
+
+class RolloutEngine:
+    """One engine that makes rollouts. `close()` it, or use it as a context."""
+
+    def __init__(self, model: str, engine: EngineConfig, *, tensor_parallel: int = 1) -> None:
+        self._loaded = load_engine(model_folder(model), engine, tensor_parallel=tensor_parallel)
+        self._loaded.prepare()
+        self._model = DecodingModel(self._loaded.engine, self._loaded.tokenizer)
+        self._sweeps: DecodeStage | None = None
+
+    @property
+    def version(self) -> int:
+        """The number of its weights: updates since the start."""
+        return self._model.engine.weights_version
+
+    def take(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Decode with these weights from now on; what was cached is forgotten. It is woken up before."""
+        self.wake_up()
+        self._model.engine.check_idle("take")  # so that no answer mixes versions
+        self._model.engine.update_weights(weights.items(), mode="wait", version=version)
+
+    def decode(self, table: pa.Table) -> pa.Table:
+        """A part's rows as `ROLLOUT_COLUMNS`. A row that the engine refuses has the reason in `error`."""
+        self.wake_up()
+        rows, engine = in_turns(table.to_pylist()), self._model.engine
+        engine.forget_prefixes()
+        requests, admitted = [], []
+        for row, request in zip(rows, sample_requests(self._model, rows), strict=True):
+            requests.append(replace(request, rollout=True))
+            row.update(version=self.version, prompt_tokens=request.prompt, max_tokens=request.max_tokens)
+            try:
+                engine.admission.check(requests[-1])
+                admitted.append(requests[-1])
+            except RequestRefused as error:
+                row["error"] = str(error)
+        outputs = {output.request_id: output for output in engine.generate(admitted)}
+        for row in rows:
+            if (output := outputs.get(str(row["sample"]))) is not None:
+                text = decode_text(self._model.tokenizer, output.tokens)
+                row.update(rollout_columns(output), text=text, finish_reason=output.finish_reason)
+        rows.sort(key=lambda row: row["sample"])
+        return pa.Table.from_pylist(rows, schema=ROLLOUT_COLUMNS)
+
+    def sweep(self, table: pa.Table) -> pa.Table:
+        """A part of a sweep, decoded with the weights of the moment (`DECODED_COLUMNS`)."""
+        self.wake_up()
+        if self._sweeps is None:
+            models = iter([self._model])
+            self._sweeps = DecodeStage(lambda _: _next(models))
+        return self._sweeps(table)
+
+    def sleep(self) -> None:
+        """Give the memory back until the next call that needs it."""
+        if not self._model.engine.asleep:
+            self._model.engine.sleep()
+
+    def wake_up(self) -> None:
+        """Take the memory again; does nothing awake."""
+        if self._model.engine.asleep:
+            self._model.engine.wake_up()
+            self._loaded.prepare()
+
+    def close(self) -> None:
+        self._loaded.close()
+
+
+def _next(models: Any) -> DecodingModel:
+    for model in models:
+        assert isinstance(model, DecodingModel)
+        return model
+    raise ModelRefused("its engine failed in the sweep of held-out problems")
+
+
+def rollout_columns(output: Output) -> dict[str, Any]:
+    """An answer's columns that counts and a replay need."""
+    rollout = output.rollout
+    assert rollout is not None and not rollout.edits
+    return {
+        **asdict(output.counts),
+        "tokens": output.tokens,
+        "steps": rollout.steps,
+        "logprobs": rollout.logprobs,
+        "tail_tokens": rollout.tail_tokens,
+        "tail_steps": rollout.tail_steps,
+        "tail_logprobs": rollout.tail_logprobs,
+    }
+
+
+def rollout_of(row: Mapping[str, Any]) -> Rollout:
+    """The rollout in a row."""
+    names = ("steps", "logprobs", "tail_tokens", "tail_steps", "tail_logprobs")
+    return Rollout(**{name: tuple(row[name]) for name in names})
+
+
+def replayed(row: Mapping[str, Any], *, advantage: float, correct: bool) -> ReplayedAnswer:
+    """The answer in a row, as a learner takes it."""
+    return ReplayedAnswer(
+        prompt=tuple(row["prompt_tokens"]),
+        tokens=tuple(row["tokens"]),
+        rollout=rollout_of(row),
+        decoding=read_decoding(json.loads(row["config"])),
+        max_tokens=row["max_tokens"],
+        advantage=advantage,
+        correct=correct,
+    )
+
+
+def decided(row: Mapping[str, Any]) -> bool:
+    """Whether a forward decided a token of the row's answer."""
+    return row["error"] is None and any((*row["steps"], *row["tail_steps"]))

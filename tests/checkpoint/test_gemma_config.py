@@ -1,0 +1,123 @@
+"""DiffusionGemma's folders: both forms of its config.json, what is wrong in them, and tensors that are skipped."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_models import rewrite
+from gemma_models import GEMMA, gemma
+from safetensors.torch import load_file, save_file
+
+from mbd_core.checkpoint.config import read_config, write_config
+from mbd_core.checkpoint.conversion import convert
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.saving import save_model
+
+CONFIG = write_config(GEMMA)
+ROPES = CONFIG["text_config"]["rope_parameters"]
+
+
+def changed(top: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    config = copy.deepcopy(CONFIG) | top
+    config["text_config"] |= text
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def test_both_forms_are_one_model() -> None:
+    text = {"global_head_dim": None, "num_global_key_value_heads": None}
+    saved = changed({}, text | {"per_layer_config": {"2": {"head_dim": 16}}})
+    assert read_config(saved) == read_config(CONFIG) == GEMMA
+
+
+def test_the_last_layer_is_global_whatever_its_type() -> None:
+    assert read_config(changed({}, {"layer_types": ["sliding_attention"] * 3})) == GEMMA
+
+
+@pytest.mark.parametrize(
+    ("top", "text", "message"),
+    [
+        ({"text_config": 3}, None, "text_config=3; it must be an object"),
+        ({}, {"model_type": "gemma4_text"}, "text_config.model_type='gemma4_text', not 'diffusion_gemma_text'"),
+        ({}, {"layer_types": ["full_attention"] * 2}, "2 layer_types and num_hidden_layers=3"),
+        ({}, {"layer_types": ["chunked"] * 3}, "it must list full_attention and sliding_attention"),
+        ({}, {"rope_parameters": {}}, "it must have sliding_attention and full_attention"),
+        (
+            {},
+            {"rope_parameters": ROPES | {"sliding_attention": {"rope_type": "yarn"}}},
+            "'default' alone",
+        ),
+        (
+            {},
+            {"rope_parameters": ROPES | {"sliding_attention": {"rope_theta": 1.0, "factor": 2}}},
+            "factor=2 in rope_p",
+        ),
+        ({}, {"per_layer_config": {"1": {"head_dim": 16}}}, r"per_layer_config.1=.* of full_attention layers"),
+        ({}, {"per_layer_config": {"2": {"window": 1}}}, r"only the head_dim, num_key_value_heads"),
+        ({}, {"per_layer_config": [1]}, "it must be an object of objects"),
+        ({}, {"global_head_dim": 0}, "global_head_dim=0; it must be a whole number from 1"),
+        ({}, {"sliding_window": None}, "no 'sliding_window', which DiffusionGemma"),
+        ({}, {"final_logit_softcapping": None}, "no 'final_logit_softcapping'"),
+        ({}, {"hidden_activation": "silu"}, "hidden_activation='silu'; .* 'gelu_pytorch_tanh' only"),
+        ({}, {"use_bidirectional_attention": "all"}, 'use_bidirectional_attention="all", which this project\'s'),
+        ({"tie_word_embeddings": False}, {}, "tie_word_embeddings=False"),
+        ({}, {"num_global_key_value_heads": 3}, "not a multiple of num_global_key_value_heads=3"),
+    ],
+)
+def test_a_wrong_config_is_named(top: dict[str, Any], text: dict[str, Any] | None, message: str) -> None:
+    config = CONFIG | top if text is None else changed(top, text)
+    with pytest.raises(ValueError, match=message) as error:
+        read_config(config)
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_model(tmp_path / "model", gemma())
+    return tmp_path / "model"
+
+
+def test_tensors_of_images_are_skipped_and_others_are_not(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    vision = {
+        "model.encoder.vision_tower.encoder.layers.0.q_proj.weight": torch.ones(2, 2),
+        "model.encoder.embed_vision.embedding_projection.weight": torch.ones(2, 2),
+    }
+    save_file(weights | vision, folder / "model.safetensors")
+    rewrite(folder / "config.json", vision_config={"model_type": "gemma4_vision"}, image_token_id=5)
+    loaded = load_model(folder).state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in gemma().state_dict().items())
+    save_file(weights | {"model.encoder.audio.weight": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unexpected tensor 'model.encoder.audio.weight' for DiffusionGemma"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.encoder.language_model.layers.1.layer_scalar", "model.decoder.layers.0.experts.gate_up_proj"]
+)
+def test_a_missing_tensor_is_named(folder: Path, name: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=f"lacks the tensor '{name}', which config.json asks for"):
+        load_model(folder)
+
+
+def test_global_layers_store_no_values_and_each_layer_both_scalars(folder: Path) -> None:
+    names = set(load_file(folder / "model.safetensors"))
+    assert {n for n in names if n.endswith("v_proj.weight")} == {
+        f"model.decoder.layers.{n}.self_attn.v_proj.weight" for n in (0, 1)
+    }
+    assert sum(n.endswith("layer_scalar") for n in names) == 6 and "lm_head.weight" not in names
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [1], "block_size": 8}
+
+
+def test_a_folder_is_converted_there_and_back(folder: Path, tmp_path: Path) -> None:
+    convert(folder, tmp_path / "dcp", to="dcp")
+    shutil.copy(folder / "config.json", tmp_path / "dcp")
+    convert(tmp_path / "dcp", tmp_path / "back", to="hf")
+    before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "back"))
+    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)

@@ -1,0 +1,195 @@
+"""The loop without Ray: rewards rise, a run that is killed anywhere goes on as if it had not been."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from rl_runs import DIGITS, ENGINE, finish, tiny_run
+
+from mbd_core.rl.config import HeldOutConfig, RolloutConfig
+from mbd_core.rl.folder import HELD_OUT, ITERATIONS
+from mbd_core.rl.groups import GroupConfig
+from mbd_core.rl.recipes import RL_RECIPES, rl_recipe_named
+from mbd_core.rl.rewards import RewardConfig, RewardFailed
+from mbd_core.rl.rollouts import RolloutPlan
+
+
+def lines(folder: Path, name: str = ITERATIONS) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def rollouts(folder: Path) -> dict[str, list[dict[str, object]]]:
+    """What was drawn, without the times."""
+    drawn = {}
+    for path in sorted((folder / "rollouts").glob("*/part-*.parquet")):
+        rows = pq.read_table(path).to_pylist()
+        drawn[f"{path.parent.name}/{path.name}"] = [{**row, "decode_seconds": None} for row in rows]
+    return drawn
+
+
+def test_a_reward_rises_and_the_learner_scores_as_the_engine_did(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """The whole loop: drawn answers, a function's reward, updates, swaps, held-out sweeps, samples and a model."""
+    asked = RolloutConfig(
+        task="gsm-mini", prompts=4, group=8, max_tokens=12, decoding={"buffer_size": 3, "tau_m2t": 0.4}
+    )
+    recipe = tiny_run(
+        tiny_model_dir,
+        rollouts=asked,
+        rewards=RewardConfig(rewards=DIGITS),
+        iterations=6,
+        samples_every=4,
+        held_out=HeldOutConfig(evaluate_every=6, held_out=4, thresholds=(0.4, 0.9)),
+    )
+    finish(recipe, tmp_path / "run", engine=replace(ENGINE, max_rows=32))
+    numbers = lines(tmp_path / "run")
+    rewards = [line["reward"] for line in numbers]
+    assert max(rewards[:2]) < 0.1 < 0.3 < min(rewards[4:])
+    assert all(line["d_max"] < 2e-4 and line["effective_share"] > 0.999 for line in numbers)
+    assert all(line["version_lag"] == 0 and line["answers_learned"] == 32 for line in numbers)
+    assert all(name in numbers[0] for name in ("correct", "tpf", "tokens_each", "eos", "overlong", "entropy"))
+    front = lines(tmp_path / "run", HELD_OUT)
+    assert [(line["iteration"], line["tau_m2t"]) for line in front] == [(0, 0.4), (0, 0.9), (6, 0.4), (6, 0.9)]
+    assert all(line["problems"] == 4 and line["tpf"] > 0 for line in front)
+    assert {path.name for path in (tmp_path / "run" / "samples").iterdir()} == {f"0000{n}.html" for n in (0, 4, 5)}
+    page = (tmp_path / "run" / "samples" / "00004.html").read_text()
+    assert "the best and the worst of 8 answers" in page and "accepted by this forward" in page
+    assert (tmp_path / "run" / "progress.png").stat().st_size > 1000
+    written = json.loads((tmp_path / "run" / "model" / "rl_recipe.json").read_text())
+    assert written["rewards"]["rewards"] == DIGITS
+    RolloutPlan.of(replace(recipe, model=str(tmp_path / "run" / "model")), ENGINE)  # it can be trained again
+
+
+@pytest.mark.parametrize("ends_at", [2, 6, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 7, 9, 11))])
+def test_a_run_that_is_killed_anywhere_goes_on_as_if_it_had_not_been(
+    tiny_model_dir: Path, tmp_path: Path, whole_run: tuple[Path, dict[str, torch.Tensor]], ends_at: int
+) -> None:
+    """Killed within the second iteration: between two parts, after scoring, before and after an update, before and
+    after its state is written. Rollouts, numbers and weights are those of the run that was not killed, bit for bit,
+    and what each version of the weights was taught are its own rollouts, once."""
+    whole_folder, whole_model = whole_run
+    recipe, folder = tiny_run(tiny_model_dir), tmp_path / "run"
+    calls_before = 10  # the first swap, and the first iteration's parts, scores, update, save and swap
+    killed, nothing = finish(recipe, folder, ends_at=calls_before + ends_at)
+    assert not nothing
+    resumed, model = finish(recipe, folder, resume=True)
+    assert model.keys() == whole_model.keys()
+    assert all(torch.equal(model[name], whole_model[name]) for name in model)
+    assert rollouts(folder) == rollouts(whole_folder)
+    timeless = [
+        [{name: value for name, value in line.items() if "seconds" not in name} for line in lines(place)]
+        for place in (folder, whole_folder)
+    ]
+    assert timeless[0] == timeless[1] and len(timeless[0]) == 3
+    num_saved = killed.calls.count("saved")
+    lineage = killed.taught[:num_saved] + resumed.taught
+    assert len(lineage) == 3 == len(set(lineage))
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    executor, model = finish(tiny_run(tiny_model_dir), folder)
+    ending = ["update", "updated", "swap", "save", "saved"]
+    assert executor.calls[:10] == ["swap", *["rollouts", "scores"] * 2, *ending]
+    return folder, model
+
+
+def test_one_step_off_learns_from_the_weights_before(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Iteration n + 1 is drawn with the weights of iteration n; after a kill what is too old or lost is not used."""
+    recipe = tiny_run(tiny_model_dir, schedule="one-step-off", iterations=4)
+    finish(recipe, tmp_path / "run")
+    assert [line["version_lag"] for line in lines(tmp_path / "run")] == [0, 1, 1, 1]
+    versions = {rows[0]["version"] for rows in rollouts(tmp_path / "run").values()}
+    assert versions == {0, 1, 2}
+    every = replace(recipe, checkpoint_every=3)
+    executor, _ = finish(every, tmp_path / "killed", ends_at=18)
+    assert executor.calls.count("updated") == 2 and executor.calls.count("saved") == 0
+    drawn = {rows[0]["version"] for rows in rollouts(tmp_path / "killed").values()}
+    assert drawn > {0}
+    finish(every, tmp_path / "killed", resume=True)
+    assert rollouts(tmp_path / "killed") == rollouts(tmp_path / "run")
+
+
+def test_a_reward_that_fails_loses_nothing(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RL_REWARD_SWITCH", str(tmp_path / "switch"))
+    recipe = tiny_run(tiny_model_dir, iterations=1, rewards=RewardConfig(rewards={"rl_rewards:broken_once": 1.0}))
+    with pytest.raises(RewardFailed, match="raised RuntimeError: the switch is off, for an answer to gsm-mini/train/"):
+        finish(recipe, tmp_path / "run")
+    drawn = rollouts(tmp_path / "run")
+    assert len(drawn) == 1
+    (tmp_path / "switch").touch()
+    executor, _ = finish(recipe, tmp_path / "run", resume=True)
+    assert executor.calls.count("rollouts") == 1  # the part that was not there
+    assert rollouts(tmp_path / "run") == rollouts(tmp_path / "run") | drawn
+
+
+def test_groups_that_teach_nothing_leave_the_weights(tiny_model_dir: Path, tmp_path: Path) -> None:
+    recipe = tiny_run(tiny_model_dir, iterations=2, groups=GroupConfig())
+    executor, _ = finish(recipe, tmp_path / "run")
+    assert not executor.taught
+    for line in lines(tmp_path / "run"):
+        assert line["groups_dropped_too_few_right"] == 2 and line["answers_learned"] == 0 and "loss" not in line
+
+
+def test_a_folder_holds_one_run(tiny_model_dir: Path, tmp_path: Path) -> None:
+    recipe = tiny_run(tiny_model_dir, iterations=1)
+    with pytest.raises(ValueError, match="--resume: there is no run in"):
+        finish(recipe, tmp_path / "run", resume=True)
+    finish(recipe, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"a run already lies in .*--resume"):
+        finish(recipe, tmp_path / "run")
+    other = replace(recipe, rollouts=replace(recipe.rollouts, group=8))
+    with pytest.raises(ValueError, match=r"rollouts\.group is 4 there, not 8"):
+        finish(other, tmp_path / "run", resume=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="was not written by this project"):
+        finish(recipe, tmp_path / "other")
+    longer = replace(recipe, iterations=2)  # goes on where it ended
+    executor, _ = finish(longer, tmp_path / "run", resume=True)
+    assert len(executor.taught) == 1 and len(lines(tmp_path / "run")) == 2
+
+
+def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="task 'harness:arc' has no grader of one answer"):
+        RolloutConfig(task="harness:arc")
+    with pytest.raises(ValueError, match="unknown task 'arc'; known: gsm-mini"):
+        RolloutConfig(task="arc")
+    with pytest.raises(ValueError, match="group=1 must be a whole number of at least 2"):
+        RolloutConfig(group=1)
+    with pytest.raises(ValueError, match=r"temperature=0\.0 must be a number above 0"):
+        RolloutConfig(temperature=0.0)
+    with pytest.raises(ValueError, match="unknown recipe 'rl'; known: ledger-rl, tiny-rl"):
+        rl_recipe_named("rl")
+    recipe = tiny_run(tiny_model_dir)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in tiny_model_dir.iterdir():
+        if not file.name.startswith("tokenizer"):
+            (bare / file.name).write_bytes(file.read_bytes())
+    refused = [
+        ({"model": str(bare)}, "bare.*tokenizer"),
+        ({"rollouts": replace(recipe.rollouts, task="gsm8k")}, "task 'gsm8k' needs a JSON-lines file"),
+        ({"rollouts": replace(recipe.rollouts, prompt_recipe="none")}, "unknown recipe 'none'"),
+        (
+            {"rollouts": replace(recipe.rollouts, decoding={"t2t": {"tau": 0.4}})},
+            "t2t cannot be replayed",
+        ),
+        ({"rollouts": replace(recipe.rollouts, decoding={"tau": 0.4})}, "tau"),
+    ]
+    for changes, says in refused:
+        with pytest.raises(ValueError, match=says) as error:
+            RolloutPlan.of(replace(recipe, **changes), ENGINE)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(RL_RECIPES))
+def test_a_recipe_can_be_planned(name: str) -> None:
+    plan = RolloutPlan.of(rl_recipe_named(name), ENGINE)
+    parts = [table.num_rows for _, table in plan.parts(0)]
+    assert sum(parts) == plan.recipe.answers and plan.recipe.train.batch_size == plan.recipe.answers
