@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -107,3 +108,12 @@ def finish(
         return executor, {}
     finally:
         executor.close()
+
+
+def rollout_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What was drawn, by the files in which it lies, without the times."""
+    drawn = {}
+    for path in sorted((folder / "rollouts").glob("*/part-*.parquet")):
+        rows = pq.read_table(path).to_pylist()
+        drawn[f"{path.parent.name}/{path.name}"] = [{**row, "seconds": None} for row in rows]
+    return drawn
