@@ -128,8 +128,8 @@ def test_a_driver_that_is_killed_goes_on(tiny_model_dir: Path, tmp_path: Path) -
         *(sys.executable, str(ROOT / "jobs" / "train_rl.py"), "--recipe", "tiny-rl", "--model", str(tiny_model_dir)),
         *("--task", "gsm-mini", "--prompts", "2", "--group", "4", "--max-tokens", "8", "--iterations", "4"),
         *("--decoding", json.dumps(changes["decoding"]), "--rewards", json.dumps(changes["rewards"])),
-        *("--advantages", "joint", "--least-right", "0", "--least-tpf-range", "0", "--max-rows", "4"),
-        *("--num-pages", "100", "--storage", str(tmp_path), "--log-to", "none"),
+        *("--advantages", "joint", "--least-right", "0", "--least-tpf-range", "0", "--part-rows", "4"),
+        *("--max-rows", "4", "--num-pages", "100", "--storage", str(tmp_path), "--log-to", "none"),
     ]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     whole = subprocess.run(

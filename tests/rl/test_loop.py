@@ -23,7 +23,7 @@ def lines(folder: Path, name: str = ITERATIONS) -> list[dict[str, float]]:
 def test_a_reward_rises_and_the_learner_scores_as_the_engine_did(tiny_model_dir: Path, tmp_path: Path) -> None:
     """The whole loop: drawn answers, a function's reward, updates, swaps, held-out sweeps, samples and a model."""
     asked = RolloutConfig(
-        task="gsm-mini", prompts=4, group=8, max_tokens=12, decoding={"buffer_size": 3, "tau_m2t": 0.4}
+        task="gsm-mini", prompts=4, group=8, part_rows=32, max_tokens=12, decoding={"buffer_size": 3, "tau_m2t": 0.4}
     )
     recipe = tiny_run(
         tiny_model_dir,

@@ -32,7 +32,12 @@ def tiny_run(model: Path | str, **changes: Any) -> RLRecipe:
         name="tiny",
         model=str(model),
         rollouts=RolloutConfig(
-            task="gsm-mini", prompts=2, group=4, max_tokens=8, decoding={"buffer_size": 3, "tau_m2t": 0.05}
+            task="gsm-mini",
+            prompts=2,
+            group=4,
+            part_rows=4,
+            max_tokens=8,
+            decoding={"buffer_size": 3, "tau_m2t": 0.05},
         ),
         rewards=RewardConfig(rewards={"tpf": 1.0}),
         groups=GroupConfig(advantages="joint", least_right=0.0, least_tpf_range=0.0),
