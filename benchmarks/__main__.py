@@ -8,6 +8,19 @@ COMMANDS = {
     "decoders": ("benchmarks.commands:decoders", "every decoder beside a plain loop of the same method"),
     "engine": ("benchmarks.commands:engine", "a decode step beside its bare forward and the machine's roofline"),
     "buffer": ("benchmarks.commands:buffer", "buffer sizes and block budgets at 1 to 64 requests at once"),
+    "capacity": (
+        "benchmarks.capacity.commands:capacity",
+        "the replicas, batch and memory that a load needs, computed",
+    ),
+    "arrivals": (
+        "benchmarks.capacity.commands:arrivals",
+        "arrivals on 1 to 1,000 simulated replicas, real schedulers",
+    ),
+    "beyond": (
+        "benchmarks.capacity.commands:beyond",
+        "pages in the host's memory, and prompts stored elsewhere, computed",
+    ),
+    "agreement": ("benchmarks.capacity.commands:agreement", "such a simulation beside the real engine on this CPU"),
     "train": ("benchmarks.commands:train", "MultiTF's shared clean stream beside a sequence for each layout"),
     "fp8": ("benchmarks.commands:fp8", "the error of a model's logits with FP8 weights"),
     "sweep": ("benchmarks.evaluation:sweep", "a sweep on Ray beside the engine called directly"),

@@ -40,9 +40,82 @@ class Machine:
     flops: float
 
 
-def distinct_experts(num_experts: int, per_token: int, tokens: int) -> float:
+def distinct_experts(num_experts: int, per_token: int, tokens: float) -> float:
     """The mean number of experts that T tokens use if each picks K of E at random: E (1 - (1 - K/E)^T)."""
     return num_experts * (1.0 - (1.0 - per_token / num_experts) ** tokens)
+
+
+class ForwardCost:
+    """What forwards of one model cost, as a function of what they carry; the sums over layers are made once.
+
+    `matrix_bytes` and `expert_bytes` are the bytes of one weight in the layers' matrices and in the experts, by
+    default `dtype_bytes` (1 for FP8). `ranks` share heads, MLPs, experts and the vocabulary's rows; the cost is one
+    rank's. Raises `ValueError` for sizes that do not divide among the ranks, and for Gemma's layers.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype_bytes: float = 2,
+        matrix_bytes: float | None = None,
+        expert_bytes: float | None = None,
+        ranks: int = 1,
+    ) -> None:
+        if config.gemma is not None:
+            raise ValueError(f"the cost of {config.architecture} is not known: Gemma's layers are not counted")
+        config = config.sharded(ranks)
+        matrix_bytes = dtype_bytes if matrix_bytes is None else matrix_bytes
+        expert_bytes = dtype_bytes if expert_bytes is None else expert_bytes
+        d, c, moe = config.hidden_size, config.head_dim, config.moe
+        attention = d * c * (2 * config.num_heads + 2 * config.num_kv_heads)
+        num_sparse = sum(config.is_sparse(layer) for layer in range(config.num_layers))
+        dense = (config.num_layers - num_sparse) * 3 * d * config.intermediate_size
+        self._moe, self._embedding_bytes = moe, d * dtype_bytes
+        self._every_bytes = (config.num_layers * attention + dense) * matrix_bytes
+        self._one_expert_bytes = 0.0
+        if moe is not None:
+            self._every_bytes += num_sparse * (
+                d * moe.num_experts * dtype_bytes + 3 * d * moe.shared_size * matrix_bytes
+            )
+            self._one_expert_bytes = num_sparse * 3 * d * moe.intermediate_size * expert_bytes
+        self._head_bytes = config.vocab_size * d * dtype_bytes / ranks
+        self.token_flops, self.score_flops = matrix_flops(config), pair_flops(config)
+        self.logit_flops = head_flops(config) / ranks
+        self.kv_token_bytes = 2 * config.num_layers * config.num_kv_heads * c * dtype_bytes
+        """Bytes of one token's keys and values."""
+        experts = 0.0 if moe is None else moe.num_experts * self._one_expert_bytes
+        tables = self._head_bytes * (1 if config.tie_word_embeddings else 2)
+        self.stored_bytes = self._every_bytes + experts + tables
+        """Bytes of all weights but norms and biases."""
+
+    def of(
+        self,
+        *,
+        tokens: float,
+        scores: float,
+        kv_tokens: float,
+        logit_tokens: float,
+        live_tokens: float | None = None,
+        touched_experts: float | None = None,
+    ) -> StepCost:
+        """The cost of a forward over `tokens`, in which queries meet keys `scores` times and `kv_tokens` of keys and
+        values are read or written.
+
+        `logit_tokens` is the number of positions with logits. Of the tokens `live_tokens` choose experts (default:
+        all). `touched_experts` is the number of experts that a layer's tokens use, as counted; by default that of
+        independent choices, which a router need not make.
+        """
+        weight_bytes = self._every_bytes + tokens * self._embedding_bytes + (self._head_bytes if logit_tokens else 0)
+        if self._moe is not None:
+            live = tokens if live_tokens is None else live_tokens
+            expected = distinct_experts(self._moe.num_experts, self._moe.experts_per_token, live)
+            weight_bytes += self._one_expert_bytes * (expected if touched_experts is None else touched_experts)
+        return StepCost(
+            weight_bytes=weight_bytes,
+            kv_bytes=self.kv_token_bytes * kv_tokens,
+            flops=tokens * self.token_flops + scores * self.score_flops + logit_tokens * self.logit_flops,
+        )
 
 
 def step_cost(
@@ -60,11 +133,8 @@ def step_cost(
 ) -> StepCost:
     """The cost of one step of `rows` sequences with `buffer_size` slots each after `prefix` stored tokens.
 
-    `block_size` is by default the model's. `matrix_bytes` and `expert_bytes` are the bytes of one weight in the
-    layers' matrices and in the experts, by default `dtype_bytes` (1 for FP8). `logit_tokens` is the number of
-    positions with logits, by default all of the buffer. `touched_experts` is the number of experts that a layer's
-    tokens use, as counted; by default that of independent choices, which a router need not make. Raises `ValueError`
-    for counts that are not positive.
+    `block_size` is by default the model's; `logit_tokens` by default all of the buffer. `ForwardCost` has the rest.
+    Raises `ValueError` for counts that are not positive.
     """
     block = config.block_size if block_size is None else block_size
     if min(rows, buffer_size, block) < 1 or prefix < 0:
@@ -72,35 +142,14 @@ def step_cost(
             f"rows={rows}, buffer_size={buffer_size}, block_size={block} must be at least 1, prefix={prefix} 0 or more"
         )
     tokens = rows * buffer_size * block
-    logit_tokens = tokens if logit_tokens is None else logit_tokens
-    matrix_bytes = dtype_bytes if matrix_bytes is None else matrix_bytes
-    expert_bytes = dtype_bytes if expert_bytes is None else expert_bytes
-    d, c = config.hidden_size, config.head_dim
-    attention = d * c * (2 * config.num_heads + 2 * config.num_kv_heads)
-    dense = 3 * d * config.intermediate_size
-    weight_bytes = 0.0
-    for layer in range(config.num_layers):
-        weight_bytes += attention * matrix_bytes
-        moe = config.moe if config.is_sparse(layer) else None
-        if moe is None:
-            weight_bytes += dense * matrix_bytes
-            continue
-        expert = 3 * d * moe.intermediate_size
-        router, shared_weights = d * moe.num_experts, 3 * d * moe.shared_size
-        expected_experts = distinct_experts(moe.num_experts, moe.experts_per_token, tokens)
-        num_experts = expected_experts if touched_experts is None else touched_experts
-        weight_bytes += router * dtype_bytes + shared_weights * matrix_bytes + num_experts * expert * expert_bytes
-    head = config.vocab_size * d
-    weight_bytes += tokens * d * dtype_bytes + (head * dtype_bytes if logit_tokens else 0)
-
-    # Slot i of a sequence attends to the prefix and slots 0..i.
-    num_scores = sum(prefix + (slot + 1) * block for slot in range(buffer_size)) * block * rows
-    attention_flops = pair_flops(config) * num_scores
-    kv_token = 2 * config.num_layers * config.num_kv_heads * c * dtype_bytes
-    return StepCost(
-        weight_bytes=weight_bytes,
-        kv_bytes=kv_token * (rows * prefix + 2 * tokens),
-        flops=tokens * matrix_flops(config) + attention_flops + logit_tokens * head_flops(config),
+    cost = ForwardCost(config, dtype_bytes=dtype_bytes, matrix_bytes=matrix_bytes, expert_bytes=expert_bytes)
+    return cost.of(
+        tokens=tokens,
+        # slot i of a sequence attends to the prefix and slots 0..i
+        scores=sum(prefix + (slot + 1) * block for slot in range(buffer_size)) * block * rows,
+        kv_tokens=rows * prefix + 2 * tokens,
+        logit_tokens=tokens if logit_tokens is None else logit_tokens,
+        touched_experts=touched_experts,
     )
 
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 import torch
 
 from benchmarks.gpu import sections as gpu_sections
-from benchmarks.gpu.sections import Day, Row, toy_day
+from benchmarks.gpu.sections import Day, Row, gpu_day, toy_day
 from benchmarks.measuring import markdown
 from mbd_core.files import check_new_file, write_json, write_text
 
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_here(options: argparse.Namespace) -> int:
     """One section, in this process; each row goes to standard output, as a line, as soon as it is known."""
-    day = toy_day(options.out) if options.toy else Day(device=torch.device("cuda", 0), out=options.out)
+    day = toy_day(options.out) if options.toy else gpu_day(torch.device("cuda", 0), options.out)
     for row in PARTS[options.part][options.section].run(day):
         values = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
         print(ROW + json.dumps(values), flush=True)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.capacity.chips import Chip, chip_of
 from benchmarks.engine import StepBenchmark
 from benchmarks.gpu import checks as gpu_checks
 from benchmarks.gpu import kernel_checks
@@ -45,10 +46,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Day:
-    """Where the sections run, at which sizes, and the folder in which one leaves files for a later one."""
+    """Where the sections run, at which sizes, and the folder in which one leaves files for a later one.
+
+    chip  the data sheet that steps have their budgets from, `None` where it is not known
+    """
 
     device: torch.device
     out: Path
+    chip: Chip | None = None
     mini: str = "llada2-mini"
     dense: str = "sdar-8b"
     prefixes: tuple[int, ...] = (512, 2048)
@@ -65,6 +70,11 @@ class Day:
     @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.on_gpu else torch.float32
+
+
+def gpu_day(device: torch.device, out: Path) -> Day:
+    """The sizes for a GPU, and its budgets by the name that it gives."""
+    return Day(device=device, out=out, chip=chip_of(device_name(device)))
 
 
 def toy_day(out: Path) -> Day:
@@ -84,7 +94,8 @@ def toy_day(out: Path) -> Day:
 
 
 def machine(day: Day) -> list[Row]:
-    """Versions, copy bandwidth and the kernels that are chosen; an error where no graph can hold the attention."""
+    """Versions, copy bandwidth and the kernels that are chosen; an error where no graph can hold the attention, and
+    where more bytes a second are measured than the chip's data sheet has."""
     config = SHAPES["llada2-mini"]
     attention = resolve(
         day.device, day.dtype, config.head_dim, 32, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads
@@ -92,13 +103,18 @@ def machine(day: Day) -> list[Row]:
     if day.on_gpu and not attention.capturable:
         raise RuntimeError(f"no CUDA graph can hold the attention that was chosen: {attention.describe()}")
     versions = {name: _version(name) for name in ("torch", "triton", "transformers", "vllm", "flash_attn", "kernels")}
-    small = None if day.on_gpu else 2**22
+    bandwidth = measure_bandwidth(day.device, num_bytes=None if day.on_gpu else 2**22)
+    name, share = device_name(day.device), None if day.chip is None else bandwidth / day.chip.bandwidth
+    if share is not None and share > 1:
+        raise RuntimeError(f"{name} has {bandwidth / 1e9:.0f} GB/s, more than its data sheet: one of both is wrong")
     return [
-        {"what": "device", "value": device_name(day.device)},
+        {"what": "device", "value": name},
+        {"what": "chip", "value": f"{name} is unknown: no budgets" if day.chip is None else day.chip.describe()},
         {"what": "python", "value": platform.python_version()},
         {"what": "cuda", "value": torch.version.cuda},
         *({"what": name, "value": version} for name, version in versions.items()),
-        {"what": "bandwidth, GB/s", "value": measure_bandwidth(day.device, num_bytes=small) / 1e9},
+        {"what": "bandwidth, GB/s", "value": bandwidth / 1e9},
+        {"what": "bandwidth, of the data sheet", "value": share},
         {"what": "attention", "value": attention.name},
         *({"what": f"not {name}", "value": reason} for name, reason in attention.reasons.items()),
     ]
@@ -156,7 +172,7 @@ def steps(
     speed = measure_machine(day.device, day.dtype) if day.on_gpu else Machine(bandwidth=1e10, flops=1e10)
     model = benchmark.load()
     for case in cases:
-        row = _step_row(benchmark, model, case, speed)
+        row = _step_row(day, benchmark, model, case, speed)
         yield row
         if day.on_gpu and row["step_over_floor"] < 1:
             raise RuntimeError(f"a step is faster than its floor, so one of the two is measured wrongly: {row}")
@@ -164,7 +180,11 @@ def steps(
         yield _nodes_row(day, shape, model, case)
 
 
-def _step_row(benchmark: StepBenchmark, model: Decoder, case: StepCase, speed: Machine) -> Row:
+GOAL = 1.3
+"""The most that a step is to take, in floors by the chip's data sheet."""
+
+
+def _step_row(day: Day, benchmark: StepBenchmark, model: Decoder, case: StepCase, speed: Machine) -> Row:
     row = benchmark.row(model, case, speed, lambda: None)
     row_of_step = {
         **{key: row[key] for key in ("model", "rows", "prefix", "buffer_size", "fp8", "routing", "graphs", "backend")},
@@ -174,6 +194,7 @@ def _step_row(benchmark: StepBenchmark, model: Decoder, case: StepCase, speed: M
         "step_over_floor": row["step_over_floor"],
         "touched_experts": row["touched_experts"],
         "gb_per_s": row["floor_bytes"] / row["step_seconds"] / 1e9,
+        **_budget(day.chip, row),
     }
     moe, tokens = model.config.moe, case.rows * case.buffer_size * model.config.block_size
     with torch.inference_mode():
@@ -181,6 +202,14 @@ def _step_row(benchmark: StepBenchmark, model: Decoder, case: StepCase, speed: M
     if moe is not None and is_fused:
         row_of_step["tiles"] = [*_tiles_in_use(moe, tokens, 1 if benchmark.fp8 else benchmark.dtype.itemsize)]
     return row_of_step
+
+
+def _budget(chip: Chip | None, row: Row) -> Row:
+    """The milliseconds that the step may take on this chip, and whether it does; nothing for an unknown chip."""
+    if chip is None:
+        return {"budget_ms": None, "within_budget": None}
+    seconds = GOAL * max(row["floor_bytes"] / chip.bandwidth, row["floor_flops"] / chip.flops)
+    return {"budget_ms": seconds * 1e3, "within_budget": row["step_seconds"] <= seconds}
 
 
 def _tiles_in_use(moe: MoEConfig, tokens: int, size: int) -> experts_triton.ExpertTiles:

@@ -121,6 +121,23 @@ def token_ids(
     ]
 
 
+def evaluated_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    masking: Masking,
+    *,
+    in_chat: bool,
+    add_special_tokens: bool | None = None,
+) -> list[int]:
+    """The ids of a text of an evaluation. One that a chat template made (`in_chat`, its contents masked by `masking`),
+    or that begins with the BOS, gets no special tokens; any other the tokenizer's own, and all of it stays text."""
+    bos = tokenizer.bos_token
+    is_whole = in_chat or (bool(bos) and text.startswith(bos))
+    masked_text = MaskedText(text, masking) if is_whole else literal(tokenizer, text)
+    special = not is_whole if add_special_tokens is None else add_special_tokens
+    return token_ids(tokenizer, [masked_text], add_special_tokens=special)[0]
+
+
 def _masked_ids(tokenizer: PreTrainedTokenizerBase, masked: MaskedText, *, add_special_tokens: bool) -> list[int]:
     """The ids of a text, where a stretch with private characters has those of the characters that they stand for."""
     if not tokenizer.is_fast:

@@ -117,9 +117,10 @@ def save_random(
 def random_generation(config: ModelConfig) -> dict[str, Any]:
     """How random weights are decoded: never confident, they are given a fixed number of tokens a step.
 
-    A full-attention model decodes a canvas, whose rule always takes one.
+    A full-attention model decodes a canvas, whose rule always takes one; behind a causal prefix every verified draft
+    gives one.
     """
-    if config.attention == "full":
+    if config.attention != "block_causal":
         return {}
     method = FAMILIES[config.architecture].decoding
     return {**method, "buffer_size": 2, "tokens_per_step": min(4, config.block_size)}

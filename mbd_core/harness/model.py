@@ -19,19 +19,20 @@ from tqdm import tqdm
 
 from mbd_core.checkpoint.chat import chat_text, decode_text
 from mbd_core.checkpoint.folder import read_folder
-from mbd_core.checkpoint.literal_text import MaskedText, Masking, fixed_masking, literal, token_ids
+from mbd_core.checkpoint.literal_text import Masking, evaluated_ids, fixed_masking
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
 from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.decoding import fit_request, generate_until
+from mbd_core.evaluation.measures.likelihood import Draws, log_likelihood
+from mbd_core.evaluation.sweep.decoding import fit_request, generate_until, is_greedy
 from mbd_core.evaluation.sweep.grid import DEFAULT_SLOTS, parse_grid
 from mbd_core.evaluation.sweep.parts import before_stop
 from mbd_core.evaluation.tasks.generation_fields import Generation, read_generation
+from mbd_core.evaluation.tasks.scored_texts import NUM_DRAWS, hidden_controls
 from mbd_core.files import check_new_file, write_text
-from mbd_core.harness.likelihood import Draws, log_likelihood
 from mbd_core.harness.scoring import CountedText
 from mbd_core.json_text import merge_fields, merge_paths
 from mbd_core.serving.tokens.load import load_engine
@@ -61,7 +62,7 @@ class HarnessModel(TemplateLM):
         num_pages: int | None = None,
         kv_memory_fraction: float = EngineConfig.kv_memory_fraction,
         tensor_parallel: int = 1,
-        mc_num: int = Draws.number,
+        mc_num: int = NUM_DRAWS,
         seed: int = 0,
         log: str | None = None,
         **decoding: Any,
@@ -200,23 +201,10 @@ class HarnessModel(TemplateLM):
                 block_size=self._model.engine.block_size,
                 draws=self._draws,
             )
-            result = nats, self._is_greedy(context, continuation)
+            result = nats, is_greedy(self._model.engine, context, continuation, self.decoding)
             self.cache_hook.add_partial("loglikelihood", texts, result)
             results.append(result)
         return results
-
-    def _is_greedy(self, context: Sequence[int], continuation: Sequence[int]) -> bool:
-        if not continuation:
-            return True
-        request = Request(
-            request_id="greedy",
-            prompt=tuple(context),
-            max_tokens=len(continuation),
-            decoding=self.decoding,
-            ignore_eos=True,
-        )
-        (output,) = self._model.engine.generate([request])
-        return output.tokens == tuple(continuation)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Not offered: a whole document has no prefix, and none of the projects reports its perplexity."""
@@ -232,24 +220,17 @@ class HarnessModel(TemplateLM):
         return int(self._model.config.eos_token_ids[0])
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text. A text that the chat template made, or that begins with the BOS, gets no special tokens;
-        any other the tokenizer's own, and the control tokens that it spells are text."""
-        bos = self.tokenizer.bos_token
-        is_whole = self._uses_chat or (bool(bos) and string.startswith(bos))
-        text = MaskedText(string, self._masking) if is_whole else literal(self.tokenizer, string)
-        special = not is_whole if add_special_tokens is None else add_special_tokens
-        return token_ids(self.tokenizer, [text], add_special_tokens=special)[0]
+        """Ids of a text (`evaluated_ids`), which is a chat's where the run uses the model's template."""
+        return evaluated_ids(
+            self.tokenizer, string, self._masking, in_chat=self._uses_chat, add_special_tokens=add_special_tokens
+        )
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         return super()._encode_pair(context, self._masked(continuation) if self._uses_chat else continuation)
 
     def _masked(self, text: str) -> str:
         """A text whose control tokens are none, also where a chat's text, which has the template's own, holds it."""
-        if self._masking.hides_in(text):
-            raise ValueError(
-                f"a text of the task has a Unicode non-character from U+FDD0 on: {text[:80]!r}; remove it"
-            )
-        return self._masking.masked(text)
+        return hidden_controls(text, self._masking)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True, **_: Any

@@ -55,10 +55,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"include: {TASKS}/ifeval/ifeval.yaml\ntask: local_ifeval\ndataset_path: json\ndataset_name: null\n"
         f"dataset_kwargs: {{data_files: {{train: {ifeval}}}}}\ngeneration_kwargs: {{until: [], max_gen_toks: 24}}\n"
     )
-    (tmp_path / "tasks" / "local_choices.yaml").write_text(
-        f"task: local_choices\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {gsm8k}}}}}\n"
-        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: question\ndoc_to_target: 0\n"
-        'doc_to_choice: ["a", "b"]\n'
+    choices = tmp_path / "choices.jsonl"
+    choices.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "question": f"What is {n} + {n}? ",
+                    "choices": [str(2 * n + shift) for shift in range(4)],
+                    "answer": n % 4,
+                    "subject": "sums",
+                    "Question": f"What is {n} + 1?",
+                    "Correct Answer": str(n + 1),
+                    **{f"Incorrect Answer {k}": str(n + 1 + k) for k in (1, 2, 3)},
+                    "text": f"Tom has {n} apples and no pears",
+                }
+            )
+            + "\n"
+            for n in range(7)
+        )
+    )
+    local = (
+        f"dataset_path: json\ndataset_name: null\n"
+        f"dataset_kwargs: {{data_files: {{test: {choices}, dev: {choices}, train: {choices}}}}}\n"
+    )
+    (tmp_path / "tasks" / "local_mmlu.yaml").write_text(
+        f"include: {TASKS}/mmlu/default/mmlu_abstract_algebra.yaml\ntask: local_mmlu\nnum_fewshot: 1\n{local}"
+    )
+    (tmp_path / "tasks" / "local_gpqa.yaml").write_text(
+        f"include: {TASKS}/gpqa/zeroshot/_gpqa_zeroshot_yaml\ntask: local_gpqa\n{local}"
+    )
+    (tmp_path / "tasks" / "local_lambada.yaml").write_text(
+        f"include: {TASKS}/lambada/lambada_openai.yaml\ntask: local_lambada\n{local}"
+    )
+    (tmp_path / "tasks" / "local_information.yaml").write_text(
+        f"task: local_information\ntest_split: test\noutput_type: multiple_choice\ndoc_to_text: question\n"
+        f"doc_to_target: answer\ndoc_to_choice: choices\n{local}"
+        "metric_list: [{metric: acc_mutual_info}, {metric: acc_norm}, {metric: exact_match}, {metric: brier_score}]\n"
+    )
+    (tmp_path / "tasks" / "local_pages.yaml").write_text(
+        f"task: local_pages\ntest_split: test\noutput_type: loglikelihood_rolling\ndoc_to_text: ''\n"
+        f"doc_to_target: question\n{local}metric_list: [{{metric: word_perplexity}}]\n"
     )
     (tmp_path / "tasks" / "local_missing.yaml").write_text(
         f"include: {TASKS}/gsm8k/gsm8k.yaml\ntask: local_missing\ndataset_path: json\ndataset_name: null\n"
@@ -121,9 +157,79 @@ def test_a_sweep_has_the_numbers_of_the_harness_s_own_run(folder: Path, tmp_path
     assert row["num_tokens"] == sum(text.measures()["tokens"] for text in texts)
 
 
-def test_what_a_decoder_does_not_change_and_what_is_not_there_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"local_choices.*log-likelihoods.*mbd-lm-eval"):
-        plan_sweep(options(folder, "local_choices"))
+@pytest.mark.parametrize(
+    ("task", "form"),
+    [
+        ("local_mmlu", "plain"),
+        pytest.param("local_mmlu", "turn", marks=pytest.mark.slow),
+        pytest.param("local_gpqa", "plain", marks=pytest.mark.slow),
+        ("local_lambada", "plain"),
+        pytest.param("local_information", "plain", marks=pytest.mark.slow),
+    ],
+)
+def test_log_likelihoods_of_a_sweep_are_the_harness_s_own(folder: Path, tmp_path: Path, task: str, form: Any) -> None:
+    """Of the forms of MMLU, GPQA (whose choices are shuffled) and LAMBADA, and with an empty context."""
+    own = simple_evaluate(
+        model=HarnessModel("tiny-mbd", batch_size=4, device="cpu", mc_num=3),
+        tasks=[task],
+        task_manager=manager_of(str(folder / "tasks")),
+        apply_chat_template=form != "plain",
+        fewshot_as_multiturn=False,
+        bootstrap_iters=0,
+    )
+    assert own is not None
+    chosen = options(folder, task, form=form, methods=None, mc_num=3)
+    (row,) = swept(tmp_path / "out", chosen)["rows"]
+    (metrics,) = row["harness"]["metrics"].values()
+    wanted = {name.partition(",")[0]: value for name, value in own["results"][task].items() if "_stderr" not in name}
+    assert metrics == pytest.approx({name: wanted[name] for name in metrics}) and metrics
+    assert (row["method"], row["n"], row["harness"]["num_graded"], row["tpf"]) == ("log-likelihood", 7, 7, None)
+    samples = sorted(own["samples"][task], key=lambda sample: sample["doc_id"])
+    rows = sorted(read_samples(tmp_path / "out"), key=lambda row: row["sample"])
+    for found, sample in zip(rows, samples, strict=True):
+        theirs = [response[0] for response in sample["resps"]]
+        ours = json.loads(found["text"])
+        assert [nats for nats, _ in ours] == pytest.approx([nats for nats, _ in theirs], rel=1e-5)
+        if task in ("local_lambada", "local_information"):
+            assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+
+
+def test_tasks_that_score_are_swept_beside_those_that_decode(folder: Path, tmp_path: Path) -> None:
+    """One configuration of log-likelihoods, two decoders, one report; and what was there is not computed again."""
+    both = ["harness:local_mmlu", "harness:local_gsm8k"]
+    chosen = options(folder, "", tasks=both, methods=["single", "multi"], mc_num=1, limit=3)
+    sweep = plan_sweep(chosen)
+    assert sweep.num_samples == len(list(sweep.rows())) == 3 + 2 * 3
+    rows = swept(tmp_path / "out", chosen)["rows"]
+    assert [(row["task"].partition(":")[2], row["method"]) for row in rows] == [
+        ("local_gsm8k", "SingleBD"),
+        ("local_gsm8k", "MBD"),
+        ("local_mmlu", "log-likelihood"),
+    ]
+    assert "log-likelihood" in (tmp_path / "out" / "report.md").read_text()
+    assert swept(tmp_path / "out", chosen)["rows"] == rows
+    with pytest.raises(ValueError, match=r"no decoder changes them: leave --methods"):
+        plan_sweep(options(folder, "local_mmlu", methods=["single"]))
+    with pytest.raises(ValueError, match="nothing is drawn: leave --samples out"):
+        plan_sweep(options(folder, "", tasks=both, samples=2, temperature=1.0))
+    with pytest.raises(ValueError, match="leave --tensor-parallel out"):
+        plan_sweep(options(folder, "local_mmlu", methods=None, tensor_parallel=2))
+
+
+def test_a_text_that_the_model_does_not_hold_is_a_row_with_the_reason(folder: Path, tmp_path: Path) -> None:
+    (folder / "tasks" / "local_long.yaml").write_text(
+        (folder / "tasks" / "local_mmlu.yaml").read_text().replace("task: local_mmlu", "task: local_long")
+        + f"description: {'word ' * 600}\n"
+    )
+    manager_of.cache_clear()
+    (row,) = swept(tmp_path / "out", options(folder, "local_long", methods=None, mc_num=1, limit=2))["rows"]
+    assert (row["n"], row["errors"]) == (2, 2)
+    assert all("positions" in sample["error"] for sample in read_samples(tmp_path / "out"))
+
+
+def test_what_is_not_offered_or_not_there_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"local_pages.*perplexity of whole documents"):
+        plan_sweep(options(folder, "local_pages"))
     with pytest.raises(ValueError, match=r"no task 'absent'.*--include"):
         plan_sweep(options(folder, "absent"))
     with pytest.raises(ValueError, match=r"local_missing.*cannot be loaded.*--include"):

@@ -40,7 +40,7 @@ class GradedSample:
 
     problem  the id of its problem
     cut      whether the answer ended at the limit of its tokens
-    is_bare  whether it is of an endpoint that says no forwards
+    is_bare  whether it is of an endpoint that says no forwards, or compares log-likelihoods
     seed     the sweep's, by which one problem can have several samples
     draw     its number among the drawn answers to its problem; `None` of a greedy sweep
     vote     of a drawn math answer, the first of those that the grader takes as equal to it

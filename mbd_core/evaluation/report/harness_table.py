@@ -99,6 +99,6 @@ def harness_table(
         notes=(
             "By the task's own filters, metrics and aggregation, over the answers that were decoded and graded; of a "
             "group, the average that it defines. Acc of the other tables is the share of answers with full marks by "
-            "the first metric of the first filter.",
+            "acc, acc_norm, or else the first metric, of the first filter.",
         ),
     )

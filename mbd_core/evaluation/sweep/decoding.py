@@ -1,4 +1,5 @@
-"""The first stage of a sweep: every row of a table is decoded by the engine of its model, to where its answer ends."""
+"""The first stage of a sweep: every row of a table is decoded by the engine of its model, to where its answer ends, or
+its texts are scored by the model."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,14 +11,17 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.chat import decode_text
-from mbd_core.decoding.blocks.config import read_decoding
+from mbd_core.decoding.blocks.config import DecodingConfig, read_decoding
 from mbd_core.decoding.blocks.request import Output, Request, Rollout, StepOutput
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.canvas_decoder import canvas_max_tokens
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
+from mbd_core.evaluation.measures.likelihood import Draws, log_likelihood
+from mbd_core.evaluation.sweep.grid import LIKELIHOOD
 from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, before_stop, in_turns, with_draws
 from mbd_core.evaluation.tasks.prompts import prompt_ids
+from mbd_core.evaluation.tasks.scored_texts import ScoredTexts
 
 # Where answers end: at a stop string, which ends the decoding of its request, or at the limit of their tokens.
 
@@ -134,6 +138,35 @@ def _replay(tokens: Sequence[int], rollout: Rollout, piece: Callable[[int], str]
     return {"pieces": list(map(piece, tokens)), "steps": list(rollout.steps), "edits": edits or None}
 
 
+def scores_of(model: DecodingModel, row: Mapping[str, Any]) -> list[tuple[float, bool]]:
+    """Of each text that a row scores its log-likelihood in nats, and whether greedy decoding gives the same tokens;
+    false where that is not asked. Raises `ValueError` for a text that the model does not hold."""
+    texts = ScoredTexts.of_input(row["input"])
+    assert texts is not None
+    engine, draws = model.engine, Draws(number=texts.draws, seed=texts.seed)
+    decoding = read_decoding(json.loads(row["config"]))
+    scores = []
+    for context, continuation in texts.ids(model.tokenizer, prefix_id=engine.model.config.eos_token_ids[0]):
+        nats = log_likelihood(engine.model, context, continuation, block_size=engine.block_size, draws=draws)
+        scores.append((nats, texts.greedy and is_greedy(engine, context, continuation, decoding)))
+    return scores
+
+
+def is_greedy(engine: Engine, context: Sequence[int], continuation: Sequence[int], decoding: DecodingConfig) -> bool:
+    """Whether decoding after the context gives these tokens; of none it is true."""
+    if not continuation:
+        return True
+    request = Request(
+        request_id="greedy",
+        prompt=tuple(context),
+        max_tokens=len(continuation),
+        decoding=decoding,
+        ignore_eos=True,
+    )
+    (output,) = engine.generate([request])
+    return output.tokens == tuple(continuation)
+
+
 class ModelRefused(ValueError):
     """A model cannot be loaded with the engine's configuration, for example without memory for a KV page."""
 
@@ -155,7 +188,11 @@ class DecodeStage:
         rows = table.to_pylist()
         for name in dict.fromkeys(row["model"] for row in rows):
             self._model(name).engine.forget_prefixes()
-            self._decode(name, in_turns([row for row in rows if row["model"] == name]))
+            model_rows = [row for row in rows if row["model"] == name]
+            self._decode(name, in_turns([row for row in model_rows if row["method"] != LIKELIHOOD]))
+            for row in model_rows:
+                if row["method"] == LIKELIHOOD:
+                    self._score(name, row)
         return pa.Table.from_pylist(rows, schema=with_draws(DECODED_COLUMNS, rows))
 
     def close(self) -> None:
@@ -173,6 +210,21 @@ class DecodeStage:
             except ValueError as error:
                 raise ModelRefused(f"model '{name}': {error}") from error
         return self._model_in_use[1]
+
+    def _score(self, name: str, row: dict[str, Any]) -> None:
+        """Add the log-likelihoods of a row's texts, as JSON, or the error. The engine is closed after any exception
+        but a refusal, as `_generate` does."""
+        model = self._model(name)
+        try:
+            row.update(text=json.dumps(scores_of(model, row)), finish_reason="scored")
+            return
+        except ValueError as error:
+            row["error"] = str(error)
+            return
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}"
+        del model
+        self.close()
 
     def _decode(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
         """Add text and counts to rows of one model, or the error."""

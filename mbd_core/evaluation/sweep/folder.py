@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from mbd_core.evaluation.measures.rates import RULES, GradedSample, SampleCounts
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT
+from mbd_core.evaluation.sweep.grid import LIKELIHOOD
 from mbd_core.evaluation.sweep.parts import COUNTS, ISOLATION
 from mbd_core.evaluation.sweep.record import SweepRecord, difference
 from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, LIVE_CODE_BENCH, TASKS
@@ -420,7 +421,7 @@ def graded_sample(row: dict[str, Any]) -> GradedSample:
         counts=counts,
         cut=row["finish_reason"] == "length",
         **{f"{rule}_correct": row[f"{rule}_correct"] for rule in RULES},
-        is_bare=row["method"] == ENDPOINT_DEFAULT and row["num_forwards"] is None,
+        is_bare=row["method"] in (ENDPOINT_DEFAULT, LIKELIHOOD) and row["num_forwards"] is None,
         seed=row["seed"],
         draw=row.get("draw"),
         vote=row.get("vote"),

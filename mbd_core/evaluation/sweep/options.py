@@ -9,6 +9,7 @@ from mbd_core.evaluation.sweep.endpoint import Endpoint
 from mbd_core.evaluation.tasks.benchmarks import TASKS
 from mbd_core.evaluation.tasks.prompts import Form
 from mbd_core.evaluation.tasks.recipes import OWN_CHAT, RECIPES
+from mbd_core.evaluation.tasks.scored_texts import NUM_DRAWS
 from mbd_core.options import CLUSTER, DATA, DECODING, MODEL, Option, check
 from mbd_core.tasks.split import Split
 
@@ -88,6 +89,10 @@ class SweepOptions(TaskOptions):
     top_p: Annotated[
         float, Option("Draw among the likeliest tokens, up to this share.", DECODING, metavar="P", at_most=1.0)
     ] = 1.0
+    mc_num: Annotated[
+        int,
+        Option("Draws of a log-likelihood, for tasks of lm-evaluation-harness that compare them.", DATA, at_least=1),
+    ] = NUM_DRAWS
     limit: Annotated[
         int | None, Option("Problems a task.", DATA, at_least=1, default="500 generated, all of a file")
     ] = None

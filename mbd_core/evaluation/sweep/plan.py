@@ -12,12 +12,21 @@ from typing import Any
 
 from mbd_core.checkpoint.folder import ModelFolder, edit_note, read_folder, with_method
 from mbd_core.checkpoint.shipped import SHIPPED, model_folder
+from mbd_core.decoding.blocks.config import decoding_config
 from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, SINGLE
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.best_folder import author_defaults
 from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT, Endpoint
-from mbd_core.evaluation.sweep.grid import Grid, Methods, Variant, parse_grid, parse_methods, plan_variants
+from mbd_core.evaluation.sweep.grid import (
+    LIKELIHOOD,
+    Grid,
+    Methods,
+    Variant,
+    parse_grid,
+    parse_methods,
+    plan_variants,
+)
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.parts import PROBLEM_COLUMNS
 from mbd_core.evaluation.tasks.asking import TaskInputs, ask_tasks, check_positions
@@ -110,15 +119,23 @@ class Sweep:
 
     @property
     def num_samples(self) -> int:
-        num_problems = self.samples * sum(len(problem_set.problems) for problem_set in self.problem_sets)
-        return num_problems * sum(len(variants) for variants in self.variants.values())
+        return self.samples * sum(
+            len(problem_set.problems) * len(self.variants_on(model, problem_set.task.name))
+            for model, problem_set in itertools.product(self.variants, self.problem_sets)
+        )
+
+    def variants_on(self, model: str, task: str) -> list[Variant]:
+        """The configurations of a model on a task: that of log-likelihoods, or all others."""
+        scores = self.inputs[task].scores
+        return [variant for variant in self.variants[model] if (variant.method == LIKELIHOOD) == scores]
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One row for each sample (`PLANNED_COLUMNS`), ordered by model, problem, configuration and draw."""
         sample = 0
-        for model, variants in self.variants.items():
+        for model in self.variants:
             for problem_set in self.problem_sets:
                 inputs = self.inputs[problem_set.task.name]
+                variants = self.variants_on(model, problem_set.task.name)
                 for number, problem in enumerate(problem_set.problems):
                     for variant, draw in itertools.product(variants, range(self.samples)):
                         yield {
@@ -207,6 +224,8 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         include=options.include_path and str(Path(options.include_path).resolve()),
         limit=options.limit,
         max_tokens=options.max_tokens,
+        mc_num=options.mc_num,
+        seed=options.seed,
     ):
         if generation.sampling.temperature not in (0.0, sampling.temperature):
             raise ValueError(
@@ -216,6 +235,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         problem_sets.append(problem_set)
         inputs[problem_set.task.name] = task_inputs
         prompts.append(task_inputs.prompt)
+    scores, decodes = _kinds_of_work(options, inputs)
     models: dict[str, str] = {}
     variants: dict[str, list[Variant]] = {}
     notes: list[str] = []
@@ -229,7 +249,11 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         if any(prompt.wording.needs_chat for prompt in prompts) and not contents.tokenizer.chat_template:
             raise ValueError(f"model '{name}' has a tokenizer without a chat template, which the prompts need")
         contents = replace(contents, defaults=with_method(author_defaults(contents.defaults), contents.config))
-        variants[name] = _model_variants(name, contents, grid, method_names, methods, options.tensor_parallel)
+        variants[name] = (
+            _model_variants(name, contents, grid, method_names, methods, options.tensor_parallel) if decodes else []
+        )
+        if scores:
+            variants[name].append(_likelihood_variant(name, contents))
         notes += check_positions(name, options.engine.positions(contents.config.max_positions), inputs)
         model_notes = (
             edit_note(name, contents.defaults, variant.decoding) for variant in variants[name] if variant.decoding
@@ -268,6 +292,36 @@ def plan_sweep(options: SweepOptions) -> Sweep:
     )
 
 
+def _kinds_of_work(options: SweepOptions, inputs: Mapping[str, TaskInputs]) -> tuple[bool, bool]:
+    """Whether tasks compare log-likelihoods, and whether tasks decode; `ValueError` for options that the former do
+    not take."""
+    scored_tasks = [task for task, of_task in inputs.items() if of_task.scores]
+    if not scored_tasks:
+        return False, True
+    refusals = {
+        "--endpoint": "an endpoint gives none of a diffusion model" if options.endpoints else "",
+        "--samples": "nothing is drawn" if options.samples > 1 else "",
+        "--tensor-parallel": "they need a model that is not cut among ranks" if options.tensor_parallel > 1 else "",
+    }
+    decodes = len(scored_tasks) < len(inputs)
+    if not decodes and (options.methods or options.definitions or options.grid):
+        refusals["--methods, --method and --grid"] = "no decoder changes them"
+    for option, reason in refusals.items():
+        if reason:
+            raise ValueError(f"task '{scored_tasks[0]}' compares log-likelihoods, and {reason}: leave {option} out")
+    return True, decodes
+
+
+def _likelihood_variant(name: str, folder: ModelFolder) -> Variant:
+    """The one configuration in which a model scores texts: its own, by which it may also decode them greedily."""
+    config = folder.config
+    if config.attention != "full" and config.shift_logits:
+        raise ValueError(
+            f"log-likelihoods of model '{name}', which attends in blocks and shifts logits, are not offered"
+        )
+    return Variant(method=LIKELIHOOD, decoding=decoding_config(folder.defaults, {}, block_size=config.block_size))
+
+
 def _model_settings(folder: Path, *, on_gpu: bool) -> dict[str, Any]:
     """A model's size, training and dtype, without which its accuracy says little: a CPU computes in float32."""
     contents = read_folder(folder)
@@ -302,6 +356,11 @@ def _model_variants(
         is_full = variant.decoding.canvas is not None or variant.decoding.prompt_attention == "full"
         if is_full and folder.config.attention != "full":
             raise ValueError(f"method '{variant.method}' needs a full-attention model; '{name}' attends in blocks")
+        if (variant.decoding.causal is not None) != (folder.config.attention == "causal"):
+            raise ValueError(
+                f"method '{variant.method}' does not fit '{name}': a model that stores its keys by causal rows, and "
+                "only such a model, decodes with `causal` (ar, linear-spec, dlm)"
+            )
     return variants
 
 

@@ -11,6 +11,7 @@ from mbd_core.checkpoint.folder import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoint import is_endpoint
+from mbd_core.evaluation.sweep.grid import LIKELIHOOD
 from mbd_core.evaluation.sweep.parts import Part, Row, SweepShard, Timing, timed_cases
 from mbd_core.evaluation.sweep.plan import Sweep
 
@@ -59,7 +60,9 @@ class SweepRecord:
         """The subjects of the report's rows, in its order."""
         for model, configurations in self.plan["configurations"].items():
             for method, config in configurations:
-                for task in self.plan["tasks"]:
+                for task, content in self.plan["tasks"].items():
+                    if (method == LIKELIHOOD) != content.get("scores", False):
+                        continue
                     yield ReportKey(model, method, task, config)
 
     @property
@@ -91,6 +94,7 @@ def plan_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
                 "rule": problem_set.task.rule,
                 "max_tokens": next(row["max_tokens"] for row in rows if row["task"] == problem_set.task.name),
                 "sha256": _problems_digest(rows, problem_set.task.name),
+                **({"scores": True} if sweep.inputs[problem_set.task.name].scores else {}),
             }
             for problem_set in sweep.problem_sets
         },
@@ -136,7 +140,8 @@ def record_of(
 
 def timed_rows(sweep: Sweep, rows: Sequence[Row]) -> list[Row]:
     """The rows of which some are timed: those that engines decode here."""
-    return [row for row in rows if row["model"] in sweep.models and row.get("draw", 0) == 0]
+    rows_here = [row for row in rows if row["model"] in sweep.models and row["method"] != LIKELIHOOD]
+    return [row for row in rows_here if row.get("draw", 0) == 0]
 
 
 def difference(old: SweepRecord, new: SweepRecord) -> str | None:

@@ -28,6 +28,8 @@ class TaskInputs:
     may_shorten: bool
     examples_from: str | None = None
     examples_sha256: str | None = None
+    scores: bool = False
+    """Whether the inputs are texts to score (`ScoredTexts`), and nothing is decoded."""
 
     def columns(self, number: int) -> dict[str, Any]:
         """The planned columns of a problem that concern its prompt and its end."""

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.capacity.chips import CHIPS
 from benchmarks.gpu import day as gpu_day
 from benchmarks.gpu import sections as gpu_sections
 from benchmarks.gpu.day import PART_SECONDS, PARTS, Section, main, report, run_apart
@@ -36,6 +38,37 @@ def test_every_section_runs_at_toy_sizes(part: int, name: str, tmp_path: Path) -
             assert all(row[key] == profile[key] for key in ("model", "rows", "prefix", "buffer_size", "graphs"))
     text = report(part, {name: {"state": "done", "seconds": 1.0, "rows": rows}}, toy=True)
     assert f"## {name}" in text and text.count("|---|") >= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "chip", "gigabytes"),
+    [("NVIDIA H100 80GB HBM3", "H100", 3350), ("NVIDIA H200", "H200", 4800), ("NVIDIA H100 PCIe", None, None)],
+)
+def test_budgets_follow_the_chip_that_is_found(
+    name: str, chip: str | None, gigabytes: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By stand-in names, with the bytes that a step reads set so high that the budget is known."""
+    monkeypatch.setattr(gpu_sections, "device_name", lambda device: name)
+    day = replace(toy_day(tmp_path), chip=gpu_sections.gpu_day(torch.device("cpu"), tmp_path).chip)
+    values = {row["what"]: row["value"] for row in gpu_sections.machine(day)}
+    row: dict[str, Any] = {"floor_bytes": 4.8e12, "floor_flops": 1.0, "step_seconds": 1.5}
+    budget = gpu_sections._budget(day.chip, row)
+    if gigabytes is None:
+        assert values["chip"] == "NVIDIA H100 PCIe is unknown: no budgets"
+        assert values["bandwidth, of the data sheet"] is None and set(budget.values()) == {None}
+    else:
+        assert values["chip"].startswith(f"{chip}: ") and f"{gigabytes / 1000:g} TB/s" in values["chip"]
+        assert values["bandwidth, of the data sheet"] == pytest.approx(values["bandwidth, GB/s"] / gigabytes)
+        assert budget["budget_ms"] == pytest.approx(1300 * 4800 / gigabytes)
+        assert budget["within_budget"] == (chip == "H100")
+    rows = list(gpu_sections.steps(day, shape=day.mini, rows=1))
+    assert all((row["budget_ms"] is None) == (chip is None) for row in rows[: len(rows) // 2])
+
+
+def test_more_bytes_a_second_than_the_data_sheet_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sections, "measure_bandwidth", lambda *args, **kwargs: 5e12)
+    with pytest.raises(RuntimeError, match="5000 GB/s, more than its data sheet"):
+        gpu_sections.machine(replace(toy_day(tmp_path), chip=CHIPS["h200"]))
 
 
 PACKAGES = {"torch", "triton", "transformers", "psutil", "pyarrow", "pytest"} | {

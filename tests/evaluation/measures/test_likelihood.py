@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.harness.likelihood import Draws, log_likelihood
+from mbd_core.evaluation.measures.likelihood import Draws, log_likelihood
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.multitf.states.mask import block_causal_mask

@@ -7,9 +7,11 @@ A masked diffusion model gives a lower bound of log p(target | prefix). For n po
 which is the estimate of LLaDA's own evaluation (exactly k masked positions, 128 draws there). A full-attention model
 fills the whole target together. A model that attends in blocks fills block after block: the bound is the sum over the
 target's blocks, each given its clean predecessors, and one forward over a noisy and a clean stream (the mask of
-`multitf.mask`) draws all blocks at once. The k of the draws are spread evenly over 1..n, from a random start.
+`multitf.mask`) draws all blocks at once. The k of the draws are spread evenly over 1..n, from a random start. Draws
+with the same mask are computed once: a target of one token, as the letter of a choice, takes one forward, and its
+estimate is exact.
 
-Shape legend: D draws, N noisy positions, L clean positions, V vocabulary.
+Shape legend: D draws, U different masks of them, N noisy positions, L clean positions, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ from mbd_core.ops.attention.whole import DenseAttention
 class Draws:
     """How an estimate is drawn: its number of draws, how many of them share a forward, and the seed of each text."""
 
-    number: int = 128
+    number: int
     per_forward: int = 8
     seed: int = 0
 
@@ -60,18 +62,19 @@ def log_likelihood(
     tokens_L = torch.tensor([*prefix, *target], device=device)
     full = model.config.attention == "full"
     groups = _groups(len(prefix), length, length if full else block_size)
-    masked_DL = _draw_masks(groups, length, draws).to(device)
+    masked_UL, count_U = _draw_masks(groups, length, draws).unique(dim=0, return_counts=True)
+    masked_UL, count_U = masked_UL.to(device), count_U.to(device)
     total = 0.0
-    for start in range(0, draws.number, draws.per_forward):
-        part_DL = masked_DL[start : start + draws.per_forward]
+    for start in range(0, len(masked_UL), draws.per_forward):
+        part_UL, count = masked_UL[start : start + draws.per_forward], count_U[start : start + draws.per_forward]
         logits_of = _full_logits if full else _block_logits
         first = 0 if full else groups[0][0] - groups[0][0] % block_size
-        logits_DNV = logits_of(model, tokens_L, part_DL, first, block_size)
-        weights_DN = _weights(groups, part_DL)[:, first:]
-        nats_DN = -F.cross_entropy(
-            logits_DNV.float().transpose(1, 2), tokens_L[first:].expand(len(part_DL), -1), reduction="none"
+        logits_UNV = logits_of(model, tokens_L, part_UL, first, block_size)
+        weights_UN = _weights(groups, part_UL)[:, first:] * count[:, None]
+        nats_UN = -F.cross_entropy(
+            logits_UNV.float().transpose(1, 2), tokens_L[first:].expand(len(part_UL), -1), reduction="none"
         )
-        total += float((nats_DN.double() * weights_DN).sum())
+        total += float((nats_UN.double() * weights_UN).sum())
     return total / draws.number
 
 

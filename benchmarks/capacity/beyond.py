@@ -1,0 +1,171 @@
+"""Where pages beyond a replica's GPUs would pay: pages kept in the host's memory, and prompts stored elsewhere.
+
+Stored pages never change, so a copy of them is as good as the computation. Whether it is faster is arithmetic: bytes
+over a link beside operations of a chip. Nothing here ran on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from benchmarks.capacity.chips import LINKS
+from benchmarks.capacity.counted_blocks import Rate, counted_answer, rate_for
+from benchmarks.capacity.plan import (
+    BATCHES,
+    MOST_QUEUED,
+    Demand,
+    Place,
+    decode_work,
+    gpu_place,
+    plans,
+    prompt_forwards,
+)
+from benchmarks.capacity.step_model import Deployment
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.options import DATA, DECODING, Option, check
+
+LINK_SHARE = 0.85  # of a link's data sheet that large copies reach: an estimate
+
+AGENTS: tuple[tuple[Deployment, tuple[int, ...]], ...] = (
+    (Deployment(model="llada2.2-mini", chip="h100"), (32768, 65536, 122880)),
+    (Deployment(model="llada2.2-mini", chip="h200"), (32768, 65536, 122880)),
+    (Deployment(model="llada2.2-flash", chip="h100", tensor_parallel=4), (32768, 65536, 122880)),
+    (Deployment(model="llada2.2-flash", chip="h200", tensor_parallel=2), (32768, 65536, 122880)),
+    (Deployment(model="sdar-8b", chip="h100"), (30720,)),
+    (Deployment(model="sdar-8b", chip="h200"), (30720,)),
+)
+"""Released shapes on as many GPUs as they need, and the prompts that agents send, up to each model's positions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """An agent's turns: new tokens and answers, the pause between two, and tokens a forward with two slots."""
+
+    new_tokens: Annotated[int, Option("New tokens of a turn.", DATA, at_least=1)] = 2048
+    output: Annotated[int, Option("Tokens of an answer.", DATA, at_least=1)] = 256
+    think: Annotated[float, Option("Seconds between an answer and the next turn.", DATA, at_least=0)] = 10.0
+    slots: Annotated[int, Option("Slots of a sequence.", DECODING, at_least=1)] = 2
+    tpf: Annotated[float, Option("Tokens a forward.", DECODING, above=0)] = 6.19
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def rate(self, block_size: int) -> tuple[DecodingConfig, Rate]:
+        decoding = DecodingConfig(block_size=block_size, buffer_size=self.slots)
+        return decoding, rate_for(self.tpf, decoding, length=self.output)
+
+
+def _prompt_seconds(place: Place, *, context: int, new_tokens: int) -> float:
+    demand = Demand(context=context, found=1 - new_tokens / context)
+    return sum(place.steps.forward(work) for work in prompt_forwards(place, demand))
+
+
+def host_tier_rows(
+    turns: Turns, *, cases: Sequence[tuple[Deployment, tuple[int, ...]]] = AGENTS
+) -> Iterator[dict[str, Any]]:
+    """For each shape and length: a session's pages computed anew beside a copy of them from the host's memory.
+
+    `live` is the number of sessions that are between two turns when a replica serves turns as fast as it can with all
+    of their pages at hand; more than `fit` fall out. Then each turn computes its whole context anew, or copies it. The
+    copy is counted as if nothing ran beside it. Rates are those of a batch of eight.
+    """
+    for deployment, lengths in cases:
+        place = gpu_place(deployment)
+        decoding, rate = turns.rate(place.config.block_size)
+        answer = counted_answer(rate, decoding, length=turns.output)
+        for context in lengths:
+            demand = Demand(context=context, output=turns.output)
+            step = place.steps.step([decode_work(place, answer, demand, rows=8, buffer_size=turns.slots)])
+            decode = answer.forwards * step.seconds / 8
+            new = _prompt_seconds(place, context=context, new_tokens=turns.new_tokens)
+            stored = context - turns.new_tokens
+            anew = _prompt_seconds(place, context=stored, new_tokens=stored)
+            copy = stored * place.steps.cost.kv_token_bytes / (LINK_SHARE * deployment.sheet.pcie)
+            live = turns.think / (decode + new)
+            yield {
+                "place": f"{deployment.model}, {deployment.tensor_parallel} x {deployment.sheet.name}",
+                "context": context,
+                "fit": place.page_tokens // context,
+                "live": live,
+                "anew": anew,
+                "copy": copy,
+                "copy_gain": anew / copy,
+                "turns_anew": 1 / (decode + new + anew),
+                "turns_copy": 1 / (decode + new + copy),
+                "turn_gain": (decode + new + anew) / (decode + new + copy),
+                "host_gb": max(0.0, live - place.page_tokens // context)
+                * context
+                * place.steps.cost.kv_token_bytes
+                / 1e9,
+            }
+
+
+HOST_COLUMNS = {
+    "place": "shape",
+    "context": "context",
+    "fit": "sessions that fit",
+    "live": "live|.0f",
+    "anew": "stored anew (ms)|.0f",
+    "copy": "copied (ms)|.0f",
+    "copy_gain": "anew / copied|.1f",
+    "turns_anew": "turns/s, anew|.2f",
+    "turns_copy": "turns/s, copied|.2f",
+    "turn_gain": "copied / anew|.1f",
+    "host_gb": "host memory, GB a GPU|.0f",
+}
+
+
+def pool_rows(
+    turns: Turns,
+    *,
+    speed: float = 150.0,
+    found: float = 0.9,
+    max_step_seconds: float = 0.1,
+    cases: Sequence[tuple[Deployment, tuple[int, ...]]] = AGENTS,
+) -> Iterator[dict[str, Any]]:
+    """For each shape and length: replicas that do both, beside a pool that stores prompts and hands pages on.
+
+    Both ways answers are to come at `speed` tokens a second, and of each prompt the share `found` is in a cache. A
+    step that stores a prompt beside others takes `max_step_seconds` at most. The numbers are replicas for one request
+    a second, and prompts fill at most `MOST_QUEUED` of the time; what a link takes for the new part is added to the
+    time to first tokens. Where the found part lies is not counted: the pool that stores needs it too.
+    """
+    for deployment, lengths in cases:
+        place = gpu_place(deployment)
+        decoding, rate = turns.rate(place.config.block_size)
+        answer = counted_answer(rate, decoding, length=turns.output)
+        for context in lengths:
+            demand = Demand(context=context, output=turns.output, found=found, max_step_seconds=max_step_seconds)
+            row: dict[str, Any] = {
+                "place": f"{deployment.model}, {deployment.tensor_parallel} x {deployment.sheet.name}",
+                "context": context,
+            }
+            prompt = sum(place.steps.forward(work) for work in prompt_forwards(place, demand))
+            together = [
+                1 / p["served"] for p in plans(place, demand, decoding, rate) if p["fits"] and p["speed"] >= speed
+            ]
+            apart = []
+            for batch in BATCHES:
+                work = decode_work(place, answer, demand, rows=batch, buffer_size=turns.slots)
+                seconds = answer.forwards * place.steps.step([work]).seconds
+                if turns.output / seconds >= speed and batch * (context + turns.output) <= place.page_tokens:
+                    apart.append(seconds / batch + prompt / MOST_QUEUED)
+            new_bytes = (1 - found) * context * place.steps.cost.kv_token_bytes
+            links = LINKS | {"NVLink": deployment.sheet.nvlink}
+            row |= {f"over {name}": new_bytes / (LINK_SHARE * link) for name, link in links.items()}
+            row |= {"prompt": prompt, "together": min(together, default=None), "apart": min(apart, default=None)}
+            row["gain"] = row["together"] / row["apart"] if together and apart else None
+            yield row
+
+
+POOL_COLUMNS = {
+    "place": "shape",
+    "context": "context",
+    "prompt": "new part stored (ms)|.0f",
+    **{f"over {name}": f"handed over {name} (ms)|.1f" for name in (*LINKS, "NVLink")},
+    "together": "replicas that do both|.3f",
+    "apart": "two pools|.3f",
+    "gain": "both / two pools|.2f",
+}

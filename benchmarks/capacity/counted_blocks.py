@@ -1,0 +1,170 @@
+"""A sequence's blocks as counts: how many positions of each are open. And the forwards of an answer, by such counts.
+
+The rules by which blocks are activated, filled, stored and leave are those of
+`mbd_core/decoding/blocks/block_buffer.py`, on numbers of tokens instead of tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request, SlotState
+
+if TYPE_CHECKING:
+    from mbd_core.engine.sequence import SequenceState
+
+FILLER = 1  # the token that every position becomes
+ACTIVE, TO_CACHE = int(SlotState.ACTIVE), int(SlotState.TO_CACHE)
+
+
+@dataclass(slots=True)
+class CountedBlock:
+    """A resident block: positions that may be filled, those that are still open, and its state."""
+
+    editable: int
+    open: int
+    state: int = ACTIVE
+
+    @property
+    def progress(self) -> float:
+        return 1.0 - self.open / self.editable if self.editable else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """Tokens that an active block accepts in a forward, on average.
+
+    forced  by the fallback alone: only the first block and those behind an almost complete one accept any
+    """
+
+    tokens: float
+    forced: bool = False
+
+    def draw(self, rng: random.Random, *, gate: bool) -> int:
+        if self.forced and not gate:
+            return 0
+        whole = int(self.tokens)
+        number = whole + (rng.random() < self.tokens - whole)
+        return max(1, number) if gate else number
+
+
+@dataclass
+class CountedRow:
+    """One sequence's blocks in the buffer, the first of which begins at position `start`."""
+
+    start: int
+    end: int
+    size: int
+    blocks: list[CountedBlock]
+
+    @classmethod
+    def of(cls, sequence: SequenceState, size: int) -> CountedRow:
+        """The row of a sequence that joins, with the prompt's remainder in its first block."""
+        start, known = sequence.committed, len(sequence.tokens)
+        editable = min(start + size, sequence.end) - known
+        return cls(start, sequence.end, size, [CountedBlock(editable, editable)])
+
+    def activate(self, decoding: DecodingConfig, *, max_blocks: int) -> None:
+        """DUMMY -> ACTIVE (Alg. 5 lines 4 to 8)."""
+        limit = min(decoding.buffer_size, max(1, max_blocks)) if decoding.adaptive else decoding.buffer_size
+        begin = self.start + len(self.blocks) * self.size
+        if len(self.blocks) >= limit or begin >= self.end:
+            return
+        active = [block for block in self.blocks if block.state == ACTIVE]
+        if not active or active[-1].progress > decoding.tau_add:
+            editable = min(self.size, self.end - begin)
+            self.blocks.append(CountedBlock(editable, editable))
+
+    def fill(self, decoding: DecodingConfig, rate: Rate, rng: random.Random) -> list[int]:
+        """Tokens that each block accepts in a forward (Alg. 5 lines 10 to 14); final blocks are TO_CACHE then."""
+        accepted, gate, final = [], True, True
+        for block in self.blocks:
+            number = min(block.open, rate.draw(rng, gate=gate)) if block.state == ACTIVE and block.open else 0
+            gate = block.progress >= decoding.tau_semi  # of the next one, as the forward has seen this one
+            block.open -= number
+            accepted.append(number)
+            final = final and not block.open
+            if final:
+                block.state = TO_CACHE
+        return accepted
+
+    def slide(self, num_stored: int) -> None:
+        del self.blocks[:num_stored]
+        self.start += num_stored * self.size
+
+    def leading(self, state: int) -> int:
+        """How many of the first blocks are in this state."""
+        return next((n for n, block in enumerate(self.blocks) if block.state != state), len(self.blocks))
+
+
+# The forwards of an answer, and the rate at which blocks fill, from a model's tokens per forward.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer's forwards, counted: in all, until its first block is stored, and its blocks in a forward on average.
+
+    open_blocks  those of them that are not complete
+    """
+
+    forwards: float
+    first: float
+    blocks: float
+    open_blocks: float
+
+
+def counted_answer(rate: Rate, decoding: DecodingConfig, *, length: int, samples: int = 16) -> Answer:
+    """The mean over `samples` answers of `length` tokens, behind prompts that end anywhere in a block."""
+    size = decoding.block_size
+    forwards = first = blocks = open_blocks = 0
+    for seed in range(samples):
+        rng = random.Random(seed)
+        known = seed * size // samples  # of the first block
+        editable, begin = min(size - known, length), forwards
+        row = CountedRow(0, known + length, size, [CountedBlock(editable, editable)])
+        while row.start < row.end:
+            row.activate(decoding, max_blocks=decoding.buffer_size)
+            stored, forwards = row.leading(TO_CACHE), forwards + 1
+            blocks += len(row.blocks)
+            open_blocks += sum(block.state == ACTIVE for block in row.blocks)
+            row.fill(decoding, rate, rng)
+            if stored and not row.start:
+                first += forwards - begin
+            row.slide(stored)
+    return Answer(
+        forwards=forwards / samples,
+        first=first / samples,
+        blocks=blocks / forwards,
+        open_blocks=open_blocks / forwards,
+    )
+
+
+def rate_for(tpf: float, decoding: DecodingConfig, *, length: int) -> Rate:
+    """The rate that gives `tpf` on answers of `length` tokens; `ValueError` for one that no rate gives."""
+
+    def reached(tokens: float) -> float:
+        return length / counted_answer(Rate(tokens=tokens), decoding, length=length).forwards
+
+    most = reached(decoding.block_size)
+    if not 0 < tpf <= most:
+        raise ValueError(
+            f"tpf={tpf:g} cannot be had with blocks of {decoding.block_size}, {decoding.buffer_size} slots and "
+            f"{length} tokens: it is at most {most:.3g}, since each block is stored by one more forward"
+        )
+    return Rate(tokens=_bisect(reached, tpf, 0.0, decoding.block_size))
+
+
+def _bisect(function: Callable[[float], float], value: float, low: float, high: float) -> float:
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if function(middle) < value else (low, middle)
+    return high
+
+
+def request_of(name: str, prompt: tuple[int, ...], max_tokens: int, decoding: DecodingConfig) -> Request:
+    """A request whose answer has `max_tokens` tokens."""
+    return Request(request_id=name, prompt=prompt, max_tokens=max_tokens, decoding=decoding, ignore_eos=True)

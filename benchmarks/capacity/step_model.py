@@ -1,0 +1,277 @@
+"""How long a step takes on a chip: its forwards by the roofline, what an engine adds, and which of these it waits for.
+
+Nothing here ran on a GPU. The shares of the data sheet that kernels reach and the time between them are estimates
+(docs/reference/capacity.md), and options, so that a machine's own numbers can take their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from benchmarks.capacity.chips import CHIPS, Chip
+from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.shapes import SHAPES
+from mbd_core.options import ENGINE, MODEL, Option, check
+
+if TYPE_CHECKING:
+    from benchmarks.roofline import ForwardCost
+
+Bound = Literal["bandwidth", "arithmetic", "launches", "host"]
+RANK_COUNTS = (1, 2, 4, 8)
+CPU = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one forward carries.
+
+    live_tokens   tokens of which something is read afterwards: the others choose no expert
+    scores        pairs of a query and a key that it attends to
+    kv_tokens     tokens whose keys and values are read or written
+    logit_tokens  positions with logits
+    launched      whether its kernels are launched one by one, not as a graph
+    """
+
+    tokens: int
+    live_tokens: int
+    scores: int
+    kv_tokens: int
+    logit_tokens: int
+    launched: bool = False
+
+    def __add__(self, other: Work) -> Work:
+        """One forward that carries both."""
+        return Work(
+            tokens=self.tokens + other.tokens,
+            live_tokens=self.live_tokens + other.live_tokens,
+            scores=self.scores + other.scores,
+            kv_tokens=self.kv_tokens + other.kv_tokens,
+            logit_tokens=self.logit_tokens + other.logit_tokens,
+            launched=self.launched or other.launched,
+        )
+
+
+def prompt_work(start: int, stop: int, *, block_size: int) -> Work:
+    """A chunk of a prompt's whole blocks, from token `start` to `stop`; each block attends to all up to its end."""
+    blocks = (stop - start) // block_size
+    scores = block_size * (blocks * start + block_size * blocks * (blocks + 1) // 2)
+    return Work(tokens=stop - start, live_tokens=stop - start, scores=scores, kv_tokens=stop, logit_tokens=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSeconds:
+    """A step's seconds, and the term that takes most of them."""
+
+    seconds: float
+    bound: Bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepModel:
+    """Seconds of steps: `forward` of what its forwards carry, and the host's part.
+
+    bandwidth    bytes a second that forwards reach; `flops` and `score_flops` operations a second in matrix products
+                 and in attention
+    fixed        seconds of a forward, whatever it carries; `launched` the same where kernels are launched one by one
+    host         seconds of a step's work on the host
+    overlap      the host works while the device does
+    link         bytes a second between ranks, `ranks` of which sum `num_sums` times a forward
+    """
+
+    cost: ForwardCost
+    bandwidth: float
+    flops: float
+    score_flops: float
+    fixed: float
+    launched: float
+    host: float
+    overlap: bool
+    hidden_size: int = 0
+    num_sums: int = 0
+    ranks: int = 1
+    link: float = 0.0
+
+    def terms(self, work: Work) -> dict[Bound, float]:
+        """The seconds of a forward by what it waits for. Bytes and operations overlap; launches come on top."""
+        cost = self.cost.of(
+            tokens=work.tokens,
+            scores=0,
+            kv_tokens=work.kv_tokens,
+            logit_tokens=work.logit_tokens,
+            live_tokens=work.live_tokens,
+        )
+        scores = work.scores * self.cost.score_flops / self.score_flops
+        return {
+            "bandwidth": cost.bytes / self.bandwidth,
+            "arithmetic": cost.flops / self.flops + scores,
+            "launches": (self.launched if work.launched else self.fixed) + self._sums(work.tokens),
+        }
+
+    def _sums(self, tokens: int) -> float:
+        """The ranks' sums: in one shot while parts are small, else each rank sends and gets them once over a ring."""
+        if self.ranks == 1:
+            return 0.0
+        part = tokens * self.hidden_size * 2
+        if part <= ONE_SHOT[min(self.ranks, 4)]:
+            return self.num_sums * (ONE_SHOT_SECONDS + (self.ranks - 1) * part / self.link)
+        return self.num_sums * (RING_SECONDS + 2 * (self.ranks - 1) / self.ranks * part / self.link)
+
+    def forward(self, work: Work) -> float:
+        """Seconds of one forward."""
+        terms = self.terms(work)
+        return max(terms["bandwidth"], terms["arithmetic"]) + terms["launches"]
+
+    def step(self, forwards: Sequence[Work]) -> StepSeconds:
+        """A step of these forwards, one behind the other."""
+        device = sum(self.forward(work) for work in forwards)
+        if self.overlap and self.host > device:
+            return StepSeconds(seconds=self.host, bound="host")
+        sums: dict[Bound, float] = {}
+        for work in forwards:
+            for name, seconds in self.terms(work).items():
+                sums[name] = sums.get(name, 0.0) + seconds
+        bound = max(sums, key=lambda name: sums[name])
+        if not self.overlap and self.host > sums[bound]:
+            bound = "host"
+        return StepSeconds(seconds=device if self.overlap else device + self.host, bound=bound)
+
+
+ONE_SHOT = {2: 8 * 2**20, 4: 512 * 2**10}  # bytes of a rank's part, by ranks; docs/reference/gpu.md
+ONE_SHOT_SECONDS, RING_SECONDS = 6e-6, 17e-6  # of one sum; published: 7 us at 0.5 MB, 16 to 18 us in graphs (NCCL)
+NODES_A_LAYER, NODES_BESIDE = 12, 8  # of a captured step: python -m benchmarks.gpu.step_nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """A model on a number of GPUs, and what is assumed of them."""
+
+    model: Annotated[str, Option(f"A shape: {', '.join(SHAPES)}.", MODEL)] = "llada2-mini"
+    chip: Annotated[
+        str, Option(f"The GPU, {' or '.join(CHIPS)}, or {CPU}: this machine, measured on one thread.", MODEL)
+    ] = "h100"
+    fp8: Annotated[Parts | None, Option("Weights that have one byte.", MODEL)] = None
+    tensor_parallel: Annotated[int, Option("GPUs of a replica.", ENGINE, at_least=1)] = 1
+    memory_fraction: Annotated[
+        float, Option("Share of a GPU's memory for weights, activations and pages.", ENGINE, above=0, at_most=1)
+    ] = 0.9
+    bandwidth_share: Annotated[
+        float, Option("Share of the data sheet's bytes a second that kernels reach.", ENGINE, above=0, at_most=1)
+    ] = 0.9
+    flops_share: Annotated[
+        float, Option("The same of its operations, in matrix products.", ENGINE, above=0, at_most=1)
+    ] = 0.6
+    score_share: Annotated[float, Option("The same in attention.", ENGINE, above=0, at_most=1)] = 0.4
+    node_us: Annotated[
+        float, Option("Microseconds between the end of a graph's kernel and the next one's begin.", ENGINE, at_least=0)
+    ] = 5.5
+    launch_us: Annotated[float, Option("The same where the host launches each kernel.", ENGINE, at_least=0)] = 10.0
+    host_ms: Annotated[
+        float, Option("Milliseconds of a step's work on the host, beside the GPU's.", ENGINE, at_least=0)
+    ] = 0.2
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name, known in (("model", SHAPES), ("chip", (*CHIPS, CPU))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)} must be one of {', '.join(known)}")
+        if self.fp8 in ("experts", "blocks") and self.config.moe is None:
+            raise ValueError(
+                f"fp8={self.fp8} cannot be honoured: {self.model} has no experts; fp8=all rounds its layers"
+            )
+        if self.chip == CPU and (self.fp8 or self.tensor_parallel > 1):
+            raise ValueError("chip=cpu is measured as it is: leave out fp8 and tensor_parallel")
+        self.config.sharded(self.tensor_parallel)
+
+    def describe(self) -> str:
+        """The model, its precision and its GPUs."""
+        precision = "bfloat16" if self.fp8 is None else f"FP8 ({self.fp8})"
+        return f"{self.model} in {precision} on {self.tensor_parallel} x {self.sheet.describe()}"
+
+    @property
+    def config(self) -> ModelConfig:
+        return SHAPES[self.model]
+
+    @property
+    def sheet(self) -> Chip:
+        """The chip's data sheet."""
+        return CHIPS[self.chip]
+
+    def cost(self) -> ForwardCost:
+        """What one rank's forwards cost."""
+        from benchmarks.roofline import ForwardCost
+
+        return ForwardCost(
+            self.config,
+            matrix_bytes=1 if self.fp8 == "all" else None,
+            expert_bytes=1 if self.fp8 else None,
+            ranks=self.tensor_parallel,
+        )
+
+    def steps(self) -> StepModel:
+        """The seconds of its steps: static ones as graphs, prompts kernel by kernel before them."""
+        chip, num_layers = self.sheet, self.config.num_layers
+        nodes = NODES_A_LAYER * num_layers + NODES_BESIDE
+        return StepModel(
+            cost=self.cost(),
+            bandwidth=self.bandwidth_share * chip.bandwidth,
+            flops=self.flops_share * chip.flops,
+            score_flops=self.score_share * chip.flops,
+            fixed=nodes * self.node_us * 1e-6,
+            launched=nodes * self.launch_us * 1e-6,
+            host=self.host_ms * 1e-3,
+            overlap=True,
+            hidden_size=self.config.hidden_size,
+            num_sums=2 * num_layers + 1,
+            ranks=self.tensor_parallel,
+            link=chip.nvlink,
+        )
+
+    @property
+    def activation_bytes(self) -> float:
+        """An estimate of a rank's largest step beside weights and pages: the logits that are held at once with their
+        copies, and the hidden states and MLPs of a prompt's chunk; twice, since graphs keep their own."""
+        c = self.config.sharded(self.tensor_parallel)
+        width = c.intermediate_size if c.moe is None else c.moe.intermediate_size * c.moe.experts_per_token
+        return 2 * (LOGIT_BYTES + CHUNK * 2.0 * (4 * c.hidden_size + 3 * width))
+
+    @property
+    def page_bytes(self) -> float:
+        """Bytes of a rank that are left for pages."""
+        budget = self.memory_fraction * self.sheet.memory
+        return budget - self.cost().stored_bytes - self.activation_bytes
+
+    def check_memory(self, tokens: int) -> None:
+        """Raise `ValueError` unless the weights and `tokens` of keys and values fit, saying what would."""
+        if self.page_bytes >= tokens * self.cost().kv_token_bytes:
+            return
+        need = self.cost().stored_bytes + self.activation_bytes + tokens * self.cost().kv_token_bytes
+        raise ValueError(
+            f"{self.model} needs {need / 1e9:.0f} GB a GPU for its weights and one sequence of {tokens} tokens, and "
+            f"{self.memory_fraction:g} of an {self.sheet.name} are "
+            f"{self.memory_fraction * self.sheet.memory / 1e9:.0f} GB; {self._what_fits(tokens)}"
+        )
+
+    def _what_fits(self, tokens: int) -> str:
+        parts: list[Parts | None] = [self.fp8]
+        if self.fp8 is None:
+            parts.append("all" if self.config.moe is None else "experts")
+        for fp8 in parts:
+            for ranks in RANK_COUNTS:
+                try:
+                    other = replace(self, fp8=fp8, tensor_parallel=ranks)
+                except ValueError:
+                    continue  # its sizes do not divide
+                if other.page_bytes >= tokens * other.cost().kv_token_bytes:
+                    rounded = "" if fp8 is self.fp8 else f" --fp8 {fp8}"
+                    return f"it fits with --tensor-parallel {ranks}{rounded}"
+        most = replace(self, fp8=parts[-1])
+        lengths = most.page_bytes / most.cost().kv_token_bytes
+        if lengths > 0:
+            return f"it fits with {int(lengths)} tokens" + (f" and --fp8 {most.fp8}" if most.fp8 else "")
+        return "no number of ranks makes it fit"
+
+
+LOGIT_BYTES = 2**30  # what a greedy step needs for its logits: mbd_core/engine/build.py
+CHUNK = 2048  # tokens of a prompt in a step, by default

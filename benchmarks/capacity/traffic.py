@@ -1,0 +1,133 @@
+"""Who comes when: sessions at random, alone or in bursts, each with one turn or more behind all that was said."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from benchmarks.capacity.counted_blocks import FILLER, request_of
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.options import DATA, LOAD, Option, check
+
+Routing = Literal["prefix", "load"]
+DIGITS = 100  # tokens that number sessions; any vocabulary has so many
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Sessions that arrive at random, each with one or more turns; the same for the same seed."""
+
+    rate: Annotated[float, Option("Sessions that begin in a second, on all replicas together.", LOAD, above=0)] = 1.0
+    sessions: Annotated[int | None, Option("Sessions in all (default: 20 a replica).", LOAD, at_least=1)] = None
+    burst: Annotated[
+        float, Option("Sessions that begin together, on average; 1: Poisson arrivals.", LOAD, at_least=1)
+    ] = 1.0
+    prompt: Annotated[int, Option("Tokens of a session's first prompt, on average.", DATA, at_least=1)] = 1024
+    output: Annotated[int, Option("Tokens of an answer, on average.", DATA, at_least=1)] = 256
+    vary: Annotated[
+        float, Option("Lengths are drawn evenly from so much below to so much above.", DATA, at_least=0, at_most=1)
+    ] = 0.5
+    turns: Annotated[int, Option("Turns of a session.", DATA, at_least=1)] = 1
+    turn_tokens: Annotated[
+        int, Option("New tokens of each later turn, on average, behind all that was said.", DATA, at_least=1)
+    ] = 512
+    think: Annotated[
+        float, Option("Seconds from an answer to the session's next turn, on average.", DATA, at_least=0)
+    ] = 5.0
+    shared: Annotated[int, Option("Leading tokens that all sessions share.", DATA, at_least=0)] = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest session, its last answer included."""
+        most = 1 + self.vary
+        turns = self.turn_tokens * (self.turns - 1) + self.output * self.turns
+        return self.shared + SESSION_TOKENS + int(most * (self.prompt + turns)) + 1
+
+
+SESSION_TOKENS = 4  # they make a session's prompt its own
+
+
+@dataclass
+class Session:
+    """A conversation so far, and what it draws its lengths from."""
+
+    number: int
+    rng: random.Random
+    tokens: tuple[int, ...] = ()
+    turn: int = 0
+
+
+@dataclass
+class Turn:
+    """One request's times, in seconds of the virtual clock, and counts."""
+
+    session: Session
+    request: Request
+    due: float
+    first_token: float = 0.0
+    end: float = 0.0
+    tokens: int = 0
+    cached: int = 0
+    forwards: int = 0
+    preemptions: int = 0
+
+    @property
+    def ttft(self) -> float:
+        return self.first_token - self.due
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second, from its arrival to its end."""
+        return self.tokens / (self.end - self.due)
+
+
+def arrivals(traffic: Traffic, number: int, *, rng: random.Random) -> Iterator[float]:
+    """When `number` sessions begin: bursts of a geometric size, with exponential gaps between them."""
+    at, left = 0.0, 0
+    for _ in range(number):
+        if not left:
+            at += rng.expovariate(traffic.rate / traffic.burst)
+            left = 1
+            while rng.random() >= 1 / traffic.burst:
+                left += 1
+        left -= 1
+        yield at
+
+
+class Clients:
+    """The sessions of a traffic: their turns, one after the other."""
+
+    def __init__(self, traffic: Traffic, decoding: DecodingConfig, *, seed: int) -> None:
+        self._traffic, self._decoding, self._seed = traffic, decoding, seed
+
+    def begin(self, number: int, due: float) -> Turn:
+        """The first turn of a session."""
+        digits = (number // DIGITS**place % DIGITS for place in range(SESSION_TOKENS))
+        session = Session(number, random.Random(f"{self._seed} {number}"))
+        session.tokens = (*(FILLER,) * self._traffic.shared, *digits)
+        return self._turn(session, self._traffic.prompt, due)
+
+    def next(self, turn: Turn, answer: tuple[int, ...]) -> Turn | None:
+        """The session's turn after one that has ended, `None` after the last."""
+        session = turn.session
+        if session.turn == self._traffic.turns:
+            return None
+        session.tokens = (*turn.request.prompt, *answer)
+        think = session.rng.expovariate(1 / self._traffic.think) if self._traffic.think else 0.0
+        return self._turn(session, self._traffic.turn_tokens, turn.end + think)
+
+    def _turn(self, session: Session, new_tokens: int, due: float) -> Turn:
+        traffic, session.turn = self._traffic, session.turn + 1
+
+        def drawn(mean: int) -> int:
+            return max(1, round(mean * session.rng.uniform(1 - traffic.vary, 1 + traffic.vary)))
+
+        prompt = (*session.tokens, *(session.turn % DIGITS,) * drawn(new_tokens))
+        name = f"{session.number}.{session.turn}"
+        return Turn(session, request_of(name, prompt, drawn(traffic.output), self._decoding), due)
