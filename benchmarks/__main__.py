@@ -22,6 +22,7 @@ COMMANDS = {
     ),
     "agreement": ("benchmarks.capacity.commands:agreement", "such a simulation beside the real engine on this CPU"),
     "train": ("benchmarks.commands:train", "MultiTF's shared clean stream beside a sequence for each layout"),
+    "replay": ("benchmarks.replay:replay", "what a learner pays for a rollout, and how far it is from the engine"),
     "fp8": ("benchmarks.commands:fp8", "the error of a model's logits with FP8 weights"),
     "sweep": ("benchmarks.evaluation:sweep", "a sweep on Ray beside the engine called directly"),
     "sandbox": ("benchmarks.evaluation:sandbox", "what the sandbox costs a program that does nothing"),
