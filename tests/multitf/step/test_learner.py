@@ -88,9 +88,9 @@ def test_an_update_is_deterministic_and_a_resumed_learner_goes_on_bit_for_bit(
     expected = [gist(through.update(answers)) for _ in range(4)]
     first = learner(**train)
     reports = [gist(first.update(answers)) for _ in range(2)]
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    reports.append(gist(first.update(answers)))  # what goes on does not change what was saved
+    state, file = first.state_dict(), io.BytesIO()
+    reports.append(gist(first.update(answers)))  # what goes on does not change the state
+    torch.save(state, file)
     file.seek(0)
     second = learner(**train)
     second.load_state_dict(torch.load(file, weights_only=True))
