@@ -200,8 +200,8 @@ def _scaling_of(name: str, rope: Json, config: Json) -> RopeScaling | None:
     transformers, whose `original_max_position_embeddings` beside the object counts first."""
     kind = _rope_type(rope, name)
     if kind != "default" and (not isinstance(kind, str) or kind not in ROPE_SCALINGS):
-        known = ", ".join(["default", *sorted(ROPE_SCALINGS)])
-        raise ValueError(f"config.json has rope_type={kind!r} in {name}, which is not known; known: {known}")
+        types = ", ".join(["default", *sorted(ROPE_SCALINGS)])
+        raise ValueError(f"config.json has rope_type={kind!r} in {name}, which is not known; known: {types}")
     hints = {} if kind == "default" else get_type_hints(ROPE_SCALINGS[kind])
     values = {
         k: v for k, v in rope.items() if k not in OF_ANY_ROPE and (v is not None or k in hints.keys() & {"truncate"})

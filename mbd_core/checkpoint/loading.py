@@ -32,7 +32,7 @@ from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, StoredTensor, match_tens
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.layer_parts import Reduce
 from mbd_core.models.model_config import ModelConfig, Parts
-from mbd_core.models.quantize import quantize_weights, rounded_bytes, weight_bytes
+from mbd_core.models.quantize import check_fp8, quantize_weights, rounded_bytes, weight_bytes
 from mbd_core.models.shard import Shard, served_dim, split_dim
 from mbd_core.ops.experts.fp8 import Fp8Experts, Fp8Weight, empty_weight, fp8_obstacle
 
@@ -67,8 +67,7 @@ def find_blocks(
 
     Raises `ValueError` if there is none, if a layer's experts are only partly FP8, and if ranks would cut a block.
     """
-    if config.gemma is not None:
-        raise ValueError(f"fp8=blocks cannot be honoured: {config.architecture} gates by GELU, FP8 products by SiLU")
+    check_fp8(config, "blocks")
     if config.moe is None:
         raise ValueError(f"fp8=blocks cannot be honoured: {folder.name} has no experts; fp8=all rounds its layers")
     stored_in: dict[str, dict[bool, str]] = {}
@@ -172,9 +171,9 @@ def load_model(
         if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
     for path, names in itertools.groupby(listed, key=lambda name: listed[name].path):
-        with open_file(path) as file, LastFile() as beside:
+        with open_file(path) as file, LastFile() as scales:
             for name in names:
-                source = matrix_slice(file, name, listed[name], beside)
+                source = matrix_slice(file, name, listed[name], scales)
                 unfit = _copy_in(weights, source, expected[name], model.shard)
                 if unfit is not None:
                     kind = str(unfit).removeprefix("torch.")
@@ -211,9 +210,9 @@ def fill_parts(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -
     """
     infos, stored, _ = match_tensors(folder, config, list_tensors(folder))
     for path, names in itertools.groupby(infos, key=lambda name: infos[name].path):
-        with open_file(path) as file, LastFile() as beside:
+        with open_file(path) as file, LastFile() as scales:
             for name in names:
-                for place in _copy_own(state, matrix_slice(file, name, infos[name], beside), stored[name]):
+                for place in _copy_own(state, matrix_slice(file, name, infos[name], scales), stored[name]):
                     if not _is_finite(place):
                         raise ValueError(f"{path}: tensor '{name}' has values that are not finite")
 

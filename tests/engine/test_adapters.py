@@ -35,6 +35,8 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.ops.attention import choice as attention
 from mbd_core.ops.attention import flash
 
+pytestmark = pytest.mark.usefixtures("warm_followers")
+
 KINDS: dict[str, dict[str, Any]] = {
     "block_causal": {},
     "causal": {"architecture": "NemotronLabsDiffusionModel", "attention": "causal", "qk_norm": False},
