@@ -223,14 +223,11 @@ class Engine:
         for admitted_request in admitted_requests:
             self.add_admitted(admitted_request)
         outputs: dict[str, Output] = {}
-        self.pacer.has_streams = False  # nobody sees a step's tokens before all are there
-        try:
+        with self.pacer.without_streams():
             while self.has_work:
                 for step in self.step():
                     if step.output is not None:
                         outputs[step.request_id] = step.output
-        finally:
-            self.pacer.has_streams = True
         return [outputs[r.request_id] for r in requests]
 
     def check_idle(self, method: str) -> None:
