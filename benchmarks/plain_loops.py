@@ -1,7 +1,7 @@
 """Plain loops: one request, no engine, no pages. The baseline of the engine, which generates the same tokens.
 
 Keys and values lie in contiguous tensors; acceptance runs on the host, in Python, after every forward. A canvas runs
-its `CanvasDecoder`; block decoding, D2F included, runs `naive_multibd` of `decoding/blocks/literal_algorithms.py`.
+its `PlannedDecoder`; block decoding, D2F included, runs `naive_multibd` of `decoding/blocks/literal_algorithms.py`.
 
 Shape legend: T packed query tokens, L positions, Q one query's tokens, H query heads, K key/value heads, C head
 channels.
@@ -20,7 +20,7 @@ from mbd_core.decoding.blocks.levenshtein import EditTokens, LevenshteinRun
 from mbd_core.decoding.blocks.literal_algorithms import Predictions, Tokens, Weights, naive_multibd
 from mbd_core.decoding.blocks.request import FinishReason
 from mbd_core.decoding.blocks.sampling import Vocab
-from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan, Query
+from mbd_core.decoding.canvas.plan import CanvasPlan, PlannedDecoder, Query
 from mbd_core.models.decoder import Decoder
 
 
@@ -113,7 +113,7 @@ def attend_to(q_QHC: Tensor, k_LKC: Tensor, v_LKC: Tensor, mask_QL: Tensor | Non
 
 
 @torch.inference_mode()
-def run_canvas(model: Decoder, decoder: CanvasDecoder, *, watch: Watch | None = None) -> PlainRun:
+def run_canvas(model: Decoder, decoder: PlannedDecoder, *, watch: Watch | None = None) -> PlainRun:
     """Decode one canvas to its end; `watch` is called after each forward, before its logits are used."""
     device = model.lm_head.weight.device
     cache = ContiguousCache(model, num_lanes=decoder.num_lanes, length=decoder.length)

@@ -140,7 +140,7 @@ def _take_lines(batch: dict[str, Any]) -> None:
 
 
 @contextmanager
-def progress_line(what: str) -> Iterator[None]:
+def progress_line(task: str) -> Iterator[None]:
     """A line on standard error while the block takes long: on a terminal one that counts, else one now and then."""
     end, is_terminal = threading.Event(), sys.stderr.isatty()
     start = time.monotonic()
@@ -148,7 +148,7 @@ def progress_line(what: str) -> Iterator[None]:
     def show() -> None:
         wait = ALIVE_SECONDS if is_terminal else ALIVE_LOG_SECONDS
         while not end.wait(wait):
-            line = f"{what} ... {time.monotonic() - start:.0f} s"
+            line = f"{task} ... {time.monotonic() - start:.0f} s"
             print(f"\r{line}" if is_terminal else line, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
             wait = 1.0 if is_terminal else ALIVE_LOG_SECONDS
         if is_terminal and wait == 1.0:  # the line was shown, and is cleared

@@ -296,7 +296,7 @@ class Folder:
         system.pipe_file(file, content)
 
     @contextmanager
-    def _errors(self, what: str, kind: Callable[[str], Exception] = OSError) -> Iterator[None]:
+    def _errors(self, trouble: str, kind: Callable[[str], Exception] = OSError) -> Iterator[None]:
         """Make one sentence of what the storage raises. A `ValueError` is a sentence of ours already."""
         try:
             yield
@@ -304,7 +304,7 @@ class Folder:
             raise
         except Exception as error:  # each storage raises types of its own
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise kind(f"{self.location} {what}: {reason}") from error
+            raise kind(f"{self.location} {trouble}: {reason}") from error
 
 
 class Mirror:

@@ -239,10 +239,10 @@ def _of_dataclass(kind: type, selection: Fields | None, defaults: Any) -> _Part:
 
 def _changes(selection: Changes) -> _Part:
     """The given ones of a dataclass's fields; none has a default."""
-    known = {item.name: item for item in changes_of(selection.kind)}
+    changes = {item.name: item for item in changes_of(selection.kind)}
     items = [
         replace(item, option=replace(item.option, metavar=item.option.metavar or METAVARS.get(plain_type(item.hint))))
-        for item in (map(known.__getitem__, selection.names) if selection.names else known.values())
+        for item in (map(changes.__getitem__, selection.names) if selection.names else changes.values())
     ]
 
     def value(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def _typer_parameter(item: OptionField) -> inspect.Parameter:
         if item.default is not MISSING:
             default = (option.separator.join(map(str, default or ())) if option.separator else default) or None
     is_number = kind in (int, float)
-    about: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "help": option.help if option.above is None else f"{option.help} (above {option.above:g})",
         "metavar": item.metavar,
         "min": option.at_least if is_number else None,
@@ -277,7 +277,7 @@ def _typer_parameter(item: OptionField) -> inspect.Parameter:
         "show_default": option.default or True,
         "rich_help_panel": option.panel,
     }
-    info = typer.Argument(**about) if option.positional else typer.Option(flag(item), **about)
+    info = typer.Argument(**settings) if option.positional else typer.Option(flag(item), **settings)
     annotation: Any = Annotated[kind | None if default is None else kind, info]
     return inspect.Parameter(
         _parameter_name(item), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
@@ -337,8 +337,8 @@ def sub_commands(
     class Named(CommandGroup):
         pass
 
-    def print_version(wanted: bool) -> None:
-        if wanted:
+    def print_version(version: bool) -> None:
+        if version:
             print(importlib.metadata.version(str(distribution)))
             raise typer.Exit
 

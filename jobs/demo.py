@@ -240,12 +240,12 @@ def summary(rows: list[dict[str, Any]], answers: list[DemoAnswer], *, out: Path,
         if row["config"]["tau_m2t"] == SHOWN_THRESHOLD
     }
     table = [f"{'model':<34}{'blocks at once':>16}{'right answers':>16}{'tokens a forward':>19}"]
-    for model, what in ((BASE, "the base"), (TRAINED, "after MultiTF")):
+    for model, stage in ((BASE, "the base"), (TRAINED, "after MultiTF")):
         for slots in (1, SLOTS):
             row = cells[model, slots]
-            name = f"{model}, {what}" if slots == 1 else ""
+            name = f"{model}, {stage}" if slots == 1 else ""
             table.append(f"{name:<34}{slots:>16}{row['accuracy']:>14.0f} %{row['tpf']:>19.1f}")
-    alone, base, trained = cells[BASE, 1], cells[BASE, SLOTS], cells[TRAINED, SLOTS]
+    single, base, trained = cells[BASE, 1], cells[BASE, SLOTS], cells[TRAINED, SLOTS]
     right, mean = sum(answer.is_right for answer in answers), sum(answer.tpf for answer in answers) / len(answers)
     first = answers[0]
     return "\n".join(
@@ -253,8 +253,8 @@ def summary(rows: list[dict[str, Any]], answers: list[DemoAnswer], *, out: Path,
             "",
             *table,
             "",
-            f"With {SLOTS} blocks at once the base writes {base['tpf'] / alone['tpf']:.1f} times as many tokens in a "
-            f"forward, and {base['accuracy']:.0f} % of its answers are right instead of {alone['accuracy']:.0f} %.",
+            f"With {SLOTS} blocks at once the base writes {base['tpf'] / single['tpf']:.1f} times as many tokens in a "
+            f"forward, and {base['accuracy']:.0f} % of its answers are right instead of {single['accuracy']:.0f} %.",
             f"After MultiTF, which trains for this way of decoding, {trained['accuracy']:.0f} % are right, with "
             f"{trained['tpf']:.1f} tokens in a forward.",
             f"The endpoint answered {right} of {len(answers)} questions correctly, {mean:.1f} tokens in a forward.",

@@ -246,9 +246,9 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
         yield kernels(folder, endpoint, device, dtype)
     except ValueError as error:
         obstacles.append(str(error))
-    weights, needed = weights_by_precision(folder, endpoint, device, dtype)
+    weights, weight_bytes = weights_by_precision(folder, endpoint, device, dtype)
     yield weights
-    yield kv_memory(folder, endpoint, device, dtype, needed, obstacles)
+    yield kv_memory(folder, endpoint, device, dtype, weight_bytes, obstacles)
 
 
 def kernels(folder: ModelFolder, endpoint: EndpointArgs, device: torch.device, dtype: torch.dtype) -> Table:
@@ -267,9 +267,9 @@ def kernels(folder: ModelFolder, endpoint: EndpointArgs, device: torch.device, d
         experts = resolve_experts(device, dtype, expert_size=expert_size, hidden_size=hidden_size, gelu=gelu)
         chosen.append(("experts", experts))
     rows: list[list[Cell]] = []
-    for what, kernel in chosen:
-        rows.append([what, kernel.name, True, None])
-        rows += [[what, name, False, reason] for name, reason in kernel.reasons.items()]
+    for kind, kernel in chosen:
+        rows.append([kind, kernel.name, True, None])
+        rows += [[kind, name, False, reason] for name, reason in kernel.reasons.items()]
     static = device.type == "cuda" if engine.static_shapes is None else engine.static_shapes
     obstacle = graphs_obstacle(engine, attention, device, static_shapes=static)
     rows.append(["decode step", "CUDA graphs", obstacle is None, obstacle])
@@ -299,8 +299,8 @@ def weights_by_precision(
         ]
         for kind, part in choices
     ]
-    needed = planned_bytes(config, dtype, fp8=endpoint.fp8, num_ranks=ranks)
-    return Table(title="weights", columns=("precision", "bytes, each rank's", "chosen"), rows=rows), needed
+    weight_bytes = planned_bytes(config, dtype, fp8=endpoint.fp8, num_ranks=ranks)
+    return Table(title="weights", columns=("precision", "bytes, each rank's", "chosen"), rows=rows), weight_bytes
 
 
 def kv_memory(
@@ -308,7 +308,7 @@ def kv_memory(
     endpoint: EndpointArgs,
     device: torch.device,
     dtype: torch.dtype,
-    needed: int,
+    weight_bytes: int,
     obstacles: list[str],
 ) -> Table:
     """The pages of KV memory that fit beside the weights, by the engine's plan, and what they hold."""
@@ -323,10 +323,10 @@ def kv_memory(
     page_bytes, longest = bytes_per_page(config, page_size, dtype), longest_in_pages(config, engine, page_size)
     if device.type == "cuda":
         free, total = min(torch.cuda.mem_get_info(rank) for rank in range(min(ranks, torch.cuda.device_count())))
-        left = free - needed
+        pages_bytes = free - weight_bytes
     else:
         free = free_host_memory()
-        left = free - ranks * needed
+        pages_bytes = free - ranks * weight_bytes
         engine = replace(engine, kv_memory_fraction=engine.kv_memory_fraction / ranks)
     rows: list[list[Cell]] = [
         ["a token's bytes", page_bytes // page_size],
@@ -336,14 +336,16 @@ def kv_memory(
         ["rows (sequences at once)", engine.max_rows],
         ["slots of a row", engine.num_slots],
     ]
-    if left < 0:
+    if pages_bytes < 0:
         obstacles.append(
-            f"the weights take {needed * (1 if total else ranks):,} bytes and {free:,} are free; take a larger "
+            f"the weights take {weight_bytes * (1 if total else ranks):,} bytes and {free:,} are free; take a larger "
             "device, --fp8, or on GPUs a larger --tensor-parallel"
         )
         return Table(title="KV memory", columns=PAIRS, rows=rows)
     try:
-        pages = engine.num_pages or pages_within(left, config, engine, page_size=page_size, dtype=dtype, total=total)
+        pages = engine.num_pages or pages_within(
+            pages_bytes, config, engine, page_size=page_size, dtype=dtype, total=total
+        )
     except ValueError as error:
         obstacles.append(str(error))
         return Table(title="KV memory", columns=PAIRS, rows=rows)

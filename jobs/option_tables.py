@@ -10,6 +10,7 @@ from actors.serving.args import Autoscaling, ModelArgs, ServingArgs
 from jobs.__main__ import COMMANDS
 from jobs.command_line import by_panel, command_options
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock, Refresh
+from mbd_core.decoding.blocks.causal_config import Causal, Thinking
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Levenshtein, Soft
 from mbd_core.engine.config import EngineConfig
 from mbd_core.options import OptionField, flag, members, options_of
@@ -38,6 +39,8 @@ DECODING_OBJECTS = {
     "`refresh` of a canvas": Refresh,
     "`branches` of a canvas": Branches,
     "`multi_block` of a canvas": MultiBlock,
+    "`causal`": Causal,
+    "`thinking` of `causal`": Thinking,
 }
 MANY = 3
 """From this number on, options that a larger command has too are a line of names."""

@@ -271,11 +271,13 @@ class Answerer:
         from mbd_core.checkpoint.folder import model_digest, read_folder
         from mbd_core.evaluation.sweep.model_answers import ANSWERS_KIND, PART, Answering
 
-        kept = Folder.at(options.answers or f"{target}.answers")
-        if kept.is_remote:
-            raise ValueError(f"{kept} is a URL: name a folder here that keeps the answers as they come with --answers")
-        if folder_kind(kept.path) != ANSWERS_KIND:
-            check_target_folder(kept.path, ANSWERS_KIND, in_place=True)
+        answers = Folder.at(options.answers or f"{target}.answers")
+        if answers.is_remote:
+            raise ValueError(
+                f"{answers} is a URL: name a folder here that keeps the answers as they come with --answers"
+            )
+        if folder_kind(answers.path) != ANSWERS_KIND:
+            check_target_folder(answers.path, ANSWERS_KIND, in_place=True)
         name = options.method or MULTI
         if name not in METHODS:
             raise ValueError(f"--method {name}: known are {', '.join(METHODS)}")
@@ -292,7 +294,7 @@ class Answerer:
             keep_unfinished=bool(options.keep_unfinished),
             max_rows=options.max_rows or Answering.max_rows,
         )
-        return cls(model=model, tokenizer=folder.tokenizer, answering=answering, folder=kept.path)
+        return cls(model=model, tokenizer=folder.tokenizer, answering=answering, folder=answers.path)
 
     @contextmanager
     def begin(self, num_rows: int, *, num_actors: int | None) -> Iterator[ModelAnswers]:

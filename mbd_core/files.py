@@ -73,20 +73,20 @@ def check_target_folder(folder: Path, kind: str, *, overwrite: bool = False, in_
 def file_beside(path: Path) -> Iterator[Path]:
     """A file to write, beside `path`, which takes its place if the body succeeds and vanishes if it does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial{path.suffix}")
+    new_file = path.with_name(f".{path.name}.{os.getpid()}.partial{path.suffix}")
     try:
-        yield beside
-        beside.replace(path)
+        yield new_file
+        new_file.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        new_file.unlink(missing_ok=True)
 
 
 @contextmanager
 def durable_file(path: Path) -> Iterator[Path]:
     """As `file_beside`, and what was written outlives the machine."""
-    with file_beside(path) as beside:
-        yield beside
-        sync(beside)
+    with file_beside(path) as new_file:
+        yield new_file
+        sync(new_file)
     sync(path.parent)
 
 
@@ -101,8 +101,8 @@ def sync(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file beside its place, then rename it."""
-    with file_beside(path) as beside:
-        beside.write_text(text, encoding="utf-8")
+    with file_beside(path) as new_file:
+        new_file.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -118,20 +118,20 @@ def folder_beside(folder: Path, kind: str, *, overwrite: bool = False) -> Iterat
     """
     check_target_folder(folder, kind, overwrite=overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    replaced = beside.with_name(f"{beside.name}-replaced")
+    new_folder = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    replaced = new_folder.with_name(f"{new_folder.name}-replaced")
     try:
-        yield beside
-        beside.chmod(0o755)
-        _write_manifest(beside, kind, sorted(map(glob.escape, _files(beside))))
+        yield new_folder
+        new_folder.chmod(0o755)
+        _write_manifest(new_folder, kind, sorted(map(glob.escape, _files(new_folder))))
         if folder.exists():
             check_target_folder(folder, kind, overwrite=overwrite)  # it may have been filled meanwhile
             folder.rename(replaced)
-        beside.rename(folder)
+        new_folder.rename(folder)
     finally:
         if replaced.exists() and not folder.exists():
             replaced.rename(folder)  # the new folder did not take its place
-        for leftover in (beside, replaced):
+        for leftover in (new_folder, replaced):
             shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -70,7 +70,9 @@ def encode_batch(batch: pa.Table) -> pa.Table:
     (row,) = batch.to_pylist()
     encode = encoder(folder_of(row["model"]), **json.loads(row["settings"]))
     (encoded,) = encode([[Chat(*chat) for chat in json.loads(row["chats"])]])
-    return pa.table({"number": [row["number"]], "rows": [json.dumps([asdict(one) for one in encoded])]})
+    return pa.table(
+        {"number": [row["number"]], "rows": [json.dumps([asdict(conversation) for conversation in encoded])]}
+    )
 
 
 def unpacked(row: dict[str, Any]) -> list[EncodedRow]:
@@ -79,12 +81,12 @@ def unpacked(row: dict[str, Any]) -> list[EncodedRow]:
         EncodedRow(
             tuple(
                 EncodedChat(sample["prompt"], sample["response"], tuple((a, b) for a, b in sample["earlier"]))
-                for sample in one["samples"]
+                for sample in conversation["samples"]
             ),
-            one["is_too_long"],
-            one["error"],
+            conversation["is_too_long"],
+            conversation["error"],
         )
-        for one in json.loads(row["rows"])
+        for conversation in json.loads(row["rows"])
     ]
 
 

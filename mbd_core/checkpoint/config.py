@@ -131,8 +131,11 @@ def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
     eos = config.eos_token_ids
     values = {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
     values["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
-    if family.rope_scaling:
-        values["rope_scaling"] = None if config.rope_scaling is None else _written_scaling(config.rope_scaling)
+    scaling = {} if config.rope_scaling is None else _written_scaling(config.rope_scaling)
+    if family.rope_parameters:
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": values.pop("rope_theta"), **scaling}
+    elif family.rope_scaling:
+        values["rope_scaling"] = scaling or None
     if family.moe_keys is not None:
         assert config.moe is not None
         values |= {theirs: getattr(config.moe, ours) for ours, theirs in family.moe_keys.items()}
@@ -197,8 +200,8 @@ def _scaling_of(name: str, rope: Json, config: Json) -> RopeScaling | None:
     transformers, whose `original_max_position_embeddings` beside the object counts first."""
     kind = _rope_type(rope, name)
     if kind != "default" and (not isinstance(kind, str) or kind not in ROPE_SCALINGS):
-        known = ", ".join(["default", *sorted(ROPE_SCALINGS)])
-        raise ValueError(f"config.json has rope_type={kind!r} in {name}, which is not known; known: {known}")
+        types = ", ".join(["default", *sorted(ROPE_SCALINGS)])
+        raise ValueError(f"config.json has rope_type={kind!r} in {name}, which is not known; known: {types}")
     hints = {} if kind == "default" else get_type_hints(ROPE_SCALINGS[kind])
     values = {
         k: v for k, v in rope.items() if k not in OF_ANY_ROPE and (v is not None or k in hints.keys() & {"truncate"})

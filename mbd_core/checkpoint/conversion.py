@@ -67,19 +67,19 @@ def convert(
         progress(bytes_written, plan.num_bytes)
         return tensor
 
-    with folder_beside(target, MODEL_KIND, overwrite=overwrite) as beside:
+    with folder_beside(target, MODEL_KIND, overwrite=overwrite) as new_folder:
         for name, path in other_files.items():
-            (beside / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, beside / name)
+            (new_folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, new_folder / name)
         if plan.recipe is None:
-            _correct_config(beside / "config.json", plan)
+            _correct_config(new_folder / "config.json", plan)
         else:
-            _write_trained(beside, plan, plan.recipe)
+            _write_trained(new_folder, plan, plan.recipe)
         if plan.to == "dcp":
             metas = {n: torch.empty(s.shape, dtype=plan.dtypes[n], device="meta") for n, s in plan.wanted.items()}
-            save_dcp(beside, metas, make, max_bytes=max_shard_bytes)
+            save_dcp(new_folder, metas, make, max_bytes=max_shard_bytes)
         else:
-            writer = ShardWriter(beside, max_bytes=max_shard_bytes)
+            writer = ShardWriter(new_folder, max_bytes=max_shard_bytes)
             for name in plan.wanted:
                 writer.add(name, make(name))
             writer.close()

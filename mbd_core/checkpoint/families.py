@@ -33,6 +33,7 @@ class Family:
     accepted            keys that are not read, with the values that leave the network as it is here; a list may hold
                         any of them. Every key that is in none of these is refused (`check_keys`)
     rope_scaling        whether its files may scale rotary frequencies, in `rope_scaling` or `rope_parameters`
+    rope_parameters     whether we write transformers 5's `rope_parameters`, instead of `rope_theta` and `rope_scaling`
     switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` those of `MoEConfig`
     text                the key of config.json under which the text model's settings stand, where they are nested;
                         its layers differ then, and `gemma_keys` has the keys of `GemmaLayers` (`gemma_config.py`)
@@ -51,6 +52,7 @@ class Family:
     harmless: frozenset[str] = frozenset()
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     rope_scaling: bool = True
+    rope_parameters: bool = False
     switches: Json = field(default_factory=dict)
     moe_keys: Mapping[str, str] | None = None
     moe_switches: Json = field(default_factory=dict)
@@ -390,6 +392,39 @@ FAST_DLLM_V2 = replace(
     decoding={"carry": True, "sub_block": 8, "tau_m2t": 0.9},
 )
 
+# One set of weights for three methods. Keys are stored by causal rows, and `dlm_paradigm` says how a draft attends.
+NEMOTRON_LABS_DIFFUSION = replace(
+    SDAR,
+    model_types=("nemotron_labs_diffusion",),
+    fixed={
+        **QWEN_FIXED,
+        "mlp_bias": False,
+        "sliding_window": None,
+        "dlm_paradigm": "bidirectional",
+    },
+    harmless=OF_ANY_MODEL | {"ar_loss_weight", "dlm_loss_weight", "dp_varying_mask_ratio"},
+    accepted={**EVERYWHERE, "partial_rotary_factor": (1,)},
+    rope_parameters=True,
+    switches={"qk_norm": False, "attention": "causal"},
+    names={
+        "model.embed_tokens": "encoder.embed_tokens",
+        "model.norm": "encoder.norm",
+        "lm_head": "diffusion_head",
+        **{
+            f"model.layers.{{i}}.{module}": f"encoder.layers.{{i}}.{module}"
+            for module in (
+                "input_layernorm",
+                "post_attention_layernorm",
+                *(f"self_attn.{p}_proj" for p in "qkvo"),
+                *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
+            )
+        },
+    },
+    vocab_sizes=(131072,),
+    published={"mask_token_id": 100, "eos_token_id": 11},
+    decoding={"causal": {}},
+)
+
 # Of its encoder and decoder, which share all weights but one number a layer, the text alone is read.
 GEMMA_LAYER = (
     *(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
@@ -463,6 +498,7 @@ FAMILIES: dict[str, Family] = {
     "LLaDAModelLM": LLADA,
     "DreamModel": DREAM,
     "Fast_dLLM_QwenForCausalLM": FAST_DLLM_V2,
+    "NemotronLabsDiffusionModel": NEMOTRON_LABS_DIFFUSION,
     "DiffusionGemmaForBlockDiffusion": DIFFUSION_GEMMA,
 }
 

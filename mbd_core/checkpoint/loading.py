@@ -172,9 +172,9 @@ def load_model(
         if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
     for path, names in itertools.groupby(listed, key=lambda name: listed[name].path):
-        with open_file(path) as file, LastFile() as beside:
+        with open_file(path) as file, LastFile() as scales:
             for name in names:
-                source = matrix_slice(file, name, listed[name], beside)
+                source = matrix_slice(file, name, listed[name], scales)
                 unfit = _copy_in(weights, source, expected[name], model.shard)
                 if unfit is not None:
                     kind = str(unfit).removeprefix("torch.")
@@ -211,9 +211,9 @@ def fill_parts(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -
     """
     infos, stored, _ = match_tensors(folder, config, list_tensors(folder))
     for path, names in itertools.groupby(infos, key=lambda name: infos[name].path):
-        with open_file(path) as file, LastFile() as beside:
+        with open_file(path) as file, LastFile() as scales:
             for name in names:
-                for place in _copy_own(state, matrix_slice(file, name, infos[name], beside), stored[name]):
+                for place in _copy_own(state, matrix_slice(file, name, infos[name], scales), stored[name]):
                     if not _is_finite(place):
                         raise ValueError(f"{path}: tensor '{name}' has values that are not finite")
 

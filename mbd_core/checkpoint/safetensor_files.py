@@ -217,12 +217,12 @@ class LastFile:
         self._files.close()
 
 
-def matrix_slice(file: Any, name: str, info: TensorInfo, beside: LastFile) -> Any:
+def matrix_slice(file: Any, name: str, info: TensorInfo, scales: LastFile) -> Any:
     """A tensor of an open file, to be read in parts by slicing; one in FP8 is multiplied by its scales, which may lie
-    in a file `beside` it."""
+    in the file `scales`."""
     if info.scales is None:
         return file.get_slice(name)
-    scales_file = file if info.scales.path == info.path else beside.at(info.scales.path)
+    scales_file = file if info.scales.path == info.path else scales.at(info.scales.path)
     return ScaledMatrix(file.get_slice(name), scales_file.get_tensor(info.scales.name), info.scales.blocks)
 
 
@@ -231,7 +231,7 @@ class HfFolder:
 
     def __init__(self, folder: Path) -> None:
         self.tensors = list_tensors(folder)
-        self._file, self._beside = LastFile(), LastFile()
+        self._file, self._scales = LastFile(), LastFile()
 
     def read(self, name: str) -> Tensor:
         info = self.tensors[name]
@@ -239,7 +239,7 @@ class HfFolder:
         if info.scales is None:
             tensor: Tensor = file.get_tensor(name)
             return tensor
-        return matrix_slice(file, name, info, self._beside)[:].to(info.dtype)
+        return matrix_slice(file, name, info, self._scales)[:].to(info.dtype)
 
 
 @contextmanager

@@ -63,14 +63,14 @@ def save_model(
         (name, tensor.detach().to(torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype))
         for name, tensor in checkpoint_tensors(model, experts)
     )
-    with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as beside:
+    with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as new_folder:
         if base is not None:
-            base.write_others(beside)
+            base.write_others(new_folder)
         if tokenizer is not None:
-            tokenizer.save_pretrained(beside)
-        _write(beside, model.config, tensors, config_dtype, experts, max_shard_bytes, generation, base)
+            tokenizer.save_pretrained(new_folder)
+        _write(new_folder, model.config, tensors, config_dtype, experts, max_shard_bytes, generation, base)
         for name, text in (extra or {}).items():
-            (beside / name).write_text(text)
+            (new_folder / name).write_text(text)
 
 
 def save_random(
@@ -108,18 +108,19 @@ def save_random(
             progress(bytes_written, total)
             yield name, tensor
 
-    with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as beside:
+    with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as new_folder:
         if tokenizer is not None:
-            tokenizer.save_pretrained(beside)
-        _write(beside, config, tensors(), dtype, "per_expert", max_shard_bytes, random_generation(config))
+            tokenizer.save_pretrained(new_folder)
+        _write(new_folder, config, tensors(), dtype, "per_expert", max_shard_bytes, random_generation(config))
 
 
 def random_generation(config: ModelConfig) -> dict[str, Any]:
     """How random weights are decoded: never confident, they are given a fixed number of tokens a step.
 
-    A full-attention model decodes a canvas, whose rule always takes one.
+    A full-attention model decodes a canvas, whose rule always takes one; behind a causal prefix every verified draft
+    gives one.
     """
-    if config.attention == "full":
+    if config.attention != "block_causal":
         return {}
     method = FAMILIES[config.architecture].decoding
     return {**method, "buffer_size": 2, "tokens_per_step": min(4, config.block_size)}
@@ -240,11 +241,11 @@ def save_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as beside:
-        write_json(beside / adapter.CONFIG, settings)
-        save_file(tensors, beside / adapter.WEIGHTS, metadata={"format": "pt"})
+    with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as new_folder:
+        write_json(new_folder / adapter.CONFIG, settings)
+        save_file(tensors, new_folder / adapter.WEIGHTS, metadata={"format": "pt"})
         for name, text in extra.items():
-            (beside / name).write_text(text)
+            (new_folder / name).write_text(text)
 
 
 def _join_factors(stored: StoredTensor, factors: Factors, rank: int, joined: int) -> tuple[Tensor, Tensor]:

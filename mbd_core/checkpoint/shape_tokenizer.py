@@ -36,12 +36,15 @@ class ChatTokens:
     template: str
 
 
-def _chat_ml(mask: str, mask_id: int, ends: tuple[str, ...]) -> ChatTokens:
+QWEN_IDS = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
+
+
+def _chat_ml(mask: str, mask_id: int, ends: tuple[str, ...], ids: dict[str, int] = QWEN_IDS) -> ChatTokens:
     """Qwen's form."""
     return ChatTokens(
         mask,
         ends,
-        {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645, mask: mask_id},
+        {**ids, mask: mask_id},
         "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     )
@@ -53,6 +56,10 @@ CHAT_TOKENS = {
     "SDARMoeForCausalLM": SDAR_TOKENS,
     "DreamModel": _chat_ml("<|mask|>", 151666, ("<|endoftext|>", "<|im_end|>")),
     "Fast_dLLM_QwenForCausalLM": _chat_ml("|<MASK>|", 151665, ("<|im_end|>", "<|endoftext|>")),
+    # its ids are those of the configuration; the names are ours
+    "NemotronLabsDiffusionModel": _chat_ml(
+        "<|mask|>", 100, ("<|im_end|>", "<|endoftext|>"), {"<|endoftext|>": 2, "<|im_start|>": 10, "<|im_end|>": 11}
+    ),
     "LLaDA2MoeModelLM": ChatTokens(
         "<|mask|>",
         ("<|endoftext|>", "<|role_end|>"),

@@ -6,6 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import MAX_TOPS, Request
 from mbd_core.decoding.blocks.sampling_config import MAX_STOP_IDS, PENALTIES
@@ -156,11 +157,12 @@ class Admission:
         return AdmittedRequest(request)
 
     def check_adapter(self, request: Request) -> None:
-        """Raise `RequestRefused` if the request's adapter is not loaded (any more)."""
-        if request.adapter is None or self._adapters is None or request.adapter in self._adapters:
-            return
-        names = ", ".join(sorted(self._adapters)) or "none"
-        raise RequestRefused("adapter", f"adapter '{request.adapter}' is not loaded; loaded: {names}")
+        """Raise `RequestRefused` if an adapter of the request is not loaded (any more)."""
+        for name in (request.adapter, request.draft_adapter):
+            if name is None or self._adapters is None or name in self._adapters:
+                continue
+            names = ", ".join(sorted(self._adapters)) or "none"
+            raise RequestRefused("adapter", f"adapter '{name}' is not loaded; loaded: {names}")
 
     def _check_grammar(self, request: Request) -> None:
         if request.grammar is None:
@@ -168,6 +170,8 @@ class Admission:
         changes = _revising_part(request.decoding)
         if changes is not None:
             reason = f"{changes} changes tokens that the grammar has accepted; decode without it"
+            if changes == "causal":
+                reason = "no guide follows drafts, or blocks that are filled in any order; decode a model in blocks"
             if changes == "canvas":
                 reason = "a canvas does not fill an answer from left to right; it needs a model that decodes in blocks"
         elif request.decoding.entropy is not None:
@@ -222,8 +226,9 @@ class Admission:
             raise RequestRefused("top_logprobs", f"top_logprobs={request.top_logprobs} must lie in 0..{MAX_TOPS}")
         if request.top_logprobs and not request.logprobs:
             raise RequestRefused("top_logprobs", "top_logprobs needs logprobs")
-        if request.top_logprobs and decoding.canvas is not None:
-            why = "top_logprobs cannot be given on a canvas, which keeps the accepted token's log-probability alone"
+        if request.top_logprobs and not decoding.in_buffer:
+            part = _revising_part(decoding)
+            why = f"top_logprobs cannot be given with {part}, which keeps the accepted token's log-probability alone"
             raise RequestRefused("top_logprobs", why)
         reason = penalties_refused(decoding)
         for name, neutral in PENALTIES.items():
@@ -269,6 +274,8 @@ class Admission:
         try:
             if request.decoding.canvas is not None:
                 self._check_canvas(request)
+            elif request.decoding.causal is not None:
+                self._check_causal(request.decoding, request.decoding.causal)
             else:
                 self._check_blocks(request)
         except ValueError as error:
@@ -287,12 +294,37 @@ class Admission:
             eos_token_ids=() if request.ignore_eos else self._model.eos_token_ids,
         )
 
+    def _check_causal(self, decoding: DecodingConfig, causal: Causal) -> None:
+        self._check_prefix_cache(decoding)
+        if self._model.attention != "causal":
+            raise ValueError(
+                f"causal needs a model that stores its keys by causal rows; {self._model.architecture} does not"
+            )
+        length, most = causal.row_length(decoding.block_size), self._buffer_size * self._page_size
+        if length > most:
+            raise ValueError(
+                f"causal.block_length={length} exceeds the {most} positions of this engine's {self._buffer_size} slots"
+            )
+        if causal.thinking is not None and causal.thinking.end_token_id >= self._model.vocab_size:
+            raise ValueError(
+                f"causal.thinking.end_token_id={causal.thinking.end_token_id} lies outside the vocabulary of "
+                f"{self._model.vocab_size} tokens"
+            )
+
+    def _check_prefix_cache(self, decoding: DecodingConfig) -> None:
+        if decoding.prefix_cache and not self._prefix_caching:
+            raise ValueError("prefix_cache=True cannot be honoured: this engine was started without prefix caching")
+
     def _check_blocks(self, request: Request) -> None:
         decoding = request.decoding
         if not self._model.has_mask:
             raise ValueError(f"blocks are filled mask by mask, and {self._model.architecture} has no mask token")
-        if decoding.prefix_cache and not self._prefix_caching:
-            raise ValueError("prefix_cache=True cannot be honoured: this engine was started without prefix caching")
+        self._check_prefix_cache(decoding)
+        if self._model.attention == "causal":
+            raise ValueError(
+                f"{self._model.architecture} stores its keys by causal rows and decodes with `causal`, not block by "
+                "block in a buffer"
+            )
         if decoding.block_size != self._block_size:
             raise ValueError(f"block_size={decoding.block_size} differs from the model's {self._block_size}")
         if decoding.edit is not None:
@@ -341,8 +373,9 @@ def compile_guide(grammars: Grammars, request: Request) -> Guide | None:
 
 
 def _revising_part(decoding: DecodingConfig) -> str | None:
-    """The part of a decoding that changes tokens after they were filled, if it has one."""
-    return next((name for name in ("t2t", "soft", "edit", "canvas") if getattr(decoding, name) is not None), None)
+    """The part of a decoding whose forwards see more than masks and final tokens, if it has one."""
+    names = ("t2t", "soft", "edit", "canvas", "causal")
+    return next((name for name in names if getattr(decoding, name) is not None), None)
 
 
 def penalties_refused(decoding: DecodingConfig) -> str | None:
@@ -367,7 +400,8 @@ def _check_rollout(request: Request) -> None:
 
 
 def _check_frames(request: Request) -> None:
-    if request.frames and request.decoding.canvas is not None:
+    if request.frames and not request.decoding.in_buffer:
+        part = _revising_part(request.decoding)
         raise RequestRefused(
-            "frames", "frames show the slots of a Block Buffer, which a canvas has not; decode without"
+            "frames", f"frames show the slots of a Block Buffer, which {part} has not; decode without"
         )

@@ -13,7 +13,7 @@ from mbd_core.engine.graphs import StepGraphs, graphs_obstacle
 from mbd_core.engine.host_pages import HostPages
 from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.pages import PagedKVCache, PagePool
-from mbd_core.engine.rows import CanvasRuns
+from mbd_core.engine.rows import PlannedRuns
 from mbd_core.engine.runner import ModelRunner, Rows, pack, shared_vocab, whole_vocab
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.seating import Ledger, Seating
@@ -204,7 +204,7 @@ def build_parts(
             _scheduler(model, config, pool, block_size=block_size, page_size=page_size),
             state.buffer,
             Ledger(config.max_rows, num_slots=config.num_slots, block_size=block_size, page_size=page_size),
-            CanvasRuns(c, runner.cache, state.vocab),
+            PlannedRuns(c, runner.cache, state.vocab),
             state.tables_RP,
             state.adapters_R,
         ),

@@ -15,7 +15,7 @@ from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.engine.measures import EngineCounts, ForwardKind
 from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.report import HostCopy, Report, split_tops, unpack_report
-from mbd_core.engine.rows import CanvasRun
+from mbd_core.engine.rows import PlannedRun
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.engine.seating import Seating
 from mbd_core.engine.sequence import SequenceState
@@ -53,11 +53,11 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedStep:
-    """A step whose device part has been launched: a report on those who decode in blocks, the canvases' logits."""
+    """A step whose device part has been launched: a report on those who decode in blocks, the planned rows' logits."""
 
     plan: StepPlan
     report: HostCopy | None
-    canvas_logits_AV: Tensor | None = None
+    planned_logits_AV: Tensor | None = None
 
 
 class StepAhead:
@@ -123,8 +123,8 @@ class Collector:
     def collect(self, step: LaunchedStep) -> list[StepOutput]:
         """What a step committed. Sequences that have ended or were aborted since it was planned have no share."""
         outputs, kind = self._collect_blocks(step.plan, step.report)
-        if step.canvas_logits_AV is not None:
-            outputs += self._collect_canvases(step.plan, step.canvas_logits_AV)
+        if step.planned_logits_AV is not None:
+            outputs += self._collect_planned(step.plan, step.planned_logits_AV)
             kind = "decode"
         self.counts.forwards[kind] += 1
         self._measure(step)
@@ -133,7 +133,7 @@ class Collector:
     def _measure(self, step: LaunchedStep) -> None:
         """Tell the pacer how long the step took. On a GPU a step of prompts alone, of which nothing is read, may be
         under way still, and the next one waits for it: neither says anything."""
-        now, decodes = self._clock(), step.report is not None or step.canvas_logits_AV is not None
+        now, decodes = self._clock(), step.report is not None or step.planned_logits_AV is not None
         is_read = decodes or not self._seating.tables_RP.is_cuda
         if is_read and not self._follows_unread:
             seconds = now - max(step.plan.started_at, self._last_end)
@@ -296,10 +296,10 @@ class Collector:
             closing=() if sequence.guide is None else tuple(sequence.guide.rest(len(sequence.emitted))),
         )
 
-    def _collect_canvases(self, plan: StepPlan, logits_AV: Tensor) -> list[StepOutput]:
-        """The canvases' part of a step: tokens decided without a gap are handed out."""
+    def _collect_planned(self, plan: StepPlan, logits_AV: Tensor) -> list[StepOutput]:
+        """The planned rows' part of a step: tokens decided without a gap are handed out."""
         outputs = []
-        updates = self._seating.canvases.update(logits_AV)
+        updates = self._seating.planned.update(logits_AV)
         self.counts.sequence_forwards += len(updates)
         seconds = self._clock() - plan.started_at
         for run, update in updates:
@@ -307,9 +307,11 @@ class Collector:
             sequence.num_forwards += 1
             sequence.decode_seconds += seconds
             if self._trace is not None:
-                self._trace.extend(_canvas_traces(plan.number, run, update))
+                self._trace.extend(_planned_traces(plan.number, run, update))
             num_emitted = len(sequence.emitted)
             tokens = decoder.tokens[num_emitted:]
+            if decoder.num_stored:
+                self._seating.scheduler.extend(sequence, tokens, decoder.num_stored)
             if not decoder.done:  # an EOS counts when the blocks up to its own are complete
                 ends = sequence.request.ends(self._eos)
                 tokens = list(itertools.takewhile(lambda t, ends=ends: t not in ends, tokens))  # type: ignore[misc]
@@ -338,7 +340,7 @@ def record_step(trace: "TraceRecorder", number: int, decoding: Mapping[int, Sequ
     )
 
 
-def _canvas_traces(number: int, run: CanvasRun, update: "CanvasUpdate") -> list[StepTrace]:
+def _planned_traces(number: int, run: PlannedRun, update: "CanvasUpdate") -> list[StepTrace]:
     return [
         StepTrace(
             request_id=run.sequence.request.request_id,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from mbd_core.options import ENGINE, Option, check
+from mbd_core.options import ENGINE, MOST, Option, check
 
 LEAST_SLOTS = 4
 """Slots of each batch row where nobody chose a number, or as many more as the model decodes with."""
@@ -31,8 +31,8 @@ class EngineConfig:
     block_budget: Annotated[
         int | None,
         Option(
-            "Blocks that all running sequences together may grow to have: many each when idle, one when saturated "
-            "(default: no budget).",
+            "Blocks that all running sequences together may grow to have: many each when idle, one when saturated; "
+            "where none is left for each, those that draft go on token by token (default: no budget).",
             ENGINE,
             at_least=1,
         ),
@@ -159,9 +159,11 @@ class EngineConfig:
 
     def blocks_each(self, num_running: int) -> int:
         """Blocks that each of `num_running` sequences may grow to have in the Block Buffer at once."""
-        if self.block_budget is None:
-            return self.num_slots
-        return max(1, min(self.num_slots, self.block_budget // max(1, num_running)))
+        return max(1, min(self.num_slots, self.budget_each(num_running)))
+
+    def budget_each(self, num_running: int) -> int:
+        """Blocks of the budget for each of `num_running` sequences, maybe none; without a budget, any number."""
+        return MOST if self.block_budget is None else self.block_budget // max(1, num_running)
 
     def positions(self, model_positions: int) -> int:
         """Positions of the longest sequence; `ValueError` if `max_model_len` asks for more than the model has."""

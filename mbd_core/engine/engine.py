@@ -152,7 +152,9 @@ class Engine:
         if self.scheduler.find(request.request_id) is not None:
             raise RequestRefused("request_id", f"request_id '{request.request_id}' is already being served")
         guide: GuideState | None = admitted_request.guide or self.compile(request)
-        sequence = self.scheduler.add(request, self.adapters.get(request.adapter))
+        sequence = self.scheduler.add(
+            request, self.adapters.get(request.adapter), self.adapters.get(request.draft_adapter)
+        )
         sequence.added_at, sequence.guide = admitted_request.checked_at, guide
 
     def compile(self, request: Request) -> Guide | None:
@@ -245,7 +247,7 @@ class Engine:
         requests are being served.
         """
         self.check_idle("prepare")
-        return self._graphs.capture(() if decoding.canvas is not None else self._kinds.to_capture(decoding))
+        return self._graphs.capture(self._kinds.to_capture(decoding) if decoding.in_buffer else ())
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache. Raises `ValueError` while requests are being served."""
@@ -270,7 +272,7 @@ class Engine:
         if self.adapters.get(name) is None:
             raise ValueError(f"adapter '{name}' is not loaded")
         sequences = (*self.scheduler.running.values(), *self.scheduler.waiting)
-        if users := sum(sequence.request.adapter == name for sequence in sequences):
+        if users := sum(name in (s.request.adapter, s.request.draft_adapter) for s in sequences):
             raise AdapterInUse(f"adapter '{name}' cannot be unloaded while {users} requests use it")
         self.adapters.remove(name)
 
@@ -386,6 +388,7 @@ class Engine:
         ledger = self._seating.ledger
         max_blocks = self.config.blocks_each(self.num_running)
         ledger.hold_to(max_blocks)
+        self._seating.planned.hold_to(self.config.budget_each(self.num_running))
         self._num_steps += 1
         return StepPlan(
             number=self._num_steps - 1,
@@ -410,14 +413,14 @@ class Engine:
         """A step's second part, on the device: one forward, or two (see `EngineConfig`), and what follows from it."""
         num_pages = self._seating.num_pages
         self.buffer.hold_to(plan.max_blocks)
-        tables_RP, canvases = self._state.tables_RP[:, :num_pages], self._seating.canvases
+        tables_RP, planned = self._state.tables_RP[:, :num_pages], self._seating.planned
 
         def lay_out(buffer: BlockBuffer | None) -> StepRows:
             return packed_rows(
                 buffer,
                 tables_RP,
                 plan.chunks,
-                canvases,
+                planned,
                 block_size=self.block_size,
                 shift=self.model.config.shift_logits,
                 softens=plan.kind.work.softens,
@@ -430,12 +433,12 @@ class Engine:
                 store_step(self._state, lay_out(None))
             return LaunchedStep(plan=plan, report=HostCopy(self._graphs.run(plan.kind, num_pages=num_pages)))
         if not plan.decoding:
-            return LaunchedStep(plan=plan, report=None, canvas_logits_AV=store_step(self._state, lay_out(None)))
+            return LaunchedStep(plan=plan, report=None, planned_logits_AV=store_step(self._state, lay_out(None)))
         tries = math.inf if self.config.batch_invariant else STEP_TRIES  # a row must not wait for others there
         ids = self.model.config.edit_token_ids
         steering = self._seating.ledger.steering(self.share, tries=tries, ids=EditTokens(*ids) if ids else None)
-        report_X, canvas_logits_AV = decode_step(self._state, plan.kind, lay_out, steering)
-        return LaunchedStep(plan=plan, report=HostCopy(report_X), canvas_logits_AV=canvas_logits_AV)
+        report_X, planned_logits_AV = decode_step(self._state, plan.kind, lay_out, steering)
+        return LaunchedStep(plan=plan, report=HostCopy(report_X), planned_logits_AV=planned_logits_AV)
 
     def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
         """What the host decides within a step, the same on all ranks where there are several."""

@@ -1,4 +1,4 @@
-"""Which rows a forward has: prompt chunks, slots of the Block Buffer, windows of canvases.
+"""Which rows a forward has: prompt chunks, slots of the Block Buffer, rows that decoders plan on the host.
 
 Shape legend: R rows (sequences), N slots, B block size, K rows of a forward, P pages a row, A positions asked for.
 """
@@ -13,28 +13,37 @@ from torch.nn import functional as F
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.request import Rollout
 from mbd_core.decoding.blocks.sampling import Vocab
-from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
-from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan, CanvasUpdate
+from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, PlannedDecoder
 from mbd_core.decoding.canvas.unmasking import guess
+from mbd_core.decoding.causal.planned import planned_decoder
 from mbd_core.engine.pages import PagedKVCache
 from mbd_core.engine.runner import Rows, to_device
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.options import MOST
 
-# The requests of an engine that decode a canvas: their decoders, their lanes' pages, their rows of a forward.
+# The requests of an engine whose decoders plan their rows on the host, on a canvas or behind a stored prefix: their
+# decoders, their pages, their rows of a forward.
 #
 # Shape legend: K rows, T packed tokens, P pages a row, A positions asked for, V vocabulary.
 
 
 @dataclass
-class CanvasRun:
-    """One running canvas: its decoder and the pages of each lane (lanes, P)."""
+class PlannedRun:
+    """One running request, its decoder and the plan of its next forward; the pages of each lane are (lanes, P)."""
 
     sequence: SequenceState
-    decoder: CanvasDecoder
-    lanes_LP: Tensor
+    decoder: PlannedDecoder
+    device: torch.device
     plan: CanvasPlan = field(default_factory=lambda: CanvasPlan([], []))
+    _lanes_LP: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.int64))
+
+    @property
+    def lanes_LP(self) -> Tensor:
+        if self._lanes_LP.numel() != len(self.sequence.pages):
+            self._lanes_LP = to_device(self.sequence.pages, self.device).view(self.decoder.num_lanes, -1)
+        return self._lanes_LP
 
     def rollout(self, start: int, number: int) -> Rollout:
         """Of `number` tokens from `start` on: when they were accepted."""
@@ -42,43 +51,42 @@ class CanvasRun:
         return Rollout(steps=tuple(self.decoder.steps[part]), logprobs=tuple(self.decoder.log_probs[part]))
 
 
-class CanvasRuns:
-    """All canvases that hold a batch row."""
+class PlannedRuns:
+    """All requests with planned rows that hold a batch row."""
 
     def __init__(self, config: ModelConfig, cache: PagedKVCache, vocab: Vocab) -> None:
         self._config, self._cache = config, cache
         self._vocab = vocab
-        self._runs: dict[int, CanvasRun] = {}
+        self._runs: dict[int, PlannedRun] = {}
 
     def join(self, sequence: SequenceState) -> None:
-        """Begin a canvas in its sequence's row; after a preemption it begins anew, because its keys are gone."""
-        request, config = sequence.request, self._config
-        assert request.decoding.canvas is not None
-        decoder = canvas_decoder(
-            request.prompt,
-            request.max_tokens,
-            request.decoding.canvas,
-            request.sampling,
-            eos_token_ids=() if request.ignore_eos else config.eos_token_ids,
+        """Begin a sequence in its row. After a preemption a canvas begins anew, because its keys are gone; behind a
+        prefix, which is stored again, the decoder goes on."""
+        decoder = sequence.decoder or planned_decoder(
+            sequence.request,
+            eos_token_ids=self._config.eos_token_ids,
             vocab=self._vocab,
-            shift=config.shift_logits,
-            min_tokens=request.min_tokens,
-            stop_token_ids=request.stop_token_ids,
+            shift=self._config.shift_logits,
         )
-        pages = torch.tensor(sequence.pages, device=self._cache.k.device).view(decoder.num_lanes, -1)
-        self._runs[sequence.row] = CanvasRun(sequence, decoder, pages)
+        sequence.decoder = None if sequence.is_canvas else decoder
+        self._runs[sequence.row] = PlannedRun(sequence, decoder, self._cache.k.device)
         sequence.seated = True
 
     def leave(self, row: int) -> None:
         self._runs.pop(row, None)
 
-    def rows(self, *, num_before: int, adapters_R: Tensor | None = None) -> Rows | None:
-        """The next forward of every canvas, behind `num_before` packed tokens of others; copies between lanes that it
-        needs are made at once. `None` without canvases. `adapters_R`: the slot of each batch row's LoRA adapter."""
+    def hold_to(self, num_blocks: int) -> None:
+        """The engine's budget leaves every request so many blocks in the next forward, if it is adaptive."""
+        for run in self._runs.values():
+            run.decoder.hold_to(num_blocks if run.sequence.request.decoding.adaptive else MOST)
+
+    def rows(self, *, num_before: int, adapts: bool = False) -> Rows | None:
+        """The next forward of every request, behind `num_before` packed tokens of others; copies between lanes that it
+        needs are made at once. `None` without requests. `adapts`: some row of the forward has a LoRA adapter."""
         if not self._runs:
             return None
         device = self._cache.k.device
-        tokens, positions, lengths, kv_lens, pages, logits_at, rows = [], [], [], [], [], [], []
+        tokens, positions, lengths, kv_lens, pages, logits_at, causal, slots = [], [], [], [], [], [], [], []
         places = torch.arange(max(run.decoder.length for run in self._runs.values()))
         for run in self._runs.values():
             run.plan = run.decoder.plan()
@@ -88,10 +96,11 @@ class CanvasRuns:
                 tokens.append(q.tokens)
                 positions.append(places[q.start : q.stop])
                 lengths.append(q.stop - q.start)
-                kv_lens.append(run.decoder.length)
+                kv_lens.append(run.decoder.length if q.num_keys is None else q.num_keys)
                 pages.append(run.lanes_LP[q.lane])
-                rows.append(run.sequence.row)
                 logits_at.append(q.logits_at - q.start + num_before)
+                causal.append(q.causal and lengths[-1] > 1)
+                slots.append(run.sequence.adapter_slot(drafts=q.drafts))
                 num_before += lengths[-1]
         width = max(len(p) for p in pages)
         return Rows(
@@ -102,11 +111,12 @@ class CanvasRuns:
             pages_KP=torch.stack([p if len(p) == width else F.pad(p, (0, width - len(p))) for p in pages]),
             stored_K=torch.ones(len(lengths), dtype=torch.bool, device=device),
             logits_at_A=torch.cat(logits_at).to(device),
-            adapter_K=None if adapters_R is None else adapters_R[torch.tensor(rows, device=device)],
+            causal_K=torch.tensor(causal, device=device) if any(causal) else None,
+            adapter_K=to_device(slots, device) if adapts else None,
         )
 
-    def update(self, logits_AV: Tensor) -> list[tuple[CanvasRun, CanvasUpdate]]:
-        """Hand every canvas its part of the logits of `rows()`; what each made of it."""
+    def update(self, logits_AV: Tensor) -> list[tuple[PlannedRun, CanvasUpdate]]:
+        """Hand every decoder its part of the logits of `rows()`; what each made of it."""
         parts, runs = iter(logits_AV.split(self.num_asked)), self.running
         open_logits = [run.decoder.open_logits([next(parts) for _ in run.plan.queries]) for run in runs]
         guesses = guess(open_logits) if open_logits else []
@@ -118,20 +128,32 @@ class CanvasRuns:
         return [len(q.logits_at) for run in self._runs.values() for q in run.plan.queries]
 
     @property
-    def running(self) -> Sequence[CanvasRun]:
+    def num_alike(self) -> list[int]:
+        """Positions whose logits are computed together where each row is computed apart: those of a causal row one by
+        one, as if they had been asked for one by one."""
+        sizes: list[int] = []
+        for run in self._runs.values():
+            for q in run.plan.queries:
+                number = len(q.logits_at)
+                sizes += [1] * number if q.causal and number else [number]
+        return sizes
+
+    @property
+    def running(self) -> Sequence[PlannedRun]:
         return list(self._runs.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRows:
-    """The rows of one forward, group behind group: prompt chunks, slots, canvases.
+    """The rows of one forward, group behind group: prompt chunks, slots, planned rows.
 
     num_asked     positions of slots that get logits: the first of the forward's hidden states
     at_A          places of the flattened buffer that they belong to, `None`: all in order. A place past the last one
                   is padding
     slot_end_RN   the packed token at which each slot ends
     prompt_ends   (batch row, packed token) at which a sequence's prefix ends in this forward
-    canvas_asked  positions with logits in each row of a canvas, behind those of slots
+    planned_asked  positions of planned rows with logits, behind those of slots, in parts that are computed together;
+                   `None` without such rows
     """
 
     groups: list[Rows]
@@ -139,14 +161,14 @@ class StepRows:
     at_A: Tensor | None = None
     slot_end_RN: Tensor | None = None
     prompt_ends: list[tuple[int, int]] = field(default_factory=list)
-    canvas_asked: list[int] = field(default_factory=list)
+    planned_asked: list[int] | None = None
 
 
 def packed_rows(
     buffer: BlockBuffer | None,
     tables_RP: Tensor,
     chunks: Sequence[PrefillChunk],
-    canvases: CanvasRuns,
+    planned: PlannedRuns,
     *,
     block_size: int,
     shift: bool,
@@ -154,7 +176,7 @@ def packed_rows(
     whole: bool,
     adapters_R: Tensor | None = None,
 ) -> StepRows:
-    """Prompt chunks, resident slots (Alg. 4) of `buffer`, if there is one, and canvases.
+    """Prompt chunks, resident slots (Alg. 4) of `buffer`, if there is one, and planned rows.
 
     shift       logits predict the next position (predicted from the hidden state before it)
     softens     embed filled positions as DMax's mixtures
@@ -176,31 +198,35 @@ def packed_rows(
             adapters_R=adapters_R,
         )
     num_tokens += sum(len(g.tokens_T) for g in slots.groups)
-    canvas_rows = canvases.rows(num_before=num_tokens, adapters_R=adapters_R)
+    planned_rows = planned.rows(num_before=num_tokens, adapts=adapters_R is not None)
     return replace(
         slots,
-        groups=[*prompts, *slots.groups, *([] if canvas_rows is None else [canvas_rows])],
+        groups=[*prompts, *slots.groups, *([] if planned_rows is None else [planned_rows])],
         prompt_ends=ends,
-        canvas_asked=[] if canvas_rows is None else canvases.num_asked,
+        planned_asked=None if planned_rows is None else planned.num_alike,
     )
 
 
 def prompt_rows(
     chunks: Sequence[PrefillChunk], tables_RP: Tensor, *, block_size: int, adapters_R: Tensor | None = None
 ) -> Rows:
-    """Blocks of prefixes to be stored, a row each; a prompt under full attention is one row."""
+    """Blocks of prefixes to be stored, a row each; a prompt under full attention is one row, and so is a causal
+    chunk."""
     device = tables_RP.device
     tokens: list[int] = []
     starts: list[int] = []
     lengths: list[int] = []
     rows: list[int] = []
+    causal: list[bool] = []
     for chunk in chunks:
         tokens += chunk.sequence.tokens[chunk.start : chunk.stop]
-        step = block_size if chunk.start >= chunk.sequence.origin else chunk.stop - chunk.start
+        size = chunk.sequence.store
+        step = size if size is not None and chunk.start >= chunk.sequence.origin else chunk.stop - chunk.start
         row_starts = range(chunk.start, chunk.stop, step)
         starts += row_starts
         lengths += [step] * len(row_starts)
         rows += [chunk.sequence.row] * len(row_starts)
+        causal += [size is None] * len(row_starts)
     starts_K, lengths_K = to_device([starts, lengths], device)
     rows_K = to_device(rows, device)
     offset_K = starts_K - (lengths_K.cumsum(0) - lengths_K)
@@ -213,6 +239,7 @@ def prompt_rows(
         pages_KP=tables_RP[rows_K],
         stored_K=torch.ones(len(rows), dtype=torch.bool, device=device),
         logits_at_A=torch.zeros(0, dtype=torch.int64, device=device),
+        causal_K=torch.tensor(causal, device=device) if any(causal) else None,
         adapter_K=None if adapters_R is None else adapters_R[rows_K],
     )
 

@@ -30,7 +30,8 @@ from mbd_core.engine.weights import ResidentAdapter, SwapMode
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Whole blocks of a sequence's prefix, `tokens[start:stop]`, to be stored by the next forward.
+    """Whole blocks of a sequence's prefix, `tokens[start:stop]`, to be stored by the next forward; where causal rows
+    store it, any number of tokens.
 
     Where the prompt attends in full (D2F) its chunk is all of it, and blocks behind it are chunks of their own.
     """
@@ -78,10 +79,15 @@ class Scheduler:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, adapter: ResidentAdapter | None = None) -> SequenceState:
+    def add(
+        self,
+        request: Request,
+        adapter: ResidentAdapter | None = None,
+        draft_adapter: ResidentAdapter | None = None,
+    ) -> SequenceState:
         """Queue a request that fits the pool; it is the youngest."""
         assert request.request_id not in self._by_id, f"request_id '{request.request_id}' is already being served"
-        sequence = SequenceState(request, self.block_size, adapter, arrival=self._num_arrivals)
+        sequence = SequenceState(request, self.block_size, adapter, draft_adapter, arrival=self._num_arrivals)
         self._num_arrivals += 1
         self._by_id[request.request_id] = sequence
         self.waiting.append(sequence)
@@ -182,16 +188,16 @@ class Scheduler:
                 sequence.prefilled_to(sequence.origin)
                 budget -= sequence.origin
                 spent += cost
-            start = sequence.prefilled
-            take = min(budget, sequence.prefix_length - start) // size
+            start, unit = sequence.prefilled, sequence.store or 1  # tokens that are stored together
+            take = min(budget, sequence.prefix_length - start) // unit
             if pace is not None and take > 0:
-                fitting = pace.fitting_blocks(start, take, block_size=size, spent=spent)
-                take = max(fitting, 0 if chunks else 1)
-                spent += pace.cost(start, start + take * size)
+                fitting = pace.fitting_blocks(start, take, block_size=unit, spent=spent)
+                take = max(fitting, 0 if chunks else min(take, max(1, size // unit)))
+                spent += pace.cost(start, start + take * unit)
             if take > 0:
-                chunks.append(PrefillChunk(sequence, start, start + take * size))
-                sequence.prefilled_to(start + take * size)
-                budget -= take * size
+                chunks.append(PrefillChunk(sequence, start, start + take * unit))
+                sequence.prefilled_to(start + take * unit)
+                budget -= take * unit
         return chunks
 
     # -- after a forward ----------------------------------------------------------------------------------------
@@ -210,6 +216,12 @@ class Scheduler:
         """
         sequence.commit(tokens)
         self._publish(sequence, min(sequence.committed, sequence.end))
+
+    def extend(self, sequence: SequenceState, tokens: list[int], num_stored: int) -> None:
+        """Its decoder gave the final `tokens`, and its first `num_stored` positions are stored: publish the pages they
+        completed."""
+        sequence.extend(tokens, num_stored)
+        self._publish(sequence, num_stored)
 
     # -- pages --------------------------------------------------------------------------------------------------
 
@@ -263,9 +275,10 @@ class Scheduler:
             chain.append(page_hash(parent, sequence.tokens[index * size : (index + 1) * size]))
 
     def _root(self, sequence: SequenceState) -> bytes:
-        """Keys depend on the weights and on the adapter, not on the tokens alone."""
+        """Keys depend on the weights, on the adapter and on the order of rows, not on the tokens alone."""
         adapter = 0 if sequence.adapter is None else sequence.adapter.serial
-        return chain_root(f"{self._namespace} weights {self._weights_version} adapter {adapter}")
+        order = "" if sequence.store is not None else " causal"
+        return chain_root(f"{self._namespace} weights {self._weights_version} adapter {adapter}{order}")
 
     def may_swap(self, mode: SwapMode) -> bool:
         """Whether no request is in the way of other weights."""

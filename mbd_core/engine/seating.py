@@ -14,7 +14,7 @@ from mbd_core.decoding.blocks.levenshtein import EditTokens
 from mbd_core.decoding.blocks.request import Counts, SlotState
 from mbd_core.engine.pacing import Pace
 from mbd_core.engine.report import Report
-from mbd_core.engine.rows import CanvasRuns
+from mbd_core.engine.rows import PlannedRuns
 from mbd_core.engine.runner import to_device
 from mbd_core.engine.scheduler import PrefillChunk, Scheduler
 from mbd_core.engine.sequence import SequenceState
@@ -184,33 +184,45 @@ class Seating:
         scheduler: Scheduler,
         buffer: BlockBuffer,
         ledger: Ledger,
-        canvases: CanvasRuns,
+        planned: PlannedRuns,
         tables_RP: Tensor,
         adapters_R: Tensor | None = None,
     ) -> None:
         self.scheduler, self.buffer, self.ledger = scheduler, buffer, ledger
-        self.canvases, self.tables_RP, self._adapters_R = canvases, tables_RP, adapters_R
+        self.planned, self.tables_RP, self._adapters_R = planned, tables_RP, adapters_R
         self._newcomers: list[SequenceState] = []  # they run, and their prefix is not stored yet
 
     @property
     def num_pages(self) -> int:
-        """Pages that any sequence in the buffer or on its way there has at most."""
-        return max([self.ledger.most_pages, *(len(s.pages) for s in self._newcomers)]) or 1
+        """Pages that any sequence has at most, but for canvases, which may have several lanes."""
+        planned = [run.sequence for run in self.planned.running if not run.sequence.is_canvas]
+        return max([self.ledger.most_pages, *(len(s.pages) for s in (*self._newcomers, *planned))]) or 1
 
     def make_room(self, *, unread: int) -> None:
         """Pages for the sequences that may outgrow theirs in this step, `unread` steps being under way. Where pages
         run out the youngest sequences are set aside."""
         rows = self.ledger.missing_pages_R(unread=unread).nonzero()[0].tolist()
-        if not rows:
+        short_of_pages = [self.ledger.sequences[row] for row in rows] + self._planned_short_of_pages()
+        if not short_of_pages:
             return
+        short_of_pages.sort(key=lambda s: s.arrival)
         needed_positions_R = self.ledger.needed_positions_R(unread=unread)
-        short_of_pages = sorted((self.ledger.sequences[row] for row in rows), key=lambda s: s.arrival)
-        for sequence in self.scheduler.grow(lambda s: int(needed_positions_R[s.row]), short_of_pages):
+
+        def upto(sequence: SequenceState) -> int:
+            return sequence.next_stop if sequence.is_planned else int(needed_positions_R[sequence.row])
+
+        for sequence in self.scheduler.grow(upto, short_of_pages):
             self.set_aside(sequence)
-        seated_sequences = [s for s in short_of_pages if s.seated]
+        seated_sequences = [s for s in short_of_pages if s.seated and not s.is_planned]
         for sequence in seated_sequences:
             self.ledger.update(sequence)
         self._extend_tables(*seated_sequences)
+
+    def _planned_short_of_pages(self) -> list[SequenceState]:
+        """Sequences with planned rows that have no pages for the longest one."""
+        size = self.scheduler.page_size
+        running = (run.sequence for run in self.planned.running)
+        return [s for s in running if not s.is_canvas and s.next_stop > len(s.pages) * size]
 
     def admit(self) -> list[SequenceState]:
         """Requests that run from now on; those that decode in blocks are seated when their prefix is stored."""
@@ -221,7 +233,7 @@ class Seating:
             self._adapters_R[row] = slot
         for sequence in sequences:
             if sequence.is_canvas:
-                self.canvases.join(sequence)
+                self.planned.join(sequence)
             else:
                 self._newcomers.append(sequence)
                 self._extend_tables(sequence)
@@ -230,9 +242,9 @@ class Seating:
     def prefill(self, pace: Pace | None) -> list[PrefillChunk]:
         """Prompt chunks of this step; a sequence whose prefix they complete is seated. `pace` holds where sequences
         decode in it."""
-        has_streams = bool(self.ledger.sequences or self.canvases.running)
+        has_streams = bool(self.ledger.sequences or self.planned.running)
         chunks = self.scheduler.prefill(pace if has_streams else None) if self._newcomers else []
-        for sequence in [s for s in self._newcomers if s.decodes]:
+        for sequence in [s for s in self._newcomers if s.prompt_stored]:
             self._newcomers.remove(sequence)
             self._seat(sequence)
         return chunks
@@ -246,17 +258,18 @@ class Seating:
     @property
     def adapts(self) -> bool:
         """Whether any running sequence decodes with an adapter."""
-        return self._adapters_R is not None and any(s.adapter for s in self.scheduler.running.values())
+        running = self.scheduler.running.values()
+        return self._adapters_R is not None and any(s.adapter or s.draft_adapter for s in running)
 
     @property
     def decides_on_host(self) -> bool:
-        """Whether the host has a part in decoding: canvases, or tokens of some row."""
-        return bool(self.canvases.running) or self.ledger.steers
+        """Whether the host has a part in decoding: planned rows, or tokens of some row."""
+        return bool(self.planned.running) or self.ledger.steers
 
     def set_aside(self, sequence: SequenceState) -> None:
         """A preempted sequence: what stands in its buffer row is kept. A canvas keeps nothing and begins anew; what it
         repeats is no part of its NFE."""
-        if sequence.seated and not sequence.is_canvas:
+        if sequence.seated and not sequence.is_planned:
             sequence.saved_row = self.buffer.save(sequence.row)
         self._leave(sequence)
         if sequence.is_canvas:
@@ -264,6 +277,9 @@ class Seating:
             sequence.num_forwards, sequence.decode_seconds = 0, 0.0
 
     def _seat(self, sequence: SequenceState) -> None:
+        if sequence.is_planned:
+            self.planned.join(sequence)
+            return
         if sequence.saved_row is None:
             self.buffer.join(sequence.row, sequence.request)
         else:
@@ -274,8 +290,8 @@ class Seating:
 
     def _leave(self, sequence: SequenceState) -> None:
         """Nothing of a running sequence stays in its row."""
-        if sequence.is_canvas:
-            self.canvases.leave(sequence.row)
+        if sequence.is_planned and sequence.seated:
+            self.planned.leave(sequence.row)
         elif sequence.seated:
             self.buffer.leave(sequence.row)
             self.ledger.leave(sequence)

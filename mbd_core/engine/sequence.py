@@ -9,7 +9,7 @@ from torch import Tensor
 from mbd_core.decoding.blocks.levenshtein import EditedBlock
 from mbd_core.decoding.blocks.request import Counts, FinishReason, Output, Request, Rollout, TokenScore, TopTokens
 from mbd_core.decoding.blocks.sampling import Vocab
-from mbd_core.decoding.canvas.plan import num_lanes
+from mbd_core.decoding.canvas.plan import PlannedDecoder, num_lanes
 from mbd_core.decoding.grammar.guide import GuideState, Pick
 from mbd_core.engine.report import FrameLog, StepMap, TopLog
 from mbd_core.engine.weights import ResidentAdapter
@@ -52,19 +52,22 @@ class SequenceState:
 
     Tokens that are filled and not final stand in the Block Buffer.
 
-    adapter            the LoRA adapter it decodes with
+    adapter            the LoRA adapter it decodes with; `draft_adapter` that of rows that draft, if it has another one
     row                its batch row; after a preemption the row it had
     arrival            its age: the sequence with the lower number is older
     tokens             the prompt and the committed tokens after it, those included that an earlier engine committed
     origin             the position at which its block grid begins
     end                one past the last position it may fill
     span               positions it may ever store: up to `end`, the last block whole
-    window             positions of its whole buffer
+    window             positions of its whole buffer, or of the longest row that its decoder plans
     num_lanes          copies of its positions in the cache: one, or one for each lane of a canvas
     is_canvas          it decodes on a canvas, not in blocks
+    is_planned         a decoder plans its rows, on a canvas or behind its prefix; it is not in the Block Buffer
+    decoder            that decoder, behind a prefix; it is kept when the sequence is preempted
+    store              positions of the rows that store its prefix from `origin` on; `None`: causal rows, of any length
     prefix_length      tokens to be stored before it decodes: the prompt's up to its first block in the buffer, or all
                        that were committed before a preemption; at least the prompt where the prompt attends in full;
-                       0 for a canvas
+                       behind planned rows, what its decoder does not run itself; 0 for a canvas
     saved_row          its Block Buffer row, while it is preempted
     num_resident       its blocks in that row: one when it joins, as many as it left with after a preemption
     num_pages_in_table  how many of its pages stand in the device's page table
@@ -88,6 +91,7 @@ class SequenceState:
     request: Request
     block_size: int
     adapter: ResidentAdapter | None = None
+    draft_adapter: ResidentAdapter | None = None
     row: int = -1
     pages: list[int] = field(default_factory=list)
     arrival: int = 0
@@ -101,6 +105,7 @@ class SequenceState:
     rollout: Rollout | None = None
     guide: GuideState | None = None
     block: EditedBlock | None = None
+    decoder: PlannedDecoder | None = None
     saved_row: list[Tensor] | None = None
     num_resident: int = 1
     chain: list[bytes] = field(default_factory=list)
@@ -125,6 +130,8 @@ class SequenceState:
     window: int = field(init=False)
     num_lanes: int = field(init=False)
     is_canvas: bool = field(init=False)
+    is_planned: bool = field(init=False)
+    store: int | None = field(init=False)
     step_map: StepMap | None = field(init=False)
     top_log: TopLog | None = field(init=False)
     frame_log: FrameLog | None = field(init=False)
@@ -136,8 +143,13 @@ class SequenceState:
         self.emitted = list(request.committed)
         self.origin = request.decoding.grid_origin(len(request.prompt))
         self.end = len(request.prompt) + request.max_tokens
+        planned = request.decoding.planned
         self.span, self.window = span(request, self.block_size), request.decoding.buffer_size * self.block_size
+        self.store = self.block_size
+        if planned is not None:
+            self.window, self.store = planned.longest, planned.store
         self.num_lanes, self.is_canvas = lanes(request), request.decoding.canvas is not None
+        self.is_planned = self.is_canvas or planned is not None
         self.prefix_length = 0 if self.is_canvas else request.first_block_start(len(self.tokens))
         self.rollout = Rollout() if request.has_rollout else None
         self.text_scores = TextScores(request) if request.scored else None
@@ -151,6 +163,11 @@ class SequenceState:
         return self.span if self.is_canvas else min(self.span, self.prefix_length + self.window)
 
     @property
+    def next_stop(self) -> int:
+        """Positions that the next planned row may reach."""
+        return min(self.span, self.committed + self.window)
+
+    @property
     def prompt_stored(self) -> bool:
         """Its prefix is stored, or is being stored by this step."""
         return self.prefilled == self.prefix_length
@@ -158,13 +175,13 @@ class SequenceState:
     @property
     def decodes(self) -> bool:
         """It takes part in the next forward with blocks of the Block Buffer."""
-        return not self.is_canvas and self.prompt_stored
+        return not self.is_planned and self.prompt_stored
 
     @property
     def shares_prefix(self) -> bool:
         """Its pages depend on the tokens before them alone: no canvas, no prompt under full attention (D2F)."""
         config = self.request.decoding
-        return config.canvas is None and config.prompt_attention == "block_causal" and config.prefix_cache is not False
+        return config.canvas is None and not config.attends_in_full and config.prefix_cache is not False
 
     def prefilled_to(self, stop: int) -> None:
         """Its prefix is stored, or being stored, up to `stop`; the last of it commits it."""
@@ -174,17 +191,21 @@ class SequenceState:
 
     def commit(self, tokens: list[int]) -> None:
         """Append final tokens: whole blocks from position `committed` on, of which the boundary block repeats the
-        prompt's remainder. A canvas has no blocks: its tokens are appended as they are.
+        prompt's remainder.
         """
         if not tokens:
             return
-        if not self.is_canvas:
-            remainder = self.tokens[self.committed :]
-            assert len(tokens) % self.block_size == 0, f"{len(tokens)} tokens are not whole blocks"
-            assert tokens[: len(remainder)] == remainder, "a committed block changes the prompt's remainder"
-            tokens = tokens[len(remainder) :]
-        self.tokens += tokens
+        remainder = self.tokens[self.committed :]
+        assert len(tokens) % self.block_size == 0, f"{len(tokens)} tokens are not whole blocks"
+        assert tokens[: len(remainder)] == remainder, "a committed block changes the prompt's remainder"
+        self.tokens += tokens[len(remainder) :]
         self.committed = len(self.tokens)
+
+    def extend(self, tokens: list[int], num_stored: int) -> None:
+        """Append final tokens that its decoder gave; of all so far, the first `num_stored` are stored."""
+        self.tokens += tokens
+        self.committed = num_stored
+        assert self.is_canvas or self.committed <= len(self.tokens), "positions without tokens count as stored"
 
     def began_under(self, version: int) -> None:
         """It was admitted, for the first time or again, under these weights."""
@@ -198,10 +219,15 @@ class SequenceState:
 
     def _step_map(self) -> StepMap | None:
         config = self.request.decoding
-        if not self.request.has_rollout or self.is_canvas:
+        if not self.request.has_rollout or self.is_planned:
             return None
         revises = config.t2t is not None or config.soft is not None
         return StepMap(config.buffer_size, self.block_size, edits=revises)
+
+    def adapter_slot(self, *, drafts: bool) -> int:
+        """The slot of the adapter of its rows, or of those that draft; 0 for none."""
+        adapter = self.draft_adapter if drafts and self.draft_adapter is not None else self.adapter
+        return 0 if adapter is None else adapter.slot
 
     @property
     def queue_seconds(self) -> float:
@@ -249,8 +275,9 @@ def lanes(request: Request) -> int:
 
 def span(request: Request, block_size: int) -> int:
     """Positions a request may ever store: to the end of its budget, its last block whole."""
-    if request.decoding.canvas is not None:
-        return len(request.prompt) + request.max_tokens
+    planned = request.decoding.planned
+    if planned is not None or request.decoding.canvas is not None:
+        return len(request.prompt) + request.max_tokens + (0 if planned is None else planned.overhang)
     origin = request.decoding.grid_origin(len(request.prompt))
     blocks = -(-(len(request.prompt) + request.max_tokens - origin) // block_size)
     return origin + blocks * block_size

@@ -1,8 +1,8 @@
 """The one decode step: activate, lay out rows, forward, predict, commit, report; and which kind of it a batch needs.
 
-It is called in three ways. Packed: prompt chunks, resident slots and canvases in one forward (Alg. 4). Static: every
-slot of the batch rows in use, resident or not (Alg. 5). Captured: the static call as a CUDA graph (`graphs.py`). They
-differ in the rows that are laid out and in who calls; what a step does stands here once.
+It is called in three ways. Packed: prompt chunks, resident slots and planned rows in one forward (Alg. 4). Static:
+every slot of the batch rows in use, resident or not (Alg. 5). Captured: the static call as a CUDA graph (`graphs.py`).
+They differ in the rows that are laid out and in who calls; what a step does stands here once.
 
 Shape legend: R batch rows, N slots, B block size, A positions with logits, D hidden, V vocabulary, P pages of a row,
 X numbers of a report.
@@ -211,12 +211,12 @@ class StepState:
         """The likeliest tokens of a position that a step reports, where it does."""
         return min(MAX_TOPS, self.vocab.size)
 
-    def canvas_logits(self, rows: StepRows, batch: Batch, hidden_AD: Tensor) -> Tensor | None:
-        """The logits (A, V) of the canvases' rows, which stand last; `None` without canvases."""
-        if not rows.canvas_asked:
+    def planned_logits(self, rows: StepRows, batch: Batch, hidden_AD: Tensor) -> Tensor | None:
+        """The logits (A, V) of the planned rows, which stand last; `None` without any."""
+        if rows.planned_asked is None:
             return None
         return self.runner.logits(
-            hidden_AD[rows.num_asked :], split=None if batch.split is None else rows.canvas_asked
+            hidden_AD[rows.num_asked :], split=None if batch.split is None else rows.planned_asked
         )
 
 
@@ -226,8 +226,8 @@ def decode_step(
     lay_out: Callable[[BlockBuffer], StepRows],
     steering: Steering | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One forward of the first `kind.num_rows` batch rows and what follows from it: the report (X,), the canvases'
-    logits (A, V).
+    """One forward of the first `kind.num_rows` batch rows and what follows from it: the report (X,), the planned
+    rows' logits (A, V).
 
     With static rows it reads nothing on the host, so that a CUDA graph can hold it. With `steering` the host decides
     tokens of some rows, which must be packed.
@@ -261,11 +261,11 @@ def decode_step(
     runner.remember_prompts(rows.prompt_ends)
     runner.remember_committed(rows.slot_end_RN, commit.num_blocks_R)
     report_X = pack_report(view, commit, buffer)
-    return with_tops(report_X, prediction.tops_A2K, rows.at_A, buffer), state.canvas_logits(rows, batch, hidden_AD)
+    return with_tops(report_X, prediction.tops_A2K, rows.at_A, buffer), state.planned_logits(rows, batch, hidden_AD)
 
 
 def store_step(state: StepState, rows: StepRows) -> Tensor | None:
-    """A forward in which no block is decoded: prompt chunks are stored, and canvases get their logits (A, V)."""
+    """A forward in which no block is decoded: prompt chunks are stored, and planned rows get their logits (A, V)."""
     batch, hidden_AD = state.forward(rows)
     state.runner.remember_prompts(rows.prompt_ends)
-    return state.canvas_logits(rows, batch, hidden_AD)
+    return state.planned_logits(rows, batch, hidden_AD)

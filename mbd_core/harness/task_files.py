@@ -92,7 +92,7 @@ def _yaml(name: str, recipe: Recipe, problem_set: ProblemSet, prompt: TaskPrompt
         "doc_to_target": "target",
         **({"description": wording.system} if wording.system else {}),
         "target_delimiter": wording.joint,
-        "fewshot_delimiter": wording.between,
+        "fewshot_delimiter": wording.separator,
         "num_fewshot": prompt.num_examples,
         "generation_kwargs": {"until": list(prompt.stop), "max_gen_toks": prompt.max_tokens, "do_sample": False},
         "metric_list": [

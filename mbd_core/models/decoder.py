@@ -41,7 +41,7 @@ class Attention(nn.Module):
         v = adapted(self.v_proj(x), adapt, "v_proj", x).unflatten(-1, (-1, self.head_dim))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
-        return rotate(q, *rope), rotate(k, *rope), v
+        return rope.rotate_queries(q), rotate(k, rope.cos, rope.sin), v
 
 
 class DecoderLayer(nn.Module):

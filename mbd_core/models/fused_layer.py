@@ -70,7 +70,8 @@ class FusedLayer:
         qkv = qkv.unflatten(-1, (-1, self._head_dim))
         qk, v = qkv[:, : self._rotating], qkv[:, self._rotating :]
         qk = rotation(qk if self._head_norm is None else self._head_norm(qk))
-        attended = attend(index, qk[:, : self._heads], qk[:, self._heads :], v).flatten(1)
+        q = rotation.scale(qk[:, : self._heads])
+        attended = attend(index, q, qk[:, self._heads :], v).flatten(1)
         more = None if adapters is None else adapters.joint(index, "out", attended)
         x_TD = add_product(x_TD, attended, self._out, self._reduce, more)
         inner = self._output_norm(x_TD)
@@ -134,6 +135,7 @@ class Rotation:
 
     A channel's partner is `half` channels away. A channel that does not rotate is its own partner, with cosine 1 and
     sine 0. `partners_C` is None if all channels rotate. `in_one`: one fused multiply-add instead of two operations.
+    `query_scale_T11` is what queries are multiplied by, `None`: nothing.
     """
 
     cos_T1C: Tensor
@@ -141,6 +143,11 @@ class Rotation:
     half: int
     partners_C: Tensor | None
     in_one: bool
+    query_scale_T11: Tensor | None = None
+
+    def scale(self, q: Tensor) -> Tensor:
+        """Rotated queries (T, H, C), scaled by their positions."""
+        return q if self.query_scale_T11 is None else q * self.query_scale_T11
 
     def __call__(self, x: Tensor) -> Tensor:
         partner = x.roll(self.half, -1) if self.partners_C is None else x.index_select(-1, self.partners_C)
@@ -154,7 +161,9 @@ class Rotations:
 
     def __init__(self, config: ModelConfig, num_positions: int, like: Tensor) -> None:
         device, num_rotated, num_fixed = like.device, config.num_rotated, config.head_dim - config.num_rotated
-        cos, sin = (t[:, 0] for t in rotary(torch.arange(num_positions, device=device), config))
+        rope = rotary(torch.arange(num_positions, device=device), config)
+        cos, sin = rope.cos[:, 0], rope.sin[:, 0]
+        self._query_scale_P11 = None if rope.query_scale is None else rope.query_scale.to(like.dtype)
         first, second = sin.chunk(2, dim=-1)
         cos, sin = F.pad(cos, (0, num_fixed), value=1.0), F.pad(torch.cat((-first, second), dim=-1), (0, num_fixed))
         self.table_P2C = torch.stack((cos, sin), dim=1).to(like.dtype)
@@ -167,7 +176,11 @@ class Rotations:
 
     def at(self, positions_T: Tensor) -> Rotation:
         cos_T1C, sin_T1C = self.table_P2C.index_select(0, positions_T).split(1, dim=1)
-        return Rotation(cos_T1C, sin_T1C, self._half, self._partners_C, self._in_one)
+        return Rotation(cos_T1C, sin_T1C, self._half, self._partners_C, self._in_one, self.query_scale_at(positions_T))
+
+    def query_scale_at(self, positions_T: Tensor) -> Tensor | None:
+        """What queries at these positions are multiplied by (T, 1, 1), `None`: nothing."""
+        return None if self._query_scale_P11 is None else self._query_scale_P11.index_select(0, positions_T)
 
 
 def add_product(

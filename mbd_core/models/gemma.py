@@ -73,7 +73,7 @@ class GemmaAttention(nn.Module):
         queries are multiplied by C^1/2, which `Attend` takes back."""
         q, k = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj))
         v = k if self.v_proj is None else self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
+        q, k = (rotate(x, rope.cos, rope.sin) for x in (self.q_norm(q), self.k_norm(k)))
         return q * self.head_dim**0.5, k, unit_rms(v, self.eps).to(v.dtype)
 
 

@@ -106,6 +106,8 @@ class KernelLayer(FusedLayer):
             num_rotated=rotations.num_rotated,
             eps=0.0 if norm is None else norm.eps,
         )
+        if (scale_T11 := rotations.query_scale_at(positions_T)) is not None:
+            q_THC = q_THC.mul_(scale_T11)
         attended = attend.attend_stored(index, q_THC).flatten(1)
         place_TD = self._place(0, x_TD)
         out_TD = torch.mm(attended, self._out, out=place_TD)

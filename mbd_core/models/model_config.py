@@ -84,7 +84,8 @@ class LinearScaling:
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
     """YaRN: channels that turn more often than `beta_fast` over the positions of training keep their frequency, those
-    that turn less often than `beta_slow` have it divided; `truncate` rounds the bounds to whole channels."""
+    that turn less often than `beta_slow` have it divided; `truncate` rounds the bounds to whole channels.
+    `llama_4_scaling_beta`, if given, also scales queries by their positions (`rope.rotary`)."""
 
     factor: float
     original_max_position_embeddings: int
@@ -94,6 +95,7 @@ class YarnScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    llama_4_scaling_beta: float | None = None
 
     def __post_init__(self) -> None:
         if self.beta_fast < self.beta_slow:
@@ -191,10 +193,12 @@ class ModelConfig:
     `architecture` is the Hugging Face class name in the checkpoint. `block_size` is the diffusion block that the
     weights were trained with, or the canvas; full-attention families were trained without one, and there it is only a
     default for decoding. `mask_token_id` is -1 for a model that has no mask. `rotary_dim` is how many of a head's
-    leading channels rotate (None: all), `rope_scaling` how their frequencies are changed. `shift_logits`: the logits
-    at a position predict the next one's token. `delete_token_id` and `split_token_id` are the tokens by which a model
-    edits (`Levenshtein`), both or neither. Where `gemma` is set, heads and rotation are those of the layers with a
-    window (`of_layer`). The defaults are SDAR's. Raises `ValueError` where sizes contradict each other.
+    leading channels rotate (None: all), `rope_scaling` how their frequencies are changed. `attention`: who sees whom
+    where keys are stored: blocks their own and those before them, all positions each other, or each token those before
+    it ("causal"). `shift_logits`: the logits at a position predict the next one's token. `delete_token_id` and
+    `split_token_id` are the tokens by which a model edits (`Levenshtein`), both or neither. Where `gemma` is set,
+    heads and rotation are those of the layers with a window (`of_layer`). The defaults are SDAR's. Raises `ValueError`
+    where sizes contradict each other.
     """
 
     architecture: str
@@ -217,7 +221,7 @@ class ModelConfig:
     rotary_dim: int | None = None
     rope_scaling: RopeScaling | None = None
     shift_logits: bool = False
-    attention: Literal["block_causal", "full"] = "block_causal"
+    attention: Literal["block_causal", "full", "causal"] = "block_causal"
     moe: MoEConfig | None = None
     delete_token_id: int | None = None
     split_token_id: int | None = None

@@ -4,6 +4,7 @@ Shape legend: ... any leading shape, C head channels.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +17,42 @@ from mbd_core.models.model_config import (
     YarnScaling,
 )
 
-Rope = tuple[Tensor, Tensor]
+
+class Rope(NamedTuple):
+    """Cosines and sines (..., 1, rotated channels) of the half-split rotation at positions (...), in float32; and what
+    the queries there are multiplied by (..., 1, 1), `None`: nothing."""
+
+    cos: Tensor
+    sin: Tensor
+    query_scale: Tensor | None = None
+
+    def rotate_queries(self, q: Tensor) -> Tensor:
+        """Queries (..., heads, C), rotated and scaled."""
+        q = rotate(q, self.cos, self.sin)
+        return q if self.query_scale is None else q * self.query_scale.to(q.dtype)
 
 
 def rotary(positions: Tensor, config: ModelConfig) -> Rope:
-    """Cosines and sines (..., 1, rotated channels) of the half-split rotation at `positions` (...), in float32."""
+    """The rotation at `positions` (...).
+
+    With `llama_4_scaling_beta` b, queries grow behind the N positions of training: by 1 + b ln(1 + floor(p / N)).
+    """
     frequencies, attention_factor = rope_frequencies(config, device=positions.device)
     angles = positions[..., None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)[..., None, :]
     cos, sin = angles.cos(), angles.sin()
-    return (cos, sin) if attention_factor == 1.0 else (cos * attention_factor, sin * attention_factor)
+    if attention_factor != 1.0:
+        cos, sin = cos * attention_factor, sin * attention_factor
+    return Rope(cos, sin, query_scale(positions, config))
+
+
+def query_scale(positions: Tensor, config: ModelConfig) -> Tensor | None:
+    """What queries at `positions` (...) are multiplied by (..., 1, 1), in float32; `None`: nothing."""
+    scaling = config.rope_scaling
+    if not isinstance(scaling, YarnScaling) or scaling.llama_4_scaling_beta is None:
+        return None
+    lengths = (positions // scaling.original_max_position_embeddings).float()
+    return (1 + scaling.llama_4_scaling_beta * torch.log1p(lengths))[..., None, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mbd_core.models.model_config import NO_MASK, GemmaLayers, ModelConfig, MoEConfig
+from mbd_core.models.model_config import NO_MASK, GemmaLayers, ModelConfig, MoEConfig, YarnScaling
 
 if TYPE_CHECKING:
     import torch
@@ -144,6 +144,32 @@ FAST_DLLM_V2_7B = replace(
     eos_token_ids=(151645,),
     attention="block_causal",
 )
+NEMOTRON_8B = ModelConfig(
+    architecture="NemotronLabsDiffusionModel",
+    vocab_size=131072,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=34,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=1e6,
+    rms_norm_eps=1e-5,
+    max_positions=262144,
+    tie_word_embeddings=False,
+    mask_token_id=100,
+    eos_token_ids=(11,),
+    block_size=32,
+    qk_norm=False,
+    rope_scaling=YarnScaling(
+        factor=16.0,
+        original_max_position_embeddings=16384,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        llama_4_scaling_beta=0.1,
+    ),
+    attention="causal",
+)
 
 DIFFUSION_GEMMA = ModelConfig(
     architecture="DiffusionGemmaForBlockDiffusion",
@@ -240,12 +266,16 @@ SHAPES: dict[str, ModelConfig] = {
         tie_word_embeddings=True,
     ),
     "fast-dllm-v2-7b": FAST_DLLM_V2_7B,
+    "nemotron-3b": replace(NEMOTRON_8B, hidden_size=3072, intermediate_size=9216, num_layers=26),
+    "nemotron-8b": NEMOTRON_8B,
+    "nemotron-14b": replace(NEMOTRON_8B, hidden_size=5120, intermediate_size=16384, num_layers=40, rope_theta=1e9),
     "tiny-sdar": _tiny(SDAR_8B),
     "tiny-llada2": _tiny(LLADA2_MINI),
     "tiny-llada2.2": _tiny(LLADA22_MINI),
     "tiny-llada": _tiny(LLADA_8B, num_kv_heads=4),
     "tiny-dream": _tiny(DREAM_7B),
     "tiny-fast-dllm-v2": _tiny(FAST_DLLM_V2_7B),
+    "tiny-nemotron": _tiny(NEMOTRON_8B),
 }
 
 

@@ -42,6 +42,10 @@ class RolloutConfig:
     ] = OWN_CHAT.name
     prompts: Annotated[int, Option("Problems of an iteration.", DATA, at_least=1)] = 8
     group: Annotated[int, Option("Answers drawn to each problem, which are compared.", DECODING, at_least=2)] = 8
+    part_rows: Annotated[
+        int,
+        Option("Answers that an engine is given and writes together: whole groups.", DATA, at_least=1),
+    ] = 32
     temperature: Annotated[
         float, Option("Of drawn tokens; 1 is the policy that learns.", DECODING, metavar="T", above=0)
     ] = 1.0

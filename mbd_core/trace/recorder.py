@@ -141,8 +141,8 @@ class TraceRecorder:
 
     def write(self, path: Path) -> None:
         """Write the rows in memory to a temporary Parquet file, then rename it to `path`."""
-        with file_beside(path) as beside:
-            pq.write_table(self.table(), beside, compression="zstd")
+        with file_beside(path) as new_file:
+            pq.write_table(self.table(), new_file, compression="zstd")
 
     def close(self) -> None:
         """With a folder, write the remaining rows as its last part."""

@@ -129,13 +129,13 @@ store are no states. In brackets are 95 % intervals, by a bootstrap over problem
 def _distance_table(models: Sequence[ComparedModel]) -> list[str]:
     slots = max(len(s.distances.slots_w1) for m in models for s in m.schedules)
     heads = ["model", "training states", "δ_R", "mean W1", "δ_t (lower, upper)"]
-    heads += [f"{what} slot {n + 1}" for n in range(slots) for what in ("TV", "W1")]
+    heads += [f"{metric} slot {n + 1}" for n in range(slots) for metric in ("TV", "W1")]
     rows = []
     for model in models:
         for schedule in model.schedules:
             d = schedule.distances
             delta_t = "-" if d.delta_t is None else f"{d.delta_t[0]:.3f}, {d.delta_t[1]:.3f}"
-            of_slots = [one for pair in zip(d.slots_tv, d.slots_w1, strict=True) for one in pair]
+            of_slots = [distance for pair in zip(d.slots_tv, d.slots_w1, strict=True) for distance in pair]
             missing = [None] * (2 * slots - len(of_slots))
             cells = [_text(d.delta_r), _text(d.mean_w1), delta_t, *map(_text, [*of_slots, *missing])]
             rows.append([model.name, schedule.name, *cells])

@@ -17,7 +17,7 @@ from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
 from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
-from mbd_core.decoding.canvas.plan import CanvasDecoder
+from mbd_core.decoding.canvas.plan import PlannedDecoder
 from mbd_core.json_text import merge_fields, parse_json
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
@@ -243,7 +243,7 @@ class StudyDecoder:
             caches=caches,
         )
 
-    def _decoder(self, prompt: StudyPrompt, canvas: Canvas) -> CanvasDecoder:
+    def _decoder(self, prompt: StudyPrompt, canvas: Canvas) -> PlannedDecoder:
         config = self.model.config
         return canvas_decoder(
             prompt.ids,

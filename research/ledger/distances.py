@@ -233,5 +233,5 @@ def distance_lines(
         "",
     ]
     heads = ["Distance, outcome", "Rows", "Spearman's rho [95 %]", "p, all orders"]
-    tests = [[what, entry.n, entry.rho.text("+.2f"), p_text(entry.p_value)] for what, entry in correlated.items()]
+    tests = [[pair, entry.n, entry.rho.text("+.2f"), p_text(entry.p_value)] for pair, entry in correlated.items()]
     return [*lines, *table_lines(heads, tests, num_text=1), ""]

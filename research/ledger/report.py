@@ -73,7 +73,7 @@ TITLES: dict[Experiment, str] = {
 NAMES = {
     BASE: "the base",
     FITTED: "noise fitted to traces",
-    **{recipe.name: what for what, recipe in ABLATION_ROWS.items()},
+    **{recipe.name: row for row, recipe in ABLATION_ROWS.items()},
 }
 NOTES = f"""Brackets are 95 % percentile intervals of {NUM_DRAWS} draws of training seeds and, in each, of problems.
 With one seed they are over problems alone. Of a few they are too narrow where seeds differ by more than the chance of

@@ -238,6 +238,51 @@ FAST_DLLM_V2_SMALL = FAST_DLLM_V2 | {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
+NEMOTRON_8B = {
+    "architectures": ["NemotronLabsDiffusionModel"],
+    "model_type": "nemotron_labs_diffusion",
+    "ar_loss_weight": 1.0,
+    "attention_bias": False,
+    "block_size": 32,
+    "bos_token_id": 1,
+    "dlm_loss_weight": None,
+    "dlm_paradigm": "bidirectional",
+    "dp_varying_mask_ratio": False,
+    "eos_token_id": 11,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "mask_token_id": 100,
+    "max_position_embeddings": 262144,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 34,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 16.0,
+        "llama_4_scaling_beta": 0.1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16384,
+        "rope_theta": 1000000.0,
+        "rope_type": "yarn",
+    },
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+    "vocab_size": 131072,
+}
+NEMOTRON_3B = NEMOTRON_8B | {"hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 26}
+NEMOTRON_14B = NEMOTRON_8B | {
+    "hidden_size": 5120,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 40,
+    "rope_parameters": NEMOTRON_8B["rope_parameters"] | {"rope_theta": 1e9},
+}
 GEMMA_TEXT = {
     "model_type": "diffusion_gemma_text",
     "vocab_size": 262144,
@@ -324,6 +369,9 @@ RELEASES = {
     "DiffusionGemma-26B": Release(DIFFUSION_GEMMA_26B, {}, DIFFUSION_GEMMA, 25.251e9, 691),
     "DiffusionGemma-26B, saved anew": Release(GEMMA_SAVED, {}, DIFFUSION_GEMMA, 25.251e9, 691),
     "Fast-dLLM-v2-1.5B": Release(FAST_DLLM_V2_SMALL, {}, SHAPES["fast-dllm-v2-1.5b"], 1.5437e9, 338),
+    "Nemotron-Labs-Diffusion-3B": Release(NEMOTRON_3B, {}, SHAPES["nemotron-3b"], 3.8296e9, 237),
+    "Nemotron-Labs-Diffusion-8B": Release(NEMOTRON_8B, {}, SHAPES["nemotron-8b"], 8.4895e9, 309),
+    "Nemotron-Labs-Diffusion-14B": Release(NEMOTRON_14B, {}, SHAPES["nemotron-14b"], 13.506e9, 363),
 }
 
 
@@ -408,6 +456,10 @@ NAMES: dict[str, dict[str, str]] = {
     },
 }
 NAMES["LLaDA2-flash"] = NAMES["LLaDA2-mini"]
+NAMES["Nemotron-Labs-Diffusion-8B"] = {
+    {"lm_head.weight": "diffusion_head.weight"}.get(name, name.replace("model.", "encoder.", 1)): sizes
+    for name, sizes in QWEN.items()
+}
 
 
 @pytest.mark.parametrize("name", NAMES)

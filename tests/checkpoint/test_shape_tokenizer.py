@@ -24,7 +24,7 @@ def test_a_random_folder_answers_a_chat(shape: str, tmp_path: Path, capsys: pyte
     assert main(["--random", shape, "--to", str(tmp_path / shape)]) == 0
     folder, wanted = read_folder(tmp_path / shape), SHAPES[shape]
     assert (folder.config.mask_token_id, folder.config.eos_token_ids) == (wanted.mask_token_id, wanted.eos_token_ids)
-    assert folder.defaults.get("tokens_per_step") == (None if wanted.attention == "full" else 4)
+    assert folder.defaults.get("tokens_per_step") == (4 if wanted.attention == "block_causal" else None)
     with load_engine(tmp_path / shape, EngineConfig(max_rows=1), device=torch.device("cpu")) as loaded:
         prompt = tuple(chat_prompt(loaded.tokenizer, question(TEXT)))
         assert decode_text(loaded.tokenizer, prompt).count(TEXT) == 1

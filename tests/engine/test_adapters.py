@@ -31,6 +31,8 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.ops.attention import choice as attention
 from mbd_core.ops.attention import flash
 
+pytestmark = pytest.mark.usefixtures("warm_followers")
+
 KINDS: dict[str, dict[str, Any]] = {
     "block_causal": {},
     "full": {"architecture": "LLaDAModelLM", "attention": "full", "qk_norm": False},

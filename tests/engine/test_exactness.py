@@ -2,13 +2,17 @@
 from a warm prefix cache, after preemption; and no order of events loses a page."""
 
 import dataclasses
+import functools
 import math
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from small_engines import (
     BLOCKWISE,
+    CAUSAL,
     EDITS,
     EOS,
     EXPERTS,
@@ -44,6 +48,7 @@ def models() -> dict[str, Decoder]:
         ),
         "full": build(architecture="LLaDAModelLM", attention="full"),
         "shifted blocks": build("Fast_dLLM_QwenForCausalLM", shift_logits=True, qk_norm=False, qkv_bias=True),
+        "causal": build("NemotronLabsDiffusionModel", attention="causal", qk_norm=False),
         "shifted": build(architecture="DreamModel", attention="full", shift_logits=True, qk_norm=False, qkv_bias=True),
     }
 
@@ -51,30 +56,36 @@ def models() -> dict[str, Decoder]:
 def cases() -> list[tuple[str, str]]:
     blockwise = [(k, m) for k in ("block_causal", "experts by block") for m in BLOCKWISE]
     blockwise += [("shifted blocks", m) for m in (*SHIFTED, "multi")]
-    blockwise += [("experts by block", m) for m in EDITS]
+    blockwise += [("experts by block", m) for m in EDITS] + [("causal", m) for m in CAUSAL]
     return blockwise + [(k, m) for k in ("full", "shifted") for m in FULL]
+
+
+@pytest.fixture(scope="module")
+def decode_alone(models: dict[str, Decoder]) -> Callable[[str, Request], tuple[Any, ...]]:
+    """A request's gist in an engine of its own; each request of a model is decoded once."""
+    return functools.cache(lambda kind, r: gist(engine(models[kind]).generate([r])[0]))
 
 
 @pytest.mark.parametrize(("kind", "method"), cases())
 def test_alone_is_in_a_batch_is_static_is_preempted_is_cached(
-    models: dict[str, Decoder], kind: str, method: str
+    models: dict[str, Decoder], decode_alone: Callable[[str, Request], tuple[Any, ...]], kind: str, method: str
 ) -> None:
     model = models[kind]
     others = [m for k, m in cases() if k == kind]
     requests = [request(f"r{i}", 100 * i + 7, method if i < 2 else others[i % len(others)]) for i in range(6)]
-    alone = [gist(engine(model).generate([r])[0]) for r in requests]
+    alone = [decode_alone(kind, r) for r in requests]
 
-    assert [gist(o) for o in engine(model).generate(requests)] == alone
+    warm = engine(model)
+    assert [gist(o) for o in warm.generate(requests)] == alone
     assert [gist(o) for o in engine(model, static_shapes=True).generate(requests)] == alone
 
     ahead = engine(model, static_shapes=True, overlap=True)
     assert [gist(o) for o in ahead.generate(requests)] == alone
-    assert ahead.ahead.num_ahead > 0 or any("canvas" in FULL.get(m, {}) or m in EDITS for m in (method, *others))
+    by_host = any("canvas" in FULL.get(m, {}) or m in (*EDITS, *CAUSAL) for m in (method, *others))
+    assert ahead.ahead.num_ahead > 0 or by_host
     ahead.check_integrity()
     assert ahead.scheduler.pool.num_free == ahead.scheduler.pool.capacity
 
-    warm = engine(model)
-    warm.generate(requests)
     again = warm.generate(requests)
     assert [gist(o) for o in again] == alone  # every prefix is known now
     shared = [o.counts.num_cached_tokens for o, r in zip(again, requests, strict=True) if may_share(r)]
@@ -102,7 +113,7 @@ def test_a_block_chooses_its_experts_whole_however_a_prompt_is_cut(models: dict[
 
 def may_share(r: Request) -> bool:
     """Whether a page of its prompt can be known: pages hold 8 tokens, and a shifted model computes the last block."""
-    return r.decoding.canvas is None and r.decoding.prompt_attention == "block_causal" and len(r.prompt) > 12
+    return r.decoding.canvas is None and not r.decoding.attends_in_full and len(r.prompt) > 12
 
 
 @pytest.mark.parametrize("kind", ["full", "shifted"])
@@ -168,6 +179,7 @@ def test_logprobs_are_those_of_the_accepting_forward(models: dict[str, Decoder])
     [
         ("block_causal", False, 800),
         ("shifted", False, 800),
+        ("causal", False, 800),
         ("block_causal", True, 800),
         pytest.param("block_causal", True, 10_000, marks=pytest.mark.slow),
     ],
@@ -177,7 +189,7 @@ def test_random_operations_lose_nothing(
 ) -> None:
     """add, step, abort and preempt in any order, with fewer pages than the requests could use."""
     rng = random.Random(kind)
-    methods = list(BLOCKWISE if kind == "block_causal" else FULL)
+    methods = list({"block_causal": BLOCKWISE, "causal": CAUSAL}.get(kind, FULL))
     served = engine(
         models[kind], num_pages=40, batch_invariant=False, max_rows=5, static_shapes=overlap, overlap=overlap
     )

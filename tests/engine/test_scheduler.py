@@ -176,7 +176,7 @@ class FakeEngine:
             for position in range(s.span):
                 self.write(s, position, self.content(s, position))
             if self.rng.random() < 0.2:
-                self.scheduler.commit(s, [generated(r, p) for p in range(len(r.prompt), s.end)])
+                self.scheduler.extend(s, [generated(r, p) for p in range(len(r.prompt), s.end)], 0)
                 self.finish(s)
             return
         stop = min(s.committed + self.rng.choice((0, 0, B, B, 2 * B)), self.window(s))

@@ -33,6 +33,8 @@ from mbd_core.models.quantize import quantize_weights
 from mbd_core.ops.attention import choice as attention
 from mbd_core.ops.attention import flash
 
+pytestmark = pytest.mark.usefixtures("warm_followers")
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "sdar": {},
     "llada2": {"architecture": "LLaDA2MoeModelLM", "moe": EXPERTS},

@@ -13,7 +13,7 @@ from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
 from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
-from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan
+from mbd_core.decoding.canvas.plan import CanvasPlan, PlannedDecoder
 
 SCORES = {"entropy": "neg_entropy", "maskgit_plus": "confidence", "topk_margin": "margin"}
 
@@ -139,7 +139,7 @@ def check_d3llm(folder: Path, case: dict[str, Any]) -> None:
 
 def check(
     folder: Path, case: dict[str, Any], canvas: Canvas, max_tokens: int, eos: tuple[int, ...], num_forwards: int
-) -> CanvasDecoder:
+) -> PlannedDecoder:
     """Tokens as the reference's, up to the EOS that ends the request; forwards as given."""
     ours = decoder(folder, case, canvas, max_tokens, eos)
     run_canvas(load_model(folder), ours)
@@ -152,7 +152,7 @@ def check(
 
 def decoder(
     folder: Path, case: dict[str, Any], canvas: Canvas, max_tokens: int, eos: tuple[int, ...]
-) -> CanvasDecoder:
+) -> PlannedDecoder:
     config = load_model(folder).config
     return canvas_decoder(
         tuple(case["inputs"]["prompt"]),

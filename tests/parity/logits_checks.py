@@ -19,6 +19,7 @@ from mbd_core.checkpoint.saving import save_model
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.mlp import Router
 from mbd_core.models.model_config import MoEConfig
+from mbd_core.models.rope import rope_frequencies, rotary
 from mbd_core.ops.attention.whole import DenseAttention
 
 LOGITS_ATOL = 1e-3
@@ -99,6 +100,35 @@ def check_block_logits(folder: Path, inputs: dict[str, Any], expected_BV: Tensor
     torch.testing.assert_close(logits, expected_BV, atol=LOGITS_ATOL, rtol=0)
 
 
+def check_two_orders(folder: Path, case: dict[str, Any]) -> None:
+    """Tokens behind a prefix, each of the two in causal order or without one."""
+    inputs, name = case["inputs"], case["name"]
+    prefix, ids = inputs["prefix_ids"], inputs["prefix_ids"] + inputs["input_ids"]
+    mask = torch.ones(len(ids), len(ids), dtype=torch.bool)
+    if inputs["attention"] == "causal":
+        mask.tril_()
+    mask[: len(prefix), len(prefix) :] = False
+    if inputs["prefix_attention"] == "causal":
+        mask[: len(prefix), : len(prefix)].tril_()
+    model, positions = load_model(folder), torch.arange(len(ids))
+    with torch.no_grad():
+        hidden = model(torch.tensor([ids]), positions[None], DenseAttention(mask[None, None]))
+        logits = model.logits(hidden)[0, len(prefix) :]
+    wanted = load_file(folder / "logits.safetensors")[name]
+    torch.testing.assert_close(logits, wanted, atol=LOGITS_ATOL, rtol=0)
+
+
+def check_rope(folder: Path, case: dict[str, Any]) -> None:
+    """Rotary frequencies, and what queries are multiplied by at each position."""
+    config, wanted = load_model(folder).config, load_file(folder / "logits.safetensors")
+    frequencies, factor = rope_frequencies(config)
+    torch.testing.assert_close(frequencies, wanted["rope"])
+    assert factor == case["expected"]["attention_factor"]
+    scale = rotary(torch.arange(case["inputs"]["positions"]), config).query_scale
+    assert scale is not None
+    torch.testing.assert_close(scale.flatten(), wanted["rope.query_scale"])
+
+
 def check_round_trip(folder: Path, tmp_path: Path) -> None:
     """Loaded and saved again, a checkpoint has the same names, dtypes and values, and its config says the same."""
     save_model(tmp_path / "copy", load_model(folder))
@@ -129,4 +159,8 @@ def _recorder(seen: dict[int, tuple[Tensor, Tensor, Tensor]], index: int) -> Cal
 
 CHECKS: dict[tuple[str, str], Callable[[Path, dict[str, Any]], None]] = {
     (family, "logits"): check_logits for family in ("sdar", "llada2", "llada22", "llada", "dream", "fastdllm2")
-} | {("llada22", "route"): check_route}
+} | {
+    ("llada22", "route"): check_route,
+    ("nemotron", "logits"): check_two_orders,
+    ("nemotron", "rope"): check_rope,
+}

@@ -11,6 +11,7 @@ from typing import Any
 
 import aup_checks
 import block_checks
+import causal_checks
 import full_attention_checks
 import gemma_checks
 import logits_checks
@@ -20,12 +21,13 @@ import training_checks
 CHECKS = {
     **logits_checks.CHECKS,
     **block_checks.CHECKS,
+    **causal_checks.CHECKS,
     **full_attention_checks.CHECKS,
     **gemma_checks.CHECKS,
     **training_checks.CHECKS,
     **aup_checks.CHECKS,
 }
-WITH_MODEL = ("sdar", "llada2", "llada22", "llada", "dream", "fastdllm2", "diffusiongemma")
+WITH_MODEL = ("sdar", "llada2", "llada22", "llada", "dream", "fastdllm2", "nemotron", "diffusiongemma")
 
 
 def fixture_folders(config: pytest.Config) -> list[Path]:
@@ -52,6 +54,7 @@ def test_case(folder: Path, case: dict[str, Any]) -> None:
     family = folder.name.rsplit("-", 1)[0]
     kind = (family, case["name"].split("_")[0])
     known = full_attention_checks.NFE_ONLY_QUIRKS + training_checks.IMPLEMENTED_QUIRKS + block_checks.NAMED_QUIRKS
+    known += causal_checks.NAMED_QUIRKS
     if case.get("quirk") and kind not in known:
         pytest.skip(f"quirk of the reference: {case['quirk_note']}")
     check = CHECKS.get(kind)

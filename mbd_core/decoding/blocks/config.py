@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from mbd_core.decoding.blocks.canvas_config import Canvas
+from mbd_core.decoding.blocks.causal_config import Causal, PlannedRows
 from mbd_core.options import MOST, Option, check, read
 
 Fallback = Literal["confidence", "leftmost", "margin", "neg_entropy"]
@@ -113,7 +114,8 @@ class Levenshtein:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingConfig:
-    """Every decoding method as one value: block by block (the fields below), or a canvas (`canvas`).
+    """Every decoding method as one value: block by block (the fields below), a canvas (`canvas`), or behind a causally
+    stored prefix (`causal`).
 
     SingleBD is `buffer_size=1`, MultiBD a larger one (Alg. 4 and 5, Table 4); `t2t` and `soft` add revision. D2F is
     `prompt_attention="full"`. Its cache-only ablation also has `buffer_size=1`; its fully block-causal variant has the
@@ -133,7 +135,8 @@ class DecodingConfig:
         bool,
         Option(
             "A busy engine may hold the request to fewer blocks (its block budget); without it, its tokens do not "
-            "depend on how busy the engine is."
+            "depend on how busy the engine is. With `causal`: to single tokens instead of drafts, which changes no "
+            "token."
         ),
     ] = True
     tau_add: Annotated[
@@ -219,6 +222,13 @@ class DecodingConfig:
             "`prefix_cache` must be left out."
         ),
     ] = None
+    causal: Annotated[
+        Causal | None,
+        Option(
+            "Decode a model that stores its keys by causal rows (Nemotron-Labs-Diffusion); then all fields except "
+            "`block_size`, `adaptive` and `prefix_cache` must be left out."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -246,6 +256,12 @@ class DecodingConfig:
             for f in fields(self):
                 if f.name in (*REPLACED_BY_ENTROPY, "soft") and getattr(self, f.name) != f.default:
                     raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with entropy; leave it out")
+        if self.causal is not None:
+            if self.prefix_cache and self.causal.context == "full":
+                raise ValueError("prefix_cache=True cannot be honoured with causal.context='full'; leave one out")
+            for f in fields(self):
+                if f.name not in CAUSAL_FIELDS and getattr(self, f.name) != f.default:
+                    raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with causal; leave it out")
         if self.soft and (self.tokens_per_step > 1 or self.fallback != "confidence"):
             raise ValueError("soft accepts from the left, at least one token; leave out tokens_per_step and fallback")
         if self.prefix_cache and self.prompt_attention == "full":
@@ -289,11 +305,27 @@ class DecodingConfig:
 
     def grid_origin(self, prompt_length: int) -> int:
         """The first position of the block grid: the prompt's end if the prompt attends in full (D2F), otherwise 0."""
-        return prompt_length if self.prompt_attention == "full" else 0
+        return prompt_length if self.attends_in_full else 0
+
+    @property
+    def attends_in_full(self) -> bool:
+        """Whether the prompt is stored by one row without order."""
+        return self.prompt_attention == "full" or (self.planned is not None and self.planned.store is not None)
+
+    @property
+    def in_buffer(self) -> bool:
+        """Whether its requests decode in slots of the Block Buffer; otherwise a decoder plans their rows."""
+        return self.canvas is None and self.planned is None
+
+    @property
+    def planned(self) -> PlannedRows | None:
+        """How its requests lie in the cache, if a decoder plans their rows behind a stored prefix."""
+        return None if self.causal is None else self.causal.rows(self.block_size)
 
 
 EDIT_FIELDS = ("block_size", "tau_m2t", "prefix_cache", "edit")
 CANVAS_FIELDS = ("block_size", "prefix_cache", "canvas")
+CAUSAL_FIELDS = ("block_size", "adaptive", "prefix_cache", "causal")
 REPLACED_BY_ENTROPY = ("tau_m2t", "tokens_per_step", "fallback")
 
 
@@ -306,9 +338,9 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
     """A request's config: `overrides`, its own fields, replace those in `defaults` (`generation_config.json`).
 
     Other keys in `defaults` are ignored, because Hugging Face keeps many settings there. If one of the two names
-    `canvas` or `edit` and the other decodes otherwise, the method of `overrides` counts; so it does between `entropy`
-    and the fields that it replaces. Raises `ValueError` for an unknown key in `overrides`, and for a `block_size` in
-    either that is not the model's.
+    `canvas`, `causal` or `edit` and the other decodes otherwise, the method of `overrides` counts; so it does between
+    `entropy` and the fields that it replaces. Raises `ValueError` for an unknown key in `overrides`, and for a
+    `block_size` in either that is not the model's.
     """
     names = [f.name for f in fields(DecodingConfig)]
     unknown = sorted(set(overrides) - set(names))
@@ -326,6 +358,10 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
         values = {k: v for k, v in values.items() if k in CANVAS_FIELDS}
     elif set(overrides) - set(CANVAS_FIELDS):
         values.pop("canvas", None)
+    if overrides.get("causal") is not None:
+        values = {k: v for k, v in values.items() if k in CAUSAL_FIELDS}
+    elif set(overrides) - set(CAUSAL_FIELDS):
+        values.pop("causal", None)
     if overrides.get("entropy") is not None:
         values = {k: v for k, v in values.items() if k not in REPLACED_BY_ENTROPY}
     elif set(overrides) & set(REPLACED_BY_ENTROPY):

@@ -31,6 +31,11 @@ METHODS: dict[str, Fields] = {
     "multi-bd-t2t": {"buffer_size": 2, "tau_m2t": 0.7, "t2t": {"tau": 0.5}},
     "dmax": {"tau_m2t": 0.5, "soft": {}},
     "multi-bd-dmax": {"buffer_size": 2, "tau_m2t": 0.5, "tau_stable": 0.5, "soft": {}},
+    # models that store their keys by causal rows
+    "ar": {"causal": {"method": "ar"}},
+    "linear-spec": {"causal": {}},
+    "linear-spec-0.7": {"causal": {"tau": 0.7}},
+    "dlm": {"causal": {"method": "dlm", "tau": 0.9}},
     # full-attention models, block by block
     "d2f": {"buffer_size": 8, "tau_add": 0.1, "tau_semi": 0.95, "tau_m2t": 0.9, "prompt_attention": "full"},
     "d2f-cache-only": {"buffer_size": 1, "tau_m2t": 0.9, "prompt_attention": "full"},

@@ -194,6 +194,11 @@ class Request:
         return self.request_id.rpartition("-")[0] or self.request_id
 
     @property
+    def draft_adapter(self) -> str | None:
+        """The LoRA adapter of the rows that draft, if it is not `adapter`."""
+        return None if self.decoding.causal is None else self.decoding.causal.draft_adapter
+
+    @property
     def has_rollout(self) -> bool:
         """Whether its output has a `Rollout`."""
         return self.rollout or self.replay
@@ -218,12 +223,16 @@ class Request:
         return self.decoding.carry and not self.steered
 
     def first_block_start(self, number: int) -> int:
-        """Where the first block to decode begins, behind `number` tokens of prompt and answer.
+        """Where decoding begins, behind `number` tokens of prompt and answer: at a block, or with planned rows behind
+        the tokens that are stored.
 
         With `carry` it is the last block that has a known token, so that its store gives the token after it.
         """
         origin, size = self.decoding.grid_origin(len(self.prompt)), self.decoding.block_size
-        return origin + max(0, number - origin - self.carries) // size * size
+        planned, seeds = self.decoding.planned, int(self.carries)
+        if planned is not None:
+            size, seeds = planned.store or 1, planned.seeds
+        return origin + max(0, number - origin - seeds) // size * size
 
     def num_generated(self, number: int) -> int:
         """Of the first `number` tokens of its answer, those that were not fixed."""

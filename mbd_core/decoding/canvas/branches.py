@@ -31,15 +31,15 @@ from mbd_core.decoding.canvas.plan import (
     distinct_lengths,
 )
 from mbd_core.decoding.canvas.unmasking import (
-    GuessingCanvas,
+    GuessingDecoder,
     LaneAdjustments,
     accept_best,
     accept_over_threshold,
 )
 
 
-class BranchedCanvas(GuessingCanvas):
-    """BlockBatch on one request: a `CanvasDecoder` with one lane for each branch.
+class BranchedCanvas(GuessingDecoder):
+    """BlockBatch on one request: a `PlannedDecoder` with one lane for each branch.
 
     `tokens`, `log_probs` and `steps` are empty until a branch wins. A token that it merged has the step of the merge,
     one that a sync brought the step in which the leader accepted it.
@@ -108,7 +108,7 @@ class BranchedCanvas(GuessingCanvas):
             logits_PV=logits_PV,
             position_P=positions_P,
             forward=self.num_forwards,
-            canvas=self.canvas,
+            score=self.canvas.score,
             sampling=self.sampling,
             vocab=self._vocab,
             adjust=self._adjustments.at(self.branches[0].lane, positions_P, logits_PV),

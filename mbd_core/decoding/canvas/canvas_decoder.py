@@ -22,17 +22,17 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
 from mbd_core.decoding.canvas.multi_block import MultiBlockCanvas
 from mbd_core.decoding.canvas.plan import (
-    CanvasDecoder,
     CanvasPlan,
     CanvasTask,
     CanvasUpdate,
     Guesses,
     Lane,
     OpenLogits,
+    PlannedDecoder,
     num_lanes,
 )
 from mbd_core.decoding.canvas.unmasking import (
-    GuessingCanvas,
+    GuessingDecoder,
     LaneAdjustments,
     accept_best,
     accept_by_chance,
@@ -99,14 +99,14 @@ def canvas_decoder(
     shift: bool,
     min_tokens: int = 0,
     stop_token_ids: tuple[int, ...] = (),
-) -> CanvasDecoder:
+) -> PlannedDecoder:
     """The decoder of one request.
 
     With empty `eos_token_ids` no token ends the request. With `shift` the logits of position p - 1 predict position p.
     Raises the `ValueError` of `check_canvas`.
     """
     check_canvas(canvas, prompt_length=len(prompt), max_tokens=max_tokens, eos_token_ids=eos_token_ids)
-    kind: Callable[[CanvasTask], CanvasDecoder] = SingleCanvas
+    kind: Callable[[CanvasTask], PlannedDecoder] = SingleCanvas
     if canvas.branches is not None:
         kind = BranchedCanvas
     elif canvas.multi_block is not None:
@@ -126,7 +126,7 @@ def canvas_decoder(
     )
 
 
-class SingleCanvas(GuessingCanvas):
+class SingleCanvas(GuessingDecoder):
     """One trajectory: blocks from left to right on one lane; guidance has a second lane, whose prompt is masked."""
 
     def __init__(self, task: CanvasTask) -> None:
@@ -183,7 +183,7 @@ class SingleCanvas(GuessingCanvas):
             logits_PV=logits_PV,
             position_P=positions,
             forward=self.num_forwards,
-            canvas=self.canvas,
+            score=self.canvas.score,
             sampling=self.sampling,
             vocab=self._vocab,
             adjust=self._adjustments.at(self._lane, positions, logits_PV),

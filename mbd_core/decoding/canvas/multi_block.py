@@ -8,7 +8,7 @@ forward sees the whole canvas, or, behind a committed prefix, the rest of it. A 
 after it was done: its keys are then those of that forward, in which its tokens had settled.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from mbd_core.decoding.blocks.canvas_config import MultiBlock
 from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasTask, CanvasUpdate, Guesses, Lane, OpenLogits
-from mbd_core.decoding.canvas.unmasking import GuessingCanvas
+from mbd_core.decoding.canvas.unmasking import GuessingDecoder
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _Block:
     cached: bool = False
 
 
-class MultiBlockCanvas(GuessingCanvas):
+class MultiBlockCanvas(GuessingDecoder):
     """One trajectory over several blocks, on one lane."""
 
     num_lanes = 1
@@ -45,7 +45,7 @@ class MultiBlockCanvas(GuessingCanvas):
         self.prompt_length, self.length = len(task.prompt), len(task.prompt) + task.max_tokens
         self.num_forwards = 0
         self.done = False
-        self._score_canvas = replace(task.canvas, multi_block=None, score="neg_entropy")
+        self._forbids_eos = task.canvas.forbid_eos
         self._sampling, self._vocab, self._eos = task.sampling, task.vocab, task.eos_token_ids
         self._shift = int(task.shift)
         self._rule = self.settings.rule or ("dream" if task.shift else "llada")
@@ -81,13 +81,13 @@ class MultiBlockCanvas(GuessingCanvas):
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
         (logits_PV,) = logits
-        if self._score_canvas.forbid_eos:
+        if self._forbids_eos:
             logits_PV[:, list(self._eos)] = -torch.inf
         return OpenLogits(
             logits_PV=logits_PV,
             position_P=self._open_positions(),
             forward=self.num_forwards,
-            canvas=self._score_canvas,
+            score="neg_entropy",
             sampling=self._sampling,
             vocab=self._vocab,
         )

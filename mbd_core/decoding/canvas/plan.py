@@ -1,4 +1,5 @@
-"""The interface between canvas decoders and engines: lanes, the forward that a decoder plans, its update."""
+"""The interface between decoders that plan their rows on the host and engines: the forward that a decoder plans, its
+update; and the lanes of a canvas."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,14 +10,19 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.blocks.adjustments import Adjust
-from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
+from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Score
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 
-# The interface between canvas decoders and engines: the forward that a decoder plans, and its update afterwards.
+# The interface between decoders and engines: the forward that a decoder plans, and its update afterwards.
 #
 # A canvas is one sequence of fixed length, the prompt and `max_tokens` masks, under full attention. A decoder keeps
 # it on one or more lanes (guidance has two, BlockBatch one for each branch), each with keys and values of its own.
+#
+# A decoder behind a stored prefix (`decoding/causal`) has one lane. Its rows begin where it likes, at the earliest
+# behind what is stored (`num_stored`). Every row writes its keys, and the next row at the same positions overwrites
+# them: so a row that is not to be stored is one behind which `num_stored` stays, and a partial commit is one behind
+# which it grows by less than the row. Only keys before `num_stored` are shared with other requests.
 #
 # Shape legend: Q positions of one query, A those with logits, V vocabulary.
 
@@ -54,11 +60,13 @@ class Query:
     """One row of a forward: positions [start, stop) of one lane.
 
     Their keys and values replace the old ones in the lane's cache before any position attends; then each position
-    attends to all `length` keys of the lane, without a mask.
+    attends to the lane's first `num_keys` keys (`None`: all `length` of a canvas), without a mask. With `causal` it
+    attends to those up to itself, and `num_keys` is `stop`.
 
     tokens     (Q,) int64 input ids, the mask id where masked
     logits_at  (A,) absolute positions in [start, stop) whose logits are returned. If the logits of position p - 1
                predict p (Dream), a decoder that fills p lists p - 1
+    drafts     the row is of the request's draft adapter, if it has one
     """
 
     lane: int
@@ -66,6 +74,9 @@ class Query:
     stop: int
     tokens: Tensor
     logits_at: Tensor
+    num_keys: int | None = None
+    causal: bool = False
+    drafts: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,7 @@ class CanvasPlan:
 
 @dataclass(frozen=True)
 class CanvasUpdate:
-    """What one forward changed, by (lane, block); for traces.
+    """What one forward changed, by (lane, block); for traces. Behind a prefix, block counts whole blocks of answer.
 
     accepted    masks that became tokens
     mask_ratio  share of the block's positions that were masked before, for every block in `accepted`
@@ -112,12 +123,13 @@ class Guesses:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenLogits:
-    """The logits (P, V) that predict a canvas's open positions in forward number `forward`, and how to read them."""
+    """The logits (P, V) that predict a decoder's open positions in forward number `forward`, and how to read them;
+    `score` is what positions are ranked by."""
 
     logits_PV: Tensor
     position_P: Tensor
     forward: int
-    canvas: Canvas
+    score: Score
     sampling: Sampling
     vocab: Vocab
     adjust: Adjust | None = None
@@ -125,13 +137,16 @@ class OpenLogits:
     @property
     def kind(self) -> str | None:
         """Parts of one kind are read together; `None`: this part alone."""
-        is_alone = self.sampling.draws or self.adjust is not None or self.canvas.score == "random"
-        return None if is_alone else self.canvas.score
+        is_alone = self.sampling.draws or self.adjust is not None or self.score == "random"
+        return None if is_alone else self.score
 
 
-class CanvasDecoder(Protocol):
+class PlannedDecoder(Protocol):
     """One request: a state machine without a model. `plan` changes nothing, `update` advances the state; it is
-    `accept` of the guesses at `open_logits`, between which the guesses of many canvases are one operation.
+    `accept` of the guesses at `open_logits`, between which the guesses of many requests are one operation.
+    `hold_to` says how many blocks the engine's budget leaves the request in the next forward, maybe none.
+
+    `num_stored` is how many of its leading positions are stored for good: 0 for a canvas.
 
     `tokens` begin at the prompt's end and stop before the first mask, or after the first EOS before that mask.
     `log_probs` are their log-probabilities in the forwards that accepted them, `steps` the numbers of these, from 1.
@@ -142,6 +157,9 @@ class CanvasDecoder(Protocol):
 
     @property
     def length(self) -> int: ...
+
+    @property
+    def num_stored(self) -> int: ...
 
     @property
     def num_forwards(self) -> int: ...
@@ -157,6 +175,8 @@ class CanvasDecoder(Protocol):
 
     @property
     def steps(self) -> list[int]: ...
+
+    def hold_to(self, num_blocks: int) -> None: ...
 
     def plan(self) -> CanvasPlan: ...
 

@@ -68,8 +68,13 @@ class LaneAdjustments:
         )
 
 
-class GuessingCanvas:
-    """A canvas whose forward is read in two halves, so that the first is one operation for many canvases."""
+class GuessingDecoder:
+    """A decoder whose forward is read in two halves, so that the first is one operation for many requests."""
+
+    num_stored = 0
+
+    def hold_to(self, num_blocks: int) -> None:
+        """A canvas is filled as fast as its method says, however busy the engine."""
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
         """This forward's logits, one tensor (len(logits_at), V) for each query, at the positions that it may fill."""
@@ -80,13 +85,13 @@ class GuessingCanvas:
         raise NotImplementedError
 
     def update(self, logits: list[Tensor]) -> CanvasUpdate:
-        """Both halves, for one canvas alone."""
+        """Both halves, for one request alone."""
         opened = self.open_logits(logits)
         return self.accept(opened, *guess([opened]))
 
 
 def guess(parts: Sequence[OpenLogits]) -> list[Guesses]:
-    """The guesses at the open positions of several canvases of one vocabulary, in one copy to the host.
+    """The guesses at the open positions of several requests of one vocabulary, in one copy to the host.
 
     Margin and negative entropy are those of the model's own distribution, whatever the temperature.
     """
@@ -111,11 +116,11 @@ def _read(parts: Sequence[OpenLogits]) -> Tensor:
     first = parts[0]
     logits_PV = first.logits_PV if len(parts) == 1 else torch.cat([part.logits_PV for part in parts])
     draw = None
-    if first.sampling.draws or first.canvas.score == "random":
+    if first.sampling.draws or first.score == "random":
         draw = noise_source(first.position_P.to(logits_PV.device), first.sampling, first.forward)
     token_P, confidence_P = choose(logits_PV, first.vocab, draw if first.sampling.draws else None, first.adjust)
     score_P = confidence_P
-    match first.canvas.score:
+    match first.score:
         case "margin":
             score_P = margin(logits_PV, first.vocab)
         case "neg_entropy":

@@ -193,9 +193,9 @@ def overlap_table(folders: Sequence[Path], training: Collection[Chain]) -> Table
         columns=("model", "method", "tau_m2t", "chain", "n", ACCURACY.head),
         rows=[
             (
-                *(model, method, tau_m2t, "in training" if known else "unseen", len(values)),
+                *(model, method, tau_m2t, "in training" if is_known else "unseen", len(values)),
                 f"{100 * sum(values) / len(values):.2f}",
             )
-            for (model, method, tau_m2t, known), values in sorted(correct.items())
+            for (model, method, tau_m2t, is_known), values in sorted(correct.items())
         ],
     )

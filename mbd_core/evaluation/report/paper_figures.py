@@ -162,13 +162,13 @@ def _mbd_tables() -> list[PaperTable]:
     recipes, four, two = ("mbd-lms", "mbd-lms-sdar"), tuple(FOUR), ("gsm8k", "math500")
     heads = {task: [f"{LABELS[task]} Acc ↑", f"{LABELS[task]} TPF ↑"] for task in four}
     average = ["Average Acc ↑", "Average TPF ↑", "AUP ↑"]
-    both = ("humaneval-plus", "gsm8k")
+    benchmarks = ("humaneval-plus", "gsm8k")
     ablation = [
         PaperRow(
             group="LLaDA2-Mini-DMax, averaged over HumanEval+ and GSM8K",
             name=name,
             figures=[
-                _mbd_figure(printed, quantity, model, both, multi=multi)
+                _mbd_figure(printed, quantity, model, benchmarks, multi=multi)
                 for printed, quantity in zip(values.split(), AVERAGED, strict=True)
             ],
         )

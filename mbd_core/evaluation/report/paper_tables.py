@@ -140,7 +140,7 @@ def beside_tables(own: Own) -> list[BesideTable]:
 
 def _beside_row(table: PaperTable, row: PaperRow, own: Own) -> BesideRow | None:
     numbers = [
-        None if figure is None else _beside(head, figure, own)
+        None if figure is None else _own_number(head, figure, own)
         for head, figure in zip(table.heads, row.figures, strict=True)
     ]
     if not any(numbers):
@@ -150,7 +150,7 @@ def _beside_row(table: PaperTable, row: PaperRow, own: Own) -> BesideRow | None:
     return BesideRow(group=row.group, name=row.name, model=model, printed=texts, ours=numbers)
 
 
-def _beside(head: str, figure: Figure, own: Own) -> Beside | None:
+def _own_number(head: str, figure: Figure, own: Own) -> Beside | None:
     """Our number for a figure; `None` if one of its benchmarks is missing, or was not timed."""
     choices = [own.row(figure, task, method) for task, method in zip(figure.tasks, figure.methods, strict=True)]
     rows = [row for row in choices if row is not None]
@@ -199,24 +199,24 @@ def _value(figure: Figure, row: ReportRow, own: Own) -> tuple[float, float | Non
 # -- as tables and JSON ---------------------------------------------------------------------------------------------
 
 
-def paper_section(besides: Sequence[BesideTable], *, recipe: str) -> list[Table]:
+def paper_section(comparisons: Sequence[BesideTable], *, recipe: str) -> list[Table]:
     """The section of the report: the tables, and what those that are missing need."""
-    tables = [Table(title="Beside the papers", lead=[f"Asked here: {recipe}. {NOTE}"] if besides else [])]
-    for beside in besides:
+    tables = [Table(title="Beside the papers", lead=[f"Asked here: {recipe}. {NOTE}"] if comparisons else [])]
+    for compared in comparisons:
         verdicts = [
-            number.verdict for row in beside.rows for number in row.ours if number and number.verdict != "not judged"
+            number.verdict for row in compared.rows for number in row.ours if number and number.verdict != "not judged"
         ]
         verdict_text = f"{verdicts.count('inside')} of {len(verdicts)} printed figures are inside our 95 % intervals"
         verdict_text = verdict_text if verdicts else "no figure here is judged"
-        recipes = " or ".join(beside.table.recipes)
-        heads = beside.table.heads
+        recipes = " or ".join(compared.table.recipes)
+        heads = compared.table.heads
         rows: list[Sequence[Cell]] = []
-        for group in dict.fromkeys(row.group for row in beside.rows):
+        for group in dict.fromkeys(row.group for row in compared.rows):
             rows.append([group])
-            rows += [cells for row in beside.rows if row.group == group for cells in _row_cells(row)]
+            rows += [cells for row in compared.rows if row.group == group for cells in _row_cells(row)]
         tables.append(
             Table(
-                title=beside.table.title,
+                title=compared.table.title,
                 level=3,
                 lead=(f"Asked there as by --recipe {recipes}; {verdict_text}.",),
                 columns=("Row", "Of", *heads),
@@ -224,9 +224,9 @@ def paper_section(besides: Sequence[BesideTable], *, recipe: str) -> list[Table]
                 rows=rows,
             )
         )
-    absent_tables = [table for table in PAPER_TABLES if all(beside.table is not table for beside in besides)]
+    absent_tables = [table for table in PAPER_TABLES if all(compared.table is not table for compared in comparisons)]
     if absent_tables:
-        tables.append(Table(lead=(NOT_PRINTED, [needed(table) for table in absent_tables]), folded=True))
+        tables.append(Table(lead=(NOT_PRINTED, [recipes_needed(table) for table in absent_tables]), folded=True))
     return tables
 
 
@@ -248,7 +248,7 @@ def _number_text(number: Beside) -> str:
     return f"{number.ours:.2f}{interval}"
 
 
-def needed(table: PaperTable) -> str:
+def recipes_needed(table: PaperTable) -> str:
     """Which models on which tasks a table has rows of, in words."""
     figures = table.figures()
     models = dict.fromkeys(name for figure in figures for name in MODELS[figure.model])

@@ -75,16 +75,16 @@ class Contained:
         self._started = time.monotonic()
         self._chain: list[int] = []  # known once it has sent a line
 
-    def read_line(self, *, seconds: float, longest: int, beside: Sequence["Contained"] = ()) -> bytes | None:
+    def read_line(self, *, seconds: float, longest: int, others: Sequence["Contained"] = ()) -> bytes | None:
         """The next line without its end, `None` when there is none any more.
 
         Raises `OverflowError` if it is longer than `longest` bytes, and `TimeoutError` if it takes the process, and
-        those `beside` that it waits for, more than `seconds`: of wall time, without what they wait for a processor
+        those of `others` that it waits for, more than `seconds`: of wall time, without what they wait for a processor
         that others use, but for at most `PATIENCE` times as long. So a busy machine fails no right program, and one
         that sleeps holds its place no longer than on a free machine.
         """
         start = time.monotonic()
-        usage_before = ProcessorUse() if b"\n" in self._buffer else self._usage(beside)
+        usage_before = ProcessorUse() if b"\n" in self._buffer else self._usage(others)
         deadline = start + seconds
         search_start = 0
         while (end := self._buffer.find(b"\n", search_start)) < 0:
@@ -94,7 +94,7 @@ class Contained:
             poll = select.poll()
             poll.register(self._fd, select.POLLIN)
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                now, usage = time.monotonic(), self._usage(beside)
+                now, usage = time.monotonic(), self._usage(others)
                 seconds_left = seconds - usage.own_seconds(now - start, usage_before)
                 if seconds_left <= 0 or now >= start + PATIENCE * seconds:
                     raise TimeoutError
@@ -117,8 +117,8 @@ class Contained:
         age = time.monotonic() - self._started
         return min(seconds - (age - self._usage(()).delayed), PATIENCE * seconds - age)
 
-    def _usage(self, beside: Sequence["Contained"]) -> "ProcessorUse":
-        pids = [pid for process in (self, *beside) for pid in process._chain or _chain(process._process.pid)]
+    def _usage(self, others: Sequence["Contained"]) -> "ProcessorUse":
+        pids = [pid for process in (self, *others) for pid in process._chain or _chain(process._process.pid)]
         uses = [_usage(pid) for pid in pids]
         ready = any(use.ready for use in uses)
         return ProcessorUse(sum(use.computed for use in uses), sum(use.delayed for use in uses), ready)
@@ -147,11 +147,11 @@ class ProcessorUse:
     delayed: float = 0.0
     ready: bool = False
 
-    def own_seconds(self, elapsed: float, before: "ProcessorUse") -> float:
-        """Of the seconds that elapsed since `before`, those that are the process's own: it computed or was idle."""
+    def own_seconds(self, elapsed: float, start: "ProcessorUse") -> float:
+        """Of the seconds that elapsed since `start`, those that are the process's own: it computed or was idle."""
         if self.ready:
-            return self.computed - before.computed
-        return elapsed - (self.delayed - before.delayed)
+            return self.computed - start.computed
+        return elapsed - (self.delayed - start.delayed)
 
 
 def _usage(pid: int) -> ProcessorUse:

@@ -175,7 +175,7 @@ def run_tests(
             for fd in (calls_out, calls_in, answers_out, answers_in):
                 os.close(fd)
         try:
-            line = process.read_line(seconds=limits.wall_seconds, longest=LONGEST_VERDICT, beside=[answerer])
+            line = process.read_line(seconds=limits.wall_seconds, longest=LONGEST_VERDICT, others=[answerer])
         except TimeoutError:
             return Verdict(reason="timeout", detail=f"over {limits.wall_seconds:g} s of wall time")
         except OverflowError:

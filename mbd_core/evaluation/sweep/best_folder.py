@@ -13,7 +13,7 @@ from typing import Any
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
 from mbd_core.checkpoint.folder import CHOSEN, METHOD_FIELDS
 from mbd_core.checkpoint.shipped import SHIPPED
-from mbd_core.decoding.blocks.config import CANVAS_FIELDS, decoding_config, read_decoding
+from mbd_core.decoding.blocks.config import CANVAS_FIELDS, CAUSAL_FIELDS, decoding_config, read_decoding
 from mbd_core.decoding.blocks.methods import read_front
 from mbd_core.evaluation.sweep.best import BestPoint, decoding_fields
 from mbd_core.files import check_writable, write_json
@@ -72,12 +72,9 @@ def write_best(folder: Path, point: BestPoint) -> None:
     """Make the chosen configuration the folder's own; `ValueError` for one that the model cannot honour."""
     defaults = author_defaults(load_generation_defaults(folder))
     config = decoding_fields(point.best.config)
-    is_canvas = "canvas" in config
-    choice = {
-        name: value
-        for name, value in config.items()
-        if name in METHOD_FIELDS and (name in CANVAS_FIELDS if is_canvas else name != "canvas")
-    }
+    whole = {"canvas": CANVAS_FIELDS, "causal": CAUSAL_FIELDS}  # parts that leave few other fields
+    allowed = next((names for part, names in whole.items() if part in config), METHOD_FIELDS - whole.keys())
+    choice = {name: value for name, value in config.items() if name in METHOD_FIELDS and name in allowed}
     contents = {name: value for name, value in defaults.items() if name not in METHOD_FIELDS} | choice
     old_fields = {name: value for name, value in defaults.items() if name in METHOD_FIELDS}
     contents[CHOSEN] = {**point.record, "written": choice, "replaced": old_fields}

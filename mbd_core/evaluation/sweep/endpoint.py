@@ -324,17 +324,17 @@ class EndpointStage:
             pa.Table.from_pylist([{**row, **columns}], schema=DECODED_COLUMNS)  # raises for what no column can hold
             return columns
         except openai.APIStatusError as error:
-            what = f"answers {error.status_code}: {error_text(error, key)}"
+            answer = f"answers {error.status_code}: {error_text(error, key)}"
             if error.status_code in CLOSED_STATUSES or (error.status_code >= 500 and not _answers(client, endpoint)):
-                raise _loss(endpoint, what) from None
-            return {"error": f"the endpoint {what}"}
+                raise _loss(endpoint, answer) from None
+            return {"error": f"the endpoint {answer}"}
         except openai.APIConnectionError as error:
             if not _answers(client, endpoint):
                 raise _loss(endpoint, f"cannot be reached any more: {error_text(error, key)}") from None
             return {"error": f"the endpoint fails this request: {error_text(error, key)}"}
         except (openai.OpenAIError, *ODD) as error:
-            what = f"{type(error).__name__}: {error_text(error, key)}"
-            return {"error": f"the endpoint's answer has not OpenAI's form ({what})"}
+            reason = f"{type(error).__name__}: {error_text(error, key)}"
+            return {"error": f"the endpoint's answer has not OpenAI's form ({reason})"}
 
 
 def _request(client: "openai.OpenAI", endpoint: Endpoint, row: Mapping[str, Any]) -> Any:
@@ -387,8 +387,8 @@ def _answers(client: "openai.OpenAI", endpoint: Endpoint) -> bool:
     return True
 
 
-def _loss(endpoint: Endpoint, what: str) -> EndpointLost:
+def _loss(endpoint: Endpoint, answer: str) -> EndpointLost:
     return EndpointLost(
-        f"endpoint '{endpoint.name}' at {endpoint.url} {what}; what was computed is kept, and the same command asks "
+        f"endpoint '{endpoint.name}' at {endpoint.url} {answer}; what was computed is kept, and the same command asks "
         "what is missing"
     )

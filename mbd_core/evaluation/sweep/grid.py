@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from mbd_core.decoding.blocks.config import CANVAS_FIELDS, DecodingConfig, decoding_config
+from mbd_core.decoding.blocks.config import CANVAS_FIELDS, CAUSAL_FIELDS, DecodingConfig, decoding_config
 from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, SINGLE, Fields
 from mbd_core.json_text import merge_paths, parse_json
 
@@ -133,7 +133,7 @@ def plan_variants(
 
 def _with_revision(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """A method's fields, with the revision (`t2t` or `soft`) of the model's defaults, so that a grid can vary it."""
-    if fields.get("canvas") is not None:
+    if fields.get("canvas") is not None or fields.get("causal") is not None:
         return dict(fields)
     return {name: defaults[name] for name in ("t2t", "soft") if defaults.get(name) is not None} | dict(fields)
 
@@ -150,6 +150,8 @@ def _concerns(path: str, base: Fields) -> bool:
         return True
     if base.get("canvas") is not None:
         return last in CANVAS_FIELDS
+    if base.get("causal") is not None:
+        return last in CAUSAL_FIELDS
     return base.get("buffer_size") != 1 or last not in MULTI_ONLY
 
 

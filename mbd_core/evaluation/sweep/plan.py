@@ -356,6 +356,11 @@ def _model_variants(
         is_full = variant.decoding.canvas is not None or variant.decoding.prompt_attention == "full"
         if is_full and folder.config.attention != "full":
             raise ValueError(f"method '{variant.method}' needs a full-attention model; '{name}' attends in blocks")
+        if (variant.decoding.causal is not None) != (folder.config.attention == "causal"):
+            raise ValueError(
+                f"method '{variant.method}' does not fit '{name}': a model that stores its keys by causal rows, and "
+                "only such a model, decodes with `causal` (ar, linear-spec, dlm)"
+            )
     return variants
 
 

@@ -28,7 +28,7 @@ class Wording:
     text     the problem, with {question} (in words) and, for MBPP and LiveCodeBench, {tests}
     answer   what stands around an example's answer, with {answer}
     joint    between a problem's text and its example's answer, where both are in one text
-    between  between examples in one text
+    separator between examples in one text
     system   the chat's system turn, if it has one
     """
 
@@ -36,7 +36,7 @@ class Wording:
     text: str = "{question}"
     answer: str = "{answer}"
     joint: str = " "
-    between: str = "\n\n"
+    separator: str = "\n\n"
     system: str = ""
 
     @property
@@ -65,7 +65,7 @@ def prompt_content(wording: Wording, problem: Problem, examples: Sequence[FewSho
         turns = [turn for pair in example_texts for turn in zip(("user", "assistant"), pair, strict=True)]
         messages = [{"role": role, "content": content} for role, content in turns]
         return json.dumps([*system, *messages, *question(query)])
-    prompt_text = wording.between.join([*(text + wording.joint + answer for text, answer in example_texts), query])
+    prompt_text = wording.separator.join([*(text + wording.joint + answer for text, answer in example_texts), query])
     return json.dumps(prompt_text if wording.form == "plain" else [*system, *question(prompt_text)])
 
 

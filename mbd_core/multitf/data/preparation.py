@@ -228,15 +228,15 @@ def prepare_data(
     """
     model, counts = preparation.model, RowCounts()
     eos = fill_token(model.tokenizer, model.config)
-    with folder_beside(folder, DATA_KIND, overwrite=overwrite) as beside:
-        bad = BadRows(beside / SKIPPED, counts)
+    with folder_beside(folder, DATA_KIND, overwrite=overwrite) as new_folder:
+        bad = BadRows(new_folder / SKIPPED, counts)
         encode = encode or encoder(model, every=preparation.every, max_length=preparation.max_length)
-        written = write_samples(beside, _samples(preparation, encode, counts, bad))
+        written = write_samples(new_folder, _samples(preparation, encode, counts, bad))
         if not preparation.skip_bad:
             bad.refuse()
         if not counts.kept:
             raise ValueError(f"{', '.join(preparation.files)}: no row is left of {counts}")
-        write_record(beside, record(preparation, counts, eos) | written)
+        write_record(new_folder, record(preparation, counts, eos) | written)
     return counts
 
 

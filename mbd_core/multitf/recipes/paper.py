@@ -156,12 +156,12 @@ SDAR_B4_CODE = replace(
 
 
 # Table 2b: each changes one thing in LLaDA2-Mini-DMax-code, the row with systematic and random layouts
-def _ablation(suffix: str, what: str, **changes: Any) -> TrainingRecipe:
+def _ablation(suffix: str, subject: str, **changes: Any) -> TrainingRecipe:
     return replace(
         DMAX_CODE,
         name=f"LLaDA2-Mini-DMax-{suffix}",
         states=replace(DMAX_CODE.states, **changes),
-        source=f"MBD-LMs Table 2b, {what}",
+        source=f"MBD-LMs Table 2b, {subject}",
     )
 
 

@@ -98,10 +98,10 @@ def as_recorded(recipe: TrainingRecipe) -> dict[str, Any]:
     return recorded
 
 
-def other_settings(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
+def other_settings(recorded: dict[str, Any], given: dict[str, Any]) -> str:
     """Which fields of two recipes, as they were recorded, are of different runs, in words; "" if they are alike in all
     but `WITHOUT_EFFECT`."""
-    return differing_fields(_with_effect(recorded), _with_effect(wanted))
+    return differing_fields(_with_effect(recorded), _with_effect(given))
 
 
 def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:

@@ -334,15 +334,15 @@ class _ReportingWriter(FsspecWriter):
 
 
 @contextmanager
-def _storage_failures(what: str) -> Iterator[None]:
-    """What fails in the block becomes an `OSError`: `what`, and the cause; of several workers' the first one's."""
+def _storage_failures(action: str) -> Iterator[None]:
+    """What fails in the block becomes an `OSError`: `action` and the cause, of several workers' the first one's."""
     try:
         yield
     except CheckpointException as report:
         rank, (cause, _) = min(report.failures.items())
-        raise OSError(f"{what} by worker {rank}: {error_sentence(cause)}") from cause
+        raise OSError(f"{action} by worker {rank}: {error_sentence(cause)}") from cause
     except Exception as error:  # each storage raises types of its own
-        raise OSError(f"{what}: {error_sentence(error)}") from error
+        raise OSError(f"{action}: {error_sentence(error)}") from error
 
 
 def _not_written(folder: str) -> str:

@@ -133,9 +133,9 @@ def draw_losses(points: Points, path: Path | BinaryIO, *, title: str) -> None:
         panels[0].plot(steps, losses, color=COLOURS[2], linestyle="--", marker="o", label="held-out data")
         panels[0].legend(fontsize="small")
     panels[0].set_title(f"loss, and its mean over {window} updates", fontsize="medium")
-    for panel, start, what in ((panels[1], "loss_slot_", "slot"), (panels[2], "loss_ratio_", "mask ratio (%)")):
+    for panel, start, axis in ((panels[1], "loss_slot_", "slot"), (panels[2], "loss_ratio_", "mask ratio (%)")):
         _means(panel, points, [name for name in BUCKETS if name.startswith(start)], start, window)
-        panel.set_title(f"loss of a label, by {what}", fontsize="medium")
+        panel.set_title(f"loss of a label, by {axis}", fontsize="medium")
     for panel, (name, label) in zip(panels[3:], singles.items(), strict=True):
         _raw_and_mean(panel, points, name, 1 if name in ("lr", *SWEEP_PANELS) else window)
         panel.set_title(label, fontsize="medium")
@@ -281,8 +281,8 @@ class RunLog:
         if not self.file.points:
             return
         if self._is_here:
-            with file_beside(Path(self._path) / PLOT) as beside:
-                draw_losses(self.file.points, beside, title=self.recipe.name)
+            with file_beside(Path(self._path) / PLOT) as new_file:
+                draw_losses(self.file.points, new_file, title=self.recipe.name)
         else:
             image = io.BytesIO()
             draw_losses(self.file.points, image, title=self.recipe.name)

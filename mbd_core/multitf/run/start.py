@@ -155,6 +155,11 @@ def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
             f"recipe {recipe.name} trains a model to fill masks, and {name} has no mask token; choose another --base"
         )
     layouts = recipe.states.layouts
+    if config.attention == "causal":
+        raise ValueError(
+            f"recipe {recipe.name} trains under a block-causal mask, and {name} stores its keys by causal rows; "
+            "choose another --base"
+        )
     if config.attention == "full" and layouts not in ("d2f", "one_group"):
         raise ValueError(
             f"recipe {recipe.name} trains under a block-causal mask, and {name} attends to whole sequences; choose a "

@@ -52,7 +52,8 @@ class LearnerReport:
 
     loss              the weighted sum, with `policy_loss`, `kl_loss` and `nll_loss` before their weights
     grad_norm         of all gradients together, before it was clipped
-    labels            tokens that were learned from; `tokens` went through the model, `positions` with padding
+    labels            tokens that were learned from; `tokens` went through the model in each pass, `positions` with
+                      padding and what was computed twice so that workers keep step
     trace_rl_tokens   what TraceRL's rows of the same answers would be (`ReplayCost`)
     d_*               the learner's log-probability minus the engine's, before the update: mean and largest absolute
                       value, the share above 0.1, and `mean(e^d - 1 - d)`
@@ -157,7 +158,7 @@ class Learner(Updater):
         passes = [self._pass(parts) for _ in lrs]
         flops = len(passes) * update_flops(self.model.config, share.batch, lora=self.config.lora is not None)
         counts = {
-            "tokens": share.batch.num_tokens,
+            "tokens": share.cost.tokens,
             "positions": sum(part.input_ids.numel() for part in parts),
             "trace_rl_tokens": share.cost.trace_rl,
             "forwards": share.cost.forwards,

@@ -414,8 +414,8 @@ class ChatRequest(GenerationRequest, ToolFields, TemplateFields):
 
     @model_validator(mode="after")
     def _one_budget(self) -> "ChatRequest":
-        both = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(both) > 1:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
             raise FieldError("max_completion_tokens", "differs from max_tokens", remedy="give one of them")
         return self
 

@@ -71,9 +71,9 @@ class PrefixAffinity:
 
     def keep(self, replicas: set[str]) -> None:
         """Forget what all other replicas have seen: they are gone, and their caches with them."""
-        for gone in self._num_seen.keys() - replicas:
-            del self._num_seen[gone]
-            for page in [page for page, seen_by in self._seen_by.items() if gone in seen_by]:
-                self._seen_by[page].discard(gone)
+        for replica in self._num_seen.keys() - replicas:
+            del self._num_seen[replica]
+            for page in [page for page, seen_by in self._seen_by.items() if replica in seen_by]:
+                self._seen_by[page].discard(replica)
                 if not self._seen_by[page]:
                     del self._seen_by[page]

@@ -52,7 +52,14 @@ def test_logits_are_near_the_whole_models_and_the_same_bits_on_every_rank(
 ) -> None:
     folders = {name: folders[name] for name in names}
     store = open_store("127.0.0.1", size=size, timeout=20)
-    others = multiprocessing.spawn(check_logits, (folders, size, store.port), nprocs=size - 1, join=False, daemon=True)
+    others = multiprocessing.start_processes(
+        check_logits,
+        (folders, size, store.port),
+        nprocs=size - 1,
+        join=False,
+        daemon=True,
+        start_method="forkserver",  # as warm as `WarmPython`
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     group = init_group(rank_of(0, size, store.port), store=store)

@@ -29,6 +29,8 @@ from mbd_core.models.quantize import quantize_weights, quantized_parts
 from mbd_core.models.shard import Shard, served_dim
 from mbd_core.ops.experts.fp8 import Fp8Module, dequantize
 
+pytestmark = pytest.mark.usefixtures("warm_followers")
+
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_two_ranks_serve_as_one_does(folders: dict[str, Path], name: str) -> None:

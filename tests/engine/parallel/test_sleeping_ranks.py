@@ -15,6 +15,8 @@ from mbd_core.engine.parallel.leader import start_parallel
 from mbd_core.engine.weights import DormantMemory
 from mbd_core.models.model_config import Parts
 
+pytestmark = pytest.mark.usefixtures("warm_followers")
+
 
 def test_ranks_sleep_and_wake_up_together_or_not_at_all(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,8 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.serving.tokens.load import LoadedModel, load_engine
 
+pytestmark = pytest.mark.usefixtures("warm_followers")
+
 SIZES = EngineConfig(max_rows=4, num_pages=90)
 SCHEMA = {
     "type": "object",

@@ -6,7 +6,6 @@ What they compute runs in two processes at once (`tests/support/training/trainin
 import json
 import random
 import signal
-import subprocess
 import time
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -20,6 +19,7 @@ from family_models import FAMILIES, random_model
 from gloo_workers import started
 from torch.distributed.checkpoint import FileSystemReader
 from training_pair import KEPT, STEPS, distilled, half_denoised, held_out, losses, recipe_on, trained, trained_adapter
+from warm_python import WarmPython
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
@@ -36,7 +36,7 @@ Muon orthogonalises in bfloat16, where a small difference can become a rounding 
 """
 
 
-def pair(mode: str, out: Path, **environment: str) -> AbstractContextManager[list[subprocess.Popen[bytes]]]:
+def pair(mode: str, out: Path, **environment: str) -> AbstractContextManager[list[WarmPython]]:
     return started("training_pair.py", mode, str(out), environment=environment)
 
 

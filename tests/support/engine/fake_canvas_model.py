@@ -15,7 +15,7 @@ from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
-from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan, Query
+from mbd_core.decoding.canvas.plan import CanvasPlan, PlannedDecoder, Query
 
 VOCAB, MASK, TAIL = 14, 0, 13
 PREDICTED = Vocab(MASK, TAIL)
@@ -70,7 +70,7 @@ def make(
     eos: tuple[int, ...] = (),
     shift: bool = False,
     sampling: Sampling | None = None,
-) -> CanvasDecoder:
+) -> PlannedDecoder:
     return canvas_decoder(
         prompt,
         max_tokens,
@@ -82,7 +82,7 @@ def make(
     )
 
 
-def drive(decoder: CanvasDecoder, model: FakeModel | None = None, *, limit: int = 200) -> CanvasDecoder:
+def drive(decoder: PlannedDecoder, model: FakeModel | None = None, *, limit: int = 200) -> PlannedDecoder:
     """Run a decoder to its end; it must get there within `limit` forwards."""
     model = model or FakeModel()
     while not decoder.done:

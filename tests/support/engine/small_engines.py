@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock, Refresh
+from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Levenshtein, Soft
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
@@ -44,6 +45,13 @@ FULL: dict[str, dict[str, Any]] = {
         "canvas": Canvas(block_length=4, multi_block=MultiBlock(tau_entropy=3.0, cache_delay=1, refresh=5))
     },
     "branches": {"canvas": Canvas(tau=0.3, branches=Branches(block_lengths=(4, 8, 16), tau_sync=3, refresh=8))},
+}
+CAUSAL: dict[str, dict[str, Any]] = {  # models that store their keys by causal rows
+    "ar": {"causal": Causal(method="ar")},
+    "linear spec": {"causal": Causal(block_length=5)},
+    "linear spec tau": {"causal": Causal(tau=0.2)},
+    "dlm": {"causal": Causal(method="dlm", tau=0.3)},
+    "dlm full": {"causal": Causal(method="dlm", context="full", block_length=6)},
 }
 
 EXPERTS = MoEConfig(
@@ -90,7 +98,7 @@ def request(name: str, seed: int, method: str, **changes: Any) -> Request:
     fields = {
         "prompt": tuple(rng.choices(range(VOCAB), k=rng.randint(1, 25))),
         "max_tokens": rng.randint(1, 30),
-        "decoding": DecodingConfig(block_size=B, **(BLOCKWISE | SHIFTED | EDITS | FULL)[method]),
+        "decoding": DecodingConfig(block_size=B, **(BLOCKWISE | SHIFTED | EDITS | FULL | CAUSAL)[method]),
         "sampling": Sampling(temperature=rng.choice((0.0, 0.8)), top_p=0.9, top_k=rng.choice((0, 20)), seed=seed),
         "logprobs": True,
         "ignore_eos": rng.random() < 0.3,

@@ -4,10 +4,12 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import WarmPython
 
 
 def run_interpreted(script: str, *folders: Path, seconds: float = 120) -> None:
@@ -19,15 +21,18 @@ def run_interpreted(script: str, *folders: Path, seconds: float = 120) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed here; its kernels are not tested")
     paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    assert result.returncode == 0 and "all held" in result.stdout, result.stderr[-2000:]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        process = WarmPython([sys.executable, "-c", script], env=environment, output=output)
+        try:
+            code: int | str = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = f"not ended within {seconds} s"
+        finally:
+            process.kill()
+        text = output.read_text()
+    assert code == 0 and "all held" in text, f"{code}: {text[-2000:]}"
 
 
 def allow_bfloat16_dots() -> None:

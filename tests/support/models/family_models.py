@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.model_config import ModelConfig, MoEConfig
+from mbd_core.models.model_config import ModelConfig, MoEConfig, YarnScaling
 
 SIZES = {
     "architecture": "SDARForCausalLM",
@@ -70,6 +70,19 @@ FAMILIES = {
         qkv_bias=True,
         shift_logits=True,
         qk_norm=False,
+    ),
+    "nemotron": replace(
+        SDAR,
+        architecture="NemotronLabsDiffusionModel",
+        qk_norm=False,
+        rope_scaling=YarnScaling(
+            factor=8.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.1,
+        ),
+        attention="causal",
     ),
     "llada": replace(SDAR, architecture="LLaDAModelLM", num_heads=2, num_kv_heads=2, **WHOLE_SEQUENCE),
     "dream": replace(SDAR, architecture="DreamModel", head_dim=4, qkv_bias=True, shift_logits=True, **WHOLE_SEQUENCE),

@@ -1,0 +1,183 @@
+"""What a learner pays for a rollout, and how far its log-probabilities are from the engine's.
+
+Answers to a task's problems are drawn by an engine, and replayed in the states of its forwards, in several of them as
+one, and in the states of released learners. Counts are of one answer; seconds are the processor's, of a forward and a
+backward pass over all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from benchmarks.commands import BenchmarkOptions, Buffer
+from benchmarks.measuring import interleaved, markdown, medians, run_seconds
+from jobs.command_line import CommandText, Fields, ModelName, Seed, command
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.options import DATA, STATES, Option
+
+if TYPE_CHECKING:
+    from mbd_core.models.decoder import Decoder
+    from mbd_core.multitf.states.replay import ReplayedAnswer, States
+
+COLUMNS = {
+    "slots": "slots",
+    "states": "states",
+    "forwards": "forwards|.1f",
+    "noisy": "noisy tokens|.0f",
+    "clean": "clean tokens|.0f",
+    "tokens": "learner's tokens|.0f",
+    "trace_rl": "TraceRL's rows|.0f",
+    "share": "of TraceRL's|.3f",
+    "d_mean": "mean abs d|.2g",
+    "d_max": "largest|.2g",
+    "d_share": "above 0.1|.4f",
+    "seconds": "CPU s|.2f",
+}
+
+THREE_TIMES = BenchmarkOptions()
+
+
+def run_replay(
+    command_line: CommandText,
+    *,
+    model: ModelName = "ledger-mbd",
+    task: Annotated[str, Option("A generated task, whose problems are answered.", DATA)] = "ledger-mini",
+    answers: Annotated[int, Option("Answers, drawn at temperature 1.", DATA, at_least=1)] = 16,
+    slots: Buffer = (1, 2, 4),
+    shrink: Annotated[
+        tuple[int, ...], Option("Successive forwards that become one state.", STATES, at_least=1, separator=",")
+    ] = (1, 2, 4),
+    seed: Seed = 0,
+    measuring: Annotated[BenchmarkOptions, Fields("repeats", "threads", "json")] = THREE_TIMES,
+) -> None:
+    """A learner's tokens and time for the answers of an engine, and its log-probabilities minus the engine's (d).
+
+    TraceRL's rows are one for each step of an answer's slowest block, with the prompt and twice the answer. The counts
+    are means over the answers; d is over all their tokens. The learner computes in float32, the engine as it serves:
+    in float32 on a CPU.
+    """
+    import torch
+
+    measuring.begin()
+    rows = []
+    for size in slots:
+        decoder, drawn = drawn_answers(model, task, answers, slots=size, seed=seed)
+        rows += replay_rows(decoder, drawn, slots=size, shrinks=shrink, repeats=measuring.repeats)
+    measuring.write(command_line, {"torch": torch.__version__}, rows=rows)
+    print(markdown(rows, COLUMNS))
+
+
+def drawn_answers(
+    model: str, task: str, number: int, *, slots: int, seed: int
+) -> tuple[Decoder, list[ReplayedAnswer]]:
+    """A model in float32, and its answers to problems of a task's valid split, which an engine with so many slots has
+    drawn in its own precision.
+
+    Raises `ValueError` for a task without problems of its own.
+    """
+    import torch
+
+    from mbd_core.checkpoint.chat import question_prompt
+    from mbd_core.checkpoint.loading import load_model
+    from mbd_core.decoding.blocks.request import Request
+    from mbd_core.decoding.blocks.sampling_config import Sampling
+    from mbd_core.engine.config import EngineConfig
+    from mbd_core.evaluation.tasks.benchmarks import find_task
+    from mbd_core.evaluation.tasks.problems import load_problems
+    from mbd_core.multitf.states.replay import ReplayedAnswer
+    from mbd_core.serving.tokens.load import load_engine
+
+    found = find_task(task)
+    if found.generate is None:
+        raise ValueError(f"--task {task} needs a file of problems; give a generated task, as ledger-mini")
+    problems = load_problems(found, split="valid", seed=seed, limit=number).problems
+    with load_engine(model_folder(model), EngineConfig(max_rows=16, buffer_size=slots)) as loaded:
+        decoding = loaded.decoding({"buffer_size": slots})
+        requests = [
+            Request(
+                request_id=problem.problem_id,
+                prompt=tuple(question_prompt(loaded.tokenizer, problem.prompt)),
+                max_tokens=found.max_tokens,
+                decoding=decoding,
+                sampling=Sampling(temperature=1.0, seed=seed + place),
+                rollout=True,
+            )
+            for place, problem in enumerate(problems)
+        ]
+        outputs = loaded.engine.generate(requests)
+        device = loaded.engine.model.model.norm.weight.device
+    decoder = load_model(model_folder(model), dtype=torch.float32, device=device)
+    drawn = []
+    for request, output in zip(requests, outputs, strict=True):
+        assert output.rollout is not None
+        drawn.append(
+            ReplayedAnswer(
+                prompt=request.prompt,
+                tokens=output.tokens,
+                rollout=output.rollout,
+                decoding=decoding,
+                max_tokens=request.max_tokens,
+                advantage=1.0,
+                correct=True,
+            )
+        )
+    return decoder, drawn
+
+
+def replay_rows(
+    model: Decoder, answers: Sequence[ReplayedAnswer], *, slots: int, shrinks: Sequence[int], repeats: int
+) -> list[dict[str, Any]]:
+    """A row for each kind of states: what the answers cost, how far they are from the engine, and seconds in turn."""
+    import torch
+
+    from mbd_core.multitf.data.encoding import IGNORE
+    from mbd_core.multitf.states.replay import ReplayBatch, ReplayCost, replay_batch, replay_cost
+    from mbd_core.multitf.step.policy_loss import log_probabilities
+    from mbd_core.multitf.step.trainer import split_batch
+
+    kinds: dict[str, tuple[States, int]] = {f"exact, shrink {n}" if n > 1 else "exact": ("exact", n) for n in shrinks}
+    kinds |= {"block-local": ("block-local", 1), "all-masked": ("all-masked", 1)}
+    config, device = model.config, model.model.norm.weight.device
+    batches = {
+        name: replay_batch(
+            answers, mask_token_id=config.mask_token_id, shift=config.shift_logits, states=states, shrink=n
+        ).to(device)
+        for name, (states, n) in kinds.items()
+    }
+
+    def step(batch: ReplayBatch) -> None:
+        for part in split_batch(batch, 1):
+            log_probabilities(model, part)[0].sum().backward()
+        model.zero_grad(set_to_none=True)
+
+    timer = partial(run_seconds, clock=time.process_time)
+    runs = {name: partial(timer, partial(step, batch)) for name, batch in batches.items()}
+    seconds = medians(interleaved(runs, repeats=repeats))
+    rows = []
+    for name, (states, n) in kinds.items():
+        cost = sum((replay_cost(answer, states=states, shrink=n) for answer in answers), ReplayCost())
+        batch = batches[name]
+        with torch.no_grad():
+            logprobs = torch.cat([log_probabilities(model, part)[0] for part in split_batch(batch, 1)])
+        d = (logprobs - batch.logprobs[batch.labels != IGNORE]).abs()
+        counts = {key: getattr(cost, key) / len(answers) for key in ("forwards", "noisy", "clean", "tokens")}
+        trace_rl = sum(replay_cost(answer).trace_rl for answer in answers)
+        rows.append(
+            {"slots": slots, "states": name}
+            | counts
+            | {
+                "trace_rl": trace_rl / len(answers),
+                "share": cost.tokens / trace_rl,
+                "d_mean": d.mean().item(),
+                "d_max": d.max().item(),
+                "d_share": (d > 0.1).float().mean().item(),
+                "seconds": seconds[name],
+            }
+        )
+    return rows
+
+
+replay = command(run_replay, "python -m benchmarks replay")

@@ -1,0 +1,118 @@
+"""Token by token: the last token's causal row gives the next one; with drafts, one causal row verifies several.
+
+    plain   [next]                       causal   -> the token behind it
+    draft   [next, mask, mask, ...]      no order -> the masks' tokens, in one forward or, with `tau`, in several
+    verify  [next, d1, d2, ...]          causal   -> row i predicts position i + 1
+
+A draft counts as far as each token is the one that the row before it predicts. The first prediction that differs
+counts too, and is the next token. Everything behind it is overwritten by the next row. A token is a function of the
+tokens before it, drawn with the noise of its position alone: so drafts change no token, only the number of forwards.
+A request that the engine's budget leaves no block goes on plainly, and drafts again when there is room.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.sampling import Vocab
+from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, Guesses, OpenLogits, Query
+from mbd_core.decoding.canvas.unmasking import accept_best
+from mbd_core.decoding.causal.prefix import PrefixDecoder, guessed
+
+Kind = Literal["plain", "draft", "verify"]
+
+
+class TokenDecoder(PrefixDecoder):
+    """Autoregressive decoding (`ar`), and linear self-speculation (`linear_spec`) behind it."""
+
+    def __init__(self, request: Request, *, eos_token_ids: tuple[int, ...], vocab: Vocab) -> None:
+        super().__init__(request, eos_token_ids=eos_token_ids, vocab=vocab)
+        assert request.decoding.causal is not None
+        self._causal = request.decoding.causal
+        self._drafts = self._causal.method == "linear_spec" and self._row_length > 1
+        self._is_held = False
+        self._block: list[int] = []  # the draft: the next token, what is drafted behind it, and masks
+        self._open: list[int] = []  # the offsets of its masks
+
+    def hold_to(self, num_blocks: int) -> None:
+        self._is_held = num_blocks < 1
+
+    def plan(self) -> CanvasPlan:
+        kind, start = self._kind(), self.num_stored
+        block = self._all[start:] if kind == "plain" else self._block
+        offsets = self._open if kind == "draft" else range(len(block))
+        query = Query(
+            0,
+            start,
+            start + len(block),
+            torch.tensor(block),
+            torch.tensor([start + offset for offset in offsets]),
+            num_keys=start + len(block),
+            causal=kind != "draft",
+            drafts=kind == "draft",
+        )
+        return CanvasPlan([], [query])
+
+    def open_logits(self, logits: list[Tensor]) -> OpenLogits:
+        (query,) = self.plan().queries
+        if query.drafts:
+            return self._opened(logits[0], query.logits_at, [self._all] * len(self._open), forward=0)
+        tokens, behind = [*self._all[: query.start], *query.tokens.tolist()], query.logits_at + 1
+        return self._opened(logits[0], behind, [tokens[:position] for position in behind.tolist()], forward=0)
+
+    def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:
+        kind, start, number = self._kind(), self.num_stored, len(self._all)
+        self.num_forwards += 1
+        if kind == "draft":
+            mask_ratio = len(self._open) / self._row_length
+            self._fill(guesses)
+            return self._update(start, 0, mask_ratio)
+        self._verify(*guessed(guesses), drafted=[] if kind == "plain" else self._block[1:])
+        return self._update(start, len(self._all) - number, 0.0)
+
+    def _kind(self) -> Kind:
+        """What the next forward is. A finished draft is verified in any case; held, an unfinished one is dropped."""
+        if self._block and not self._open:
+            return "verify"
+        return "plain" if self._is_held or not self._block else "draft"
+
+    def _fill(self, guesses: Guesses) -> None:
+        """Fill masks of the draft."""
+        tau = self._causal.tau
+        accepted_P = torch.ones_like(guesses.confidence_P, dtype=torch.bool)
+        if tau is not None:
+            accepted_P = (guesses.confidence_P >= tau) | accept_best(guesses.score_P, 1)
+        for offset, token, accepted in zip(
+            list(self._open), guesses.token_P.tolist(), accepted_P.tolist(), strict=True
+        ):
+            if accepted:
+                self._block[offset] = token
+                self._open.remove(offset)
+
+    def _verify(self, tokens: list[int], log_probs: list[float], *, drafted: list[int]) -> None:
+        """Take over the predictions as far as they are what was drafted, and one more."""
+        if (forced := self._forced()) is not None:
+            tokens[0], log_probs[0] = forced, 0.0
+        number = 1
+        while number <= len(drafted) and tokens[number - 1] == drafted[number - 1]:
+            number += 1
+        steps = [self.num_forwards] * number
+        self._append(tokens[:number], log_probs[:number], steps, num_stored=self.num_stored + number)
+        if self._drafts and not self.done:
+            self._begin_draft()
+
+    def _begin_draft(self) -> None:
+        """The next token, one that is forced, and masks."""
+        known = [*self._all[self.num_stored :], *([] if (forced := self._forced()) is None else [forced])]
+        self._block = [*known, *[self._vocab.mask_token_id] * (self._row_length - len(known))]
+        self._open = list(range(len(known), self._row_length))
+
+    def _forced(self) -> int | None:
+        """The token that ends the thinking, where the next one must be it."""
+        thinking, answer = self._causal.thinking, self._all[self._start :]
+        if thinking is None or thinking.end_token_id in answer:
+            return None
+        is_due = len(answer) >= thinking.budget + (self._causal.method == "linear_spec")
+        return thinking.end_token_id if is_due else None

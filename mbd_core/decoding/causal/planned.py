@@ -1,0 +1,32 @@
+"""The decoder of a request whose rows are planned on the host: on a canvas, or behind a causally stored prefix."""
+
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.sampling import Vocab
+from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
+from mbd_core.decoding.canvas.plan import PlannedDecoder
+from mbd_core.decoding.causal.denoised import BlockDecoder
+from mbd_core.decoding.causal.next_token import TokenDecoder
+
+
+def planned_decoder(request: Request, *, eos_token_ids: tuple[int, ...], vocab: Vocab, shift: bool) -> PlannedDecoder:
+    """The decoder of one request, whose decoding names a canvas or a method behind a prefix.
+
+    `eos_token_ids` are the model's, `shift` is whether its logits predict the next position. Raises the `ValueError`
+    of `check_canvas`.
+    """
+    decoding = request.decoding
+    if decoding.causal is not None:
+        kind = BlockDecoder if decoding.causal.method == "dlm" else TokenDecoder
+        return kind(request, eos_token_ids=eos_token_ids, vocab=vocab)
+    assert decoding.canvas is not None, "its decoding names no planned method"
+    return canvas_decoder(
+        request.prompt,
+        request.max_tokens,
+        decoding.canvas,
+        request.sampling,
+        eos_token_ids=() if request.ignore_eos else eos_token_ids,
+        vocab=vocab,
+        shift=shift,
+        min_tokens=request.min_tokens,
+        stop_token_ids=request.stop_token_ids,
+    )

@@ -1,0 +1,154 @@
+"""Drafts change no token: self-speculation is decoding token by token, on any weights, under any load."""
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+from small_engines import MASK, VOCAB, B, build, engine, request
+
+from mbd_core.decoding.blocks.causal_config import Causal, Thinking
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.engine import Engine
+from mbd_core.models.decoder import Decoder, init_weights
+from mbd_core.models.model_config import YarnScaling
+
+PLAIN = Causal(method="ar")
+YARN = YarnScaling(factor=8.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.1)
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return build("NemotronLabsDiffusionModel", attention="causal", qk_norm=False, rope_scaling=YARN)
+
+
+def redrawn(model: Decoder, seed: int) -> Decoder:
+    """Other weights, whose drafts agree with the next token now and then."""
+    init_weights(model, seed=seed, std=0.3)
+    with torch.no_grad():
+        model.lm_head.weight[MASK] = 0.0
+    return model
+
+
+def asked(rng: random.Random, causal: Causal, name: str, **changes: Any) -> Request:
+    decoding = DecodingConfig(block_size=B, causal=causal)
+    return request(name, rng.randrange(10**6), "ar", **({"decoding": decoding, "logprobs": False} | changes))
+
+
+def as_ar(r: Request) -> Request:
+    return dataclasses.replace(r, decoding=DecodingConfig(block_size=B, causal=PLAIN))
+
+
+def tokens(served: Engine, requests: list[Request]) -> list[tuple[tuple[int, ...], str]]:
+    return [(o.tokens, o.finish_reason) for o in served.generate(requests)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_self_speculation_is_token_by_token(model: Decoder, seed: int) -> None:
+    """Greedy and drawn, with penalties and bans, ends anywhere, in batches, with drafts of any length."""
+    rng = random.Random(seed)
+    redrawn(model, seed)
+    requests = []
+    for i in range(5):
+        sampling = Sampling(
+            temperature=rng.choice((0.0, 0.0, 0.7)),
+            top_k=rng.choice((0, 5)),
+            seed=i,
+            frequency_penalty=rng.choice((0.0, 0.0, 0.5)),
+            repetition_penalty=rng.choice((1.0, 1.3)),
+        )
+        causal = Causal(block_length=rng.choice((None, 1, 2, 7, 16)), tau=rng.choice((None, None, 0.1, 0.5)))
+        ends = {"stop_token_ids": tuple(rng.sample(range(2, VOCAB), 2)), "min_tokens": rng.choice((0, 0, 1))}
+        requests.append(asked(rng, causal, f"r{i}", sampling=sampling, **ends))
+    wanted = tokens(engine(model), [as_ar(r) for r in requests])
+    assert tokens(engine(model), requests) == wanted
+    assert tokens(engine(model, batch_invariant=False, max_rows=3, num_pages=30), requests) == wanted
+
+
+def test_a_busy_engine_goes_on_token_by_token(model: Decoder) -> None:
+    """Under a budget of two blocks requests draft, stop when others come, and draft again: no token changes."""
+    redrawn(model, 3)
+    rng = random.Random(1)
+    requests = [asked(rng, Causal(block_length=8), f"r{i}", max_tokens=40 - 8 * i, ignore_eos=True) for i in range(4)]
+    requests.append(asked(rng, Causal(block_length=8), "kept", max_tokens=20, ignore_eos=True))
+    requests[-1] = dataclasses.replace(
+        requests[-1], decoding=dataclasses.replace(requests[-1].decoding, adaptive=False)
+    )
+    wanted = tokens(engine(model), [as_ar(r) for r in requests])
+    served = engine(model, batch_invariant=False, block_budget=2)
+    for r in requests:
+        served.add(r)
+    outputs, kinds = {}, {r.request_id: set() for r in requests}
+    while served.has_work:
+        running = len(served.scheduler.running) + len(served.scheduler.waiting)
+        step = served.launch(served.schedule())
+        for run in served._seating.planned.running:
+            kinds[run.sequence.request.request_id].add((run.plan.queries[0].drafts, running))
+        outputs |= {s.request_id: s.output for s in served.collect(step) if s.output is not None}
+    assert [(outputs[r.request_id].tokens, outputs[r.request_id].finish_reason) for r in requests] == wanted
+    for name, seen in kinds.items():
+        assert any(drafts and running > 2 for drafts, running in seen) == (name == "kept")
+    assert any(drafts for drafts, _ in kinds["r0"])
+
+
+def test_pages_hold_committed_tokens_alone(model: Decoder) -> None:
+    """What a draft wrote, and a verified row behind the last token that agrees, is never found by another request."""
+    redrawn(model, 5)
+    served, rng = engine(model), random.Random(2)
+    first = asked(rng, Causal(block_length=8), "a", prompt=tuple(range(2, 15)), max_tokens=30, ignore_eos=True)
+    (answer,) = served.generate([first])
+    second = dataclasses.replace(first, request_id="b", prompt=(*first.prompt, *answer.tokens, 5, 6), max_tokens=12)
+    (cached,) = served.generate([second])
+    (alone,) = engine(model, prefix_caching=False).generate([second])
+    assert cached.counts.num_cached_tokens == (len(first.prompt) + 30 - 1) // 8 * 8
+    assert cached.tokens == alone.tokens
+    chunked = engine(model, max_prefill_tokens=5, batch_invariant=False).generate([second])[0]
+    assert chunked.tokens == alone.tokens and chunked.counts.num_prefill_forwards == 10
+
+
+@pytest.mark.parametrize("method", ["ar", "linear_spec", "dlm"])
+def test_an_answer_goes_on_in_another_engine(model: Decoder, method: str) -> None:
+    redrawn(model, 7)
+    rng = random.Random(3)
+    r = asked(rng, Causal(method=method), "a", max_tokens=24, ignore_eos=True, sampling=Sampling())
+    (whole,) = engine(model).generate([r])
+    (rest,) = engine(model).generate([dataclasses.replace(r, committed=whole.tokens[: 3 * B])])
+    assert rest.tokens == whole.tokens
+
+
+def test_what_cannot_be_had_is_refused_in_a_sentence(model: Decoder) -> None:
+    from mbd_core.decoding.grammar.grammar import Grammar
+
+    rng, served, blocks = random.Random(4), engine(model), build()
+    plain = asked(rng, Causal(), "a", sampling=Sampling())
+    for changes, message in (
+        ({"decoding": DecodingConfig(block_size=B, buffer_size=2)}, "decodes with `causal`"),
+        ({"grammar": Grammar(syntax="regex", text="a*"), "ignore_eos": False}, "no guide follows drafts"),
+        ({"frames": True}, "causal has not"),
+        ({"rollout": True}, "with causal"),
+        ({"logprobs": True, "top_logprobs": 2}, "with causal"),
+        ({"decoding": DecodingConfig(block_size=B, causal=Causal(block_length=99))}, "32 positions of this engine"),
+        ({"decoding": DecodingConfig(block_size=B, causal=Causal(draft_adapter="x"))}, "'x' is not loaded"),
+        (
+            {"decoding": DecodingConfig(block_size=B, causal=Causal(thinking=Thinking(budget=1, end_token_id=99)))},
+            "outside the vocabulary",
+        ),
+    ):
+        with pytest.raises(RequestRefused, match=message) as caught:
+            served.add(dataclasses.replace(plain, **changes))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(RequestRefused, match="causal needs a model that stores its keys by causal rows"):
+        engine(blocks).add(plain)
+    for fields, message in (
+        ({"buffer_size": 2}, "buffer_size=2 has no meaning with causal"),
+        ({"causal": Causal(method="dlm", context="full"), "prefix_cache": True}, "prefix_cache=True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DecodingConfig(block_size=B, **({"causal": Causal()} | fields))
+    for fields in ({"method": "ar", "tau": 0.5}, {"context": "full"}, {"method": "dlm", "draft_adapter": "x"}):
+        with pytest.raises(ValueError, match=r"has no effect with causal\.method"):
+            Causal(**fields)
