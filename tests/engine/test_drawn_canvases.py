@@ -104,6 +104,13 @@ def test_a_preempted_canvas_comes_out_the_same(model: Decoder, alone: list[Outpu
     served.check_integrity()
 
 
+def test_the_last_canvas_may_reach_past_the_last_position(model: Decoder) -> None:
+    """An answer that ends at the model's last position; its canvas is decoded whole."""
+    r = request(4, prompt=tuple(i % 46 + 2 for i in range(251)), max_tokens=5, ignore_eos=True)
+    output = engine(model).generate([r])[0]
+    assert len(output.tokens) == 5 and list(output.tokens) == run_renoise(model, r).tokens
+
+
 def test_stored_prefixes_are_reused_and_change_nothing(model: Decoder) -> None:
     served = engine(model)
     first = request(4, prompt=tuple(range(2, 22)), max_tokens=2 * L, ignore_eos=True)
