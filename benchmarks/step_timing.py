@@ -257,7 +257,7 @@ def measure_host(engine: Engine, case: StepCase) -> float:
     """
     engine.land()
     plan, seconds = engine.schedule(), []
-    with _without_forward(engine.runner):
+    with without_forward(engine.runner):
         for _ in range(WARM_UP + case.steps):
             plan, _, host = _step_apart(engine, plan)
             seconds.append(host)
@@ -279,7 +279,7 @@ def _step_apart(engine: Engine, plan: StepPlan) -> tuple[StepPlan, float, float]
 
 
 @contextmanager
-def _without_forward(runner: ModelRunner) -> Iterator[None]:
+def without_forward(runner: ModelRunner) -> Iterator[None]:
     """Replace the forward and the logits of a runner by constant tensors."""
     forward, logits = runner.forward, runner.logits
     assert runner.last_batch is not None

@@ -10,6 +10,7 @@ cluster could be reached, 2 bad input; each failure is one sentence on stderr.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class RayOptions:
         Device | None, Option("What workers compute on.", CLUSTER, default="a GPU each, if there are any")
     ] = None
     plan: Annotated[bool, Option("Print what a step takes of each worker's memory, and end.", CLUSTER)] = False
+    schema: Annotated[bool, Option("Print the JSON Schema of --config files, for editors, and end.", OUTPUT)] = False
     max_failures: Annotated[int, Option("Lost workers the run survives.", CLUSTER, at_least=0)] = 3
     storage: Annotated[
         str,
@@ -74,6 +76,11 @@ def run(
 
     Data, updates, training states, adapter and computation are the recipe's where no option or file changes them.
     """
+    if own.schema:
+        from mbd_core.multitf.recipes.config_schema import config_schema
+
+        print(json.dumps(config_schema(), indent=2))
+        return
     from actors.training.run import TrainingRun, check_run, fetched, named_base, prepared_data_at, validation_at
     from mbd_core.evaluation.tasks.benchmarks import find_task
     from mbd_core.evaluation.tasks.problems import load_problems

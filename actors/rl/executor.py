@@ -229,7 +229,7 @@ class RayExecutor:
 
         def results() -> Iterator[NumberedTable]:
             left = list(waiting)
-            with cluster_errors():
+            with engine_errors():
                 while left:
                     ready, left = ray.wait(left)
                     yield from ray.get(ready)
@@ -240,7 +240,7 @@ class RayExecutor:
 
     def update(self, answers: Sequence[ReplayedAnswer]) -> Mapping[str, float]:
         if self._layout.shares:
-            with cluster_errors():
+            with engine_errors():
                 ray.get([engine.sleep.remote() for engine in self._engines])
         report: dict[str, float] = self._of_learners("update", ray.put(list(answers)))[0]
         return report
@@ -334,3 +334,15 @@ def cluster_errors() -> Iterator[None]:
         if isinstance(cause, RewardFailed | ValueError):
             raise type(cause)(sentence) from error
         raise RuntimeError(sentence) from error
+
+
+@contextmanager
+def engine_errors() -> Iterator[None]:
+    """The same; an engine's process that was lost too often is a `RuntimeError` too."""
+    try:
+        with cluster_errors():
+            yield
+    except RayActorError as error:
+        raise RuntimeError(
+            f"an engine's process was lost {RETRIES + 1} times on one part: {task_sentence(error)}"
+        ) from error

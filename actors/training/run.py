@@ -21,6 +21,7 @@ from mbd_core.multitf.config import (
 )
 from mbd_core.multitf.data.prepared import PreparedData, named_data
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
+from mbd_core.multitf.run.validation import are_conversations
 
 RECORD = "run.json"
 
@@ -99,12 +100,14 @@ def validation_at(options: ValidationOptions) -> ValidationOptions:
     """The options with the absolute path or URL of the data; `ValueError` for a folder that holds none."""
     if options.validation is None or options.share is not None:
         return options
+    if are_conversations(options.validation):
+        return replace(options, validation=Folder.at(options.validation).location)
     return replace(options, validation=prepared_data_at(options.validation).path)
 
 
 def fetched(options: ValidationOptions) -> ValidationOptions:
-    """The options with a folder of held-out data on this machine."""
-    if options.validation is None or options.share is not None:
+    """The options with a folder of held-out data on this machine. A file of conversations is read where it lies."""
+    if options.validation is None or options.share is not None or are_conversations(options.validation):
         return options
     return replace(options, validation=fetch_model(options.validation))
 

@@ -244,10 +244,10 @@ class ValidationOptions:
     validation: Annotated[
         str | None,
         Option(
-            "Log the losses of held-out data that jobs/prepare_data.py wrote; or hold out a share of the training "
-            "data, as 0.02.",
+            "Log the losses of held-out data: a folder that jobs/prepare_data.py wrote, a file of conversations as it "
+            "takes them, or a share of the training data, as 0.02.",
             DATA,
-            metavar="DIR|SHARE",
+            metavar="DIR|FILE|SHARE",
         ),
     ] = None
     validate_every: Annotated[int, Option("Updates between two validations.", DATA, at_least=1, metavar="N")] = 100

@@ -42,6 +42,10 @@ class RolloutConfig:
     ] = OWN_CHAT.name
     prompts: Annotated[int, Option("Problems of an iteration.", DATA, at_least=1)] = 8
     group: Annotated[int, Option("Answers drawn to each problem, which are compared.", DECODING, at_least=2)] = 8
+    part_rows: Annotated[
+        int,
+        Option("Answers that an engine is given and writes together: whole groups.", DATA, at_least=1),
+    ] = 32
     temperature: Annotated[
         float, Option("Of drawn tokens; 1 is the policy that learns.", DECODING, metavar="T", above=0)
     ] = 1.0
@@ -132,6 +136,13 @@ class RLRecipe:
 
     def __post_init__(self) -> None:
         check(self)
+        objective = self.objective
+        is_off_policy = objective.correction is None and (objective.kind, objective.old) != ("clipped", "rollout")
+        if self.schedule == "one-step-off" and is_off_policy:
+            raise ValueError(
+                "schedule=one-step-off learns from the answers of older weights: give kind=clipped with old=rollout, "
+                "or a correction"
+            )
         followed = replace(self.train, steps=self.iterations, batch_size=self.answers, seed=self.seed)
         object.__setattr__(self, "train", followed)
 

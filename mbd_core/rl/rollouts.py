@@ -105,7 +105,7 @@ class RolloutPlan:
         return model_folder(self.recipe.model).resolve().name
 
     def parts(self, iteration: int) -> list[NumberedTable]:
-        """An iteration's requests (`ASKED_COLUMNS`), cut where a batch is full, with the numbers of the parts."""
+        """An iteration's requests (`ASKED_COLUMNS`) in parts of whole groups, with the parts' numbers."""
         rollouts = self.recipe.rollouts
         rows = []
         for number in range(rollouts.prompts):
@@ -131,7 +131,7 @@ class RolloutPlan:
                         "group": group,
                     }
                 )
-        parts = cut(rows, rows_per_part=self.engine.max_rows)
+        parts = cut(rows, rows_per_part=rollouts.part_rows)
         return [(part.number, pa.Table.from_pylist([*part.rows], schema=ASKED_COLUMNS)) for part in parts]
 
     def _place(self, group: int) -> int:

@@ -4,11 +4,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 import torch
-from rl_runs import DIGITS, ENGINE, finish, tiny_run
+from rl_runs import DIGITS, ENGINE, finish, rollout_rows, tiny_run
 
+from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.config import HeldOutConfig, RolloutConfig
 from mbd_core.rl.folder import HELD_OUT, ITERATIONS
 from mbd_core.rl.groups import GroupConfig
@@ -21,19 +21,10 @@ def lines(folder: Path, name: str = ITERATIONS) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def rollouts(folder: Path) -> dict[str, list[dict[str, object]]]:
-    """What was drawn, without the times."""
-    drawn = {}
-    for path in sorted((folder / "rollouts").glob("*/part-*.parquet")):
-        rows = pq.read_table(path).to_pylist()
-        drawn[f"{path.parent.name}/{path.name}"] = [{**row, "decode_seconds": None} for row in rows]
-    return drawn
-
-
 def test_a_reward_rises_and_the_learner_scores_as_the_engine_did(tiny_model_dir: Path, tmp_path: Path) -> None:
     """The whole loop: drawn answers, a function's reward, updates, swaps, held-out sweeps, samples and a model."""
     asked = RolloutConfig(
-        task="gsm-mini", prompts=4, group=8, max_tokens=12, decoding={"buffer_size": 3, "tau_m2t": 0.4}
+        task="gsm-mini", prompts=4, group=8, part_rows=32, max_tokens=12, decoding={"buffer_size": 3, "tau_m2t": 0.4}
     )
     recipe = tiny_run(
         tiny_model_dir,
@@ -77,7 +68,7 @@ def test_a_run_that_is_killed_anywhere_goes_on_as_if_it_had_not_been(
     resumed, model = finish(recipe, folder, resume=True)
     assert model.keys() == whole_model.keys()
     assert all(torch.equal(model[name], whole_model[name]) for name in model)
-    assert rollouts(folder) == rollouts(whole_folder)
+    assert rollout_rows(folder) == rollout_rows(whole_folder)
     timeless = [
         [{name: value for name, value in line.items() if "seconds" not in name} for line in lines(place)]
         for place in (folder, whole_folder)
@@ -99,18 +90,19 @@ def whole_run(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_one_step_off_learns_from_the_weights_before(tiny_model_dir: Path, tmp_path: Path) -> None:
     """Iteration n + 1 is drawn with the weights of iteration n; after a kill what is too old or lost is not used."""
-    recipe = tiny_run(tiny_model_dir, schedule="one-step-off", iterations=4)
+    objective = PolicyObjective(kind="clipped", old="rollout")
+    recipe = tiny_run(tiny_model_dir, schedule="one-step-off", objective=objective, iterations=4)
     finish(recipe, tmp_path / "run")
     assert [line["version_lag"] for line in lines(tmp_path / "run")] == [0, 1, 1, 1]
-    versions = {rows[0]["version"] for rows in rollouts(tmp_path / "run").values()}
+    versions = {rows[0]["version"] for rows in rollout_rows(tmp_path / "run").values()}
     assert versions == {0, 1, 2}
     every = replace(recipe, checkpoint_every=3)
     executor, _ = finish(every, tmp_path / "killed", ends_at=18)
     assert executor.calls.count("updated") == 2 and executor.calls.count("saved") == 0
-    drawn = {rows[0]["version"] for rows in rollouts(tmp_path / "killed").values()}
+    drawn = {rows[0]["version"] for rows in rollout_rows(tmp_path / "killed").values()}
     assert drawn > {0}
     finish(every, tmp_path / "killed", resume=True)
-    assert rollouts(tmp_path / "killed") == rollouts(tmp_path / "run")
+    assert rollout_rows(tmp_path / "killed") == rollout_rows(tmp_path / "run")
 
 
 def test_a_reward_that_fails_loses_nothing(
@@ -120,12 +112,12 @@ def test_a_reward_that_fails_loses_nothing(
     recipe = tiny_run(tiny_model_dir, iterations=1, rewards=RewardConfig(rewards={"rl_rewards:broken_once": 1.0}))
     with pytest.raises(RewardFailed, match="raised RuntimeError: the switch is off, for an answer to gsm-mini/train/"):
         finish(recipe, tmp_path / "run")
-    drawn = rollouts(tmp_path / "run")
+    drawn = rollout_rows(tmp_path / "run")
     assert len(drawn) == 1
     (tmp_path / "switch").touch()
     executor, _ = finish(recipe, tmp_path / "run", resume=True)
     assert executor.calls.count("rollouts") == 1  # the part that was not there
-    assert rollouts(tmp_path / "run") == rollouts(tmp_path / "run") | drawn
+    assert rollout_rows(tmp_path / "run") == rollout_rows(tmp_path / "run") | drawn
 
 
 def test_groups_that_teach_nothing_leave_the_weights(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -164,6 +156,8 @@ def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path) -> None
         RolloutConfig(group=1)
     with pytest.raises(ValueError, match=r"temperature=0\.0 must be a number above 0"):
         RolloutConfig(temperature=0.0)
+    with pytest.raises(ValueError, match="one-step-off learns from the answers of older weights"):
+        tiny_run(tiny_model_dir, schedule="one-step-off")
     with pytest.raises(ValueError, match="unknown recipe 'rl'; known: ledger-rl, tiny-rl"):
         rl_recipe_named("rl")
     recipe = tiny_run(tiny_model_dir)

@@ -5,6 +5,8 @@ in `losses.jsonl`, the plot, every log target, and in the checkpoints, from whic
 """
 
 import random
+import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,8 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from mbd_core.errors import error_sentence
 from mbd_core.multitf.config import ValidationOptions
+from mbd_core.multitf.data.conversation_rows import SUFFIXES, find_files
 from mbd_core.multitf.data.encoding import filled_length, tokenizer_fingerprint
+from mbd_core.multitf.data.preparation import Preparation, RowCounts, prepare_data
 from mbd_core.multitf.data.prepared import PreparedExamples, TinyData, num_held_out, read_record
+from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.step.loss import BUCKETS, bucket_means
 from mbd_core.multitf.step.trainer import Trainer
@@ -28,8 +33,13 @@ def check_held_out(
     options: ValidationOptions, start: StartingPoint, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
     """Raise `ValueError` for held-out data of another tokenizer, or longer than the recipe and the model have room
-    for; and for a share that leaves less than a batch. A run whose tokenizer is yet to be trained has none here."""
+    for; for a file of conversations with bad rows, which are named; and for a share that leaves less than a batch. A
+    run whose tokenizer is yet to be trained has none here."""
     if options.validation is None:
+        return
+    if are_conversations(options.validation):
+        with tempfile.TemporaryDirectory(prefix="mbd-held-out-") as place:
+            prepare_held_out(options.validation, start, Path(place))
         return
     recipe, size = start.recipe, start.recipe.states.block_size
     if options.share is not None:
@@ -57,22 +67,66 @@ def check_held_out(
         )
 
 
+def are_conversations(validation: str) -> bool:
+    """Whether held-out data are a file of conversations, by its ending, and no prepared folder."""
+    return validation.endswith(SUFFIXES) and not Path(validation).is_dir()
+
+
+FOLDER = "held-out"
+
+
+def prepare_held_out(file: str, start: StartingPoint, place: Path) -> RowCounts:
+    """Prepare a file of conversations, all of their answers, in a folder `FOLDER` of `place`; what became of its rows.
+
+    Rows that the run has no room for are left out. Raises `ValueError` as `prepare_data`, and for a run without a
+    base, whose tokenizer is not there before it.
+    """
+    size = start.recipe.states.block_size
+    if start.base is None:
+        raise ValueError(
+            f"--validation {file}: recipe {start.recipe.name} trains its own tokenizer; hold out a share of its data"
+        )
+    preparation = Preparation(
+        files=find_files(file), model=start.base, max_length=start.sample_length // size * size, every=True
+    )
+    try:
+        return prepare_data(preparation, place / FOLDER)
+    except ValueError as error:
+        raise ValueError(
+            f"--validation {file}: {error} (options of jobs/prepare_data.py, whose folder --validation takes too)"
+        ) from None
+
+
 class Validation:
-    """The held-out samples that a run's weights are measured on: `share`, or those of a folder that was checked
-    (`check_held_out`)."""
+    """The held-out samples that a run's weights are measured on: `share`, or those that were checked
+    (`check_held_out`). Every worker makes it: of a file of conversations one of each machine prepares them."""
 
     def __init__(
-        self, options: ValidationOptions, start: StartingPoint, share: PreparedExamples | None = None
+        self, options: ValidationOptions, start: StartingPoint, workers: Workers, share: PreparedExamples | None = None
     ) -> None:
         assert options.validation is not None and (share is None) == (options.share is None)
         self.every, self.keep_best = options.validate_every, options.keep_best
-        self.examples = share or PreparedExamples(
-            Path(options.validation),
+        read = partial(
+            PreparedExamples,
             block_size=start.recipe.states.block_size,
             max_length=start.sample_length,
             trailing_fill=start.recipe.trailing_fill,
             apart=start.recipe.states.layouts == "d2f",
         )
+        if share is not None:
+            self.examples = share
+        elif are_conversations(options.validation):
+
+            def write(place: Path) -> None:
+                assert options.validation is not None
+                counts = prepare_held_out(options.validation, start, place)
+                if workers.is_first:
+                    say(f"held out: {counts}")
+
+            with workers.folder_of_machine(write) as place:  # what is mapped stays, without the file's name
+                self.examples = read(place / FOLDER)
+        else:
+            self.examples = read(Path(options.validation))
 
     def measure(self, trainer: Trainer, workers: Workers) -> dict[str, float]:
         """Loss and accuracy on all held-out samples, by slot and mask ratio too; every worker calls it.

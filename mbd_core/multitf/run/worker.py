@@ -43,7 +43,7 @@ from mbd_core.multitf.run.log import Log, RunLog, say
 from mbd_core.multitf.run.profile import Profile, check_measuring
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.sweeps import Sweeper, Sweeps
-from mbd_core.multitf.run.validation import Validation, ValidationFailed, check_held_out
+from mbd_core.multitf.run.validation import Validation, ValidationFailed, are_conversations, check_held_out
 from mbd_core.multitf.step.adapter import adapter_factors, add_adapter, base_tensors, fill_adapter, merge_adapter
 from mbd_core.multitf.step.compute import device_peak
 from mbd_core.multitf.step.quantized_base import quantize_base
@@ -148,11 +148,12 @@ class Run:
         in_parts = sharding == "sharded" and workers.size > 1 and base is not None
         model, self.tokenizer, examples = prepare(start, workers=workers, on_meta=in_parts)
         self.validation, share = None, None
-        check_held_out(validation, start, self.tokenizer)
+        if validation.validation is not None and not are_conversations(validation.validation):
+            check_held_out(validation, start, self.tokenizer)
         if validation.share is not None:
             examples, share = examples.split(validation.share)
         if validation.validation is not None:
-            self.validation = Validation(validation, start, share)
+            self.validation = Validation(validation, start, workers, share)
         if checkpoints is not None:
             checkpoints.held_out = validation.share
             is_swept = validation.keep_best == "sweep_accuracy"

@@ -35,7 +35,7 @@ _PADDED_PAIRS = 4096
 # Masks of up to this many numbers are made once a step, larger ones once a layer.
 _KEPT_MASK = 2**22
 # A sequence with more keys than this is attended in tiles.
-_LONG = 1536
+LONG = 1536
 # Rows (query tokens times the query heads of a key head) and scores of one tile: both products run at full speed, and
 # the scores stay in the processor's cache.
 _TILE_ROWS = 128
@@ -78,7 +78,7 @@ class Bundle:
     def is_long(self) -> bool:
         """Whether it is one sequence that is attended in tiles on a CPU; those of windows are not."""
         is_one = len(self.kv_lens_GQ) == 1 and self.first_keys_GQ is None
-        return is_one and self.num_keys > _LONG and self.tokens_GQ.device.type == "cpu"
+        return is_one and self.num_keys > LONG and self.tokens_GQ.device.type == "cpu"
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
         """`visible_GQL` as numbers of `dtype` to be added to the scores, made once for all layers."""

@@ -11,6 +11,7 @@ from mbd_core.serving.api.errors import FieldError
 from mbd_core.serving.api.parsing import MAX_TEXT_PARTS, Only, Strict, items
 
 MAX_MESSAGES, MAX_CALLS, MAX_TOOLS = 4096, 128, 128
+MAX_ANSWER = 2**18  # tokens
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -182,6 +183,9 @@ class ChatMessage(Strict):
         None
     )
     """text; needed but in a turn of the assistant"""
+    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], items(MAX_ANSWER, least=1)] | None = None
+    """an answer's own tokens, as `return_token_ids` gave them with it: they stand in the prompt as they were
+    generated, where the prefix cache finds them; only in a turn of the assistant, whose `content` they spell"""
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
     """the call whose result this is; only with role `tool`, and needed there"""
     name: str | None = None
@@ -210,6 +214,13 @@ class ChatMessage(Strict):
             raise ValueError("a turn of this role needs a string or a list of text parts")
         return value
 
+    @field_validator("token_ids")
+    @classmethod
+    def _of_answers_alone(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and (info.data.get("role") != "assistant" or info.data.get("tool_calls")):
+            raise ValueError("only an assistant's turn of text alone has its tokens; leave it out")
+        return value
+
     @field_validator("tool_call_id")
     @classmethod
     def _of_results_alone(cls, value: Any, info: ValidationInfo) -> Any:
@@ -227,8 +238,10 @@ class ChatMessage(Strict):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """The turn as a chat template takes it."""
+        """The turn as a chat template takes it; beside it, an answer's `token_ids`."""
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.token_ids:
+            turn["token_ids"] = tuple(self.token_ids)
         if self.tool_calls:
             turn["tool_calls"] = [call.turn for call in self.tool_calls]
         return turn if self.tool_call_id is None else turn | {"tool_call_id": self.tool_call_id}

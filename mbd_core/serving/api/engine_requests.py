@@ -5,13 +5,14 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.chat import VariableRefused, chat_text, check_form
-from mbd_core.checkpoint.literal_text import MaskedText, literal, token_ids
+from mbd_core.checkpoint.chat import VariableRefused, chat_text, check_form, decode_text
+from mbd_core.checkpoint.literal_text import MaskedText, control_tokens, literal, token_ids
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling_config import PENALTIES
@@ -231,21 +232,97 @@ def chat_ids(
     tools: Sequence[Mapping[str, Any]] = (),
     special: bool = False,
 ) -> list[int]:
-    """The ids of a chat in the model's template; raises as `text_ids`, and for what the template refuses."""
+    """The ids of a chat in the model's template; raises as `text_ids`, and for what the template refuses.
+
+    A turn's `token_ids` stand in the place of its content's own, unless the template shows another text there.
+    """
+    plain_turns = [{name: value for name, value in turn.items() if name != "token_ids"} for turn in turns]
+    answers = {number: turn["token_ids"] for number, turn in enumerate(turns) if "token_ids" in turn}
+    if answers and special:
+        why = "are not taken where the tokenizer's special tokens stand around a chat"
+        raise FieldError("messages.token_ids", why, remedy="leave add_special_tokens out")
+    for number, answer in answers.items():
+        _check_answer(model, str(plain_turns[number]["content"]), answer)
     try:
-        text = chat_text(
+        render = partial(
+            chat_text,
             model.tokenizer,
-            turns,
             tools=tools,
             answered=ending.add_generation_prompt is False,
             continues=bool(ending.continue_final_message),
             variables=ending.chat_template_kwargs or {},
         )
+        text = render(plain_turns)
+        pieces = _around_answers(render, plain_turns, sorted(answers), text) if answers else None
     except VariableRefused as error:
         raise FieldError("chat_template_kwargs", str(error)) from None
     except ValueError as error:
         raise FieldError("messages", str(error)) from None
-    return text_ids(model, text, field="messages", special=special)
+    if pieces is None:
+        return text_ids(model, text, field="messages", special=special)
+    ids = text_ids(model, pieces[0], field="messages", special=False)
+    for number, piece in zip(sorted(answers), pieces[1:], strict=True):
+        ids += answers[number]
+        ids += text_ids(model, piece, field="messages", special=False) if piece.text else []
+    return ids
+
+
+ANSWER_PLACE = "\U0010fffe"  # a non-character, which no text has
+
+
+def _check_answer(model: ServedModel, content: str, answer: Sequence[int]) -> None:
+    """Raise `FieldError` for tokens that are not those of an answer with this content."""
+    tokenizer = model.tokenizer
+    unknown = next((t for t in answer if t >= len(tokenizer)), None)
+    if unknown is not None:
+        raise FieldError("messages.token_ids", f"is no token; the vocabulary has {len(tokenizer)}", value=unknown)
+    controls = {*tokenizer.convert_tokens_to_ids(sorted(control_tokens(tokenizer)))}
+    if controls.intersection(answer) or decode_text(tokenizer, answer) != content:
+        why = "are not the tokens of the content beside them, as an answer's token_ids are"
+        raise FieldError("messages.token_ids", why, remedy="send both as they came, or leave token_ids out")
+
+
+def _around_answers(
+    render: Callable[..., MaskedText],
+    turns: Sequence[Mapping[str, Any]],
+    answered: Sequence[int],
+    text: MaskedText,
+) -> list[MaskedText] | None:
+    """The texts before, between and behind the answers of the turns `answered`; `None` where the template shows them
+    otherwise than whole, once and in this order, but for blanks around them.
+
+    Blanks that the template sets before an answer, and not where it lets one begin, are left out: the answer followed
+    none.
+    """
+    if ANSWER_PLACE in text.text:
+        return None
+    marked = [dict(turn) for turn in turns]
+    for number in answered:
+        marked[number]["content"] = ANSWER_PLACE
+    pieces = render(marked)
+    parts = pieces.plain.split(ANSWER_PLACE)
+    if len(parts) != len(answered) + 1:
+        return None
+    for shown in (str, str.strip):
+        answers = [shown(str(turns[number]["content"])) for number in answered]
+        if "".join(a + b for a, b in zip(parts, [*answers, ""], strict=True)) == text.plain:
+            blanks = _blanks_before_answers(render)
+            shown_parts = pieces.text.split(ANSWER_PLACE)
+            before = [part.removesuffix(blanks) for part in shown_parts[:-1]]
+            return [MaskedText(part, pieces.masking) for part in (*before, shown_parts[-1])]
+    return None
+
+
+def _blanks_before_answers(render: Callable[..., MaskedText]) -> str:
+    """The blanks between the place where the template lets an answer begin, and that where it shows one."""
+    question = {"role": "user", "content": "x"}
+    try:
+        begin = render([question], answered=False, continues=False).text
+        shown = render([question, {"role": "assistant", "content": ANSWER_PLACE}], answered=True, continues=False).text
+    except ValueError:  # a template that needs other turns
+        return ""
+    between = shown.partition(ANSWER_PLACE)[0].removeprefix(begin)
+    return between if between.isspace() else ""
 
 
 def check_calls(model: ServedModel) -> None:

@@ -195,7 +195,7 @@ class Service:
 def test_services_get_every_step_once_under_one_run(
     place: tuple[str, Path], tiny_recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The calls that both packages document; neither package is a dependency, and none is asked here."""
+    """The calls that both packages document, on stand-ins; the packages themselves are asked further down."""
     wandb, mlflow = Service(), Service()
     module, entities = mlflow.mlflow()
     for name, stand_in in (("wandb", wandb.wandb()), ("mlflow", module), ("mlflow.entities", entities)):
@@ -207,6 +207,77 @@ def test_services_get_every_step_once_under_one_run(
         ((run, steps),) = service.runs.items()
         assert list(steps) == list(range(7)) and service.ended == [run]
         assert steps[6]["train/loss"] == pytest.approx(2.4)
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """The records of a file that W&B writes offline: LevelDB's log format after 7 bytes, of protocol buffers.
+
+    Blocks of 32 KiB hold fragments: a checksum of 4 bytes, a length of 2, a type (1 whole, 2 first, 3 middle, 4 last).
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            record = Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+@pytest.mark.slow
+def test_wandb_itself_has_every_update(
+    tmp_path: Path, tiny_recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B's own package, without a server: the file that `wandb sync` sends."""
+    pytest.importorskip("wandb", reason="the package wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    log = logged(tiny_recipe, str(tmp_path / "run"), [], 3, closes=False, targets=("wandb",))
+    log.amend(2, {"sweep_accuracy": 0.25, "sweep_tpf": 2.0})
+    log.close()
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    records = list(wandb_records(file))
+    rows = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    updates = [row for row in rows if "train/loss" in row]
+    assert [(row["_step"], row["train/loss"]) for row in updates] == [(n, point(n)["loss"]) for n in range(3)]
+    assert [(row["sweep/step"], row["sweep/accuracy"]) for row in rows if "sweep/accuracy" in row] == [(1, 0.25)]
+    (start,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
+    config = {item.key: json.loads(item.value_json) for item in start.config.update}
+    assert start.project == "mbd-cluster" and config["train"]["lr"] == tiny_recipe.train.lr
+    assert json.loads((tmp_path / "run" / "log_ids.json").read_text())["wandb"] == start.run_id
+
+
+@pytest.mark.slow
+def test_mlflow_itself_has_every_update_once(
+    tmp_path: Path, tiny_recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow's own package on a file of SQLite: a run that goes on is the same run, without repeated steps."""
+    mlflow = pytest.importorskip("mlflow", reason="the package mlflow is not installed")
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    mlflow.set_tracking_uri(store)
+    curve: list[dict[str, float]] = []
+    logged(tiny_recipe, str(tmp_path / "run"), curve, 4, closes=False, targets=("mlflow",))
+    log = logged(tiny_recipe, str(tmp_path / "run"), curve[:2], 6, closes=False, targets=("mlflow",))
+    log.amend(2, {"sweep_accuracy": 0.25, "sweep_tpf": 2.0})
+    log.close()
+    (run,) = mlflow.search_runs(experiment_names=["mbd-cluster"], output_format="list")
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "train/loss")
+    assert [(metric.step, metric.value) for metric in history] == [(n, point(n)["loss"]) for n in range(6)]
+    assert [m.step for m in mlflow.MlflowClient().get_metric_history(run.info.run_id, "sweep/accuracy")] == [1]
+    assert run.info.status == "FINISHED" and run.data.params["train.lr"] == str(tiny_recipe.train.lr)
 
 
 def test_a_service_gets_what_a_lost_machine_did_not_send(

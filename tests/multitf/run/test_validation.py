@@ -11,6 +11,7 @@ from chat_rows import chat, write_rows
 
 from actors.training.run import TrainingRun
 from jobs import train_multitf
+from mbd_core.checkpoint.chat import question
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.multitf.config import ValidationOptions
 from mbd_core.multitf.data.conversation_rows import find_files
@@ -23,7 +24,7 @@ from mbd_core.multitf.run.checkpoints import Checkpoints, best_step
 from mbd_core.multitf.run.log import LOSSES, PLOT
 from mbd_core.multitf.run.log_targets import tag
 from mbd_core.multitf.run.start import StartingPoint
-from mbd_core.multitf.run.validation import Validation
+from mbd_core.multitf.run.validation import Validation, check_held_out
 from mbd_core.multitf.run.worker import Run, train_worker
 from mbd_core.multitf.step.loss import denominator, multitf_loss
 from mbd_core.multitf.step.workers import ALONE
@@ -168,7 +169,9 @@ def test_both_commands_measure_what_their_options_name(
     command = [*recipe, "--workers", "1", "--storage", str(tmp_path / "runs"), "--validate-every", "7"]
     assert train_multitf.main([*command, "--validation", "held-out", "--keep-best", "none"]) == 0
     assert train_multitf.main([*command, "--validation", "0.25"]) == 0
-    assert [one.validation.validation for one in runs] == [str(tmp_path / "held-out"), "0.25"]
+    assert train_multitf.main([*command, "--validation", "held-out.jsonl"]) == 0
+    given = [str(tmp_path / "held-out"), "0.25", str(tmp_path / "held-out.jsonl")]
+    assert [one.validation.validation for one in runs] == given
     assert runs[0].validation.validate_every == 7 and runs[0].validation.keep_best == "none"
     assert train_multitf.main([*command, "--validation", "0.9"]) == 2
     assert "--validation 0.9 leaves" in capsys.readouterr().err
@@ -185,3 +188,29 @@ def test_held_out_data_that_do_not_fit_are_refused_before_the_run(start: Startin
         Run(start, ALONE, "replicated", validation=ValidationOptions(validation=str(tmp_path)))
     with pytest.raises(ValueError, match="validate_every=0"):
         ValidationOptions(validate_every=0)
+
+
+def test_a_file_of_conversations_is_measured_as_its_prepared_folder(
+    start: StartingPoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same losses; rows that do not fit are left out, and bad rows are named before anything is trained."""
+    given = ValidationOptions(validation=str(tmp_path / "held-out.jsonl"), validate_every=EVERY)
+    curves = []
+    for held_out in (options(tmp_path), given):
+        check_held_out(held_out, start, start.base and start.base.tokenizer)
+        run = train_worker(start, ALONE, "replicated", None, every=9, validation=held_out)
+        curves.append(run.curve)
+    assert curves[0] == curves[1] and "validation_loss" in curves[0][1]
+    assert "held out: 7 rows: 7 kept, 0 too long" in capsys.readouterr().out
+    with (tmp_path / "held-out.jsonl").open("a") as file:
+        file.write(json.dumps({"messages": [*question("why? " * 400), {"role": "assistant", "content": "so"}]}) + "\n")
+    Run(start, ALONE, "replicated", validation=given)
+    assert "held out: 8 rows: 7 kept, 1 too long" in capsys.readouterr().out
+    with (tmp_path / "held-out.jsonl").open("a") as file:
+        file.write('{"messages": []}\n{"messages": 7}\n')
+    with pytest.raises(ValueError, match=r"--validation .*held-out.jsonl: 2 rows are bad(.|\n)*prepare_data.py"):
+        check_held_out(given, start, None)
+    with pytest.raises(ValueError, match=r"nowhere.jsonl does not exist"):
+        check_held_out(replace(given, validation="nowhere.jsonl"), start, None)
+    with pytest.raises(ValueError, match="trains its own tokenizer; hold out a share"):
+        check_held_out(given, replace(start, base=None), None)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -31,7 +32,12 @@ def tiny_run(model: Path | str, **changes: Any) -> RLRecipe:
         name="tiny",
         model=str(model),
         rollouts=RolloutConfig(
-            task="gsm-mini", prompts=2, group=4, max_tokens=8, decoding={"buffer_size": 3, "tau_m2t": 0.05}
+            task="gsm-mini",
+            prompts=2,
+            group=4,
+            part_rows=4,
+            max_tokens=8,
+            decoding={"buffer_size": 3, "tau_m2t": 0.05},
         ),
         rewards=RewardConfig(rewards={"tpf": 1.0}),
         groups=GroupConfig(advantages="joint", least_right=0.0, least_tpf_range=0.0),
@@ -107,3 +113,12 @@ def finish(
         return executor, {}
     finally:
         executor.close()
+
+
+def rollout_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What was drawn, by the files in which it lies, without the times."""
+    drawn = {}
+    for path in sorted((folder / "rollouts").glob("*/part-*.parquet")):
+        rows = pq.read_table(path).to_pylist()
+        drawn[f"{path.parent.name}/{path.name}"] = [{**row, "seconds": None} for row in rows]
+    return drawn

@@ -1,0 +1,180 @@
+"""The sub-commands about long contexts: their options and help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+from tqdm import tqdm
+
+from benchmarks.commands import BenchmarkOptions
+from benchmarks.measuring import device_name, markdown, usable_device
+from jobs.command_line import CommandText, Fields, command
+from mbd_core.models.shapes import SHAPES
+from mbd_core.options import DATA, ENGINE, MODEL, OUTPUT, Option
+
+PARTS = ("storing", "host", "gap", "counted")
+
+
+def run_context(
+    command_line: CommandText,
+    *,
+    model: Annotated[str, Option(f"A shape, with random weights: {', '.join(SHAPES)}.", MODEL)] = "sdar-50m",
+    parts: Annotated[tuple[str, ...], Option(f"What is measured: {', '.join(PARTS)}.", OUTPUT, separator=",")] = PARTS,
+    length: Annotated[
+        tuple[int, ...], Option("Tokens of the prompts that are stored.", DATA, at_least=1, separator=",")
+    ] = (2048, 4096, 8192),
+    compare: Annotated[
+        int, Option("Up to this length also a block a forward, and the plain loop.", DATA, at_least=0)
+    ] = 4096,
+    host: Annotated[
+        tuple[int, ...],
+        Option("Stored tokens behind which the host's work is measured.", DATA, at_least=1, separator=","),
+    ] = (2048, 8192, 32768, 131072),
+    steps: Annotated[int, Option("Steps of each length there.", DATA, at_least=4)] = 100,
+    gap: Annotated[int, Option("Tokens of the prompt that comes while others decode.", DATA, at_least=1)] = 4096,
+    streams: Annotated[int, Option("Requests that decode meanwhile.", DATA, at_least=1)] = 2,
+    max_step_seconds: Annotated[
+        float | None, Option("The engine's limit there (default: its own), beside none.", ENGINE, above=0)
+    ] = None,
+    counted: Annotated[tuple[str, ...], Option("Released shapes whose prompts are counted.", MODEL, separator=",")] = (
+        "sdar-8b",
+        "llada2-mini",
+        "llada2-flash",
+    ),
+    counted_length: Annotated[tuple[int, ...], Option("Tokens of these.", DATA, at_least=1, separator=",")] = (
+        2048,
+        16384,
+        131072,
+    ),
+    bandwidth: Annotated[float, Option("GB/s of the machine to count them for.", OUTPUT, above=0)] = 3350.0,
+    tflops: Annotated[float, Option("TFLOP/s of that machine, in 16 bits.", OUTPUT, above=0)] = 989.0,
+    measuring: Annotated[BenchmarkOptions, Fields("device", "threads", "json")],
+) -> None:
+    """Long prompts: how they are stored, what a step costs behind them, and what other streams notice.
+
+    storing: one prompt, beside the bare forward of the same chunks, the machine's floor, a block a forward, and the
+    plain loop. host: the host's part of a step and the hashes of a prefix, by depth. gap: the events of streams while
+    a prompt is stored, with a limit of a step and without. counted: released shapes, not run; the defaults are an
+    H100's data sheet.
+    """
+    import torch
+
+    from benchmarks.context import storing
+    from benchmarks.roofline import Machine
+    from mbd_core.models.shapes import random_model
+
+    measuring.begin()
+    for name in {*parts} - {*PARTS}:
+        raise ValueError(f"--parts {name} must be of {', '.join(PARTS)}")
+    for name in {model, *counted} - SHAPES.keys():
+        raise ValueError(f"{name} must be one of {', '.join(SHAPES)}")
+    place, config, tables = usable_device(measuring.device), SHAPES[model], dict[str, list[dict[str, Any]]]()
+    prompts = (*(length if "storing" in parts else ()), *((gap,) if "gap" in parts else ()))
+    for tokens in prompts:
+        if tokens % config.block_size or tokens + 8 * config.block_size > config.max_positions + 1:
+            raise ValueError(
+                f"a prompt of {tokens} tokens must be a multiple of {config.block_size} and leave room in the model's "
+                f"{config.max_positions} positions"
+            )
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    decoder = random_model(config, device=place, dtype=dtype) if {"storing", "gap"} & {*parts} else None
+    print(f"{model}, {device_name(place)}; seconds are the processor's on a CPU\n")
+    if "storing" in parts and decoder is not None:
+        tables["storing"] = [
+            storing.storing_row(decoder, n, one_block=n <= compare, plain=n <= compare)
+            for n in tqdm(length, unit="prompt", desc="storing")
+        ]
+        print(markdown(tables["storing"], storing.STORING) + "\n")
+    if "host" in parts:
+        tables["host"] = storing.host_rows(host, steps=steps)
+        print(markdown(tables["host"], storing.HOST) + "\n")
+    if "gap" in parts and decoder is not None:
+        limits = (max_step_seconds, storing.WITHOUT_LIMIT)
+        tables["gap"] = storing.gap_rows(decoder, gap, streams=streams, limits=limits)
+        print(f"A prompt of {gap} tokens beside {streams} streams\n\n{markdown(tables['gap'], storing.GAP)}\n")
+    if "counted" in parts:
+        machine = Machine(bandwidth=bandwidth * 1e9, flops=tflops * 1e12)
+        tables["counted"] = storing.counted_rows(counted, counted_length, machine)
+        print(
+            f"Counted, at {bandwidth:g} GB/s and {tflops:g} TFLOP/s\n\n{markdown(tables['counted'], storing.COUNTED)}"
+        )
+    measuring.write(command_line, {"torch": torch.__version__, "threads": torch.get_num_threads()}, **tables)
+
+
+def run_turns(
+    command_line: CommandText,
+    *,
+    model: Annotated[str, Option(f"A shape, with random weights: {', '.join(SHAPES)}.", MODEL)] = "tiny-sdar",
+    turns: Annotated[int, Option("Turns of the conversation.", DATA, at_least=1)] = 10,
+    turn_tokens: Annotated[int, Option("Tokens of a turn, its answer included.", DATA, at_least=128)] = 3072,
+    answer_tokens: Annotated[int, Option("Tokens of its answer.", DATA, at_least=32)] = 64,
+    measuring: Annotated[BenchmarkOptions, Fields("device", "threads", "json")],
+) -> None:
+    """A conversation's next turn: what is found of the last answer, and what a turn costs beside a cold start.
+
+    The first table has the share of an answer's tokens that the next turn finds again, for the chat templates of 21
+    families: where the answer was cut into tokens as the tokenizer cuts it, where it was not, and where its
+    `token_ids` are sent back. The second serves one conversation to an engine that has seen the turns before, and in
+    turn with it to one that has not. The shape's positions are raised to what the conversation needs.
+    """
+    import torch
+
+    from benchmarks.context import turns as turns_module
+    from mbd_core.models.shapes import random_model
+
+    measuring.begin()
+    if model not in SHAPES:
+        raise ValueError(f"--model {model} must be one of {', '.join(SHAPES)}")
+    if not 0 < answer_tokens < turn_tokens:
+        raise ValueError(f"--answer-tokens {answer_tokens} must be less than --turn-tokens {turn_tokens}")
+    place = usable_device(measuring.device)
+    templates = turns_module.round_trip_rows()
+    print(markdown(templates, turns_module.ROUND_TRIP) + "\n")
+    talk = turns_module.Conversation(turns=turns, turn_tokens=turn_tokens, answer_tokens=answer_tokens)
+    config = replace(SHAPES[model], max_positions=(turns + 1) * turn_tokens)
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    rows = turns_module.turn_rows(random_model(config, device=place, dtype=dtype), talk)
+    print(f"{model}, {device_name(place)}, turns of {turn_tokens} tokens\n\n{markdown(rows, turns_module.TURNS)}")
+    measuring.write(command_line, {"torch": torch.__version__}, templates=templates, turns=rows)
+
+
+def run_affinity(
+    command_line: CommandText,
+    *,
+    conversations: Annotated[int, Option("Conversations.", DATA, at_least=1)] = 200,
+    turns: Annotated[int, Option("Turns of each.", DATA, at_least=1)] = 10,
+    turn_tokens: Annotated[int, Option("Tokens of a question and its answer, in halves.", DATA, at_least=64)] = 3000,
+    rate: Annotated[float, Option("Conversations that begin a second.", DATA, above=0)] = 0.5,
+    replicas: Annotated[int, Option("Replicas at the beginning.", ENGINE, at_least=2)] = 4,
+    kills: Annotated[
+        tuple[float, ...], Option("Seconds at which the oldest replica is killed.", ENGINE, separator=",")
+    ] = (150.0, 300.0),
+    adds: Annotated[tuple[float, ...], Option("Seconds at which one is added.", ENGINE, separator=",")] = (
+        170.0,
+        320.0,
+        400.0,
+    ),
+    cache: Annotated[int, Option("Tokens that a replica's pages hold.", ENGINE, at_least=1024)] = 1_000_000,
+    balance: Annotated[
+        int, Option("Requests under way that a preferred replica may have more than another.", ENGINE, at_least=0)
+    ] = 8,
+    measuring: Annotated[BenchmarkOptions, Fields("json")],
+) -> None:
+    """Turns of conversations over replicas, simulated: what the served routing policy finds of their prompts, and what
+    a router that knows no prefixes finds; steady, and with replicas that are killed and added.
+    """
+    from benchmarks.context.affinity import COLUMNS, Fleet, Traffic, affinity_rows
+
+    measuring.begin()
+    traffic = Traffic(conversations=conversations, turns=turns, turn_tokens=turn_tokens, rate=rate)
+    events = sorted([*((at, "kill") for at in kills), *((at, "add") for at in adds)])
+    fleet = Fleet(replicas=replicas, events=tuple(events), cache_tokens=cache, balance=balance)  # type: ignore[arg-type]
+    rows = affinity_rows(traffic, fleet)
+    print(markdown(rows, COLUMNS))
+    measuring.write(command_line, {}, rows=rows)
+
+
+context = command(run_context, "python -m benchmarks context")
+turns = command(run_turns, "python -m benchmarks turns")
+affinity = command(run_affinity, "python -m benchmarks affinity")

@@ -1,0 +1,134 @@
+"""A conversation's next turn: an answer's own tokens come back in the prompt, and the prefix cache holds them."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import tool_folder
+from local_server import server_of
+
+from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.server.openai_server import OpenAIServer
+
+LIMIT = 300  # seconds for what ends by itself, however busy the machine is
+QUESTION = {"role": "user", "content": "Tom has 3 apples and buys 4 more. How many has he?"}
+NEXT = {"role": "user", "content": "And two more?"}
+
+PLAIN = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{{ m['content'] }}<|endoftext|>"
+    "{% else %}<|user|>{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TRIMMED = PLAIN.replace("{{ m['content'] }}<|endoftext|>", "{{ m['content'] | trim }}<|endoftext|>")
+SHORTENED = PLAIN.replace("{{ m['content'] }}<|endoftext|>", "{{ m['content'][:3] }}<|endoftext|>")
+HIDDEN = PLAIN.replace("{{ m['content'] }}<|endoftext|>", "<|endoftext|>")
+BLANK = PLAIN.replace("<|assistant|>{{ m", "<|assistant|> {{ m")
+TWICE = PLAIN.replace("{{ m['content'] }}<|endoftext|>", "{{ m['content'] }}{{ m['content'] }}<|endoftext|>")
+
+
+def run(server: OpenAIServer, scenario: Callable[[], Awaitable[Any]]) -> Any:
+    async def limited() -> Any:
+        try:
+            async with asyncio.timeout(LIMIT):
+                return await scenario()
+        finally:
+            await server.stop()
+
+    return asyncio.run(limited())
+
+
+async def chat(server: OpenAIServer, *messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    sampling = {
+        "temperature": 1.0,
+        "seed": 5,
+        "ignore_eos": True,
+    }  # tokens that no tokenizer would choose for the text
+    asked = {"model": "tiny", "max_tokens": 40, "messages": messages, "return_token_ids": True} | sampling | fields
+    return await (await server.chat(json.dumps(asked).encode())).whole()
+
+
+def answer_of(reply: dict[str, Any]) -> dict[str, Any]:
+    """A turn of the assistant as a client sends it back."""
+    (choice,) = reply["choices"]
+    return {"role": "assistant", "content": choice["message"]["content"], "token_ids": choice["token_ids"]}
+
+
+def found(reply: dict[str, Any]) -> int:
+    cached: int = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == reply["mbd"]["num_cached_tokens"]
+    return cached
+
+
+def test_the_next_turn_finds_the_answer_by_its_tokens(tiny_model_dir: Path) -> None:
+    server = server_of(tiny_model_dir)
+    page = server.service.loaded.engine.page_size
+
+    async def scenario() -> None:
+        first = await chat(server, QUESTION)
+        answer = answer_of(first)
+        (choice,) = first["choices"]
+        known = [*choice["prompt_token_ids"], *choice["token_ids"]]
+        text = {"role": "assistant", "content": answer["content"]}
+        by_text = await chat(server, QUESTION, text, NEXT, max_tokens=4)
+        by_ids = await chat(server, QUESTION, answer, NEXT, max_tokens=4)
+        assert by_ids["choices"][0]["prompt_token_ids"][: len(known)] == known
+        assert found(by_ids) >= len(known) // page * page > found(by_text)
+        assert by_text["choices"][0]["prompt_token_ids"][: len(known)] != known, "or the text would do"
+
+    run(server, scenario)
+
+
+@pytest.mark.parametrize(
+    ("template", "stands"),
+    [(PLAIN, True), (TRIMMED, True), (BLANK, True), (SHORTENED, False), (HIDDEN, False), (TWICE, False)],
+)
+def test_the_template_decides_what_is_shown(tiny_model_dir: Path, tmp_path: Path, template: str, stands: bool) -> None:
+    """Blanks around an answer are its own; another text is the template's."""
+    server = server_of(tool_folder(tiny_model_dir, tmp_path / "model", template=template))
+    tokenizer = server.served.tokenizer
+    ids = [t for word in (" ", "x", "1", "2", " ") for t in tokenizer(word)["input_ids"]]
+    answer = {"role": "assistant", "content": tokenizer.decode(ids), "token_ids": ids}
+
+    async def tokens(*messages: dict[str, Any]) -> list[int]:
+        ids: list[int] = (await server.tokenize(json.dumps({"messages": messages}).encode()))["tokens"]
+        return ids
+
+    async def scenario() -> None:
+        before = await tokens(QUESTION)
+        by_ids, by_text = (
+            await tokens(QUESTION, answer, NEXT),
+            await tokens(QUESTION, {**answer, "token_ids": None}, NEXT),
+        )
+        assert (by_ids[: len(before) + len(ids)] == [*before, *ids]) == stands
+        assert stands or by_ids == by_text
+        end = by_text[-len(tokenizer(NEXT["content"])["input_ids"]) - 3 :]
+        assert by_ids[-len(end) :] == end
+
+    run(server, scenario)
+
+
+def test_tokens_that_are_not_the_contents_are_refused(tiny_model_dir: Path) -> None:
+    server = server_of(tiny_model_dir)
+    tokenizer = server.served.tokenizer
+    ids = tokenizer("42 apples")["input_ids"]
+    cases = [
+        ({"role": "assistant", "content": "43 apples", "token_ids": ids}, "not the tokens of the content"),
+        ({"role": "assistant", "content": "42 apples", "token_ids": [*ids, tokenizer.eos_token_id]}, "not the tokens"),
+        ({"role": "assistant", "content": "42 apples", "token_ids": [len(tokenizer)]}, "is no token"),
+        ({"role": "user", "content": "42 apples", "token_ids": ids}, "only an assistant's turn"),
+    ]
+
+    async def scenario() -> None:
+        for message, why in cases:
+            with pytest.raises(ApiError, match=why) as caught:
+                await chat(server, QUESTION, message, NEXT)
+            assert caught.value.status == 400
+        good = {"role": "assistant", "content": "42 apples", "token_ids": ids}
+        asked = json.dumps({"messages": [QUESTION, good, NEXT], "add_special_tokens": True}).encode()
+        with pytest.raises(ApiError, match="special tokens stand around"):
+            await server.tokenize(asked)
+
+    run(server, scenario)
