@@ -223,14 +223,11 @@ class Engine:
         for admitted_request in admitted_requests:
             self.add_admitted(admitted_request)
         outputs: dict[str, Output] = {}
-        self.pacer.has_streams = False  # nobody sees a step's tokens before all are there
-        try:
+        with self.pacer.without_streams():
             while self.has_work:
                 for step in self.step():
                     if step.output is not None:
                         outputs[step.request_id] = step.output
-        finally:
-            self.pacer.has_streams = True
         return [outputs[r.request_id] for r in requests]
 
     def check_idle(self, method: str) -> None:
@@ -433,12 +430,12 @@ class Engine:
                 store_step(self._state, lay_out(None))
             return LaunchedStep(plan=plan, report=HostCopy(self._graphs.run(plan.kind, num_pages=num_pages)))
         if not plan.decoding:
-            return LaunchedStep(plan=plan, report=None, planned_logits_AV=store_step(self._state, lay_out(None)))
+            return LaunchedStep(plan=plan, report=None, planned=store_step(self._state, lay_out(None)))
         tries = math.inf if self.config.batch_invariant else STEP_TRIES  # a row must not wait for others there
         ids = self.model.config.edit_token_ids
         steering = self._seating.ledger.steering(self.share, tries=tries, ids=EditTokens(*ids) if ids else None)
-        report_X, planned_logits_AV = decode_step(self._state, plan.kind, lay_out, steering)
-        return LaunchedStep(plan=plan, report=HostCopy(report_X), planned_logits_AV=planned_logits_AV)
+        report_X, planned_part = decode_step(self._state, plan.kind, lay_out, steering)
+        return LaunchedStep(plan=plan, report=HostCopy(report_X), planned=planned_part)
 
     def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
         """What the host decides within a step, the same on all ranks where there are several."""

@@ -8,7 +8,8 @@ the next step, and a chunk is as long as `max_prefill_tokens` lets it be.
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -121,6 +122,15 @@ class Pacer:
             token_seconds=self._token_flops * flop_seconds,
             pair_seconds=self._pair_flops * flop_seconds,
         )
+
+    @contextmanager
+    def without_streams(self) -> Iterator[None]:
+        """Inside, no step has a limit: nobody sees its tokens before all are there."""
+        self.has_streams = False
+        try:
+            yield
+        finally:
+            self.has_streams = True
 
     def follow(self, pace: Pace | None) -> None:
         """From now on the pace is rank 0's, so that all ranks cut chunks alike."""

@@ -91,8 +91,9 @@ def test_before_anything_is_measured_chunks_are_short_and_without_streams_they_a
         pacer.observe([Span(0, 64)], decodes=False, seconds=0.1)
     pace = pacer.pace()
     assert pace is not None and pace.max_tokens > 1 << 60 and pace.cost(0, 64) == pytest.approx(0.1)
-    pacer.has_streams = False
-    assert pacer.pace() is None
+    with pacer.without_streams():
+        assert pacer.pace() is None
+    assert pacer.pace() == pace
 
 
 class Clock:

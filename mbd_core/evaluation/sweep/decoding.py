@@ -56,22 +56,23 @@ def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, de
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     rollouts: dict[str, Rollout] = {}
     outputs: dict[str, Output] = {}
-    while engine.has_work:
-        for step in engine.step():
-            if step.request_id in outputs:
-                continue  # the step after an abort
-            so_far = tokens[step.request_id]
-            so_far += step.new_tokens
-            if step.rollout is not None:
-                rollouts[step.request_id] = rollouts.get(step.request_id, Rollout()).then(step.rollout)
-            output = output_at(step, so_far, stops.get(step.request_id, ()), decode)
-            if output is not None:
-                if output is not step.output and step.request_id in rollouts:
-                    rollout = rollouts[step.request_id].cut(tuple(so_far), len(output.tokens), room=0)
-                    output = replace(output, rollout=rollout)
-                outputs[step.request_id] = output
-                if step.output is None:
-                    engine.abort(step.request_id)
+    with engine.pacer.without_streams():
+        while engine.has_work:
+            for step in engine.step():
+                if step.request_id in outputs:
+                    continue  # the step after an abort
+                so_far = tokens[step.request_id]
+                so_far += step.new_tokens
+                if step.rollout is not None:
+                    rollouts[step.request_id] = rollouts.get(step.request_id, Rollout()).then(step.rollout)
+                output = output_at(step, so_far, stops.get(step.request_id, ()), decode)
+                if output is not None:
+                    if output is not step.output and step.request_id in rollouts:
+                        rollout = rollouts[step.request_id].cut(tuple(so_far), len(output.tokens), room=0)
+                        output = replace(output, rollout=rollout)
+                    outputs[step.request_id] = output
+                    if step.output is None:
+                        engine.abort(step.request_id)
     return [outputs[request.request_id] for request in requests]
 
 

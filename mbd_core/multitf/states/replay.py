@@ -45,8 +45,6 @@ all-masked   LightningRL's released learner: each block is predicted in one forw
              blocks before it
 """
 
-NEVER = 2**31 - 1  # the step of positions past max_tokens, which no forward decides
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedAnswer:
@@ -147,7 +145,7 @@ class AnswerGrid:
     """A prompt and its answer on their block grid, up to the end of the answer's last block; all (L).
 
     tokens    the mask past `max_tokens`
-    steps     which forward decided a position: 0 before the first one, `NEVER` past `max_tokens`
+    steps     which forward decided a position; 0 for the prompt, fixed tokens, and masks past `max_tokens`
     logprobs  the engine's log-probability there, 0 where no forward decided
     blocks    its block; a prompt that attends in full is block 0, and the answer's blocks follow (D2F)
     """
@@ -166,7 +164,7 @@ class AnswerGrid:
         blocks = (np.arange(prompt + len(answer.steps) + fill) - origin) // size + (origin > 0)
         return cls(
             tokens=np.array([*answer.prompt, *answer.decided, *[mask_token_id] * fill], dtype=np.int64),
-            steps=np.array([*[0] * prompt, *answer.steps, *[NEVER] * fill], dtype=np.int64),
+            steps=np.array([*[0] * prompt, *answer.steps, *[0] * fill], dtype=np.int64),
             logprobs=np.concatenate((before, np.array(answer.logprobs), behind)),
             blocks=blocks.clip(min=0),
         )
@@ -174,12 +172,12 @@ class AnswerGrid:
     @property
     def is_decided(self) -> np.ndarray:
         """Where a forward has put a token (L)."""
-        return (self.steps > 0) & (self.steps < NEVER)
+        return self.steps > 0
 
     def clock(self, states: States) -> np.ndarray:
         """The time at which each position is decided in these states (L): a state's labels have one time, and it sees
         what is earlier."""
-        clock = self.steps.copy()
+        clock: np.ndarray = self.steps.copy()
         if states == "block-local":
             for block in np.unique(self.blocks[self.is_decided]):
                 own = self.is_decided & (self.blocks == block)

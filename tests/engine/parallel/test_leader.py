@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_folders import rounded_folder
-from small_groups import CONFIGS, LIMIT, SIZES, break_off, child, gist, rank_of, requests, serve
+from small_groups import CONFIGS, LIMIT, METHODS, SIZES, break_off, child, gist, rank_of, requests, serve
 
 from mbd_core.checkpoint.loading import load_model
+from mbd_core.decoding.blocks.request import Output
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.engine.build import bytes_per_page
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.parallel import group as kv_agreement
 from mbd_core.engine.parallel import leader
 from mbd_core.engine.parallel.followers import OutOfStep, run_follower
 from mbd_core.engine.parallel.group import Rank, RankLost, init_group, open_store
 from mbd_core.engine.parallel.leader import ParallelEngine, start_parallel
 from mbd_core.engine.parallel.shared_sums import load_shard
+from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import Parts
 from mbd_core.models.quantize import quantize_weights, quantized_parts
@@ -45,6 +51,22 @@ def test_two_ranks_serve_as_one_does(folders: dict[str, Path], name: str) -> Non
     assert not dist.is_initialized()
 
 
+def test_each_rank_keeps_its_own_part_of_pages_on_the_host(folders: dict[str, Path]) -> None:
+    """Prompts that the device cannot hold together, twice: the second time both find as many of their tokens."""
+    sizes, outputs, restored = replace(SIZES, num_pages=12), [], []
+    prompts = [replace(r, prompt=r.prompt * 3, max_tokens=8) for r in requests(6, METHODS[:1])]
+    for ranks in (1, 2):
+        page_bytes = bytes_per_page(CONFIGS["dense"], 8, torch.float32) // ranks
+        config = replace(sizes, host_kv_bytes=40 * page_bytes)
+        with closing(start_parallel(folders["dense"], config, size=ranks, timeout=LIMIT)) as engine:
+            first = engine.generate(prompts)
+            second = engine.generate([replace(r, request_id=f"{r.request_id}+") for r in prompts])
+            restored.append(engine.measures().pages_from_host)
+        assert [gist(o)[:2] for o in second] == [gist(o)[:2] for o in first]
+        outputs.append([(*gist(o), o.counts.num_cached_tokens) for o in second])
+    assert outputs[0] == outputs[1] and restored[0] == restored[1] > 0
+
+
 def test_all_ranks_have_the_pages_of_the_rank_where_the_fewest_fit(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +78,36 @@ def test_all_ranks_have_the_pages_of_the_rank_where_the_fewest_fit(
         assert engine.num_pages == engine.config.num_pages == 17 < whole.num_pages
         assert engine.kv_tokens == 16 * 8
         assert {i: gist(o) for i, o in serve(engine).items()}
+
+
+def test_rank_0_says_how_long_prompt_chunks_are(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The follower's clock says that a token takes an hour: by itself it would store a block a step."""
+    monkeypatch.setattr(leader, "run_follower", run_follower_with_slow_clock)
+    stream, *prompts = (replace(r, sampling=Sampling()) for r in requests(4))
+    stream = replace(stream, max_tokens=120)
+    prompts = [replace(r, prompt=tuple(2 + (i * n) % 40 for i in range(60))) for n, r in enumerate(prompts, 1)]
+    sizes = replace(SIZES, num_pages=64, max_step_seconds=LIMIT)
+    with closing(start_parallel(folders["dense"], sizes, size=2, timeout=LIMIT)) as engine:
+        engine.add(stream)
+        outputs: dict[str, Output] = {}
+        for number in range(400):
+            if number % 5 == 4 and prompts and engine.num_known < SIZES.max_rows:
+                engine.add(prompts.pop(0))
+            outputs |= {step.request_id: step.output for step in engine.step() if step.output is not None}
+            if not engine.has_work and not prompts:
+                break
+        assert len(outputs) == 4 and engine.pacer.token_seconds > 0
+        assert {o.counts.num_prefill_forwards for i, o in outputs.items() if i != stream.request_id} == {60 // 12 - 1}
+
+
+def run_follower_with_slow_clock(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Parts | None) -> None:
+    observe = Pacer.observe
+
+    def slow(pacer: Pacer, chunks: Sequence[PrefillChunk], *, decodes: bool, seconds: float) -> None:
+        observe(pacer, chunks, decodes=decodes, seconds=seconds * 1e7)
+
+    Pacer.observe = slow  # type: ignore[method-assign]
+    run_follower(folder, rank, dtype, fp8)
 
 
 def run_follower_with_little_memory(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Parts | None) -> None:

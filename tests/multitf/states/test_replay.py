@@ -181,6 +181,24 @@ def test_the_windows_of_the_example_in_the_file() -> None:
     assert float(batch.weights.sum()) == pytest.approx(1.0)
 
 
+def test_a_window_begins_at_the_first_open_block_though_another_one_got_the_tokens() -> None:
+    """As under a template or a grammar, whose first block waits; the forward of the second has seen the open first."""
+    rollout = Rollout(steps=(1, 3, 2, 2), logprobs=(-1.0,) * 4)
+    answer = ReplayedAnswer(
+        prompt=(20, 21),
+        tokens=(2, 3, 4, 5),
+        rollout=rollout,
+        decoding=DecodingConfig(block_size=2, buffer_size=2),
+        max_tokens=4,
+        advantage=1.0,
+        correct=True,
+    )
+    batch = replay_batch([answer], mask_token_id=0)
+    assert batch.input_ids[batch.stream == 2].tolist() == [2, 0, 0, 0]
+    assert batch.first[batch.stream == 2].unique().tolist() == [1]
+    assert batch.block[batch.stream == 3].tolist() == [1, 1], "no later block matters to the last forward"
+
+
 @pytest.mark.parametrize("states", ["exact", "block-local", "all-masked"])
 def test_a_cost_is_that_of_the_batch(models: dict[str, Decoder], states: Any) -> None:
     for name, method in (("blocks", "four slots"), ("full", "d2f")):

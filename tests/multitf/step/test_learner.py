@@ -65,7 +65,7 @@ def test_a_report_says_what_was_learned_from(answers: list[ReplayedAnswer]) -> N
     assert all(math.isfinite(number) for number in report.point().values())
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", ["TraceRL", "LightningRL"])
 def test_parts_of_an_update_are_the_update(answers: list[ReplayedAnswer], name: str) -> None:
     reports, weights = [], []
     for train in ({}, {"micro_batch": 3}, {"pack": 900, "micro_batch": 2}):
@@ -88,9 +88,9 @@ def test_an_update_is_deterministic_and_a_resumed_learner_goes_on_bit_for_bit(
     expected = [gist(through.update(answers)) for _ in range(4)]
     first = learner(**train)
     reports = [gist(first.update(answers)) for _ in range(2)]
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    reports.append(gist(first.update(answers)))  # what goes on does not change what was saved
+    state, file = first.state_dict(), io.BytesIO()
+    reports.append(gist(first.update(answers)))  # what goes on does not change the state
+    torch.save(state, file)
     file.seek(0)
     second = learner(**train)
     second.load_state_dict(torch.load(file, weights_only=True))
