@@ -49,6 +49,13 @@ STORING = {
     "peak_mb": "peak memory (MB)|.0f",
     "kv_mb": "of it keys (MB)|.0f",
 }
+DECODING = {
+    "length": "stored tokens",
+    "step_seconds": "step of two slots (ms)|.0f",
+    "step_over_forward": "step / forward|.3f",
+    "over_floor": "step / floor|.2f",
+    "over_tiles": "its forward without tiles|.2f",
+}
 HOST = {
     "length": "stored tokens",
     "pages": "pages",
@@ -256,6 +263,35 @@ def plain_seconds(model: Decoder, length: int, clock: Callable[[], float]) -> fl
     ids = torch.tensor(random_prompt(model.config, length), device=device)
     attend = GridAttention(cache, 0, 0, model.config.block_size)
     return timed(lambda: model(ids, torch.arange(length, device=device), attend), clock)
+
+
+def decoding_row(model: Decoder, length: int) -> dict[str, Any]:
+    """A step of two slots behind `length` keys at random, which were not stored by a forward."""
+    config, weight = model.config, model.lm_head.weight
+    clock = seconds_clock(weight.device)
+    machine = measure_machine(weight.device, weight.dtype, clock)
+    engine = filled_engine(model, StepCase(rows=1, buffer_size=2, prefix=length, steps=DECODE_STEPS, static=False))
+    while not bool(engine.buffer.resident_RN[:, :2].all()):
+        engine.step()
+    steps, forwards, num_logits = list[float](), list[float](), 0
+    for _ in range(DECODE_STEPS):
+        steps.append(timed(engine.step, clock))
+        batch = engine.runner.last_batch
+        assert batch is not None
+        num_logits = batch.num_logits
+        forwards.append(timed(lambda batch=batch: engine.runner.forward(batch), clock))  # type: ignore[misc]
+    again = measure_machine(weight.device, weight.dtype, clock)
+    machine = replace(machine, flops=max(machine.flops, again.flops))
+    cost = step_cost(
+        config, rows=1, buffer_size=2, prefix=length, dtype_bytes=weight.dtype.itemsize, logit_tokens=num_logits
+    )
+    return {
+        "length": length,
+        "step_seconds": min(steps),
+        "step_over_forward": min(steps) / min(forwards),
+        "over_floor": min(steps) / floor_seconds(cost, machine),
+        "over_tiles": without_tiles_ratio(engine, clock),
+    }
 
 
 # The host's work as the page table grows, and what it takes to hash and to find a prefix.
