@@ -18,10 +18,12 @@ from mbd_core.decoding.blocks.acceptance import FALLBACKS, predicted
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.levenshtein import EditTokens, LevenshteinRun
 from mbd_core.decoding.blocks.literal_algorithms import Predictions, Tokens, Weights, naive_multibd
-from mbd_core.decoding.blocks.request import FinishReason
+from mbd_core.decoding.blocks.request import FinishReason, Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import CanvasPlan, PlannedDecoder, Query
+from mbd_core.decoding.causal.renoise import Noise, Reading, RenoisingDecoder
 from mbd_core.models.decoder import Decoder
+from mbd_core.models.gemma import Denoising
 
 
 @dataclass(frozen=True)
@@ -234,3 +236,59 @@ def run_edits(
     return PlainRun(
         tokens, run.finish_reason, run.num_forwards, num_prefill_forwards=num_prefill, log_probs=run.log_probs
     )
+
+
+@torch.inference_mode()
+def run_renoise(
+    model: Decoder,
+    request: Request,
+    *,
+    noise: Noise | None = None,
+    first: tuple[Tensor, Tensor] | None = None,
+    watch: Callable[[RenoisingDecoder, Reading], None] | None = None,
+) -> PlainRun:
+    """DiffusionGemma's decoding without a cache: every forward computes the prompt, the finished canvases and the one
+    under way. `first` are a first canvas and the logits that condition it; `watch` is called with what each forward
+    says, before it is used."""
+    c, device = model.config, model.lm_head.weight.device
+    vocab = Vocab(c.mask_token_id, c.vocab_size)
+    decoder = RenoisingDecoder(request, eos_token_ids=c.eos_token_ids, vocab=vocab, noise=noise)
+    if first is not None:
+        decoder.canvas_L, decoder.expected_LD = first[0], model.expected_embedding(first[1].softmax(-1))
+    while not decoder.done:
+        canvas = decoder.plan().queries[-1]
+        known = [*request.prompt, *decoder.tokens]
+        ids = torch.cat((torch.tensor(known), canvas.tokens)).to(device)
+        positions = torch.arange(len(ids), device=device)
+        expected = torch.zeros(len(ids), c.hidden_size, device=device)
+        if canvas.expected is not None:
+            expected[len(known) :] = canvas.expected
+        denoising = Denoising(positions >= len(known), expected)
+        hidden = model(ids, positions, CanvasAttention(model, len(known), len(ids)), denoising=denoising)[len(known) :]
+        reading = decoder.read(lambda part, hidden=hidden: model.logits(hidden[part]), model.expected_embedding)  # type: ignore[misc]
+        if watch is not None:
+            watch(decoder, reading)
+        decoder.take(reading)
+    tokens, ends = decoder.tokens, request.ends(c.eos_token_ids)
+    is_ended = tokens[-1] in ends
+    number = len(tokens) - is_ended
+    return PlainRun(
+        tokens[:number], "stop" if is_ended else "length", decoder.num_forwards, log_probs=decoder.log_probs[:number]
+    )
+
+
+class CanvasAttention:
+    """`Attend` of known tokens in order and of a canvas behind them, layers with a window included, as masks say."""
+
+    def __init__(self, model: Decoder, start: int, stop: int) -> None:
+        i = torch.arange(stop, device=model.lm_head.weight.device)
+        own = torch.where(i < start, i, stop - 1)  # the last key that each token sees
+        first = torch.where(i < start, i, start)  # the one behind those that its window is of
+        self._config = model.config
+        self._masks = {
+            window: (i <= own[:, None]) & (i > (-1 if window is None else first[:, None] - window))
+            for window in {self._config.window_of(layer) for layer in range(self._config.num_layers)}
+        }
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_to(q, k, v, self._masks[self._config.window_of(layer)])

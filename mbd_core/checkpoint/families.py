@@ -43,6 +43,7 @@ class Family:
     published           ids of the released vocabulary, for folders whose files leave them out and whose `vocab_size`
                         is one of `vocab_sizes`; the tokenizer must agree (`tokenizer.load_tokenizer`)
     decoding            the method of folders whose generation_config.json names none, as fields of `DecodingConfig`
+    generation          keys of a release's generation_config.json that are fields of that method: their names in it
     """
 
     model_types: tuple[str, ...]
@@ -64,6 +65,7 @@ class Family:
     vocab_sizes: tuple[int, ...] = ()
     published: Json = field(default_factory=dict)
     decoding: Json = field(default_factory=dict)
+    generation: Mapping[str, str] = field(default_factory=dict)
 
 
 # What transformers writes into any config.json, of its versions 4 and 5, and what trainers and engines add.
@@ -452,7 +454,7 @@ DIFFUSION_GEMMA = Family(
     },
     accepted={"use_bidirectional_attention": ("vision",), "pruned_heads": ({},)},
     rope_scaling=False,
-    switches={"mask_token_id": NO_MASK},
+    switches={"mask_token_id": NO_MASK, "attention": "causal"},
     moe_keys={
         "num_experts": "num_experts",
         "experts_per_token": "top_k_experts",
@@ -489,6 +491,15 @@ DIFFUSION_GEMMA = Family(
     },
     vocab_sizes=(262144,),
     published={"eos_token_id": (1, 106, 50)},
+    decoding={"renoise": {}},
+    generation={
+        "max_denoising_steps": "steps",
+        "t_max": "t_max",
+        "t_min": "t_min",
+        "stability_threshold": "stability",
+        "confidence_threshold": "tau_entropy",
+        "sampler_config.entropy_bound": "entropy_bound",
+    },
 )
 
 FAMILIES: dict[str, Family] = {

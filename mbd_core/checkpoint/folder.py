@@ -71,10 +71,22 @@ def read_folder(folder: Path) -> ModelFolder:
 
 
 def with_method(defaults: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """A `generation_config.json` with a decoding method: its family's, unless it says otherwise."""
+    """A `generation_config.json` with a decoding method: its family's, with the release's settings of it, unless it
+    says otherwise."""
+    family = FAMILIES[config.architecture]
     if set(defaults) & METHOD_FIELDS:
         return dict(defaults)
-    return {**defaults, **FAMILIES[config.architecture].decoding}
+    settings = {ours: _value_at(defaults, theirs) for theirs, ours in family.generation.items()}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    part = next(iter(family.decoding), "")
+    return {**defaults, **family.decoding, **({part: {**family.decoding[part], **settings}} if settings else {})}
+
+
+def _value_at(values: Any, path: str) -> Any:
+    """The value at a dotted path of a JSON object, `None` if there is none."""
+    for key in path.split("."):
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
 
 
 def edit_note(name: str, defaults: Mapping[str, Any], decoding: DecodingConfig) -> str | None:

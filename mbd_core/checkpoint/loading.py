@@ -32,7 +32,7 @@ from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, StoredTensor, match_tens
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.layer_parts import Reduce
 from mbd_core.models.model_config import ModelConfig, Parts
-from mbd_core.models.quantize import quantize_weights, rounded_bytes, weight_bytes
+from mbd_core.models.quantize import check_fp8, quantize_weights, rounded_bytes, weight_bytes
 from mbd_core.models.shard import Shard, served_dim, split_dim
 from mbd_core.ops.experts.fp8 import Fp8Experts, Fp8Weight, empty_weight, fp8_obstacle
 
@@ -67,8 +67,7 @@ def find_blocks(
 
     Raises `ValueError` if there is none, if a layer's experts are only partly FP8, and if ranks would cut a block.
     """
-    if config.gemma is not None:
-        raise ValueError(f"fp8=blocks cannot be honoured: {config.architecture} gates by GELU, FP8 products by SiLU")
+    check_fp8(config, "blocks")
     if config.moe is None:
         raise ValueError(f"fp8=blocks cannot be honoured: {folder.name} has no experts; fp8=all rounds its layers")
     stored_in: dict[str, dict[bool, str]] = {}

@@ -118,7 +118,7 @@ def random_generation(config: ModelConfig) -> dict[str, Any]:
     """How random weights are decoded: never confident, they are given a fixed number of tokens a step.
 
     A full-attention model decodes a canvas, whose rule always takes one; behind a causal prefix every verified draft
-    gives one.
+    gives one, and a drawn canvas ends after its steps.
     """
     if config.attention != "block_causal":
         return {}

@@ -27,13 +27,14 @@ NEVER_IN_TEXT = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
 
 @dataclass(frozen=True)
 class ChatTokens:
-    """A family's mask, its ends of text and turn (the release's own EOS first), its other special tokens by their
-    released ids, and its chat template."""
+    """A family's mask, if it has one, its ends of text and turn (the release's own EOS first), its other special
+    tokens by their released ids, its chat template, and its padding."""
 
-    mask: str
+    mask: str | None
     ends: tuple[str, ...]
     ids: dict[str, int]
     template: str
+    pad: str = "<|endoftext|>"
 
 
 QWEN_IDS = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
@@ -59,6 +60,14 @@ CHAT_TOKENS = {
     # its ids are those of the configuration; the names are ours
     "NemotronLabsDiffusionModel": _chat_ml(
         "<|mask|>", 100, ("<|im_end|>", "<|endoftext|>"), {"<|endoftext|>": 2, "<|im_start|>": 10, "<|im_end|>": 11}
+    ),
+    "DiffusionGemmaForBlockDiffusion": ChatTokens(
+        None,
+        ("<eos>", "<turn|>", "<|tool_response>"),
+        {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<|tool_response>": 50, "<|turn>": 105, "<turn|>": 106},
+        "<bos>{% for message in messages %}<|turn>{{ {'assistant': 'model'}.get(message['role'], message['role']) }}\n"
+        "{{ message['content'] }}<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}",
+        pad="<pad>",
     ),
     "LLaDA2MoeModelLM": ChatTokens(
         "<|mask|>",
@@ -112,7 +121,7 @@ def shape_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
         tokenizer_object=Tokenizer.from_str(json.dumps(data)),
         mask_token=chat.mask,
         eos_token=special_names[config.eos_token_ids[0]],
-        pad_token="<|endoftext|>",
+        pad_token=chat.pad,
         additional_special_tokens=[name for name in special if name not in (chat.mask, *chat.ends)],
         chat_template=chat.template,
         clean_up_tokenization_spaces=False,
@@ -124,7 +133,7 @@ def special_ids(config: ModelConfig) -> dict[str, int]:
     chat, family = CHAT_TOKENS[config.architecture], FAMILIES[config.architecture]
     release_ids = chat.ids if config.vocab_size in family.vocab_sizes else {}
     names = {number: name for name, number in release_ids.items()}
-    ids = {chat.mask: config.mask_token_id}
+    ids = {} if chat.mask is None else {chat.mask: config.mask_token_id}
     for number in config.eos_token_ids:
         free = [names.get(number), *chat.ends, f"<|end_{number}|>"]
         ids[next(name for name in free if name is not None and name not in ids)] = number

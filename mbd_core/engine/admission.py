@@ -172,6 +172,8 @@ class Admission:
             reason = f"{changes} changes tokens that the grammar has accepted; decode without it"
             if changes == "causal":
                 reason = "no guide follows drafts, or blocks that are filled in any order; decode a model in blocks"
+            if changes == "renoise":
+                reason = "a canvas is drawn anew in each forward, and no guide follows it; decode with another model"
             if changes == "canvas":
                 reason = "a canvas does not fill an answer from left to right; it needs a model that decodes in blocks"
         elif request.decoding.entropy is not None:
@@ -274,6 +276,8 @@ class Admission:
         try:
             if request.decoding.canvas is not None:
                 self._check_canvas(request)
+            elif request.decoding.renoise is not None:
+                self._check_renoise(request)
             elif request.decoding.causal is not None:
                 self._check_causal(request.decoding, request.decoding.causal)
             else:
@@ -294,11 +298,33 @@ class Admission:
             eos_token_ids=() if request.ignore_eos else self._model.eos_token_ids,
         )
 
+    def _check_renoise(self, request: Request) -> None:
+        """What cannot be had where a canvas is drawn by a schedule of temperatures of its own."""
+        self._check_prefix_cache(request.decoding)
+        if self._model.gemma is None:
+            raise ValueError(
+                f"renoise needs a model that denoises drawn tokens; {self._model.architecture} fills masks"
+            )
+        if request.decoding.block_size != self._block_size:
+            raise ValueError(
+                f"block_size={request.decoding.block_size} differs from the canvas of {self._block_size} tokens"
+            )
+        conflicts = {
+            f"temperature={request.sampling.temperature}, top_p, top_k or min_p": request.sampling.draws,
+            "a logit_bias, a penalty or min_tokens": request.adjusts,
+        }
+        conflict = next((name for name, applies in conflicts.items() if applies), None)
+        if conflict is not None:
+            raise ValueError(
+                f"renoise cannot be had with {conflict}: t_max and t_min are its temperatures; leave them out"
+            )
+
     def _check_causal(self, decoding: DecodingConfig, causal: Causal) -> None:
         self._check_prefix_cache(decoding)
-        if self._model.attention != "causal":
+        if self._model.attention != "causal" or not self._model.has_mask:
             raise ValueError(
-                f"causal needs a model that stores its keys by causal rows; {self._model.architecture} does not"
+                f"causal needs a model with a mask that stores its keys by causal rows; {self._model.architecture} is "
+                "none"
             )
         length, most = causal.row_length(decoding.block_size), self._buffer_size * self._page_size
         if length > most:
@@ -317,13 +343,11 @@ class Admission:
 
     def _check_blocks(self, request: Request) -> None:
         decoding = request.decoding
-        if not self._model.has_mask:
-            raise ValueError(f"blocks are filled mask by mask, and {self._model.architecture} has no mask token")
         self._check_prefix_cache(decoding)
         if self._model.attention == "causal":
             raise ValueError(
-                f"{self._model.architecture} stores its keys by causal rows and decodes with `causal`, not block by "
-                "block in a buffer"
+                f"{self._model.architecture} stores its keys by causal rows and decodes with "
+                f"{'causal' if self._model.has_mask else 'renoise'}, not block by block in a buffer"
             )
         if decoding.block_size != self._block_size:
             raise ValueError(f"block_size={decoding.block_size} differs from the model's {self._block_size}")
@@ -374,7 +398,7 @@ def compile_guide(grammars: Grammars, request: Request) -> Guide | None:
 
 def _revising_part(decoding: DecodingConfig) -> str | None:
     """The part of a decoding whose forwards see more than masks and final tokens, if it has one."""
-    names = ("t2t", "soft", "edit", "canvas", "causal")
+    names = ("t2t", "soft", "edit", "canvas", "causal", "renoise")
     return next((name for name in names if getattr(decoding, name) is not None), None)
 
 

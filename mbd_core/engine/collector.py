@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -53,11 +53,12 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedStep:
-    """A step whose device part has been launched: a report on those who decode in blocks, the planned rows' logits."""
+    """A step whose device part has been launched: a report on those who decode in blocks; `planned` are the planned
+    rows' logits (A, V), or what their decoders read of them."""
 
     plan: StepPlan
     report: HostCopy | None
-    planned_logits_AV: Tensor | None = None
+    planned: Tensor | list[Any] | None = None
 
 
 class StepAhead:
@@ -123,8 +124,8 @@ class Collector:
     def collect(self, step: LaunchedStep) -> list[StepOutput]:
         """What a step committed. Sequences that have ended or were aborted since it was planned have no share."""
         outputs, kind = self._collect_blocks(step.plan, step.report)
-        if step.planned_logits_AV is not None:
-            outputs += self._collect_planned(step.plan, step.planned_logits_AV)
+        if step.planned is not None:
+            outputs += self._collect_planned(step.plan, step.planned)
             kind = "decode"
         self.counts.forwards[kind] += 1
         self._measure(step)
@@ -133,7 +134,7 @@ class Collector:
     def _measure(self, step: LaunchedStep) -> None:
         """Tell the pacer how long the step took. On a GPU a step of prompts alone, of which nothing is read, may be
         under way still, and the next one waits for it: neither says anything."""
-        now, decodes = self._clock(), step.report is not None or step.planned_logits_AV is not None
+        now, decodes = self._clock(), step.report is not None or step.planned is not None
         is_read = decodes or not self._seating.tables_RP.is_cuda
         if is_read and not self._follows_unread:
             seconds = now - max(step.plan.started_at, self._last_end)
@@ -296,10 +297,10 @@ class Collector:
             closing=() if sequence.guide is None else tuple(sequence.guide.rest(len(sequence.emitted))),
         )
 
-    def _collect_planned(self, plan: StepPlan, logits_AV: Tensor) -> list[StepOutput]:
+    def _collect_planned(self, plan: StepPlan, planned: Tensor | list[Any]) -> list[StepOutput]:
         """The planned rows' part of a step: tokens decided without a gap are handed out."""
         outputs = []
-        updates = self._seating.planned.update(logits_AV)
+        updates = self._seating.planned.update(planned)
         self.counts.sequence_forwards += len(updates)
         seconds = self._clock() - plan.started_at
         for run, update in updates:

@@ -430,12 +430,12 @@ class Engine:
                 store_step(self._state, lay_out(None))
             return LaunchedStep(plan=plan, report=HostCopy(self._graphs.run(plan.kind, num_pages=num_pages)))
         if not plan.decoding:
-            return LaunchedStep(plan=plan, report=None, planned_logits_AV=store_step(self._state, lay_out(None)))
+            return LaunchedStep(plan=plan, report=None, planned=store_step(self._state, lay_out(None)))
         tries = math.inf if self.config.batch_invariant else STEP_TRIES  # a row must not wait for others there
         ids = self.model.config.edit_token_ids
         steering = self._seating.ledger.steering(self.share, tries=tries, ids=EditTokens(*ids) if ids else None)
-        report_X, planned_logits_AV = decode_step(self._state, plan.kind, lay_out, steering)
-        return LaunchedStep(plan=plan, report=HostCopy(report_X), planned_logits_AV=planned_logits_AV)
+        report_X, planned_part = decode_step(self._state, plan.kind, lay_out, steering)
+        return LaunchedStep(plan=plan, report=HostCopy(report_X), planned=planned_part)
 
     def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
         """What the host decides within a step, the same on all ranks where there are several."""

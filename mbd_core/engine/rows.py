@@ -3,8 +3,9 @@
 Shape legend: R rows (sequences), N slots, B block size, K rows of a forward, P pages a row, A positions asked for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +14,14 @@ from torch.nn import functional as F
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.request import Rollout
 from mbd_core.decoding.blocks.sampling import Vocab
-from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, PlannedDecoder
+from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, PlannedDecoder, ReadingDecoder
 from mbd_core.decoding.canvas.unmasking import guess
 from mbd_core.decoding.causal.planned import planned_decoder
 from mbd_core.engine.pages import PagedKVCache
-from mbd_core.engine.runner import Rows, to_device
+from mbd_core.engine.runner import ModelRunner, Rows, to_device
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.engine.sequence import SequenceState
+from mbd_core.models.gemma import Denoising
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.options import MOST
 
@@ -113,10 +115,50 @@ class PlannedRuns:
             logits_at_A=torch.cat(logits_at).to(device),
             causal_K=torch.tensor(causal, device=device) if any(causal) else None,
             adapter_K=to_device(slots, device) if adapts else None,
+            denoising=self._denoising(),
         )
 
-    def update(self, logits_AV: Tensor) -> list[tuple[PlannedRun, CanvasUpdate]]:
-        """Hand every decoder its part of the logits of `rows()`; what each made of it."""
+    def _denoising(self) -> Denoising | None:
+        """Which tokens of the next forward's rows are being denoised, and on what they are conditioned."""
+        queries = [q for run in self._runs.values() for q in run.plan.queries]
+        if not any(q.denoises for q in queries):
+            return None
+        cache = self._cache.k
+        expected = [
+            cache.new_zeros((len(q.tokens), self._config.hidden_size)) if q.expected is None else q.expected
+            for q in queries
+        ]
+        at = torch.cat([torch.full((len(q.tokens),), q.denoises) for q in queries])
+        return Denoising(at.to(cache.device), torch.cat(expected))
+
+    def read(self, hidden_AD: Tensor, runner: ModelRunner, *, apart: bool) -> list[Any]:
+        """What decoders read themselves of the hidden states of the positions that they ask for, in pieces. `apart`:
+        each piece of logits is computed apart."""
+        readings, start = [], 0
+        for run in self._runs.values():
+            assert isinstance(run.decoder, ReadingDecoder), "all requests of a model read alike"
+            stop = start + sum(len(q.logits_at) for q in run.plan.queries)
+            own_AD = hidden_AD[start:stop]
+
+            def logits_of(part: slice, own_AD: Tensor = own_AD) -> Tensor:
+                return runner.logits(own_AD[part], split=[part.stop - part.start] if apart else None)
+
+            readings.append(run.decoder.read(logits_of, runner.expected_embedding))
+            start = stop
+        return readings
+
+    @property
+    def reads(self) -> bool:
+        """Whether decoders read their logits themselves (`ReadingDecoder`)."""
+        return any(isinstance(run.decoder, ReadingDecoder) for run in self._runs.values())
+
+    def update(self, planned: Tensor | list[Any]) -> list[tuple[PlannedRun, CanvasUpdate]]:
+        """Hand every decoder its part of the logits (A, V) of `rows()`, or what it read of them; what each made of
+        it."""
+        if not isinstance(planned, Tensor):
+            pairs = zip(self.running, planned, strict=True)
+            return [(run, run.decoder.take(r)) for run, r in pairs if isinstance(run.decoder, ReadingDecoder)]
+        logits_AV = planned
         parts, runs = iter(logits_AV.split(self.num_asked)), self.running
         open_logits = [run.decoder.open_logits([next(parts) for _ in run.plan.queries]) for run in runs]
         guesses = guess(open_logits) if open_logits else []
@@ -154,6 +196,7 @@ class StepRows:
     prompt_ends   (batch row, packed token) at which a sequence's prefix ends in this forward
     planned_asked  positions of planned rows with logits, behind those of slots, in parts that are computed together;
                    `None` without such rows
+    read_planned  where their decoders read the logits themselves: `PlannedRuns.read`
     """
 
     groups: list[Rows]
@@ -162,6 +205,7 @@ class StepRows:
     slot_end_RN: Tensor | None = None
     prompt_ends: list[tuple[int, int]] = field(default_factory=list)
     planned_asked: list[int] | None = None
+    read_planned: Callable[..., list[Any]] | None = None
 
 
 def packed_rows(
@@ -204,6 +248,7 @@ def packed_rows(
         groups=[*prompts, *slots.groups, *([] if planned_rows is None else [planned_rows])],
         prompt_ends=ends,
         planned_asked=None if planned_rows is None else planned.num_alike,
+        read_planned=planned.read if planned.reads else None,
     )
 
 

@@ -38,7 +38,7 @@ class Rows:
     pages_KP     the pages of its sequence, padded with the null page
     stored_K     whether its keys are stored in its pages; otherwise they go to the null page
     weight_T     DMax's embedding weights, `None` where all tokens are hard
-    expected_TD  where the rows' tokens are being denoised: the embeddings expected at their places (`Denoising`)
+    denoising    which of their tokens are being denoised; `None`: none is
     adapter_K    the slot of each row's LoRA adapter, 0 for none; `None` where no row of the forward has one
     rows_each    that many neighbouring rows are one sequence's, all through the group
     live_K       whether anything of the row is read afterwards; `None`: all rows are
@@ -55,7 +55,7 @@ class Rows:
     logits_at_A: Tensor
     causal_K: Tensor | None = None
     weight_T: Tensor | None = None
-    expected_TD: Tensor | None = None
+    denoising: Denoising | None = None
     adapter_K: Tensor | None = None
     rows_each: int = 1
     live_K: Tensor | None = None
@@ -207,13 +207,16 @@ def _weights(groups: Sequence[Rows]) -> Tensor | None:
 
 def _denoising(groups: Sequence[Rows]) -> Denoising | None:
     """Which tokens of the forward are being denoised; `None`: none is."""
-    expected = [g.expected_TD for g in groups if g.expected_TD is not None]
-    if not expected:
+    given = next((g.denoising for g in groups if g.denoising is not None), None)
+    if given is None:
         return None
-    zeros = [expected[0].new_zeros((len(g.tokens_T), expected[0].shape[1])) for g in groups]
-    at = [torch.full_like(g.tokens_T, g.expected_TD is not None, dtype=torch.bool) for g in groups]
-    rows = [z if g.expected_TD is None else g.expected_TD for g, z in zip(groups, zeros, strict=True)]
-    return Denoising(torch.cat(at), torch.cat(rows))
+    at, expected = [], []
+    for g in groups:
+        part = g.denoising
+        at.append(torch.zeros_like(g.tokens_T, dtype=torch.bool) if part is None else part.at)
+        zeros = given.expected.new_zeros((len(g.tokens_T), given.expected.shape[1])) if part is None else part.expected
+        expected.append(zeros)
+    return Denoising(_concat(at), _concat(expected))
 
 
 # The model on a batch: embeddings, layers with paged attention, logits.
@@ -336,6 +339,11 @@ class ModelRunner:
     def own_logits(self, hidden_AD: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
         """The logits of this rank's part of the vocabulary; `split` as in `logits`."""
         return self.model.own_logits(hidden_AD, split=split)
+
+    @torch.inference_mode()
+    def expected_embedding(self, probabilities_PV: Tensor) -> Tensor:
+        """The mean embeddings (P, D) under probabilities. Ranks call it together."""
+        return self.model.expected_embedding(probabilities_PV)
 
     def blockwise_logits(
         self, hidden_AD: Tensor, batch: Batch, *, block_size: int, whole: bool

@@ -10,6 +10,7 @@ X numbers of a report.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -211,13 +212,15 @@ class StepState:
         """The likeliest tokens of a position that a step reports, where it does."""
         return min(MAX_TOPS, self.vocab.size)
 
-    def planned_logits(self, rows: StepRows, batch: Batch, hidden_AD: Tensor) -> Tensor | None:
-        """The logits (A, V) of the planned rows, which stand last; `None` without any."""
+    def planned(self, rows: StepRows, batch: Batch, hidden_AD: Tensor) -> Tensor | list[Any] | None:
+        """The logits (A, V) of the planned rows, which stand last, or what their decoders read of them; `None` without
+        any."""
         if rows.planned_asked is None:
             return None
-        return self.runner.logits(
-            hidden_AD[rows.num_asked :], split=None if batch.split is None else rows.planned_asked
-        )
+        own_AD = hidden_AD[rows.num_asked :]
+        if rows.read_planned is not None:
+            return rows.read_planned(own_AD, self.runner, apart=batch.split is not None)
+        return self.runner.logits(own_AD, split=None if batch.split is None else rows.planned_asked)
 
 
 def decode_step(
@@ -225,9 +228,9 @@ def decode_step(
     kind: StepKind,
     lay_out: Callable[[BlockBuffer], StepRows],
     steering: Steering | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """One forward of the first `kind.num_rows` batch rows and what follows from it: the report (X,), the planned
-    rows' logits (A, V).
+) -> tuple[Tensor, Tensor | list[Any] | None]:
+    """One forward of the first `kind.num_rows` batch rows and what follows from it: the report (X,), and what the
+    planned rows gave (`StepState.planned`).
 
     With static rows it reads nothing on the host, so that a CUDA graph can hold it. With `steering` the host decides
     tokens of some rows, which must be packed.
@@ -261,11 +264,12 @@ def decode_step(
     runner.remember_prompts(rows.prompt_ends)
     runner.remember_committed(rows.slot_end_RN, commit.num_blocks_R)
     report_X = pack_report(view, commit, buffer)
-    return with_tops(report_X, prediction.tops_A2K, rows.at_A, buffer), state.planned_logits(rows, batch, hidden_AD)
+    return with_tops(report_X, prediction.tops_A2K, rows.at_A, buffer), state.planned(rows, batch, hidden_AD)
 
 
-def store_step(state: StepState, rows: StepRows) -> Tensor | None:
-    """A forward in which no block is decoded: prompt chunks are stored, and planned rows get their logits (A, V)."""
+def store_step(state: StepState, rows: StepRows) -> Tensor | list[Any] | None:
+    """A forward in which no block is decoded: prompt chunks are stored, and planned rows are read
+    (`StepState.planned`)."""
     batch, hidden_AD = state.forward(rows)
     state.runner.remember_prompts(rows.prompt_ends)
-    return state.planned_logits(rows, batch, hidden_AD)
+    return state.planned(rows, batch, hidden_AD)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.mlp import Experts
-from mbd_core.models.model_config import Parts
+from mbd_core.models.model_config import ModelConfig, Parts
 from mbd_core.ops.experts import fp8
 from mbd_core.ops.experts.fp8 import Fp8Experts, Fp8Linear, fp8_obstacle
 
@@ -70,16 +70,24 @@ def rounded_bytes(model: Decoder, parts: Parts) -> int:
 
 
 def _module_names(model: Decoder, parts: Parts) -> list[str]:
-    """The modules to replace, by name: a list of the modules themselves would keep their memory in use.
-
-    Raises `ValueError` for Gemma, whose layers no FP8 product computes.
-    """
-    if model.config.gemma is not None:
-        raise ValueError(
-            f"fp8={parts} cannot be honoured: FP8 products gate by SiLU, and {model.config.architecture} gates by GELU"
-        )
+    """The modules to replace, by name: a list of the modules themselves would keep their memory in use. Raises
+    `ValueError` for a model that has no FP8 form."""
+    check_fp8(model.config, parts)
     kinds = (Experts, nn.Linear) if parts == "all" else Experts
     return [f"model.layers.{name}" for name, m in model.model.layers.named_modules() if isinstance(m, kinds)]
+
+
+def takes_fp8(config: ModelConfig) -> bool:
+    """Whether FP8 products compute the model's layers: they gate by SiLU, and Gemma's by GELU."""
+    return config.gemma is None
+
+
+def check_fp8(config: ModelConfig, parts: Parts) -> None:
+    """Raise `ValueError` for a model that has no FP8 form."""
+    if not takes_fp8(config):
+        raise ValueError(
+            f"fp8={parts} cannot be honoured: FP8 products gate by SiLU, and {config.architecture} gates by GELU"
+        )
 
 
 @torch.no_grad()

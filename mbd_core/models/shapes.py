@@ -187,6 +187,7 @@ DIFFUSION_GEMMA = ModelConfig(
     mask_token_id=NO_MASK,
     eos_token_ids=(1, 106, 50),
     block_size=256,
+    attention="causal",
     moe=MoEConfig(num_experts=128, experts_per_token=8, intermediate_size=704, score="softmax", norm_topk_prob=True),
     gemma=GemmaLayers(
         window=1024,
@@ -269,12 +270,14 @@ SHAPES: dict[str, ModelConfig] = {
     "nemotron-3b": replace(NEMOTRON_8B, hidden_size=3072, intermediate_size=9216, num_layers=26),
     "nemotron-8b": NEMOTRON_8B,
     "nemotron-14b": replace(NEMOTRON_8B, hidden_size=5120, intermediate_size=16384, num_layers=40, rope_theta=1e9),
+    "diffusion-gemma": DIFFUSION_GEMMA,
     "tiny-sdar": _tiny(SDAR_8B),
     "tiny-llada2": _tiny(LLADA2_MINI),
     "tiny-llada2.2": _tiny(LLADA22_MINI),
     "tiny-llada": _tiny(LLADA_8B, num_kv_heads=4),
     "tiny-dream": _tiny(DREAM_7B),
     "tiny-fast-dllm-v2": _tiny(FAST_DLLM_V2_7B),
+    "tiny-diffusion-gemma": _tiny(DIFFUSION_GEMMA),
     "tiny-nemotron": _tiny(NEMOTRON_8B),
 }
 

@@ -136,6 +136,13 @@ class RLRecipe:
 
     def __post_init__(self) -> None:
         check(self)
+        objective = self.objective
+        is_off_policy = objective.correction is None and (objective.kind, objective.old) != ("clipped", "rollout")
+        if self.schedule == "one-step-off" and is_off_policy:
+            raise ValueError(
+                "schedule=one-step-off learns from the answers of older weights: give kind=clipped with old=rollout, "
+                "or a correction"
+            )
         followed = replace(self.train, steps=self.iterations, batch_size=self.answers, seed=self.seed)
         object.__setattr__(self, "train", followed)
 

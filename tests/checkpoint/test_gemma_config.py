@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from mbd_core.checkpoint.config import read_config, write_config
 from mbd_core.checkpoint.conversion import convert
+from mbd_core.checkpoint.folder import with_method
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
+from mbd_core.decoding.blocks.causal_config import Renoise
+from mbd_core.decoding.blocks.config import decoding_config
 
 CONFIG = write_config(GEMMA)
 ROPES = CONFIG["text_config"]["rope_parameters"]
@@ -72,6 +75,22 @@ def test_a_wrong_config_is_named(top: dict[str, Any], text: dict[str, Any] | Non
     with pytest.raises(ValueError, match=message) as error:
         read_config(config)
     assert "\n" not in str(error.value)
+
+
+def test_a_releases_settings_are_those_of_its_method() -> None:
+    released = {
+        "max_denoising_steps": 12,
+        "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.2},
+        "t_min": 0.3,
+        "confidence_threshold": 0.01,
+        "max_new_tokens": 256,
+    }
+    defaults = with_method(released, GEMMA)
+    decoding = decoding_config(defaults, {}, block_size=8)
+    assert decoding.renoise == Renoise(steps=12, entropy_bound=0.2, t_min=0.3, tau_entropy=0.01)
+    assert with_method({}, GEMMA) == {"renoise": {}}
+    chosen = {**released, "renoise": {"steps": 3}}
+    assert with_method(chosen, GEMMA) == chosen
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from actors.rl.executor import Layout, RayExecutor
+from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.folder import RunFolder
 from mbd_core.rl.loop import RLRun
@@ -29,6 +30,7 @@ from mbd_core.rl.rollouts import RolloutPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 600.0
+OFF_POLICY = PolicyObjective(kind="clipped", old="rollout")
 
 
 def finish_on_ray(
@@ -57,7 +59,7 @@ def test_a_run_on_ray_is_the_run_without_it(ray_cluster: Any, tiny_model_dir: Pa
         finish_on_ray(broken, tmp_path / "broken")
     with pytest.raises(ValueError, match=r"--share .* needs the schedule sync"):
         Layout.of(
-            replace(recipe, schedule="one-step-off"),
+            replace(recipe, schedule="one-step-off", objective=OFF_POLICY),
             engines=1,
             learners=1,
             tensor_parallel=1,
@@ -71,7 +73,7 @@ def test_a_run_on_ray_is_the_run_without_it(ray_cluster: Any, tiny_model_dir: Pa
 def test_other_forms_of_a_run_end(ray_cluster: Any, tiny_model_dir: Path, tmp_path: Path, form: str) -> None:
     recipe = tiny_run(tiny_model_dir, iterations=3)
     if form == "one step off":
-        recipe = replace(recipe, schedule="one-step-off")
+        recipe = replace(recipe, schedule="one-step-off", objective=OFF_POLICY)
     _, wanted = finish(recipe, tmp_path / "plain")
     learners = 1 if form == "one step off" else 2
     found = finish_on_ray(recipe, tmp_path / "ray", engines=2, learners=learners, share=form == "shared devices")

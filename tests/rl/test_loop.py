@@ -8,6 +8,7 @@ import pytest
 import torch
 from rl_runs import DIGITS, ENGINE, finish, rollout_rows, tiny_run
 
+from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.config import HeldOutConfig, RolloutConfig
 from mbd_core.rl.folder import HELD_OUT, ITERATIONS
 from mbd_core.rl.groups import GroupConfig
@@ -89,7 +90,8 @@ def whole_run(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_one_step_off_learns_from_the_weights_before(tiny_model_dir: Path, tmp_path: Path) -> None:
     """Iteration n + 1 is drawn with the weights of iteration n; after a kill what is too old or lost is not used."""
-    recipe = tiny_run(tiny_model_dir, schedule="one-step-off", iterations=4)
+    objective = PolicyObjective(kind="clipped", old="rollout")
+    recipe = tiny_run(tiny_model_dir, schedule="one-step-off", objective=objective, iterations=4)
     finish(recipe, tmp_path / "run")
     assert [line["version_lag"] for line in lines(tmp_path / "run")] == [0, 1, 1, 1]
     versions = {rows[0]["version"] for rows in rollout_rows(tmp_path / "run").values()}
@@ -154,6 +156,8 @@ def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path) -> None
         RolloutConfig(group=1)
     with pytest.raises(ValueError, match=r"temperature=0\.0 must be a number above 0"):
         RolloutConfig(temperature=0.0)
+    with pytest.raises(ValueError, match="one-step-off learns from the answers of older weights"):
+        tiny_run(tiny_model_dir, schedule="one-step-off")
     with pytest.raises(ValueError, match="unknown recipe 'rl'; known: ledger-rl, tiny-rl"):
         rl_recipe_named("rl")
     recipe = tiny_run(tiny_model_dir)

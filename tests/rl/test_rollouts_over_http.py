@@ -14,8 +14,7 @@ from mbd_core.checkpoint.folder import read_base
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.decoding.blocks.request import Rollout
-from mbd_core.multitf.states.replay import ReplayedAnswer
+from mbd_core.multitf.states.answer_json import read_answer
 from mbd_core.multitf.step.learner import Learner
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.groups import GroupConfig, ScoredAnswer, advantages
@@ -34,25 +33,6 @@ def post(url: str, route: str, **body: Any) -> dict[str, Any]:
     return answered
 
 
-def replayed(choice: dict[str, Any], *, advantage: float) -> ReplayedAnswer:
-    rollout, terminal = choice["rollout"], choice["rollout"]["terminal"]
-    return ReplayedAnswer(
-        prompt=tuple(choice["prompt_token_ids"]),
-        tokens=tuple(choice["token_ids"]),
-        rollout=Rollout(
-            steps=tuple(rollout["step_map"]),
-            logprobs=tuple(rollout["logprobs"]),
-            tail_tokens=tuple(terminal["token_ids"]),
-            tail_steps=tuple(terminal["step_map"]),
-            tail_logprobs=tuple(terminal["logprobs"]),
-        ),
-        decoding=DecodingConfig(block_size=4, **ASKED),
-        max_tokens=8,
-        advantage=advantage,
-        correct=False,
-    )
-
-
 def test_a_learner_trains_from_the_endpoint(tiny_model_dir: Path, tmp_path: Path) -> None:
     """Five iterations over HTTP alone: drawn answers, one update on them, a model folder, and the order to take it.
 
@@ -66,6 +46,7 @@ def test_a_learner_trains_from_the_endpoint(tiny_model_dir: Path, tmp_path: Path
     config = replace(ADAMW, steps=5, batch_size=16, lr=1e-2, warmup=0)
     learner = Learner(load_model(tiny_model_dir, dtype=torch.float32), config, PolicyObjective())
     base, speeds = read_base(tiny_model_dir), []
+    decoding = DecodingConfig(block_size=4, **ASKED)
     with running_gateway(args) as (url, _):
         for iteration in range(5):
             choices, scored = [], []
@@ -81,7 +62,14 @@ def test_a_learner_trains_from_the_endpoint(tiny_model_dir: Path, tmp_path: Path
                     scored.append(ScoredAnswer(group=number, correct=False, tpf=tpf, rewards={"tpf": tpf}))
             taught, dropped = advantages(scored, {"tpf": 1.0}, EVERY, seed=0)
             assert len(taught) == 16 and not dropped
-            report = learner.update([replayed(choices[place], advantage=taught[place]) for place in taught])
+            report = learner.update(
+                [
+                    read_answer(
+                        choices[place], decoding=decoding, max_tokens=8, advantage=taught[place], correct=False
+                    )
+                    for place in taught
+                ]
+            )
             assert report.d_max < 2e-4 and report.effective_share > 0.999
             speeds.append(fmean(answer.tpf for answer in scored))
             decoder = load_model(tiny_model_dir, dtype=torch.float32)

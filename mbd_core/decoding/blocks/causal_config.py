@@ -1,5 +1,6 @@
-"""How a model that stores its keys by causal rows decodes (Nemotron-Labs-Diffusion): one token a forward, drafts that
-are verified, or blocks; and how a request whose rows a decoder plans lies behind its stored prefix.
+"""How a model that stores its keys by causal rows decodes: one token a forward, drafts that are verified, or blocks
+(Nemotron-Labs-Diffusion); canvases of drawn tokens (DiffusionGemma). And how a request whose rows a decoder plans lies
+behind its stored prefix.
 
 The next token follows from the last one's causal row; a masked position's token from a row without order. All three
 methods work on one cache, so a request may change from drafts to single tokens at any forward.
@@ -17,7 +18,7 @@ CausalMethod = Literal["ar", "linear_spec", "dlm"]
 class PlannedRows:
     """How a request whose decoder plans its rows on the host lies in the cache, behind a stored prefix.
 
-    longest   positions of the longest row that the decoder plans
+    longest   positions that the rows of one forward reach behind what is stored, at most
     overhang  positions past the answer's end that its rows may reach
     seeds     known tokens that are left to the decoder's first row, because it needs the logits behind them
     store     positions of the rows that store a prefix: rows without order inside, the whole prompt as the first one;
@@ -95,6 +96,47 @@ class Causal:
         if self.context == "full":
             return PlannedRows(longest=length, store=length)
         return PlannedRows(longest=length, overhang=length - 1 if self.method == "linear_spec" else 0, seeds=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renoise:
+    """DiffusionGemma: canvases of drawn tokens, which each forward draws anew as far as a bound on entropy allows,
+    behind a prefix that causal rows store. A canvas has the model's block size. Raises `ValueError` naming the
+    field."""
+
+    steps: Annotated[int, Option("The most forwards of a canvas.", at_least=1, at_most=MOST)] = 48
+    entropy_bound: Annotated[
+        float,
+        Option(
+            "Drawn tokens are kept, the lowest entropies first, while the entropies before sum to at most this, in "
+            "nats; all other positions are drawn anew.",
+            at_least=0,
+        ),
+    ] = 0.1
+    t_max: Annotated[float, Option("The temperature of a canvas's first forward.", above=0)] = 0.8
+    t_min: Annotated[
+        float, Option("The one that it falls towards; it would be that of a forward after the last.", above=0)
+    ] = 0.4
+    stability: Annotated[
+        int,
+        Option(
+            "A canvas may end once its likeliest tokens are those of so many forwards before.",
+            at_least=0,
+            at_most=MOST,
+        ),
+    ] = 1
+    tau_entropy: Annotated[
+        float, Option("And if the mean entropy of its positions is below this, in nats.", at_least=0)
+    ] = 0.005
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.t_min > self.t_max:
+            raise ValueError(f"renoise.t_min={self.t_min} exceeds renoise.t_max={self.t_max}")
+
+    def rows(self, block_size: int) -> PlannedRows:
+        """How its requests lie in the cache: a finished canvas is stored by the first forward of the next one."""
+        return PlannedRows(longest=2 * block_size, overhang=block_size - 1)
 
 
 HAS_EFFECT: dict[str, tuple[CausalMethod, ...]] = {

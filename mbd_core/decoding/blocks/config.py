@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from mbd_core.decoding.blocks.canvas_config import Canvas
-from mbd_core.decoding.blocks.causal_config import Causal, PlannedRows
+from mbd_core.decoding.blocks.causal_config import Causal, PlannedRows, Renoise
 from mbd_core.options import MOST, Option, check, read
 
 Fallback = Literal["confidence", "leftmost", "margin", "neg_entropy"]
@@ -229,6 +229,13 @@ class DecodingConfig:
             "`block_size`, `adaptive` and `prefix_cache` must be left out."
         ),
     ] = None
+    renoise: Annotated[
+        Renoise | None,
+        Option(
+            "Decode canvases of drawn tokens with a model that has no mask (DiffusionGemma); then all fields except "
+            "`block_size`, `adaptive` and `prefix_cache` must be left out."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -262,6 +269,10 @@ class DecodingConfig:
             for f in fields(self):
                 if f.name not in CAUSAL_FIELDS and getattr(self, f.name) != f.default:
                     raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with causal; leave it out")
+        if self.renoise is not None:
+            for f in fields(self):
+                if f.name not in RENOISE_FIELDS and getattr(self, f.name) != f.default:
+                    raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with renoise; leave it out")
         if self.soft and (self.tokens_per_step > 1 or self.fallback != "confidence"):
             raise ValueError("soft accepts from the left, at least one token; leave out tokens_per_step and fallback")
         if self.prefix_cache and self.prompt_attention == "full":
@@ -320,12 +331,14 @@ class DecodingConfig:
     @property
     def planned(self) -> PlannedRows | None:
         """How its requests lie in the cache, if a decoder plans their rows behind a stored prefix."""
-        return None if self.causal is None else self.causal.rows(self.block_size)
+        part = self.renoise or self.causal
+        return None if part is None else part.rows(self.block_size)
 
 
 EDIT_FIELDS = ("block_size", "tau_m2t", "prefix_cache", "edit")
 CANVAS_FIELDS = ("block_size", "prefix_cache", "canvas")
 CAUSAL_FIELDS = ("block_size", "adaptive", "prefix_cache", "causal")
+RENOISE_FIELDS = ("block_size", "adaptive", "prefix_cache", "renoise")
 REPLACED_BY_ENTROPY = ("tau_m2t", "tokens_per_step", "fallback")
 
 
@@ -338,9 +351,9 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
     """A request's config: `overrides`, its own fields, replace those in `defaults` (`generation_config.json`).
 
     Other keys in `defaults` are ignored, because Hugging Face keeps many settings there. If one of the two names
-    `canvas`, `causal` or `edit` and the other decodes otherwise, the method of `overrides` counts; so it does between
-    `entropy` and the fields that it replaces. Raises `ValueError` for an unknown key in `overrides`, and for a
-    `block_size` in either that is not the model's.
+    `canvas`, `causal`, `renoise` or `edit` and the other decodes otherwise, the method of `overrides` counts; so it
+    does between `entropy` and the fields that it replaces. Raises `ValueError` for an unknown key in `overrides`, and
+    for a `block_size` in either that is not the model's.
     """
     names = [f.name for f in fields(DecodingConfig)]
     unknown = sorted(set(overrides) - set(names))
@@ -362,6 +375,10 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
         values = {k: v for k, v in values.items() if k in CAUSAL_FIELDS}
     elif set(overrides) - set(CAUSAL_FIELDS):
         values.pop("causal", None)
+    if overrides.get("renoise") is not None:
+        values = {k: v for k, v in values.items() if k in RENOISE_FIELDS}
+    elif set(overrides) - set(RENOISE_FIELDS):
+        values.pop("renoise", None)
     if overrides.get("entropy") is not None:
         values = {k: v for k, v in values.items() if k not in REPLACED_BY_ENTROPY}
     elif set(overrides) & set(REPLACED_BY_ENTROPY):

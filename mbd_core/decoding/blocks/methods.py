@@ -36,6 +36,8 @@ METHODS: dict[str, Fields] = {
     "linear-spec": {"causal": {}},
     "linear-spec-0.7": {"causal": {"tau": 0.7}},
     "dlm": {"causal": {"method": "dlm", "tau": 0.9}},
+    # models without a mask
+    "renoise": {"renoise": {}},
     # full-attention models, block by block
     "d2f": {"buffer_size": 8, "tau_add": 0.1, "tau_semi": 0.95, "tau_m2t": 0.9, "prompt_attention": "full"},
     "d2f-cache-only": {"buffer_size": 1, "tau_m2t": 0.9, "prompt_attention": "full"},

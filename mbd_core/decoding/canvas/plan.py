@@ -1,9 +1,9 @@
 """The interface between decoders that plan their rows on the host and engines: the forward that a decoder plans, its
 update; and the lanes of a canvas."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -67,6 +67,8 @@ class Query:
     logits_at  (A,) absolute positions in [start, stop) whose logits are returned. If the logits of position p - 1
                predict p (Dream), a decoder that fills p lists p - 1
     drafts     the row is of the request's draft adapter, if it has one
+    denoises   its tokens are drawn ones that the model denoises (`models/gemma.py`), conditioned on the embeddings
+               `expected` (Q, D), on the device; `None`: on nothing
     """
 
     lane: int
@@ -77,6 +79,8 @@ class Query:
     num_keys: int | None = None
     causal: bool = False
     drafts: bool = False
+    denoises: bool = False
+    expected: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,20 @@ class PlannedDecoder(Protocol):
     def open_logits(self, logits: list[Tensor]) -> OpenLogits: ...
 
     def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate: ...
+
+
+@runtime_checkable
+class ReadingDecoder(PlannedDecoder, Protocol):
+    """A decoder that reads its forward's logits on the device, in pieces, because the whole of them is large: `read`
+    instead of `open_logits`, and on the host `take` of what was read instead of `accept`.
+
+    `logits_of` gives the logits of a range of the positions asked for, `expect` the mean embeddings (P, D) under
+    probabilities (P, V).
+    """
+
+    def read(self, logits_of: Callable[[slice], Tensor], expect: Callable[[Tensor], Tensor]) -> Any: ...
+
+    def take(self, reading: Any) -> CanvasUpdate: ...
 
 
 # A lane: one copy of a canvas, with keys and values of its own. Guidance has two, BlockBatch one for each branch.

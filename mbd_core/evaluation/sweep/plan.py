@@ -356,10 +356,11 @@ def _model_variants(
         is_full = variant.decoding.canvas is not None or variant.decoding.prompt_attention == "full"
         if is_full and folder.config.attention != "full":
             raise ValueError(f"method '{variant.method}' needs a full-attention model; '{name}' attends in blocks")
-        if (variant.decoding.causal is not None) != (folder.config.attention == "causal"):
+        has_rows, is_causal = variant.decoding.planned is not None, folder.config.attention == "causal"
+        if has_rows != is_causal or (is_causal and (variant.decoding.causal is not None) != folder.config.has_mask):
             raise ValueError(
                 f"method '{variant.method}' does not fit '{name}': a model that stores its keys by causal rows, and "
-                "only such a model, decodes with `causal` (ar, linear-spec, dlm)"
+                "only such a model, decodes with `causal` (ar, linear-spec, dlm), or with `renoise` if it has no mask"
             )
     return variants
 

@@ -23,6 +23,7 @@ GEMMA = ModelConfig(
     mask_token_id=NO_MASK,
     eos_token_ids=(1,),
     block_size=8,
+    attention="causal",
     moe=MoEConfig(num_experts=4, experts_per_token=2, intermediate_size=8, score="softmax", norm_topk_prob=True),
     gemma=GemmaLayers(
         window=6,

@@ -1,0 +1,39 @@
+"""The arms of the study of reinforcement learning on ledger-mini, as recipes; research/README.md states its claims.
+
+    mbd rl --recipe research/rl/arms.py:A --seed 1 --storage out/rl --run-name A-1
+
+All arms begin with the shipped `ledger-mbd`, decode at four slots, and are given the same problems. Each differs from
+A in what its claim is about, and in nothing else.
+"""
+
+from dataclasses import replace
+
+from mbd_core.multitf.recipes.shipped import LEDGER_MBD
+from mbd_core.multitf.step.objective import PolicyObjective
+from mbd_core.rl.groups import GroupConfig
+from mbd_core.rl.recipes import LEDGER_RL
+from mbd_core.rl.rewards import CORRECT, RewardConfig
+
+A = replace(LEDGER_RL, name="rl-A")
+"""Exact replay, correctness and TPF: LightningRL's reward, groups and objective in the states of the engine."""
+
+B = replace(A, name="rl-B", rewards=RewardConfig(rewards={CORRECT: 1.0}))
+"""Correctness alone."""
+
+C = replace(A, name="rl-C", states="all-masked")
+"""LightningRL's released learner: each block in one forward, all its tokens masked."""
+
+SFT_UPDATES = 295
+"""Of `ledger-mbd`'s recipe, 6,640 tokens an update: as many learner tokens as A's 30 iterations of 64 answers, 1,022
+each (`python -m benchmarks replay`)."""
+D = replace(LEDGER_MBD, name="rl-D", base="ledger-mbd", train=replace(LEDGER_MBD.train, steps=SFT_UPDATES, warmup=30))
+"""MultiTF on right solutions for as many learner tokens: a recipe of `mbd train`."""
+
+E = replace(A, name="rl-E", groups=GroupConfig(advantages="correct"), objective=PolicyObjective())
+"""The likelihood of correct rollouts alone, each with the advantage 1."""
+
+F = replace(A, name="rl-F", groups=replace(A.groups, advantages="shuffled"))
+"""A's advantages, shuffled within each group: a control that must teach nothing."""
+
+G = replace(A, name="rl-G", states="block-local")
+"""TraceRL's states, which are not the engine's at four slots."""

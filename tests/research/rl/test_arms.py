@@ -1,0 +1,42 @@
+"""The arms of the study of reinforcement learning: each is a recipe, and differs from A in its subject alone."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from mbd_core.engine.config import EngineConfig
+from mbd_core.multitf.recipes.choice import recipe_in_file
+from mbd_core.multitf.recipes.recipe import TrainingRecipe
+from mbd_core.rl.config import RLRecipe
+from mbd_core.rl.rollouts import RolloutPlan
+from research.rl.arms import A
+
+ARMS = Path(__file__).resolve().parents[3] / "research" / "rl" / "arms.py"
+SUBJECTS = {
+    "A": set(),
+    "B": {"rewards"},
+    "C": {"states"},
+    "E": {"groups", "objective"},
+    "F": {"groups"},
+    "G": {"states"},
+}
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_an_arm_differs_from_a_in_its_subject_alone(name: str) -> None:
+    arm = recipe_in_file(f"{ARMS}:{name}", RLRecipe)
+    differing = {f.name for f in fields(arm) if repr(getattr(arm, f.name)) != repr(getattr(A, f.name))}
+    assert differing == SUBJECTS[name] | ({"name"} if name != "A" else set())
+    assert arm.name == f"rl-{name}" and arm.model == "ledger-mbd"
+
+
+def test_all_arms_are_asked_the_same() -> None:
+    plans = [RolloutPlan.of(recipe_in_file(f"{ARMS}:{name}", RLRecipe), EngineConfig()) for name in SUBJECTS]
+    asked = [[table.to_pylist() for _, table in plan.parts(3)] for plan in plans]
+    assert all(rows == asked[0] for rows in asked[1:])
+
+
+def test_the_arm_of_right_solutions_goes_on_from_the_same_model() -> None:
+    arm = recipe_in_file(f"{ARMS}:D", TrainingRecipe)
+    assert arm.base == A.model and arm.states.block_size == 16
