@@ -27,10 +27,11 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig, matrix_flops, pair_flops
 from mbd_core.models.shapes import SHAPES
 from mbd_core.ops.attention import cpu
+from mbd_core.ops.machine import measure_flops
 from mbd_core.serving.tokens.prefix_affinity import leading_pages
 
 CHUNK = EngineConfig().max_prefill_tokens
-FLOP_SIZE = 1024
+FLOP_SIZE, SUM_SIZE = 1024, 2**25
 DECODE_STEPS = 4
 WITHOUT_LIMIT = 1e9
 
@@ -44,8 +45,6 @@ STORING = {
     "over_block": "one block / storing|.2f",
     "over_plain": "plain loop / storing|.2f",
     "first_seconds": "first tokens after (s)|.1f",
-    "decode_over_floor": "decode step / floor|.2f",
-    "decode_over_tiles": "its forward without tiles|.2f",
     "peak_mb": "peak memory (MB)|.0f",
     "kv_mb": "of it keys (MB)|.0f",
 }
@@ -100,10 +99,12 @@ def timed(run: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype, clock: Callable[[], float]) -> Machine:
-    """Bytes a second, and operations a second of a large matrix product by `clock`."""
-    a = torch.randn(FLOP_SIZE, FLOP_SIZE, dtype=dtype, device=device)
-    best = min(timed(lambda: a @ a, clock) for _ in range(8))
-    return Machine(bandwidth=measure_bandwidth(device), flops=2 * FLOP_SIZE**3 / best)
+    """Bytes a second of a sum, and operations a second of a large matrix product, both by `clock`."""
+    a, b = torch.randn(FLOP_SIZE, FLOP_SIZE, dtype=dtype, device=device), torch.ones(SUM_SIZE, device=device)
+    if device.type == "cuda":
+        return Machine(bandwidth=measure_bandwidth(device), flops=measure_flops(device, dtype))
+    product, total = (min(timed(run, clock) for _ in range(8)) for run in (lambda: a @ a, b.sum))
+    return Machine(bandwidth=b.nbytes / total, flops=2 * FLOP_SIZE**3 / product)
 
 
 def storing_cost(config: ModelConfig, start: int, stop: int, *, dtype_bytes: float) -> StepCost:
@@ -153,7 +154,7 @@ def long_request(config: ModelConfig, length: int, *, max_tokens: int, name: str
 
 
 def storing_row(model: Decoder, length: int, *, one_block: bool, plain: bool) -> dict[str, Any]:
-    """One prompt of `length` tokens, stored and decoded behind; `one_block`, `plain`: beside these ways, too."""
+    """One prompt of `length` tokens, stored; `one_block`, `plain`: beside these ways, too."""
     config, weight = model.config, model.lm_head.weight
     clock, size = seconds_clock(weight.device), config.block_size
     machine = measure_machine(weight.device, weight.dtype, clock)
@@ -175,19 +176,8 @@ def storing_row(model: Decoder, length: int, *, one_block: bool, plain: bool) ->
     while not any(output.new_tokens for output in engine.step()):
         pass
     first_seconds = storing + clock() - begin
-    decode = statistics.median(timed(engine.step, clock) for _ in range(DECODE_STEPS))
-    asked = engine.runner.last_batch
-    assert asked is not None
     again = measure_machine(weight.device, weight.dtype, clock)
     machine = replace(machine, flops=max(machine.flops, again.flops))
-    cost = step_cost(
-        config,
-        rows=1,
-        buffer_size=2,
-        prefix=length,
-        dtype_bytes=weight.dtype.itemsize,
-        logit_tokens=asked.num_logits,
-    )
     floor = storing_floor(config, length, machine, chunk=CHUNK, dtype_bytes=weight.dtype.itemsize)
     row = {
         "length": length,
@@ -197,8 +187,6 @@ def storing_row(model: Decoder, length: int, *, one_block: bool, plain: bool) ->
         "over_bare": storing / bare,
         "over_floor": storing / floor,
         "first_seconds": first_seconds,
-        "decode_over_floor": decode / floor_seconds(cost, machine),
-        "decode_over_tiles": without_tiles_ratio(engine, clock),
         "peak_mb": peak_bytes(weight.device) / 1e6,
         "kv_mb": 2 * config.num_layers * config.num_kv_heads * config.head_dim * weight.dtype.itemsize * length / 1e6,
         "machine_flops": machine.flops,
@@ -281,7 +269,7 @@ def decoding_row(model: Decoder, length: int) -> dict[str, Any]:
         num_logits = batch.num_logits
         forwards.append(timed(lambda batch=batch: engine.runner.forward(batch), clock))  # type: ignore[misc]
     again = measure_machine(weight.device, weight.dtype, clock)
-    machine = replace(machine, flops=max(machine.flops, again.flops))
+    machine = Machine(bandwidth=max(machine.bandwidth, again.bandwidth), flops=max(machine.flops, again.flops))
     cost = step_cost(
         config, rows=1, buffer_size=2, prefix=length, dtype_bytes=weight.dtype.itemsize, logit_tokens=num_logits
     )
