@@ -106,6 +106,9 @@ class EngineExporter:
         self._queries = Total("prefix_cache_queries", "prompt tokens that were looked up in the prefix cache")
         self._hits = Total("prefix_cache_hits", "prompt tokens that the prefix cache held")
         self._preemptions = Total("num_preemptions", "requests that lost their pages for a while")
+        self._host_pages = Level("host_cache_pages", "pages that lie in the host's memory")
+        self._pages_to_host = Total("pages_to_host", "pages that were copied to the host's memory")
+        self._pages_from_host = Total("pages_from_host", "pages that were copied back from the host's memory")
         self._step_limit = Level(
             "step_limit_seconds", "what a step in which requests decode may take with its prompts"
         )
@@ -142,6 +145,9 @@ class EngineExporter:
         self._queries.export(now.prefix_queries, **tags)
         self._hits.export(now.prefix_hits, **tags)
         self._preemptions.export(now.preemptions, **tags)
+        self._host_pages.export(now.host_pages, **tags)
+        self._pages_to_host.export(now.pages_to_host, **tags)
+        self._pages_from_host.export(now.pages_from_host, **tags)
         self._step_limit.export(now.step_limit, **tags)
         self._token_seconds.export(now.token_seconds, **tags)
         for kind, number in counts.forwards.items():

@@ -119,17 +119,20 @@ class Agreement:
 
     def run(
         self, rates: Sequence[float], *, seed: int = 0, tick: Callable[[], object] = lambda: None
-    ) -> tuple[StepModel, list[dict[str, Any]]]:
-        """The fitted step model, and a row for each rate. Rates are sessions a second of the processor."""
+    ) -> list[dict[str, Any]]:
+        """A row for each rate, in sessions a second of the clock.
+
+        A load for the fit runs before each compared one and after the last. The two beside a compared run give its
+        step model, since a shared machine is not always as fast.
+        """
         model = self.model()
-        halves = [self._for_fit(model, SEED_OF_FIT)]
-        runs = {}
-        for rate in rates:
-            runs[rate], _ = self._measure(model, replace(self.traffic, rate=rate), seed=seed, tick=tick)
-        halves.append(self._for_fit(model, SEED_OF_FIT + 1))
-        steps = self._fit(halves)
+        loads, runs = [self._for_fit(model, SEED_OF_FIT)], []
+        for number, rate in enumerate(rates):
+            runs.append(self._measure(model, replace(self.traffic, rate=rate), seed=seed, tick=tick)[0])
+            loads.append(self._for_fit(model, SEED_OF_FIT + 1 + number))
         rows = []
-        for rate, measured in runs.items():
+        for number, (rate, measured) in enumerate(zip(rates, runs, strict=True)):
+            steps = self._fit(loads[number : number + 2])
             engine = SimulatedEngine(
                 weightless(self.config, torch.float32),
                 self.engine,
@@ -138,8 +141,9 @@ class Agreement:
             )
             traffic = replace(self.traffic, rate=rate)
             predicted = serve([Simulated(engine)], traffic, self.decoding, seed=seed)
-            rows.append({"rate": rate, **_beside(measured, predicted)})
-        return steps, rows
+            fitted = {"fixed": steps.fixed, "flops": steps.flops / 1e9, "score_flops": steps.score_flops / 1e9}
+            rows.append({"rate": rate, **_beside(measured, predicted), **fitted})
+        return rows
 
     def model(self) -> Decoder:
         """The model with random weights, on which an engine has run: caches and allocators are warm."""

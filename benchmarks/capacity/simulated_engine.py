@@ -34,15 +34,25 @@ def weightless(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Deco
 class SimulatedEngine(Engine):
     """An engine whose forwards only count. Its clock moves by their seconds: its pacer sees no other time.
 
+    page_seconds  of one page's copy to the host's memory, or back: steps wait for them
     seconds  of the steps that were collected so far; `bounds` their seconds by the term that took most of each
     log      what each step's forwards carried, where it is kept
     """
 
     def __init__(
-        self, model: Decoder, config: EngineConfig, *, steps: StepModel, rate: Rate, seed: int = 0, keeps: bool = False
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        *,
+        steps: StepModel,
+        rate: Rate,
+        page_seconds: float = 0.0,
+        seed: int = 0,
+        keeps: bool = False,
     ) -> None:
         super().__init__(model, replace(config, graphs=False), clock=lambda: self.seconds)
         self._steps, self._rate, self._rng = steps, rate, random.Random(seed)
+        self._page_seconds, self._num_copies = page_seconds, 0
         self._rows: dict[str, CountedRow] = {}
         self._unread_seconds: dict[int, float] = {}
         self.seconds, self.bounds, self.num_steps = 0.0, dict[Bound, float](), 0
@@ -63,12 +73,20 @@ class SimulatedEngine(Engine):
         elif self.static_shapes:
             forwards = [replace(work, launched=True) for work in forwards]
         step = self._steps.step(forwards)
-        self._unread_seconds[plan.number] = step.seconds
+        self._unread_seconds[plan.number] = step.seconds + self._copy_seconds()
         self.bounds[step.bound] = self.bounds.get(step.bound, 0.0) + step.seconds
         self.num_steps += 1
         if self.log is not None:
             self.log.append(forwards)
         return LaunchedStep(plan=plan, report=report)
+
+    def _copy_seconds(self) -> float:
+        """Of the pages that went to the host's memory and came back since the last step."""
+        host = self.scheduler.pool.host
+        if host is None:
+            return 0.0
+        before, self._num_copies = self._num_copies, host.num_kept + host.num_restored
+        return (self._num_copies - before) * self._page_seconds
 
     def collect(self, step: LaunchedStep) -> list[StepOutput]:
         self.seconds += self._unread_seconds.pop(step.plan.number)

@@ -10,6 +10,7 @@ from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
 from mbd_core.engine.admission import Admission
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.graphs import StepGraphs, graphs_obstacle
+from mbd_core.engine.host_pages import HostPages
 from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.pages import PagedKVCache, PagePool
 from mbd_core.engine.rows import PlannedRuns
@@ -180,7 +181,7 @@ def build_parts(
     if config.overlap and not static_shapes:
         raise ValueError("overlap=True cannot be honoured without static_shapes=True: static steps only have it")
     obstacle = graphs_obstacle(config, runner.attention, weights.device, static_shapes=static_shapes)
-    pool = PagePool(num_pages)
+    pool = PagePool(num_pages, _host_pages(runner.cache, config, bytes_per_page(c, page_size, weights.dtype)))
     adapters = ResidentAdapters(c, model.shard, runner.adapters)
     return EngineParts(
         block_size=block_size,
@@ -220,6 +221,18 @@ def build_parts(
         adapters=adapters,
         pacer=Pacer(c, max_step_seconds=config.max_step_seconds),
     )
+
+
+def _host_pages(cache: PagedKVCache, config: EngineConfig, page_bytes: int) -> HostPages | None:
+    """Pages in the host's memory, where some is given; `ValueError` for less than a page, or more than is free."""
+    if not config.host_kv_bytes:
+        return None
+    if config.host_kv_bytes < page_bytes:
+        raise ValueError(f"host_kv_bytes={config.host_kv_bytes} holds no page, which takes {page_bytes:,} bytes")
+    free = free_host_memory()
+    if config.host_kv_bytes > free and cache.k.device.type != "meta":
+        raise ValueError(f"host_kv_bytes={config.host_kv_bytes} exceeds the {free:,} bytes of free host memory")
+    return HostPages(cache.layers, num_pages=config.host_kv_bytes // page_bytes)
 
 
 def fitting_pages(model: Decoder, config: EngineConfig) -> int:

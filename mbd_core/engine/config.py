@@ -82,6 +82,14 @@ class EngineConfig:
     prefix_caching: Annotated[
         bool, Option("Keep stored blocks, of prompts and generated, for requests that begin alike.", ENGINE)
     ] = True
+    host_kv_bytes: Annotated[
+        int,
+        Option(
+            "Bytes of the host's memory, each rank's, for cached pages that a device has no room for (0: none).",
+            ENGINE,
+            at_least=0,
+        ),
+    ] = 0
     static_shapes: Annotated[
         bool | None,
         Option(
@@ -131,6 +139,12 @@ class EngineConfig:
             raise ValueError(
                 f"block_budget={self.block_budget} cannot be honoured with batch_invariant=True: under a budget a "
                 "request's tokens depend on how many others run"
+            )
+
+        if self.host_kv_bytes and not self.prefix_caching:
+            raise ValueError(
+                f"host_kv_bytes={self.host_kv_bytes} cannot be honoured with prefix_caching=False: only pages that "
+                "others may find again are kept"
             )
 
     @property

@@ -86,6 +86,8 @@ class EngineMeasures:
     active_slots     slots whose block was decoded in the last forward, over all running sequences
     dummy_slots      their slots without a block
     prefix_queries   prompt tokens that were looked up in the prefix cache, `prefix_hits` those that it held
+    pages_to_host    pages that were copied to the host's memory so far; `pages_from_host` those that came back, and
+                     `host_pages` those that lie there now
     step_limit       seconds that a step in which somebody decodes may take with its part of prompts
     token_seconds    what a prompt token has cost at the beginning of its prompt; 0 before chunks were measured
     replayed_steps   static steps that ran as CUDA graphs; `eager_steps` static steps without one
@@ -100,6 +102,9 @@ class EngineMeasures:
     prefix_queries: int
     prefix_hits: int
     preemptions: int
+    host_pages: int
+    pages_to_host: int
+    pages_from_host: int
     step_limit: float
     token_seconds: float
     replayed_steps: int
@@ -129,6 +134,9 @@ def measure(
         prefix_queries=pool.lookups,
         prefix_hits=pool.hits,
         preemptions=scheduler.num_preemptions,
+        host_pages=0 if pool.host is None else len(pool.host),
+        pages_to_host=0 if pool.host is None else pool.host.num_kept,
+        pages_from_host=0 if pool.host is None else pool.host.num_restored,
         step_limit=pacer.limit,
         token_seconds=pacer.token_seconds,
         replayed_steps=graph_report["steps_replayed"],

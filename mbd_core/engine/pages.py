@@ -11,11 +11,15 @@ so that its content can be found until the memory is needed.
        |  --share-->
        '--alloc (least recently used first)--> owned
 
+With pages in the host's memory (`host_pages.py`) what `alloc` takes from the cached ones is copied there first, and
+`lookup` copies it back into free or cached pages.
+
 A chain of hashes names content: the hash of a page covers its tokens, the hash of the page before it, and at the root
 the namespace (a model, the version of its weights, an adapter). Block-causality makes the keys of a page a function of
 exactly that. Page 0 is the null page: it has no owner, and writes that must have no effect go there.
 """
 
+import itertools
 import math
 from array import array
 from collections import OrderedDict
@@ -25,6 +29,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from mbd_core.engine.host_pages import HostPages
 from mbd_core.models.model_config import ModelConfig
 
 # Which sequence owns which page of KV memory, and which pages hold a prefix that others may share.
@@ -51,14 +56,16 @@ def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 class PagePool:
     """Hands out page numbers, takes them back, and finds published ones; knows no tensors and no sequences.
 
+    `host`, if there is one, keeps what is evicted.
+
     `lookups` counts the prefix tokens that were looked up when requests were first admitted, `hits` those of them that
     were found. The scheduler counts them, because only it knows which lookups led to an admission.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, host: HostPages | None = None) -> None:
         if num_pages < 2:
             raise ValueError(f"num_pages={num_pages}: a pool needs the null page and at least one more")
-        self.num_pages = num_pages
+        self.num_pages, self.host = num_pages, host
         self.lookups = 0
         self.hits = 0
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))
@@ -89,13 +96,21 @@ class PagePool:
         """
         if count > self.num_free:
             return None
+        if self.host is not None and count > len(self._free):
+            evicted = itertools.islice(self._cached, count - len(self._free))
+            self.host.keep({page: self._hash_of[page] for page in evicted})
         pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for page in pages:
             self._num_owners[page] = 1
         return pages
 
     def lookup(self, chain: Sequence[bytes]) -> list[int]:
-        """The published pages of the longest known start of `chain`; what is cached of them counts as just used."""
+        """The published pages of the longest known start of `chain`; what is cached of them counts as just used.
+
+        Those that the host has are copied back, as far as there are pages that nobody owns.
+        """
+        if self.host is not None:
+            self._bring_back(chain, self.host)
         pages = []
         for digest in chain:
             page = self._page_of.get(digest)
@@ -105,6 +120,25 @@ class PagePool:
         for page in reversed(pages):
             self._touch(page)
         return pages
+
+    def _bring_back(self, chain: Sequence[bytes], host: HostPages) -> None:
+        """Copy back what is not on the device of the longest start of `chain` that is on the device or on the host."""
+        known = list(itertools.takewhile(lambda digest: digest in self._page_of or digest in host, chain))
+        missing = [digest for digest in known if digest not in self._page_of]
+        if not missing:
+            return
+        held_pages = [self._page_of[digest] for digest in known if digest in self._page_of]
+        self.share(held_pages)  # so that they are not evicted for those that come back
+        host.touch(missing)
+        pages = self.alloc(min(len(missing), self.num_free)) or []
+        # what was evicted for them may have taken the place of the last of them
+        found = list(itertools.takewhile(host.__contains__, missing))[: len(pages)]
+        contents = dict(zip(pages, found, strict=False))
+        host.restore(contents)
+        for page, digest in contents.items():
+            self.publish(page, digest)
+        self.release(pages)
+        self.release(held_pages)
 
     def share(self, pages: Sequence[int]) -> None:
         """Add an owner to published pages, so that they are not evicted."""
@@ -149,6 +183,8 @@ class PagePool:
         self._cached.clear()
         self._hash_of.clear()
         self._page_of.clear()
+        if self.host is not None:
+            self.host.forget()
 
     def _touch(self, page: int) -> None:
         if page in self._cached:
@@ -188,6 +224,8 @@ class PagePool:
             assert is_published or page not in self._cached, f"page {page} is cached but not published"
             assert count or page in self._cached or not is_published, f"page {page} is free but published"
         assert {p: d for d, p in self._page_of.items()} == self._hash_of, "hashes and pages do not name each other"
+        if self.host is not None:
+            self.host.check_integrity()
 
 
 # The KV memory itself: keys and values of all layers in pages of a fixed number of tokens.

@@ -8,6 +8,7 @@ import pytest
 from gemma_models import GEMMA, gemma
 from small_engines import gist, run_with_preemption
 from thread_ranks import ThreadRanks
+from torch import Tensor
 
 from benchmarks.plain_loops import run_renoise
 from mbd_core.checkpoint.loading import load_model
@@ -17,6 +18,7 @@ from mbd_core.decoding.blocks.causal_config import Causal, Renoise
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.causal import renoise
 from mbd_core.decoding.grammar.grammar import Grammar
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
@@ -92,6 +94,22 @@ def test_a_batch_changes_no_bit(model: Decoder, alone: list[Output], changes: di
     assert served.scheduler.pool.num_free == served.scheduler.pool.capacity
 
 
+def test_the_engine_holds_no_more_logits_than_a_piece(
+    model: Decoder, alone: list[Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renoise, "PIECE_BYTES", 3 * 4 * renoise.COPIES * GEMMA.vocab_size)
+    served, sizes = engine(model), []
+    logits = served.runner.logits
+
+    def counted(hidden: Tensor, **settings: Any) -> Tensor:
+        sizes.append(len(hidden))
+        return logits(hidden, **settings)
+
+    monkeypatch.setattr(served.runner, "logits", counted)
+    assert [o.tokens for o in served.generate(REQUESTS[:3])] == [o.tokens for o in alone[:3]]
+    assert set(sizes) == {3, L % 3}
+
+
 def test_packed_rows_that_share_products_give_the_same_tokens(model: Decoder, alone: list[Output]) -> None:
     outputs = engine(model, batch_invariant=False, max_prefill_tokens=20).generate(REQUESTS)
     assert [o.tokens for o in outputs] == [o.tokens for o in alone]
@@ -102,6 +120,13 @@ def test_a_preempted_canvas_comes_out_the_same(model: Decoder, alone: list[Outpu
     outputs = run_with_preemption(served, REQUESTS, random.Random(0))
     assert [gist(o)[:3] for o in outputs] == [gist(o)[:3] for o in alone]
     served.check_integrity()
+
+
+def test_the_last_canvas_may_reach_past_the_last_position(model: Decoder) -> None:
+    """An answer that ends at the model's last position; its canvas is decoded whole."""
+    r = request(4, prompt=tuple(i % 46 + 2 for i in range(251)), max_tokens=5, ignore_eos=True)
+    output = engine(model).generate([r])[0]
+    assert len(output.tokens) == 5 and list(output.tokens) == run_renoise(model, r).tokens
 
 
 def test_stored_prefixes_are_reused_and_change_nothing(model: Decoder) -> None:

@@ -5,12 +5,15 @@ import random
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import pytest
+import torch
 
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine import scheduler as scheduler_module
+from mbd_core.engine.host_pages import HostPages
 from mbd_core.engine.pacing import Pace
 from mbd_core.engine.pages import NULL_PAGE, PagePool
 from mbd_core.engine.scheduler import PrefillChunk, Scheduler
@@ -39,7 +42,34 @@ def generated(r: Request, position: int) -> int:
     return 2 + (sum(r.prompt) + position * position) % 3 if (len(r.prompt) + position) % 61 else EOS
 
 
-MEMORY: WeakKeyDictionary[PagePool, dict[tuple[int, int], object]] = WeakKeyDictionary()
+MEMORY: WeakKeyDictionary[PagePool, "dict[tuple[int, int], object] | HostedCells"] = WeakKeyDictionary()
+
+
+class HostedCells:
+    """The fake engine's memory in a tensor that host pages can copy: each cell is the number of what it holds."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._numbers = np.zeros((num_pages, PAGE), dtype=np.int64)
+        self._contents: list[object] = [None]
+        self._number_of: dict[object, int] = {}
+        self.layers = [(torch.from_numpy(self._numbers), torch.zeros((num_pages, PAGE), dtype=torch.int64))]
+
+    def __setitem__(self, cell: tuple[int, int], content: object) -> None:
+        number = self._number_of.setdefault(content, len(self._contents))
+        if number == len(self._contents):
+            self._contents.append(content)
+        self._numbers[cell] = number
+
+    def __getitem__(self, cell: tuple[int, int]) -> object:
+        return self._contents[self._numbers[cell]]
+
+
+def hosted_pool(pages: int, host_pages: int) -> PagePool:
+    """A pool with pages in the host's memory, whose fake engine writes into tensors."""
+    cells = HostedCells(pages + 1)
+    pool = PagePool(pages + 1, HostPages(cells.layers, num_pages=host_pages) if host_pages else None)
+    MEMORY[pool] = cells
+    return pool
 
 
 class FakeEngine:
@@ -173,10 +203,11 @@ class FakeEngine:
         self.scheduler.release(s)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_ten_thousand_operations_lose_nothing_and_everybody_finishes(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "host_pages"), [(0, 0), (1, 0), (0, 3), (1, 40)])
+def test_ten_thousand_operations_lose_nothing_and_everybody_finishes(seed: int, host_pages: int) -> None:
+    """With pages in the host's memory too, fewer and more than the device has."""
     rng = random.Random(seed)
-    s = scheduler(pages=16, max_rows=6)
+    s = scheduler(pool=hosted_pool(16, host_pages), max_rows=6)
     engine, known, number = FakeEngine(s, seed), set(), 0
     conversation: tuple[int, ...] = (5, 6, 7)
     for _ in range(10_000):
@@ -203,7 +234,8 @@ def test_ten_thousand_operations_lose_nothing_and_everybody_finishes(seed: int) 
         elif s.running or s.waiting:
             engine.step()
         s.check_integrity()
-    assert engine.num_preemptions > 300 and s.pool.hits > 5000 and number > 1000
+    assert engine.num_preemptions > 250 and s.pool.hits > 5000 and number > 1000
+    assert s.pool.host is None or s.pool.host.num_restored > 200
     for _ in range(600):
         if s.running or s.waiting:
             engine.step()

@@ -54,10 +54,12 @@ def test_an_engine_is_exported(told: Series) -> None:
 
     counts.forwards["decode"] += 7
     counts.block_lifetimes.extend([4, 9])
-    now[0] = measures(counts, preemptions=2, kv_usage=0.5)
+    now[0] = measures(counts, preemptions=2, kv_usage=0.5, host_pages=3, pages_to_host=5, pages_from_host=4)
     exporter.export()
     exporter.export()
     assert told["mbd_num_preemptions", "tiny"] == [0, 2]
+    assert told["mbd_host_cache_pages", "tiny"] == [0, 3, 3]
+    assert told["mbd_pages_to_host", "tiny"] == [0, 5] and told["mbd_pages_from_host", "tiny"] == [0, 4]
     assert told["mbd_forward_passes", "tiny", "decode"] == [0, 7]
     assert told["mbd_forward_passes", "tiny", "store"] == [0]
     assert told["mbd_kv_cache_usage_perc", "tiny"] == [0, 0.5, 0.5]

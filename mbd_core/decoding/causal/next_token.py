@@ -56,11 +56,12 @@ class TokenDecoder(PrefixDecoder):
         return CanvasPlan([], [query])
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
-        (query,) = self.plan().queries
-        if query.drafts:
-            return self._opened(logits[0], query.logits_at, [self._all] * len(self._open), forward=0)
-        tokens, behind = [*self._all[: query.start], *query.tokens.tolist()], query.logits_at + 1
-        return self._opened(logits[0], behind, [tokens[:position] for position in behind.tolist()], forward=0)
+        kind, start = self._kind(), self.num_stored
+        if kind == "draft":
+            return self._opened(logits[0], [start + offset for offset in self._open], lambda _: self._all, forward=0)
+        tokens = self._all if kind == "plain" else [*self._all[:start], *self._block]
+        behind = range(start + 1, len(tokens) + 1)
+        return self._opened(logits[0], behind, lambda position: tokens[:position], forward=0)
 
     def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:
         kind, start, number = self._kind(), self.num_stored, len(self._all)

@@ -12,11 +12,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_folders import rounded_folder
-from small_groups import CONFIGS, LIMIT, SIZES, break_off, child, gist, rank_of, requests, serve
+from small_groups import (
+    CONFIGS,
+    LIMIT,
+    METHODS,
+    SIZES,
+    break_off,
+    child,
+    gist,
+    methods_of,
+    rank_of,
+    requests,
+    serve,
+)
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.request import Output
 from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.engine.build import bytes_per_page
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.pacing import Pacer
@@ -43,11 +56,28 @@ def test_two_ranks_serve_as_one_does(folders: dict[str, Path], name: str) -> Non
     assert any(o.counts.num_preemptions for o in wanted.values())
     with closing(start_parallel(folders[name], SIZES, size=2, timeout=LIMIT)) as engine:
         found = serve(engine)
-        assert engine.generate(requests(2)), "the group serves on after a first load"
+        again = requests(2, methods_of(engine.model.config))
+        assert engine.generate(again), "the group serves on after a first load"
     assert {i: gist(o) for i, o in found.items()} == {i: gist(o) for i, o in wanted.items()}
     for i, output in found.items():
         assert output.logprobs == pytest.approx(wanted[i].logprobs, abs=1e-3)
     assert not dist.is_initialized()
+
+
+def test_each_rank_keeps_its_own_part_of_pages_on_the_host(folders: dict[str, Path]) -> None:
+    """Prompts that the device cannot hold together, twice: the second time both find as many of their tokens."""
+    sizes, outputs, restored = replace(SIZES, num_pages=12), [], []
+    prompts = [replace(r, prompt=r.prompt * 3, max_tokens=8) for r in requests(6, METHODS[:1])]
+    for ranks in (1, 2):
+        page_bytes = bytes_per_page(CONFIGS["dense"], 8, torch.float32) // ranks
+        config = replace(sizes, host_kv_bytes=40 * page_bytes)
+        with closing(start_parallel(folders["dense"], config, size=ranks, timeout=LIMIT)) as engine:
+            first = engine.generate(prompts)
+            second = engine.generate([replace(r, request_id=f"{r.request_id}+") for r in prompts])
+            restored.append(engine.measures().pages_from_host)
+        assert [gist(o)[:2] for o in second] == [gist(o)[:2] for o in first]
+        outputs.append([(*gist(o), o.counts.num_cached_tokens) for o in second])
+    assert outputs[0] == outputs[1] and restored[0] == restored[1] > 0
 
 
 def test_all_ranks_have_the_pages_of_the_rank_where_the_fewest_fit(
