@@ -264,7 +264,7 @@ def run_modes(
     concurrency: Annotated[tuple[int, ...], Option("Requests at once.", DATA, at_least=1, separator=",")] = AT_ONCE,
     budget: Annotated[
         tuple[int, ...], Option("Block budgets of the adaptive mode.", DATA, at_least=1, separator=",")
-    ] = (16,),
+    ] = (8,),
     max_tokens: MaxTokens = 96,
     answers: Annotated[int, Option("Measured answers a row, at least 8 in all.", DATA, at_least=1)] = 1,
     updates: Annotated[int, Option("Updates of the model that is trained here.", DATA, at_least=0)] = 120,
