@@ -8,6 +8,7 @@ COMMANDS = {
     "decoders": ("benchmarks.commands:decoders", "every decoder beside a plain loop of the same method"),
     "engine": ("benchmarks.commands:engine", "a decode step beside its bare forward and the machine's roofline"),
     "buffer": ("benchmarks.commands:buffer", "buffer sizes and block budgets at 1 to 64 requests at once"),
+    "modes": ("benchmarks.commands:modes", "drafts, single tokens and the choice by load at 1 to 64 requests at once"),
     "capacity": (
         "benchmarks.capacity.commands:capacity",
         "the replicas, batch and memory that a load needs, computed",

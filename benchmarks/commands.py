@@ -251,6 +251,55 @@ def run_buffer(
     measuring.write(command_line, {}, rows=rows, computed=predictions)
 
 
+def run_modes(
+    command_line: CommandText,
+    *,
+    model: Annotated[
+        str | None,
+        Option(
+            "A folder of a model with causal rows, or such a shape (default: one trained here, in half a minute)",
+            MODEL,
+        ),
+    ] = None,
+    concurrency: Annotated[tuple[int, ...], Option("Requests at once.", DATA, at_least=1, separator=",")] = AT_ONCE,
+    budget: Annotated[
+        tuple[int, ...], Option("Block budgets of the adaptive mode.", DATA, at_least=1, separator=",")
+    ] = (16,),
+    max_tokens: MaxTokens = 96,
+    answers: Annotated[int, Option("Measured answers a row, at least 8 in all.", DATA, at_least=1)] = 1,
+    updates: Annotated[int, Option("Updates of the model that is trained here.", DATA, at_least=0)] = 120,
+    measuring: Annotated[BenchmarkOptions, Fields("repeats", "device", "threads", "json")],
+) -> None:
+    """Tokens a second of single tokens (ar), self-speculation and diffusion, and of the mode that follows the load.
+
+    A request follows as soon as another ends; the repetition with the most tokens a second of processor time counts.
+    Under a block budget, drafts become single tokens where more requests run than it has blocks.
+    """
+    import torch
+
+    from benchmarks.modes import COLUMNS, FIXED, Mode, load_causal, measure_modes, trained_here
+
+    measuring.begin()
+    place, repeats = usable_device(measuring.device), measuring.repeats
+    decoder = trained_here(num_updates=updates, device=place) if model is None else load_causal(model, device=place)
+    chosen = [*(Mode(method=name) for name in FIXED), *(Mode(method="linear-spec", budget=n) for n in budget)]
+    name, rows = model or f"a model trained here for {updates} updates", list[dict[str, Any]]()
+    with tqdm(total=len(concurrency) * len(chosen) * repeats, unit="run", desc="modes", mininterval=1.0) as bar:
+        for number in concurrency:
+            rows += measure_modes(
+                decoder,
+                chosen,
+                rows=number,
+                answers=max(8, answers * number),
+                max_tokens=max_tokens,
+                repeats=repeats,
+                tick=partial(bar.update, 1),
+            )
+    print(f"{name}, {device_name(place)}, {torch.get_num_threads()} threads; the best of {repeats} runs\n")
+    print(markdown(rows, COLUMNS))
+    measuring.write(command_line, {"model": name}, rows=rows)
+
+
 def run_train(
     command_line: CommandText,
     *,
@@ -368,5 +417,6 @@ def run_fp8(
 decoders = command(run_decoders, "python -m benchmarks decoders")
 engine = command(run_engine, "python -m benchmarks engine")
 buffer = command(run_buffer, "python -m benchmarks buffer")
+modes = command(run_modes, "python -m benchmarks modes")
 train = command(run_train, "python -m benchmarks train")
 fp8 = command(run_fp8, "python -m benchmarks fp8")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.measuring import interleaved, markdown, medians, run_seconds
-from benchmarks.plain_loops import PlainRun, multi_bd, run_canvas
+from benchmarks.plain_loops import PlainRun, multi_bd, prefix_row, run_planned
 from mbd_core.checkpoint.chat import chat_prompts, question
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
@@ -26,7 +26,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
 from mbd_core.decoding.blocks.methods import METHODS
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling import Vocab
-from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
+from mbd_core.decoding.causal.planned import planned_decoder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.json_text import merge_fields
@@ -36,7 +36,7 @@ from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.tasks import gsm_mini
 
 SHIPPED_MODELS = ("tiny-bd", "tiny-mbd")
-FAMILIES = ("sdar", "llada2", "llada", "dream")
+FAMILIES = ("sdar", "llada2", "llada", "dream", "nemotron")
 BLOCK_SIZE = 8  # of the families' models, which have random weights
 CANVAS_BLOCK_LENGTH = 16
 BRANCH_LENGTHS = (4, 8, 16, 32)
@@ -93,6 +93,12 @@ def block_methods(block_size: int) -> list[MethodCase]:
         case("dmax", "DMax, single", buffer_size=2, tau_add=1.0),
         case("multi-bd-dmax", "DMax, multi", buffer_size=4, tau_stable=None),
     ]
+
+
+def causal_methods(block_size: int) -> list[MethodCase]:
+    """The methods for models that store their keys by causal rows."""
+    labels = {"ar": "token by token", "linear-spec": "self-speculation", "dlm": "diffusion behind a causal prefix"}
+    return [_method_case(name, label, {}, block_size=block_size) for name, label in labels.items()]
 
 
 def canvas_methods(max_tokens: int, *, shifted: bool) -> list[MethodCase]:
@@ -167,6 +173,8 @@ def _family_case(family: str, folders: Mapping[str, Path], num_requests: int, ma
     model.config = config = replace(model.config, block_size=BLOCK_SIZE)
     if config.attention == "full":
         methods = canvas_methods(max_tokens, shifted=config.shift_logits)
+    elif config.attention == "causal":
+        methods = causal_methods(config.block_size)
     else:
         methods = block_methods(config.block_size)
     prompts = _random_prompts(config, num_requests)
@@ -255,18 +263,11 @@ def measure_method(
 def plain_run(model: Decoder, request: Request) -> PlainRun:
     """Decode one request by the plain loop of its method."""
     config, decoding = model.config, request.decoding
-    if decoding.canvas is None:
+    if decoding.in_buffer:
         return multi_bd(model, list(request.prompt), request.max_tokens, decoding)
-    decoder = canvas_decoder(
-        request.prompt,
-        request.max_tokens,
-        decoding.canvas,
-        request.sampling,
-        eos_token_ids=config.eos_token_ids,
-        vocab=Vocab(config.mask_token_id, config.vocab_size),
-        shift=config.shift_logits,
-    )
-    return run_canvas(model, decoder)
+    vocab = Vocab(config.mask_token_id, config.vocab_size)
+    decoder = planned_decoder(request, eos_token_ids=config.eos_token_ids, vocab=vocab, shift=config.shift_logits)
+    return run_planned(model, decoder, prefix=prefix_row(request))
 
 
 def same_in_float64(model: ModelCase, method: MethodCase, requests: Sequence[Request]) -> bool:

@@ -1,7 +1,8 @@
 """Plain loops: one request, no engine, no pages. The baseline of the engine, which generates the same tokens.
 
-Keys and values lie in contiguous tensors; acceptance runs on the host, in Python, after every forward. A canvas runs
-its `PlannedDecoder`; block decoding, D2F included, runs `naive_multibd` of `decoding/blocks/literal_algorithms.py`.
+Keys and values lie in contiguous tensors; acceptance runs on the host, in Python, after every forward. Planned rows
+run their `PlannedDecoder`; block decoding, D2F included, runs `naive_multibd` of
+`decoding/blocks/literal_algorithms.py`.
 
 Shape legend: T packed query tokens, L positions, Q one query's tokens, H query heads, K key/value heads, C head
 channels.
@@ -62,7 +63,7 @@ Watch = Callable[[CanvasPlan, ContiguousCache], None]
 
 @dataclass(frozen=True)
 class LaneAttention:
-    """The `Attend` of a canvas forward: it writes all queries' keys; then each query attends to its whole lane."""
+    """The `Attend` of planned rows: it writes all queries' keys; then each query attends to its keys of its lane."""
 
     cache: ContiguousCache
     queries: list[Query]
@@ -73,12 +74,13 @@ class LaneAttention:
         for row, new_k, new_v in zip(self.queries, k.split(lengths), v.split(lengths), strict=True):
             self.cache.k[layer, row.lane, row.start : row.stop] = new_k
             self.cache.v[layer, row.lane, row.start : row.stop] = new_v
-        return torch.cat(
-            [
-                attend_to(row_q, self.cache.k[layer, row.lane], self.cache.v[layer, row.lane])
-                for row, row_q in zip(self.queries, q.split(lengths), strict=True)
-            ]
-        )
+        outs = []
+        for row, row_q in zip(self.queries, q.split(lengths), strict=True):
+            keys, values = (cache[layer, row.lane, : row.num_keys] for cache in (self.cache.k, self.cache.v))
+            mask = torch.ones(len(row_q), len(keys), dtype=torch.bool, device=row_q.device)
+            mask.tril_(len(keys) - len(row_q))
+            outs.append(attend_to(row_q, keys, values, mask if row.causal else None))
+        return torch.cat(outs)
 
 
 @dataclass(frozen=True)
@@ -115,15 +117,26 @@ def attend_to(q_QHC: Tensor, k_LKC: Tensor, v_LKC: Tensor, mask_QL: Tensor | Non
 
 
 @torch.inference_mode()
-def run_canvas(model: Decoder, decoder: PlannedDecoder, *, watch: Watch | None = None) -> PlainRun:
-    """Decode one canvas to its end; `watch` is called after each forward, before its logits are used."""
+def run_planned(
+    model: Decoder,
+    decoder: PlannedDecoder,
+    *,
+    prefix: Query | None = None,
+    drafts: Decoder | None = None,
+    watch: Watch | None = None,
+) -> PlainRun:
+    """Decode one request to its end, behind what a first row stores; `watch` is called after each forward, before its
+    logits are used. `drafts` is the model of rows that draft, if it is another one."""
     device = model.lm_head.weight.device
     cache = ContiguousCache(model, num_lanes=decoder.num_lanes, length=decoder.length)
+    if prefix is not None:
+        forward_canvas(model, cache, [prefix], device)
     while not decoder.done:
         plan = decoder.plan()
         for source, target in plan.copies:
             cache.copy_lane(source, target)
-        logits = forward_canvas(model, cache, plan.queries, device)
+        drafting = drafts is not None and plan.queries[0].drafts
+        logits = forward_canvas(drafts if drafting else model, cache, plan.queries, device)  # type: ignore[arg-type]
         if watch is not None:
             watch(plan, cache)
         decoder.update(logits)
@@ -145,6 +158,16 @@ def forward_canvas(model: Decoder, cache: ContiguousCache, queries: list[Query],
     return list(model.logits(hidden[rows]).split([len(q.logits_at) for q in queries]))
 
 
+def prefix_row(request: Request) -> Query | None:
+    """The row that stores a request's prefix before its planned rows, `None` where there is nothing to store."""
+    planned, known = request.decoding.planned, (*request.prompt, *request.committed)
+    stop = 0 if planned is None else request.first_block_start(len(known))
+    if planned is None or not stop:
+        return None
+    tokens, nowhere = torch.tensor(known[:stop]), torch.zeros(0, dtype=torch.int64)
+    return Query(0, 0, stop, tokens, nowhere, num_keys=stop, causal=planned.store is None)
+
+
 @torch.inference_mode()
 def multi_bd(
     model: Decoder, prompt: list[int], max_tokens: int, config: DecodingConfig, *, ignore_eos: bool = False
@@ -156,7 +179,7 @@ def multi_bd(
     the algorithm begins with an empty prompt.
     """
     if config.canvas is not None or config.edit is not None:
-        raise ValueError("the plain block loop decodes no canvas (run_canvas does) and no edits (run_edits does)")
+        raise ValueError("the plain block loop decodes no canvas (run_planned does) and no edits (run_edits does)")
     if config.prompt_attention == "full" and model.config.attention != "full":
         raise ValueError(
             f"prompt_attention='full' needs full attention; {model.config.architecture} attends in blocks"

@@ -92,7 +92,7 @@ def run(
     The run's folder holds rollouts, rewards, numbers, pages of samples, and at the end the model.
     """
     from mbd_core.evaluation.sandbox.processes import describe_isolation
-    from mbd_core.rl.folder import FAILURE, RunFolder
+    from mbd_core.rl.folder import FAILURE, RunFolder, check_run
     from mbd_core.rl.loop import RLRun
     from mbd_core.rl.rollouts import RolloutPlan
 
@@ -105,9 +105,10 @@ def run(
     if storage.is_remote:
         raise ValueError(f"--storage {storage}: a run lies in a folder that the job and the learner's nodes reach")
     path = storage.path / (place.run_name or recipe.name)
+    check_run(path, recipe, resume=place.resume)
     with ExitStack() as stack:
-        folder = stack.enter_context(RunFolder(path, recipe, resume=place.resume))
         executor = stack.enter_context(start_executor(plan, own, isolated=isolation == "required"))
+        folder = stack.enter_context(RunFolder(path, recipe, resume=place.resume))
         loop = RLRun(plan, folder, executor, log_targets=default_targets()[0] if targets is None else targets)
         try:
             model = loop.run(max_failures=0 if own.local else place.max_failures)

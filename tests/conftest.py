@@ -42,7 +42,7 @@ os.environ.update(
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
         "RAY_TRAIN_METRICS_ENABLED": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
-        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.1",
         # As in the manifests, and where jobs/serve.py starts Ray.
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "actors.serving.proxy.middlewares",
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
@@ -72,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # Rooms whose tests start Ray or ask what a machine has one of: under pytest-xdist they run in one process, in turn.
-ONE_BY_ONE = ("browser", "cluster", "hosts", "k8s", "observability", "ray")
+ONE_BY_ONE = ("cluster", "hosts", "k8s", "observability", "ray")
 # When a test that is marked slow counts as hanging, in seconds; the others' limit is in pyproject.toml.
 SLOW_SECONDS = 3_600
 

@@ -60,12 +60,17 @@ class LearnerLost(RuntimeError):
 
 
 class LearnerState:
-    """A run's learner, and its state in files. Every worker of it makes the same calls."""
+    """A run's learner, which the first `load` makes, and its state in files. Every worker makes the same calls."""
 
     def __init__(self, recipe: RLRecipe, *, workers: Workers = ALONE) -> None:
         self._recipe, self._workers = recipe, workers
         self._sharding: Sharding | None = None if workers.size == 1 else "replicated"
-        self.learner = self._fresh()
+        self._learner: Learner | None = None
+
+    @property
+    def learner(self) -> Learner:
+        assert self._learner is not None, "it is loaded"
+        return self._learner
 
     def _fresh(self) -> Learner:
         recipe = self._recipe
@@ -91,8 +96,8 @@ class LearnerState:
                 torch.save(state, beside)
 
     def load(self, path: Path | None) -> None:
-        """Every worker reads the file, and the first one's state counts."""
-        self.learner = self._fresh()  # also where a state follows: an update may have failed half-way
+        """The learner as it is in the file, which the first worker reads; `None`: as it begins."""
+        self._learner = self._fresh()  # also where a state follows: an update may have failed half-way
         if path is not None:
             state: dict[str, Any] = torch.load(path, weights_only=True) if self._workers.is_first else {}
             self.learner.load_state_dict(state)

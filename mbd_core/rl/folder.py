@@ -20,7 +20,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mbd_core.files import PartsFolder, durable_file, folder_kind, is_partial, write_json
+from mbd_core.files import PartsFolder, check_target_folder, durable_file, folder_kind, is_partial, write_json
 from mbd_core.rl.config import RLRecipe, as_recorded, other_settings
 
 KIND = "reinforcement-learning run"
@@ -39,24 +39,29 @@ FILES = (
 Table = Literal["part", "scores"]
 
 
-class RunFolder(PartsFolder):
-    """The folder of one run, in which one process at a time writes.
+def check_run(path: Path, recipe: RLRecipe, *, resume: bool) -> None:
+    """Raise `ValueError` for a folder that holds something else, for a run that is there without `resume` or not there
+    with it, and for one with other settings."""
+    is_there = folder_kind(path) == KIND and (path / RECORD).is_file()
+    if is_there and not resume:
+        raise ValueError(f"a run already lies in {path}; go on with --resume, or choose another --run-name")
+    if resume and not is_there:
+        raise ValueError(f"--resume: there is no run in {path}")
+    if not is_there:
+        check_target_folder(path, KIND, in_place=True)
+    elif different := other_settings(json.loads((path / RECORD).read_text()), recipe):
+        raise ValueError(
+            f"--resume: the run in {path} was started with other settings ({RECORD}): {different}; give those, or "
+            "another --run-name"
+        )
 
-    Raises `ValueError` for a folder that holds something else, for a run that is there without `resume` or not there
-    with it, and for one with other settings.
-    """
+
+class RunFolder(PartsFolder):
+    """The folder of one run, in which one process at a time writes. Raises `ValueError` as `check_run`, and while
+    another process writes there."""
 
     def __init__(self, path: Path, recipe: RLRecipe, *, resume: bool) -> None:
-        is_there = folder_kind(path) == KIND and (path / RECORD).is_file()
-        if is_there and not resume:
-            raise ValueError(f"a run already lies in {path}; go on with --resume, or choose another --run-name")
-        if resume and not is_there:
-            raise ValueError(f"--resume: there is no run in {path}")
-        if is_there and (different := other_settings(json.loads((path / RECORD).read_text()), recipe)):
-            raise ValueError(
-                f"--resume: the run in {path} was started with other settings ({RECORD}): {different}; give those, or "
-                "another --run-name"
-            )
+        check_run(path, recipe, resume=resume)
         super().__init__(path, KIND, FILES, lock=LOCK)
         self.lag = recipe.lag
         write_json(path / RECORD, as_recorded(recipe))
@@ -93,10 +98,13 @@ class RunFolder(PartsFolder):
         with durable_file(self._place(iteration, kind, number)) as beside:
             pq.write_table(table, beside)
 
-    def read(self, iteration: int, kind: Table, number: int) -> pa.Table | None:
-        """The same, `None` if it is not there."""
-        path = self._place(iteration, kind, number)
-        return pq.read_table(path) if path.exists() else None
+    def has(self, iteration: int, kind: Table, number: int) -> bool:
+        """Whether they are there."""
+        return self._place(iteration, kind, number).exists()
+
+    def read(self, iteration: int, kind: Table, number: int) -> pa.Table:
+        """Those that are there."""
+        return pq.read_table(self._place(iteration, kind, number))
 
     def drop_lost(self) -> int:
         """Remove the rollouts of iterations to come whose weights are too old, or were lost; how many there were."""

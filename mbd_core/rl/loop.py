@@ -156,7 +156,7 @@ class RLRun:
         missing = [
             (number, table)
             for number, table in self.plan.parts(iteration)
-            if self.folder.read(iteration, "part", number) is None
+            if not self.folder.has(iteration, "part", number)
         ]
         decoded = self.executor.rollouts(missing)  # it begins now
 
@@ -175,9 +175,8 @@ class RLRun:
         def unscored() -> Iterator[NumberedTable]:
             nonlocal in_rollouts
             for number in numbers:
-                table = folder.read(iteration, "part", number)
-                if table is not None and folder.read(iteration, "scores", number) is None:
-                    yield number, table
+                if folder.has(iteration, "part", number) and not folder.has(iteration, "scores", number):
+                    yield number, folder.read(iteration, "part", number)
             while True:
                 began_part = time.perf_counter()
                 part = next(waiting, None)
@@ -191,7 +190,6 @@ class RLRun:
         rows: Rows = []
         for number in numbers:
             table, scores = folder.read(iteration, "part", number), folder.read(iteration, "scores", number)
-            assert table is not None and scores is not None
             pairs = zip(table.to_pylist(), scores.to_pylist(), strict=True)
             rows += [row | score for row, score in pairs]
         rows.sort(key=lambda row: row["sample"])

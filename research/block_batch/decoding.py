@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.plain_loops import PlainRun, run_canvas
+from benchmarks.plain_loops import PlainRun, run_planned
 from mbd_core.checkpoint.chat import question_prompt
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import decoding_config
@@ -221,13 +221,13 @@ class StudyDecoder:
                 watches[n] = SingleWatch(
                     self.model, sketch, prompt_length=len(prompt.ids), max_tokens=self.max_tokens, block_length=n
                 )
-            run = run_canvas(self.model, self._decoder(prompt, canvas), watch=watches.get(n))
+            run = run_planned(self.model, self._decoder(prompt, canvas), watch=watches.get(n))
             single[n] = _decoded_prompt(prompt, run)
             tick()
         decoder = self._decoder(prompt, self.canvases.block_batch)
         assert isinstance(decoder, BranchedCanvas)
         branch_watch = None if sketch is None else BranchWatch(sketch, decoder)
-        run = run_canvas(self.model, decoder, watch=branch_watch)
+        run = run_planned(self.model, decoder, watch=branch_watch)
         tick()
         assert decoder.winner is not None
         caches = None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.plain_loops import multi_bd, run_canvas
+from benchmarks.plain_loops import multi_bd, run_planned
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Refresh
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
@@ -111,7 +111,7 @@ def make(model: Decoder, canvas: Canvas, *, shift: bool = False):  # type: ignor
     ],
 )
 def test_cached_whole_forwards_are_dense_ones(model: Decoder, canvas: Canvas, shift: bool) -> None:
-    run = run_canvas(model, make(model, canvas, shift=shift))
+    run = run_planned(model, make(model, canvas, shift=shift))
     assert (run.tokens, run.num_forwards) == uncached(model, canvas, shift=shift)
     assert run.finish_reason == "length" and len(run.log_probs) == 13
 
@@ -119,18 +119,18 @@ def test_cached_whole_forwards_are_dense_ones(model: Decoder, canvas: Canvas, sh
 def test_branches_that_never_meet_each_have_a_cache_of_their_own(model: Decoder) -> None:
     apart = Branches(block_lengths=(2, 4, 8), tau_merge=1.0, tau_sync=1000, refresh=1000)
     together = make(model, Canvas(tau=0.3, branches=apart))
-    run_canvas(model, together)
+    run_planned(model, together)
     for branch in together.branches:
         own = replace(apart, block_lengths=(branch.block_length,))
         assert (
             branch.lane.tokens[len(PROMPT) :].tolist()
-            == run_canvas(model, make(model, Canvas(tau=0.3, branches=own))).tokens
+            == run_planned(model, make(model, Canvas(tau=0.3, branches=own))).tokens
         )
 
 
 def test_branches_of_one_length_are_the_dual_cache(model: Decoder) -> None:
-    dual = run_canvas(model, make(model, Canvas(block_length=4, tau=0.3, cache="dual")))
-    alone = run_canvas(model, make(model, Canvas(tau=0.3, branches=Branches(block_lengths=(4,), refresh=4))))
+    dual = run_planned(model, make(model, Canvas(block_length=4, tau=0.3, cache="dual")))
+    alone = run_planned(model, make(model, Canvas(tau=0.3, branches=Branches(block_lengths=(4,), refresh=4))))
     assert alone == dual
 
 

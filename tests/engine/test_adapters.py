@@ -13,13 +13,17 @@ import pytest
 from adapter_folders import merged, write_adapter
 from fake_attention import FakePackages
 from fake_device import fake_device
-from small_engines import build, engine, gist, request, run_with_preemption
+from small_engines import EOS, MASK, VOCAB, B, build, engine, gist, request, run_with_preemption
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.plain_loops import prefix_row, run_planned
 from mbd_core.checkpoint.saving import save_model
+from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.causal.planned import planned_decoder
 from mbd_core.engine import build as build_module
 from mbd_core.engine import runner as device_vocab
 from mbd_core.engine.admission import RequestRefused
@@ -35,6 +39,7 @@ pytestmark = pytest.mark.usefixtures("warm_followers")
 
 KINDS: dict[str, dict[str, Any]] = {
     "block_causal": {},
+    "causal": {"architecture": "NemotronLabsDiffusionModel", "attention": "causal", "qk_norm": False},
     "full": {"architecture": "LLaDAModelLM", "attention": "full", "qk_norm": False},
     "shifted": {
         "architecture": "DreamModel",
@@ -46,6 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 METHODS = {
     "block_causal": ("single", "multi", "t2t", "soft"),
+    "causal": ("ar", "linear spec", "dlm", "linear spec tau"),
     "full": ("d2f", "quota", "d2f block-causal", "branches"),
     "shifted": ("d2f block-causal", "prefix", "d2f", "leap"),
 }
@@ -102,7 +108,36 @@ def test_a_row_of_a_mixed_batch_is_the_merged_models(
         assert served.scheduler.pool.num_free == served.scheduler.pool.capacity
 
 
-@pytest.mark.parametrize("kind", ["block_causal", "shifted"])
+def test_an_adapter_of_drafts_changes_drafts_alone(
+    models: dict[str, Decoder], folders: dict[str, dict[str, Path]]
+) -> None:
+    """Tokens are those without it, forwards those of a plain loop whose drafts come from the merged model."""
+    model, folder = models["causal"], folders["causal"]
+    drafting, served = merged(model, folder["second"]), adapted_engine(model, folder, batch_invariant=False)
+    differ = 0
+    for seed in range(4):
+        fields = {"max_tokens": 24, "ignore_eos": True, "sampling": Sampling()}
+        plain, adapted = (
+            request("a", seed, "ar", **fields, decoding=DecodingConfig(block_size=B, causal=causal))
+            for causal in (Causal(), Causal(draft_adapter="second"))
+        )
+        decoder = planned_decoder(adapted, eos_token_ids=(EOS,), vocab=Vocab(MASK, VOCAB), shift=False)
+        wanted = run_planned(model, decoder, prefix=prefix_row(adapted), drafts=drafting)
+        without, found = served.generate([plain])[0], served.generate([adapted])[0]
+        assert list(found.tokens) == wanted.tokens == list(without.tokens)
+        assert found.counts.num_forwards == wanted.num_forwards
+        differ += without.counts.num_forwards != wanted.num_forwards
+    assert differ, "the adapter shows"
+    served.add(adapted)
+    with pytest.raises(ValueError, match="while 1 requests use it"):
+        served.unload_adapter("second")
+    assert served.abort("a") is not None
+    served.unload_adapter("second")
+    with pytest.raises(RequestRefused, match="'second' is not loaded"):
+        served.add(adapted)
+
+
+@pytest.mark.parametrize("kind", ["block_causal", "causal", "shifted"])
 def test_alone_is_in_a_batch_is_preempted_bit_for_bit(
     models: dict[str, Decoder], folders: dict[str, dict[str, Path]], kind: str
 ) -> None:

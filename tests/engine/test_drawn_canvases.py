@@ -8,6 +8,7 @@ import pytest
 from gemma_models import GEMMA, gemma
 from small_engines import gist, run_with_preemption
 from thread_ranks import ThreadRanks
+from torch import Tensor
 
 from benchmarks.plain_loops import run_renoise
 from mbd_core.checkpoint.loading import load_model
@@ -17,6 +18,7 @@ from mbd_core.decoding.blocks.causal_config import Causal, Renoise
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.causal import renoise
 from mbd_core.decoding.grammar.grammar import Grammar
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
@@ -90,6 +92,22 @@ def test_a_batch_changes_no_bit(model: Decoder, alone: list[Output], changes: di
     assert [gist(o) for o in served.generate(REQUESTS)] == [gist(o) for o in alone]
     served.check_integrity()
     assert served.scheduler.pool.num_free == served.scheduler.pool.capacity
+
+
+def test_the_engine_holds_no_more_logits_than_a_piece(
+    model: Decoder, alone: list[Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renoise, "PIECE_BYTES", 3 * 4 * renoise.COPIES * GEMMA.vocab_size)
+    served, sizes = engine(model), []
+    logits = served.runner.logits
+
+    def counted(hidden: Tensor, **settings: Any) -> Tensor:
+        sizes.append(len(hidden))
+        return logits(hidden, **settings)
+
+    monkeypatch.setattr(served.runner, "logits", counted)
+    assert [o.tokens for o in served.generate(REQUESTS[:3])] == [o.tokens for o in alone[:3]]
+    assert set(sizes) == {3, L % 3}
 
 
 def test_packed_rows_that_share_products_give_the_same_tokens(model: Decoder, alone: list[Output]) -> None:

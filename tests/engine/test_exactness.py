@@ -28,11 +28,11 @@ from small_engines import (
     run_with_preemption,
 )
 
-from benchmarks.plain_loops import multi_bd, run_canvas
+from benchmarks.plain_loops import multi_bd, prefix_row, run_planned
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, uniform
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
+from mbd_core.decoding.causal.planned import planned_decoder
 from mbd_core.models.decoder import Decoder
 
 
@@ -116,21 +116,17 @@ def may_share(r: Request) -> bool:
     return r.decoding.canvas is None and not r.decoding.attends_in_full and len(r.prompt) > 12
 
 
-@pytest.mark.parametrize("kind", ["full", "shifted"])
-@pytest.mark.parametrize("method", [m for m in FULL if "canvas" in FULL[m]])
-def test_a_canvas_in_the_engine_is_the_plain_loop(models: dict[str, Decoder], kind: str, method: str) -> None:
+CANVASES = [m for m in FULL if "canvas" in FULL[m]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [*((k, m) for k in ("full", "shifted") for m in CANVASES), *(("causal", m) for m in CAUSAL)]
+)
+def test_planned_rows_in_the_engine_are_the_plain_loop(models: dict[str, Decoder], kind: str, method: str) -> None:
     model = models[kind]
     r = request("a", 11, method, max_tokens=24, replay=True)
-    decoder = canvas_decoder(
-        r.prompt,
-        r.max_tokens,
-        r.decoding.canvas,
-        r.sampling,
-        eos_token_ids=() if r.ignore_eos else (EOS,),
-        vocab=Vocab(MASK, VOCAB),
-        shift=model.config.shift_logits,
-    )
-    run_canvas(model, decoder)
+    decoder = planned_decoder(r, eos_token_ids=(EOS,), vocab=Vocab(MASK, VOCAB), shift=model.config.shift_logits)
+    run_planned(model, decoder, prefix=prefix_row(r))
     output = engine(model).generate([r])[0]
     plain = (
         decoder.tokens[: decoder.tokens.index(EOS)] if EOS in decoder.tokens and not r.ignore_eos else decoder.tokens

@@ -260,7 +260,7 @@ def requests(family: str) -> list[Request]:
             "multi",
             decoding=DecodingConfig(block_size=B, **method),
             sampling=Sampling(temperature=0.8 if i % 2 else 0.0, top_p=1.0 if i == 1 else 0.9, seed=i),
-            max_tokens=24 if method in canvases else 6 + 8 * (i % 2 == 0),
+            max_tokens=24 if method in canvases else 6 + 4 * (i % 2 == 0),
             ignore_eos=True,
         )
         for i, method in enumerate(methods)
@@ -274,7 +274,7 @@ def requests(family: str) -> list[Request]:
             70,
             "multi",
             sampling=replace(changed, temperature=t),
-            max_tokens=14,
+            max_tokens=10,
             ignore_eos=True,
             logprobs=True,
             top_logprobs=int(5 * t),

@@ -126,7 +126,7 @@ def test_what_cannot_be_had_is_refused_in_a_sentence(model: Decoder) -> None:
     rng, served, blocks = random.Random(4), engine(model), build()
     plain = asked(rng, Causal(), "a", sampling=Sampling())
     for changes, message in (
-        ({"decoding": DecodingConfig(block_size=B, buffer_size=2)}, "decodes with `causal`"),
+        ({"decoding": DecodingConfig(block_size=B, buffer_size=2)}, "decodes with causal, not block by block"),
         ({"grammar": Grammar(syntax="regex", text="a*"), "ignore_eos": False}, "no guide follows drafts"),
         ({"frames": True}, "causal has not"),
         ({"rollout": True}, "with causal"),
@@ -141,7 +141,7 @@ def test_what_cannot_be_had_is_refused_in_a_sentence(model: Decoder) -> None:
         with pytest.raises(RequestRefused, match=message) as caught:
             served.add(dataclasses.replace(plain, **changes))
         assert "\n" not in str(caught.value)
-    with pytest.raises(RequestRefused, match="causal needs a model that stores its keys by causal rows"):
+    with pytest.raises(RequestRefused, match="causal needs a model with a mask that stores its keys by causal rows"):
         engine(blocks).add(plain)
     for fields, message in (
         ({"buffer_size": 2}, "buffer_size=2 has no meaning with causal"),

@@ -6,7 +6,7 @@ The references fill the whole canvas; where an EOS ends the request, tokens are 
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plain_loops import ContiguousCache, run_canvas
+from benchmarks.plain_loops import ContiguousCache, run_planned
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock
 from mbd_core.decoding.blocks.sampling import Vocab
@@ -60,7 +60,7 @@ def check_localleap(folder: Path, case: dict[str, Any]) -> None:
     check(folder, case, canvas, inputs["gen_length"], eos, expected["nfe"])
     if "nfe_plain_threshold" in expected:
         plain = Canvas(block_length=inputs["block_length"], tau=inputs["threshold"])
-        run = run_canvas(load_model(folder), decoder(folder, case, plain, inputs["gen_length"], eos))
+        run = run_planned(load_model(folder), decoder(folder, case, plain, inputs["gen_length"], eos))
         assert run.num_forwards == expected["nfe_plain_threshold"]
 
 
@@ -125,7 +125,7 @@ def check_d3llm(folder: Path, case: dict[str, Any]) -> None:
         lengths.append(plan.num_positions)
         starts.append(plan.queries[0].start)
 
-    run_canvas(load_model(folder / case["checkpoint"]), ours, watch=watch)
+    run_planned(load_model(folder / case["checkpoint"]), ours, watch=watch)
     begin = len(inputs["prompt"])
     wanted = expected["tokens"][begin:]
     stop = next((i + 1 for i, t in enumerate(wanted) if t in eos), len(wanted))
@@ -142,7 +142,7 @@ def check(
 ) -> PlannedDecoder:
     """Tokens as the reference's, up to the EOS that ends the request; forwards as given."""
     ours = decoder(folder, case, canvas, max_tokens, eos)
-    run_canvas(load_model(folder), ours)
+    run_planned(load_model(folder), ours)
     wanted = case["expected"]["tokens"][len(case["inputs"]["prompt"]) :]
     stop = next((i + 1 for i, t in enumerate(wanted) if t in eos), len(wanted))
     assert ours.tokens == wanted[:stop]

@@ -8,8 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
+from mbd_core.serving.api.openapi import ROUTES
+from mbd_core.serving.api.requests import ModelOrder
+
 MODEL, APP, LIMIT = "operated", "operated", 300
-ADMIN = "ann-0123456789abcdef"
+ADMIN, CLIENT = "ann-0123456789abcdef", "ben-0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
@@ -22,15 +25,18 @@ def client(
     from actors.serving.args import ServingArgs
 
     keys = tmp_path_factory.mktemp("secrets") / "keys"
-    keys.write_text(f"ann {ADMIN} administrator\n")
+    keys.write_text(f"ann {ADMIN} administrator\nben {CLIENT}\n")
     engine = {"max_rows": 2, "num_pages": 100}
     model = {"model": str(tiny_model_dir), "name": MODEL, "replicas": 2, "engine": engine}
     args = ServingArgs.read({"device": "cpu", "models": [model], "api_keys": str(keys)})
     serve.run(application(args), name=APP, route_prefix=f"/{APP}")
-    headers = {"Authorization": f"Bearer {ADMIN}"}
-    with httpx.Client(base_url=f"{serve_instance}/{APP}", headers=headers, timeout=LIMIT) as connected:
+    with httpx.Client(base_url=f"{serve_instance}/{APP}", headers=authorized(ADMIN), timeout=LIMIT) as connected:
         yield connected
     serve.delete(APP)
+
+
+def authorized(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 def ask(client: httpx.Client) -> httpx.Response:
@@ -69,3 +75,12 @@ def test_the_measures_stand_on_one_page(client: httpx.Client) -> None:
         time.sleep(1)
     lines = [line for line in page.text.splitlines() if not line.startswith("#")]
     assert lines and all(line.startswith("ray_mbd_") and f'application="{APP}"' in line for line in lines)
+
+
+def test_who_is_no_administrator_orders_nothing(client: httpx.Client) -> None:
+    orders = [route.path for route in ROUTES if route.body is not None and issubclass(route.body, ModelOrder)]
+    for path in (*orders, "/metrics"):
+        method = "GET" if path == "/metrics" else "POST"
+        for headers, status in ((authorized(CLIENT), 403), (authorized("nobody-0123456789"), 401), ({}, 401)):
+            answer = httpx.request(method, f"{client.base_url}{path.lstrip('/')}", headers=headers, timeout=LIMIT)
+            assert answer.status_code == status, f"{path}: {answer.text}"

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from jobs import train_multitf
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.multitf.config import Sweeping
-from mbd_core.multitf.recipes.recipe import shortened
 from mbd_core.multitf.run.checkpoints import MARKER
 from mbd_core.multitf.run.log import LOSSES
 from mbd_core.multitf.run.start import StartingPoint
@@ -39,7 +37,8 @@ PATIENCE = 600.0  # seconds until a test gives up waiting for a state
 
 def start(recipe, path: Path, name: str, **settings) -> TrainingRun:
     storage = Folder.at(path)
-    run = TrainingRun(recipe=recipe, name=name, storage=storage, out=storage / name / "model", **settings)
+    settings = {"out": storage / name / "model"} | settings
+    run = TrainingRun(recipe=recipe, name=name, storage=storage, **settings)
     begin(run, resume=False)
     return run
 
@@ -50,8 +49,11 @@ def curve(run: TrainingRun) -> list[tuple[int, float]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ray_cluster, tiny_recipe, tmp_path_factory) -> TrainingRun:
-    run = start(tiny_recipe, tmp_path_factory.mktemp("runs"), "undisturbed", checkpoint_every=100)
+def undisturbed(ray_cluster, tiny_recipe, tiny_model_dir, tmp_path_factory) -> TrainingRun:
+    """A run whose model takes the place of another one, which has no `recipe.json`."""
+    folder = tmp_path_factory.mktemp("runs")
+    out = Folder.at(shutil.copytree(tiny_model_dir, folder / "model"))
+    run = start(tiny_recipe, folder, "undisturbed", checkpoint_every=100, out=out, overwrite=True)
     assert fit(run) == 0
     return run
 
@@ -223,19 +225,15 @@ def test_a_target_that_cannot_be_written_is_told_before_a_cluster_starts(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_model_of_an_earlier_run_is_replaced_only_on_demand(undisturbed, tiny_recipe, tmp_path):
-    out = tmp_path / "model"
-    shutil.copytree(undisturbed.out.path, out)
+def test_a_model_of_an_earlier_run_is_replaced_only_on_demand(undisturbed, tiny_recipe, tiny_model_dir, tmp_path):
     run = TrainingRun(
-        recipe=tiny_recipe, name="again", storage=Folder.at(tmp_path), out=Folder.at(out), checkpoint_every=100
+        recipe=tiny_recipe, name="again", storage=Folder.at(tmp_path), out=undisturbed.out, checkpoint_every=100
     )
     with pytest.raises(ValueError, match=r"holds a model; give another folder, or --overwrite"):
         begin(run, resume=False)
     assert not run.folder.exists()
-    run = replace(run, recipe=shortened(tiny_recipe, 1), overwrite=True)
-    begin(run, resume=False)
-    fit(run)
-    assert json.loads((out / "recipe.json").read_text())["train"]["steps"] == 1
+    assert not (tiny_model_dir / "recipe.json").exists(), "the model that was replaced is told from the run's"
+    assert json.loads((undisturbed.out.path / "recipe.json").read_text())["train"]["steps"] == tiny_recipe.train.steps
 
 
 def failing_job(

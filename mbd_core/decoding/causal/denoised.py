@@ -46,9 +46,9 @@ class BlockDecoder(PrefixDecoder):
         known = self._all
         if self._block is not None:
             known = [*self._all[: query.start], *self._block.tokens[~self._block.masked].tolist()]
-        position_P = query.logits_at + query.causal
+        positions = (query.logits_at + query.causal).tolist()
         forward = self._request.first_forward + self.num_forwards
-        return self._opened(logits[0], position_P, [known] * len(position_P), forward=forward)
+        return self._opened(logits[0], positions, lambda _: known, forward=forward)
 
     def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:
         open_at, start = self._open, self.num_stored

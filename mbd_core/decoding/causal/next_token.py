@@ -56,11 +56,12 @@ class TokenDecoder(PrefixDecoder):
         return CanvasPlan([], [query])
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
-        (query,) = self.plan().queries
-        if query.drafts:
-            return self._opened(logits[0], query.logits_at, [self._all] * len(self._open), forward=0)
-        tokens, behind = [*self._all[: query.start], *query.tokens.tolist()], query.logits_at + 1
-        return self._opened(logits[0], behind, [tokens[:position] for position in behind.tolist()], forward=0)
+        kind, start = self._kind(), self.num_stored
+        if kind == "draft":
+            return self._opened(logits[0], [start + offset for offset in self._open], lambda _: self._all, forward=0)
+        tokens = self._all if kind == "plain" else [*self._all[:start], *self._block]
+        behind = range(start + 1, len(tokens) + 1)
+        return self._opened(logits[0], behind, lambda position: tokens[:position], forward=0)
 
     def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:
         kind, start, number = self._kind(), self.num_stored, len(self._all)
@@ -111,8 +112,7 @@ class TokenDecoder(PrefixDecoder):
 
     def _forced(self) -> int | None:
         """The token that ends the thinking, where the next one must be it."""
-        thinking, answer = self._causal.thinking, self._all[self._start :]
-        if thinking is None or thinking.end_token_id in answer:
+        thinking, number = self._causal.thinking, len(self._all) - self._start
+        if thinking is None or number < thinking.budget + (self._causal.method == "linear_spec"):
             return None
-        is_due = len(answer) >= thinking.budget + (self._causal.method == "linear_spec")
-        return thinking.end_token_id if is_due else None
+        return None if thinking.end_token_id in self.tokens else thinking.end_token_id

@@ -6,14 +6,15 @@
 Shape legend: P positions with logits, V vocabulary.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from mbd_core.decoding.blocks.adjustments import Adjust, Adjustments
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.decoding.blocks.sampling import Vocab, log_probability
+from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import CanvasUpdate, Guesses, OpenLogits
 from mbd_core.decoding.canvas.unmasking import GuessingDecoder
 
@@ -68,13 +69,13 @@ class PrefixDecoder(GuessingDecoder):
         self.num_stored = min(num_stored, len(self._all))
 
     def _opened(
-        self, logits_PV: Tensor, position_P: Tensor, histories: Sequence[Sequence[int]], *, forward: int
+        self, logits_PV: Tensor, positions: Sequence[int], history: Callable[[int], Sequence[int]], *, forward: int
     ) -> OpenLogits:
-        """The logits that predict these positions; the noise of drawn tokens is that of `forward`. `histories` are
-        the tokens that each one's penalties count."""
-        adjust = None
+        """The logits that predict these positions; the noise of drawn tokens is that of `forward`. `history` gives the
+        tokens that a position's penalties count."""
+        adjust, position_P = None, torch.tensor(positions, dtype=torch.int64)
         if self._adjustments is not None:
-            adjust = self._adjustments.at(histories, position_P, logits_PV)
+            adjust = self._adjustments.at([history(position) for position in positions], position_P, logits_PV)
         return OpenLogits(
             logits_PV=logits_PV,
             position_P=position_P,
@@ -91,9 +92,12 @@ class PrefixDecoder(GuessingDecoder):
         return CanvasUpdate({block: num_accepted}, {block: mask_ratio})
 
 
+LEAST = torch.finfo(torch.float32).tiny
+
+
 def guessed(guesses: Guesses) -> tuple[list[int], list[float]]:
-    """The guessed tokens and their log-probabilities."""
-    return guesses.token_P.tolist(), log_probability(guesses.confidence_P).tolist()
+    """The guessed tokens and their log-probabilities (`log_probability`), as numbers of the host."""
+    return guesses.token_P.tolist(), [math.log(max(p, LEAST)) for p in guesses.confidence_P.tolist()]
 
 
 class PrefixAdjustments:

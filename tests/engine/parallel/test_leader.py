@@ -12,7 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_folders import rounded_folder
-from small_groups import CONFIGS, LIMIT, METHODS, SIZES, break_off, child, gist, rank_of, requests, serve
+from small_groups import (
+    CONFIGS,
+    LIMIT,
+    METHODS,
+    SIZES,
+    break_off,
+    child,
+    gist,
+    methods_of,
+    rank_of,
+    requests,
+    serve,
+)
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.request import Output
@@ -44,7 +56,8 @@ def test_two_ranks_serve_as_one_does(folders: dict[str, Path], name: str) -> Non
     assert any(o.counts.num_preemptions for o in wanted.values())
     with closing(start_parallel(folders[name], SIZES, size=2, timeout=LIMIT)) as engine:
         found = serve(engine)
-        assert engine.generate(requests(2)), "the group serves on after a first load"
+        again = requests(2, methods_of(engine.model.config))
+        assert engine.generate(again), "the group serves on after a first load"
     assert {i: gist(o) for i, o in found.items()} == {i: gist(o) for i, o in wanted.items()}
     for i, output in found.items():
         assert output.logprobs == pytest.approx(wanted[i].logprobs, abs=1e-3)

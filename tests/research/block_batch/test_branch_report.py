@@ -10,7 +10,7 @@ import pytest
 import torch
 from full_attention_folder import MAX_TOKENS, decoder_of, make_folder
 
-from benchmarks.plain_loops import run_canvas
+from benchmarks.plain_loops import run_planned
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
@@ -96,13 +96,13 @@ def test_every_run_is_the_plain_one(report: dict[str, Any], folder: Path) -> Non
     model = load_model(folder, dtype=torch.float32)
     for ids, row in zip(PROMPTS, report["prompts"], strict=True):
         for n in LENGTHS:
-            run = run_canvas(model, decoder_of(model, ids, Canvas(block_length=n, cache="dual", tau=TAU)))
+            run = run_planned(model, decoder_of(model, ids, Canvas(block_length=n, cache="dual", tau=TAU)))
             assert (row["single"][str(n)]["tokens"], row["single"][str(n)]["num_forwards"]) == (
                 run.tokens,
                 run.num_forwards,
             )
         settings = Branches(block_lengths=LENGTHS, **BRANCHES)
-        run = run_canvas(model, decoder_of(model, ids, Canvas(tau=TAU, branches=settings)))
+        run = run_planned(model, decoder_of(model, ids, Canvas(tau=TAU, branches=settings)))
         assert (row["block_batch"]["tokens"], row["block_batch"]["num_forwards"]) == (run.tokens, run.num_forwards)
         assert row["block_batch"]["winner"] in LENGTHS and row["block_batch"]["accuracy"] is None
 

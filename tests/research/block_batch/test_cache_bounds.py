@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.plain_loops import ContiguousCache, forward_canvas, run_canvas
+from benchmarks.plain_loops import ContiguousCache, forward_canvas, run_planned
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
 from mbd_core.decoding.blocks.sampling import Vocab
@@ -112,7 +112,7 @@ def test_the_propositions_hold_on_a_model(tiny_model_dir: Path) -> None:
             assert movement.bound.holds
             assert projected_norm_bound(full, 4).holds
 
-    run_canvas(model, decoder, watch=watch)
+    run_planned(model, decoder, watch=watch)
     assert checked == 2
     stacked = np.stack(caches)
     where = coordinates(stacked, [True] + [False] * (len(caches) - 1))

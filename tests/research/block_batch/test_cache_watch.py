@@ -7,7 +7,7 @@ import pytest
 import torch
 from full_attention_folder import MAX_TOKENS, decoder_of, make_folder
 
-from benchmarks.plain_loops import ContiguousCache, run_canvas
+from benchmarks.plain_loops import ContiguousCache, run_planned
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
 from mbd_core.decoding.canvas.branches import BranchedCanvas
@@ -54,7 +54,7 @@ def test_a_branch_watch_sees_every_copy(folder: Path) -> None:
             squared = ((flat[:, None] - flat[None]) ** 2).sum(-1)
             assert watch.run.dispersions[-1] == (decoder.num_forwards, pytest.approx(dispersion(squared), rel=1e-5))
 
-    run_canvas(model, decoder, watch=check)
+    run_planned(model, decoder, watch=check)
     assert copied > 0 and len(watch.run.syncs) > 0
     assert sum(len(s.overwritten) for s in watch.run.syncs) >= copied
 

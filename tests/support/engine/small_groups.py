@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
@@ -69,6 +70,7 @@ CONFIGS = {
     "llada2.2-moe": LLADA22_MOE,
     "sdar-moe": SDAR_MOE,
     "fast-dllm-v2": FAST_DLLM_V2,
+    "nemotron": replace(DENSE, architecture="NemotronLabsDiffusionModel", qk_norm=False, attention="causal"),
 }
 SIZES = EngineConfig(max_rows=3, num_pages=24, page_size=8, max_prefill_tokens=12)
 METHODS: tuple[dict[str, Any], ...] = (
@@ -79,7 +81,15 @@ METHODS: tuple[dict[str, Any], ...] = (
 )
 
 
+CAUSAL_METHODS = tuple(
+    {"causal": causal} for causal in (Causal(), Causal(method="ar"), Causal(method="dlm", tau=0.4), Causal(tau=0.2))
+)
 CARRY_METHODS = tuple(method | {"sub_block": 2, "carry": True} for method in METHODS[:2])
+
+
+def methods_of(config: ModelConfig) -> tuple[dict[str, Any], ...]:
+    """Methods that a model can decode with."""
+    return CAUSAL_METHODS if config.attention == "causal" else CARRY_METHODS if config.shift_logits else METHODS
 
 
 def requests(count: int, methods: tuple[dict[str, Any], ...] = METHODS) -> list[Request]:
@@ -100,7 +110,7 @@ def requests(count: int, methods: tuple[dict[str, Any], ...] = METHODS) -> list[
 
 def serve(engine: Engine) -> dict[str, Output]:
     """Seven requests for three rows: two come late, one is aborted while it runs and one that waits, two preempted."""
-    todo, outputs = requests(7, CARRY_METHODS if engine.model.config.shift_logits else METHODS), {}
+    todo, outputs = requests(7, methods_of(engine.model.config)), {}
     for request in todo[:5]:
         engine.add(request)
     for number in range(200):

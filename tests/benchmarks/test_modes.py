@@ -1,0 +1,39 @@
+"""The benchmark of modes: what it counts, and that a budget is one of the fixed modes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.commands import modes as main
+from benchmarks.modes import Mode, load_causal, measure_modes, trained_here
+
+CPU = torch.device("cpu")
+FIXTURE = str(Path(__file__).parents[1] / "parity/fixtures/nemotron-0")
+
+
+def test_a_budget_is_drafts_or_single_tokens() -> None:
+    """Tokens and positions of three requests at once; the clock alone differs."""
+    model = load_causal(FIXTURE, device=CPU)
+    cases = [Mode(method="ar"), *(Mode(method="linear-spec", budget=n) for n in (None, 2, 3))]
+    rows = measure_modes(model, cases, rows=3, answers=4, max_tokens=16, repeats=1)
+    counted = [(row["tpf"], row["positions_per_token"]) for row in rows]
+    assert counted[0] == counted[2] and counted[1] == counted[3]
+    assert counted[0][0] == 1.0 and counted[1][1] > 2 * counted[0][1]
+    assert max(row["over_best_fixed"] for row in rows if row["budget"] is None) == 1.0
+
+
+def test_the_command_writes_a_row_for_each_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "modes.json"
+    size = ["--concurrency", "1,2", "--budget", "1", "--max-tokens", "8", "--repeats", "1"]
+    assert main([*size, "--model", FIXTURE, "--json", str(out)]) == 0
+    assert capsys.readouterr().out.count("| linear-spec, budget 1 |") == 2
+    assert len(json.loads(out.read_text())["rows"]) == 8
+    assert main([*size, "--model", "tiny-sdar"]) == 2
+
+
+def test_the_trained_model_learns() -> None:
+    """Two updates change every matrix; what many do is the benchmark's own business."""
+    before, after = (trained_here(num_updates=n, device=CPU).state_dict() for n in (0, 2))
+    assert all(not torch.equal(before[name], after[name]) for name in before if before[name].ndim == 2)
