@@ -13,7 +13,7 @@ from jobs.command_line import CommandText, Fields, command
 from mbd_core.models.shapes import SHAPES
 from mbd_core.options import DATA, ENGINE, MODEL, OUTPUT, Option
 
-PARTS = ("storing", "host", "gap", "counted")
+PARTS = ("storing", "decoding", "host", "gap", "counted")
 
 
 def run_context(
@@ -22,7 +22,8 @@ def run_context(
     model: Annotated[str, Option(f"A shape, with random weights: {', '.join(SHAPES)}.", MODEL)] = "sdar-50m",
     parts: Annotated[tuple[str, ...], Option(f"What is measured: {', '.join(PARTS)}.", OUTPUT, separator=",")] = PARTS,
     length: Annotated[
-        tuple[int, ...], Option("Tokens of the prompts that are stored.", DATA, at_least=1, separator=",")
+        tuple[int, ...],
+        Option("Tokens of the prompts that are stored, and behind which is decoded.", DATA, at_least=1, separator=","),
     ] = (2048, 4096, 8192),
     compare: Annotated[
         int, Option("Up to this length also a block a forward, and the plain loop.", DATA, at_least=0)
@@ -54,9 +55,9 @@ def run_context(
     """Long prompts: how they are stored, what a step costs behind them, and what other streams notice.
 
     storing: one prompt, beside the bare forward of the same chunks, the machine's floor, a block a forward, and the
-    plain loop. host: the host's part of a step and the hashes of a prefix, by depth. gap: the events of streams while
-    a prompt is stored, with a limit of a step and without. counted: released shapes, not run; the defaults are an
-    H100's data sheet.
+    plain loop. decoding: a step behind keys at random. host: the host's part of a step and the hashes of a prefix, by
+    depth. gap: the events of streams while a prompt is stored, with a limit of a step and without. counted: released
+    shapes, not run; the defaults are an H100's data sheet.
     """
     import torch
 
@@ -70,7 +71,7 @@ def run_context(
     for name in {model, *counted} - SHAPES.keys():
         raise ValueError(f"{name} must be one of {', '.join(SHAPES)}")
     place, config, tables = usable_device(measuring.device), SHAPES[model], dict[str, list[dict[str, Any]]]()
-    prompts = (*(length if "storing" in parts else ()), *((gap,) if "gap" in parts else ()))
+    prompts = (*(length if {"storing", "decoding"} & {*parts} else ()), *((gap,) if "gap" in parts else ()))
     for tokens in prompts:
         if tokens % config.block_size or tokens + 8 * config.block_size > config.max_positions + 1:
             raise ValueError(
@@ -78,7 +79,7 @@ def run_context(
                 f"{config.max_positions} positions"
             )
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    decoder = random_model(config, device=place, dtype=dtype) if {"storing", "gap"} & {*parts} else None
+    decoder = random_model(config, device=place, dtype=dtype) if {"storing", "decoding", "gap"} & {*parts} else None
     print(f"{model}, {device_name(place)}; seconds are the processor's on a CPU\n")
     if "storing" in parts and decoder is not None:
         tables["storing"] = [
@@ -86,6 +87,9 @@ def run_context(
             for n in tqdm(length, unit="prompt", desc="storing")
         ]
         print(markdown(tables["storing"], storing.STORING) + "\n")
+    if "decoding" in parts and decoder is not None:
+        tables["decoding"] = [storing.decoding_row(decoder, n) for n in tqdm(length, unit="prompt", desc="decoding")]
+        print(markdown(tables["decoding"], storing.DECODING) + "\n")
     if "host" in parts:
         tables["host"] = storing.host_rows(host, steps=steps)
         print(markdown(tables["host"], storing.HOST) + "\n")

@@ -27,10 +27,11 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig, matrix_flops, pair_flops
 from mbd_core.models.shapes import SHAPES
 from mbd_core.ops.attention import cpu
+from mbd_core.ops.machine import measure_flops
 from mbd_core.serving.tokens.prefix_affinity import leading_pages
 
 CHUNK = EngineConfig().max_prefill_tokens
-FLOP_SIZE = 1024
+FLOP_SIZE, SUM_SIZE = 1024, 2**25
 DECODE_STEPS = 4
 WITHOUT_LIMIT = 1e9
 
@@ -44,10 +45,15 @@ STORING = {
     "over_block": "one block / storing|.2f",
     "over_plain": "plain loop / storing|.2f",
     "first_seconds": "first tokens after (s)|.1f",
-    "decode_over_floor": "decode step / floor|.2f",
-    "decode_over_tiles": "its forward without tiles|.2f",
     "peak_mb": "peak memory (MB)|.0f",
     "kv_mb": "of it keys (MB)|.0f",
+}
+DECODING = {
+    "length": "stored tokens",
+    "step_seconds": "step of two slots (ms)|.0f",
+    "step_over_forward": "step / forward|.3f",
+    "over_floor": "step / floor|.2f",
+    "over_tiles": "its forward without tiles|.2f",
 }
 HOST = {
     "length": "stored tokens",
@@ -93,10 +99,12 @@ def timed(run: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype, clock: Callable[[], float]) -> Machine:
-    """Bytes a second, and operations a second of a large matrix product by `clock`."""
-    a = torch.randn(FLOP_SIZE, FLOP_SIZE, dtype=dtype, device=device)
-    best = min(timed(lambda: a @ a, clock) for _ in range(8))
-    return Machine(bandwidth=measure_bandwidth(device), flops=2 * FLOP_SIZE**3 / best)
+    """Bytes a second of a sum, and operations a second of a large matrix product, both by `clock`."""
+    a, b = torch.randn(FLOP_SIZE, FLOP_SIZE, dtype=dtype, device=device), torch.ones(SUM_SIZE, device=device)
+    if device.type == "cuda":
+        return Machine(bandwidth=measure_bandwidth(device), flops=measure_flops(device, dtype))
+    product, total = (min(timed(run, clock) for _ in range(8)) for run in (lambda: a @ a, b.sum))
+    return Machine(bandwidth=b.nbytes / total, flops=2 * FLOP_SIZE**3 / product)
 
 
 def storing_cost(config: ModelConfig, start: int, stop: int, *, dtype_bytes: float) -> StepCost:
@@ -146,7 +154,7 @@ def long_request(config: ModelConfig, length: int, *, max_tokens: int, name: str
 
 
 def storing_row(model: Decoder, length: int, *, one_block: bool, plain: bool) -> dict[str, Any]:
-    """One prompt of `length` tokens, stored and decoded behind; `one_block`, `plain`: beside these ways, too."""
+    """One prompt of `length` tokens, stored; `one_block`, `plain`: beside these ways, too."""
     config, weight = model.config, model.lm_head.weight
     clock, size = seconds_clock(weight.device), config.block_size
     machine = measure_machine(weight.device, weight.dtype, clock)
@@ -168,19 +176,8 @@ def storing_row(model: Decoder, length: int, *, one_block: bool, plain: bool) ->
     while not any(output.new_tokens for output in engine.step()):
         pass
     first_seconds = storing + clock() - begin
-    decode = statistics.median(timed(engine.step, clock) for _ in range(DECODE_STEPS))
-    asked = engine.runner.last_batch
-    assert asked is not None
     again = measure_machine(weight.device, weight.dtype, clock)
     machine = replace(machine, flops=max(machine.flops, again.flops))
-    cost = step_cost(
-        config,
-        rows=1,
-        buffer_size=2,
-        prefix=length,
-        dtype_bytes=weight.dtype.itemsize,
-        logit_tokens=asked.num_logits,
-    )
     floor = storing_floor(config, length, machine, chunk=CHUNK, dtype_bytes=weight.dtype.itemsize)
     row = {
         "length": length,
@@ -190,8 +187,6 @@ def storing_row(model: Decoder, length: int, *, one_block: bool, plain: bool) ->
         "over_bare": storing / bare,
         "over_floor": storing / floor,
         "first_seconds": first_seconds,
-        "decode_over_floor": decode / floor_seconds(cost, machine),
-        "decode_over_tiles": without_tiles_ratio(engine, clock),
         "peak_mb": peak_bytes(weight.device) / 1e6,
         "kv_mb": 2 * config.num_layers * config.num_kv_heads * config.head_dim * weight.dtype.itemsize * length / 1e6,
         "machine_flops": machine.flops,
@@ -256,6 +251,35 @@ def plain_seconds(model: Decoder, length: int, clock: Callable[[], float]) -> fl
     ids = torch.tensor(random_prompt(model.config, length), device=device)
     attend = GridAttention(cache, 0, 0, model.config.block_size)
     return timed(lambda: model(ids, torch.arange(length, device=device), attend), clock)
+
+
+def decoding_row(model: Decoder, length: int) -> dict[str, Any]:
+    """A step of two slots behind `length` keys at random, which were not stored by a forward."""
+    config, weight = model.config, model.lm_head.weight
+    clock = seconds_clock(weight.device)
+    machine = measure_machine(weight.device, weight.dtype, clock)
+    engine = filled_engine(model, StepCase(rows=1, buffer_size=2, prefix=length, steps=DECODE_STEPS, static=False))
+    while not bool(engine.buffer.resident_RN[:, :2].all()):
+        engine.step()
+    steps, forwards, num_logits = list[float](), list[float](), 0
+    for _ in range(DECODE_STEPS):
+        steps.append(timed(engine.step, clock))
+        batch = engine.runner.last_batch
+        assert batch is not None
+        num_logits = batch.num_logits
+        forwards.append(timed(lambda batch=batch: engine.runner.forward(batch), clock))  # type: ignore[misc]
+    again = measure_machine(weight.device, weight.dtype, clock)
+    machine = Machine(bandwidth=max(machine.bandwidth, again.bandwidth), flops=max(machine.flops, again.flops))
+    cost = step_cost(
+        config, rows=1, buffer_size=2, prefix=length, dtype_bytes=weight.dtype.itemsize, logit_tokens=num_logits
+    )
+    return {
+        "length": length,
+        "step_seconds": min(steps),
+        "step_over_forward": min(steps) / min(forwards),
+        "over_floor": min(steps) / floor_seconds(cost, machine),
+        "over_tiles": without_tiles_ratio(engine, clock),
+    }
 
 
 # The host's work as the page table grows, and what it takes to hash and to find a prefix.

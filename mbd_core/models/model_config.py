@@ -371,7 +371,7 @@ class ModelConfig:
 # Floating-point operations of a forward, counted from the model's shapes: two for each multiply-add.
 #
 # Counted are the matrices, the router and the attention; not norms, rotations and other work by element. Gemma's
-# layers are not counted: nothing asks for them.
+# layers are not counted as they are: the engine's pacer alone asks for them, and measures what they take.
 
 
 def matrix_flops(config: ModelConfig) -> float:

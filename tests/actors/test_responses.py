@@ -163,6 +163,16 @@ def test_a_schema_holds_the_text(client: openai.OpenAI) -> None:
     assert json.loads(response.output_text)["city"] in ("Rome", "Oslo")
 
 
+def test_truncation_is_taken_and_an_input_that_does_not_fit_is_refused_under_either(url: str) -> None:
+    """As clients send it: OpenAI's `auto` would drop items, and here none is dropped unsaid."""
+    for value in ("auto", "disabled"):
+        body = {"model": MODEL, "truncation": value, "max_output_tokens": 8}
+        answer = httpx.post(f"{url}/v1/responses", json={**body, "input": "a"}, timeout=LIMIT)
+        assert answer.status_code == 200 and answer.json()["truncation"] == value
+        long = httpx.post(f"{url}/v1/responses", json={**body, "input": "word " * 4000}, timeout=LIMIT)
+        assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -175,6 +185,7 @@ def test_a_schema_holds_the_text(client: openai.OpenAI) -> None:
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"colour": 1}, "colour"),
+        ({"truncation": "middle"}, "truncation"),
         ({"include": ["everything"]}, "include.0"),
         ({"include": [LOGPROBS], "tools": [TOOL]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),

@@ -11,6 +11,9 @@ target's blocks, each given its clean predecessors, and one forward over a noisy
 with the same mask are computed once: a target of one token, as the letter of a choice, takes one forward, and its
 estimate is exact.
 
+A model that stores its keys by causal rows gives the next token's probability itself: its log-likelihood is the
+chain's sum, exact, from one forward without a draw.
+
 Shape legend: D draws, U different masks of them, N noisy positions, L clean positions, V vocabulary.
 """
 
@@ -54,12 +57,15 @@ def log_likelihood(
     length = len(prefix) + len(target)
     if length > model.config.max_positions:
         raise ValueError(f"a text of {length} tokens exceeds the model's {model.config.max_positions} positions")
-    if model.config.shift_logits and not prefix:
+    is_causal = model.config.attention == "causal"
+    if (model.config.shift_logits or is_causal) and not prefix:
         raise ValueError("the model predicts each token at the position before it, and the text has none before it")
     if not target:
         return 0.0
     device = next(model.parameters()).device
     tokens_L = torch.tensor([*prefix, *target], device=device)
+    if is_causal:
+        return _chain(model, tokens_L, len(prefix))
     full = model.config.attention == "full"
     groups = _groups(len(prefix), length, length if full else block_size)
     masked_UL, count_U = _draw_masks(groups, length, draws).unique(dim=0, return_counts=True)
@@ -76,6 +82,15 @@ def log_likelihood(
         )
         total += float((nats_UN.double() * weights_UN).sum())
     return total / draws.number
+
+
+def _chain(model: Decoder, tokens_L: Tensor, begin: int) -> float:
+    """The sum of log p(token | those before it) from position `begin` on."""
+    length = len(tokens_L)
+    causal = DenseAttention(torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens_L.device).tril())
+    hidden_LD = model(tokens_L[None], torch.arange(length, device=tokens_L.device)[None], causal)[0]
+    logits_NV = model.logits(hidden_LD[begin - 1 : -1]).float()
+    return -float(F.cross_entropy(logits_NV, tokens_L[begin:], reduction="sum"))
 
 
 def _groups(begin: int, end: int, size: int) -> list[tuple[int, int]]:

@@ -283,25 +283,78 @@ def _calls(fd: int) -> Iterator[tuple[list[Any], dict[str, Any]]]:
 
 
 def test(order: dict[str, Any], answers_fd: int, calls_fd: int, verdict_fd: int) -> None:
-    """Run the tests and send the verdict: `passed`, `wrong` or `error`, and the detail."""
+    """Run the tests and send the verdict: `passed`, `wrong` or `error`, and the detail.
+
+    The first assertion that fails decides, and its verdict is sent at once. Those that stand by themselves after it,
+    in the tests or in their function `check`, run too. A second line says which failed, how many ran, and how many
+    there are.
+    """
+    failures: list[int] = []
+    num_run = 0
+
+    def run_assertion(number: int, error: BaseException | None) -> None:
+        nonlocal num_run
+        if isinstance(error, EOFError):
+            raise error  # the program is gone
+        num_run = number + 1
+        if error is not None:
+            if not failures:
+                send(_failure(error))
+            failures.append(number)
+
+    def send(line: str) -> None:
+        write_all(verdict_fd, f"{line}\n".encode())
+
+    num_assertions = 0
+    verdict = "passed "
     try:
         function = stand_in(order["entry_point"], calls_fd, answers_fd)
         space: dict[str, Any] = (
             define(order["preamble"], "candidate") if order["preamble"] else {"__name__": "candidate"}
         )
         space[order["entry_point"]] = function
-        exec(compile(order["tests"], "<tests>", "exec"), space)
+        tests, num_assertions = _counted_assertions(order["tests"], order["check"])
+        space[RUN_ASSERTION] = run_assertion
+        exec(tests, space)
         if order["check"]:
             space[order["check"]](function)
-    except AssertionError:
-        verdict = ("wrong", "a test's assertion failed")
-    except EOFError:
-        verdict = ("error", PROGRAM_ENDED)
     except BaseException as error:  # what a test raises on a wrong type is the program's fault, as in the original
-        verdict = ("error", str(error) if isinstance(error, AnswerError) else type(error).__name__)
-    else:
-        verdict = ("passed", "")
-    write_all(verdict_fd, f"{verdict[0]} {verdict[1]}\n".encode())
+        verdict = _failure(error)
+    send(f"{','.join(map(str, failures))} {num_run} {num_assertions}" if failures else verdict)
+
+
+RUN_ASSERTION = "__run_assertion__"
+
+
+def _failure(error: BaseException) -> str:
+    if isinstance(error, AssertionError):
+        return "wrong a test's assertion failed"
+    if isinstance(error, EOFError):
+        return f"error {PROGRAM_ENDED}"
+    return f"error {error if isinstance(error, AnswerError) else type(error).__name__}"
+
+
+def _counted_assertions(source: str, check: str) -> tuple[Any, int]:
+    """The tests' code, whose assertions report to `RUN_ASSERTION` instead of ending them, and how many there are.
+
+    Only those that stand by themselves, in the tests or in the function `check`: one in a loop ends them as ever.
+    """
+    import ast
+
+    tree, count = ast.parse(source), 0
+    bodies = [tree.body, *(n.body for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == check)]
+    for body in bodies:
+        for place, node in enumerate(body):
+            if isinstance(node, ast.Assert):
+                (guard,) = ast.parse(
+                    f"try:\n    pass\nexcept BaseException as {RUN_ASSERTION}_error:\n"
+                    f"    {RUN_ASSERTION}({count}, {RUN_ASSERTION}_error)\nelse:\n    {RUN_ASSERTION}({count}, None)\n"
+                ).body
+                assert isinstance(guard, ast.Try)
+                guard.body = [node]
+                body[place] = guard
+                count += 1
+    return compile(ast.fix_missing_locations(tree), "<tests>", "exec"), count
 
 
 class AnswerError(Exception):
@@ -356,7 +409,9 @@ def main() -> None:
     null_fd = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null_fd, fd)
-    from mbd_core.evaluation.sandbox import plain_data  # noqa: F401  (before its file is out of reach)
+    import ast  # noqa: F401  (before its file is out of reach, as the next)
+
+    from mbd_core.evaluation.sandbox import plain_data  # noqa: F401
 
     limit_resources(order)
     if order["walls"] is not None:

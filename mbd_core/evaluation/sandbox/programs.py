@@ -180,7 +180,23 @@ def run_tests(
             return Verdict(reason="timeout", detail=f"over {limits.wall_seconds:g} s of wall time")
         except OverflowError:
             return Verdict(reason="error", detail="the tests' verdict is no verdict")
-        return _test_verdict(process, answerer, line)
+        verdict = _test_verdict(process, answerer, line)
+        if verdict.reason in ("passed", "timeout") or line is None:
+            return verdict
+        return replace(verdict, detail=verdict.detail + _further_failures(process, answerer, limits))
+
+
+def _further_failures(process: Contained, answerer: Contained, limits: Limits) -> str:
+    """The assertions that failed, in words, if more than one did and the tests came to their end in time."""
+    seconds = min(FURTHER_SECONDS, process.left_of(limits.wall_seconds))
+    try:
+        line = process.read_line(seconds=seconds, longest=LONGEST_VERDICT, others=[answerer]) if seconds > 0 else None
+    except (TimeoutError, OverflowError):
+        return ""
+    if line is None:
+        return ""
+    failures, num_run, total = line.decode().split()
+    return _wrong_text([int(number) for number in failures.split(",")], int(num_run), int(total))
 
 
 def _test_verdict(process: Contained, answerer: Contained, line: bytes | None) -> Verdict:

@@ -187,7 +187,8 @@ class ResponsesRequest(Strict):
     reasoning: Annotated[Any, Only({}, {"effort": "none"})] = None
     top_logprobs: NumTops | None = None
     """so many likeliest tokens beside each; only with the log-probabilities"""
-    truncation: Annotated[Any, Only("disabled")] = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """changes nothing: no item is dropped, and an input that the model does not hold is refused under either"""
     prompt: Annotated[Any, Only()] = None
 
     @model_validator(mode="after")
@@ -278,7 +279,7 @@ class ResponsesRequest(Strict):
             "tool_choice": choice.model_dump() if isinstance(choice, ResponseToolChoice) else choice or "auto",
             "tools": [tool.model_dump() for tool in self.tools or ()],
             "top_p": self.top_p,
-            "truncation": "disabled",
+            "truncation": self.truncation or "disabled",
             "usage": None,
             "user": self.user,
             "metadata": self.metadata or {},

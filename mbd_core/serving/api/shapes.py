@@ -225,7 +225,8 @@ class Response(TypedDict):
     """as in the request"""
     top_p: float | None
     """as in the request"""
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
+    """as in the request"""
     usage: ResponseUsage | None
     """at the end"""
     user: str | None

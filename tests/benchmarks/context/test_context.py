@@ -21,13 +21,15 @@ FLEET = Fleet(events=((3.0, "kill"), (5.0, "add")), cache_tokens=1 << 16)
 
 def test_a_prompt_is_stored_and_every_column_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "rows.json"
-    argv = f"--model tiny-sdar --parts storing,counted --length 256 --compare 256 --threads 1 --json {target}"
+    argv = f"--model tiny-sdar --parts storing,decoding,counted --length 256 --compare 256 --threads 1 --json {target}"
     assert context(argv.split()) == 0
     rows = json.loads(target.read_text())
     (row,) = rows["storing"]
     assert (row["length"], row["forwards"], row["block_forwards"]) == (256, 1, 256 // SHAPES["tiny-sdar"].block_size)
-    ratios = ("over_bare", "over_floor", "over_block", "over_plain", "decode_over_floor", "decode_over_tiles")
+    ratios = ("over_bare", "over_floor", "over_block", "over_plain")
     assert all(row[name] > 0 for name in ratios) and row["first_seconds"] > 0
+    (step,) = rows["decoding"]
+    assert step["length"] == 256 and all(step[name] > 0 for name in ("over_floor", "over_tiles", "step_over_forward"))
     assert row["peak_mb"] > row["kv_mb"] > 0
     assert "one block / storing" in capsys.readouterr().out and len(rows["counted"]) == 9
 

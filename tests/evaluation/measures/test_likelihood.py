@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 from mbd_core.checkpoint.loading import load_model
+from mbd_core.decoding.blocks.causal_config import Causal
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.engine import Engine
 from mbd_core.evaluation.measures.likelihood import Draws, log_likelihood
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shapes import SHAPES, random_model
@@ -102,6 +107,21 @@ def test_an_estimate_repeats_and_does_not_depend_on_how_many_draws_share_a_forwa
     ]
     assert found[0] == found[1] == pytest.approx(found[2], abs=1e-4)
     assert found[3] != pytest.approx(found[0], abs=1e-4)
+
+
+def test_a_model_with_causal_rows_has_the_chain_that_it_decodes_by() -> None:
+    """Exact, without a draw: the sum of the log-probabilities with which an engine decodes the same tokens."""
+    model = random_model(SHAPES["tiny-nemotron"], device=torch.device("cpu"), dtype=torch.float32, std=0.2)
+    decoding = DecodingConfig(block_size=model.config.block_size, causal=Causal(method="ar"))
+    request = Request(
+        request_id="a", prompt=tuple(PREFIX), max_tokens=20, decoding=decoding, ignore_eos=True, logprobs=True
+    )
+    output = Engine(model, EngineConfig(max_rows=1, num_pages=20)).generate([request])[0]
+    assert output.logprobs is not None
+    found = log_likelihood(model, PREFIX, output.tokens, block_size=32, draws=FEW)
+    assert found == pytest.approx(sum(output.logprobs), abs=1e-3) and found < -1
+    with pytest.raises(ValueError, match="the text has none before it"):
+        log_likelihood(model, [], TARGET, block_size=32, draws=FEW)
 
 
 def test_what_has_no_estimate_is_refused(models: dict[str, Decoder]) -> None:

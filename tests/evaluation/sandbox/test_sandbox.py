@@ -322,3 +322,35 @@ def test_the_inputs_after_a_wrong_one_are_bounded_in_number_and_time(monkeypatch
     verdict = run_calls(slow, "f", calls, lambda _, out: out.value >= 0, limits=Limits())
     assert verdict.detail.startswith("input 0; wrong inputs: 0, 1") and "of the first" in verdict.detail
     assert time.monotonic() - begun < 8
+
+
+@pytest.mark.parametrize(
+    ("tests", "check", "detail"),
+    [
+        (
+            "assert f(1) == 1\nassert f(2) == 0\nassert f(3) == 3\nassert f(4) == 0",
+            "",
+            "; wrong inputs: 1, 3 (2 of 4)",
+        ),
+        ("assert f(1) == 1\nassert f(2) == 0", "", ""),
+        ("def check(c):\n    assert c(1) == 0\n    assert c(2) == 0, 'x'\n    assert c(3) == 3", "check", "2 of 3"),
+        ("def check(c):\n    for n in (1, 2):\n        assert c(n) == 0\n    assert c(3) == 0", "check", ""),
+        ("assert f(1) == 0\nassert f(9) == 0\nassert f(2) == 0", "", "; wrong inputs: 0, 1, 2 (3 of 3)"),
+        ("assert f(1) == 0\nassert f(2) == 0\nassert f(7) == 0", "", "; wrong inputs: 0, 1 (2 of the first 2 of 3)"),
+    ],
+    ids=["module", "one", "check", "in a loop", "raises later", "never ends later"],
+)
+def test_every_assertion_that_fails_is_named_and_the_first_decides(tests: str, check: str, detail: str) -> None:
+    program = "def f(n):\n    if n == 9:\n        raise KeyError\n    while n == 7:\n        pass\n    return n\n"
+    verdict = run_tests(
+        program, tests=tests, entry_point="f", limits=Limits(wall_seconds=4, cpu_seconds=2), check=check
+    )
+    assert verdict.reason == "wrong" and verdict.detail.startswith("a test's assertion failed")
+    assert detail in verdict.detail and ("inputs" in verdict.detail) == bool(detail)
+
+
+def test_an_assertion_that_raises_first_is_an_error_and_the_others_are_counted() -> None:
+    program = "def f(n):\n    return 1 // n\n"
+    tests = "assert f(0) == 0\nassert f(1) == 0\nassert f(1) == 1"
+    verdict = run_tests(program, tests=tests, entry_point="f", limits=Limits())
+    assert (verdict.reason, verdict.detail) == ("error", "ZeroDivisionError; wrong inputs: 0, 1 (2 of 3)")
