@@ -64,7 +64,7 @@ class Twice:
         return RankParts(torch.tensor([self.places[number].data_ptr()] * 2))
 
 right = moe.kernel_for
-for family in ("llada2", "sdar-moe", "dream"):
+for family in ("llada2", "sdar-moe", "dream", "nemotron"):
     model = random_model(FAMILIES[family])
     check(model)
     model.reduce = lambda partial: partial * 2

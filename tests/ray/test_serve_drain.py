@@ -22,7 +22,7 @@ from cluster.local import RAY_START, TOKEN_PATH, free_ports, local_cluster
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300  # seconds for what ends by itself, however busy the machine is
 MODEL, REPLICAS, STREAMS = "tiny", 2, 4
-CHOICES = 6  # of a stream: so many that none has ended when the last one begins, on a busy machine too
+CHOICES = 4  # of a stream: so many that none has ended when the last one begins, on a busy machine too
 
 
 def entrypoint(model: Path, port: int) -> list[str]:

@@ -112,8 +112,7 @@ class TokenDecoder(PrefixDecoder):
 
     def _forced(self) -> int | None:
         """The token that ends the thinking, where the next one must be it."""
-        thinking, answer = self._causal.thinking, self._all[self._start :]
-        if thinking is None or thinking.end_token_id in answer:
+        thinking, number = self._causal.thinking, len(self._all) - self._start
+        if thinking is None or number < thinking.budget + (self._causal.method == "linear_spec"):
             return None
-        is_due = len(answer) >= thinking.budget + (self._causal.method == "linear_spec")
-        return thinking.end_token_id if is_due else None
+        return None if thinking.end_token_id in self.tokens else thinking.end_token_id
