@@ -315,7 +315,7 @@ def _kinds_of_work(options: SweepOptions, inputs: Mapping[str, TaskInputs]) -> t
 def _likelihood_variant(name: str, folder: ModelFolder) -> Variant:
     """The one configuration in which a model scores texts: its own, by which it may also decode them greedily."""
     config = folder.config
-    if config.attention != "full" and config.shift_logits:
+    if config.attention not in ("full", "causal") and config.shift_logits:
         raise ValueError(
             f"log-likelihoods of model '{name}', which attends in blocks and shifts logits, are not offered"
         )
