@@ -83,11 +83,34 @@ def test_one_slow_step_changes_nothing_and_a_slower_machine_does() -> None:
     assert pacer.token_seconds == pytest.approx(4 * before.token_seconds, rel=1e-6)
 
 
+def test_what_chunks_cost_however_short_they_are_is_no_cost_of_their_tokens() -> None:
+    """A block that takes nearly as long as 64 blocks, as where it reads all experts, does not end in single blocks."""
+    fixed, token, quiet = 0.9, 0.001, 1.0
+    pacer = Pacer(MODEL, max_step_seconds=None)
+    for _ in range(5):
+        pacer.observe([], decodes=True, seconds=quiet)
+    tokens = 0
+    for _ in range(40):
+        pace = pacer.pace()
+        assert pace is not None
+        most = min(2048, pace.max_tokens) // SIZE
+        tokens = SIZE * max(1, pace.fitting_blocks(0, most, block_size=SIZE, spent=0.0))
+        pacer.observe([Span(0, tokens)], decodes=True, seconds=quiet + fixed + token * tokens)
+    assert pacer.limit == pytest.approx(quiet + 2 * fixed, rel=0.05)
+    assert 0.5 * fixed / token < tokens < 1.5 * fixed / token
+    strict = Pacer(MODEL, max_step_seconds=quiet)
+    strict.observe([], decodes=True, seconds=quiet)
+    for tokens in (32, 64, 128, 256):
+        strict.observe([Span(0, tokens)], decodes=True, seconds=quiet + fixed + token * tokens)
+    pace = strict.pace()
+    assert pace is not None and pace.seconds == 0.0, "a limit that was given is kept to"
+
+
 def test_before_anything_is_measured_chunks_are_short_and_without_streams_they_are_free() -> None:
     pacer = Pacer(MODEL, max_step_seconds=None)
-    for _ in range(LEAST_MEASURES):
+    for number in range(LEAST_MEASURES):
         pace = pacer.pace()
-        assert pace is not None and pace.max_tokens == UNMEASURED_TOKENS and pace.cost(0, 9**9) == 0.0
+        assert pace is not None and pace.max_tokens == UNMEASURED_TOKENS[number % 2] and pace.cost(0, 9**9) == 0.0
         pacer.observe([Span(0, 64)], decodes=False, seconds=0.1)
     pace = pacer.pace()
     assert pace is not None and pace.max_tokens > 1 << 60 and pace.cost(0, 64) == pytest.approx(0.1)
@@ -158,7 +181,7 @@ def test_beside_a_stream_chunks_are_cut_to_the_limit_and_tokens_stay_equal() -> 
     engine = paced_engine(clock, max_step_seconds=0.1)
     assert [gist(o) for o in serve(engine, stream, *prompts)] == [gist(o) for o in wanted]
     assert engine.pacer.token_seconds > 0 and engine.pacer.limit == 0.1
-    learned = clock.forwards[6:]  # the first prompt has taught it what a block costs
+    learned = clock.forwards[11:]  # the first prompt and a chunk of the second have taught it what a block costs
     most, of_free = max(s for s, _ in learned), max(s for s, _ in free.forwards)
     own_block = 0.03  # of the prompt, which decodes in the step that stores its end
     assert most <= 0.1 + own_block < of_free / 3
