@@ -156,9 +156,7 @@ class Pacer:
         if len(slopes) >= LEAST_MEASURES:
             slope = statistics.median(slopes)
             self._fixed_seconds = max(0.0, statistics.median(t - slope * f for f, t in measures))
-        self._flop_seconds = statistics.median(
-            max(t - self._fixed_seconds, LEAST_SHARE * t) / f for f, t in measures
-        )
+        self._flop_seconds = statistics.median(max(t - self._fixed_seconds, LEAST_SHARE * t) / f for f, t in measures)
 
     def _flops(self, start: int, stop: int) -> float:
         return (stop - start) * (self._token_flops + self._pair_flops * (start + stop) / 2)
