@@ -88,7 +88,8 @@ FORMS = {
     "input": "must be a string or a list of items: messages of text, function_call, function_call_output",
     "prompt": f"must be a string, a list of strings, a list of at most {MAX_IDS} token ids (0 or more), or a list of "
     f"such lists; at most {MOST_PROMPTS} prompts",
-    "content": f"must be a string or a list of at most {MAX_TEXT_PARTS} text parts",
+    "content": f"must be a string or a list of at most {MAX_TEXT_PARTS} text parts; images, audio and files are not "
+    "read",
     "stop": f"must be a string or a list of at most {MAX_STOPS} strings",
     "template": 'must be a list of strings and holes, {"hole": N}',
     "guided_json": "must be a JSON schema, as an object or as its text",
