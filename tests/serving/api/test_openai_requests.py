@@ -78,6 +78,12 @@ def test_every_list_is_bounded(kind: type[Strict], fields: dict[str, Any], param
     assert refusal(kind, fields).param == param
 
 
+def test_a_part_that_is_no_text_is_refused_by_its_place() -> None:
+    image = {"type": "image_url", "image_url": {"url": "a.png"}}
+    error = refusal(ChatRequest, chat(content=[{"type": "text", "text": "a"}, image]))
+    assert error.param == "messages.0.content" and "images" in error.message
+
+
 def test_a_long_conversation_and_a_long_prompt_are_taken() -> None:
     assert len(parse(ChatRequest, json.dumps(CHAT | {"messages": CHAT["messages"] * 4096}).encode()).messages) == 4096
     asked = parse(CompletionRequest, json.dumps({"model": "m", "prompt": [1] * 100_000}).encode())
