@@ -11,6 +11,7 @@ from it, whichever of its processes was, and makes only those rollouts of the ne
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
@@ -128,7 +129,8 @@ class RLRun:
         seconds["update"] = time.perf_counter() - began_update
         if recipe.lag and not is_last:
             began_rollouts = time.perf_counter()
-            waiting = iter(list(waiting))  # before the weights change
+            deque(waiting, maxlen=0)  # before the weights change; they lie in the folder then
+            waiting = iter(())
             seconds["rollouts"] += time.perf_counter() - began_rollouts
         began_swap = time.perf_counter()
         executor.swap(iteration + 1)

@@ -92,12 +92,13 @@ def test_one_step_off_learns_from_the_weights_before(tiny_model_dir: Path, tmp_p
     """Iteration n + 1 is drawn with the weights of iteration n; after a kill what is too old or lost is not used."""
     objective = PolicyObjective(kind="clipped", old="rollout")
     recipe = tiny_run(tiny_model_dir, schedule="one-step-off", objective=objective, iterations=4)
-    finish(recipe, tmp_path / "run")
+    executor, _ = finish(recipe, tmp_path / "run")
+    assert executor.calls.count("scores") == executor.calls.count("rollouts") == 8  # each part once
     assert [line["version_lag"] for line in lines(tmp_path / "run")] == [0, 1, 1, 1]
     versions = {rows[0]["version"] for rows in rollout_rows(tmp_path / "run").values()}
     assert versions == {0, 1, 2}
     every = replace(recipe, checkpoint_every=3)
-    executor, _ = finish(every, tmp_path / "killed", ends_at=18)
+    executor, _ = finish(every, tmp_path / "killed", ends_at=16)
     assert executor.calls.count("updated") == 2 and executor.calls.count("saved") == 0
     drawn = {rows[0]["version"] for rows in rollout_rows(tmp_path / "killed").values()}
     assert drawn > {0}
