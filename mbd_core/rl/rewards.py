@@ -12,7 +12,6 @@ The rollouts lie in the run's folder then, and the same run goes on with them.
 """
 
 import json
-import math
 import os
 import re
 import select
@@ -24,8 +23,10 @@ import urllib.request
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from importlib import import_module
 from typing import Annotated, Any, Protocol
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 
@@ -71,7 +72,9 @@ class RewardConfig:
         for name, weight in self.rewards.items():
             if not (name in (CORRECT, TPF) or FUNCTION.fullmatch(name) or name.startswith(HTTP)):
                 raise ValueError(f"unknown reward '{name}'; known: {CORRECT}, {TPF}, MODULE:FUNCTION, http(s)://...")
-            if not math.isfinite(weight):
+            if name.startswith(HTTP) and not _has_host(name):
+                raise ValueError(f"reward '{name}' is no URL of a service; give http(s)://HOST[:PORT]/PATH")
+            if not is_finite(weight):
                 raise ValueError(f"the weight of reward '{name}' must be a finite number, not {weight}")
         if not self.weights:
             raise ValueError("rewards has no part with a weight other than 0; give at least one")
@@ -124,13 +127,27 @@ def question(row: Mapping[str, Any]) -> dict[str, str]:
 
 def finite(value: Any, name: str, row: Mapping[str, Any]) -> float:
     """The reward, if it is one; else `RewardFailed`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):
         raise failure(name, row, f"gave {str(value)[:80]}, which is no finite number")
     return float(value)
 
 
+def is_finite(value: float) -> bool:
+    """Whether a float holds it; an integer may be too large for one."""
+    return abs(value) <= sys.float_info.max
+
+
 def failure(name: str, row: Mapping[str, Any], what: str) -> RewardFailed:
     return RewardFailed(f"reward '{name}' {what}, for an answer to {row['problem_id']}")
+
+
+def _has_host(url: str) -> bool:
+    """Whether a request can be sent there: a host, a port that is a number if there is one, no blanks."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0 and url.isprintable() and " " not in url
+    except ValueError:
+        return False
 
 
 class HttpReward:
@@ -147,7 +164,7 @@ class HttpReward:
                 with urllib.request.urlopen(request, timeout=self._seconds) as response:
                     content = response.read()
                 break
-            except OSError as error:  # urllib's errors are some
+            except (OSError, HTTPException) as error:  # urllib's errors are some; a reply that is cut or no HTTP
                 if number + 1 == TRIES or (isinstance(error, urllib.error.HTTPError) and error.code < 500):
                     raise failure(self._url, row, f"does not answer ({error_sentence(error)})") from None
                 time.sleep(PAUSE)
@@ -209,8 +226,8 @@ class FunctionReward:
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.communicate()
+            with process:  # closes its pipes, which its own children may hold open
+                process.kill()
 
 
 def answer_lines() -> None:

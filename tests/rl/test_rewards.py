@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -68,23 +69,26 @@ def test_a_function_rewards_beside_the_grader_and_may_print() -> None:
         ("words", "gave good, which is no finite number"),
         ("hangs", "did not answer within 1 s"),
         ("ends", "ended its process"),
+        ("leaves_a_child", "did not answer within 1 s"),
         ("absent", "raised AttributeError: "),
     ],
 )
 def test_a_function_that_gives_no_reward_is_one_sentence(name: str, says: str) -> None:
+    began = time.monotonic()
     with pytest.raises(RewardFailed) as failed:
         scores([{"text": "a"}], rewards={f"rl_rewards:{name}": 1.0}, reward_seconds=1.0)
+    assert time.monotonic() - began < 60  # no child of the function's process is waited for
     sentence = str(failed.value)
     assert sentence.startswith(f"reward 'rl_rewards:{name}' {says}") and sentence.endswith(", for an answer to p1")
     assert "\n" not in sentence
 
 
 class Scorer(HTTPServer):
-    """A service that answers with the next of its replies: a status, or a text."""
+    """A service that answers with the next of its replies: a status, a text, or bytes that are all that it sends."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), ScorerHandler)
-        self.replies: list[int | str] = []
+        self.replies: list[int | str | bytes] = []
         self.asked: list[Any] = []
 
 
@@ -94,6 +98,9 @@ class ScorerHandler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         reply = self.server.replies.pop(0)
+        if isinstance(reply, bytes):
+            self.wfile.write(reply)
+            return
         self.send_response(reply if isinstance(reply, int) else 200)
         self.end_headers()
         if isinstance(reply, str):
@@ -119,12 +126,15 @@ def test_a_service_rewards_and_is_asked_again_where_it_fails(scorer: Scorer, mon
     (row,) = scores([{"text": "a"}], rewards={url: 1.0})
     assert row["rewards"] == {url: 0.25}
     assert scorer.asked == [{"prompt": "Tom has 3.", "text": "a", "reference": "5", "problem_id": "p1"}] * 2
-    failing: list[tuple[list[int | str], str]] = [
+    failing: list[tuple[list[int | str | bytes], str]] = [
         ([500] * 3, "does not answer"),
         ([404], "does not answer"),
         (["{}"], "replied without a field 'reward'"),
         (["nothing"], "is unreadable: the reply is not valid JSON"),
         (['{"reward": NaN}'], "gave nan"),
+        ([f'{{"reward": 1{"0" * 400}}}'], "gave 1000"),
+        ([b"SSH-2.0"] * 3, r"does not answer \(BadStatusLine: SSH-2\.0\)"),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"] * 3, r"does not answer \(IncompleteRead: "),
     ]
     for replies, says in failing:
         scorer.replies += replies
@@ -140,4 +150,9 @@ def test_a_reward_is_named_and_weighed() -> None:
         RewardConfig(rewards={"correct": 0.0})
     with pytest.raises(ValueError, match="weight of reward 'tpf' must be a finite number"):
         RewardConfig(rewards={"tpf": float("inf")})
+    with pytest.raises(ValueError, match="weight of reward 'tpf' must be a finite number"):
+        RewardConfig(rewards={"tpf": 10**400})
+    for url in ("http://", "http://a b/", "http://host:port/", "http://[::1/"):
+        with pytest.raises(ValueError, match="is no URL of a service"):
+            RewardConfig(rewards={url: 1.0})
     assert RewardConfig(rewards={"correct": 1, "tpf": 0}).weights == {"correct": 1}

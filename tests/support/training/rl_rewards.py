@@ -28,6 +28,13 @@ def hangs(prompt: str, text: str, reference: str) -> float:
     return 0.0
 
 
+def leaves_a_child(prompt: str, text: str, reference: str) -> float:
+    """Hangs in a process of its own too, which has all files that this one has open."""
+    os.fork()
+    time.sleep(90)
+    return 0.0
+
+
 def ends(prompt: str, text: str, reference: str) -> float:
     os._exit(3)
 
