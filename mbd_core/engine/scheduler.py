@@ -173,7 +173,7 @@ class Scheduler:
         """Prefix chunks of this step, oldest sequence first, at most `max_prefill_tokens` together.
 
         With `pace` they are as long as it lets them be, and at least one block. A prompt under full attention cannot
-        be split: if it exceeds the budget it is the step's first chunk.
+        be split, nor can a block: if it exceeds the budget it is the step's first chunk.
         """
         size, budget, spent = self.block_size, self.max_prefill_tokens, 0.0
         if pace is not None:
@@ -189,7 +189,10 @@ class Scheduler:
                 budget -= sequence.origin
                 spent += cost
             start, unit = sequence.prefilled, sequence.store or 1  # tokens that are stored together
-            take = min(budget, sequence.prefix_length - start) // unit
+            most = (sequence.prefix_length - start) // unit
+            take = min(budget // unit, most)
+            if not chunks:  # as above: a block that exceeds the budget is the step's first chunk
+                take = max(take, min(1, most))
             if pace is not None and take > 0:
                 fitting = pace.fitting_blocks(start, take, block_size=unit, spent=spent)
                 take = max(fitting, 0 if chunks else min(take, max(1, size // unit)))

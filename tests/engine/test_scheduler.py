@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mbd_core.decoding.blocks.canvas_config import Canvas
+from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine import scheduler as scheduler_module
@@ -364,6 +365,22 @@ def test_a_full_attention_prompt_goes_whole() -> None:
     s.admit()
     assert [(c.start, c.stop) for c in s.prefill() if c.sequence is a] == [(0, 21)]
     assert [(c.start, c.stop) for c in s.prefill() if c.sequence is a] == [(21, 29)] and a.prompt_stored
+
+
+def test_a_block_beyond_the_budget_goes_whole() -> None:
+    """Blocks without order inside are longer than the budget, with a pace and without: the oldest one goes alone."""
+    causal = Causal(method="dlm", context="full", block_length=20)
+    whole = DecodingConfig(block_size=B, causal=causal)
+    pace = Pace(max_tokens=8, seconds=0.0, token_seconds=0.1, pair_seconds=0.0)
+    for step_pace in (None, pace):
+        s = scheduler()
+        r = dataclasses.replace(request("a", 5, 60), decoding=whole, committed=(7,) * 40)
+        a, b = s.add(r), s.add(dataclasses.replace(r, request_id="b"))
+        s.admit()
+        chunks = [[(c.sequence, c.start, c.stop) for c in s.prefill(step_pace)] for _ in range(7)]
+        assert [c for step in chunks for c in step if c[0] is a] == [(a, 0, 5), (a, 5, 25), (a, 25, 45)]
+        assert a.prompt_stored and b.prompt_stored
+        assert all(len(step) == 1 for step in chunks if any(stop - start == 20 for _, start, stop in step))
 
 
 def test_a_long_prompt_stalls_nobody() -> None:
