@@ -35,6 +35,7 @@ SWITCHES_ON = {
     "ray": "serving, training and sweeps",
     "s3": "storage at s3:// URLs",
     "lora": "training of LoRA adapters",
+    "qlora": "training of adapters on a base in 4 bits",
     "train": "TensorBoard's files of a training",
     "harness": "lm-evaluation-harness",
     "hub": "data sets of the Hugging Face hub",

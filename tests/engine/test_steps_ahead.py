@@ -1,12 +1,13 @@
 """Steps launched before the one before was read: nothing is lost, counted twice or left behind."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 from small_engines import build, engine, gist, request
 
 from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.engine import Engine
 
 
 def long_requests() -> list[Request]:
@@ -36,14 +37,10 @@ def test_steps_are_launched_ahead_while_others_wait_for_a_row() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_decode_seconds_are_the_clocks_and_none_is_counted_twice(
-    monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
+def test_decode_seconds_are_the_clocks_and_none_is_counted_twice(overlap: bool) -> None:
     ticks = itertools.count(1)
-    for module in ("engine", "collector"):
-        clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
-        monkeypatch.setattr(f"mbd_core.engine.{module}.time", clock)
-    served = engine(build(), static_shapes=overlap, overlap=overlap)
+    config = EngineConfig(max_rows=6, num_pages=200, page_size=8, static_shapes=overlap, overlap=overlap)
+    served = Engine(build(), config, clock=lambda: float(next(ticks)))
     served.add(request("a", 1, "multi", prompt=(5, 6, 7), max_tokens=30, ignore_eos=True))
     outputs, begun = [], next(ticks)
     while served.has_work:

@@ -66,7 +66,13 @@ def complete(words: str, shell: str = "bash", instruction: str = "complete") -> 
 def test_completion_offers_names_and_options_and_imports_nothing_that_takes_seconds() -> None:
     names, options, nested = complete("mbd "), complete("mbd serve --max-"), complete("mbd bench eng")
     assert {*names["printed"].split()} == {*COMMANDS}
-    assert {*options["printed"].split()} == {"--max-rows", "--max-prefill-tokens", "--max-waiting", "--max-model-len"}
+    assert {*options["printed"].split()} == {
+        "--max-rows",
+        "--max-prefill-tokens",
+        "--max-waiting",
+        "--max-model-len",
+        "--max-step-seconds",
+    }
     assert nested["printed"].split() == ["engine"]
     assert not HEAVY & {*names["modules"], *options["modules"]}
     assert "_MBD_COMPLETE" in complete("mbd", instruction="source")["printed"]
