@@ -214,6 +214,8 @@ def test_tasks_that_score_are_swept_beside_those_that_decode(folder: Path, tmp_p
         plan_sweep(options(folder, "", tasks=both, samples=2, temperature=1.0))
     with pytest.raises(ValueError, match="leave --tensor-parallel out"):
         plan_sweep(options(folder, "local_mmlu", methods=None, tensor_parallel=2))
+    with pytest.raises(ValueError, match="--mc-num is the draws of log-likelihoods, which no task here compares"):
+        plan_sweep(options(folder, "local_gsm8k", mc_num=1))
 
 
 def test_a_text_that_the_model_does_not_hold_is_a_row_with_the_reason(folder: Path, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, find_task
 from mbd_core.evaluation.tasks.harness_tasks import load_harness_problems
 from mbd_core.evaluation.tasks.problems import ProblemSet, load_problems
 from mbd_core.evaluation.tasks.recipes import Recipe, find_recipe
+from mbd_core.evaluation.tasks.scored_texts import NUM_DRAWS
 
 # The packages on which tokens, grades and their speed depend.
 REPORTED_VERSIONS = ("mbd-cluster", "torch", "ray", "transformers", "math-verify", "numpy")
@@ -294,9 +295,11 @@ def plan_sweep(options: SweepOptions) -> Sweep:
 
 def _kinds_of_work(options: SweepOptions, inputs: Mapping[str, TaskInputs]) -> tuple[bool, bool]:
     """Whether tasks compare log-likelihoods, and whether tasks decode; `ValueError` for options that the former do
-    not take."""
+    not take, or that they alone take."""
     scored_tasks = [task for task, of_task in inputs.items() if of_task.scores]
     if not scored_tasks:
+        if options.mc_num != NUM_DRAWS:
+            raise ValueError("--mc-num is the draws of log-likelihoods, which no task here compares: leave it out")
         return False, True
     refusals = {
         "--endpoint": "an endpoint gives none of a diffusion model" if options.endpoints else "",

@@ -48,7 +48,8 @@ class PolicyObjective:
         Aggregation, Option("The mean over answers, tokens, states or transitions.", UPDATES, metavar="NAME")
     ] = "answers"
     old: Annotated[
-        Literal["learner", "rollout"], Option("Whose log-probabilities a ratio is of: the learner's, or the engine's.")
+        Literal["learner", "rollout"],
+        Option("Whose log-probabilities a ratio is of: the learner's, or the engine's.", UPDATES),
     ] = "learner"
     correction: Annotated[
         float | None,
