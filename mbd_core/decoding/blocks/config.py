@@ -136,7 +136,7 @@ class DecodingConfig:
         Option(
             "A busy engine may hold the request to fewer blocks (its block budget); without it, its tokens do not "
             "depend on how busy the engine is. With `causal`: to single tokens instead of drafts, which changes no "
-            "token."
+            "token unless `thinking` ends."
         ),
     ] = True
     tau_add: Annotated[

@@ -6,7 +6,8 @@
 
 A draft counts as far as each token is the one that the row before it predicts. The first prediction that differs
 counts too, and is the next token. Everything behind it is overwritten by the next row. A token is a function of the
-tokens before it, drawn with the noise of its position alone: so drafts change no token, only the number of forwards.
+tokens before it, drawn with the noise of its position alone: so drafts change no token, only the number of forwards
+(but with `thinking`, whose end is put in between two drafts).
 A request that the engine's budget leaves no block goes on plainly, and drafts again when there is room.
 """
 
