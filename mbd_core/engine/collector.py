@@ -310,15 +310,19 @@ class Collector:
             if self._trace is not None:
                 self._trace.extend(_planned_traces(plan.number, run, update))
             num_emitted = len(sequence.emitted)
-            tokens = decoder.tokens[num_emitted:]
+            answer = decoder.answer_from(num_emitted)
+            tokens = answer.tokens
             if decoder.num_stored:
                 self._seating.scheduler.extend(sequence, tokens, decoder.num_stored)
             if not decoder.done:  # an EOS counts when the blocks up to its own are complete
                 ends = sequence.request.ends(self._eos)
                 tokens = list(itertools.takewhile(lambda t, ends=ends: t not in ends, tokens))  # type: ignore[misc]
             if tokens or decoder.done:
-                logprobs = decoder.log_probs[num_emitted:] if sequence.request.logprobs else None
-                rollout = run.rollout(num_emitted, len(tokens)) if sequence.request.has_rollout else None
+                logprobs = answer.log_probs if sequence.request.logprobs else None
+                rollout = None
+                if sequence.request.has_rollout:
+                    number = len(tokens)
+                    rollout = Rollout(steps=tuple(answer.steps[:number]), logprobs=tuple(answer.log_probs[:number]))
                 outputs.append(self._emit(sequence, tokens, logprobs, ended=decoder.done, rollout=rollout))
         return outputs
 

@@ -302,18 +302,18 @@ class Engine:
         """Whether weights are staged that are not in place yet."""
         return self._staged_weights is not None
 
-    @torch.inference_mode()
     def _swap_if_due(self) -> None:
-        if self._staged_weights is None or not self.scheduler.may_swap(self._staged_weights.mode):
-            return
+        if self._staged_weights is not None and self.scheduler.may_swap(self._staged_weights.mode):
+            self._swap(self._staged_weights)
+
+    @torch.inference_mode()
+    def _swap(self, weights: StagedWeights) -> None:
         self._unsent_steps += self.land()
         while (sequence := self.scheduler.preempt_youngest()) is not None:
             self._seating.set_aside(sequence)
-        overwrite(self.model, self._staged_weights)
+        overwrite(self.model, weights)
         self.runner.weights_changed()
-        self.weights_version = (
-            self.weights_version + 1 if self._staged_weights.version is None else self._staged_weights.version
-        )
+        self.weights_version = self.weights_version + 1 if weights.version is None else weights.version
         self.scheduler.weights_changed(self.weights_version)
         self._staged_weights, self.scheduler.closed = None, False
 
@@ -381,7 +381,7 @@ class Engine:
         started_at = self._clock()
         self._seating.make_room(unread=self.ahead.unread)
         self.admit()
-        chunks = self._seating.prefill(self.pacer.pace())
+        chunks = self._seating.prefill(self.pacer.pace)
         ledger = self._seating.ledger
         max_blocks = self.config.blocks_each(self.num_running)
         ledger.hold_to(max_blocks)

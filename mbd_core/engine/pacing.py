@@ -83,6 +83,7 @@ class Pacer:
         self._token_flops, self._pair_flops = matrix_flops(model), pair_flops(model)
         self._max_step_seconds = max_step_seconds
         self._quiet_seconds: deque[float] = deque(maxlen=KEPT_MEASURES)
+        self._quiet_median: float | None = 0.0  # `None`: to be computed
         self._chunk_measures: deque[tuple[float, float]] = deque(maxlen=KEPT_MEASURES)  # operations, seconds
         self._fixed_seconds = self._flop_seconds = 0.0
         self._leader_pace: Pace | None = None
@@ -92,7 +93,9 @@ class Pacer:
     @property
     def quiet_seconds(self) -> float:
         """A step's that stores no prompt; 0 before one was measured."""
-        return statistics.median(self._quiet_seconds) if self._quiet_seconds else 0.0
+        if self._quiet_median is None:
+            self._quiet_median = statistics.median(self._quiet_seconds)
+        return self._quiet_median
 
     @property
     def limit(self) -> float:
@@ -111,6 +114,7 @@ class Pacer:
         """A step of `seconds` has stored `chunks`; `decodes`: beside sequences that decoded."""
         if not chunks:
             self._quiet_seconds.append(seconds)
+            self._quiet_median = None
             return
         flops = sum(self._flops(c.start, c.stop) for c in chunks)
         of_chunks = max(seconds - self.quiet_seconds, LEAST_SHARE * seconds) if decodes else seconds

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.blocks.acceptance import placed_tops
+from mbd_core.decoding.blocks.arrays import array_of, concat, copy_of, tensor_of
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer, Commit
 from mbd_core.decoding.blocks.request import Edit, Frame, FrameSlot, Request, Rollout, SlotState, TopTokens
 
@@ -49,7 +50,7 @@ class StepView:
 
 
 def view_of(buffer: BlockBuffer) -> StepView:
-    return StepView(~buffer.active_RN.any(-1), buffer.state_RN.clone(), 1.0 - buffer.progress_RN)
+    return StepView(~buffer.active_RN.any(-1), copy_of(buffer.state_RN), 1.0 - buffer.progress_RN)
 
 
 def pack_report(view: StepView, commit: Commit, buffer: BlockBuffer) -> Tensor:
@@ -57,7 +58,7 @@ def pack_report(view: StepView, commit: Commit, buffer: BlockBuffer) -> Tensor:
     parts = (
         commit.num_blocks_R,
         buffer.resident_RN.sum(-1),
-        buffer.asked_RNB.flatten(1).sum(-1),
+        buffer.asked_RNB.sum(-1).sum(-1),
         view.storing_only_R,
         view.states_RN,
         view.mask_ratio_RN,
@@ -67,7 +68,7 @@ def pack_report(view: StepView, commit: Commit, buffer: BlockBuffer) -> Tensor:
         commit.masked_RNB,
         commit.confidence_RNB,
     )
-    return torch.cat([part.flatten() for part in parts])  # float64, as the mask ratios are
+    return tensor_of(concat([array_of(part).reshape(-1) for part in parts]))  # float64, as the mask ratios are
 
 
 def with_tops(report_X: Tensor, tops_A2K: Tensor | None, at_A: Tensor | None, buffer: BlockBuffer) -> Tensor:

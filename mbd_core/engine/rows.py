@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mbd_core.decoding.blocks.arrays import arange, array_of, ones_like, placed, places, tensor_of, where
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
-from mbd_core.decoding.blocks.request import Rollout
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, PlannedDecoder, ReadingDecoder
 from mbd_core.decoding.canvas.unmasking import guess
@@ -39,18 +39,17 @@ class PlannedRun:
     decoder: PlannedDecoder
     device: torch.device
     plan: CanvasPlan = field(default_factory=lambda: CanvasPlan([], []))
+    reader: ReadingDecoder | None = field(init=False)  # the decoder, if it reads its logits itself
     _lanes_LP: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.int64))
+
+    def __post_init__(self) -> None:
+        self.reader = self.decoder if isinstance(self.decoder, ReadingDecoder) else None
 
     @property
     def lanes_LP(self) -> Tensor:
         if self._lanes_LP.numel() != len(self.sequence.pages):
             self._lanes_LP = to_device(self.sequence.pages, self.device).view(self.decoder.num_lanes, -1)
         return self._lanes_LP
-
-    def rollout(self, start: int, number: int) -> Rollout:
-        """Of `number` tokens from `start` on: when they were accepted."""
-        part = slice(start, start + number)
-        return Rollout(steps=tuple(self.decoder.steps[part]), logprobs=tuple(self.decoder.log_probs[part]))
 
 
 class PlannedRuns:
@@ -136,28 +135,28 @@ class PlannedRuns:
         each piece of logits is computed apart."""
         readings, start = [], 0
         for run in self._runs.values():
-            assert isinstance(run.decoder, ReadingDecoder), "all requests of a model read alike"
+            assert run.reader is not None, "all requests of a model read alike"
             stop = start + sum(len(q.logits_at) for q in run.plan.queries)
             own_AD = hidden_AD[start:stop]
 
             def logits_of(part: slice, own_AD: Tensor = own_AD) -> Tensor:
                 return runner.logits(own_AD[part], split=[part.stop - part.start] if apart else None)
 
-            readings.append(run.decoder.read(logits_of, runner.expected_embedding))
+            readings.append(run.reader.read(logits_of, runner.expected_embedding))
             start = stop
         return readings
 
     @property
     def reads(self) -> bool:
         """Whether decoders read their logits themselves (`ReadingDecoder`)."""
-        return any(isinstance(run.decoder, ReadingDecoder) for run in self._runs.values())
+        return any(run.reader is not None for run in self._runs.values())
 
     def update(self, planned: Tensor | list[Any]) -> list[tuple[PlannedRun, CanvasUpdate]]:
         """Hand every decoder its part of the logits (A, V) of `rows()`, or what it read of them; what each made of
         it."""
         if not isinstance(planned, Tensor):
             pairs = zip(self.running, planned, strict=True)
-            return [(run, run.decoder.take(r)) for run, r in pairs if isinstance(run.decoder, ReadingDecoder)]
+            return [(run, run.reader.take(r)) for run, r in pairs if run.reader is not None]
         logits_AV = planned
         parts, runs = iter(logits_AV.split(self.num_asked)), self.running
         open_logits = [run.decoder.open_logits([next(parts) for _ in run.plan.queries]) for run in runs]
@@ -232,7 +231,7 @@ def packed_rows(
     slots = StepRows(groups=[])
     if buffer is not None:
         slots = resident_slots(
-            buffer,
+            buffer.host,
             tables_RP,
             num_before=num_tokens,
             prompt_ends=ends,
@@ -310,46 +309,45 @@ def resident_slots(
     whole: bool,
     adapters_R: Tensor | None = None,
 ) -> StepRows:
-    """Resident slots (Alg. 4) behind `num_before` packed tokens; logits where a position can change, or in `whole`
-    slots."""
+    """Resident slots (Alg. 4) of a buffer's `host` behind `num_before` packed tokens; logits where a position can
+    change, or in `whole` slots."""
     size, resident_RN = buffer.block_size, buffer.resident_RN
-    slot_K = resident_RN.flatten().nonzero()[:, 0]  # its place in the buffer
-    row = slot_K // resident_RN.shape[1]
+    num_slots = resident_RN.shape[1]
+    slot_K = places(resident_RN)  # its place in the buffer
+    row = slot_K // num_slots
 
-    def resident(tensor_RNB: Tensor) -> Tensor:
-        return tensor_RNB.flatten(0, 1).index_select(0, slot_K)
+    def resident(x_RNB: Tensor) -> Tensor:
+        return x_RNB.reshape(-1, size)[slot_K]
 
     positions_KB = resident(buffer.positions_RNB)
-    asked_KB = torch.ones_like(positions_KB, dtype=torch.bool) if whole else resident(buffer.asked_RNB)
-    asked_at_A = asked_KB.flatten().nonzero()[:, 0]
+    asked_at_A = places(ones_like(positions_KB) > 0 if whole else resident(buffer.asked_RNB))
     slot_A = slot_K[asked_at_A // size]
-    slot_end_RN = torch.zeros_like(resident_RN, dtype=torch.int64)
     first_end = num_before + size - 1
-    ends_K = torch.arange(first_end, first_end + len(row) * size, size, device=row.device)
-    slot_end_RN.view(-1).index_copy_(0, slot_K, ends_K)
+    ends_K = arange(row, first_end, first_end + len(row) * size, size)
+    slot_end_RN = placed(ends_K, slot_K, len(resident_RN) * num_slots).reshape(-1, num_slots) if shift else None
     hidden_at_A = asked_at_A + num_before
     if shift:
         # in front of slot 0 stands the last committed position: in this forward if its chunk is, else remembered
-        front_at = [-1 - r for r in range(len(resident_RN))]
+        front_at_R = -1 - arange(row, len(resident_RN))
         for end_row, end in prompt_ends:
-            front_at[end_row] = end
-        slot_of_A = asked_at_A // size
-        opens = (slot_A % resident_RN.shape[1] == 0) & (asked_at_A % size == 0)
-        hidden_at_A = torch.where(opens, to_device(front_at, row.device)[row[slot_of_A]], hidden_at_A - 1)
-        stores = buffer.carried_RN.flatten()[slot_A] & (asked_at_A % size == 0)
-        hidden_at_A = torch.where(stores, ends_K[slot_of_A], hidden_at_A)
+            front_at_R[end_row] = end
+        begins = asked_at_A % size == 0
+        opens, stores = begins & (slot_A % num_slots == 0), begins & buffer.carried_RN.reshape(-1)[slot_A]
+        hidden_at_A = where(opens, front_at_R[slot_A // num_slots], hidden_at_A - 1)
+        hidden_at_A = where(stores, ends_K[asked_at_A // size], hidden_at_A)
     rows = Rows(
-        tokens_T=resident(buffer.tokens_RNB).flatten(),
-        positions_T=positions_KB.flatten(),
+        tokens_T=tensor_of(resident(buffer.tokens_RNB).reshape(-1)),
+        positions_T=tensor_of(positions_KB.reshape(-1)),
         lengths_K=size,
-        kv_lens_K=positions_KB[:, -1] + 1,
-        pages_KP=tables_RP.index_select(0, row),
-        stored_K=torch.ones_like(row, dtype=torch.bool),
-        logits_at_A=hidden_at_A,
-        weight_T=resident(buffer.weight_RNB).flatten() if softens else None,
-        adapter_K=None if adapters_R is None else adapters_R[row],
+        kv_lens_K=tensor_of(positions_KB[:, -1] + 1),
+        pages_KP=tensor_of(array_of(tables_RP)[row]),
+        stored_K=tensor_of(ones_like(row) > 0),
+        logits_at_A=tensor_of(hidden_at_A),
+        weight_T=tensor_of(resident(buffer.weight_RNB).reshape(-1)) if softens else None,
+        adapter_K=None if adapters_R is None else tensor_of(array_of(adapters_R)[row]),
     )
-    at_A = slot_A * size + asked_at_A % size
+    at_A = tensor_of(slot_A * size + asked_at_A % size)
+    slot_end_RN = None if slot_end_RN is None else tensor_of(slot_end_RN)
     return StepRows(groups=[rows], num_asked=len(at_A), at_A=at_A, slot_end_RN=slot_end_RN)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mbd_core.decoding.blocks.arrays import arange, array_of, at_most, int32, repeat, tensor_of, where
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.engine.pages import PagedKVCache
 from mbd_core.models.decoder import Decoder
@@ -109,44 +110,44 @@ def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = Fals
     groups = [g for g in groups if len(g.kv_lens_K)]
     if batch_invariant:
         groups = [_token_by_token(g) for g in groups]
-    device = groups[0].tokens_T.device
     width = max(g.pages_KP.shape[1] for g in groups)
     same_width = all(g.pages_KP.shape[1] == width for g in groups)
-    pages_KP = _concat(
-        [g.pages_KP if same_width else F.pad(g.pages_KP, (0, width - g.pages_KP.shape[1])) for g in groups]
-    )
-    positions_T = _concat([g.positions_T for g in groups])
-    stored_K = _concat([g.stored_K for g in groups])
+    table_KP = [g.pages_KP if same_width else F.pad(g.pages_KP, (0, width - g.pages_KP.shape[1])) for g in groups]
+    pages_KP, positions_T = array_of(_concat(table_KP)), array_of(_concat([g.positions_T for g in groups]))
+    stored_K = array_of(_concat([g.stored_K for g in groups]))
     row_lengths = {g.lengths_K if isinstance(g.lengths_K, int) else -1 for g in groups}
+    num_rows, num_tokens = len(pages_KP), len(positions_T)
     if len(row_lengths) == 1 and -1 not in row_lengths:
         max_q = row_lengths.pop()
-        bounds = torch.arange(0, len(pages_KP) * max_q + 1, max_q, device=device)
-        row_T = torch.arange(len(pages_KP), device=device).repeat_interleave(max_q)
+        bounds = arange(positions_T, 0, num_rows * max_q + 1, max_q)
+        row_T = repeat(arange(positions_T, num_rows), max_q)
     else:
         lengths = _lengths(groups)
         max_q = max(lengths)
-        lengths_K = to_device(lengths, device)
-        bounds = F.pad(lengths_K.cumsum(0), (1, 0))
-        row_T = torch.arange(len(pages_KP), device=device).repeat_interleave(lengths_K, output_size=len(positions_T))
-    page_T = pages_KP.flatten()[row_T * width + (positions_T // page_size).clamp(max=width - 1)]
+        lengths_K = to_device(lengths, groups[0].tokens_T.device)
+        bounds = array_of(F.pad(lengths_K.cumsum(0), (1, 0)))
+        rows = torch.arange(num_rows, device=lengths_K.device)
+        row_T = array_of(rows.repeat_interleave(lengths_K, output_size=num_tokens))
+    page_T = pages_KP.reshape(-1)[row_T * width + at_most(positions_T // page_size, width - 1)]
     offset_T = positions_T % page_size
-    logits_at_A = _concat([g.logits_at_A for g in groups])
+    logits_at_A = array_of(_concat([g.logits_at_A for g in groups]))
+    live_K = None if len(groups) > 1 else groups[0].live_K
     return Batch(
         input_ids_T=_concat([g.tokens_T for g in groups]),
-        positions_T=positions_T,
-        cu_seqlens_q=bounds.int(),
+        positions_T=tensor_of(positions_T),
+        cu_seqlens_q=tensor_of(int32(bounds)),
         kv_lens_K=_concat([g.kv_lens_K for g in groups]),
-        pages_KP=pages_KP,
-        write_loc_T=torch.where(stored_K[row_T], page_T * page_size, 0) + offset_T,
-        logits_at_A=torch.where(logits_at_A < 0, len(positions_T) - 1 - logits_at_A, logits_at_A),
+        pages_KP=tensor_of(pages_KP),
+        write_loc_T=tensor_of(where(stored_K[row_T], page_T * page_size, 0) + offset_T),
+        logits_at_A=tensor_of(where(logits_at_A < 0, num_tokens - 1 - logits_at_A, logits_at_A)),
         weight_T=_weights(groups),
         denoising=_denoising(groups),
         max_q=max_q,
         causal_K=_causal(groups),
-        adapter_T=_adapters(groups, row_T),
+        adapter_T=_adapters(groups, tensor_of(row_T)),
         split=_lengths(groups) if batch_invariant else None,
         rows_each=groups[0].rows_each if len(groups) == 1 else 1,
-        live_T=None if len(groups) > 1 or groups[0].live_K is None else groups[0].live_K[row_T],
+        live_T=None if live_K is None else live_K[tensor_of(row_T)],
     )
 
 
@@ -284,7 +285,8 @@ class ModelRunner:
             exact=batch.split is not None,
             rows_each=batch.rows_each,
         )
-        by_window = {w: self.attention.bind(replace(layout, window=w)) for w in dict.fromkeys(self._windows)}
+        layouts = {w: layout if w is None else replace(layout, window=w) for w in dict.fromkeys(self._windows)}
+        by_window = {window: self.attention.bind(of_window) for window, of_window in layouts.items()}
         return PagedAttention(self.cache, batch.write_loc_T, [by_window[window] for window in self._windows])
 
     @torch.inference_mode()
@@ -370,6 +372,8 @@ class ModelRunner:
         """Keep the last forward's hidden state of every batch row that committed blocks, at the last token of the last
         of them; static shapes."""
         if slot_end_RN is None or not self.model.config.shift_logits:
+            return
+        if num_blocks_R.is_cpu and not num_blocks_R.any():
             return
         last_block_R = (num_blocks_R - 1).clamp(min=0)
         at_R = slot_end_RN.gather(1, last_block_R[:, None])[:, 0]

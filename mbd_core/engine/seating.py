@@ -3,7 +3,7 @@
 Shape legend: R rows (sequences), N slots, K parts of the optional work.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -64,7 +64,8 @@ class Ledger:
 
     def _set_sequences(self, sequences: dict[int, SequenceState]) -> None:
         self.sequences = sequences
-        self._rows = np.fromiter(sequences, dtype=np.int64)
+        self._rows = _rows_of(sequences)
+        self._work = Work(*np.logical_or.reduce(self._work_RK).tolist())
         self.num_rows = max(sequences, default=-1) + 1
         self._steered_rows = {row: s for row, s in sequences.items() if s.request.steered}
 
@@ -90,15 +91,15 @@ class Ledger:
     def count(self, decoding: Mapping[int, SequenceState], report: Report, seconds: float) -> bool:
         """Count a step of `seconds` in which the rows `decoding` took part; false if it stored the blocks of all
         and decoded none."""
-        rows = self._rows if decoding is self.sequences else np.fromiter(decoding, dtype=np.int64)
+        rows = self._rows if decoding is self.sequences else _rows_of(decoding)
         stores = report.storing_only_R[rows] > 0
         self._num_forwards_R[rows] += 1
         self._num_store_forwards_R[rows] += stores
         self._seconds_R[rows] += seconds
         self._num_resident_R[rows] = report.num_resident_R[rows]
         self._num_asked_R[rows] = report.num_asked_R[rows]
-        self._ages_RN[rows] += report.states_RN[rows] != SlotState.DUMMY
-        return not (len(rows) and stores.all())
+        self._ages_RN[rows] += report.states_RN[rows] != int(SlotState.DUMMY)
+        return not (len(stores) and stores.all())
 
     def take_ages(self, row: int, num_blocks: int) -> list[int]:
         """The ages of a row's first blocks, which leave the buffer; the others move to the front."""
@@ -127,13 +128,13 @@ class Ledger:
         sequence.decode_seconds = counts.decode_seconds
         sequence.block_ages = self._ages_RN[row].copy()
         sequence.num_resident = int(self._num_resident_R[row])
-        self._set_sequences({r: s for r, s in self.sequences.items() if r != row})
         for column in self._columns:
             column[row] = 0
+        self._set_sequences({r: s for r, s in self.sequences.items() if r != row})
 
     def work(self) -> Work:
         """The work that some row asks for."""
-        return Work(*np.logical_or.reduce(self._work_RK).tolist())
+        return self._work
 
     def needed_positions_R(self, *, unread: int) -> np.ndarray:
         """Positions for which each row needs pages in its next step. `unread` steps are under way, and each can commit
@@ -166,6 +167,12 @@ class Ledger:
         for limit_R in (self._last_limit_R, self._limit_R)[1 - unread :]:
             most_R = np.maximum(most_R, np.minimum(limit_R, most_R + 1))
         return int(most_R.max())
+
+
+def _rows_of(sequences: Mapping[int, SequenceState]) -> np.ndarray | slice:
+    """The rows of some sequences; where these are the first ones, as a slice, which numpy reads faster."""
+    rows = sorted(sequences)
+    return slice(len(rows)) if rows == list(range(len(rows))) else np.array(rows)
 
 
 # Who holds which batch row: in the Block Buffer, in the host's ledger, in the device's page table, or on a canvas.
@@ -239,11 +246,13 @@ class Seating:
                 self._extend_tables(sequence)
         return sequences
 
-    def prefill(self, pace: Pace | None) -> list[PrefillChunk]:
+    def prefill(self, pace: Callable[[], Pace | None]) -> list[PrefillChunk]:
         """Prompt chunks of this step; a sequence whose prefix they complete is seated. `pace` holds where sequences
         decode in it."""
+        if not self._newcomers:
+            return []
         has_streams = bool(self.ledger.sequences or self.planned.running)
-        chunks = self.scheduler.prefill(pace if has_streams else None) if self._newcomers else []
+        chunks = self.scheduler.prefill(pace() if has_streams else None)
         for sequence in [s for s in self._newcomers if s.prompt_stored]:
             self._newcomers.remove(sequence)
             self._seat(sequence)

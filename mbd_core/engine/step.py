@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from mbd_core.decoding.blocks.acceptance import predict
+from mbd_core.decoding.blocks.arrays import tensor_of
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import MAX_TOPS, Request
@@ -237,10 +238,11 @@ def decode_step(
     """
     runner, work = state.runner, kind.work
     buffer = state.buffer.head(kind.num_rows)
-    buffer.activate()
+    host = buffer.host
+    host.activate()
     if steering is not None:
         steering.fill(buffer)
-    view = view_of(buffer)
+    view = view_of(host)
     rows = lay_out(buffer)
     batch, hidden_AD = state.forward(rows)
     logits_of = state.logits_of(hidden_AD, batch, work, has_steering=steering is not None)
@@ -259,11 +261,14 @@ def decode_step(
         fallback_P=buffer.fallback_at(rows.at_A) if work.scores else None,
         num_tops=state.num_tops if work.tops else 0,
     )
-    choice = None if steering is None else steering.choose(prediction, buffer, state.vocab)
-    commit = buffer.commit(prediction, revises=work.revises, quotas=work.quotas, by_parts=work.by_parts, chosen=choice)
+    parts: dict[str, Any] = {"revises": work.revises, "quotas": work.quotas, "by_parts": work.by_parts}
+    if steering is None:
+        commit = host.commit(prediction.host, **parts)
+    else:
+        commit = buffer.commit(prediction, **parts, chosen=steering.choose(prediction, buffer, state.vocab))
     runner.remember_prompts(rows.prompt_ends)
-    runner.remember_committed(rows.slot_end_RN, commit.num_blocks_R)
-    report_X = pack_report(view, commit, buffer)
+    runner.remember_committed(rows.slot_end_RN, tensor_of(commit.num_blocks_R))
+    report_X = pack_report(view, commit, host)
     return with_tops(report_X, prediction.tops_A2K, rows.at_A, buffer), state.planned(rows, batch, hidden_AD)
 
 

@@ -67,7 +67,7 @@ class FusedLayer:
         qkv = F.linear(inner, self._qkv, self._qkv_bias)
         if adapters is not None:
             qkv.addmm_(*adapters.joint(index, "qkv", inner))
-        qkv = qkv.unflatten(-1, (-1, self._head_dim))
+        qkv = qkv.view(len(qkv), -1, self._head_dim)
         qk, v = qkv[:, : self._rotating], qkv[:, self._rotating :]
         qk = rotation(qk if self._head_norm is None else self._head_norm(qk))
         q = rotation.scale(qk[:, : self._heads])

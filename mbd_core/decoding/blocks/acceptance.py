@@ -12,6 +12,19 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.blocks.adjustments import Adjust
+from mbd_core.decoding.blocks.arrays import (
+    along,
+    arange,
+    array_of,
+    at_least,
+    first_place,
+    order,
+    placed,
+    spread,
+    tensor_of,
+    where,
+    zeros_like,
+)
 from mbd_core.decoding.blocks.config import EntropyRule, Fallback
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose, margin, neg_entropy, top_tokens
 
@@ -36,6 +49,13 @@ class Prediction:
     confidence_RNB: Tensor
     score_RNB: Tensor
     tops_A2K: Tensor | None = None
+
+    @property
+    def host(self) -> "Prediction":
+        """On a CPU, the same as numpy arrays of the same memory; else itself."""
+        token, confidence = array_of(self.token_RNB), array_of(self.confidence_RNB)
+        score = confidence if self.score_RNB is self.confidence_RNB else array_of(self.score_RNB)
+        return Prediction(token, confidence, score, self.tops_A2K)
 
 
 def predict(
@@ -65,10 +85,15 @@ def predict(
         fallback_P=fallback_P,
         num_tops=num_tops,
     )
-    if at_A is not None:
-        values = [value.new_zeros(shape.numel() + 1).scatter_(0, at_A, value)[:-1] for value in values]
-    token, confidence, score = (value.view(shape) for value in values)
+    token, confidence = (_placed(value, at_A, shape) for value in values[:2])
+    score = confidence if values[2] is values[1] else _placed(values[2], at_A, shape)
     return Prediction(token, confidence, score, tops_A2K)
+
+
+def _placed(value_A: Tensor, at_A: Tensor | None, shape: torch.Size) -> Tensor:
+    if at_A is None:
+        return value_A.view(shape)
+    return tensor_of(placed(array_of(value_A), array_of(at_A), shape.numel())).view(shape)
 
 
 def predicted(
@@ -120,8 +145,8 @@ def placed_tops(tops_A2K: Tensor, at_A: Tensor | None, *, num_places: int) -> Te
 
 def leftmost_part(open_RNB: Tensor, size_R: Tensor) -> Tensor:
     """The open positions (R, N, B) of the leftmost sub-block of each slot that has one; it has `size_R` positions."""
-    part_RB = torch.arange(open_RNB.shape[-1], device=open_RNB.device) // size_R.clamp(min=1)[:, None]
-    first_RN = part_RB.gather(1, open_RNB.int().argmax(-1))
+    part_RB = arange(open_RNB, open_RNB.shape[-1]) // at_least(size_R, 1)[:, None]
+    first_RN = along(part_RB, first_place(open_RNB))
     return open_RNB & (part_RB[:, None] == first_RN[..., None])
 
 
@@ -140,21 +165,18 @@ def accept_m2t(
     row) falls back, if `gate_RN` allows, to its best `quota_R` open positions: those of highest score, or the leftmost
     ones if `leftmost_R`. Ties go to the left.
     """
-    confident = open_RNB & (prediction.confidence_RNB.double() > tau_R[:, None, None])
-    leftness = -torch.arange(open_RNB.shape[-1], device=open_RNB.device, dtype=torch.float32)
-    rank_score = torch.where(leftmost_R[:, None, None], leftness, prediction.score_RNB).masked_fill(
-        ~open_RNB, -torch.inf
-    )
+    confident = open_RNB & (prediction.confidence_RNB > tau_R[:, None, None])
+    places_B = arange(open_RNB, open_RNB.shape[-1])
+    rank_score = where(open_RNB, where(leftmost_R[:, None, None], -places_B, prediction.score_RNB), -torch.inf)
     if quota_R is None:  # the best one needs no sort
         short = ~confident.any(-1)
-        best = torch.zeros_like(confident).scatter_(-1, rank_score.argmax(-1, keepdim=True), True) & open_RNB
+        best = open_RNB & (places_B == rank_score.argmax(-1)[..., None])
     else:
         short = confident.sum(-1) < quota_R[:, None]
-        order = rank_score.argsort(dim=-1, descending=True, stable=True)
-        places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-        rank = torch.empty_like(order).scatter_(-1, order, places)
+        ranked = order(rank_score, descending=True)
+        rank = spread(places_B + zeros_like(ranked), ranked)
         best = open_RNB & (rank < quota_R[:, None, None])
-    return torch.where((short & gate_RN)[..., None], best, confident)
+    return where((short & gate_RN)[..., None], best, confident)
 
 
 def accept_by_entropy(
@@ -167,22 +189,25 @@ def accept_by_entropy(
     it if S_k < `gamma_R`, and the first one always. A slot whose fallback `gate_RN` forbids accepts none for free:
     there the paper's rule is S_k <= `gamma_R`, and JetEngine's has no first one.
     """
-    entropy_RNB = (score_RNB * -ENTROPY_UNITS).nan_to_num(0.0).clamp(0.0, MOST_ENTROPY).long()
-    ordered, order = entropy_RNB.masked_fill(~open_RNB, int(MOST_ENTROPY) + 1).sort(dim=-1, stable=True)
+    units_RNB = (tensor_of(score_RNB) * -ENTROPY_UNITS).nan_to_num(0.0).clamp(0.0, MOST_ENTROPY).long()
+    units_RNB = units_RNB if isinstance(score_RNB, Tensor) else array_of(units_RNB)
+    entropy_RNB = where(open_RNB, units_RNB, int(MOST_ENTROPY) + 1)
+    ranked = order(entropy_RNB)
+    ordered = along(entropy_RNB, ranked)
     sums = ordered.cumsum(-1)
     earlier = sums - ordered
     gamma, gate = gamma_R[:, None, None] * ENTROPY_UNITS, gate_RN[..., None]
-    fits = torch.where(jetengine_R[:, None, None], sums < gamma, torch.where(gate, earlier, sums) <= gamma)
+    fits = where(jetengine_R[:, None, None], sums < gamma, where(gate, earlier, sums) <= gamma)
     fits[..., :1] |= gate
-    return torch.zeros_like(open_RNB).scatter_(-1, order, fits) & open_RNB
+    return spread(fits, ranked) & open_RNB
 
 
 def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tensor, tau_R: Tensor) -> Tensor:
     """DMax's acceptance -> (R, N, B) bool: the open positions left of the first one whose confidence does not exceed
     `tau_R`. If `gate_RN` allows, the leftmost open position is always accepted."""
-    confident = confidence_RNB.double() > tau_R[:, None, None]
-    prefix = (confident | ~open_RNB).long().cumprod(-1).bool() & open_RNB
-    first = open_RNB & (open_RNB.long().cumsum(-1) == 1)
+    confident = confidence_RNB > tau_R[:, None, None]
+    prefix = ((confident | ~open_RNB).cumprod(-1) > 0) & open_RNB
+    first = open_RNB & (open_RNB.cumsum(-1) == 1)
     return prefix | (first & gate_RN[..., None])
 
 
@@ -190,4 +215,4 @@ def revise(prediction: Prediction, tokens_RNB: Tensor, filled_RNB: Tensor, *, ta
     """Token-to-token revision (Alg. 5 line 15) -> (R, N, B) bool: the filled positions at which another token is
     predicted with confidence > `tau_R`."""
     differs = prediction.token_RNB != tokens_RNB
-    return filled_RNB & differs & (prediction.confidence_RNB.double() > tau_R[:, None, None])
+    return filled_RNB & differs & (prediction.confidence_RNB > tau_R[:, None, None])

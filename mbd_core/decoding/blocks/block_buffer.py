@@ -8,7 +8,8 @@ TO_CACHE block is final, as are all blocks before it, and the next forward store
 forward that verifies it sees its final tokens, and so stores it.
 
 `activate()` runs before a forward, `commit()` after it. Both are static-shape tensor work on buffers that are never
-reallocated, and every slot of a step reads the state before the step.
+reallocated, and every slot of a step reads the state before the step. On a CPU they run on numpy arrays of the same
+memory (`BlockBuffer.host`).
 
 Shape legend: R rows (sequences), N slots, B block size, A positions with logits.
 """
@@ -16,6 +17,7 @@ Shape legend: R rows (sequences), N slots, B block size, A positions with logits
 import copy
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +32,21 @@ from mbd_core.decoding.blocks.acceptance import (
     revise,
 )
 from mbd_core.decoding.blocks.adjustments import Adjust, Adjustments
+from mbd_core.decoding.blocks.arrays import (
+    array_of,
+    at_least,
+    at_most,
+    concat,
+    copy_of,
+    maximum,
+    minimum,
+    ones_like,
+    put,
+    real,
+    slots_at,
+    where,
+    zeros_like,
+)
 from mbd_core.decoding.blocks.request import Request, SlotState
 from mbd_core.decoding.blocks.row_settings import RowSettings
 from mbd_core.decoding.blocks.sampling import Draw
@@ -88,6 +105,9 @@ _PER_SLOT = (
     "stability_RN",
 )
 _DERIVED = ("positions_RNB", "editable_RNB", "num_editable_RN")
+# plain integers: numpy asks an enumeration's member for a dozen attributes before it compares with it
+_DUMMY, _ACTIVE, _TO_CACHE = int(SlotState.DUMMY), int(SlotState.ACTIVE), int(SlotState.TO_CACHE)
+_CONSTANTS = ("_max_blocks", "_eos", "_slots", "_offsets")
 
 
 class BlockBuffer:
@@ -115,7 +135,7 @@ class BlockBuffer:
         self.masked_RNB = torch.ones(positions, dtype=torch.bool, device=device)
         self.confidence_RNB = torch.zeros(positions, device=device)
         self.weight_RNB = torch.ones(positions, device=device)
-        self.state_RN = torch.full(slots, int(SlotState.DUMMY), dtype=torch.int8, device=device)
+        self.state_RN = torch.full(slots, _DUMMY, dtype=torch.int8, device=device)
         self.num_steps_RN = torch.zeros(slots, dtype=torch.int64, device=device)
         self.stability_RN = torch.ones(slots, dtype=torch.float64, device=device)
         self.settings = RowSettings(num_rows, device)
@@ -129,20 +149,21 @@ class BlockBuffer:
         self._slots = torch.arange(num_slots, device=device)
         self._offsets = torch.arange(block_size, device=device)
         self._heads: dict[int, BlockBuffer] = {}
+        self._host: BlockBuffer | None = None
         self._list_slot_tensors()
         self._derive()
 
     def _list_slot_tensors(self) -> None:
         """List the tensors that move with their slots, each with its value in an empty slot."""
-        self._per_slot = {
-            self.tokens_RNB: self.mask_token_id,
-            self.masked_RNB: True,
-            self.confidence_RNB: 0.0,
-            self.weight_RNB: 1.0,
-            self.state_RN: int(SlotState.DUMMY),
-            self.num_steps_RN: 0,
-            self.stability_RN: 1.0,
-        }
+        self._per_slot: list[tuple[Tensor, float]] = [
+            (self.tokens_RNB, self.mask_token_id),
+            (self.masked_RNB, True),
+            (self.confidence_RNB, 0.0),
+            (self.weight_RNB, 1.0),
+            (self.state_RN, _DUMMY),
+            (self.num_steps_RN, 0),
+            (self.stability_RN, 1.0),
+        ]
 
     def head(self, num_rows: int) -> "BlockBuffer":
         """The first `num_rows` rows as a buffer over the same memory."""
@@ -155,8 +176,23 @@ class BlockBuffer:
             setattr(view, name, getattr(self, name)[:num_rows])
         view.settings = self.settings.head(num_rows)
         view.adjustments = None if self.adjustments is None else self.adjustments.head(num_rows)
+        view._host = None
         view._list_slot_tensors()
         return view
+
+    @property
+    def host(self) -> "BlockBuffer":
+        """On a CPU, a buffer of numpy arrays over the same memory, for `activate`, `commit` and what is read of a step
+        (`arrays.py`); elsewhere itself."""
+        if not self.state_RN.is_cpu:
+            return self
+        if self._host is None:
+            view = self._host = copy.copy(self)
+            for name in (*_PER_SLOT, *_DERIVED, *_CONSTANTS):
+                setattr(view, name, array_of(getattr(self, name)))
+            view.settings = self.settings.host
+            view._list_slot_tensors()
+        return self._host
 
     @property
     def memory(self) -> BufferMemory:
@@ -179,18 +215,18 @@ class BlockBuffer:
         settings = self.settings
         block = settings.first_block_R[:, None] + self._slots
         starts = settings.origin_R[:, None] + block * self.block_size
-        torch.add(starts[..., None], self._offsets, out=self.positions_RNB)
+        self.positions_RNB[...] = starts[..., None] + self._offsets
         begin, end = settings.begin_R[:, None, None], settings.end_R[:, None, None]
-        torch.logical_and(self.positions_RNB >= begin, self.positions_RNB < end, out=self.editable_RNB)
-        self.num_editable_RN.copy_(self.editable_RNB.sum(-1))
+        self.editable_RNB[...] = (self.positions_RNB >= begin) & (self.positions_RNB < end)
+        self.num_editable_RN[...] = self.editable_RNB.sum(-1)
 
     @property
     def resident_RN(self) -> Tensor:
-        return self.state_RN != SlotState.DUMMY
+        return self.state_RN != _DUMMY
 
     @property
     def active_RN(self) -> Tensor:
-        return self.state_RN == SlotState.ACTIVE
+        return self.state_RN == _ACTIVE
 
     @property
     def open_RNB(self) -> Tensor:
@@ -203,21 +239,22 @@ class BlockBuffer:
         block whose store carries: its logits are those of the position behind the block."""
         changes = self.masked_RNB | (self.settings.edits_R + self.settings.softens_R > 0)[:, None, None]
         asked_RNB = changes & self.editable_RNB & self.active_RN[..., None]
-        asked_RNB[..., 0] |= self.carried_RN
+        if not _none_on_cpu(self.settings.carries_R):
+            asked_RNB[..., 0] |= self.carried_RN
         return asked_RNB
 
     @property
     def carried_RN(self) -> Tensor:
         """Slots whose store gives the token behind their block: of those that a forward stores, the last."""
-        stores_RN = self.state_RN == SlotState.TO_CACHE
-        more_RN = torch.nn.functional.pad(stores_RN[:, 1:], (0, 1))
+        stores_RN = self.state_RN == _TO_CACHE
+        more_RN = concat([stores_RN[:, 1:], zeros_like(stores_RN[:, :1])], dim=1)
         return stores_RN & ~more_RN & (self.settings.carries_R[:, None] > 0)
 
     @property
     def progress_RN(self) -> Tensor:
         """Filled share of each slot's editable positions, float64; 1 where nothing is editable."""
         num_open_RN = (self.masked_RNB & self.editable_RNB).sum(-1)
-        return 1.0 - num_open_RN / self.num_editable_RN.clamp(min=1.0)
+        return 1.0 - num_open_RN / at_least(self.num_editable_RN, 1.0)
 
     def draw(self, at_A: Tensor | None, *, truncates: bool = True) -> Draw:
         """The inputs of drawing at places `at_A` of the flattened buffer (`None`: all places).
@@ -274,7 +311,7 @@ class BlockBuffer:
             self.tokens_RNB[row, 0, : len(remainder)] = torch.tensor(remainder)
             self.masked_RNB[row, 0, : len(remainder)] = False
         is_whole = len(remainder) == self.block_size
-        self.state_RN[row, 0] = int(SlotState.TO_CACHE if is_whole else SlotState.ACTIVE)
+        self.state_RN[row, 0] = _TO_CACHE if is_whole else _ACTIVE
         self.settings.write(row, request, block_size=self.block_size)
         if self.adjustments is not None and request.adjusts:
             ends, free = request.ends(self._eos_ids), len(request.prompt) + request.min_tokens
@@ -291,7 +328,7 @@ class BlockBuffer:
     def _state(self) -> tuple[Tensor, ...]:
         """The tensors that a step reads and changes; `_derive` computes the others from them."""
         adjustments = () if self.adjustments is None else self.adjustments.state
-        return *self._per_slot, *self.settings.columns, *adjustments
+        return *(tensor for tensor, _ in self._per_slot), *self.settings.columns, *adjustments
 
     def save(self, row: int) -> list[Tensor]:
         """A copy of a row's state, for `restore`."""
@@ -332,22 +369,21 @@ class BlockBuffer:
         """
         settings, num_resident_R = self.settings, self.resident_RN.sum(-1)
         starts = settings.origin_R + (settings.first_block_R + num_resident_R) * self.block_size
-        limit_R = torch.minimum(settings.limit_R, torch.maximum(settings.kept_R, self._max_blocks))
+        limit_R = minimum(settings.limit_R, maximum(settings.kept_R, self._max_blocks))
         room = (num_resident_R < limit_R) & (starts < settings.end_R)
         if _none_on_cpu(room):
             return
-        active = self.active_RN
-        last_active = torch.where(active, self._slots, -1).amax(-1)
-        last = last_active.clamp(min=0)[:, None]
-        progress = self.progress_RN.gather(1, last)[:, 0]
-        stability = self.stability_RN.gather(1, last)[:, 0]
+        last_active = _most(where(self.active_RN, self._slots, -1))
+        last = at_least(last_active, 0)[:, None]
+        progress = slots_at(self.progress_RN, last)[:, 0]
+        stability = slots_at(self.stability_RN, last)[:, 0]
         wants = (last_active < 0) | ((progress > settings.tau_add_R) & (stability > settings.tau_stable_R))
         grows = wants & room
         if _none_on_cpu(grows):
             return
         grows = grows & ~self._has_eos_R()
         next_slot = grows[:, None] & (self._slots == num_resident_R[:, None])
-        self.state_RN.masked_fill_(next_slot, int(SlotState.ACTIVE))
+        put(self.state_RN, next_slot, _ACTIVE)
 
     def set_token(self, row: int, slot: int, offset: int, token: int) -> None:
         """Fill an open position with a token that is certain."""
@@ -358,7 +394,7 @@ class BlockBuffer:
     def close_complete(self, row: int) -> None:
         """Mark the row's leading complete blocks TO_CACHE: their inputs are final before the forward that follows."""
         final_N = self._complete_RN[row].long().cumprod(-1).bool()
-        self.state_RN[row] = self.state_RN[row].masked_fill(final_N, int(SlotState.TO_CACHE))
+        self.state_RN[row] = self.state_RN[row].masked_fill(final_N, _TO_CACHE)
 
     def commit(
         self,
@@ -376,11 +412,11 @@ class BlockBuffer:
         then skipped. In `chosen` rows the host has decided what is accepted.
         """
         settings = self.settings
-        stored = self.state_RN == SlotState.TO_CACHE
+        stored = self.state_RN == _TO_CACHE
         accepted = self._accept(prediction, revises, quotas, by_parts)
         if chosen is not None:
-            accepted = torch.where(chosen.rows_R[:, None, None], chosen.accepted_RNB, accepted)
-        written, rated, num_edited_RN = accepted, accepted, torch.zeros_like(self.num_steps_RN)
+            accepted = where(chosen.rows_R[:, None, None], chosen.accepted_RNB, accepted)
+        written, rated, num_edited_RN = accepted, accepted, zeros_like(self.num_steps_RN)
         if revises:
             active, was_complete = self.active_RN, self._complete_RN
             filled = ~self.masked_RNB & self.editable_RNB & active[..., None]
@@ -388,11 +424,12 @@ class BlockBuffer:
             written, num_edited_RN = accepted | edited, edited.sum(-1)
             rated = written | (settings.softens_R[:, None, None] > 0) & filled
             confirmed = filled & (prediction.token_RNB == self.tokens_RNB)
-            self.stability_RN.copy_(torch.where(active, _share(confirmed.sum(-1), filled.sum(-1), empty=1.0), 1.0))
-            self.num_steps_RN.add_(active & ((settings.softens_R[:, None] > 0) | was_complete))
-        self.confidence_RNB.copy_(torch.where(rated, prediction.confidence_RNB, self.confidence_RNB))
-        self.tokens_RNB.copy_(torch.where(written, prediction.token_RNB, self.tokens_RNB))
-        self.masked_RNB.logical_and_(~accepted)
+            share_RN = where(active, _share(confirmed.sum(-1), filled.sum(-1), empty=1.0), 1.0)
+            self.stability_RN[...] = share_RN
+            self.num_steps_RN += active & ((settings.softens_R[:, None] > 0) | was_complete)
+        put(self.confidence_RNB, rated, prediction.confidence_RNB)
+        put(self.tokens_RNB, written, prediction.token_RNB)
+        self.masked_RNB &= ~accepted
 
         num_accepted_RN = accepted.sum(-1)
         if chosen is not None and chosen.rewritten is not None:
@@ -403,20 +440,20 @@ class BlockBuffer:
             changed = written.any(-1)
             settled = self._settled(final, was_complete, changed)
             stored = stored | (active & was_complete & ~changed & (settings.edits_R[:, None] > 0))
-            final = (self.state_RN == SlotState.TO_CACHE) | settled
+            final = (self.state_RN == _TO_CACHE) | settled
         if chosen is not None and chosen.rewritten is not None:
-            stored = torch.where(chosen.rewritten.rows_R[:, None], chosen.rewritten.stored_RN, stored)
-        final = final.long().cumprod(-1).bool()
-        self.state_RN.masked_fill_(final, int(SlotState.TO_CACHE))
+            stored = where(chosen.rewritten.rows_R[:, None], chosen.rewritten.stored_RN, stored)
+        final = final.cumprod(-1) > 0
+        put(self.state_RN, final, _TO_CACHE)
         if revises:
             self._mix_embeddings(active & ~final)
-        settings.forward_R.add_(self.resident_RN.any(-1))
+        settings.forward_R += self.resident_RN.any(-1)
 
         commit = Commit(
-            stored.long().cumprod(-1).sum(-1),
-            self.tokens_RNB.clone(),
-            self.masked_RNB.clone(),
-            self.confidence_RNB.clone(),
+            stored.cumprod(-1).sum(-1),
+            copy_of(self.tokens_RNB),
+            copy_of(self.masked_RNB),
+            copy_of(self.confidence_RNB),
             num_accepted_RN,
             num_edited_RN,
         )
@@ -428,16 +465,13 @@ class BlockBuffer:
     def _carry(self, prediction: Prediction, num_blocks_R: Tensor) -> None:
         """Fill the first position of the row's first block, where it is open, with the token that the store of the
         block before it predicted. A block that is complete with that is final."""
-        settings, last_R1 = self.settings, (num_blocks_R - 1).clamp(min=0)[:, None]
+        settings, last_R1 = self.settings, at_least(num_blocks_R - 1, 0)[:, None]
         opens_R = self.masked_RNB[:, 0, 0] & self.editable_RNB[:, 0, 0]
         fills_R = opens_R & (num_blocks_R > 0) & (settings.carries_R > 0)
-        for ours, given in (
-            (self.tokens_RNB, prediction.token_RNB),
-            (self.confidence_RNB, prediction.confidence_RNB),
-        ):
-            ours[:, 0, 0] = torch.where(fills_R, given[..., 0].gather(1, last_R1)[:, 0], ours[:, 0, 0])
+        put(self.tokens_RNB[:, 0, 0], fills_R, slots_at(prediction.token_RNB[..., 0], last_R1)[:, 0])
+        put(self.confidence_RNB[:, 0, 0], fills_R, slots_at(prediction.confidence_RNB[..., 0], last_R1)[:, 0])
         self.masked_RNB[:, 0, 0] &= ~fills_R
-        self.state_RN[:, 0].masked_fill_(fills_R & self._complete_RN[:, 0], int(SlotState.TO_CACHE))
+        put(self.state_RN[:, 0], fills_R & self._complete_RN[:, 0], _TO_CACHE)
 
     def _rewrite(self, new: Rewritten, accepted_RN: Tensor, edited_RN: Tensor) -> tuple[Tensor, Tensor]:
         """Put what the host has written into its rows; how many positions (R, N) of all are filled, and changed."""
@@ -459,8 +493,9 @@ class BlockBuffer:
         settings, open_RNB = self.settings, self.open_RNB
         if by_parts:
             open_RNB = leftmost_part(open_RNB, settings.sub_block_R)
-        semi = self.progress_RN[:, :-1] >= settings.tau_semi_R[:, None]
-        gate_RN = torch.nn.functional.pad(semi, (1, 0), value=True)
+        gate_RN = ones_like(open_RNB[:, :1, 0])
+        if self.num_slots > 1:
+            gate_RN = concat([gate_RN, self.progress_RN[:, :-1] >= settings.tau_semi_R[:, None]], dim=1)
         by_threshold = accept_m2t(
             prediction,
             open_RNB,
@@ -477,11 +512,11 @@ class BlockBuffer:
                 gamma_R=settings.gamma_R,
                 jetengine_R=settings.entropy_rule_R == JETENGINE,
             )
-            by_threshold = torch.where(settings.entropy_rule_R[:, None, None] > 0, by_entropy, by_threshold)
-        if not revises:
+            by_threshold = where(settings.entropy_rule_R[:, None, None] > 0, by_entropy, by_threshold)
+        if not revises or _none_on_cpu(settings.softens_R):
             return by_threshold
         from_left = accept_from_left(prediction.confidence_RNB, open_RNB, gate_RN=gate_RN, tau_R=settings.tau_m2t_R)
-        return torch.where(settings.softens_R[:, None, None] > 0, from_left, by_threshold)
+        return where(settings.softens_R[:, None, None] > 0, from_left, by_threshold)
 
     def _settled(self, complete: Tensor, was_complete: Tensor, changed: Tensor) -> Tensor:
         """ACTIVE slots (R, N) whose block is complete and needs no more revision.
@@ -492,16 +527,20 @@ class BlockBuffer:
         settings = self.settings
         edits, softens = settings.edits_R[:, None] > 0, settings.softens_R[:, None] > 0
         capped = was_complete & changed & (self.num_steps_RN >= settings.max_edits_R[:, None])
+        if _none_on_cpu(settings.softens_R):
+            return complete & (~edits | capped)
         confident = (self.confidence_RNB >= settings.stop_confidence_R[:, None, None]) | ~self.editable_RNB
         steady = confident.all(-1) | ~changed | (self.num_steps_RN >= self.block_size)
-        return complete & torch.where(edits, capped, ~softens | steady)
+        return complete & where(edits, capped, ~softens | steady)
 
     def _mix_embeddings(self, active: Tensor) -> None:
         """DMax: the next forward mixes the embeddings of filled positions in `active` slots (R, N) by their
         confidence. All other tokens are hard, also those of final blocks, so that pages hold hard tokens."""
+        if _none_on_cpu(self.settings.softens_R):
+            return
         mixed = (self.settings.softens_R[:, None] > 0) & active
         mixed = mixed[..., None] & self.editable_RNB & ~self.masked_RNB
-        self.weight_RNB.copy_(torch.where(mixed, self.confidence_RNB, 1.0))
+        self.weight_RNB[...] = where(mixed, self.confidence_RNB, 1.0)
 
     def _slide(self, count_R: Tensor) -> None:
         """Move each row's slots forward by `count_R`; the slots at its end become empty."""
@@ -509,22 +548,21 @@ class BlockBuffer:
             return
         source = self._slots + count_R[:, None]
         empties = source >= self.num_slots
-        source = source.clamp(max=self.num_slots - 1)
-        for tensor, empty in self._per_slot.items():
-            deep = tensor.ndim == 3
-            index = source[..., None].expand_as(tensor) if deep else source
-            tensor.copy_(tensor.gather(1, index).masked_fill(empties[..., None] if deep else empties, empty))
-        self.settings.first_block_R.add_(count_R)
+        source = at_most(source, self.num_slots - 1)
+        for tensor, empty in self._per_slot:
+            tensor[...] = slots_at(tensor, source)
+            put(tensor, empties[..., None] if tensor.ndim == 3 else empties, empty)
+        self.settings.first_block_R += count_R
         self._derive()
 
     def _has_eos_R(self) -> Tensor:
         """Rows with a generated EOS in a resident block, where an EOS ends the request."""
         is_eos = (self.tokens_RNB[..., None] == self._eos).any(-1)
         generated = is_eos & ~self.masked_RNB & self.editable_RNB & self.resident_RN[..., None]
-        return generated.flatten(1).any(-1) & (self.settings.eos_stops_R > 0)
+        return generated.any(-1).any(-1) & (self.settings.eos_stops_R > 0)
 
     def _clear(self, row: int) -> None:
-        for tensor, empty in self._per_slot.items():
+        for tensor, empty in self._per_slot:
             tensor[row] = empty
         self.settings.clear(row)
         if self.adjustments is not None:
@@ -533,9 +571,14 @@ class BlockBuffer:
 
 def _none_on_cpu(values: Tensor) -> bool:
     """Whether all are 0, read on a CPU alone: on a GPU, waiting for them would cost more than what they save."""
-    return values.device.type == "cpu" and not values.any()
+    return (isinstance(values, np.ndarray) or values.is_cpu) and not values.any()
+
+
+def _most(x: Tensor) -> Tensor:
+    """The largest number along the last dimension."""
+    return x.max(-1) if isinstance(x, np.ndarray) else x.amax(-1)
 
 
 def _share(part: Tensor, whole: Tensor, *, empty: float) -> Tensor:
     """`part / whole` in float64, `empty` where `whole` is 0."""
-    return torch.where(whole > 0, part.double() / whole.double().clamp(min=1.0), empty)
+    return where(whole > 0, part / at_least(real(whole), 1.0), empty)

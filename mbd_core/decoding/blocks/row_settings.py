@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.blocks.acceptance import ENTROPY_RULES, FALLBACKS
+from mbd_core.decoding.blocks.arrays import array_of
 from mbd_core.decoding.blocks.request import Request
 
 _WHOLE = (
@@ -113,6 +114,15 @@ class RowSettings:
         """The first `num_rows` rows over the same memory."""
         view = copy.copy(self)
         view._view(*(values[:num_rows] for values in self.columns))
+        return view
+
+    @property
+    def host(self) -> "RowSettings":
+        """On a CPU, the same as numpy arrays of the same memory; else itself."""
+        if not self.columns[0].is_cpu:
+            return self
+        view = copy.copy(self)
+        view._view(*map(array_of, self.columns))
         return view
 
     def write(self, row: int, request: Request, *, block_size: int) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.decoding.canvas.branch import Branch, BranchStats, Phase, compatible, lane_changes, likeliest_tokens
 from mbd_core.decoding.canvas.plan import (
+    Answer,
     CanvasPlan,
     CanvasTask,
     CanvasUpdate,
@@ -68,17 +69,10 @@ class BranchedCanvas(GuessingDecoder):
     def done(self) -> bool:
         return self._winner is not None
 
-    @property
-    def tokens(self) -> list[int]:
-        return self._winner.lane.tokens[self._decided_range(self._winner)].tolist() if self._winner else []
-
-    @property
-    def log_probs(self) -> list[float]:
-        return self._winner.lane.log_probs[self._decided_range(self._winner)].tolist() if self._winner else []
-
-    @property
-    def steps(self) -> list[int]:
-        return self._winner.lane.steps[self._decided_range(self._winner)].tolist() if self._winner else []
+    def answer_from(self, number: int) -> Answer:
+        if self._winner is None:
+            return Answer([], [], [])
+        return self._winner.lane.answer(self.prompt_length + number, self._ends)
 
     @property
     def winner(self) -> int | None:
@@ -283,9 +277,6 @@ class BranchedCanvas(GuessingDecoder):
             predicted[: branch.start] = False
             predicted[branch.stop :] = False
         return predicted.nonzero()[:, 0]
-
-    def _decided_range(self, branch: Branch) -> slice:
-        return branch.lane.decided_range(self.prompt_length, self._ends)
 
     def _useful_copies(self) -> list[tuple[int, int]]:
         """The cache copies of syncs, without those to a finished lane or to one that the next forward recomputes."""

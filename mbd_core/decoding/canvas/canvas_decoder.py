@@ -22,6 +22,7 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
 from mbd_core.decoding.canvas.multi_block import MultiBlockCanvas
 from mbd_core.decoding.canvas.plan import (
+    Answer,
     CanvasPlan,
     CanvasTask,
     CanvasUpdate,
@@ -144,17 +145,8 @@ class SingleCanvas(GuessingDecoder):
         self._block_length = canvas.block_length or max_tokens
         self._begin_block(0)
 
-    @property
-    def tokens(self) -> list[int]:
-        return self._lane.tokens[self._lane.decided_range(self.prompt_length, self._ends)].tolist()
-
-    @property
-    def log_probs(self) -> list[float]:
-        return self._lane.log_probs[self._lane.decided_range(self.prompt_length, self._ends)].tolist()
-
-    @property
-    def steps(self) -> list[int]:
-        return self._lane.steps[self._lane.decided_range(self.prompt_length, self._ends)].tolist()
+    def answer_from(self, number: int) -> Answer:
+        return self._lane.answer(self.prompt_length + number, self._ends)
 
     def plan(self) -> CanvasPlan:
         """The next forward: the ranges to recompute on each lane, and logits for the current block's masks."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mbd_core.decoding.blocks.canvas_config import MultiBlock
 from mbd_core.decoding.blocks.sampling import log_probability
-from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasTask, CanvasUpdate, Guesses, Lane, OpenLogits
+from mbd_core.decoding.canvas.plan import Answer, CanvasPlan, CanvasTask, CanvasUpdate, Guesses, Lane, OpenLogits
 from mbd_core.decoding.canvas.unmasking import GuessingDecoder
 
 
@@ -56,21 +56,8 @@ class MultiBlockCanvas(GuessingDecoder):
         self._add_block()
         self._prepare()
 
-    @property
-    def tokens(self) -> list[int]:
-        return self._lane.tokens[self._decided_range].tolist()
-
-    @property
-    def log_probs(self) -> list[float]:
-        return self._lane.log_probs[self._decided_range].tolist()
-
-    @property
-    def steps(self) -> list[int]:
-        return self._lane.steps[self._decided_range].tolist()
-
-    @property
-    def _decided_range(self) -> slice:
-        return self._lane.decided_range(self.prompt_length, self._eos)
+    def answer_from(self, number: int) -> Answer:
+        return self._lane.answer(self.prompt_length + number, self._eos)
 
     def plan(self) -> CanvasPlan:
         """The next forward: the canvas from `_begin` on, with logits for the masks of all added blocks."""

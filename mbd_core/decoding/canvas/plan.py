@@ -121,8 +121,9 @@ class Guesses:
 
     def select(self, index: Tensor | slice) -> "Guesses":
         """The guess at some of the positions."""
-        at = index if isinstance(index, slice) else index.nonzero()[:, 0]
-        return Guesses(self.position_P[at], self.token_P[at], self.confidence_P[at], self.score_P[at])
+        at = index if isinstance(index, slice) else index.numpy()
+        values = (self.position_P, self.token_P, self.confidence_P, self.score_P)
+        return Guesses(*(torch.from_numpy(value.numpy()[at]) for value in values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +146,15 @@ class OpenLogits:
         return None if is_alone else self.score
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A part of an answer: tokens, log-probabilities and steps, as in `PlannedDecoder`."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    steps: list[int]
+
+
 class PlannedDecoder(Protocol):
     """One request: a state machine without a model. `plan` changes nothing, `update` advances the state; it is
     `accept` of the guesses at `open_logits`, between which the guesses of many requests are one operation.
@@ -154,6 +164,7 @@ class PlannedDecoder(Protocol):
 
     `tokens` begin at the prompt's end and stop before the first mask, or after the first EOS before that mask.
     `log_probs` are their log-probabilities in the forwards that accepted them, `steps` the numbers of these, from 1.
+    `answer_from` gives what is behind the first `number` of them, which must hold no EOS, at a cost of what it gives.
     """
 
     @property
@@ -179,6 +190,8 @@ class PlannedDecoder(Protocol):
 
     @property
     def steps(self) -> list[int]: ...
+
+    def answer_from(self, number: int) -> Answer: ...
 
     def hold_to(self, num_blocks: int) -> None: ...
 
@@ -251,6 +264,8 @@ class Lane:
 
     def find(self, ids: tuple[int, ...], start: int, stop: int) -> int | None:
         """The first decided position in [start, stop) whose token is one of `ids`."""
+        if start >= stop:
+            return None
         tokens, hits = self.tokens.numpy()[start:stop], ~self.masked.numpy()[start:stop]
         hits &= (tokens[:, None] == np.array(ids, dtype=np.int64)).any(-1)
         return start + int(hits.argmax()) if hits.any() else None
@@ -260,6 +275,11 @@ class Lane:
         stop = self.first_mask(start)
         eos = self.find(eos_token_ids, start, stop)
         return slice(start, stop if eos is None else eos + 1)
+
+    def answer(self, start: int, eos_token_ids: tuple[int, ...]) -> Answer:
+        """The tokens of `decided_range`."""
+        part = self.decided_range(start, eos_token_ids)
+        return Answer(self.tokens[part].tolist(), self.log_probs[part].tolist(), self.steps[part].tolist())
 
     def query(self, index: int, start: int, stop: int, logits_at: Tensor) -> Query:
         """The query of positions [start, stop) for lane `index`, with a copy of the tokens."""

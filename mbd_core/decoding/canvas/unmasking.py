@@ -15,7 +15,7 @@ from mbd_core.decoding.blocks.adjustments import Adjust, Adjustments
 from mbd_core.decoding.blocks.canvas_config import Canvas, Leap
 from mbd_core.decoding.blocks.sampling import Draw, choose, gumbel, margin, neg_entropy, uniform
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.decoding.canvas.plan import CanvasTask, CanvasUpdate, Guesses, Lane, OpenLogits
+from mbd_core.decoding.canvas.plan import Answer, CanvasTask, CanvasUpdate, Guesses, Lane, OpenLogits
 
 # Acceptance on a canvas: the model's guess at each open position, and the positions that become tokens.
 
@@ -44,12 +44,12 @@ class LaneAdjustments:
     """What a request changes in its logits (`Adjustments`), with the tokens of a lane."""
 
     def __init__(self, task: CanvasTask) -> None:
-        self._task = task
+        self._task, self._adjusts = task, task.adjusts
         self._memory: Adjustments | None = None
 
     def at(self, lane: Lane, position_P: Tensor, logits_PV: Tensor) -> Adjust | None:
         """The changes at these positions, `None` where there are none."""
-        if not self._task.adjusts:
+        if not self._adjusts:
             return None
         task, device = self._task, logits_PV.device
         if self._memory is None:
@@ -72,6 +72,22 @@ class GuessingDecoder:
     """A decoder whose forward is read in two halves, so that the first is one operation for many requests."""
 
     num_stored = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.answer_from(0).tokens
+
+    @property
+    def log_probs(self) -> list[float]:
+        return self.answer_from(0).log_probs
+
+    @property
+    def steps(self) -> list[int]:
+        return self.answer_from(0).steps
+
+    def answer_from(self, number: int) -> Answer:
+        """The answer behind its first `number` tokens."""
+        raise NotImplementedError
 
     def hold_to(self, num_blocks: int) -> None:
         """A canvas is filled as fast as its method says, however busy the engine."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from mbd_core.decoding.blocks.adjustments import Adjust, Adjustments
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
-from mbd_core.decoding.canvas.plan import CanvasUpdate, Guesses, OpenLogits
+from mbd_core.decoding.canvas.plan import Answer, CanvasUpdate, Guesses, OpenLogits
 from mbd_core.decoding.canvas.unmasking import GuessingDecoder
 
 
@@ -41,17 +41,8 @@ class PrefixDecoder(GuessingDecoder):
         self._ends = request.ends(eos_token_ids)
         self._adjustments = PrefixAdjustments(request, self._ends, planned.longest) if request.adjusts else None
 
-    @property
-    def tokens(self) -> list[int]:
-        return self._all[self._start :]
-
-    @property
-    def log_probs(self) -> list[float]:
-        return list(self._log_probs)
-
-    @property
-    def steps(self) -> list[int]:
-        return list(self._steps)
+    def answer_from(self, number: int) -> Answer:
+        return Answer(self._all[self._start + number :], self._log_probs[number:], self._steps[number:])
 
     def _append(
         self, tokens: Sequence[int], log_probs: Sequence[float], steps: Sequence[int], *, num_stored: int

@@ -148,7 +148,11 @@ def _parts(members: Iterator[_Member]) -> Iterator[list[_Member]]:
     Sequences with different numbers of queries share a bundle if little is computed for padding.
     """
     levels: dict[int, list[_Member]] = {}
-    for member in members:
+    first, *others = members
+    if not others:
+        yield [first]
+        return
+    for member in (first, *others):
         level = math.ceil(math.log(max(member.most_keys, _SHORT) / _SHORT, _PADDING))
         levels.setdefault(level, []).append(member)
     for similar in levels.values():
@@ -170,12 +174,14 @@ def _bundle(
 ) -> Bundle:
     table, device = layout.page_table_RP, layout.page_table_RP.device
     num_keys = max(m.most_keys for m in members)
-    starts, stops = np.array([(m.start, m.stop) for m in members]).T[..., None]
-    tokens_GQ = np.minimum(starts + np.arange(max(m.queries for m in members)), stops - 1)
     num_pages = -(-num_keys // layout.page_size)
     if len(members) == 1:
-        pages_GP = table[members[0].row, :num_pages][None]
+        (only,) = members
+        tokens_GQ = np.arange(only.start, only.stop)[None]
+        pages_GP = table[only.row : only.row + 1, :num_pages]
     else:
+        starts, stops = np.array([(m.start, m.stop) for m in members]).T[..., None]
+        tokens_GQ = np.minimum(starts + np.arange(max(m.queries for m in members)), stops - 1)
         pages_GP = table[torch.tensor([m.row for m in members], device=device), :num_pages]
     return Bundle(
         tokens_GQ=torch.from_numpy(tokens_GQ).to(device),
@@ -197,7 +203,7 @@ def _first_adjacent(pages: list[int]) -> int | None:
 def attend_bundles(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, bundles: tuple[Bundle, ...]) -> Tensor:
     """Attention (T, H, C) of a planned batch, the keys of each sequence gathered once."""
     if len(bundles) == 1 and bundles[0].whole:
-        q_GQHC = q_THC.unflatten(0, tuple(bundles[0].tokens_GQ.shape))
+        q_GQHC = q_THC.view(*bundles[0].tokens_GQ.shape, *q_THC.shape[1:])
         return _attend_bundle(q_GQHC, k_pages, v_pages, bundles[0]).flatten(0, 1)
     out_THC = torch.empty_like(q_THC)
     for bundle in bundles:
@@ -226,10 +232,14 @@ def _keys(bundle: Bundle, k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, Ten
 def _viewed_keys(bundle: Bundle, k_pages: Tensor, v_pages: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Keys and values [start, stop) of one sequence with consecutive pages, (K, stop - start, C), not copied."""
     assert bundle.first_page is not None
-    start += bundle.first_page * k_pages.shape[1]
-    stop += bundle.first_page * k_pages.shape[1]
-    k_KLC, v_KLC = (pages.flatten(0, 1)[start:stop].transpose(0, 1) for pages in (k_pages, v_pages))
-    return k_KLC, v_KLC
+    _, size, heads, channels = k_pages.shape
+    shape, first = (heads, stop - start, channels), bundle.first_page * size + start
+
+    def view(pages: Tensor) -> Tensor:
+        _, position, head, channel = pages.stride()
+        return pages.as_strided(shape, (head, position, channel), pages.storage_offset() + first * position)
+
+    return view(k_pages), view(v_pages)
 
 
 @dataclass

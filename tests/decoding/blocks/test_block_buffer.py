@@ -80,9 +80,14 @@ def problems(draw: st.DrawFn) -> tuple[list[int], int, DecodingConfig, int, bool
 
 
 def run_buffer(
-    batch: list[tuple[list[int], int, DecodingConfig, int, bool]], size: int, limits: Iterator[int] | None = None
+    batch: list[tuple[list[int], int, DecodingConfig, int, bool]],
+    size: int,
+    limits: Iterator[int] | None = None,
+    *,
+    by_tensors: bool = False,
 ) -> list[tuple[list[int], str, int, int]]:
-    """Decode a batch with BlockBuffer alone, the oracle in the model's place."""
+    """Decode a batch with BlockBuffer alone, the oracle in the model's place; `by_tensors`: its steps are torch's
+    operations, as on a GPU, not numpy's."""
     buffer = BlockBuffer(
         num_rows=len(batch),
         num_slots=4,
@@ -101,7 +106,7 @@ def run_buffer(
     while not all(ends):
         if limits is not None:
             buffer.hold_to(next(limits))
-        buffer.activate()
+        (buffer if by_tensors else buffer.host).activate()
         token = torch.zeros((len(batch), 4, size), dtype=torch.int64)
         confidence, score = torch.zeros((len(batch), 4, size)), torch.zeros((len(batch), 4, size))
         for row, (_, _, config, seed, _) in enumerate(batch):
@@ -123,7 +128,9 @@ def run_buffer(
         quotas = any(config.accepts_several for _, _, config, _, _ in batch)
         revises = any(config.revises for _, _, config, _, _ in batch)
         by_parts = any(config.by_parts for _, _, config, _, _ in batch)
-        done = buffer.commit(Prediction(token, confidence, score), revises=revises, quotas=quotas, by_parts=by_parts)
+        work = {"revises": revises, "quotas": quotas, "by_parts": by_parts}
+        prediction = Prediction(token, confidence, score)
+        done = buffer.commit(prediction, **work) if by_tensors else buffer.host.commit(prediction.host, **work)
         for row, (prompt, max_tokens, _, _, stops) in enumerate(batch):
             for block in done.tokens_RNB[row, : int(done.num_blocks_R[row])].tolist():
                 for t in block:
@@ -162,7 +169,9 @@ def reference(
 @settings(max_examples=300, derandomize=True)
 @given(problems())
 def test_buffer_follows_algorithm_5(problem) -> None:
-    assert run_buffer([problem], problem[2].block_size)[0] == reference(problem, naive=False)
+    expected = reference(problem, naive=False)
+    for by_tensors in (False, True):
+        assert run_buffer([problem], problem[2].block_size, by_tensors=by_tensors)[0] == expected
 
 
 def load(seed: int) -> Iterator[int]:
