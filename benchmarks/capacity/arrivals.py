@@ -90,14 +90,19 @@ class Served:
     steps: int = 0
     busy: float = 0.0
 
-    def row(self, num_replicas: int) -> dict[str, Any]:
-        """The run as a row of a table."""
+    def row(self, num_replicas: int, traffic: Traffic | None = None) -> dict[str, Any]:
+        """The run as a row of a table; with its `traffic`, also the waits of short and of long sessions apart."""
         ttft, speed = [t.ttft for t in self.turns], [t.speed for t in self.turns]
         tokens, prompt = sum(t.tokens for t in self.turns), sum(len(t.request.prompt) for t in self.turns)
         row: dict[str, Any] = {"replicas": num_replicas, "requests": len(self.turns), "steps": self.steps}
         row["ttft_mean"] = sum(ttft) / len(ttft)
         for percent in (50, 90, 99):
             row[f"ttft_p{percent}"] = percentile(ttft, percent)
+        for name, of_long in (("short", False), ("long", True)):
+            if traffic is None or not traffic.long_every:
+                break
+            part = [t.ttft for t in self.turns if traffic.is_long(t.session.number) is of_long]
+            row[f"{name}_mean"], row[f"{name}_p99"] = sum(part) / max(1, len(part)), percentile(part, 99)
         slow = percentile([-value for value in speed], 90)
         return row | {
             "speed_p50": percentile(speed, 50),
@@ -120,6 +125,9 @@ COLUMNS = {
     "ttft_p50": "p50 (ms)|.1f",
     "ttft_p90": "p90 (ms)|.1f",
     "ttft_p99": "p99 (ms)|.1f",
+    "short_mean": "of short sessions, mean (ms)|.1f",
+    "short_p99": "of short sessions, p99 (ms)|.1f",
+    "long_mean": "of long sessions, mean (ms)|.1f",
     "speed_p50": "tok/s a request p50|.1f",
     "speed_p10": "slowest tenth|.1f",
     "tps": "tok/s|.0f",

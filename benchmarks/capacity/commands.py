@@ -159,8 +159,10 @@ def run_arrivals(
         for simulated in engines:
             for name, seconds in simulated.bounds.items():
                 bounds[name] = bounds.get(name, 0.0) + seconds
-        rows.append({"rate": load.rate, **served.row(number), "bound": max(bounds, key=lambda name: bounds[name])})
-    print(markdown(rows, COLUMNS))
+        row = served.row(number, load)
+        rows.append({"rate": load.rate, **row, "bound": max(bounds, key=lambda name: bounds[name])})
+    columns = {key: title for key, title in COLUMNS.items() if key in rows[0]}
+    print(markdown(rows, columns))
     if json is not None:
         write_json(json, {"settings": {"command": command_line}, "rows": rows})
 

@@ -37,6 +37,10 @@ class Traffic:
     think: Annotated[
         float, Option("Seconds from an answer to the session's next turn, on average.", DATA, at_least=0)
     ] = 5.0
+    long_every: Annotated[
+        int, Option("Every so manieth session begins with a long prompt; 0: none does.", DATA, at_least=0)
+    ] = 0
+    long_prompt: Annotated[int, Option("Tokens of a long prompt, on average.", DATA, at_least=1)] = 131072
     shared: Annotated[int, Option("Leading tokens that all sessions share.", DATA, at_least=0)] = 0
 
     def __post_init__(self) -> None:
@@ -47,7 +51,12 @@ class Traffic:
         """Tokens of the longest session, its last answer included."""
         most = 1 + self.vary
         turns = self.turn_tokens * (self.turns - 1) + self.output * self.turns
-        return self.shared + SESSION_TOKENS + int(most * (self.prompt + turns)) + 1
+        prompt = max(self.prompt, self.long_prompt) if self.long_every else self.prompt
+        return self.shared + SESSION_TOKENS + int(most * (prompt + turns)) + 1
+
+    def is_long(self, number: int) -> bool:
+        """Whether the session with this number begins with a long prompt."""
+        return self.long_every > 0 and number % self.long_every == self.long_every - 1
 
 
 SESSION_TOKENS = 4  # they make a session's prompt its own
@@ -111,7 +120,8 @@ class Clients:
         digits = (number // DIGITS**place % DIGITS for place in range(SESSION_TOKENS))
         session = Session(number, random.Random(f"{self._seed} {number}"))
         session.tokens = (*(FILLER,) * self._traffic.shared, *digits)
-        return self._turn(session, self._traffic.prompt, due)
+        traffic = self._traffic
+        return self._turn(session, traffic.long_prompt if traffic.is_long(number) else traffic.prompt, due)
 
     def next(self, turn: Turn, answer: tuple[int, ...]) -> Turn | None:
         """The session's turn after one that has ended, `None` after the last."""

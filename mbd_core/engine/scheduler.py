@@ -1,4 +1,4 @@
-"""Which sequences take part in the next forward, and with which pages: age decides everything.
+"""Which sequences take part in the next forward, and with which pages: age decides nearly everything.
 
 Running sequences are always older than waiting ones. The oldest waiting sequence is admitted first and none is passed
 over. When pages run out, the youngest running sequence is preempted: it loses its pages and waits again, in front. So
@@ -7,7 +7,9 @@ the oldest sequence always runs to its end, none starves, and admission cannot d
 A sequence is admitted with pages for its prefix and its first window, and grows as it decodes. Whole pages of final
 tokens, prompt or generated, are published in the pool, where the next request with the same prefix (the next turn of a
 conversation, a preempted sequence) finds them. The rest of a prefix is stored in whole blocks under a budget of tokens
-a step, and of seconds where sequences decode (`pacing.py`), so that a long prompt does not stall them.
+a step, and of seconds where sequences decode (`pacing.py`), so that a long prompt does not stall them. Only here age
+does not decide: the prefix with the least left goes first, so that a short prompt does not wait for a long one; but in
+every fourth step the oldest does, so that a long one goes on.
 
 One step of the engine:
 
@@ -26,6 +28,10 @@ from mbd_core.engine.pacing import Pace
 from mbd_core.engine.pages import PagePool, chain_root, page_hash
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.weights import ResidentAdapter, SwapMode
+
+OLDEST_FIRST = 4
+"""In every so manieth step that stores prompts, the oldest prompt comes first, so that it gets at least this share of
+what is stored however many shorter ones come."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Scheduler:
         self._free_rows = list(range(max_rows))  # a heap: low rows first, so that few are in use
         self._namespace, self._weights_version = namespace, 0
         self.closed = False
-        self._num_arrivals = 0
+        self._num_arrivals = self._num_stores = 0
         self.num_preemptions = 0
         self._blocked_sequence: SequenceState | None = None
         self._awaited_hash: bytes | None = None
@@ -170,7 +176,8 @@ class Scheduler:
         return sequences
 
     def prefill(self, pace: Pace | None = None) -> list[PrefillChunk]:
-        """Prefix chunks of this step, oldest sequence first, at most `max_prefill_tokens` together.
+        """Prefix chunks of this step, at most `max_prefill_tokens` together: of the sequences with the least left to
+        store first, or in every `OLDEST_FIRST`th of such steps of the oldest ones first.
 
         With `pace` they are as long as it lets them be, and at least one block. A prompt under full attention cannot
         be split, nor can a block: if it exceeds the budget it is the step's first chunk.
@@ -179,7 +186,7 @@ class Scheduler:
         if pace is not None:
             budget = max(size, min(budget, pace.max_tokens // size * size))
         chunks: list[PrefillChunk] = []
-        for sequence in [s for s in self.running.values() if s.prefilled < s.prefix_length]:
+        for sequence in self._to_store():
             if sequence.prefilled < sequence.origin:
                 cost = 0.0 if pace is None else pace.cost(0, sequence.origin)
                 if chunks and (sequence.origin > budget or (pace is not None and spent + cost > pace.seconds)):
@@ -202,6 +209,14 @@ class Scheduler:
                 sequence.prefilled_to(start + take * unit)
                 budget -= take * unit
         return chunks
+
+    def _to_store(self) -> list[SequenceState]:
+        """The sequences whose prefix is not stored, in the order of this step."""
+        sequences = [s for s in self.running.values() if s.prefilled < s.prefix_length]
+        self._num_stores += bool(sequences)
+        if self._num_stores % OLDEST_FIRST:
+            sequences.sort(key=lambda s: s.prefix_length - s.prefilled)
+        return sequences
 
     # -- after a forward ----------------------------------------------------------------------------------------
 

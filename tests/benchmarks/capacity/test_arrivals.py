@@ -18,6 +18,7 @@ from benchmarks.capacity.step_model import Deployment, StepModel, Work
 from benchmarks.capacity.traffic import Routing, Traffic, arrivals
 from benchmarks.roofline import ForwardCost
 from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.engine import scheduler
 from mbd_core.engine.collector import LaunchedStep, StepPlan
 from mbd_core.engine.config import EngineConfig
 from mbd_core.models.shapes import SHAPES
@@ -75,6 +76,16 @@ def test_bursts_keep_the_rate_and_come_together() -> None:
     assert len({*poisson}) == 4000 and len({*bursty}) == pytest.approx(500, rel=0.1)
     waits = [simulate(Traffic(rate=10, sessions=60, burst=b)).row(1)["ttft_mean"] for b in (1.0, 8.0)]
     assert waits[1] > 1.3 * waits[0]
+
+
+def test_short_prompts_wait_less_behind_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, Any] = {"prompt": 300, "long_every": 4, "long_prompt": 12000, "output": 64, "vary": 0.1}
+    traffic = Traffic(rate=8, burst=8, sessions=40, **sizes)
+    row = simulate(traffic).row(1, traffic)
+    monkeypatch.setattr(scheduler, "OLDEST_FIRST", 1)
+    by_age = simulate(traffic).row(1, traffic)
+    assert row["short_mean"] < 0.7 * by_age["short_mean"] and row["long_mean"] < 1.5 * by_age["long_mean"]
+    assert row["long_mean"] > row["ttft_mean"] > row["short_mean"]
 
 
 def test_a_later_turn_finds_what_its_session_has_stored() -> None:
