@@ -48,6 +48,17 @@ def test_a_token_and_a_pair_cost_what_their_products_do() -> None:
     assert pair_flops(SMALL) == 2 * 4 * 12
 
 
+def test_gemma_layers_are_counted_as_they_are() -> None:
+    """A global layer has other heads; a layer with a window costs the same at any depth; experts lie beside an MLP."""
+    config = SHAPES["tiny-diffusion-gemma"]  # of its three layers the last one is global
+    assert config.gemma is not None and config.moe is not None and config.gemma.global_layers == (2,)
+    of_window, of_all = (c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) for c in map(config.of_layer, (1, 2)))
+    moe = config.moe
+    mlp = 3 * config.intermediate_size + moe.num_experts + 3 * moe.experts_per_token * moe.intermediate_size
+    assert matrix_flops(config) == 2 * config.hidden_size * (2 * of_window + of_all + 3 * mlp)
+    assert pair_flops(config) == 4 * config.num_heads * config.gemma.global_head_dim
+
+
 def test_two_blocks_in_one_group_by_hand() -> None:
     """Noisy blocks see 1 and 2 noisy ones, clean blocks 1 and 2 clean ones: 6 of 16; the clean ones count once."""
     one, two = GroupLayout((2,)), GroupLayout((1, 1))
