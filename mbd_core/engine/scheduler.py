@@ -30,8 +30,8 @@ from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.weights import ResidentAdapter, SwapMode
 
 OLDEST_FIRST = 4
-"""In every so manieth step that stores prompts, the oldest prompt comes first, so that it gets at least this share of
-what is stored however many shorter ones come."""
+"""In every so manieth step that would pass over the oldest prompt it comes first, so that it gets at least this share
+of what is stored however many shorter ones come."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ class Scheduler:
         self._free_rows = list(range(max_rows))  # a heap: low rows first, so that few are in use
         self._namespace, self._weights_version = namespace, 0
         self.closed = False
-        self._num_arrivals = self._num_stores = 0
+        self._num_arrivals = 0
+        self._passed_over: tuple[SequenceState | None, int] = None, 0  # the oldest unstored one, and how often
         self.num_preemptions = 0
         self._blocked_sequence: SequenceState | None = None
         self._awaited_hash: bytes | None = None
@@ -177,7 +178,7 @@ class Scheduler:
 
     def prefill(self, pace: Pace | None = None) -> list[PrefillChunk]:
         """Prefix chunks of this step, at most `max_prefill_tokens` together: of the sequences with the least left to
-        store first, or in every `OLDEST_FIRST`th of such steps of the oldest ones first.
+        store first, or in every `OLDEST_FIRST`th step that would pass over the oldest, of the oldest ones first.
 
         With `pace` they are as long as it lets them be, and at least one block. A prompt under full attention cannot
         be split, nor can a block: if it exceeds the budget it is the step's first chunk.
@@ -211,12 +212,21 @@ class Scheduler:
         return chunks
 
     def _to_store(self) -> list[SequenceState]:
-        """The sequences whose prefix is not stored, in the order of this step."""
+        """The sequences whose prefix is not stored, in the order of this step. It depends on these alone and on how
+        often the oldest was passed over, so that an idle engine serves the same requests in the same steps again."""
         sequences = [s for s in self.running.values() if s.prefilled < s.prefix_length]
-        self._num_stores += bool(sequences)
-        if self._num_stores % OLDEST_FIRST:
-            sequences.sort(key=lambda s: s.prefix_length - s.prefilled)
-        return sequences
+        if len(sequences) < 2:
+            return sequences
+        oldest = sequences[0]
+        if self._passed_over[0] is not oldest:
+            self._passed_over = oldest, 0
+        least_left = sorted(sequences, key=lambda s: s.prefix_length - s.prefilled)
+        times = self._passed_over[1] + 1
+        if least_left[0] is oldest or times == OLDEST_FIRST:
+            self._passed_over = oldest, 0
+            return sequences if times == OLDEST_FIRST else least_left
+        self._passed_over = oldest, times
+        return least_left
 
     # -- after a forward ----------------------------------------------------------------------------------------
 

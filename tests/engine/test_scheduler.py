@@ -426,6 +426,20 @@ def test_short_prompts_pass_a_long_one_which_goes_on() -> None:
     assert steps <= scheduler_module.OLDEST_FIRST * 160 // 16
 
 
+def test_an_idle_engine_stores_the_same_prompts_in_the_same_steps_again() -> None:
+    s, runs = scheduler(prefix_caching=False), []
+    for _ in range(3):
+        sequences = [s.add(request(name, length)) for name, length in (("long", 100), ("a", 20), ("b", 24))]
+        s.admit()
+        steps = []
+        while not all(q.prompt_stored for q in sequences):
+            steps.append([(c.sequence.request.request_id, c.start, c.stop) for c in s.prefill()])
+        runs.append(steps)
+        for sequence in sequences:
+            s.release(sequence)
+    assert runs[0] == runs[1] == runs[2]
+
+
 def test_a_preempted_sequence_waits_in_front_and_finds_its_pages_again() -> None:
     s = scheduler(pages=8)
     old, young = s.add(request("old", (5,) * 8, 56)), s.add(request("young", 16, 48))
