@@ -83,15 +83,17 @@ def run_decoders(
     max_tokens: MaxTokens = 64,
     measuring: Annotated[BenchmarkOptions, Fields("repeats", "threads", "json")] = FIVE_TIMES,
 ) -> int:
-    """Every decoder beside a plain loop of the same method: tokens, forwards, and wall time.
+    """Every decoder beside a plain loop of the same method: tokens, forwards, wall and processor time.
 
     A row is one method on one model. The plain loop decodes one request after another without an engine; the engine
     decodes the same requests one after another, and all at once; the medians of the repetitions count. The exit code
     is 1 if the engine's tokens are not the plain loop's (where they differ in float32, float64 decides). The models
-    are the shipped ones, and one of each family at the size of the parity fixtures.
+    are the shipped ones, and one of each family at the size of the parity fixtures. LLaDA's canvases, all at once, are
+    also compared with one batch of them in LLaDA's own way.
     """
     import torch
 
+    from benchmarks.canvas_batch import is_batched, measure_batch
     from benchmarks.decoders import chosen_cases, measure_method, model_cases, print_rows
 
     measuring.begin()
@@ -101,12 +103,21 @@ def run_decoders(
         models,
         methods,
     )
-    rows = []
-    with tqdm(total=len(pairs) * repeats * 3, unit="run", desc="decoders", mininterval=1.0) as bar:
+    in_batch = [
+        (model, method)
+        for model, method in pairs
+        if is_batched(method.decoding.canvas) and not model.model.config.shift_logits
+    ]
+    rows, batches = [], []
+    num_runs = repeats * (3 * len(pairs) + 2 * len(in_batch))
+    with tqdm(total=num_runs, unit="run", desc="decoders", mininterval=1.0) as bar:
+        tick = partial(bar.update, 1)
         for model, method in pairs:
             bar.set_postfix_str(f"{model.label}, {method.label}", refresh=False)
-            tick = partial(bar.update, 1)
             rows.append(measure_method(model, method, max_tokens=max_tokens, repeats=repeats, tick=tick))
+        for model, method in in_batch:
+            bar.set_postfix_str(f"{model.label}, {method.label}, as one batch", refresh=False)
+            batches.append(measure_batch(model, method, max_tokens=max_tokens, repeats=repeats, tick=tick))
     settings = {
         "requests_at_once": requests,
         "repeats": repeats,
@@ -114,9 +125,9 @@ def run_decoders(
         "torch": torch.__version__,
         "machine": platform.machine(),
     }
-    measuring.write(command_line, settings, rows=rows)
+    measuring.write(command_line, settings, rows=rows, batches=batches)
     print(f"N = {requests} requests at once; medians of {repeats}\n")
-    return print_rows(rows)
+    return print_rows(rows, batches)
 
 
 def run_engine(

@@ -10,13 +10,12 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.measuring import interleaved, markdown, medians, run_seconds
+from benchmarks.measuring import interleaved, markdown, median_times, timed
 from benchmarks.plain_loops import PlainRun, multi_bd, prefix_row, run_planned
 from mbd_core.checkpoint.chat import chat_prompts, question
 from mbd_core.checkpoint.loading import load_model
@@ -36,7 +35,14 @@ from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.tasks import gsm_mini
 
 SHIPPED_MODELS = ("tiny-bd", "tiny-mbd")
-FAMILIES = ("sdar", "llada2", "llada", "dream", "nemotron")
+FAMILIES = {  # a fixture's name without its seed, and the shape of its family
+    "sdar": "tiny-sdar",
+    "llada2": "tiny-llada2",
+    "fastdllm2": "tiny-fast-dllm-v2",
+    "llada": "tiny-llada",
+    "dream": "tiny-dream",
+    "nemotron": "tiny-nemotron",
+}
 BLOCK_SIZE = 8  # of the families' models, which have random weights
 CANVAS_BLOCK_LENGTH = 16
 BRANCH_LENGTHS = (4, 8, 16, 32)
@@ -51,9 +57,20 @@ COLUMNS = {
     "engine_1_seconds": "engine@1 s|.3f",
     "engine_1_tps": "engine@1 tok/s|.0f",
     "engine_1_over_plain": "@1 / plain|.2f",
+    "engine_1_over_plain_processor": "@1 / plain, processor|.2f",
     "engine_n_seconds": "engine@N s|.3f",
     "engine_n_tps": "engine@N tok/s|.0f",
     "engine_n_over_plain": "@N / plain|.2f",
+    "same_tokens": "same tokens",
+}
+BATCH_COLUMNS = {
+    "model": "model",
+    "method": "method",
+    "requests": "canvases",
+    "batch_seconds": "own batch s|.3f",
+    "engine_seconds": "engine s|.3f",
+    "engine_over_batch": "engine / own batch|.2f",
+    "engine_over_batch_processor": "engine / own batch, processor|.2f",
     "same_tokens": "same tokens",
 }
 
@@ -93,6 +110,13 @@ def block_methods(block_size: int) -> list[MethodCase]:
         case("dmax", "DMax, single", buffer_size=2, tau_add=1.0),
         case("multi-bd-dmax", "DMax, multi", buffer_size=4, tau_stable=None),
     ]
+
+
+def shifted_methods(block_size: int) -> list[MethodCase]:
+    """The methods for block-causal models with shifted logits: Fast-dLLM v2's."""
+    labels = {"fast-dllm-v2": "Fast-dLLM v2", "multi-bd-fast-dllm-v2": "Fast-dLLM v2, two slots"}
+    fields = {"sub_block": block_size // 2}
+    return [_method_case(name, label, fields, block_size=block_size) for name, label in labels.items()]
 
 
 def causal_methods(block_size: int) -> list[MethodCase]:
@@ -175,6 +199,8 @@ def _family_case(family: str, folders: Mapping[str, Path], num_requests: int, ma
         methods = canvas_methods(max_tokens, shifted=config.shift_logits)
     elif config.attention == "causal":
         methods = causal_methods(config.block_size)
+    elif config.shift_logits:
+        methods = shifted_methods(config.block_size)
     else:
         methods = block_methods(config.block_size)
     prompts = _random_prompts(config, num_requests)
@@ -193,7 +219,7 @@ def _random_prompts(config: ModelConfig, count: int) -> list[tuple[int, ...]]:
 
 def _random_model(family: str) -> Decoder:
     """Random weights, scaled so that confidences lie on both sides of the thresholds."""
-    model = random_model(SHAPES[f"tiny-{family}"], device=torch.device("cpu"), dtype=torch.float32, std=0.2)
+    model = random_model(SHAPES[FAMILIES[family]], device=torch.device("cpu"), dtype=torch.float32, std=0.2)
     model.lm_head.weight.mul_(3.0)
     return model
 
@@ -228,7 +254,7 @@ def measure_method(
         Request(request_id=str(n), prompt=prompt, max_tokens=max_tokens, decoding=method.decoding)
         for n, prompt in enumerate(model.prompts)
     ]
-    engine_1, engine_n = (_engine(model, method, max_rows=n) for n in (1, len(requests)))
+    engine_1, engine_n = (engine_of(model, method, max_rows=n) for n in (1, len(requests)))
     runs: dict[str, Callable[[], list[Any]]] = {
         "plain": lambda: [plain_run(model.model, r) for r in requests],
         "engine_1": lambda: [output for r in requests for output in engine_1.generate([r])],
@@ -240,8 +266,8 @@ def measure_method(
     forwards = {name: [_num_forwards(r) for r in result] for name, result in results.items()}
     is_same = tokens["plain"] == tokens["engine_1"] == tokens["engine_n"]
     total = sum(map(len, tokens["plain"]))
-    timers = {name: partial(run_seconds, run) for name, run in runs.items()}
-    seconds = medians(interleaved(timers, repeats=repeats, after=tick))
+    timers = {name: timed(run) for name, run in runs.items()}
+    times = median_times(interleaved(timers, repeats=repeats, after=tick))
     row: dict[str, Any] = {
         "model": model.label,
         "method": method.label,
@@ -253,10 +279,11 @@ def measure_method(
         "same_tokens_float64": is_same or same_in_float64(model, method, requests),
         "same_forwards": forwards["plain"] == forwards["engine_1"] == forwards["engine_n"],
     }
-    for name, value in seconds.items():
-        row |= {f"{name}_seconds": value, f"{name}_tps": total / value}
+    for name, value in times.items():
+        row |= {f"{name}_seconds": value.wall, f"{name}_tps": total / value.wall}
         if name != "plain":
-            row[f"{name}_over_plain"] = seconds["plain"] / value
+            row[f"{name}_over_plain"] = times["plain"].wall / value.wall
+            row[f"{name}_over_plain_processor"] = times["plain"].processor / value.processor
     return row
 
 
@@ -274,12 +301,12 @@ def same_in_float64(model: ModelCase, method: MethodCase, requests: Sequence[Req
     """Whether the tokens agree in float64. In float32, rounding in the last bit can change a token."""
     exact = replace(model, model=copy.deepcopy(model.model).double())
     expected = [plain_run(exact.model, r).tokens for r in requests]
-    engine_1, engine_n = (_engine(exact, method, max_rows=n) for n in (1, len(requests)))
+    engine_1, engine_n = (engine_of(exact, method, max_rows=n) for n in (1, len(requests)))
     outputs = [[engine_1.generate([r])[0] for r in requests], engine_n.generate(requests)]
     return all([list(output.tokens) for output in answers] == expected for answers in outputs)
 
 
-def _engine(model: ModelCase, method: MethodCase, *, max_rows: int) -> Engine:
+def engine_of(model: ModelCase, method: MethodCase, *, max_rows: int) -> Engine:
     """An engine of the size needed, without a prefix cache, so that a repetition does not reuse pages."""
     config = EngineConfig(
         max_rows=max_rows,
@@ -297,13 +324,26 @@ def _num_forwards(result: PlainRun | Output) -> int:
     return result.counts.num_forwards if isinstance(result, Output) else result.num_forwards
 
 
-def print_rows(rows: list[dict[str, Any]]) -> int:
-    """Print the table, and which rows have other tokens than the plain loop; returns the exit code."""
+def print_rows(rows: list[dict[str, Any]], batches: list[dict[str, Any]]) -> int:
+    """Print the tables, and which rows have other tokens than the plain loop; returns the exit code. `batches` are the
+    rows of `canvas_batch.measure_batch`."""
     names = {f"{row['model']} {row['method']}": row for row in rows}
     methods = [name for name, row in names.items() if row["same_tokens_float64"] and not row["same_tokens"]]
     wrong = [name for name, row in names.items() if not row["same_tokens_float64"]]
     print(markdown(rows, COLUMNS))
+    print(f"\nleast @1 / plain of each model, by processor time: {least_ratios(rows)}")
+    if batches:
+        print(f"\n{markdown(batches, BATCH_COLUMNS)}")
     if methods:
         print(f"\nother tokens by rounding alone (the same in float64): {'; '.join(methods)}")
     print(f"\nsame tokens: {'no: ' + '; '.join(wrong) if wrong else 'yes'}")
     return 1 if wrong else 0
+
+
+def least_ratios(rows: list[dict[str, Any]]) -> str:
+    """The method of each model in which one request gains least over the plain loop."""
+    least: dict[str, float] = {}
+    for row in rows:
+        ratio = row["engine_1_over_plain_processor"]
+        least[row["model"]] = min(ratio, least.get(row["model"], ratio))
+    return ", ".join(f"{model} {ratio:.2f}" for model, ratio in least.items())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mbd_core.errors import first_line
 from mbd_core.tables import Cell, Table
@@ -51,9 +52,30 @@ def run_seconds(
     return clock() - start
 
 
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a call: on the clock, and of the processor in all threads, which other work here does not change."""
+
+    wall: float
+    processor: float
+
+
+def timed(run: Callable[[], object]) -> Callable[[], Times]:
+    """`run` as a call that returns its times."""
+
+    def call() -> Times:
+        processor = time.process_time()
+        return Times(run_seconds(run), time.process_time() - processor)
+
+    return call
+
+
+T = TypeVar("T")
+
+
 def interleaved(
-    runs: Mapping[str, Callable[[], float]], *, repeats: int, after: Callable[[], object] | None = None
-) -> dict[str, list[float]]:
+    runs: Mapping[str, Callable[[], T]], *, repeats: int, after: Callable[[], object] | None = None
+) -> dict[str, list[T]]:
     """The results of `repeats` calls of each run. The runs take turns; `after` is called after every run.
 
     A slow period of the machine then slows all runs alike. Every round begins with another run, so that a run does not
@@ -62,7 +84,7 @@ def interleaved(
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1")
     names = list(runs)
-    results: dict[str, list[float]] = {name: [] for name in names}
+    results: dict[str, list[T]] = {name: [] for name in names}
     for turn in range(repeats):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
@@ -75,6 +97,14 @@ def interleaved(
 def medians(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The median of each run's values."""
     return {name: statistics.median(of_run) for name, of_run in values.items()}
+
+
+def median_times(values: Mapping[str, Sequence[Times]]) -> dict[str, Times]:
+    """The median of each run's two kinds of seconds, each by itself."""
+    return {
+        name: Times(statistics.median(t.wall for t in of_run), statistics.median(t.processor for t in of_run))
+        for name, of_run in values.items()
+    }
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:

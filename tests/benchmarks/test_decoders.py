@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import decoders
+from benchmarks.canvas_batch import own_batch
 from benchmarks.commands import decoders as bench_decoders
+from mbd_core.decoding.blocks.canvas_config import Canvas, Leap
 from mbd_core.decoding.blocks.methods import METHODS
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.models.decoder import Decoder
+from mbd_core.models.shapes import SHAPES, random_model
 
 
 def benchmark_rows(folder: Path, *options: str) -> list[dict[str, Any]]:
@@ -36,7 +40,33 @@ def test_a_row_has_times_and_rates_of_the_same_tokens(tmp_path: Path, capsys: py
         for name in ("plain", "engine_1", "engine_n"):
             assert math.isclose(row[f"{name}_tps"], row["tokens"] / row[f"{name}_seconds"])
         assert math.isclose(row["engine_n_over_plain"], row["plain_seconds"] / row["engine_n_seconds"])
+        assert row["engine_1_over_plain_processor"] > 0
     assert "same tokens: yes" in capsys.readouterr().out
+
+
+def test_canvases_are_compared_with_one_batch_of_them(tmp_path: Path) -> None:
+    out = tmp_path / "decoders.json"
+    argv = ["--requests", "3", "--max-tokens", "20", "--repeats", "1", "--models", "llada (", "--json", str(out)]
+    assert bench_decoders([*argv, "--methods", "vanilla,no cache"]) == 0
+    batches = json.loads(out.read_text())["batches"]
+    assert [row["method"] for row in batches] == ["vanilla LLaDA", "Fast-dLLM, no cache"]
+    for row in batches:
+        assert row["same_tokens"] and row["requests"] == 3
+        assert math.isclose(row["engine_over_batch"], row["batch_seconds"] / row["engine_seconds"])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "canvas", "named"),
+    [
+        ([[1], [1, 2]], Canvas(), "one length"),
+        ([[1]], Canvas(cache="dual"), "dual"),
+        ([[1]], Canvas(leap=Leap()), "leap"),
+    ],
+)
+def test_a_batch_that_it_cannot_decode_is_refused(prompts: list[list[int]], canvas: Canvas, named: str) -> None:
+    model = random_model(SHAPES["tiny-llada"], device=torch.device("cpu"), dtype=torch.float32)
+    with pytest.raises(ValueError, match=named):
+        own_batch(model, prompts, 8, canvas)
 
 
 @pytest.mark.slow
@@ -44,7 +74,7 @@ def test_the_decoder_benchmark_runs_every_method(tmp_path: Path) -> None:
     rows = benchmark_rows(tmp_path)
     assert {r["model"] for r in rows} >= {"tiny-bd", "tiny-mbd", "sdar (random)", "dream (random)"}
     assert methods_of(rows) >= {"SingleBD", "MultiBD", "T2T", "DMax", "D2F", "Fast-dLLM", "dLLM-Cache", "LocalLeap"}
-    assert methods_of(rows) >= {"BlockBatch", "vanilla LLaDA"}
+    assert methods_of(rows) >= {"BlockBatch", "vanilla LLaDA", "Fast-dLLM v2"}
 
 
 def test_other_tokens_end_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
