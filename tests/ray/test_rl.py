@@ -73,7 +73,7 @@ def test_a_run_on_ray_is_the_run_without_it(ray_cluster: Any, tiny_model_dir: Pa
 def test_an_engine_never_keeps_other_weights_of_the_same_number(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A learner that was lost after the swap to version 1, and goes on from an older state, gives that number again."""
+    """A learner that was lost after the swap to version 1, and goes on from an older state, has another version 1."""
     stored: dict[ray.ObjectRef, dict[str, Tensor]] = {}
     monkeypatch.setattr(ray, "get", stored.__getitem__)
     own = dict(load_model(tiny_model_dir).state_dict())

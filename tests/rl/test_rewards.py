@@ -169,7 +169,7 @@ def drip(service: socket.socket, reply: bytes) -> None:
 
 
 def test_a_reward_is_named_and_weighed() -> None:
-    with pytest.raises(ValueError, match='rewards={"correct": "a", "tpf": 1.0} must be an object whose values'):
+    with pytest.raises(ValueError, match=r'rewards={"correct": "a", "tpf": 1\.0} must be an object whose values'):
         changed(RewardConfig(), {"rewards": {"correct": "a"}})
     with pytest.raises(ValueError, match="unknown reward 'speed'; known: correct, tpf"):
         RewardConfig(rewards={"speed": 1.0})
