@@ -14,7 +14,7 @@ from mbd_core.checkpoint.folder import read_base
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.multitf.states.answer_json import read_answer
+from mbd_core.multitf.states.answer import read_answer
 from mbd_core.multitf.step.learner import Learner
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.groups import GroupConfig, ScoredAnswer, advantages

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.data.encoding import IGNORE
-from mbd_core.multitf.states.replay import ReplayBatch, ReplayedAnswer, replay_batch
+from mbd_core.multitf.states.answer import ReplayedAnswer
+from mbd_core.multitf.states.replay import ReplayBatch, replay_batch
 from mbd_core.multitf.states.sample import MultiTFBatch
 from mbd_core.multitf.step.loss import multitf_loss
 from mbd_core.multitf.step.objective import OBJECTIVES, PolicyObjective
