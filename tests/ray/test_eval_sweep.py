@@ -230,6 +230,7 @@ def test_a_model_that_only_an_actor_can_refuse_is_one_sentence_and_exit_2(
     assert sentence.startswith("eval_sweep: model 'tiny-random': no KV page of")
 
 
+@pytest.mark.slow
 def test_a_sweep_that_fails_is_one_sentence_and_its_traceback_a_file(
     ray_cluster: Any,
     tiny_model_dir: Path,
@@ -256,6 +257,7 @@ def test_a_sweep_that_fails_is_one_sentence_and_its_traceback_a_file(
     assert not (out / "failure.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_at_a_url_appears_part_by_part(
     ray_cluster: Any,
     tiny_model_dir: Path,
