@@ -287,7 +287,9 @@ class Admission:
 
     def _check_canvas(self, request: Request) -> None:
         if self._model.attention != "full":
-            raise ValueError(f"canvas needs a model with full attention; {self._model.architecture} attends in blocks")
+            raise ValueError(
+                f"canvas needs a model with full attention; {self._model.architecture}'s is {self._model.attention}"
+            )
         if request.committed:
             raise ValueError("canvas begins anew: it cannot go on after committed tokens")
         assert request.decoding.canvas is not None
@@ -355,8 +357,8 @@ class Admission:
             self._check_edit(request)
         if decoding.prompt_attention == "full" and self._model.attention != "full":
             raise ValueError(
-                f"prompt_attention='full' (D2F) needs a model with full attention; {self._model.architecture} "
-                "attends in blocks"
+                f"prompt_attention='full' (D2F) needs a model with full attention; "
+                f"{self._model.architecture}'s is {self._model.attention}"
             )
         if decoding.carry and not self._model.shift_logits:
             raise ValueError(
