@@ -8,6 +8,9 @@ import pytest
 import torch
 from rl_runs import DIGITS, ENGINE, finish, rollout_rows, tiny_run
 
+from jobs.train_rl import main
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.admission import Admission, AdmittedRequest
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.config import HeldOutConfig, RolloutConfig
 from mbd_core.rl.folder import HELD_OUT, ITERATIONS
@@ -129,6 +132,27 @@ def test_groups_that_teach_nothing_leave_the_weights(tiny_model_dir: Path, tmp_p
         assert line["groups_dropped_too_few_right"] == 2 and line["answers_learned"] == 0 and "loss" not in line
 
 
+def test_groups_without_an_answer_are_counted_and_a_run_without_any_ends(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine refuses one group of two; or both, which are longer than the model's positions."""
+    recipe = tiny_run(tiny_model_dir, iterations=1)
+    check = Admission.check
+
+    def refuses_the_first(admission: Admission, request: Request) -> AdmittedRequest:
+        return check(admission, replace(request, max_tokens=10**6) if int(request.request_id) < 4 else request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Admission, "check", refuses_the_first)
+        finish(recipe, tmp_path / "run")
+    (line,) = lines(tmp_path / "run")
+    assert line["groups_dropped_undecoded"] == 1 and line["undecoded"] == 4 == line["answers_learned"]
+    long = replace(recipe, rollouts=replace(recipe.rollouts, max_tokens=10**6))
+    with pytest.raises(RuntimeError, match=r"^no answer of iteration 1 was decoded: .* exceed the model's 512"):
+        finish(long, tmp_path / "long")
+    assert not (tmp_path / "long" / "model").exists()
+
+
 def test_a_folder_holds_one_run(tiny_model_dir: Path, tmp_path: Path) -> None:
     recipe = tiny_run(tiny_model_dir, iterations=1)
     with pytest.raises(ValueError, match="--resume: there is no run in"):
@@ -146,9 +170,13 @@ def test_a_folder_holds_one_run(tiny_model_dir: Path, tmp_path: Path) -> None:
     longer = replace(recipe, iterations=2)  # goes on where it ended
     executor, _ = finish(longer, tmp_path / "run", resume=True)
     assert len(executor.taught) == 1 and len(lines(tmp_path / "run")) == 2
+    with pytest.raises(ValueError, match=r"has done 2 iterations, more than --iterations 1, .*; give at least 2"):
+        finish(recipe, tmp_path / "run", resume=True)
 
 
-def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--local", "--max-failures", "1", "--storage", str(tmp_path)]) == 2
+    assert "leave --max-failures out" in capsys.readouterr().err
     with pytest.raises(ValueError, match="task 'harness:arc' has no grader of one answer"):
         RolloutConfig(task="harness:arc")
     with pytest.raises(ValueError, match="unknown task 'arc'; known: gsm-mini"):
