@@ -351,7 +351,10 @@ def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_clust
         ({"--methods": "double"}, "unknown method 'double'; known: single, multi"),
         ({"--grid": "tau=1"}, "unknown grid field 'tau'; known: block_size"),
         ({"--grid": "t2t.tau=0.5"}, "grid field 't2t.tau' concerns none of the methods single, multi; define one"),
-        ({"--methods": "single,d2f"}, "method 'd2f' needs a full-attention model; 'tiny-random' attends in blocks"),
+        (
+            {"--methods": "single,d2f"},
+            "method 'd2f' needs a model with full attention; 'tiny-random' has block_causal",
+        ),
         ({"--method": 'c={"canvas": {}}'}, "method 'c' needs a full-attention model"),
         ({"--method": 'c={"t2t": {"tau": 2}}'}, "method 'c': t2t.tau=2 must be a number from 0 to 1"),
         ({"--method": "c={"}, "--method c: { is not valid JSON"),

@@ -358,7 +358,9 @@ def _model_variants(
         assert variant.decoding is not None
         is_full = variant.decoding.canvas is not None or variant.decoding.prompt_attention == "full"
         if is_full and folder.config.attention != "full":
-            raise ValueError(f"method '{variant.method}' needs a full-attention model; '{name}' attends in blocks")
+            raise ValueError(
+                f"method '{variant.method}' needs a model with full attention; '{name}' has {folder.config.attention}"
+            )
         has_rows, is_causal = variant.decoding.planned is not None, folder.config.attention == "causal"
         if has_rows != is_causal or (is_causal and (variant.decoding.causal is not None) != folder.config.has_mask):
             raise ValueError(
