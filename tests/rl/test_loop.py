@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from jobs.train_rl import main
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.admission import Admission, AdmittedRequest
 from mbd_core.multitf.step.objective import PolicyObjective
-from mbd_core.rl.config import HeldOutConfig, RolloutConfig
+from mbd_core.rl.config import HeldOutConfig, RLRecipe, RolloutConfig
 from mbd_core.rl.folder import HELD_OUT, ITERATIONS
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.recipes import RL_RECIPES, rl_recipe_named
@@ -24,16 +25,18 @@ def lines(folder: Path, name: str = ITERATIONS) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def test_a_reward_rises_and_the_learner_scores_as_the_engine_did(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """The whole loop: drawn answers, a function's reward, updates, swaps, held-out sweeps, samples and a model."""
+def digits_run(model: Path, **changes: Any) -> RLRecipe:
+    """Six iterations of four groups of eight, rewarded for the share of digits in an answer's text."""
     asked = RolloutConfig(
         task="gsm-mini", prompts=4, group=8, part_rows=32, max_tokens=12, decoding={"buffer_size": 3, "tau_m2t": 0.4}
     )
-    recipe = tiny_run(
+    return tiny_run(model, rollouts=asked, rewards=RewardConfig(rewards=DIGITS), iterations=6, **changes)
+
+
+def test_a_reward_rises_and_the_learner_scores_as_the_engine_did(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """The whole loop: drawn answers, a function's reward, updates, swaps, held-out sweeps, samples and a model."""
+    recipe = digits_run(
         tiny_model_dir,
-        rollouts=asked,
-        rewards=RewardConfig(rewards=DIGITS),
-        iterations=6,
         samples_every=4,
         held_out=HeldOutConfig(evaluate_every=6, held_out=4, thresholds=(0.4, 0.9)),
     )
@@ -54,6 +57,15 @@ def test_a_reward_rises_and_the_learner_scores_as_the_engine_did(tiny_model_dir:
     written = json.loads((tmp_path / "run" / "model" / "rl_recipe.json").read_text())
     assert written["rewards"]["rewards"] == DIGITS
     RolloutPlan.of(replace(recipe, model=str(tmp_path / "run" / "model")), ENGINE)  # it can be trained again
+
+
+def test_a_reward_does_not_rise_by_shuffled_advantages(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """The same answers, updates and sizes of advantages, of which none is its own answer's."""
+    control = GroupConfig(advantages="shuffled", least_right=0.0, least_tpf_range=0.0)
+    finish(digits_run(tiny_model_dir, groups=control), tmp_path / "run", engine=replace(ENGINE, max_rows=32))
+    numbers = lines(tmp_path / "run")
+    assert all(line["answers_learned"] == 32 for line in numbers) and numbers[0]["advantage_max"] > 1
+    assert max(line["reward"] for line in numbers) < 0.1
 
 
 @pytest.mark.parametrize("ends_at", [2, 6, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 7, 9, 11))])

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from jobs.convert_checkpoint import main
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.options import SweepOptions
@@ -56,6 +57,14 @@ def test_defined_methods_run_unless_others_are_named(tiny_model_dir: Path) -> No
     assert list(sweep.methods) == ["single", "multi", "edit"]
     assert len(sweep.notes) == 1 and "decoding.t2t was asked for" in sweep.notes[0]
     assert list(plan_sweep(options(tiny_model_dir, definitions=definitions, methods=["multi"])).methods) == ["multi"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "methods"), [("tiny-nemotron", ["ar", "linear-spec", "dlm"]), ("tiny-diffusion-gemma", ["renoise"])]
+)
+def test_a_model_of_causal_rows_is_compared_by_its_own_methods(tmp_path: Path, shape: str, methods: list[str]) -> None:
+    assert main(["--random", shape, "--to", str(tmp_path / shape)]) == 0
+    assert list(plan_sweep(options(tmp_path / shape)).methods) == methods
 
 
 def test_a_path_alone_is_the_file_of_the_one_task(tiny_model_dir: Path, tmp_path: Path) -> None:
