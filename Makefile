@@ -20,7 +20,7 @@ demo: $(VENV)/.installed
 install: $(VENV)/.installed
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not slow" -n 2 -o faulthandler_timeout=900
+	$(BIN)/python -m pytest -m "not slow" -n 3 -o faulthandler_timeout=900
 
 test-slow: $(VENV)/.installed $(OLDEST_TRITON)
 	$(BIN)/python -m pytest -m slow

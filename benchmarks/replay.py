@@ -20,7 +20,8 @@ from mbd_core.options import DATA, STATES, Option
 
 if TYPE_CHECKING:
     from mbd_core.models.decoder import Decoder
-    from mbd_core.multitf.states.replay import ReplayedAnswer, States
+    from mbd_core.multitf.states.answer import ReplayedAnswer
+    from mbd_core.multitf.states.replay import States
 
 COLUMNS = {
     "slots": "slots",
@@ -87,7 +88,7 @@ def drawn_answers(
     from mbd_core.engine.config import EngineConfig
     from mbd_core.evaluation.tasks.benchmarks import find_task
     from mbd_core.evaluation.tasks.problems import load_problems
-    from mbd_core.multitf.states.replay import ReplayedAnswer
+    from mbd_core.multitf.states.answer import ReplayedAnswer
     from mbd_core.serving.tokens.load import load_engine
 
     found = find_task(task)

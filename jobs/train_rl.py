@@ -96,6 +96,8 @@ def run(
     from mbd_core.rl.loop import RLRun
     from mbd_core.rl.rollouts import RolloutPlan
 
+    if own.local and place.max_failures != RayOptions.max_failures:
+        raise ValueError("--local has no worker that can be lost beside the run; leave --max-failures out")
     recipe = chosen_recipe(own, changes)
     targets = chosen_targets(log.log_to)
     plan = RolloutPlan.of(recipe, engine)

@@ -27,6 +27,7 @@ UPDATES, STATES, LORA, COMPUTING = "Updates", "Training states", "Adapter (LoRA)
 PANELS = (MODEL, DATA, LOAD, UPDATES, STATES, LORA, COMPUTING, DECODING, ENGINE, CLUSTER, OUTPUT)
 MOST = 2**31 - 1  # of counts that tensors of 32-bit integers hold
 LISTS = (tuple, list, Sequence)
+VALUE_TEXTS = {int: "whole numbers", float: "numbers", str: "texts"}
 LIST_METAVARS = {int: "N,...", float: "X,...", str: "NAME,..."}
 T = TypeVar("T")
 
@@ -289,7 +290,8 @@ def _kind_text(hint: Any) -> str:
     if typing.get_origin(hint) in LISTS:
         return "a list"
     if typing.get_origin(hint) in (dict, Mapping):
-        return "an object"
+        kind = VALUE_TEXTS.get(typing.get_args(hint)[1])
+        return "an object" if kind is None else f"an object whose values are {kind}"
     return {int: "a whole number", float: "a number", str: "a text", Path: "a path"}.get(hint, str(hint))
 
 

@@ -5,8 +5,9 @@ while here the driver hands out one update at a time between other work, and goe
 The learner's actors make a process group by themselves, as Ray Train's workers do, and each has a `LearnerState`.
 
 Weights reach the engines as one object of Ray's store, the result of the first learner's call. Each order to an engine
-names the version that it is for and that object: an engine that has another version, or that was started anew after
-its process was lost, takes the weights first. So no engine decodes with others than it was asked to.
+names that object and its version: an engine that has not taken this very object, or that was started anew after its
+process was lost, takes the weights first. The version alone does not do: a learner that goes on from an older state
+gives the same numbers again. So no engine decodes with other weights than it was asked to.
 """
 
 import socket
@@ -31,7 +32,7 @@ from cluster.topology import Device, Topology, check_room, plan_topology
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.executor import NumberedTable
 from mbd_core.evaluation.sweep.grading import grade_table
-from mbd_core.multitf.states.replay import ReplayedAnswer
+from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.multitf.step.workers import Workers
 from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.executor import LearnerLost, LearnerState
@@ -43,10 +44,10 @@ RETRIES = 3  # of a part whose engine's process was lost
 
 @dataclass(frozen=True)
 class WeightsOrder:
-    """What an engine is to decode with: a version, and where its tensors lie; without them the start's weights."""
+    """What an engine is to decode with: a version, and where its tensors lie."""
 
     version: int
-    tensors: tuple[Any, ...] = ()  # an `ObjectRef`, in a tuple, which Ray leaves as it is
+    tensors: tuple[Any]  # an `ObjectRef`, in a tuple, which Ray leaves as it is
 
 
 class EngineActor:
@@ -54,6 +55,7 @@ class EngineActor:
 
     def __init__(self, model: str, engine: EngineConfig, *, tensor_parallel: int = 1) -> None:
         self._engine = RolloutEngine(model, engine, tensor_parallel=tensor_parallel)
+        self._taken = ""  # which object its weights are
 
     def decode(self, number: int, table: pa.Table, weights: WeightsOrder) -> NumberedTable:
         self._take(weights)
@@ -67,9 +69,10 @@ class EngineActor:
         self._engine.sleep()
 
     def _take(self, weights: WeightsOrder) -> None:
-        if weights.version != self._engine.version:
-            assert weights.tensors, f"version {weights.version} is no start's"
-            self._engine.take(ray.get(weights.tensors[0]), weights.version)
+        (tensors,) = weights.tensors
+        if tensors.hex() != self._taken:
+            self._engine.take(ray.get(tensors), weights.version)
+            self._taken = tensors.hex()
 
 
 class LearnerActor:
@@ -175,7 +178,7 @@ class RayExecutor:
             ray.get(self._group.ready())
         if engines.num_gpus == 0:
             engine = replace(engine, kv_memory_fraction=engine.kv_memory_fraction / engines.processes)
-        self._order = WeightsOrder(0)
+        self._order: WeightsOrder | None = None
         self._engines = [
             ray.remote(EngineActor)
             .options(max_restarts=-1, max_task_retries=RETRIES, **self._room(engines, place))
@@ -222,6 +225,7 @@ class RayExecutor:
 
     def _by_engines(self, method: str, parts: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
         """Order the parts from the engines in turn, now; their results as they come."""
+        assert self._order is not None, "a swap came first"
         waiting = [
             getattr(self._engines[place % len(self._engines)], method).remote(number, table, self._order)
             for place, (number, table) in enumerate(parts)

@@ -287,7 +287,9 @@ class Admission:
 
     def _check_canvas(self, request: Request) -> None:
         if self._model.attention != "full":
-            raise ValueError(f"canvas needs a model with full attention; {self._model.architecture} attends in blocks")
+            raise ValueError(
+                f"canvas needs a model with full attention; {self._model.architecture}'s is {self._model.attention}"
+            )
         if request.committed:
             raise ValueError("canvas begins anew: it cannot go on after committed tokens")
         assert request.decoding.canvas is not None
@@ -309,14 +311,15 @@ class Admission:
             raise ValueError(
                 f"block_size={request.decoding.block_size} differs from the canvas of {self._block_size} tokens"
             )
-        conflicts = {
-            f"temperature={request.sampling.temperature}, top_p, top_k or min_p": request.sampling.draws,
-            "a logit_bias, a penalty or min_tokens": request.adjusts,
-        }
-        conflict = next((name for name, applies in conflicts.items() if applies), None)
-        if conflict is not None:
+        if request.sampling.draws:
             raise ValueError(
-                f"renoise cannot be had with {conflict}: t_max and t_min are its temperatures; leave them out"
+                f"renoise draws by temperatures of its own, from t_max to t_min, and takes no temperature="
+                f"{request.sampling.temperature}, top_p, top_k or min_p: leave them out; `seed` varies the answer"
+            )
+        if request.adjusts:
+            raise ValueError(
+                "renoise takes no logit_bias, penalty or min_tokens: each forward draws the canvas anew, and no token "
+                "of it is final before the last; leave them out"
             )
 
     def _check_causal(self, decoding: DecodingConfig, causal: Causal) -> None:
@@ -355,8 +358,8 @@ class Admission:
             self._check_edit(request)
         if decoding.prompt_attention == "full" and self._model.attention != "full":
             raise ValueError(
-                f"prompt_attention='full' (D2F) needs a model with full attention; {self._model.architecture} "
-                "attends in blocks"
+                f"prompt_attention='full' (D2F) needs a model with full attention; "
+                f"{self._model.architecture}'s is {self._model.attention}"
             )
         if decoding.carry and not self._model.shift_logits:
             raise ValueError(

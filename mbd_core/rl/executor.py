@@ -14,7 +14,7 @@ from mbd_core.evaluation.sweep.executor import NumberedTable
 from mbd_core.evaluation.sweep.grading import grade_table
 from mbd_core.files import durable_file
 from mbd_core.multitf.config import Sharding
-from mbd_core.multitf.states.replay import ReplayedAnswer
+from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.multitf.step.learner import Learner
 from mbd_core.multitf.step.workers import ALONE, Workers
 from mbd_core.rl.config import RLRecipe

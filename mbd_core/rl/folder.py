@@ -41,7 +41,7 @@ Table = Literal["part", "scores"]
 
 def check_run(path: Path, recipe: RLRecipe, *, resume: bool) -> None:
     """Raise `ValueError` for a folder that holds something else, for a run that is there without `resume` or not there
-    with it, and for one with other settings."""
+    with it, for one with other settings, and for one that has done more iterations than are asked."""
     is_there = folder_kind(path) == KIND and (path / RECORD).is_file()
     if is_there and not resume:
         raise ValueError(f"a run already lies in {path}; go on with --resume, or choose another --run-name")
@@ -54,6 +54,16 @@ def check_run(path: Path, recipe: RLRecipe, *, resume: bool) -> None:
             f"--resume: the run in {path} was started with other settings ({RECORD}): {different}; give those, or "
             "another --run-name"
         )
+    elif (done := max(_states(path), default=0)) > recipe.iterations:
+        raise ValueError(
+            f"--resume: the run in {path} has done {done} iterations, more than --iterations {recipe.iterations}, and "
+            f"none is undone; give at least {done}"
+        )
+
+
+def _states(path: Path) -> list[int]:
+    """After how many iterations the learner's states in a run's folder are."""
+    return [int(state.stem) for state in (path / "learner").glob("*.pt") if state.stem.isdecimal()]
 
 
 class RunFolder(PartsFolder):
@@ -71,7 +81,7 @@ class RunFolder(PartsFolder):
     @property
     def done(self) -> int:
         """Iterations that the newest state has learned from; 0 without one."""
-        return max(self._states(), default=0)
+        return max(_states(self.path), default=0)
 
     @property
     def state(self) -> Path | None:
@@ -84,12 +94,9 @@ class RunFolder(PartsFolder):
     def drop_older_states(self) -> None:
         """Remove all states but the newest."""
         done = self.done
-        for iterations in self._states():
+        for iterations in _states(self.path):
             if iterations < done:
                 self.state_after(iterations).unlink()
-
-    def _states(self) -> list[int]:
-        return [int(path.stem) for path in (self.path / "learner").glob("*.pt") if path.stem.isdecimal()]
 
     # Rollouts
 

@@ -111,15 +111,19 @@ class RLRun:
         recipe, executor = self.recipe, self.executor
         began = time.perf_counter()
         rows, seconds = self._scored(iteration, waiting)
+        usable = [row for row in rows if decided(row)]
+        if not usable:
+            why = next((row["error"] for row in rows if row["error"]), "no forward decided a token")
+            raise RuntimeError(f"no answer of iteration {iteration + 1} was decoded: {why}")
         waiting = iter(())
         is_last = iteration + 1 == recipe.iterations
         if recipe.lag and not is_last:
             waiting = self._begin(iteration + 1)  # with the weights of now
-        answers = [scored_answer(row) for row in rows if decided(row)]
+        answers = [scored_answer(row) for row in usable]
         taught, dropped = advantages(
             answers, recipe.rewards.weights, recipe.groups, seed=recipe.seed * 1_000_003 + iteration
         )
-        usable = [row for row in rows if decided(row)]
+        dropped["undecoded"] += recipe.rollouts.prompts - len({answer.group for answer in answers})  # without any
         lessons = [
             replayed(usable[place], advantage=advantage, correct=answers[place].correct)
             for place, advantage in taught.items()

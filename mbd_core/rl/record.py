@@ -1,6 +1,5 @@
 """The numbers of an iteration, the line that shows its progress, and the picture of a run."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -20,22 +19,21 @@ Row = Mapping[str, Any]
 def rollout_numbers(
     rows: Sequence[Row], answers: Sequence[ScoredAnswer], weights: Mapping[str, float]
 ) -> dict[str, float]:
-    """What an iteration's rollouts are like; `rows` have their scores, and `answers` are those that were decoded.
+    """What an iteration's rollouts are like; `rows` have their scores, and `answers` are those that were decoded, at
+    least one.
 
     reward         the mean of the weighted sum; `reward_*` its parts
     correct, tpf   means over answers; `tpf_range` the mean over groups of the largest less the smallest
     tokens         useful tokens of an answer; `eos` and `overlong` are shares, `undecoded` is a count
     """
     decoded = [row for row in rows if row["error"] is None]
-    numbers: dict[str, float] = {"rollouts": len(rows), "undecoded": len(rows) - len(decoded)}
-    if not decoded:
-        return numbers
     groups: dict[int, list[float]] = {}
     for answer in answers:
         groups.setdefault(answer.group, []).append(answer.tpf)
     parts = {name: fmean(answer.rewards[name] for answer in answers) for name in weights}
     return {
-        **numbers,
+        "rollouts": len(rows),
+        "undecoded": len(rows) - len(decoded),
         "reward": sum(weights[name] * parts[name] for name in weights),
         **{f"reward_{_plain(name)}": value for name, value in parts.items()},
         "correct": fmean(answer.correct for answer in answers),
@@ -78,8 +76,8 @@ def progress_line(line: Row, iterations: int, seconds_each: float) -> str:
     learned = f"{line['answers_learned']} of {line['rollouts']} answers"
     loss = f"loss {line['loss']:+.4f}  |d| {line['d_mean']:.1e}" if "loss" in line else "nothing to learn from"
     return (
-        f"iteration {line['iteration'] + 1}/{iterations}  reward {line.get('reward', math.nan):.3f}  "
-        f"right {line.get('correct', math.nan):.3f}  TPF {line.get('tpf', math.nan):.2f}  {learned}  {loss}  "
+        f"iteration {line['iteration'] + 1}/{iterations}  reward {line['reward']:.3f}  "
+        f"right {line['correct']:.3f}  TPF {line['tpf']:.2f}  {learned}  {loss}  "
         f"{line['seconds_rollouts']:.1f} + {line['seconds_scores']:.1f} + {line['seconds_update']:.1f} s  "
         f"ETA {left // 60:.0f} min {left % 60:02.0f} s"
     )
@@ -91,13 +89,13 @@ def draw_progress(lines: Sequence[Row], fronts: Sequence[Row], path: Path, *, ti
     FigureCanvasAgg(figure)
     figure.suptitle(title)
     panels = figure.subplots(1, 3)
-    steps = [line["iteration"] + 1 for line in lines if "reward" in line]
+    steps = [line["iteration"] + 1 for line in lines]
     for panel, names, label in (
         (panels[0], ("reward", "correct"), "of rollouts"),
         (panels[1], ("tpf",), "tokens per forward of rollouts"),
     ):
         for number, name in enumerate(names):
-            values = [line[name] for line in lines if "reward" in line]
+            values = [line[name] for line in lines]
             panel.plot(steps, values, color=COLOURS[number], linestyle=("-", "--")[number], label=name)
         panel.set_title(label, fontsize="medium")
         panel.set_xlabel("iteration")

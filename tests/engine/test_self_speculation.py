@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -118,6 +118,27 @@ def test_an_answer_goes_on_in_another_engine(model: Decoder, method: str) -> Non
     (whole,) = engine(model).generate([r])
     (rest,) = engine(model).generate([dataclasses.replace(r, committed=whole.tokens[: 3 * B])])
     assert rest.tokens == whole.tokens
+
+
+@pytest.mark.parametrize("context", ["causal", "full"])
+def test_drawn_blocks_go_on_in_another_engine(model: Decoder, context: Literal["causal", "full"]) -> None:
+    """With the noise of the forwards that would have followed, wherever the answer is cut."""
+    redrawn(model, 7)
+    causal = Causal(method="dlm", tau=0.3, context=context)
+    sampling = Sampling(temperature=0.9, seed=5)
+    r = asked(random.Random(3), causal, "a", max_tokens=24, ignore_eos=True, sampling=sampling)
+    served = engine(model)
+    served.add(r)
+    steps = []
+    while served.has_work:
+        steps += served.step()
+    answer = tuple(t for step in steps for t in step.new_tokens)
+    number = 0
+    for step in steps[:-1]:
+        number += len(step.new_tokens)
+        there = dataclasses.replace(r, committed=answer[:number], first_forward=step.counts.num_forwards)
+        assert engine(model).generate([there])[0].tokens == answer
+    assert number == 20
 
 
 def test_what_cannot_be_had_is_refused_in_a_sentence(model: Decoder) -> None:

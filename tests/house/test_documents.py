@@ -60,15 +60,6 @@ def test_the_questions_of_the_examples_are_answered_as_they_say() -> None:
         assert decode_text(loaded.tokenizer, output.tokens).endswith(end), asked
 
 
-def test_the_example_of_reinforcement_learning_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/reference/rl.md").read_text(), re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    largest, tokens, trace_rl_tokens = map(float, capsys.readouterr().out.split())
-    assert largest < 2e-4 and tokens < trace_rl_tokens
-    assert names["loaded"].engine.weights_version == 1
-
-
 ACTIVATE = "source .venv/bin/activate"
 
 

@@ -33,6 +33,7 @@ class Setup:
     model: Annotated[str, Option("A folder.")]
     kind: Annotated[Literal["cpu", "gpu"] | None, Option("Device.")] = None
     fields: Annotated[dict[str, Any], Option("JSON.", DATA, metavar="JSON")] = field(default_factory=dict)
+    weights: Annotated[dict[str, float], Option("Numbers.", DATA, metavar="JSON")] = field(default_factory=dict)
     file: Annotated[Path | None, Option("A file.", flag="--from")] = None
     tags: Annotated[Sequence[str], Option("Repeatable.")] = ()
     replicas: Annotated[int | Sizes, Option("A number, or more.")] = 1
@@ -92,6 +93,8 @@ def test_a_file_is_read_into_the_dataclasses() -> None:
         ({"model": "m", "kind": "tpu"}, 'kind="tpu" must be one of null, "cpu", "gpu"'),
         ({"model": "m", "sizes": 3}, "sizes=3 must be an object with the fields of Sizes"),
         ([], r"=\[\] must be an object"),
+        ({"model": "m", "weights": {"a": "b"}}, r'weights={"a": "b"} must be an object whose values are numbers$'),
+        ({"model": "m", "weights": 1}, "weights=1 must be an object whose values are numbers$"),
     ],
 )
 def test_what_a_file_must_not_say_is_named(values: Any, sentence: str) -> None:

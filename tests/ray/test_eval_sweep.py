@@ -230,6 +230,7 @@ def test_a_model_that_only_an_actor_can_refuse_is_one_sentence_and_exit_2(
     assert sentence.startswith("eval_sweep: model 'tiny-random': no KV page of")
 
 
+@pytest.mark.slow
 def test_a_sweep_that_fails_is_one_sentence_and_its_traceback_a_file(
     ray_cluster: Any,
     tiny_model_dir: Path,
@@ -256,6 +257,7 @@ def test_a_sweep_that_fails_is_one_sentence_and_its_traceback_a_file(
     assert not (out / "failure.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_at_a_url_appears_part_by_part(
     ray_cluster: Any,
     tiny_model_dir: Path,
@@ -349,7 +351,10 @@ def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_clust
         ({"--methods": "double"}, "unknown method 'double'; known: single, multi"),
         ({"--grid": "tau=1"}, "unknown grid field 'tau'; known: block_size"),
         ({"--grid": "t2t.tau=0.5"}, "grid field 't2t.tau' concerns none of the methods single, multi; define one"),
-        ({"--methods": "single,d2f"}, "method 'd2f' needs a full-attention model; 'tiny-random' attends in blocks"),
+        (
+            {"--methods": "single,d2f"},
+            "method 'd2f' needs a model with full attention; 'tiny-random' has block_causal",
+        ),
         ({"--method": 'c={"canvas": {}}'}, "method 'c' needs a full-attention model"),
         ({"--method": 'c={"t2t": {"tau": 2}}'}, "method 'c': t2t.tau=2 must be a number from 0 to 1"),
         ({"--method": "c={"}, "--method c: { is not valid JSON"),

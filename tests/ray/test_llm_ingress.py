@@ -89,6 +89,7 @@ def test_without_their_types_ray_says_what_to_install(tmp_path: Path) -> None:
     assert "Neither vLLM nor SGLang is installed" in done.stderr
 
 
+@pytest.mark.slow
 def test_rays_application_deploys_our_engine(application: dict[str, str]) -> None:
     assert set(application.values()) == {"HEALTHY"}
     assert any(name.startswith("LLMServer") or "tiny" in name for name in application), application
@@ -102,6 +103,7 @@ def client(application: dict[str, str], serve_instance: str) -> Iterator["openai
         yield made
 
 
+@pytest.mark.slow
 def test_rays_ingress_answers_with_our_engine(client: "openai.OpenAI") -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     ask = {"model": MODEL, "max_tokens": 12, "temperature": 0}
@@ -117,6 +119,7 @@ def test_rays_ingress_answers_with_our_engine(client: "openai.OpenAI") -> None:
     assert client.completions.create(prompt="Tom has", extra_body=blocks, **ask).choices[0].finish_reason
 
 
+@pytest.mark.slow
 def test_what_cannot_be_honoured_is_a_400_at_rays_ingress(client: "openai.OpenAI") -> None:
     import openai
 

@@ -94,6 +94,7 @@ def test_two_ranks_answer_as_one(url: str, tiny_model_dir: Path) -> None:
     assert state["rank_sums"] == {"name": "gloo", "not_chosen": {"shared memory": "needs CUDA devices"}}
 
 
+@pytest.mark.slow
 def test_requests_outlive_a_killed_follower_and_the_replica_is_replaced(url: str) -> None:
     """The follower is stopped before it is killed: rank 0's step waits for it, so no request can end before."""
     wanted = complete(url).json()["choices"]

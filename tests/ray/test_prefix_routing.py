@@ -121,6 +121,7 @@ def test_all_prompts_and_choices_of_a_request_are_answered(url: str) -> None:
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
 
 
+@pytest.mark.slow
 def test_rows_of_ray_data_are_answered_by_the_application(url: str, ray_cluster: Any) -> None:
     """More rows at once than there is room for, of two models; one of them is bad and is left out with its reason.
 

@@ -15,12 +15,14 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 import torch
 from rl_runs import ENGINE, finish, rollout_rows, tiny_run
 from safetensors.torch import load_file
 from torch import Tensor
 
-from actors.rl.executor import Layout, RayExecutor
+from actors.rl.executor import EngineActor, Layout, RayExecutor, WeightsOrder
+from mbd_core.checkpoint.loading import load_model
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.folder import RunFolder
@@ -66,6 +68,26 @@ def test_a_run_on_ray_is_the_run_without_it(ray_cluster: Any, tiny_model_dir: Pa
             device="cpu",
             shares=True,
         )
+
+
+def test_an_engine_never_keeps_other_weights_of_the_same_number(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner that was lost after the swap to version 1, and goes on from an older state, has another version 1."""
+    stored: dict[ray.ObjectRef, dict[str, Tensor]] = {}
+    monkeypatch.setattr(ray, "get", stored.__getitem__)
+    own = dict(load_model(tiny_model_dir).state_dict())
+    plan = RolloutPlan.of(tiny_run(tiny_model_dir), ENGINE)
+    number, asked = plan.parts(0)[0]
+    actor, drawn = EngineActor(str(tiny_model_dir), plan.engine), []
+    for weights in (own, {name: 0.5 * tensor for name, tensor in own.items()}, own):
+        reference = ray.ObjectRef.from_random()
+        stored[reference] = weights
+        order = WeightsOrder(1, (reference,))
+        answers = [actor.decode(number, asked, order)[1] for _ in range(2)]
+        assert answers[0]["tokens"] == answers[1]["tokens"]
+        drawn.append(answers[0]["logprobs"])
+    assert drawn[0] == drawn[2] != drawn[1]
 
 
 @pytest.mark.slow

@@ -107,6 +107,7 @@ def check_refusing(url: str) -> None:
         assert (error["type"], error["code"], error["param"]) == ("server_error", "shutting_down", None)
 
 
+@pytest.mark.slow
 def test_streams_end_whole_after_a_signal(tiny_model_dir: Path) -> None:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"

@@ -91,6 +91,7 @@ def test_a_model_is_trained_and_swept_on_s3(
     ]
 
 
+@pytest.mark.slow
 def test_an_exit_code_says_whose_fault_it_is(client: Any, tmp_path: Path) -> None:
     """2: bad input, 1: a failure; each with one sentence in the log."""
     train, sweep = "python jobs/train_multitf.py --recipe tiny-bd", "python jobs/eval_sweep.py --tasks gsm-mini"

@@ -138,9 +138,9 @@ def wait_until(reached: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "max_failures",
-    [pytest.param(1, id="worker-killed"), pytest.param(0, id="run-lost-then-resumed", marks=pytest.mark.slow)],
+    "max_failures", [pytest.param(1, id="worker-killed"), pytest.param(0, id="run-lost-then-resumed")]
 )
 def test_a_killed_worker_costs_time_and_nothing_else(undisturbed, tiny_recipe, tmp_path, max_failures):
     from ray.train import TrainingFailedError

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from contextlib import ExitStack
 
+import pytest
+
 from cluster.local import ROOT, local_cluster
 
 JOIN = """
@@ -32,6 +34,7 @@ def joined(environment: dict[str, str], **variables: str) -> "subprocess.Complet
     )
 
 
+@pytest.mark.slow
 def test_beside_a_second_cluster_the_named_one_is_joined_and_no_other_is_guessed() -> None:
     with ExitStack() as running:
         one, other = (running.enter_context(local_cluster(num_cpus=2)) for _ in range(2))

@@ -3,13 +3,17 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rl_runs import DIGITS, ENGINE, finish, rollout_rows, tiny_run
 
+from jobs.train_rl import main
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.admission import Admission, AdmittedRequest
 from mbd_core.multitf.step.objective import PolicyObjective
-from mbd_core.rl.config import HeldOutConfig, RolloutConfig
+from mbd_core.rl.config import HeldOutConfig, RLRecipe, RolloutConfig
 from mbd_core.rl.folder import HELD_OUT, ITERATIONS
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.recipes import RL_RECIPES, rl_recipe_named
@@ -21,16 +25,18 @@ def lines(folder: Path, name: str = ITERATIONS) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def test_a_reward_rises_and_the_learner_scores_as_the_engine_did(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """The whole loop: drawn answers, a function's reward, updates, swaps, held-out sweeps, samples and a model."""
+def digits_run(model: Path, **changes: Any) -> RLRecipe:
+    """Six iterations of four groups of eight, rewarded for the share of digits in an answer's text."""
     asked = RolloutConfig(
         task="gsm-mini", prompts=4, group=8, part_rows=32, max_tokens=12, decoding={"buffer_size": 3, "tau_m2t": 0.4}
     )
-    recipe = tiny_run(
+    return tiny_run(model, rollouts=asked, rewards=RewardConfig(rewards=DIGITS), iterations=6, **changes)
+
+
+def test_a_reward_rises_and_the_learner_scores_as_the_engine_did(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """The whole loop: drawn answers, a function's reward, updates, swaps, held-out sweeps, samples and a model."""
+    recipe = digits_run(
         tiny_model_dir,
-        rollouts=asked,
-        rewards=RewardConfig(rewards=DIGITS),
-        iterations=6,
         samples_every=4,
         held_out=HeldOutConfig(evaluate_every=6, held_out=4, thresholds=(0.4, 0.9)),
     )
@@ -51,6 +57,15 @@ def test_a_reward_rises_and_the_learner_scores_as_the_engine_did(tiny_model_dir:
     written = json.loads((tmp_path / "run" / "model" / "rl_recipe.json").read_text())
     assert written["rewards"]["rewards"] == DIGITS
     RolloutPlan.of(replace(recipe, model=str(tmp_path / "run" / "model")), ENGINE)  # it can be trained again
+
+
+def test_a_reward_does_not_rise_by_shuffled_advantages(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """The same answers, updates and sizes of advantages, of which none is its own answer's."""
+    control = GroupConfig(advantages="shuffled", least_right=0.0, least_tpf_range=0.0)
+    finish(digits_run(tiny_model_dir, groups=control), tmp_path / "run", engine=replace(ENGINE, max_rows=32))
+    numbers = lines(tmp_path / "run")
+    assert all(line["answers_learned"] == 32 for line in numbers) and numbers[0]["advantage_max"] > 1
+    assert max(line["reward"] for line in numbers) < 0.1
 
 
 @pytest.mark.parametrize("ends_at", [2, 6, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 7, 9, 11))])
@@ -129,6 +144,27 @@ def test_groups_that_teach_nothing_leave_the_weights(tiny_model_dir: Path, tmp_p
         assert line["groups_dropped_too_few_right"] == 2 and line["answers_learned"] == 0 and "loss" not in line
 
 
+def test_groups_without_an_answer_are_counted_and_a_run_without_any_ends(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine refuses one group of two; or both, which are longer than the model's positions."""
+    recipe = tiny_run(tiny_model_dir, iterations=1)
+    check = Admission.check
+
+    def refuses_the_first(admission: Admission, request: Request) -> AdmittedRequest:
+        return check(admission, replace(request, max_tokens=10**6) if int(request.request_id) < 4 else request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Admission, "check", refuses_the_first)
+        finish(recipe, tmp_path / "run")
+    (line,) = lines(tmp_path / "run")
+    assert line["groups_dropped_undecoded"] == 1 and line["undecoded"] == 4 == line["answers_learned"]
+    long = replace(recipe, rollouts=replace(recipe.rollouts, max_tokens=10**6))
+    with pytest.raises(RuntimeError, match=r"^no answer of iteration 1 was decoded: .* exceed the model's 512"):
+        finish(long, tmp_path / "long")
+    assert not (tmp_path / "long" / "model").exists()
+
+
 def test_a_folder_holds_one_run(tiny_model_dir: Path, tmp_path: Path) -> None:
     recipe = tiny_run(tiny_model_dir, iterations=1)
     with pytest.raises(ValueError, match="--resume: there is no run in"):
@@ -146,9 +182,13 @@ def test_a_folder_holds_one_run(tiny_model_dir: Path, tmp_path: Path) -> None:
     longer = replace(recipe, iterations=2)  # goes on where it ended
     executor, _ = finish(longer, tmp_path / "run", resume=True)
     assert len(executor.taught) == 1 and len(lines(tmp_path / "run")) == 2
+    with pytest.raises(ValueError, match=r"has done 2 iterations, more than --iterations 1, .*; give at least 2"):
+        finish(recipe, tmp_path / "run", resume=True)
 
 
-def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--local", "--max-failures", "1", "--storage", str(tmp_path)]) == 2
+    assert "leave --max-failures out" in capsys.readouterr().err
     with pytest.raises(ValueError, match="task 'harness:arc' has no grader of one answer"):
         RolloutConfig(task="harness:arc")
     with pytest.raises(ValueError, match="unknown task 'arc'; known: gsm-mini"):

@@ -1,15 +1,18 @@
 """Rewards: the graders' and TPF, a user's function in its own process, a service; failures are one sentence."""
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from mbd_core.options import changed
 from mbd_core.rl import rewards
 from mbd_core.rl.rewards import RewardConfig, RewardFailed, score_table
 from mbd_core.rl.rollouts import ROLLOUT_COLUMNS
@@ -143,7 +146,31 @@ def test_a_service_rewards_and_is_asked_again_where_it_fails(scorer: Scorer, mon
         assert not scorer.replies
 
 
+def test_a_service_that_sends_its_reply_too_slowly_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, and all of them would take five seconds: of the body, and of the head."""
+    monkeypatch.setattr(rewards, "TRIES", 1)
+    for reply in (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n" + b" " * 50, b"HTTP/1.1 200 OK\r\nX: " + b"x" * 50):
+        with socket.create_server(("127.0.0.1", 0)) as service:
+            threading.Thread(target=drip, args=(service, reply), daemon=True).start()
+            url, began = f"http://127.0.0.1:{service.getsockname()[1]}/", time.monotonic()
+            with pytest.raises(RewardFailed, match=r"does not answer \(no whole reply within 0\.5 s\)"):
+                scores([{"text": "a"}], rewards={url: 1.0}, reward_seconds=0.5)
+            assert time.monotonic() - began < 4.0
+
+
+def drip(service: socket.socket, reply: bytes) -> None:
+    """Answer one caller, a byte every tenth of a second of its last 50."""
+    caller, _ = service.accept()
+    with caller, suppress(OSError):
+        caller.sendall(reply[:-50])
+        for place in range(len(reply) - 50, len(reply)):
+            time.sleep(0.1)
+            caller.sendall(reply[place : place + 1])
+
+
 def test_a_reward_is_named_and_weighed() -> None:
+    with pytest.raises(ValueError, match=r'rewards={"correct": "a", "tpf": 1\.0} must be an object whose values'):
+        changed(RewardConfig(), {"rewards": {"correct": "a"}})
     with pytest.raises(ValueError, match="unknown reward 'speed'; known: correct, tpf"):
         RewardConfig(rewards={"speed": 1.0})
     with pytest.raises(ValueError, match="no part with a weight other than 0"):

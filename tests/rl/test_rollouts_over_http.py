@@ -1,11 +1,13 @@
 """Training from a served endpoint: its answers carry all that a learner replays, its replicas take the new weights."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from gateway_in_process import running_gateway
 
@@ -14,7 +16,7 @@ from mbd_core.checkpoint.folder import read_base
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.multitf.states.answer_json import read_answer
+from mbd_core.multitf.states.answer import read_answer
 from mbd_core.multitf.step.learner import Learner
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.groups import GroupConfig, ScoredAnswer, advantages
@@ -22,6 +24,7 @@ from mbd_core.rl.recipes import ADAMW
 
 KEY, ASKED, SECONDS = "ann-0123456789abcdef", {"buffer_size": 3, "tau_m2t": 0.05}, 300
 PROMPTS = ("Tom has 3 apples.", "Mia has 7 pens. Mia sells 2 pens.")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "rl.md"
 EVERY = GroupConfig(advantages="joint", least_right=0.0, least_tpf_range=0.0)
 
 
@@ -79,3 +82,18 @@ def test_a_learner_trains_from_the_endpoint(tiny_model_dir: Path, tmp_path: Path
             order = post(url, "/update_weights", folder=str(folder), mode="wait", version=iteration + 1)
             assert order["version"] == iteration + 1
     assert speeds[-1] > 1.3 * speeds[0]
+
+
+def test_the_contracts_example_runs_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The page's two pieces of Python, one after the other: engine and learner in a process, then an endpoint's
+    answers. They are the same, some are right and some wrong, and the learner scores them as the engine did."""
+    alone, served = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(alone, names)
+    assert names["report"].d_max < 2e-4 and names["report"].tokens < names["report"].trace_rl_tokens / 2
+    assert 0 < sum(names["correct"]) < 8 and names["loaded"].engine.weights_version == 1
+    args = ServingArgs.read({"device": "cpu", "models": [{"model": "ledger-mbd", "engine": {"num_pages": 400}}]})
+    with running_gateway(args) as (url, _):
+        exec(served.replace("http://localhost:8000", url), names)
+    same, d_max = capsys.readouterr().out.split()[-2:]
+    assert same == "True" and float(d_max) < 2e-4

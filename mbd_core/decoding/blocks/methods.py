@@ -31,6 +31,8 @@ METHODS: dict[str, Fields] = {
     "multi-bd-t2t": {"buffer_size": 2, "tau_m2t": 0.7, "t2t": {"tau": 0.5}},
     "dmax": {"tau_m2t": 0.5, "soft": {}},
     "multi-bd-dmax": {"buffer_size": 2, "tau_m2t": 0.5, "tau_stable": 0.5, "soft": {}},
+    "llada2.2": {"tau_m2t": 0.5, "edit": {}},
+    "llada2.2-sglang": {"tau_m2t": 0.5, "edit": {"variant": "sglang"}},
     # models that store their keys by causal rows
     "ar": {"causal": {"method": "ar"}},
     "linear-spec": {"causal": {}},

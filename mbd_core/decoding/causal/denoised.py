@@ -26,6 +26,8 @@ class BlockDecoder(PrefixDecoder):
         assert request.decoding.causal is not None
         self._causal = request.decoding.causal
         self._has_seeds = self._causal.context == "causal"
+        # the first row behind committed tokens is the last of the forward that stored them, and has its noise
+        self._num_repeated = int(self._has_seeds and bool(request.committed))
         self._block: Lane | None = None  # `None` before the first seed
         if not self._has_seeds:
             self._begin_block([], [])
@@ -47,7 +49,7 @@ class BlockDecoder(PrefixDecoder):
         if self._block is not None:
             known = [*self._all[: query.start], *self._block.tokens[~self._block.masked].tolist()]
         positions = (query.logits_at + query.causal).tolist()
-        forward = self._request.first_forward + self.num_forwards
+        forward = max(0, self._request.first_forward + self.num_forwards - self._num_repeated)
         return self._opened(logits[0], positions, lambda _: known, forward=forward)
 
     def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:

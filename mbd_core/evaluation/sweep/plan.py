@@ -35,6 +35,7 @@ from mbd_core.evaluation.tasks.harness_tasks import load_harness_problems
 from mbd_core.evaluation.tasks.problems import ProblemSet, load_problems
 from mbd_core.evaluation.tasks.recipes import Recipe, find_recipe
 from mbd_core.evaluation.tasks.scored_texts import NUM_DRAWS
+from mbd_core.models.model_config import ModelConfig
 
 # The packages on which tokens, grades and their speed depend.
 REPORTED_VERSIONS = ("mbd-cluster", "torch", "ray", "transformers", "math-verify", "numpy")
@@ -212,8 +213,8 @@ def plan_sweep(options: SweepOptions) -> Sweep:
     grid, methods = parse_grid(options.grid), parse_methods(options.definitions)
     if ENDPOINT_DEFAULT in (options.methods or ()) and options.models:
         raise ValueError(f"method '{ENDPOINT_DEFAULT}' is an endpoint's; --models are decoded here, by other methods")
-    default_methods = [SINGLE, MULTI, *(name for name in methods if name not in NAMED_METHODS)]
-    method_names = default_methods if options.methods is None else list(options.methods)
+    own_methods = [name for name in methods if name not in NAMED_METHODS]
+    method_names = list(options.methods or ())
     problem_sets = [
         load_problems(task, split=options.split, seed=options.seed, limit=options.limit, data=files.get(task.name))
         for task in tasks
@@ -250,8 +251,10 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         if any(prompt.wording.needs_chat for prompt in prompts) and not contents.tokenizer.chat_template:
             raise ValueError(f"model '{name}' has a tokenizer without a chat template, which the prompts need")
         contents = replace(contents, defaults=with_method(author_defaults(contents.defaults), contents.config))
+        names = [*_default_methods(contents.config), *own_methods] if options.methods is None else options.methods
+        method_names += [method for method in names if method not in method_names]
         variants[name] = (
-            _model_variants(name, contents, grid, method_names, methods, options.tensor_parallel) if decodes else []
+            _model_variants(name, contents, grid, names, methods, options.tensor_parallel) if decodes else []
         )
         if scores:
             variants[name].append(_likelihood_variant(name, contents))
@@ -273,7 +276,9 @@ def plan_sweep(options: SweepOptions) -> Sweep:
     for endpoint in options.endpoints:
         if endpoint.name in variants:
             raise ValueError(f"--endpoint {endpoint.name}: two models are named so; give it another name")
-        variants[endpoint.name] = endpoint_variants(endpoint, grid, method_names, methods)
+        names = [SINGLE, MULTI, *own_methods] if options.methods is None else options.methods
+        method_names += [method for method in names if method not in method_names]
+        variants[endpoint.name] = endpoint_variants(endpoint, grid, names, methods)
         notes += endpoint_notes(endpoint, inputs)
     return Sweep(
         models=models,
@@ -338,6 +343,13 @@ def _model_settings(folder: Path, *, on_gpu: bool) -> dict[str, Any]:
     }
 
 
+def _default_methods(config: ModelConfig) -> tuple[str, ...]:
+    """What a model decodes with where no method is named."""
+    if config.attention != "causal":
+        return SINGLE, MULTI
+    return ("ar", "linear-spec", "dlm") if config.has_mask else ("renoise",)
+
+
 def _model_variants(
     name: str,
     folder: ModelFolder,
@@ -358,7 +370,9 @@ def _model_variants(
         assert variant.decoding is not None
         is_full = variant.decoding.canvas is not None or variant.decoding.prompt_attention == "full"
         if is_full and folder.config.attention != "full":
-            raise ValueError(f"method '{variant.method}' needs a full-attention model; '{name}' attends in blocks")
+            raise ValueError(
+                f"method '{variant.method}' needs a model with full attention; '{name}' has {folder.config.attention}"
+            )
         has_rows, is_causal = variant.decoding.planned is not None, folder.config.attention == "causal"
         if has_rows != is_causal or (is_causal and (variant.decoding.causal is not None) != folder.config.has_mask):
             raise ValueError(

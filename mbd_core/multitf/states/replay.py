@@ -21,7 +21,6 @@ states are those of released learners, and are wrong under MultiBD (`States`).
 Shape legend: L positions of an answer with its prompt, S training sequences.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -29,10 +28,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from torch import Tensor
 
-from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.decoding.blocks.request import Rollout
 from mbd_core.multitf.config import ReplayStates
 from mbd_core.multitf.data.encoding import IGNORE
+from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.multitf.states.sample import Columns, MultiTFBatch, Together, collate_as
 
 States = ReplayStates
@@ -44,97 +42,6 @@ block-local  TraceRL's: steps are ranked within each block, and a block sees cle
 all-masked   LightningRL's released learner: each block is predicted in one forward, all its tokens masked, from clean
              blocks before it
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayedAnswer:
-    """An answer to learn from: what the engine was asked, what it answered, and what that was worth.
-
-    tokens     its tokens, without the EOS and what follows that in its block, which the `rollout` has
-    advantage  what the log-probabilities of all its tokens are raised by
-    correct    whether it counts as a correct one, to be imitated too (`PolicyObjective.nll`)
-    template   the request's: fixed tokens have step 0 in the rollout, and are no actions
-
-    Raises `ValueError` for what cannot be replayed: decoding in which filled tokens change, or a canvas; a rollout
-    that is not of these tokens, or whose last block's rest is missing; numbers that are not finite.
-    """
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    rollout: Rollout
-    decoding: DecodingConfig
-    max_tokens: int
-    advantage: float
-    correct: bool
-    template: tuple[int | None, ...] = ()
-
-    def __post_init__(self) -> None:
-        if (why := replay_refused(self.decoding)) is not None:
-            raise ValueError(why)
-        rollout = self.rollout
-        if rollout.edits:
-            raise ValueError("the rollout has tokens that were overwritten: the states of its forwards are not known")
-        _check_lengths("tokens", len(self.tokens), len(rollout.steps), len(rollout.logprobs))
-        _check_lengths("tail tokens", len(rollout.tail_tokens), len(rollout.tail_steps), len(rollout.tail_logprobs))
-        if min(self.steps, default=0) < 0:
-            raise ValueError("the rollout has a token with a negative step: no forward decided it")
-        if not any(self.steps):
-            raise ValueError("no forward decided a token of this answer, so there is nothing to learn from; drop it")
-        if not all(math.isfinite(number) for number in (self.advantage, *self.logprobs)):
-            raise ValueError("an answer's advantage and its log-probabilities must be finite numbers")
-        self._check_end()
-        for place, token in enumerate(self.template):
-            if (
-                token is not None
-                and place < len(self.tokens)
-                and (self.tokens[place], self.steps[place]) != (token, 0)
-            ):
-                raise ValueError(f"the template fixes token {place} of the answer, and the rollout has another")
-
-    def _check_end(self) -> None:
-        number, size = len(self.steps), self.decoding.block_size
-        if number > self.max_tokens:
-            raise ValueError(f"the rollout has {number} tokens, more than max_tokens={self.max_tokens}")
-        end = len(self.prompt) + number - self.decoding.grid_origin(len(self.prompt))
-        if number < self.max_tokens and end % size:
-            raise ValueError(
-                f"the rollout ends {end % size} tokens into a block of {size}, before max_tokens={self.max_tokens}: "
-                "its tail, which the others of that block have seen, is missing; keep it (tail_tokens, tail_steps, "
-                "tail_logprobs)"
-            )
-
-    @property
-    def decided(self) -> tuple[int, ...]:
-        """The tokens with those of the tail, which are actions too."""
-        return (*self.tokens, *self.rollout.tail_tokens)
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The forward that decided each of them; 0 for those that were there before the first."""
-        return (*self.rollout.steps, *self.rollout.tail_steps)
-
-    @property
-    def logprobs(self) -> tuple[float, ...]:
-        """The engine's log-probability of each of them in that forward."""
-        return (*self.rollout.logprobs, *self.rollout.tail_logprobs)
-
-
-def _check_lengths(noun: str, tokens: int, steps: int, logprobs: int) -> None:
-    if not tokens == steps == logprobs:
-        raise ValueError(
-            f"the rollout has {steps} steps and {logprobs} log-probabilities of {tokens} {noun}; each needs one"
-        )
-
-
-def replay_refused(decoding: DecodingConfig) -> str | None:
-    """Why the forwards of a decoding cannot be rebuilt from a step map; `None` where they can."""
-    for part in ("t2t", "soft", "edit", "canvas"):
-        if getattr(decoding, part) is not None:
-            return (
-                f"answers decoded with {part} cannot be replayed: their forwards have seen more than masks and final "
-                f"tokens; make the rollouts without {part}"
-            )
-    return None
 
 
 # The states of an answer, and its training sequence.

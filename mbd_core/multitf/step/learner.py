@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.state_dict import (
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import Sharding, TrainConfig, check_workers
 from mbd_core.multitf.data.encoding import IGNORE
-from mbd_core.multitf.states.replay import ReplayBatch, ReplayCost, ReplayedAnswer, States, replay_cost, replay_row
+from mbd_core.multitf.states.answer import ReplayedAnswer
+from mbd_core.multitf.states.replay import ReplayBatch, ReplayCost, States, replay_cost, replay_row
 from mbd_core.multitf.states.sample import Columns, collate_as, packed_alike
 from mbd_core.multitf.step.adapter import merged_tensors, without_adapter
 from mbd_core.multitf.step.compute import update_flops

@@ -20,6 +20,9 @@ states       states of all answers, of each the sum over its tokens by the longe
 transitions  a state's tokens, then an answer's states, then answers (CJ-GRPO)
 """
 
+CLIP = 0.2
+"""How far from 1 a ratio counts, in the papers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyObjective:
@@ -28,6 +31,7 @@ class PolicyObjective:
     `old` is where a ratio's denominator comes from: the learner's own weights before the update (`learner`), or the
     engine's log-probabilities (`rollout`), which are the same to 2e-4 in float32 where no weights came between.
     `correction` multiplies each token's term by `min(e^(old - rollout), correction)` where `old` is the learner's.
+    Raises `ValueError` for fields that contradict each other, and for one that these others leave without effect.
     """
 
     kind: Annotated[
@@ -36,7 +40,7 @@ class PolicyObjective:
     clip: Annotated[
         float,
         Option("How far below 1 a ratio counts; above it too.", UPDATES, above=0, at_most=1, flag="--ratio-clip"),
-    ] = 0.2
+    ] = CLIP
     clip_high: Annotated[
         float | None, Option("How far above 1 a ratio counts.", UPDATES, above=0, default="that of --ratio-clip")
     ] = None
@@ -68,10 +72,22 @@ class PolicyObjective:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.kind == "reinforce" and (self.clip_high is not None or self.dual_clip is not None):
-            raise ValueError("kind=reinforce has no ratio to clip: leave clip_high and dual_clip out, or give clipped")
+        if self.kind == "reinforce" and (self.clip, self.clip_high, self.dual_clip) != (CLIP, None, None):
+            raise ValueError(
+                "kind=reinforce has no ratio to clip: leave clip, clip_high and dual_clip out, or give kind=clipped"
+            )
+        if self.kl == 0 and (self.kl_to, self.kl_aggregation) != ("reference", "tokens"):
+            raise ValueError(
+                "kl_to and kl_aggregation say how a KL divergence is measured, and kl=0 leaves it out: give kl above "
+                "0, or kl_to=reference and kl_aggregation=tokens"
+            )
         if self.correction is not None and self.old == "rollout":
             raise ValueError("correction weighs the learner's log-probabilities by the engine's: give old=learner")
+        if self.kind == "reinforce" and self.old == "rollout" and self.kl_to != "old":
+            raise ValueError(
+                "old=rollout has no effect: kind=reinforce has no ratio, and no KL divergence is of the old policy; "
+                "leave it out, or give kind=clipped"
+            )
 
     @property
     def needs_reference(self) -> bool:

@@ -138,6 +138,7 @@ class GenerationRequest(StructuredFields):
     use_beam_search: Annotated[Any, Only(False)] = None
     include_stop_str_in_output: Annotated[Any, Only(False)] = None
     skip_special_tokens: Annotated[Any, Only(True)] = None
+    return_routed_experts: Annotated[Any, Only(False)] = None
 
     @field_validator("logit_bias")
     @classmethod

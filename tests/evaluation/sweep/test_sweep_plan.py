@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from jobs.convert_checkpoint import main
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.options import SweepOptions
@@ -58,6 +59,14 @@ def test_defined_methods_run_unless_others_are_named(tiny_model_dir: Path) -> No
     assert list(plan_sweep(options(tiny_model_dir, definitions=definitions, methods=["multi"])).methods) == ["multi"]
 
 
+@pytest.mark.parametrize(
+    ("shape", "methods"), [("tiny-nemotron", ["ar", "linear-spec", "dlm"]), ("tiny-diffusion-gemma", ["renoise"])]
+)
+def test_a_model_of_causal_rows_is_compared_by_its_own_methods(tmp_path: Path, shape: str, methods: list[str]) -> None:
+    assert main(["--random", shape, "--to", str(tmp_path / shape)]) == 0
+    assert list(plan_sweep(options(tmp_path / shape)).methods) == methods
+
+
 def test_a_path_alone_is_the_file_of_the_one_task(tiny_model_dir: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows=1.jsonl"
     data.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
@@ -73,7 +82,7 @@ def test_a_path_alone_is_the_file_of_the_one_task(tiny_model_dir: Path, tmp_path
         ({"data": ["gsm8k=a", "gsm8k=b"], "tasks": ["gsm8k"]}, "gives task 'gsm8k' two files: a and b"),
         ({"data": ["gsm8k=a"]}, "the task 'gsm8k' is not among --tasks gsm-mini"),
         ({"tensor_parallel": 3}, "--tensor-parallel 3 cannot be honoured: model 'tiny-random'"),
-        ({"methods": ["d2f"]}, "method 'd2f' needs a full-attention model; 'tiny-random' attends in blocks"),
+        ({"methods": ["d2f"]}, "method 'd2f' needs a model with full attention; 'tiny-random' has block_causal"),
     ],
 )
 def test_what_cannot_be_run_is_refused(tiny_model_dir: Path, changes: dict[str, Any], sentence: str) -> None:

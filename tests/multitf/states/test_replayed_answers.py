@@ -14,7 +14,8 @@ from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Levenshtein, So
 from mbd_core.decoding.blocks.request import Edit, Rollout
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.data.encoding import IGNORE
-from mbd_core.multitf.states.replay import ReplayBatch, ReplayCost, ReplayedAnswer, replay_batch, replay_cost
+from mbd_core.multitf.states.answer import ReplayedAnswer
+from mbd_core.multitf.states.replay import ReplayBatch, ReplayCost, replay_batch, replay_cost
 from mbd_core.multitf.step.policy_loss import log_probabilities
 from mbd_core.ops.attention.whole import DenseAttention
 

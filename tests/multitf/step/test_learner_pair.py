@@ -10,7 +10,7 @@ from learner_pair import CASES, learned, learner
 from replayed_answers import answers_of, rollout_request
 from small_engines import build
 
-from mbd_core.multitf.states.replay import ReplayedAnswer
+from mbd_core.multitf.states.answer import ReplayedAnswer
 
 LIMIT = 240.0
 CLOSE = {"rel": 1e-3, "abs": 2e-5}

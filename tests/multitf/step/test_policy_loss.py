@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.data.encoding import IGNORE
-from mbd_core.multitf.states.replay import ReplayBatch, ReplayedAnswer, replay_batch
+from mbd_core.multitf.states.answer import ReplayedAnswer
+from mbd_core.multitf.states.replay import ReplayBatch, replay_batch
 from mbd_core.multitf.states.sample import MultiTFBatch
 from mbd_core.multitf.step.loss import multitf_loss
 from mbd_core.multitf.step.objective import OBJECTIVES, PolicyObjective
@@ -215,6 +216,10 @@ def test_an_entropy_is_of_the_whole_distribution(model: Decoder, batch: ReplayBa
     ("changes", "message"),
     [
         ({"dual_clip": 3.0}, "no ratio to clip"),
+        ({"clip": 0.1}, "no ratio to clip"),
+        ({"old": "rollout", "kl": 0.1}, "old=rollout has no effect: kind=reinforce has no ratio"),
+        ({"kl_to": "old"}, "kl=0 leaves it out"),
+        ({"kl_aggregation": "policy"}, "kl=0 leaves it out"),
         ({"kind": "clipped", "dual_clip": 0.9}, "above 1"),
         ({"old": "rollout", "correction": 2.0}, "give old=learner"),
         ({"aggregation": "words"}, "one of"),

@@ -10,7 +10,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig, EntropyBound
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.models.decoder import Decoder
-from mbd_core.multitf.states.replay import ReplayedAnswer
+from mbd_core.multitf.states.answer import ReplayedAnswer
 
 METHODS: dict[str, dict[str, Any]] = {
     "single": {"buffer_size": 1, "tau_m2t": 0.3},

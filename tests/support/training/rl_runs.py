@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.executor import NumberedTable
-from mbd_core.multitf.states.replay import ReplayedAnswer
+from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.rl.config import HeldOutConfig, RLRecipe, RolloutConfig
 from mbd_core.rl.executor import LocalExecutor
 from mbd_core.rl.folder import RunFolder

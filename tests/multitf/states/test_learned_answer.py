@@ -10,7 +10,7 @@ from local_server import answers
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.multitf.config import TrainConfig
-from mbd_core.multitf.states.answer_json import read_answer
+from mbd_core.multitf.states.answer import read_answer
 from mbd_core.multitf.step.learner import Learner
 from mbd_core.multitf.step.objective import PolicyObjective
 

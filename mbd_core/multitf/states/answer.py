@@ -1,0 +1,174 @@
+"""An answer to learn from: what the engine was asked, what it answered, and when each token was decided.
+
+A trainer makes it in Python, or reads it from the JSON of a served choice, or of another system that writes the same
+members:
+
+    {"prompt_token_ids": [91, 17], "token_ids": [4, 8, 15],
+     "rollout": {"step_map": [1, 1, 2], "logprobs": [-0.1, -0.4, -0.2],
+                 "terminal": {"token_ids": [1], "step_map": [3], "logprobs": [-0.3]}}}
+
+The server adds them where a request has `return_token_ids` and `return_step_map`; docs/reference/rl.md says what each
+one is. What else a choice has is ignored.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedAnswer:
+    """An answer to learn from: what the engine was asked, what it answered, and what that was worth.
+
+    tokens     its tokens, without the EOS and what follows that in its block, which the `rollout` has
+    advantage  what the log-probabilities of all its tokens are raised by
+    correct    whether it counts as a correct one, to be imitated too (`PolicyObjective.nll`)
+    template   the request's: fixed tokens have step 0 in the rollout, and are no actions
+
+    Raises `ValueError` for what cannot be replayed: decoding in which filled tokens change, or a canvas; a rollout
+    that is not of these tokens, or whose last block's rest is missing; numbers that are not finite.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    rollout: Rollout
+    decoding: DecodingConfig
+    max_tokens: int
+    advantage: float
+    correct: bool
+    template: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (why := replay_refused(self.decoding)) is not None:
+            raise ValueError(why)
+        rollout = self.rollout
+        if rollout.edits:
+            raise ValueError("the rollout has tokens that were overwritten: the states of its forwards are not known")
+        _check_lengths("tokens", len(self.tokens), len(rollout.steps), len(rollout.logprobs))
+        _check_lengths("tail tokens", len(rollout.tail_tokens), len(rollout.tail_steps), len(rollout.tail_logprobs))
+        if min(self.steps, default=0) < 0:
+            raise ValueError("the rollout has a token with a negative step: no forward decided it")
+        if not any(self.steps):
+            raise ValueError("no forward decided a token of this answer, so there is nothing to learn from; drop it")
+        if not all(math.isfinite(number) for number in (self.advantage, *self.logprobs)):
+            raise ValueError("an answer's advantage and its log-probabilities must be finite numbers")
+        self._check_end()
+        for place, token in enumerate(self.template):
+            if (
+                token is not None
+                and place < len(self.tokens)
+                and (self.tokens[place], self.steps[place]) != (token, 0)
+            ):
+                raise ValueError(f"the template fixes token {place} of the answer, and the rollout has another")
+
+    def _check_end(self) -> None:
+        number, size = len(self.steps), self.decoding.block_size
+        if number > self.max_tokens:
+            raise ValueError(f"the rollout has {number} tokens, more than max_tokens={self.max_tokens}")
+        end = len(self.prompt) + number - self.decoding.grid_origin(len(self.prompt))
+        if number < self.max_tokens and end % size:
+            raise ValueError(
+                f"the rollout ends {end % size} tokens into a block of {size}, before max_tokens={self.max_tokens}: "
+                "its tail, which the others of that block have seen, is missing; keep it (tail_tokens, tail_steps, "
+                "tail_logprobs)"
+            )
+
+    @property
+    def decided(self) -> tuple[int, ...]:
+        """The tokens with those of the tail, which are actions too."""
+        return (*self.tokens, *self.rollout.tail_tokens)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The forward that decided each of them; 0 for those that were there before the first."""
+        return (*self.rollout.steps, *self.rollout.tail_steps)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """The engine's log-probability of each of them in that forward."""
+        return (*self.rollout.logprobs, *self.rollout.tail_logprobs)
+
+
+def _check_lengths(noun: str, tokens: int, steps: int, logprobs: int) -> None:
+    if not tokens == steps == logprobs:
+        raise ValueError(
+            f"the rollout has {steps} steps and {logprobs} log-probabilities of {tokens} {noun}; each needs one"
+        )
+
+
+def replay_refused(decoding: DecodingConfig) -> str | None:
+    """Why the forwards of a decoding cannot be rebuilt from a step map; `None` where they can."""
+    for part in ("t2t", "soft", "edit", "canvas"):
+        if getattr(decoding, part) is not None:
+            return (
+                f"answers decoded with {part} cannot be replayed: their forwards have seen more than masks and final "
+                f"tokens; make the rollouts without {part}"
+            )
+    return None
+
+
+# The answer as JSON.
+
+
+def read_answer(
+    choice: Mapping[str, Any],
+    *,
+    decoding: DecodingConfig,
+    max_tokens: int,
+    advantage: float,
+    correct: bool,
+    template: Sequence[int | None] = (),
+) -> ReplayedAnswer:
+    """The answer of a choice; `decoding`, `max_tokens` and `template` are those that the request was decoded with.
+
+    Raises `ValueError`, one sentence, for a member that is missing or of another kind, and for what is not replayed.
+    """
+    rollout = _member(choice, "rollout")
+    terminal = _member(rollout, "terminal", of="rollout.")
+    return ReplayedAnswer(
+        prompt=_integers(choice, "prompt_token_ids"),
+        tokens=_integers(choice, "token_ids"),
+        rollout=Rollout(
+            steps=_integers(rollout, "step_map", of="rollout."),
+            logprobs=_numbers(rollout, "logprobs", of="rollout."),
+            tail_tokens=_integers(terminal, "token_ids", of="rollout.terminal."),
+            tail_steps=_integers(terminal, "step_map", of="rollout.terminal."),
+            tail_logprobs=_numbers(terminal, "logprobs", of="rollout.terminal."),
+        ),
+        decoding=decoding,
+        max_tokens=max_tokens,
+        advantage=advantage,
+        correct=correct,
+        template=tuple(template),
+    )
+
+
+def _member(values: Mapping[str, Any], name: str, *, of: str = "", is_list: bool = False) -> Any:
+    if name not in values:
+        raise ValueError(
+            f"the answer has no '{of}{name}', without which it cannot be replayed; ask for it with return_token_ids "
+            "and return_step_map, and keep the whole answer"
+        )
+    if not isinstance(values[name], list if is_list else Mapping):
+        raise ValueError(
+            f"the answer's '{of}{name}' is {values[name]!r:.80}, not {'a list' if is_list else 'an object'}"
+        )
+    return values[name]
+
+
+def _integers(values: Mapping[str, Any], name: str, *, of: str = "") -> tuple[int, ...]:
+    items = _member(values, name, of=of, is_list=True)
+    if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
+        raise ValueError(f"the answer's '{of}{name}' is a list of whole numbers of at least 0, not {items!r:.80}")
+    return tuple(items)
+
+
+def _numbers(values: Mapping[str, Any], name: str, *, of: str = "") -> tuple[float, ...]:
+    items = _member(values, name, of=of, is_list=True)
+    if not all(isinstance(item, int | float) and not isinstance(item, bool) for item in items):
+        raise ValueError(f"the answer's '{of}{name}' is a list of numbers, not {items!r:.80}")
+    return tuple(map(float, items))
