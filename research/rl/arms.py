@@ -41,5 +41,8 @@ F = replace(A, name="rl-F", groups=replace(A.groups, advantages="shuffled"))
 G = replace(A, name="rl-G", states="block-local")
 """TraceRL's states, which are not the engine's at four slots."""
 
-ARMS: dict[str, RLRecipe | TrainingRecipe] = {arm.name: arm for arm in (A, C, D, E, F, B, G)}
+LONG = replace(A, name="rl-A-20", iterations=20)
+"""A for four times as long, of which no claim was stated; its first iterations are A's."""
+
+ARMS: dict[str, RLRecipe | TrainingRecipe] = {arm.name: arm for arm in (A, C, D, E, F, B, G, LONG)}
 """In the order in which a study runs them."""

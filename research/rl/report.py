@@ -27,6 +27,7 @@ LEAST_SEEDS = 3
 NAMES = {
     BASE: "the start",
     "rl-A": "A: correctness + TPF, exact states",
+    "rl-A-20": "A for 20 iterations",
     "rl-B": "B: correctness alone",
     "rl-C": "C: all-masked states",
     "rl-D": "D: MultiTF on right solutions",
@@ -162,7 +163,7 @@ def report(out: Path) -> str:
         trained = [pq.read_table(piece) for piece in sorted((out / "training").glob("*.parquet"))]
         if trained:
             with file_beside(out / TRAINING) as file:
-                pq.write_table(pa.concat_tables(trained), file, compression="zstd")
+                pq.write_table(pa.concat_tables(trained, promote_options="permissive"), file, compression="zstd")
     table = read_table(out / ROWS)
     present = set(table["recipe"].unique().to_pylist())
     rows = of_recipes(table, [name for name in (BASE, *sorted(ARMS)) if name in present])

@@ -11,11 +11,11 @@ from drawn_study import study_table
 
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened
 from mbd_core.rl.config import RLRecipe
-from research.ledger.plan import BASE, PLOT, REPORT, run_name
+from research.ledger.plan import BASE, PLOT, REPORT, ROWS, run_name
 from research.ledger.rows import StudyCell
 from research.rl import study
 from research.rl.arms import ARMS, A, D
-from research.rl.report import CLAIMS, SLOTS, Claim, judge, report
+from research.rl.report import CLAIMS, SLOTS, TRAINING, Claim, judge, report
 from research.rl.study import Study, StudySize
 
 TAUS = (0.8, 0.9)
@@ -93,6 +93,23 @@ def test_a_folder_of_another_study_and_one_without_rows_are_refused(
         Study(tmp_path / "a", {"rl-A": A}, StudySize())
     assert study.main(["--out", str(tmp_path / "b"), "--report-only"]) == 2
     assert "cannot be read as rows of a study" in capsys.readouterr().err and not (tmp_path / "b").exists()
+
+
+PUBLISHED = Path(__file__).resolve().parents[3] / "research" / "published" / "rl"
+
+
+def test_the_published_report_is_computed_again_from_its_rows(tmp_path: Path) -> None:
+    for name in (ROWS, TRAINING):
+        shutil.copy(PUBLISHED / name, tmp_path)
+    assert report(tmp_path) == (PUBLISHED / REPORT).read_text()
+    assert (tmp_path / PLOT).stat().st_size > 10_000
+
+
+def test_supervised_training_has_as_many_learner_tokens() -> None:
+    """Within a tenth of what A's runs really had; an update of MultiTF has 6,640 tokens."""
+    lines = [line for line in pq.read_table(PUBLISHED / TRAINING).to_pylist() if line["recipe"] == A.name]
+    tokens = sum(line["tokens"] for line in lines) / len({line["seed"] for line in lines})
+    assert D.train.steps * 6_640 == pytest.approx(tokens, rel=0.1)
 
 
 @pytest.mark.slow  # it trains
