@@ -118,7 +118,7 @@ def traced_run(table: pa.Table, *, name: str, block_size: int | None = None) -> 
         raise ValueError(f"the trace's block size is {own_size}, not the {block_size} that was given")
     requests, num_other = _requests(table)
     if not requests:
-        raise ValueError("the trace holds no request with a Block Buffer to report on: canvases and causal rows have none")
+        raise ValueError("no request of the trace has a Block Buffer to report on: canvases and causal rows have none")
     if len({r.state_TN.shape[1] for r in requests}) > 1:
         raise ValueError("requests with different numbers of slots: traces of several engines")
     size = own_size if own_size is not None else block_size
