@@ -35,6 +35,7 @@ os.environ.update(
         "RAY_AUTH_MODE": "disabled",
         "RAY_COLOR_PREFIX": "0",
         "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_worker_niceness": "0",  # beside other tests its processes would starve
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",

@@ -231,7 +231,7 @@ def _rows(measures: Sequence[RunMeasures]) -> list[tuple[str, list[str]]]:
 
     return [
         ("requests", cells(lambda m: f"{m.num_requests}")),
-        ("full-attention requests, left out", cells(lambda m: f"{m.num_other}")),
+        ("requests without a Block Buffer, left out", cells(lambda m: f"{m.num_other}")),
         ("slots N_buf", cells(lambda m: f"{m.num_slots}")),
         ("block size B", cells(lambda m: "unknown" if m.block_size is None else f"{m.block_size}")),
         ("forwards (NFE)", cells(lambda m: f"{m.num_forwards}")),

@@ -118,7 +118,7 @@ def traced_run(table: pa.Table, *, name: str, block_size: int | None = None) -> 
         raise ValueError(f"the trace's block size is {own_size}, not the {block_size} that was given")
     requests, num_other = _requests(table)
     if not requests:
-        raise ValueError("the trace holds full-attention requests only: they have no Block Buffer to report on")
+        raise ValueError("no request of the trace has a Block Buffer to report on: canvases and causal rows have none")
     if len({r.state_TN.shape[1] for r in requests}) > 1:
         raise ValueError("requests with different numbers of slots: traces of several engines")
     size = own_size if own_size is not None else block_size
@@ -234,7 +234,7 @@ class Spread:
 class RunMeasures:
     """The numbers of one run.
 
-    num_other           full-attention requests, which the other numbers do not cover
+    num_other           requests without a Block Buffer, which the other numbers do not cover
     num_forwards        NFE summed over requests, store-only forwards included
     num_accepted        positions that became tokens, also after an EOS
     tpf                 num_accepted / num_forwards

@@ -114,8 +114,8 @@ def render(experiment: Experiment, means: DrawnMeans, *, extra: Sequence[str] = 
     ]
     lines += ["## Claims", "", *_claim_lines(judge(CLAIMS[experiment], means)), "", *extra]
     lines += [f"## What several slots cost, at tau_m2t = {CLAIM_TAU}", "", *_cost_lines(means), ""]
-    lines += ["## All cells", "", *_cell_lines(means), ""]
-    lines += ["## AUP", "", *_aup_lines(means), "", f"![accuracy over tokens per forward]({PLOT})", ""]
+    lines += ["## All cells", "", *cell_lines(means, names=NAMES), ""]
+    lines += ["## AUP", "", *aup_lines(means, names=NAMES), "", f"![accuracy over tokens per forward]({PLOT})", ""]
     return "\n".join([*lines, NOTES, ""])
 
 
@@ -123,7 +123,8 @@ def _name(recipe: str) -> str:
     return NAMES.get(recipe, recipe)
 
 
-def _signed_text(interval: Interval | None) -> str:
+def signed_text(interval: Interval | None) -> str:
+    """A difference with its interval."""
     return "-" if interval is None else interval.text("+.2f")
 
 
@@ -133,7 +134,7 @@ def _claim_lines(verdicts: Sequence[JudgedClaim]) -> list[str]:
         counts: tuple[object, ...] = ("-", "-", "-")
         if verdict.test is not None:
             counts = verdict.test.first_only, verdict.test.second_only, p_text(verdict.test.p_value)
-        differences = _signed_text(verdict.difference), _signed_text(verdict.over_seeds)
+        differences = signed_text(verdict.difference), signed_text(verdict.over_seeds)
         rows.append([verdict.claim.text, verdict.buffer_size, *differences, *counts, verdict.verdict])
     heads = ["Claim", "Buffer", "Difference [95 %]", "Over seeds, t [95 %]"]
     return table_lines([*heads, "Only first", "Only second", "p", "Verdict"], rows, num_text=1)
@@ -148,24 +149,30 @@ def _cost_lines(means: DrawnMeans) -> list[str]:
             continue
         loss = Interval.of_weightings(means.difference(single, cell, "accuracy"))
         over_seeds = student_interval(seeds.difference(single, cell, "accuracy").tolist())
-        rows.append([_name(cell.recipe), cell.buffer_size, _signed_text(loss), _signed_text(over_seeds)])
+        rows.append([_name(cell.recipe), cell.buffer_size, signed_text(loss), signed_text(over_seeds)])
     table = table_lines(["Recipe", "Buffer", "Lost [95 %]", "Over seeds, t [95 %]"], rows, num_text=1)
     return ["Accuracy under SingleBD minus accuracy under MultiBD; no claim was stated of most of these.", "", *table]
 
 
-def _cell_lines(means: DrawnMeans) -> list[str]:
+def cell_lines(means: DrawnMeans, *, names: Mapping[str, str]) -> list[str]:
+    """The table of all cells."""
     measures: tuple[Measure, ...] = ("accuracy", "nfe", "tpf")
     rows = []
     for cell in means.rows.cells:
         cell_means = [Interval.of_weightings(means.mean(cell, measure)).text() for measure in measures]
-        rows.append([_name(cell.recipe), cell.buffer_size, cell.tau_m2t, means.rows.num_problems, *cell_means])
+        rows.append(
+            [names.get(cell.recipe, cell.recipe), cell.buffer_size, cell.tau_m2t, means.rows.num_problems, *cell_means]
+        )
     heads = ["Recipe", "Buffer", "tau_m2t", "n", "Accuracy [95 %]", "NFE [95 %]", "TPF [95 %]"]
     return table_lines(heads, rows, num_text=1)
 
 
-def _aup_lines(means: DrawnMeans) -> list[str]:
+def aup_lines(means: DrawnMeans, *, names: Mapping[str, str]) -> list[str]:
+    """The table of the AUPs."""
     rows = []
     for (recipe, buffer_size), curve in means.rows.curves.items():
         taus = ", ".join(str(cell.tau_m2t) for cell in curve)
-        rows.append([_name(recipe), buffer_size, taus, Interval.of_weightings(means.aup(curve)).text(".1f")])
+        rows.append(
+            [names.get(recipe, recipe), buffer_size, taus, Interval.of_weightings(means.aup(curve)).text(".1f")]
+        )
     return table_lines(["Recipe", "Buffer", "Thresholds", "AUP [95 %]"], rows, num_text=1)

@@ -93,10 +93,15 @@ class PairedRows:
 def sweep_rows(folder: Path, recipes: Mapping[str, str]) -> pa.Table:
     """The rows of a seed's sweep, whose models are `recipes` by name; `ValueError` for one that could not be
     decoded."""
+    return study_rows(read_samples(folder, columns=READ), recipes, source=folder)
+
+
+def study_rows(samples: Iterable[Mapping[str, Any]], recipes: Mapping[str, str], *, source: Path) -> pa.Table:
+    """Graded samples as rows of a study; `ValueError` for one that could not be decoded."""
     rows: list[dict[str, Any]] = []
-    for row in read_samples(folder, columns=READ):
+    for row in samples:
         if row["error"] is not None:
-            raise ValueError(f"{folder}: {row['problem_id']} of {row['model']} could not be decoded: {row['error']}")
+            raise ValueError(f"{source}: {row['problem_id']} of {row['model']} could not be decoded: {row['error']}")
         config = json.loads(row["config"])
         rows.append(
             {
@@ -122,7 +127,12 @@ def read_rows(paths: Iterable[Path]) -> PairedRows:
 
     Raises `ValueError` for a file that holds none, and for cells that do not have the same problems.
     """
-    rows = pa.concat_tables([_table(path) for path in paths]).sort_by(ORDER)
+    return paired_rows(pa.concat_tables([read_table(path) for path in paths]))
+
+
+def paired_rows(table: pa.Table) -> PairedRows:
+    """The rows (`COLUMNS`) of cells with the same problems; raises as `read_rows`."""
+    rows = table.sort_by(ORDER)
     if not len(rows):
         raise ValueError("there are no rows")
     tables = {StudyCell(**cell): _of_cell(rows, cell) for cell in rows.group_by(CELL).aggregate([]).to_pylist()}
@@ -154,7 +164,8 @@ def _numbers(table: pa.Table, name: str) -> np.ndarray:
     return table[name].cast(pa.float64()).to_numpy()
 
 
-def _table(path: Path) -> pa.Table:
+def read_table(path: Path) -> pa.Table:
+    """The rows in a file; `ValueError` if it holds none of a study."""
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:

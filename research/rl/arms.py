@@ -8,13 +8,16 @@ A in what its claim is about, and in nothing else.
 
 from dataclasses import replace
 
+from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.recipes.shipped import LEDGER_MBD
 from mbd_core.multitf.step.objective import PolicyObjective
+from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.recipes import LEDGER_RL
 from mbd_core.rl.rewards import CORRECT, RewardConfig
 
-A = replace(LEDGER_RL, name="rl-A")
+ITERATIONS = 5
+A = replace(LEDGER_RL, name="rl-A", iterations=ITERATIONS)
 """Exact replay, correctness and TPF: LightningRL's reward, groups and objective in the states of the engine."""
 
 B = replace(A, name="rl-B", rewards=RewardConfig(rewards={CORRECT: 1.0}))
@@ -23,10 +26,10 @@ B = replace(A, name="rl-B", rewards=RewardConfig(rewards={CORRECT: 1.0}))
 C = replace(A, name="rl-C", states="all-masked")
 """LightningRL's released learner: each block in one forward, all its tokens masked."""
 
-SFT_UPDATES = 295
-"""Of `ledger-mbd`'s recipe, 6,640 tokens an update: as many learner tokens as A's 30 iterations of 64 answers, 1,022
-each (`python -m benchmarks replay`)."""
-D = replace(LEDGER_MBD, name="rl-D", base="ledger-mbd", train=replace(LEDGER_MBD.train, steps=SFT_UPDATES, warmup=30))
+SFT_UPDATES = 36
+"""Of `ledger-mbd`'s recipe, 6,640 tokens an update: as many learner tokens as A's 5 iterations, 48,000 each after its
+groups were filtered (the mean of ten iterations of the runs that chose the learning rate)."""
+D = replace(LEDGER_MBD, name="rl-D", base="ledger-mbd", train=replace(LEDGER_MBD.train, steps=SFT_UPDATES, warmup=4))
 """MultiTF on right solutions for as many learner tokens: a recipe of `mbd train`."""
 
 E = replace(A, name="rl-E", groups=GroupConfig(advantages="correct"), objective=PolicyObjective())
@@ -37,3 +40,9 @@ F = replace(A, name="rl-F", groups=replace(A.groups, advantages="shuffled"))
 
 G = replace(A, name="rl-G", states="block-local")
 """TraceRL's states, which are not the engine's at four slots."""
+
+LONG = replace(A, name="rl-A-20", iterations=20)
+"""A for four times as long, of which no claim was stated; its first iterations are A's."""
+
+ARMS: dict[str, RLRecipe | TrainingRecipe] = {arm.name: arm for arm in (A, C, D, E, F, B, G, LONG)}
+"""In the order in which a study runs them."""

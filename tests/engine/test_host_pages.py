@@ -97,7 +97,7 @@ def next_turns(requests: list[Request], outputs: list[Output]) -> list[Request]:
     "changes",
     [
         {},
-        {"static_shapes": True},
+        pytest.param({"static_shapes": True}, marks=pytest.mark.slow),
         {"static_shapes": True, "overlap": True},
         {"host_kv_bytes": 3 * PAGE_BYTES},
     ],

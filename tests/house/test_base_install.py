@@ -16,6 +16,7 @@ JOBS = (
     "research.alignment.study",
     "research.block_batch.study",
     "research.ledger.gate",
+    "research.rl.study",
 )
 # Each is imported where it is used: openai for endpoints, datasets for a data set of the hub, lm_eval by its backend,
 # peft where a recipe trains an adapter, bitsandbytes where its base has 4 bits, mlflow and wandb where a run is logged

@@ -61,7 +61,7 @@ def test_full_attention_requests_are_left_out_and_counted() -> None:
     both = measure(run_of(trace))
     assert (both.num_other, both.num_requests, both.num_accepted) == (1, 1, alone.num_accepted)
     assert all(r.tokens_TNB is not None for r in run_of(trace).requests)
-    with pytest.raises(ValueError, match="full-attention"):
+    with pytest.raises(ValueError, match="Block Buffer"):
         run_of(canvas)
 
 

@@ -93,7 +93,8 @@ def test_roll_outs_and_single_samples_compile_once_more_each(compilations: Compi
     assert 2 <= compilations.frame_count <= 8
 
 
-@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_an_adapter_is_trained_in_compiled_layers(dropout: float, compilations: CompileCounterWithBackend) -> None:
     lora = LoraSettings(rank=2, dropout=dropout)
     eager, compiled = (trainer("sdar", compile=c, lora=lora, activation_checkpointing=True) for c in (False, True))

@@ -1,0 +1,269 @@
+"""The report of the study of reinforcement learning, from its rows alone: claims with verdicts, cells, the front."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from mbd_core.evaluation.measures.statistics import NUM_DRAWS, Interval, student_interval
+from mbd_core.files import file_beside, write_text
+from research.ledger.claims import CLAIM_TAU, MARGIN
+from research.ledger.plan import BASE, PLOT, REPORT, ROWS
+from research.ledger.report import aup_lines, cell_lines, draw_study, signed_text
+from research.ledger.rows import DrawnMeans, StudyCell, bootstrap_means, each_seed, paired_rows, read_table, write_rows
+from research.rl.arms import ARMS, ITERATIONS
+from research.tables import table_lines
+
+Measure = Literal["tpf", "accuracy", "aup"]
+Verdict = Literal["shown", "contradicted", "not shown", "not enough seeds"]
+TRAINING = "training.parquet"
+SLOTS = 4
+LEAST_SEEDS = 3
+NAMES = {
+    BASE: "the start",
+    "rl-A": "A: correctness + TPF, exact states",
+    "rl-A-20": "A for 20 iterations",
+    "rl-B": "B: correctness alone",
+    "rl-C": "C: all-masked states",
+    "rl-D": "D: MultiTF on right solutions",
+    "rl-E": "E: likelihood of correct rollouts",
+    "rl-F": "F: shuffled advantages",
+    "rl-G": "G: block-local states",
+}
+RULE = (
+    f"What counts as shown, stated before the results: at four slots and tau_m2t = {CLAIM_TAU} (an AUP: over all "
+    "thresholds) the 95 % interval of the difference, over problems and seeds, lies above its bound: 0, or for an "
+    f"accuracy that must not fall -{MARGIN:g} point. What must teach nothing: the interval holds 0. A claim of "
+    "several differences is shown if all of them are, and contradicted if one interval lies below its bound or does "
+    f"not hold 0. Otherwise: not shown. With fewer than {LEAST_SEEDS} seeds of both sides: not enough seeds."
+)
+NOTES = f"""Brackets are 95 % percentile intervals of {NUM_DRAWS} draws of seeds and, in each, of problems. Over seeds:
+the mean of the seeds' own differences with Student's 95 % interval, which leaves problems out and decides no verdict.
+A claim is judged on the seeds that both of its sides have, and the y_max of its AUPs is the best accuracy of the two;
+the table of AUPs has that of all models. Tables and plot have the seeds that all models in them have. Accuracy in
+percent; NFE: forwards of an answer; TPF: useful tokens per forward, the mean over answers; AUP: d3LLM's over the
+thresholds, which drops a point that is more than 5 points less accurate than the slowest one, so that it jumps where a
+point crosses that line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """`first` is above `second` in each of `measures`, each with the bound of the difference; without a bound the
+    difference must hold 0."""
+
+    text: str
+    first: str
+    second: str
+    measures: tuple[tuple[Measure, float | None], ...]
+
+
+AUP_ABOVE: tuple[tuple[Measure, float | None], ...] = (("aup", 0.0),)
+CLAIMS = (
+    Claim(
+        text="TPF rises at equal accuracy",
+        first="rl-A",
+        second=BASE,
+        measures=(("tpf", 0.0), ("accuracy", -MARGIN)),
+    ),
+    Claim(text="worth more than supervised training: A above D", first="rl-A", second="rl-D", measures=AUP_ABOVE),
+    Claim(text="and A above E", first="rl-A", second="rl-E", measures=AUP_ABOVE),
+    Claim(text="replay matters: A above C", first="rl-A", second="rl-C", measures=AUP_ABOVE),
+    Claim(text="the states of several blocks matter: A above G", first="rl-A", second="rl-G", measures=AUP_ABOVE),
+    Claim(
+        text="it is the reward: F stays at the start",
+        first="rl-F",
+        second=BASE,
+        measures=(("tpf", None), ("accuracy", None)),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedClaim:
+    """A claim with the difference in each of its measures, none where the rows lack a side, and its verdict."""
+
+    claim: Claim
+    num_seeds: int
+    differences: tuple[Interval, ...] = ()
+    over_seeds: tuple[Interval | None, ...] = ()
+    verdict: Verdict
+
+
+def judge(claim: Claim, table: pa.Table) -> JudgedClaim:
+    """The claim on the rows of the seeds that both sides have."""
+    rows = of_recipes(table, (claim.first, claim.second))
+    if rows is None:
+        return JudgedClaim(claim=claim, num_seeds=0, verdict="not enough seeds")
+    paired = paired_rows(rows)
+    means, seeds = bootstrap_means(paired), each_seed(paired)
+    found = [Interval.of_weightings(differences(means, claim.first, claim.second, name)) for name, _ in claim.measures]
+    verdicts = [_verdict(difference, bound) for difference, (_, bound) in zip(found, claim.measures, strict=True)]
+    verdict: Verdict = (
+        "not enough seeds"
+        if len(paired.seeds) < LEAST_SEEDS
+        else "contradicted"
+        if "contradicted" in verdicts
+        else "shown"
+        if set(verdicts) == {"shown"}
+        else "not shown"
+    )
+    over_seeds = tuple(
+        student_interval(differences(seeds, claim.first, claim.second, name).tolist()) for name, _ in claim.measures
+    )
+    return JudgedClaim(
+        claim=claim,
+        num_seeds=len(paired.seeds),
+        differences=tuple(found),
+        over_seeds=over_seeds,
+        verdict=verdict,
+    )
+
+
+def _verdict(difference: Interval, bound: float | None) -> Verdict:
+    if bound is None:
+        return "contradicted" if difference.is_above() or difference.is_below() else "shown"
+    return "shown" if difference.is_above(bound) else "contradicted" if difference.is_below(bound) else "not shown"
+
+
+def differences(means: DrawnMeans, first: str, second: str, measure: Measure) -> np.ndarray:
+    """The first recipe's measure minus the second's in each draw (D,)."""
+    if measure == "aup":
+        curves = means.rows.curves
+        return means.aup(curves[first, SLOTS]) - means.aup(curves[second, SLOTS])
+    first_cell, second_cell = (StudyCell(name, SLOTS, CLAIM_TAU) for name in (first, second))
+    return means.difference(first_cell, second_cell, measure)
+
+
+def of_recipes(table: pa.Table, recipes: Sequence[str]) -> pa.Table | None:
+    """The rows of these recipes, of the seeds that all of them have; `None` without such a seed."""
+    seeds = [set(table.filter(pc.equal(table["recipe"], name))["seed"].unique().to_pylist()) for name in recipes]
+    common = set.intersection(*seeds)
+    if not common:
+        return None
+    is_in = pc.and_(pc.is_in(table["recipe"], pa.array(recipes)), pc.is_in(table["seed"], pa.array(sorted(common))))
+    return table.filter(is_in)
+
+
+# The report
+
+
+def report(out: Path) -> str:
+    """Gather the rows of the pieces that are done, and write study.md and study.png; the Markdown.
+
+    Raises `ValueError` if there are none.
+    """
+    pieces = sorted((out / "rows").glob("*.parquet"))
+    if pieces:
+        write_rows(out / ROWS, [read_table(piece) for piece in pieces])
+        trained = [pq.read_table(piece) for piece in sorted((out / "training").glob("*.parquet"))]
+        if trained:
+            with file_beside(out / TRAINING) as file:
+                pq.write_table(pa.concat_tables(trained, promote_options="permissive"), file, compression="zstd")
+    table = read_table(out / ROWS)
+    present = set(table["recipe"].unique().to_pylist())
+    rows = of_recipes(table, [name for name in (BASE, *sorted(ARMS)) if name in present])
+    if rows is None:
+        raise ValueError(f"{out / ROWS}: no seed has rows of all of {', '.join(sorted(present))}")
+    means = bootstrap_means(paired_rows(rows))
+    with (out / PLOT).open("wb") as file:
+        draw_study(means, file, names=NAMES)
+    training = pq.read_table(out / TRAINING) if (out / TRAINING).exists() else None
+    text = render(table, means, training)
+    write_text(out / REPORT, text)
+    return text
+
+
+def render(table: pa.Table, means: DrawnMeans, training: pa.Table | None) -> str:
+    """The Markdown of all rows; `means` are of those that the tables show."""
+    seeds = ", ".join(map(str, means.rows.seeds))
+    lines = ["# Does reinforcement learning win back the forwards that MultiTF costs?", ""]
+    lines += [
+        f"`ledger-mbd`, {ITERATIONS} iterations of 64 answers, four slots; {means.rows.num_problems} unseen problems "
+        f"of ledger-mini over the seeds {seeds}.",
+        "",
+        RULE,
+        "",
+        "## Claims",
+        "",
+        *_claim_lines([judge(claim, table) for claim in CLAIMS]),
+        "",
+        f"## Each model minus the start, at tau_m2t = {CLAIM_TAU}",
+        "",
+        "No claim was stated of most of these.",
+        "",
+        *_arm_lines(means),
+        "",
+        *(["## What training saw", "", *_training_lines(training), ""] if training is not None else []),
+        "## All cells",
+        "",
+        *cell_lines(means, names=NAMES),
+        "",
+        "## AUP",
+        "",
+        *aup_lines(means, names=NAMES),
+        "",
+        f"![accuracy over tokens per forward]({PLOT})",
+        "",
+        NOTES,
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _claim_lines(verdicts: Sequence[JudgedClaim]) -> list[str]:
+    rows = []
+    for judged in verdicts:
+        for number, (measure, bound) in enumerate(judged.claim.measures):
+            has_rows = bool(judged.differences)
+            rows.append(
+                [
+                    judged.claim.text,
+                    f"{measure} {'holds 0' if bound is None else f'> {bound:g}'}",
+                    judged.num_seeds,
+                    signed_text(judged.differences[number] if has_rows else None),
+                    signed_text(judged.over_seeds[number] if has_rows else None),
+                    judged.verdict,
+                ]
+            )
+    heads = ["Claim", "Difference in", "Seeds", "Difference [95 %]", "Over seeds, t [95 %]", "Verdict"]
+    return table_lines(heads, rows, num_text=2)
+
+
+def _arm_lines(means: DrawnMeans) -> list[str]:
+    measures: tuple[Measure, ...] = ("accuracy", "tpf", "aup")
+    recipes = [recipe for recipe, _ in means.rows.curves if recipe != BASE]
+    rows = [
+        [
+            NAMES[recipe],
+            *(signed_text(Interval.of_weightings(differences(means, recipe, BASE, name))) for name in measures),
+        ]
+        for recipe in recipes
+    ]
+    return table_lines(["Model", "Accuracy [95 %]", "TPF [95 %]", "AUP [95 %]"], rows, num_text=1)
+
+
+def _training_lines(training: pa.Table) -> list[str]:
+    """Of each arm, over all of its seeds: learner tokens of a run, and the drift from the start at its end."""
+    rows = []
+    for recipe in sorted(set(training["recipe"].to_pylist())):
+        lines = [line for line in training.to_pylist() if line["recipe"] == recipe]
+        seeds, last = len({line["seed"] for line in lines}), max(line["iteration"] for line in lines)
+        ends = [line for line in lines if line["iteration"] == last]
+        kl = [line["kl_reference"] for line in ends if line["kl_reference"] is not None]
+        rows.append(
+            [
+                NAMES[recipe],
+                seeds,
+                round(sum(line["answers_learned"] for line in lines) / seeds),
+                round(sum(line["tokens"] or 0 for line in lines) / seeds),
+                f"{sum(kl) / len(kl):.4f}" if kl else "-",
+                f"{max(line['d_max'] or 0.0 for line in lines):.1e}",
+            ]
+        )
+    heads = ["Model", "Seeds", "Answers learned from", "Learner tokens", "KL to the start, last", "Largest |d|"]
+    return table_lines(heads, rows, num_text=1)

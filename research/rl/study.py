@@ -1,0 +1,199 @@
+"""The study of reinforcement learning on ledger-mini: its arms with several seeds, and a report from their rows alone.
+
+    study.json          the arms and the size; a folder of another study is refused
+    runs/ARM-sSEED      a run; its model is in `model`
+    rows/ARM-sSEED.parquet, training/ARM-sSEED.parquet
+                        its graded answers to unseen problems, and the numbers of its iterations
+    rows.parquet, training.parquet, study.md, study.png
+                        all rows that are there, and the report of them
+
+No Ray: a process takes one piece after another. Several processes with the same command share the pieces, and one that
+was killed leaves its run where the next goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from jobs.command_line import OutFolder, OwnThreads, command
+from mbd_core.engine.config import EngineConfig
+from mbd_core.files import file_beside, write_json
+from mbd_core.options import DATA, DECODING, OUTPUT, Option
+from mbd_core.rl.config import HeldOutConfig, RLRecipe
+from research.ledger.plan import BASE, run_name, seeded
+from research.rl.arms import ARMS, A
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from mbd_core.multitf.recipes.recipe import TrainingRecipe
+
+RECORD = "study.json"
+METHOD = "study"
+TRAINED = ("iteration", "answers_learned", "correct", "tpf", "tokens", "labels", "kl_reference", "entropy", "d_max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudySize:
+    """How large a study is. Seed `s` draws the problems and the answers of its runs, and the problems on which they
+    and the start are evaluated."""
+
+    seeds: Annotated[tuple[int, ...], Option("Seeds.", DATA, at_least=0, separator=",", metavar="S,...")] = (1, 2, 3)
+    problems: Annotated[int, Option("Unseen problems a seed.", DATA, at_least=2)] = 200
+    taus: Annotated[tuple[float, ...], Option("Thresholds tau_m2t.", DECODING, separator=",", metavar="TAU,...")] = (
+        0.8,
+        0.9,
+    )
+
+
+def run(
+    *,
+    out: OutFolder,
+    size: StudySize,
+    threads: OwnThreads = None,
+    report_only: Annotated[bool, Option("Write the report again, from the rows that are there.", OUTPUT)] = False,
+) -> None:
+    """Train the arms of the study of reinforcement learning, evaluate them, and judge its claims (research/README.md).
+
+    The same command goes on with what is missing; run twice at once, it shares the work.
+    """
+    from research.rl.report import report
+
+    if not report_only:
+        import torch
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        Study(out, ARMS, size).compute()
+    print(report(out))
+
+
+class Study:
+    """A study in its folder, which is claimed for it; `ValueError` if another study lies there."""
+
+    def __init__(self, out: Path, arms: Mapping[str, RLRecipe | TrainingRecipe], size: StudySize) -> None:
+        import json
+
+        self.out, self.arms, self.size = out, arms, size
+        record = {"size": asdict(size), "arms": {name: asdict(arm) for name, arm in arms.items()}}
+        recorded = json.loads(json.dumps(record, default=str))
+        path = out / RECORD
+        if path.exists() and json.loads(path.read_text()) != recorded:
+            raise ValueError(f"{out} holds a study of another size or of other arms; give another folder")
+        if not path.exists():
+            out.mkdir(parents=True, exist_ok=True)
+            write_json(path, recorded)
+
+    def compute(self) -> None:
+        """Train and evaluate what no other process has done or is doing, a seed's arms before the next seed's."""
+        from mbd_core.checkpoint.shipped import model_folder
+
+        for seed in self.size.seeds:
+            for name in (BASE, *self.arms):
+                with self._taken(name, seed) as is_ours:
+                    if not is_ours:
+                        continue
+                    model = model_folder(A.model) if name == BASE else self.train(name, seed)
+                    _write(self._place("rows", name, seed), self.evaluate(model, name, seed))
+
+    @contextmanager
+    def _taken(self, name: str, seed: int) -> Iterator[bool]:
+        """Whether a piece is missing and this process has it; no other takes it meanwhile."""
+        from filelock import FileLock, Timeout
+
+        (self.out / "locks").mkdir(exist_ok=True)
+        lock = FileLock(self.out / "locks" / run_name(name, seed))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            yield False
+            return
+        try:
+            yield not self._place("rows", name, seed).exists()
+        finally:
+            lock.release()
+
+    def _place(self, kind: str, name: str, seed: int) -> Path:
+        return self.out / kind / f"{run_name(name, seed)}.parquet"
+
+    def train(self, name: str, seed: int) -> Path:
+        """The model of an arm's run, which goes on from where it was."""
+        arm, path = self.arms[name], self.out / "runs" / run_name(name, seed)
+        if not isinstance(arm, RLRecipe):
+            return _supervised(arm, seed, path / "model")
+        import pyarrow as pa
+
+        from mbd_core.rl.executor import LocalExecutor
+        from mbd_core.rl.folder import ITERATIONS, RunFolder
+        from mbd_core.rl.folder import RECORD as RUN
+        from mbd_core.rl.loop import RLRun
+        from mbd_core.rl.rollouts import RolloutPlan
+
+        recipe = replace(arm, seed=seed, held_out=HeldOutConfig(evaluate_every=0), samples_every=0)
+        plan = RolloutPlan.of(recipe, EngineConfig())
+        with (
+            closing(LocalExecutor(recipe, plan.engine, sleeps=False)) as executor,
+            closing(RunFolder(path, recipe, resume=(path / RUN).is_file())) as folder,
+        ):
+            model = RLRun(plan, folder, executor).run()
+            lines = folder.lines(ITERATIONS)
+        rows = [{"recipe": name, "seed": seed, **{column: line.get(column) for column in TRAINED}} for line in lines]
+        _write(self._place("training", name, seed), pa.Table.from_pylist(rows))
+        return model
+
+    def evaluate(self, model: Path, name: str, seed: int, *, split: Any = "test") -> pa.Table:
+        """The rows of a model on its seed's problems: the rollouts' decoding, greedily, at each threshold."""
+        import json
+
+        from mbd_core.evaluation.sweep.grading import grade_table
+        from mbd_core.evaluation.sweep.options import SweepOptions
+        from mbd_core.evaluation.sweep.parts import cut
+        from mbd_core.evaluation.sweep.plan import plan_sweep
+        from mbd_core.rl.rollouts import RolloutEngine
+        from research.ledger.rows import study_rows
+
+        sweep = plan_sweep(
+            SweepOptions(
+                models=(str(model),),
+                tasks=(A.rollouts.task,),
+                definitions=(f"{METHOD}={json.dumps(A.rollouts.decoding)}",),
+                methods=(METHOD,),
+                grid=f"tau_m2t={','.join(map(str, self.size.taus))}",
+                limit=self.size.problems,
+                seed=seed,
+                split=split,
+            )
+        )
+        parts = cut(list(sweep.rows()), rows_per_part=4 * sweep.engine.max_rows)
+        with closing(RolloutEngine(str(model), sweep.engine)) as engine:
+            samples = [row for part in parts for row in grade_table(engine.sweep(part.table())).to_pylist()]
+        return study_rows(samples, {row["model"]: name for row in samples}, source=model)
+
+
+def _supervised(arm: TrainingRecipe, seed: int, path: Path) -> Path:
+    """The model of a run of `mbd train`, in this process; one that was killed begins anew."""
+    from mbd_core.multitf.run.start import StartingPoint
+    from mbd_core.multitf.run.worker import settle_precision, train_worker
+    from mbd_core.multitf.step.workers import ALONE
+
+    if not path.exists():
+        assert arm.base is not None
+        recipe = seeded(arm, seed, base=arm.base, block_size=arm.states.block_size, steps=None, noise=None)
+        start = settle_precision(StartingPoint.read(recipe), ALONE, None)
+        train_worker(start, ALONE, "replicated", None, every=recipe.train.steps, log_targets=()).write(path)
+    return path
+
+
+def _write(path: Path, table: pa.Table) -> None:
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with file_beside(path) as file:
+        pq.write_table(table, file, compression="zstd")
+
+
+main = command(run, "python -m research rl")

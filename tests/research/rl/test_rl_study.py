@@ -1,0 +1,131 @@
+"""The study of reinforcement learning: claims judged on rows made by hand, and what is published computed again."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from drawn_study import study_table
+
+from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened
+from mbd_core.rl.config import RLRecipe
+from research.ledger.plan import BASE, PLOT, REPORT, ROWS, run_name
+from research.ledger.rows import StudyCell
+from research.rl import study
+from research.rl.arms import ARMS, A, D
+from research.rl.report import CLAIMS, SLOTS, TRAINING, Claim, judge, report
+from research.rl.study import Study, StudySize
+
+TAUS = (0.8, 0.9)
+
+
+def rows_of(recipes: dict[str, tuple[float, int]], *, seeds: tuple[int, ...] = (1, 2, 3)) -> pa.Table:
+    """Rows of each recipe: its accuracy and forwards."""
+    cells = {StudyCell(name, SLOTS, tau): numbers for name, numbers in recipes.items() for tau in TAUS}
+    return study_table(
+        {cell: accuracy for cell, (accuracy, _) in cells.items()},
+        {cell: forwards for cell, (_, forwards) in cells.items()},
+        seeds=seeds,
+    )
+
+
+def claim(*measures: tuple[str, float | None]) -> Claim:
+    return Claim(text="", first="rl-A", second=BASE, measures=measures)  # type: ignore[arg-type]
+
+
+FASTER, EQUAL = ("tpf", 0.0), ("accuracy", -1.0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "measures", "verdict"),
+    [
+        ((0.9, 10), (FASTER, EQUAL), "shown"),
+        ((0.1, 10), (FASTER, EQUAL), "contradicted"),
+        ((0.5, 10), (FASTER, EQUAL), "not shown"),
+        ((0.9, 30), (FASTER, EQUAL), "contradicted"),
+        ((0.9, 10), (("aup", 0.0),), "shown"),
+        ((0.1, 30), (("aup", 0.0),), "contradicted"),
+        ((0.5, 20), (("accuracy", None),), "shown"),
+        ((0.9, 20), (("accuracy", None),), "contradicted"),
+        ((0.5, 10), (("tpf", None),), "contradicted"),
+    ],
+)
+def test_a_claim_is_judged_by_the_intervals(
+    recipe: tuple[float, int], measures: tuple[tuple[str, float | None], ...], verdict: str
+) -> None:
+    assert judge(claim(*measures), rows_of({BASE: (0.5, 20), "rl-A": recipe})).verdict == verdict
+
+
+def test_a_claim_is_judged_on_the_seeds_of_both_sides() -> None:
+    start, arm = rows_of({BASE: (0.5, 20)}), rows_of({"rl-A": (0.9, 10)}, seeds=(1, 2))
+    judged = judge(claim(FASTER), pa.concat_tables([start, arm]))
+    assert (judged.num_seeds, judged.verdict) == (2, "not enough seeds")
+    assert judged.differences[0].is_above(), "the difference is told all the same"
+    assert judge(claim(FASTER), start).verdict == "not enough seeds"
+
+
+def test_the_report_gathers_the_pieces_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    for name, numbers in {BASE: (0.5, 20), "rl-A": (0.9, 10)}.items():
+        pq.write_table(rows_of({name: numbers}), tmp_path / "rows" / f"{name}.parquet")
+    text = report(tmp_path)
+    assert "| TPF rises at equal accuracy | tpf > 0 | 3 | +" in text
+    assert "| replay matters: A above C | aup > 0 | 0 | - | - | not enough seeds |" in text
+    shutil.rmtree(tmp_path / "rows")
+    picture = (tmp_path / PLOT).read_bytes()
+    assert report(tmp_path) == text == (tmp_path / REPORT).read_text(), "from the gathered rows alone"
+    assert (tmp_path / PLOT).read_bytes() == picture
+
+
+def test_every_claim_names_arms_that_are_run() -> None:
+    assert {name for claim in CLAIMS for name in (claim.first, claim.second)} <= {BASE, *ARMS}
+
+
+def test_a_folder_of_another_study_and_one_without_rows_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Study(tmp_path / "a", ARMS, StudySize())
+    with pytest.raises(ValueError, match="another size or of other arms"):
+        Study(tmp_path / "a", ARMS, StudySize(problems=7))
+    with pytest.raises(ValueError, match="another size or of other arms"):
+        Study(tmp_path / "a", {"rl-A": A}, StudySize())
+    assert study.main(["--out", str(tmp_path / "b"), "--report-only"]) == 2
+    assert "cannot be read as rows of a study" in capsys.readouterr().err and not (tmp_path / "b").exists()
+
+
+PUBLISHED = Path(__file__).resolve().parents[3] / "research" / "published" / "rl"
+
+
+def test_the_published_report_is_computed_again_from_its_rows(tmp_path: Path) -> None:
+    for name in (ROWS, TRAINING):
+        shutil.copy(PUBLISHED / name, tmp_path)
+    assert report(tmp_path) == (PUBLISHED / REPORT).read_text()
+    assert (tmp_path / PLOT).stat().st_size > 10_000
+
+
+def test_supervised_training_has_as_many_learner_tokens() -> None:
+    """Within a tenth of what A's runs really had; an update of MultiTF has 6,640 tokens."""
+    lines = [line for line in pq.read_table(PUBLISHED / TRAINING).to_pylist() if line["recipe"] == A.name]
+    tokens = sum(line["tokens"] for line in lines) / len({line["seed"] for line in lines})
+    assert D.train.steps * 6_640 == pytest.approx(tokens, rel=0.1)
+
+
+@pytest.mark.slow  # it trains
+def test_a_study_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(A, iterations=1, rollouts=replace(A.rollouts, prompts=1, group=2))
+    arms: dict[str, RLRecipe | TrainingRecipe] = {"rl-A": small, "rl-D": shortened(D, 1)}
+    size = StudySize(seeds=(1,), problems=2, taus=(0.9,))
+    first = Study(tmp_path / "out", arms, size)
+    with monkeypatch.context() as patch:
+        patch.setattr("research.rl.study._supervised", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            first.compute()
+    rows = tmp_path / "out" / "rows"
+    assert {path.stem for path in rows.iterdir()} == {run_name(BASE, 1), run_name("rl-A", 1)}
+    before = (rows / f"{run_name('rl-A', 1)}.parquet").stat().st_mtime_ns
+    Study(tmp_path / "out", arms, size).compute()
+    assert (rows / f"{run_name('rl-D', 1)}.parquet").exists()
+    assert (rows / f"{run_name('rl-A', 1)}.parquet").stat().st_mtime_ns == before, "a piece is computed once"
+    assert "A: correctness + TPF" in report(tmp_path / "out")
