@@ -52,7 +52,10 @@ class LoraSettings:
     ] = ("q_proj", "k_proj", "v_proj", "o_proj")
     quantize_base: Annotated[
         QuantizedBase | None,
-        Option("Keep the matrices of the frozen base's layers in 4 bits (QLoRA), by bitsandbytes.", LORA),
+        Option(
+            "Train an adapter, and keep the matrices of the frozen base's layers in 4 bits (QLoRA), by bitsandbytes.",
+            LORA,
+        ),
     ] = None
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ def draw_study(means: DrawnMeans, file: BinaryIO, *, names: Mapping[str, str]) -
     """Write the plot as PNG; bars are 95 % intervals over problems and seeds."""
     curves = means.rows.curves
     sizes = sorted({size for _, size in curves})
-    figure = Figure(figsize=(5.0 * len(sizes), 4.8), layout="constrained")
+    figure = Figure(figsize=(max(7.0, 5.0 * len(sizes)), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
     recipes = list(dict.fromkeys(recipe for recipe, _ in curves))
@@ -54,7 +54,8 @@ def draw_study(means: DrawnMeans, file: BinaryIO, *, names: Mapping[str, str]) -
         panel.set_xlabel("tokens per forward (TPF)")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("accuracy (%)")
-    figure.legend(*panels[-1].get_legend_handles_labels(), fontsize="small", loc="outside lower center", ncols=3)
+    legend = panels[-1].get_legend_handles_labels()
+    figure.legend(*legend, fontsize="small", loc="outside lower center", ncols=min(3, 1 + len(sizes)))
     figure.savefig(file, format="png", dpi=130)
 
 

@@ -44,5 +44,10 @@ G = replace(A, name="rl-G", states="block-local")
 LONG = replace(A, name="rl-A-20", iterations=20)
 """A for four times as long, of which no claim was stated; its first iterations are A's."""
 
-ARMS: dict[str, RLRecipe | TrainingRecipe] = {arm.name: arm for arm in (A, C, D, E, F, B, G, LONG)}
+LOW = replace(LEDGER_RL.train, lr=1e-5)
+LOW_A = replace(LONG, name="rl-A-20-low", train=LOW)
+LOW_E = replace(E, name="rl-E-20-low", iterations=20, train=LOW)
+"""A and E as long at a fifth of the learning rate; E's was added after its result was seen."""
+
+ARMS: dict[str, RLRecipe | TrainingRecipe] = {arm.name: arm for arm in (A, C, D, E, F, B, G, LONG, LOW_A, LOW_E)}
 """In the order in which a study runs them."""

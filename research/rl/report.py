@@ -27,7 +27,9 @@ LEAST_SEEDS = 3
 NAMES = {
     BASE: "the start",
     "rl-A": "A: correctness + TPF, exact states",
-    "rl-A-20": "A for 20 iterations",
+    "rl-A-20": "A, 20 iterations",
+    "rl-A-20-low": "A, 20 iterations at 1e-5",
+    "rl-E-20-low": "E, 20 iterations at 1e-5",
     "rl-B": "B: correctness alone",
     "rl-C": "C: all-masked states",
     "rl-D": "D: MultiTF on right solutions",
@@ -44,8 +46,8 @@ RULE = (
 )
 NOTES = f"""Brackets are 95 % percentile intervals of {NUM_DRAWS} draws of seeds and, in each, of problems. Over seeds:
 the mean of the seeds' own differences with Student's 95 % interval, which leaves problems out and decides no verdict.
-A claim is judged on the seeds that both of its sides have, and the y_max of its AUPs is the best accuracy of the two;
-the table of AUPs has that of all models. Tables and plot have the seeds that all models in them have. Accuracy in
+A difference is of the seeds that both of its sides have, and the y_max of its AUPs is the best accuracy of the two;
+the table of AUPs has that of all models. Cells, AUPs and plot are of the models that have all seeds. Accuracy in
 percent; NFE: forwards of an answer; TPF: useful tokens per forward, the mean over answers; AUP: d3LLM's over the
 thresholds, which drops a point that is more than 5 points less accurate than the slowest one, so that it jumps where a
 point crosses that line."""
@@ -141,12 +143,15 @@ def differences(means: DrawnMeans, first: str, second: str, measure: Measure) ->
 
 def of_recipes(table: pa.Table, recipes: Sequence[str]) -> pa.Table | None:
     """The rows of these recipes, of the seeds that all of them have; `None` without such a seed."""
-    seeds = [set(table.filter(pc.equal(table["recipe"], name))["seed"].unique().to_pylist()) for name in recipes]
-    common = set.intersection(*seeds)
+    common = set.intersection(*(_seeds(table, name) for name in recipes))
     if not common:
         return None
     is_in = pc.and_(pc.is_in(table["recipe"], pa.array(recipes)), pc.is_in(table["seed"], pa.array(sorted(common))))
     return table.filter(is_in)
+
+
+def _seeds(table: pa.Table, recipe: str) -> set[int]:
+    return set(table.filter(pc.equal(table["recipe"], recipe))["seed"].unique().to_pylist())
 
 
 # The report
@@ -165,10 +170,11 @@ def report(out: Path) -> str:
             with file_beside(out / TRAINING) as file:
                 pq.write_table(pa.concat_tables(trained, promote_options="permissive"), file, compression="zstd")
     table = read_table(out / ROWS)
-    present = set(table["recipe"].unique().to_pylist())
-    rows = of_recipes(table, [name for name in (BASE, *sorted(ARMS)) if name in present])
+    start = _seeds(table, BASE)
+    whole = [name for name in (BASE, *sorted(ARMS)) if _seeds(table, name) == start]
+    rows = of_recipes(table, whole)
     if rows is None:
-        raise ValueError(f"{out / ROWS}: no seed has rows of all of {', '.join(sorted(present))}")
+        raise ValueError(f"{out / ROWS} has no rows of the start, with which all models are compared")
     means = bootstrap_means(paired_rows(rows))
     with (out / PLOT).open("wb") as file:
         draw_study(means, file, names=NAMES)
@@ -183,8 +189,8 @@ def render(table: pa.Table, means: DrawnMeans, training: pa.Table | None) -> str
     seeds = ", ".join(map(str, means.rows.seeds))
     lines = ["# Does reinforcement learning win back the forwards that MultiTF costs?", ""]
     lines += [
-        f"`ledger-mbd`, {ITERATIONS} iterations of 64 answers, four slots; {means.rows.num_problems} unseen problems "
-        f"of ledger-mini over the seeds {seeds}.",
+        f"`ledger-mbd`, {ITERATIONS} iterations of 64 answers unless said otherwise, four slots; "
+        f"{means.rows.num_problems} unseen problems of ledger-mini over the seeds {seeds}.",
         "",
         RULE,
         "",
@@ -196,7 +202,7 @@ def render(table: pa.Table, means: DrawnMeans, training: pa.Table | None) -> str
         "",
         "No claim was stated of most of these.",
         "",
-        *_arm_lines(means),
+        *_arm_lines(table),
         "",
         *(["## What training saw", "", *_training_lines(training), ""] if training is not None else []),
         "## All cells",
@@ -234,17 +240,16 @@ def _claim_lines(verdicts: Sequence[JudgedClaim]) -> list[str]:
     return table_lines(heads, rows, num_text=2)
 
 
-def _arm_lines(means: DrawnMeans) -> list[str]:
+def _arm_lines(table: pa.Table) -> list[str]:
     measures: tuple[Measure, ...] = ("accuracy", "tpf", "aup")
-    recipes = [recipe for recipe, _ in means.rows.curves if recipe != BASE]
-    rows = [
-        [
-            NAMES[recipe],
-            *(signed_text(Interval.of_weightings(differences(means, recipe, BASE, name))) for name in measures),
-        ]
-        for recipe in recipes
-    ]
-    return table_lines(["Model", "Accuracy [95 %]", "TPF [95 %]", "AUP [95 %]"], rows, num_text=1)
+    lines = []
+    for name in sorted(ARMS):
+        rows = of_recipes(table, (name, BASE))
+        if rows is not None:
+            means = bootstrap_means(paired_rows(rows))
+            found = [Interval.of_weightings(differences(means, name, BASE, measure)) for measure in measures]
+            lines.append([NAMES[name], len(means.rows.seeds), *map(signed_text, found)])
+    return table_lines(["Model", "Seeds", "Accuracy [95 %]", "TPF [95 %]", "AUP [95 %]"], lines, num_text=1)
 
 
 def _training_lines(training: pa.Table) -> list[str]:

@@ -13,11 +13,12 @@ was killed leaves its run where the next goes on.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from jobs.command_line import OutFolder, OwnThreads, command
 from mbd_core.engine.config import EngineConfig
@@ -76,8 +77,6 @@ class Study:
     """A study in its folder, which is claimed for it; `ValueError` if another study lies there."""
 
     def __init__(self, out: Path, arms: Mapping[str, RLRecipe | TrainingRecipe], size: StudySize) -> None:
-        import json
-
         self.out, self.arms, self.size = out, arms, size
         record = {"size": asdict(size), "arms": {name: asdict(arm) for name, arm in arms.items()}}
         recorded = json.loads(json.dumps(record, default=str))
@@ -145,10 +144,8 @@ class Study:
         _write(self._place("training", name, seed), pa.Table.from_pylist(rows))
         return model
 
-    def evaluate(self, model: Path, name: str, seed: int, *, split: Any = "test") -> pa.Table:
+    def evaluate(self, model: Path, name: str, seed: int) -> pa.Table:
         """The rows of a model on its seed's problems: the rollouts' decoding, greedily, at each threshold."""
-        import json
-
         from mbd_core.evaluation.sweep.grading import grade_table
         from mbd_core.evaluation.sweep.options import SweepOptions
         from mbd_core.evaluation.sweep.parts import cut
@@ -165,7 +162,6 @@ class Study:
                 grid=f"tau_m2t={','.join(map(str, self.size.taus))}",
                 limit=self.size.problems,
                 seed=seed,
-                split=split,
             )
         )
         parts = cut(list(sweep.rows()), rows_per_part=4 * sweep.engine.max_rows)

@@ -183,9 +183,10 @@ class ChatMessage(Strict):
         None
     )
     """text; needed but in a turn of the assistant"""
-    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], items(MAX_ANSWER, least=1)] | None = None
+    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], items(MAX_ANSWER)] | None = None
     """an answer's own tokens, as `return_token_ids` gave them with it: they stand in the prompt as they were
-    generated, where the prefix cache finds them; only in a turn of the assistant, whose `content` they spell"""
+    generated, where the prefix cache finds them; only in a turn of the assistant, whose `content` they spell; `[]` is
+    as `null`"""
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
     """the call whose result this is; only with role `tool`, and needed there"""
     name: str | None = None

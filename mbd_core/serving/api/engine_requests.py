@@ -240,9 +240,9 @@ def chat_ids(
     answers = {number: turn["token_ids"] for number, turn in enumerate(turns) if "token_ids" in turn}
     if answers and special:
         why = "are not taken where the tokenizer's special tokens stand around a chat"
-        raise FieldError("messages.token_ids", why, remedy="leave add_special_tokens out")
+        raise FieldError(f"messages.{min(answers)}.token_ids", why, remedy="leave add_special_tokens out")
     for number, answer in answers.items():
-        _check_answer(model, str(plain_turns[number]["content"]), answer)
+        _check_answer(model, str(plain_turns[number]["content"]), answer, field=f"messages.{number}.token_ids")
     try:
         render = partial(
             chat_text,
@@ -270,16 +270,16 @@ def chat_ids(
 ANSWER_PLACE = "\U0010fffe"  # a non-character, which no text has
 
 
-def _check_answer(model: ServedModel, content: str, answer: Sequence[int]) -> None:
+def _check_answer(model: ServedModel, content: str, answer: Sequence[int], *, field: str) -> None:
     """Raise `FieldError` for tokens that are not those of an answer with this content."""
     tokenizer = model.tokenizer
     unknown = next((t for t in answer if t >= len(tokenizer)), None)
     if unknown is not None:
-        raise FieldError("messages.token_ids", f"is no token; the vocabulary has {len(tokenizer)}", value=unknown)
+        raise FieldError(field, f"is no token; the vocabulary has {len(tokenizer)}", value=unknown)
     controls = {*tokenizer.convert_tokens_to_ids(sorted(control_tokens(tokenizer)))}
     if controls.intersection(answer) or decode_text(tokenizer, answer) != content:
         why = "are not the tokens of the content beside them, as an answer's token_ids are"
-        raise FieldError("messages.token_ids", why, remedy="send both as they came, or leave token_ids out")
+        raise FieldError(field, why, remedy="send both as they came, or leave token_ids out")
 
 
 def _around_answers(

@@ -85,7 +85,8 @@ def _check_most(most: int, marks: str, number: int) -> None:
 
 # Where a field may have several forms, pydantic reports an error for each form; the client gets these instead.
 FORMS = {
-    "input": "must be a string or a list of items: messages of text, function_call, function_call_output",
+    "input": "must be a string or a list of items: messages of text, function_call, function_call_output; images and "
+    "files are not read",
     "prompt": f"must be a string, a list of strings, a list of at most {MAX_IDS} token ids (0 or more), or a list of "
     f"such lists; at most {MOST_PROMPTS} prompts",
     "content": f"must be a string or a list of at most {MAX_TEXT_PARTS} text parts; images, audio and files are not "

@@ -1,6 +1,6 @@
 """The arms of the study of reinforcement learning: each is a recipe, and differs from A in its subject alone."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ from mbd_core.multitf.recipes.choice import recipe_in_file
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.rollouts import RolloutPlan
-from research.rl.arms import A
+from research.rl.arms import LONG, LOW_A, LOW_E, A, E
 
 ARMS = Path(__file__).resolve().parents[3] / "research" / "rl" / "arms.py"
 SUBJECTS = {
@@ -29,6 +29,13 @@ def test_an_arm_differs_from_a_in_its_subject_alone(name: str) -> None:
     differing = {f.name for f in fields(arm) if repr(getattr(arm, f.name)) != repr(getattr(A, f.name))}
     assert differing == SUBJECTS[name] | ({"name"} if name != "A" else set())
     assert arm.name == f"rl-{name}" and arm.model == "ledger-mbd"
+
+
+@pytest.mark.parametrize(("longer", "arm"), [(LONG, A), (LOW_A, A), (LOW_E, E)], ids=["A", "low A", "low E"])
+def test_a_longer_run_differs_in_length_and_rate_alone(longer: RLRecipe, arm: RLRecipe) -> None:
+    assert longer.iterations == 4 * arm.iterations
+    again = replace(longer, name=arm.name, iterations=arm.iterations, train=replace(longer.train, lr=arm.train.lr))
+    assert repr(again) == repr(arm)
 
 
 def test_all_arms_are_asked_the_same() -> None:

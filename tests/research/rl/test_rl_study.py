@@ -12,7 +12,7 @@ from drawn_study import study_table
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened
 from mbd_core.rl.config import RLRecipe
 from research.ledger.plan import BASE, PLOT, REPORT, ROWS, run_name
-from research.ledger.rows import StudyCell
+from research.ledger.rows import StudyCell, write_rows
 from research.rl import study
 from research.rl.arms import ARMS, A, D
 from research.rl.report import CLAIMS, SLOTS, TRAINING, Claim, judge, report
@@ -77,6 +77,18 @@ def test_the_report_gathers_the_pieces_that_are_there(tmp_path: Path) -> None:
     picture = (tmp_path / PLOT).read_bytes()
     assert report(tmp_path) == text == (tmp_path / REPORT).read_text(), "from the gathered rows alone"
     assert (tmp_path / PLOT).read_bytes() == picture
+
+
+def test_a_model_that_lacks_a_seed_is_compared_on_those_it_has(tmp_path: Path) -> None:
+    start, arm = rows_of({BASE: (0.5, 20), "rl-A": (0.5, 20)}), rows_of({"rl-C": (0.9, 10)}, seeds=(1, 2))
+    write_rows(tmp_path / ROWS, [start, arm])
+    text = report(tmp_path)
+    compared, cells = text.split("## All cells")
+    assert "| C: all-masked states | 2 | +" in compared and "| A: correctness + TPF, exact states | 3 | " in compared
+    assert "C: all-masked" not in cells and "A: correctness" in cells
+    write_rows(tmp_path / ROWS, [arm])
+    with pytest.raises(ValueError, match="no rows of the start"):
+        report(tmp_path)
 
 
 def test_every_claim_names_arms_that_are_run() -> None:
