@@ -34,13 +34,13 @@ class Endpoint:
         if len(body["prompt"]) > 500:
             self.open_long += 1
             try:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.1)
             finally:
                 self.open_long -= 1
             if self.refuses:
                 return web.json_response({"error": {}}, status=400)
         else:
-            await asyncio.sleep(0.005)  # long ones come in between
+            await asyncio.sleep(0.02)  # long ones come in between
             self.crowds.append(self.open_long)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
