@@ -355,7 +355,7 @@ def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_clust
             {"--methods": "single,d2f"},
             "method 'd2f' needs a model with full attention; 'tiny-random' has block_causal",
         ),
-        ({"--method": 'c={"canvas": {}}'}, "method 'c' needs a full-attention model"),
+        ({"--method": 'c={"canvas": {}}'}, "method 'c' needs a model with full attention"),
         ({"--method": 'c={"t2t": {"tau": 2}}'}, "method 'c': t2t.tau=2 must be a number from 0 to 1"),
         ({"--method": "c={"}, "--method c: { is not valid JSON"),
         ({"--recipe": "none-such"}, "unknown recipe 'none-such'; known: own, bare, mbd-lms"),
