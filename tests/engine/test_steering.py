@@ -550,6 +550,9 @@ def test_random_schemas_on_the_shipped_model(number: int) -> None:
         outputs = loaded.engine.generate([r for r, _ in requests])
         check_answers(loaded, requests, outputs)
         print(f"\n{number} schemas: {cost(outputs)}")
+        for size in sorted({r.decoding.buffer_size for r, _ in requests}):
+            of_size = [o for (r, _), o in zip(requests, outputs, strict=True) if r.decoding.buffer_size == size]
+            print(f"{len(of_size)} of them with a buffer of {size}: {cost(of_size)}")
 
 
 ANY_TEXT = Grammar(syntax="regex", text="(?s:.*)")
