@@ -358,7 +358,7 @@ class Admission:
             self._check_edit(request)
         if decoding.prompt_attention == "full" and self._model.attention != "full":
             raise ValueError(
-                f"prompt_attention='full' (D2F) needs a model with full attention; "
+                "prompt_attention='full' (D2F) needs a model with full attention; "
                 f"{self._model.architecture}'s is {self._model.attention}"
             )
         if decoding.carry and not self._model.shift_logits:

@@ -30,8 +30,8 @@ from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.weights import ResidentAdapter, SwapMode
 
 OLDEST_FIRST = 4
-"""In every so manieth step that would pass over the oldest prompt it comes first, so that it gets at least this share
-of what is stored however many shorter ones come."""
+"""The oldest prompt comes first in one of so many steps that would pass over it: it gets that share of what is stored,
+however many shorter ones come."""
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,9 @@ def places(mask: Tensor) -> Tensor:
 def placed(x: Tensor, at: Tensor, number: int) -> Tensor:
     """`x` (A,) at places `at` of `number` zeros; place `number` is that of padding."""
     if isinstance(x, np.ndarray):
-        spread = np.zeros(number + 1, x.dtype)
-        spread[at] = x
-        return spread[:-1]
+        result = np.zeros(number + 1, x.dtype)
+        result[at] = x
+        return result[:-1]
     return x.new_zeros(number + 1).scatter_(0, at, x)[:-1]
 
 
