@@ -61,7 +61,7 @@ class SweepOptions(TaskOptions):
             DECODING,
             separator=",",
             metavar=LIST,
-            default="single, multi, those of --method",
+            default="single, multi (models of causal rows: their own), those of --method",
         ),
     ] = None
     definitions: Annotated[

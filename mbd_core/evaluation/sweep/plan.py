@@ -214,7 +214,13 @@ def plan_sweep(options: SweepOptions) -> Sweep:
     if ENDPOINT_DEFAULT in (options.methods or ()) and options.models:
         raise ValueError(f"method '{ENDPOINT_DEFAULT}' is an endpoint's; --models are decoded here, by other methods")
     own_methods = [name for name in methods if name not in NAMED_METHODS]
-    method_names = list(options.methods or ())
+    method_names: list[str] = []
+
+    def names_of(defaults: Sequence[str]) -> Sequence[str]:
+        names = [*defaults, *own_methods] if options.methods is None else options.methods
+        method_names.extend(name for name in names if name not in method_names)
+        return names
+
     problem_sets = [
         load_problems(task, split=options.split, seed=options.seed, limit=options.limit, data=files.get(task.name))
         for task in tasks
@@ -251,8 +257,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         if any(prompt.wording.needs_chat for prompt in prompts) and not contents.tokenizer.chat_template:
             raise ValueError(f"model '{name}' has a tokenizer without a chat template, which the prompts need")
         contents = replace(contents, defaults=with_method(author_defaults(contents.defaults), contents.config))
-        names = [*_default_methods(contents.config), *own_methods] if options.methods is None else options.methods
-        method_names += [method for method in names if method not in method_names]
+        names = names_of(_default_methods(contents.config))
         variants[name] = (
             _model_variants(name, contents, grid, names, methods, options.tensor_parallel) if decodes else []
         )
@@ -276,9 +281,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
     for endpoint in options.endpoints:
         if endpoint.name in variants:
             raise ValueError(f"--endpoint {endpoint.name}: two models are named so; give it another name")
-        names = [SINGLE, MULTI, *own_methods] if options.methods is None else options.methods
-        method_names += [method for method in names if method not in method_names]
-        variants[endpoint.name] = endpoint_variants(endpoint, grid, names, methods)
+        variants[endpoint.name] = endpoint_variants(endpoint, grid, names_of((SINGLE, MULTI)), methods)
         notes += endpoint_notes(endpoint, inputs)
     return Sweep(
         models=models,
