@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from mbd_core.evaluation.measures.statistics import NUM_DRAWS, Interval, p_text, student_interval
-from mbd_core.files import write_text
+from mbd_core.files import file_beside, write_text
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS
 from research.ledger.claims import CLAIM_TAU, CLAIMS, RULE, JudgedClaim, judge
 from research.ledger.distances import correlations, distance_lines, read_distances
@@ -96,7 +96,7 @@ def report(out: Path, experiment: Experiment) -> str:
     if experiment == "alignment":
         distances = read_distances(folder / INFERENCE / DISTANCES)
         extra = distance_lines(distances, correlations(distances, means), names=NAMES)
-    with (folder / PLOT).open("wb") as file:
+    with file_beside(folder / PLOT) as new_file, new_file.open("wb") as file:
         draw_study(means, file, names=NAMES)
     text = render(experiment, means, extra=extra)
     write_text(folder / REPORT, text)

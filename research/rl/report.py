@@ -176,7 +176,7 @@ def report(out: Path) -> str:
     if rows is None:
         raise ValueError(f"{out / ROWS} has no rows of the start, with which all models are compared")
     means = bootstrap_means(paired_rows(rows))
-    with (out / PLOT).open("wb") as file:
+    with file_beside(out / PLOT) as new_file, new_file.open("wb") as file:
         draw_study(means, file, names=NAMES)
     training = pq.read_table(out / TRAINING) if (out / TRAINING).exists() else None
     text = render(table, means, training)

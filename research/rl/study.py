@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from jobs.command_line import OutFolder, OwnThreads, command
 from mbd_core.engine.config import EngineConfig
-from mbd_core.files import file_beside, write_json
+from mbd_core.files import file_beside, is_partial, write_json
 from mbd_core.options import DATA, DECODING, OUTPUT, Option
 from mbd_core.rl.config import HeldOutConfig, RLRecipe
 from research.ledger.plan import BASE, run_name, seeded
@@ -74,7 +74,7 @@ def run(
 
 
 class Study:
-    """A study in its folder, which is claimed for it; `ValueError` if another study lies there."""
+    """A study in its folder, which is claimed for it; `ValueError` if another study or anything else lies there."""
 
     def __init__(self, out: Path, arms: Mapping[str, RLRecipe | TrainingRecipe], size: StudySize) -> None:
         self.out, self.arms, self.size = out, arms, size
@@ -84,6 +84,8 @@ class Study:
         if path.exists() and json.loads(path.read_text()) != recorded:
             raise ValueError(f"{out} holds a study of another size or of other arms; give another folder")
         if not path.exists():
+            if out.exists() and not all(map(is_partial, out.iterdir())):
+                raise ValueError(f"{out} exists already and holds no study; give a folder that is yet to be made")
             out.mkdir(parents=True, exist_ok=True)
             write_json(path, recorded)
 

@@ -103,6 +103,10 @@ def test_a_folder_of_another_study_and_one_without_rows_are_refused(
         Study(tmp_path / "a", ARMS, StudySize(problems=7))
     with pytest.raises(ValueError, match="another size or of other arms"):
         Study(tmp_path / "a", {"rl-A": A}, StudySize())
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    with pytest.raises(ValueError, match="holds no study"):
+        Study(tmp_path / "mine", ARMS, StudySize())
     assert study.main(["--out", str(tmp_path / "b"), "--report-only"]) == 2
     assert "cannot be read as rows of a study" in capsys.readouterr().err and not (tmp_path / "b").exists()
 
