@@ -125,7 +125,11 @@ def test_tokens_that_are_not_the_contents_are_refused(tiny_model_dir: Path) -> N
         for message, why in cases:
             with pytest.raises(ApiError, match=why) as caught:
                 await chat(server, QUESTION, message, NEXT)
-            assert caught.value.status == 400
+            assert (caught.value.status, caught.value.param) == (400, "messages.1.token_ids")
+        empty = {"role": "assistant", "content": "42 apples", "token_ids": []}
+        plain = {"role": "assistant", "content": "42 apples"}
+        replies = [await chat(server, QUESTION, message, NEXT) for message in (empty, plain)]
+        assert replies[0]["choices"][0]["prompt_token_ids"] == replies[1]["choices"][0]["prompt_token_ids"]
         good = {"role": "assistant", "content": "42 apples", "token_ids": ids}
         asked = json.dumps({"messages": [QUESTION, good, NEXT], "add_special_tokens": True}).encode()
         with pytest.raises(ApiError, match="special tokens stand around"):
