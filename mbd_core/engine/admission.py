@@ -24,6 +24,7 @@ Field = Literal[
     "request_id",
     "adapter",
     "rollout",
+    "experts",
     "grammar",
     "template",
     "frames",
@@ -141,6 +142,7 @@ class Admission:
         self.check_adapter(request)
         self._check_method(request)
         _check_rollout(request)
+        self._check_experts(request)
         _check_frames(request)
         self._check_grammar(request)
         self._check_template(request)
@@ -207,6 +209,19 @@ class Admission:
         else:
             return
         raise RequestRefused("template", reason)
+
+    def _check_experts(self, request: Request) -> None:
+        if not request.experts:
+            return
+        if self._model.moe is None:
+            reason = f"{self._model.architecture} here has no experts"
+        elif not request.rollout:
+            reason = "they are part of a rollout: ask for that too"
+        elif request.committed:
+            reason = "the forwards of committed tokens were another engine's: ask for the whole answer anew"
+        else:
+            return
+        raise RequestRefused("experts", f"experts cannot be recorded: {reason}")
 
     def _check_ends(self, request: Request) -> None:
         if not 0 <= request.min_tokens <= request.max_tokens:

@@ -2,20 +2,29 @@
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.blocks.request import FinishReason, Frame, Rollout, StepOutput, StepTrace, TopTokens
+from mbd_core.decoding.blocks.request import (
+    FinishReason,
+    ForwardExperts,
+    Frame,
+    Rollout,
+    StepOutput,
+    StepTrace,
+    TopTokens,
+)
 from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.engine.measures import EngineCounts, ForwardKind
 from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.report import HostCopy, Report, split_tops, unpack_report
 from mbd_core.engine.rows import PlannedRun
+from mbd_core.engine.runner import Batch
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.engine.seating import Seating
 from mbd_core.engine.sequence import SequenceState
@@ -54,11 +63,13 @@ class StepPlan:
 @dataclass(frozen=True, kw_only=True)
 class LaunchedStep:
     """A step whose device part has been launched: a report on those who decode in blocks; `planned` are the planned
-    rows' logits (A, V), or what their decoders read of them."""
+    rows' logits (A, V), or what their decoders read of them; `experts` are those of sequences that record them, as
+    `experts_of` gives them."""
 
     plan: StepPlan
     report: HostCopy | None
     planned: Tensor | list[Any] | None = None
+    experts: list[tuple[SequenceState, int, np.ndarray]] = field(default_factory=list)
 
 
 class StepAhead:
@@ -123,6 +134,11 @@ class Collector:
 
     def collect(self, step: LaunchedStep) -> list[StepOutput]:
         """What a step committed. Sequences that have ended or were aborted since it was planned have no share."""
+        decodes = [] if step.report is None else list(step.plan.decoding.values())
+        for sequence, start, ids in step.experts:
+            is_numbered = any(sequence is other for other in decodes)
+            number = self._forward(sequence) + 1 if is_numbered else 0  # the step is counted below
+            sequence.experts.append(ForwardExperts(number, start, ids))
         outputs, kind = self._collect_blocks(step.plan, step.report)
         if step.planned is not None:
             outputs += self._collect_planned(step.plan, step.planned)
@@ -359,3 +375,29 @@ def _planned_traces(number: int, run: PlannedRun, update: "CanvasUpdate") -> lis
         )
         for (lane, block), num_accepted in update.accepted.items()
     ]
+
+
+# Which experts a forward's tokens were given, where a request asks for it.
+
+
+def experts_of(
+    sequences: Sequence[SequenceState], batch: Batch, calls: Sequence[Sequence[Tensor]]
+) -> list[tuple[SequenceState, int, np.ndarray]]:
+    """Of each sequence in a forward the first position of its tokens, and their experts (T, M, K), uint8 or uint16.
+
+    `calls` are those of `recorded_experts`. The sequences share no page, so their first one tells their tokens.
+    """
+    ids_TMK = torch.stack([torch.cat(list(own)) for own in calls], dim=1).cpu()
+    lengths_K = batch.cu_seqlens_q.diff().long()
+    page_T = batch.pages_KP[:, 0].repeat_interleave(lengths_K).cpu()
+    positions_T = batch.positions_T.cpu()
+    found = []
+    for sequence in sequences:
+        at_T = page_T == (sequence.pages[0] if sequence.pages else -1)
+        if not at_T.any():
+            continue
+        own = positions_T[at_T].numpy()
+        assert (np.diff(own) == 1).all(), "a sequence's tokens in a forward are neighbours"
+        ids = ids_TMK[at_T].numpy()
+        found.append((sequence, int(own[0]), ids.astype(np.uint8 if ids.max() < 256 else np.uint16)))
+    return found

@@ -17,7 +17,7 @@ from mbd_core.decoding.blocks.request import Output, Request, StepOutput, aborte
 from mbd_core.decoding.grammar.guide import STEP_TRIES, Grammars, Guide, GuideState
 from mbd_core.engine.admission import AdmittedRequest, RequestRefused, compile_guide
 from mbd_core.engine.build import build_parts
-from mbd_core.engine.collector import Collector, LaunchedStep, StepAhead, StepPlan
+from mbd_core.engine.collector import Collector, LaunchedStep, StepAhead, StepPlan, experts_of
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.measures import EngineCounts, EngineMeasures, measure
 from mbd_core.engine.report import HostCopy, Report
@@ -38,6 +38,7 @@ from mbd_core.engine.weights import (
     stage_weights,
 )
 from mbd_core.models.decoder import Decoder
+from mbd_core.models.mlp import recorded_experts
 from mbd_core.ops.attention.choice import AttentionKernel
 
 if TYPE_CHECKING:
@@ -429,6 +430,15 @@ class Engine:
             if plan.chunks:  # first: a sequence whose prompt they complete decodes in this step
                 store_step(self._state, lay_out(None))
             return LaunchedStep(plan=plan, report=HostCopy(self._graphs.run(plan.kind, num_pages=num_pages)))
+        recording = [s for s in self.scheduler.running.values() if s.request.experts]
+        if recording:
+            with recorded_experts(self.model) as calls:
+                step = self._launch_packed(plan, lay_out)
+            assert self.runner.last_batch is not None
+            return replace(step, experts=experts_of(recording, self.runner.last_batch, calls))
+        return self._launch_packed(plan, lay_out)
+
+    def _launch_packed(self, plan: StepPlan, lay_out: Callable[[BlockBuffer | None], StepRows]) -> LaunchedStep:
         if not plan.decoding:
             return LaunchedStep(plan=plan, report=None, planned=store_step(self._state, lay_out(None)))
         tries = math.inf if self.config.batch_invariant else STEP_TRIES  # a row must not wait for others there
@@ -446,8 +456,9 @@ class Engine:
         return self._collector.collect(step)
 
     def _is_static(self, plan: StepPlan) -> bool:
-        """Whether all that a step decodes is decoded in blocks and on the device."""
-        return self.static_shapes and bool(plan.decoding) and not self._seating.decides_on_host
+        """Whether all that a step decodes is decoded in blocks and on the device, and no experts are recorded."""
+        is_static = self.static_shapes and bool(plan.decoding) and not self._seating.decides_on_host
+        return is_static and not any(s.request.experts for s in self.scheduler.running.values())
 
     def _may_run_ahead(self) -> bool:
         """Whether no sequence waits to be seated, and there are pages for what this step and the next may fill."""

@@ -1,13 +1,22 @@
 """One request's state in the engine: its tokens and lengths, its pages, its counts, the scores of a given text."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import Tensor
 
 from mbd_core.decoding.blocks.levenshtein import EditedBlock
-from mbd_core.decoding.blocks.request import Counts, FinishReason, Output, Request, Rollout, TokenScore, TopTokens
+from mbd_core.decoding.blocks.request import (
+    Counts,
+    FinishReason,
+    ForwardExperts,
+    Output,
+    Request,
+    Rollout,
+    TokenScore,
+    TopTokens,
+)
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import PlannedDecoder, num_lanes
 from mbd_core.decoding.grammar.guide import GuideState, Pick
@@ -80,6 +89,7 @@ class SequenceState:
     guide              its way through its grammar, if it has one
     text_scores        where it is scored: the scores of its tokens
     rollout            the rollout of its emitted tokens, but for those that an earlier engine committed
+    experts            where they are asked for, those of its forwards
     block              where tokens come and go: the block under way
     weights            the numbers of the weights under which it was admitted first and last
     block_ages         forwards that the blocks in its slots took part in, while it is preempted
@@ -103,6 +113,7 @@ class SequenceState:
     logprobs: list[float] = field(default_factory=list)
     tops: list[TopTokens] = field(default_factory=list)
     rollout: Rollout | None = None
+    experts: list[ForwardExperts] = field(default_factory=list)
     guide: GuideState | None = None
     block: EditedBlock | None = None
     decoder: PlannedDecoder | None = None
@@ -179,9 +190,11 @@ class SequenceState:
 
     @property
     def shares_prefix(self) -> bool:
-        """Its pages depend on the tokens before them alone: no canvas, no prompt under full attention (D2F)."""
+        """Its pages depend on the tokens before them alone: no canvas, no prompt under full attention (D2F). Not
+        where experts are recorded: those of shared pages were another request's to know."""
         config = self.request.decoding
-        return config.canvas is None and not config.attends_in_full and config.prefix_cache is not False
+        is_alike = config.canvas is None and not config.attends_in_full and config.prefix_cache is not False
+        return is_alike and not self.request.experts
 
     def prefilled_to(self, stop: int) -> None:
         """Its prefix is stored, or being stored, up to `stop`; the last of it commits it."""
@@ -262,7 +275,7 @@ class SequenceState:
             stop_reason=stop_reason,
             logprobs=tuple(self.logprobs) if self.request.logprobs else None,
             tops=tuple(self.tops) if self.request.top_logprobs else None,
-            rollout=self.rollout,
+            rollout=None if self.rollout is None else replace(self.rollout, experts=tuple(self.experts)),
             scores=() if self.text_scores is None else tuple(self.text_scores.scores),
         )
 

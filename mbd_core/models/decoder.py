@@ -9,6 +9,7 @@ heads, C head channels, V vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +66,11 @@ class DecoderLayer(nn.Module):
         reduce: Reduce | None,
         adapters: TokenAdapters | None = None,
         kept: Tensor | None = None,
+        experts: Tensor | None = None,
     ) -> list[Tensor]:
         """The residual stream after this layer, in the same rows; only `attend` gets all rows in one tensor.
+
+        `experts` (..., K), of one row alone: the experts of each token, in place of the router's choice.
 
         With `kept` (N), places of the only row's tokens counted without its shape, it is these tokens' (N, D), and the
         MLP runs on them alone, unless their experts depend on whole blocks.
@@ -79,18 +83,27 @@ class DecoderLayer(nn.Module):
         q, k, v = (join(part) for part in zip(*parts, strict=True))
         attended = pieces(attend(layer, q, k, v), split)
         return [
-            self._finish(x, out, reduce, adapt, kept) for x, out, adapt in zip(rows, attended, adapts, strict=True)
+            self._finish(x, out, reduce, adapt, kept, experts)
+            for x, out, adapt in zip(rows, attended, adapts, strict=True)
         ]
 
     def _finish(
-        self, x: Tensor, attended: Tensor, reduce: Reduce | None, adapt: Adapt | None, kept: Tensor | None
+        self,
+        x: Tensor,
+        attended: Tensor,
+        reduce: Reduce | None,
+        adapt: Adapt | None,
+        kept: Tensor | None,
+        experts: Tensor | None,
     ) -> Tensor:
         heads = attended.flatten(-2)
         out = adapted(self.self_attn.o_proj(heads), adapt, "o_proj", heads)
         x = x + (out if reduce is None else reduce(out))
         if kept is not None and not self._needs_blocks:
-            x, kept = x.flatten(0, -2)[kept], None
-        out = self.mlp(self.post_attention_layernorm(x), adapt)
+            x, experts = x.flatten(0, -2)[kept], None if experts is None else experts.flatten(0, -2)[kept]
+            kept = None
+        given = () if experts is None else (experts,)
+        out = self.mlp(self.post_attention_layernorm(x), adapt, *given)
         x = x + (out if reduce is None else reduce(out))
         return x if kept is None else x.flatten(0, -2)[kept]
 
@@ -142,6 +155,7 @@ class Decoder(nn.Module):
         adapters: TokenAdapters | None = None,
         kept: Tensor | None = None,
         denoising: Denoising | None = None,
+        experts: Tensor | None = None,
     ) -> Tensor:
         """Final hidden states (..., D) of `input_ids` (...) at `positions` (...).
 
@@ -151,7 +165,8 @@ class Decoder(nn.Module):
         `soft_weight` (...), float32 in [0, 1], mixes each token's embedding with the mask's (`embed`). With `split`,
         the lengths of the rows that `input_ids` (T) packs, each row is computed in calls of its own. Its numbers then
         do not depend on the other rows, if `attend` also computes each row by itself. `denoising` says which tokens
-        Gemma denoises; without it they are all context.
+        Gemma denoises; without it they are all context. `experts` (..., M, K) are each token's in each of the M layers
+        that have some: the routers weigh these and choose none.
         """
         ids = pieces(input_ids, split)
         weights = [None] * len(ids) if soft_weight is None else pieces(soft_weight, split)
@@ -161,10 +176,14 @@ class Decoder(nn.Module):
             rows = [self.condition(row, part) for row, part in zip(rows, denoised, strict=True)]
         ropes = [self.ropes(row) for row in pieces(positions, split)]
         assert kept is None or (split is None and adapters is None), "kept places are of one row, in training"
+        assert experts is None or (split is None and self.config.gemma is None), "experts are given in training"
+        given = iter(() if experts is None else experts.unbind(-2))
         last = len(self.model.layers) - 1
         for index, layer in enumerate(self.model.layers):
             own_ropes, own_kept = [kinds[self.rope_kinds[index]] for kinds in ropes], kept if index == last else None
-            more = () if self.config.gemma is None else (denoised,)
+            more: tuple[Any, ...] = () if self.config.gemma is None else (denoised,)
+            if experts is not None and self.config.is_sparse(index):
+                more = (next(given),)
             rows = layer(rows, own_ropes, attend, index, split, self.reduce, adapters, own_kept, *more)
         return join([self.model.norm(row) for row in rows])
 

@@ -95,8 +95,10 @@ class GemmaRouter(Router):
         self.scale = nn.Parameter(torch.ones(config.hidden_size))
         self.per_expert_scale = nn.Parameter(torch.ones(config.moe.num_experts))
 
-    def forward(self, x_TD: Tensor, live_T: Tensor | None = None, num_shared: int = 0) -> tuple[Tensor, Tensor]:
-        ids_TK, weights_TK = super().forward(self.scaled(x_TD))
+    def forward(
+        self, x_TD: Tensor, live_T: Tensor | None = None, num_shared: int = 0, given_TK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        ids_TK, weights_TK = super().forward(self.scaled(x_TD), given_TK=given_TK)
         return ids_TK, weights_TK * self.per_expert_scale.float()[ids_TK]
 
     def scaled(self, x_TD: Tensor) -> Tensor:

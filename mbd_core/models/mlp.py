@@ -9,7 +9,8 @@ B block size.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,13 +83,15 @@ class Router(nn.Module):
         """Float32 scores (T, E) before sigmoid or softmax."""
         return F.linear(x_TD.float(), self.weight.float())
 
-    def forward(self, x_TD: Tensor, live_T: Tensor | None = None, num_shared: int = 0) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x_TD: Tensor, live_T: Tensor | None = None, num_shared: int = 0, given_TK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Expert ids (T, K + S) and their float32 weights (T, K + S), the last S = `num_shared` those of the experts
         that every token shares, E to E + S - 1. Tokens that are not `live_T` go to the sentinel E + S, which is no
-        expert."""
+        expert. With `given_TK` these are the ids, and the weights alone are this router's."""
         c = self.config
         self.check_blocks(len(x_TD))
-        if torch.is_inference_mode_enabled() and triton_serves(x_TD.device, x_TD.dtype):
+        if given_TK is None and torch.is_inference_mode_enabled() and triton_serves(x_TD.device, x_TD.dtype):
             return route(
                 product_in_float32(x_TD, self.weight),
                 per_token=c.experts_per_token,
@@ -106,7 +109,9 @@ class Router(nn.Module):
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.sigmoid() if c.score == "sigmoid" else logits_TE.softmax(dim=-1)
         choice_TE = scores_TE + self.expert_bias if c.expert_bias else scores_TE
-        if c.expert_capacity:
+        if given_TK is not None:
+            pass
+        elif c.expert_capacity:
             choice_NBE = choice_TE.unflatten(0, (-1, self.block_size))
             best_NE = choice_NBE.amax(1)
             kept_NE = torch.zeros_like(best_NE, dtype=torch.bool)
@@ -118,7 +123,7 @@ class Router(nn.Module):
             kept_TG = torch.zeros_like(best_TG, dtype=torch.bool)
             kept_TG = kept_TG.scatter(-1, best_TG.topk(c.topk_groups, dim=-1).indices, True)
             choice_TE = choice_TGe.masked_fill(~kept_TG[..., None], -torch.inf).flatten(-2)
-        ids_TK = choice_TE.topk(c.experts_per_token, dim=-1).indices
+        ids_TK = choice_TE.topk(c.experts_per_token, dim=-1).indices if given_TK is None else given_TK.long()
         weights_TK = scores_TE.gather(-1, ids_TK)
         if c.norm_topk_prob and c.experts_per_token > 1:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -128,6 +133,26 @@ class Router(nn.Module):
         if live_T is not None:
             ids_TK = ids_TK.masked_fill(~live_T[:, None], c.num_experts + num_shared)
         return ids_TK, weights_TK
+
+
+@contextmanager
+def recorded_experts(model: nn.Module) -> Iterator[list[list[Tensor]]]:
+    """Within it, the expert ids (T, K) that each router of `model` gives, call by call; the routers in layer order."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    calls: list[list[Tensor]] = [[] for _ in routers]
+
+    def watch(own_calls: list[Tensor]) -> Callable[..., None]:
+        def keep(router: Router, _: Any, chosen: tuple[Tensor, Tensor]) -> None:
+            own_calls.append(chosen[0][:, : router.config.experts_per_token])
+
+        return keep
+
+    handles = [router.register_forward_hook(watch(own)) for router, own in zip(routers, calls, strict=True)]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def with_shared(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, num_shared: int) -> tuple[Tensor, Tensor]:
@@ -227,9 +252,9 @@ class MoE(nn.Module):
         shared = config.moe.shared_size
         self.shared_experts = SwiGLU(config.hidden_size, shared) if shared else None
 
-    def routed(self, x_TD: Tensor, live_T: Tensor | None = None) -> Tensor:
+    def routed(self, x_TD: Tensor, live_T: Tensor | None = None, given_TK: Tensor | None = None) -> Tensor:
         """The weighted experts alone; zero for tokens that are not `live_T`, which go to no expert."""
-        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD, live_T))
+        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD, live_T, given_TK=given_TK))
         return out_TD
 
     def fuses(self, num_tokens: int) -> bool:
@@ -246,7 +271,8 @@ class MoE(nn.Module):
         ids_TK, weights_TK = self.gate(x_TD, live_T, self.gate.config.num_shared_experts)
         return self.experts.parts(x_TD, ids_TK, weights_TK, shared)
 
-    def forward(self, x: Tensor, adapt: Adapt | None = None) -> Tensor:
+    def forward(self, x: Tensor, adapt: Adapt | None = None, given: Tensor | None = None) -> Tensor:
+        """`given` (..., K): the experts of each token, in place of those that the router would choose."""
         self.gate.check_blocks(x.shape[-2])  # each sequence by itself
-        out = self.routed(x.flatten(0, -2)).view_as(x)
+        out = self.routed(x.flatten(0, -2), given_TK=None if given is None else given.flatten(0, -2)).view_as(x)
         return out if self.shared_experts is None else out + self.shared_experts(x, adapt)

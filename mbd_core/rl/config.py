@@ -57,6 +57,9 @@ class RolloutConfig:
         dict[str, Any],
         Option("Decoding fields that differ from the model's own.", DECODING, metavar="JSON"),
     ] = field(default_factory=dict)
+    record_experts: Annotated[
+        bool, Option("Record which experts the engine chose, and learn under these (R3).", DECODING)
+    ] = False
 
     def __post_init__(self) -> None:
         check(self)
@@ -142,6 +145,10 @@ class RLRecipe:
             raise ValueError(
                 "schedule=one-step-off learns from the answers of older weights: give kind=clipped with old=rollout, "
                 "or a correction"
+            )
+        if self.rollouts.record_experts and (self.states, self.shrink) != ("exact", 1):
+            raise ValueError(
+                "record_experts records those of the engine's forwards, and is replayed with states=exact and shrink=1"
             )
         followed = replace(self.train, steps=self.iterations, batch_size=self.answers, seed=self.seed)
         object.__setattr__(self, "train", followed)

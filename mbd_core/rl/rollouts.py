@@ -18,7 +18,7 @@ from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.config import decoding_config, read_decoding
-from mbd_core.decoding.blocks.request import Output, Rollout
+from mbd_core.decoding.blocks.request import ForwardExperts, Output, Rollout
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.decoding import DecodeStage, DecodingModel, ModelRefused, sample_requests
@@ -43,14 +43,18 @@ from mbd_core.rl.config import RLRecipe
 from mbd_core.serving.tokens.load import load_engine
 
 PLACE = (pa.field("iteration", pa.int64()), pa.field("group", pa.int64()))
-ASKED_COLUMNS = pa.schema([*PLANNED_COLUMNS, *DRAWN_COLUMNS, *PLACE])
+ASKED_COLUMNS = pa.schema([*PLANNED_COLUMNS, *DRAWN_COLUMNS, *PLACE, pa.field("record_experts", pa.bool_())])
+EXPERT_COLUMNS = pa.struct(
+    {"forward": pa.int64(), "start": pa.int64(), "shape": pa.list_(pa.int64()), "ids": pa.binary()}
+)
 ROLLOUT_COLUMNS = pa.schema(
     [*DECODED_COLUMNS, *DRAWN_COLUMNS, *PLACE, pa.field("version", pa.int64())]
     + [pa.field(name, pa.list_(pa.int64())) for name in ("prompt_tokens", "tokens", "tail_tokens", "tail_steps")]
     + [pa.field(name, pa.list_(pa.float64())) for name in ("logprobs", "tail_logprobs")]
+    + [pa.field("experts", pa.list_(EXPERT_COLUMNS))]
 )
 """A rollout's row: a sweep's, with its iteration and group, the version of the weights that decoded every token of it,
-and what a replay needs beside `steps`."""
+and what a replay needs beside `steps`; `experts` (`ForwardExperts.columns`) where they are recorded."""
 
 METHOD = "rollout"
 HELD_OUT = "held-out"
@@ -90,6 +94,8 @@ class RolloutPlan:
         decoding = decoding_config(contents.defaults, rollouts.decoding, block_size=contents.config.block_size)
         if (why := replay_refused(decoding)) is not None:
             raise ValueError(why)
+        if rollouts.record_experts and contents.config.moe is None:
+            raise ValueError(f"model '{recipe.model}' has no experts that record_experts could record")
         slots = decoding.buffer_size if engine.buffer_size is None else max(engine.buffer_size, decoding.buffer_size)
         return cls(
             recipe=recipe,
@@ -129,6 +135,7 @@ class RolloutPlan:
                         "sampling": json.dumps({"temperature": rollouts.temperature, "seed": seed}),
                         "iteration": iteration,
                         "group": group,
+                        "record_experts": rollouts.record_experts,
                     }
                 )
         parts = cut(rows, rows_per_part=rollouts.part_rows)
@@ -201,7 +208,7 @@ class RolloutEngine:
         engine.forget_prefixes()
         requests, admitted = [], []
         for row, request in zip(rows, sample_requests(self._model, rows), strict=True):
-            requests.append(replace(request, rollout=True))
+            requests.append(replace(request, rollout=True, experts=row["record_experts"]))
             row.update(version=self.version, prompt_tokens=request.prompt, max_tokens=request.max_tokens)
             try:
                 engine.admission.check(requests[-1])
@@ -258,13 +265,15 @@ def rollout_columns(output: Output) -> dict[str, Any]:
         "tail_tokens": rollout.tail_tokens,
         "tail_steps": rollout.tail_steps,
         "tail_logprobs": rollout.tail_logprobs,
+        "experts": [record.columns() for record in rollout.experts],
     }
 
 
 def rollout_of(row: Mapping[str, Any]) -> Rollout:
     """The rollout in a row."""
     names = ("steps", "logprobs", "tail_tokens", "tail_steps", "tail_logprobs")
-    return Rollout(**{name: tuple(row[name]) for name in names})
+    experts = tuple(map(ForwardExperts.of, row.get("experts") or ()))
+    return Rollout(**{name: tuple(row[name]) for name in names}, experts=experts)
 
 
 def replayed(row: Mapping[str, Any], *, advantage: float, correct: bool) -> ReplayedAnswer:

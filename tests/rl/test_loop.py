@@ -10,15 +10,18 @@ import torch
 from rl_runs import DIGITS, ENGINE, finish, rollout_rows, tiny_run
 
 from jobs.train_rl import main
+from mbd_core.checkpoint.saving import save_random
+from mbd_core.checkpoint.shape_tokenizer import shape_tokenizer
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.admission import Admission, AdmittedRequest
+from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.config import HeldOutConfig, RLRecipe, RolloutConfig
 from mbd_core.rl.folder import HELD_OUT, ITERATIONS
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.recipes import RL_RECIPES, rl_recipe_named
 from mbd_core.rl.rewards import RewardConfig, RewardFailed
-from mbd_core.rl.rollouts import RolloutPlan
+from mbd_core.rl.rollouts import RolloutPlan, replayed
 
 
 def lines(folder: Path, name: str = ITERATIONS) -> list[dict[str, float]]:
@@ -101,6 +104,28 @@ def whole_run(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
     ending = ["update", "updated", "swap", "save", "saved"]
     assert executor.calls[:10] == ["swap", *["rollouts", "scores"] * 2, *ending]
     return folder, model
+
+
+def test_recorded_experts_reach_the_learner_and_survive_a_resumed_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+    model, folder = str(tmp_path / "experts"), tmp_path / "run"
+    config = replace(SHAPES["tiny-llada2"], block_size=4)
+    save_random(config, Path(model), tokenizer=shape_tokenizer(config), dtype=torch.float32)
+    plain = tiny_run(model, iterations=2)
+    recipe = replace(plain, rollouts=replace(plain.rollouts, record_experts=True))
+    finish(recipe, folder, ends_at=5)  # in the first iteration: rollouts are written, and nothing was learned
+    finish(recipe, folder, resume=True)
+    assert all(line["d_max"] < 2e-4 for line in lines(folder))
+    rows = [row for part in rollout_rows(folder).values() for row in part]
+    assert len(rows) == 16
+    assert config.moe is not None
+    num_layers = sum(config.is_sparse(layer) for layer in range(config.num_layers))
+    for row in rows:
+        records = replayed(row, advantage=1.0, correct=True).rollout.experts
+        assert sum(record.forward > 0 for record in records) == row["num_forwards"]
+        assert {record.ids.shape[1:] for record in records} == {(num_layers, config.moe.experts_per_token)}
+    for other, why in (({"model": str(tiny_model_dir)}, "no experts"), ({"shrink": 2}, "shrink=1")):
+        with pytest.raises(ValueError, match=why):
+            RolloutPlan.of(replace(recipe, **other), ENGINE)
 
 
 def test_one_step_off_learns_from_the_weights_before(tiny_model_dir: Path, tmp_path: Path) -> None:

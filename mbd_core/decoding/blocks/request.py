@@ -1,8 +1,12 @@
 """The types of an engine's input and output: a request, its outputs, frames, and the traces of its steps."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Literal, Self
+from typing import Any, Literal, Self
+
+import numpy as np
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.sampling_config import Sampling
@@ -56,6 +60,30 @@ class Edit:
     token: int
 
 
+@dataclass(frozen=True)
+class ForwardExperts:
+    """The experts of a request's tokens in one forward.
+
+    forward  its number among the request's forwards, from 1, as in a step map; 0 for one that stored tokens alone
+    start    the position of the first of these T neighbouring tokens, counted from the prompt's first
+    ids      (T, M, K), uint8 or uint16: of each token the K experts of each of the M layers that have some
+    """
+
+    forward: int
+    start: int
+    ids: np.ndarray
+
+    def columns(self) -> dict[str, Any]:
+        """It as plain values; `of` reads them."""
+        return {"forward": self.forward, "start": self.start, "shape": list(self.ids.shape), "ids": self.ids.tobytes()}
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Any]) -> Self:
+        size = len(columns["ids"]) // math.prod(columns["shape"])
+        ids = np.frombuffer(columns["ids"], dtype=f"<u{size}").reshape(columns["shape"])
+        return cls(columns["forward"], columns["start"], ids)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
     """An answer's step map, its log-probabilities, and the rest of its terminal block.
@@ -72,6 +100,7 @@ class Rollout:
     tail_*    what was committed behind the answer in its last block: the EOS, and tokens after it, which the others of
               their block have seen. Empty before the end. Positions past `max_tokens` were masked to the end, and are
               no part of it
+    experts   where asked for, those of all forwards in order, of a whole answer alone; no part of a comparison
     """
 
     steps: tuple[int, ...] = ()
@@ -80,6 +109,7 @@ class Rollout:
     tail_tokens: tuple[int, ...] = ()
     tail_steps: tuple[int, ...] = ()
     tail_logprobs: tuple[float, ...] = ()
+    experts: tuple[ForwardExperts, ...] = field(default=(), compare=False)
 
     def then(self, other: Self) -> "Rollout":
         """This part of an answer and the next one."""
@@ -153,6 +183,8 @@ class Request:
     top_logprobs   and the so many likeliest tokens' there, at most `MAX_TOPS`
     rollout        report in which forward every token was accepted, and its log-probability there (`Rollout`), so that
                    its forwards can be run again; refused where they cannot
+    experts        report with the rollout which experts each forward chose; its prompt is stored anew, and every step
+                   that it takes part in is packed
     replay         report the same of any method, with the tokens that were overwritten, to be looked at
     frames         report what every forward left in its slots (`Frame`)
     committed      the beginning of the answer, which another engine committed: decoding goes on after it. It counts in
@@ -178,6 +210,7 @@ class Request:
     logprobs: bool = False
     top_logprobs: int = 0
     rollout: bool = False
+    experts: bool = False
     replay: bool = False
     frames: bool = False
     committed: tuple[int, ...] = ()

@@ -26,8 +26,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from mbd_core.decoding.blocks.request import ForwardExperts
 from mbd_core.multitf.config import ReplayStates
 from mbd_core.multitf.data.encoding import IGNORE
 from mbd_core.multitf.states.answer import ReplayedAnswer
@@ -155,6 +157,31 @@ class ReplayBatch(MultiTFBatch):
     nll_weights: Tensor
 
 
+@dataclass(frozen=True)
+class RoutedBatch(ReplayBatch):
+    """Training sequences of rollouts with the experts (S, L, M, K) that the engine gave each token in M layers:
+    rollout routing replay, R3 (arXiv:2510.11370). Padding has expert 0."""
+
+    experts: Tensor
+
+
+def collate_answers(rows: Sequence[Columns], together: Together | None = None) -> ReplayBatch:
+    """`collate_as` for answers; of rows with experts, a `RoutedBatch`. Raises `ValueError` where some have none."""
+    tables = [row.get("experts") for row in rows]
+    batch = collate_as(ReplayBatch, [{n: c for n, c in row.items() if n != "experts"} for row in rows], together)
+    found = [table for table in tables if table is not None]
+    if not found:
+        return batch
+    if len(found) < len(rows):
+        raise ValueError(
+            f"{len(rows) - len(found)} of {len(rows)} answers have no recorded experts; give all, or none"
+        )
+    experts = torch.zeros((*batch.input_ids.shape, *found[0][0].shape), dtype=torch.int16)
+    for number, table in enumerate(found):
+        experts[batch.sample == number] = torch.from_numpy(np.stack(table).astype(np.int16))
+    return RoutedBatch(**vars(batch), experts=experts)
+
+
 def replay_batch(
     answers: Sequence[ReplayedAnswer],
     *,
@@ -174,7 +201,7 @@ def replay_batch(
         replay_row(answer, mask_token_id=mask_token_id, shrink=shrink, states=states, shift=shift)
         for answer in answers
     ]
-    return collate_as(ReplayBatch, rows, together)
+    return collate_answers(rows, together)
 
 
 def replay_row(
@@ -182,7 +209,8 @@ def replay_row(
 ) -> Columns:
     """One answer's training sequence: its noisy streams, then the clean blocks that they see.
 
-    Raises `ValueError` for a `shrink` that cannot be honoured, and where nothing predicts an answer's first token.
+    Raises `ValueError` for a `shrink` that cannot be honoured, where nothing predicts an answer's first token, and for
+    recorded experts that are not those of these states.
     """
     if shrink < 1 or (states == "all-masked" and shrink > 1):
         raise ValueError(f"shrink={shrink} must be at least 1, and 1 with states=all-masked, which are one already")
@@ -218,7 +246,40 @@ def replay_row(
         "kl_weights": np.zeros(len(has_label)),
         "nll_weights": np.zeros(len(has_label)),
     }
-    return {name: column.tolist() for name, column in columns.items()}
+    lists = {name: column.tolist() for name, column in columns.items()}
+    if not answer.rollout.experts:
+        return lists
+    if states != "exact" or shrink > 1:
+        raise ValueError(
+            "recorded experts are those of the engine's forwards: replay them with states=exact, shrink=1"
+        )
+    times = np.unique(grid.steps[grid.is_decided])
+    forwards = np.array([0, *times])[columns["stream"]]
+    return lists | {"experts": _recorded_experts(answer.rollout.experts, forwards, columns["positions"])}
+
+
+def _recorded_experts(
+    records: Sequence[ForwardExperts], forwards: np.ndarray, positions: np.ndarray
+) -> list[np.ndarray]:
+    """The experts (M, K) of each token, given its forward and position (L).
+
+    Those of the clean stream, forward 0, are of the last forward that held the position: the one that stored it.
+    """
+    by_forward = {record.forward: record for record in records if record.forward}
+    stored = {record.start + place: ids for record in records for place, ids in enumerate(record.ids)}
+    found = []
+    for forward, position in zip(forwards.tolist(), positions.tolist(), strict=True):
+        ids = stored.get(position)
+        if forward:
+            record = by_forward.get(forward)
+            place = -1 if record is None else position - record.start
+            ids = None if record is None or not 0 <= place < len(record.ids) else record.ids[place]
+        if ids is None:
+            raise ValueError(
+                f"the rollout has no experts of position {position} in forward {forward}: its record is not whole"
+            )
+        found.append(ids)
+    return found
 
 
 def _noisy_columns(grid: AnswerGrid, state: State, number: int, *, mask_token_id: int) -> dict[str, np.ndarray]:

@@ -29,8 +29,8 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import Sharding, TrainConfig, check_workers
 from mbd_core.multitf.data.encoding import IGNORE
 from mbd_core.multitf.states.answer import ReplayedAnswer
-from mbd_core.multitf.states.replay import ReplayBatch, ReplayCost, States, replay_cost, replay_row
-from mbd_core.multitf.states.sample import Columns, collate_as, packed_alike
+from mbd_core.multitf.states.replay import ReplayBatch, ReplayCost, States, collate_answers, replay_cost, replay_row
+from mbd_core.multitf.states.sample import Columns, packed_alike
 from mbd_core.multitf.step.adapter import merged_tensors, without_adapter
 from mbd_core.multitf.step.compute import update_flops
 from mbd_core.multitf.step.policy_loss import (
@@ -262,7 +262,7 @@ class Learner(Updater):
             lengths = [self._cost(answer).tokens for answer in order]
             lengths += lengths[:1] * (-len(order) % count)
             together = packed_alike([lengths[rank::count] for rank in range(count)], self.config.pack)[self.rank]
-        batch = collate_as(ReplayBatch, rows, together)
+        batch = collate_answers(rows, together)
         first, *others = [
             totals for totals, counts in self.workers.all_values((Totals.of(batch), self.counts)) if counts
         ]

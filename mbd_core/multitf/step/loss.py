@@ -168,16 +168,24 @@ def divergence(student: Tensor, teacher: Tensor, direction: Distillation) -> Ten
 
 
 def hidden_states(
-    model: Decoder, batch: MultiTFBatch, attention: TrainingAttention, tokens: Tokens, *, whole: bool = False
+    model: Decoder,
+    batch: MultiTFBatch,
+    attention: TrainingAttention,
+    tokens: Tokens,
+    *,
+    whole: bool = False,
+    experts: Tensor | None = None,
 ) -> Tensor:
-    """The hidden states (N, D) that predict these tokens.
+    """The hidden states (N, D) that predict these tokens; `experts` (S, L, M, K) are those of each token, if given.
 
     Where there is none, one token's is computed: weights that a forward does not use have no gradient, not even zero.
     """
     rows_N, places_N = tokens
     kept_N = rows_N * batch.input_ids.shape[1] + batch.source[rows_N, places_N]
     computed_N = kept_N if len(kept_N) else kept_N.new_zeros(1)
-    hidden: Tensor = model(batch.input_ids, batch.positions, attention.of(batch, whole=whole), kept=computed_N)
+    hidden: Tensor = model(
+        batch.input_ids, batch.positions, attention.of(batch, whole=whole), kept=computed_N, experts=experts
+    )
     return hidden[: len(kept_N)]
 
 

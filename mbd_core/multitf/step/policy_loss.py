@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.data.encoding import IGNORE
 from mbd_core.multitf.states.mask import TrainingAttention
-from mbd_core.multitf.states.replay import ReplayBatch
+from mbd_core.multitf.states.replay import ReplayBatch, RoutedBatch
 from mbd_core.multitf.step.loss import DENSE, Scores, hidden_states, in_pieces, wide_logits
 from mbd_core.multitf.step.objective import PolicyObjective
 
@@ -145,7 +145,8 @@ def log_probabilities(
 ) -> tuple[Tensor, Tensor]:
     """Of each label, row by row, its log-probability with gradient, and the entropy of its distribution (N)."""
     rows, places = (batch.labels != IGNORE).nonzero(as_tuple=True)
-    hidden = hidden_states(model, batch, attention, (rows, places))
+    experts = batch.experts if isinstance(batch, RoutedBatch) else None
+    hidden = hidden_states(model, batch, attention, (rows, places), experts=experts)
 
     def score(hidden_ND: Tensor, labels_N: Tensor) -> Scores:
         logs_NV = wide_logits(model.logits(hidden_ND)).log_softmax(-1)
