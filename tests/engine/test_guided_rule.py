@@ -79,9 +79,16 @@ class Literal:
         return bool(self.decided) and self.decided[-1][0] == self.eos
 
     def force(self) -> None:
-        tokens = [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
-        self.matcher.consume_tokens(tokens)
-        self.decided += [(token, 1.0) for token in tokens]
+        """Decide all tokens that must follow: by the text, or because no other token is allowed."""
+        while not self.ended:
+            tokens = [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
+            if not tokens:
+                tokens = self.allowed().nonzero().flatten().tolist()
+                if len(tokens) != 1:
+                    return
+            self.decided += [(token, 1.0) for token in tokens]
+            if not self.ended:
+                self.matcher.consume_tokens(tokens)
 
     def allowed(self) -> torch.Tensor:
         never = self.loaded.engine._grammars._forbidden
