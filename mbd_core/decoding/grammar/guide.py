@@ -1,7 +1,8 @@
 """Which tokens one answer may have at its next position, and how it can still end in time.
 
 The positions of an answer are decided from left to right, several in a forward: a grammar knows what may follow a
-text, and nothing of what may stand behind a gap. What the grammar forces is decided at once and needs no forward.
+text, and nothing of what may stand behind a gap. What the grammar forces is decided at once and needs no forward, as
+does a token that alone is allowed, and an EOS where nothing else has room.
 
 A guide always knows a closing: tokens that complete the answer within its budget. A decision after which no closing is
 found is taken back, and the closing's own token is decided instead. So an answer is never cut in its middle, and one
