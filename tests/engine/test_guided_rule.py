@@ -1,9 +1,9 @@
 """The rule of an answer under a grammar as a plain loop over Python lists: dense forwards, no engine, cache or guide.
 
 A forward sees what is decided and masks. Its run goes over the open positions from the left. A forced token needs no
-logits: the text must go on with it, or no other is allowed. A choice is the likeliest allowed token, or one drawn among
-the allowed. The first `tokens_per_step` choices are taken; a further one where its probability among the allowed tokens
-exceeds the threshold, which is lower where the grammar forbids the model's likeliest token.
+logits: the text must go on with it, or no other is allowed. A choice is the likeliest allowed token, or one drawn
+among the allowed. The first `tokens_per_step` choices are taken; a further one where its probability among the
+allowed tokens exceeds the threshold, which is lower where the grammar forbids the model's likeliest token.
 """
 
 import json
