@@ -126,8 +126,8 @@ class Drafting:
             self._tokens = decay * self._tokens + step.tokens
 
     def choose(self, choices: Choices) -> bool:
-        """Whether the requests that may draft do so in the next step. It changes nothing: without a step in between the
-        answer is the same."""
+        """Whether the requests that may draft do so in the next step. Without a step in between the answer is the
+        same."""
         if self._leader_drafts is not None:
             return self._leader_drafts
         if not choices.number or not self._ranges or self._forwards < LEAST_FORWARDS:

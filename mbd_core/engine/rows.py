@@ -90,8 +90,8 @@ class PlannedRuns:
             run.decoder.hold_to(0 if run.may_draft and not drafts else blocks)
 
     def choices(self) -> Choices:
-        """What the next forward carries without prompts, by the choice of those that may draft. The others are taken to
-        do as in their last one."""
+        """What the next forward carries without prompts, by the choice of those that may draft. The others are taken
+        to do as in their last one."""
         lengths = [run.decoder.draft_length for run in self._runs.values() if run.may_draft]
         others = sum(run.plan.num_positions for run in self._runs.values() if not run.may_draft)
         return Choices(
