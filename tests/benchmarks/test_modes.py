@@ -14,7 +14,7 @@ FIXTURE = str(Path(__file__).parents[1] / "parity/fixtures/nemotron-0")
 
 
 def test_a_budget_that_is_exceeded_is_single_tokens() -> None:
-    """Tokens and positions of three requests at once; under a budget of three, each step is of one mode or the other."""
+    """Tokens and positions of three requests at once; under a budget of three they begin with drafts."""
     model = load_causal(FIXTURE, device=CPU)
     cases = [Mode(method="ar"), *(Mode(method="linear-spec", budget=n) for n in (None, 2, 3))]
     rows = measure_modes(model, cases, rows=3, answers=4, max_tokens=16, repeats=1)
