@@ -14,8 +14,12 @@ KEPT_STEPS = 128
 """Steps after which a measure has lost most of its weight (a factor of e)."""
 CARRIED = 0.05
 """The weight of measures at other loads, where none was taken at this one yet."""
-LEAST_FORWARDS = 8
-"""Forwards of rows that draft or verify, before which requests draft."""
+LEAST_DRAFTED = 64
+"""Requests draft until so many steps have: the beginning of a text says little of what drafts yield behind it."""
+KEPT_YIELD = 1024
+"""Steps after which what drafts have yielded has lost most of its weight where nobody drafts."""
+OUTLIER = 4.0
+"""A step that takes so many times what is expected counts less."""
 TRIED_SHARE = 0.01
 """The share of the time that the mode that is not chosen may lose."""
 LEAST_STEPS = 16
@@ -80,9 +84,12 @@ class LoadRange:
         self.unseen_seconds = {True: np.inf, False: np.inf}
 
     def observe(self, load: Load, seconds: float, *, drafts: bool) -> None:
-        x, decay = _features(load) / seconds, 1 - 1 / KEPT_STEPS
+        scale, decay = seconds, 1 - 1 / KEPT_STEPS
+        if self._products[0, 0] > 0:
+            scale = min(max(self.seconds(load), seconds / OUTLIER), seconds * OUTLIER)
+        x = _features(load) / scale
         self._products = decay * self._products + np.outer(x, x)
-        self._seconds = decay * self._seconds + x
+        self._seconds = decay * self._seconds + x * (seconds / scale)
         self._coefficients = None
         for mode in (True, False):
             self.unseen_steps[mode] += 1
@@ -113,6 +120,7 @@ class Drafting:
     def __init__(self) -> None:
         self._ranges: dict[int, LoadRange] = {}  # by the power of two of the rows
         self._forwards = self._tokens = 0.0  # of rows that drafted or verified; older ones count less
+        self._num_drafted = 0  # steps in which rows did
         self._leader_drafts: bool | None = None
 
     def observe(self, step: DraftedStep, seconds: float) -> None:
@@ -120,17 +128,17 @@ class Drafting:
         if not step.single + step.drafts or seconds <= 0:
             return
         self._range(step.load.rows).observe(step.load, seconds, drafts=step.drafts > step.single)
-        if step.drafts:
-            decay = 1 - 1 / KEPT_STEPS
-            self._forwards = decay * self._forwards + step.drafts
-            self._tokens = decay * self._tokens + step.tokens
+        decay = 1 - 1 / (KEPT_STEPS if step.drafts else KEPT_YIELD)
+        self._forwards = decay * self._forwards + step.drafts
+        self._tokens = decay * self._tokens + step.tokens
+        self._num_drafted += step.drafts > 0
 
     def choose(self, choices: Choices) -> bool:
         """Whether the requests that may draft do so in the next step. Without a step in between the answer is the
         same."""
         if self._leader_drafts is not None:
             return self._leader_drafts
-        if not choices.number or not self._ranges or self._forwards < LEAST_FORWARDS:
+        if not choices.number or self._num_drafted < LEAST_DRAFTED:
             return True
         here, number = self._range(choices.single.rows), choices.number
         others = choices.single.rows - number  # each counts as a token
