@@ -11,9 +11,8 @@ from mbd_core.engine.admission import Admission
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.drafting import Drafting
 from mbd_core.engine.graphs import StepGraphs, graphs_obstacle
-from mbd_core.engine.host_pages import HostPages
 from mbd_core.engine.pacing import Pacer
-from mbd_core.engine.pages import PagedKVCache, PagePool
+from mbd_core.engine.pages import HostPages, PagedKVCache, PagePool
 from mbd_core.engine.rows import PlannedRuns
 from mbd_core.engine.runner import ModelRunner, Rows, pack, shared_vocab, whole_vocab
 from mbd_core.engine.scheduler import Scheduler
