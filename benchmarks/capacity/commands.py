@@ -58,7 +58,7 @@ def run_capacity(
 
     A row for each buffer size: the batch at which the fewest replicas meet the limits, and the term of a step that a
     larger one would wait for. The steps are computed from the roofline, a data sheet and estimates of what an engine
-    adds to them, on a CPU from measured steps. docs/reference/capacity.md has the model. Nothing of it ran on a GPU.
+    adds to them, on a CPU from measured steps. benchmarks/capacity/README.md has the model. None of it ran on a GPU.
     """
     if json is not None:
         check_new_file(json)

@@ -1,7 +1,7 @@
 """How long a step takes on a chip: its forwards by the roofline, what an engine adds, and which of these it waits for.
 
 Nothing here ran on a GPU. The shares of the data sheet that kernels reach and the time between them are estimates
-(docs/reference/capacity.md), and options, so that a machine's own numbers can take their place.
+(benchmarks/capacity/README.md), and options, so that a machine's own numbers can take their place.
 """
 
 from __future__ import annotations

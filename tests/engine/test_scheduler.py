@@ -14,9 +14,8 @@ from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine import scheduler as scheduler_module
-from mbd_core.engine.host_pages import HostPages
 from mbd_core.engine.pacing import Pace
-from mbd_core.engine.pages import NULL_PAGE, PagePool
+from mbd_core.engine.pages import NULL_PAGE, HostPages, PagePool
 from mbd_core.engine.scheduler import PrefillChunk, Scheduler
 from mbd_core.engine.sequence import SequenceState, pages_needed
 

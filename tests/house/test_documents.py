@@ -21,8 +21,9 @@ from mbd_core.serving.tokens.load import load_engine
 from research.__main__ import COMMANDS as STUDIES
 
 ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("", "benchmarks/", "benchmarks/capacity/", "k8s/", "research/", "research/block_batch/")
 DOCUMENTS = [
-    *(ROOT / f"{room}README.md" for room in ("", "benchmarks/", "k8s/", "research/", "research/block_batch/")),
+    *(ROOT / f"{room}README.md" for room in ROOMS),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 NAMED = re.compile(r"(?<![\w/.-])((?:mbd_core|actors|cluster|jobs|benchmarks|research|tests|docs|k8s)/[\w/.-]*\w)")

@@ -148,7 +148,7 @@ def test_a_step_is_never_below_its_floor() -> None:
 
 
 def test_pages_that_are_copied_pay_and_two_pools_hardly() -> None:
-    """What docs/reference/capacity.md decides by."""
+    """What benchmarks/capacity/README.md decides by."""
     host, pools = list(host_tier_rows(Turns())), list(pool_rows(Turns(), speed=100.0))
     for row in host:
         assert row["live"] > row["fit"], "pages fall out"
