@@ -275,7 +275,7 @@ def run_modes(
     concurrency: Annotated[tuple[int, ...], Option("Requests at once.", DATA, at_least=1, separator=",")] = AT_ONCE,
     budget: Annotated[
         tuple[int, ...], Option("Block budgets of the adaptive mode.", DATA, at_least=1, separator=",")
-    ] = (8,),
+    ] = (64,),
     max_tokens: MaxTokens = 96,
     answers: Annotated[int, Option("Measured answers a row, at least 8 in all.", DATA, at_least=1)] = 1,
     updates: Annotated[int, Option("Updates of the model that is trained here.", DATA, at_least=0)] = 120,
@@ -284,7 +284,7 @@ def run_modes(
     """Tokens a second of single tokens (ar), self-speculation and diffusion, and of the mode that follows the load.
 
     A request follows as soon as another ends; the repetition with the most tokens a second of processor time counts.
-    Under a block budget, drafts become single tokens where more requests run than it has blocks.
+    Under a block budget, drafts become single tokens where more requests run than it has blocks, or drafts do not pay.
     """
     import torch
 

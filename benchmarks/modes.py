@@ -1,5 +1,5 @@
 """Tokens a second of the modes of a model that stores its keys by causal rows, at a fixed number of requests at once:
-each mode alone, and drafts that a block budget turns into single tokens where it leaves a request no block.
+each mode alone, and the engine's choice under a block budget between drafts and single tokens.
 
 A request follows as soon as another ends, so that all rows are in use all the time.
 """

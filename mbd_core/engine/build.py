@@ -9,6 +9,7 @@ from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
 from mbd_core.engine.admission import Admission
 from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.drafting import Drafting
 from mbd_core.engine.graphs import StepGraphs, graphs_obstacle
 from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.pages import HostPages, PagedKVCache, PagePool
@@ -157,6 +158,7 @@ class EngineParts:
     graphs: StepGraphs
     adapters: ResidentAdapters
     pacer: Pacer
+    drafting: Drafting | None
 
 
 def build_parts(
@@ -219,6 +221,7 @@ def build_parts(
         graphs=StepGraphs(state, obstacle),
         adapters=adapters,
         pacer=Pacer(c, max_step_seconds=config.max_step_seconds),
+        drafting=Drafting() if config.block_budget is not None and c.attention == "causal" and c.has_mask else None,
     )
 
 

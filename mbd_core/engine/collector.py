@@ -20,6 +20,7 @@ from mbd_core.decoding.blocks.request import (
     TopTokens,
 )
 from mbd_core.decoding.blocks.sampling import log_probability
+from mbd_core.engine.drafting import DraftedStep, Drafting, Load
 from mbd_core.engine.measures import EngineCounts, ForwardKind
 from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.report import HostCopy, Report, split_tops, unpack_report
@@ -105,7 +106,7 @@ class StepAhead:
 class Collector:
     """Turns steps into outputs.
 
-    pacer          is told how long each step took, by `clock`
+    pacer          is told how long each step took, by `clock`, and so is `drafting`, if requests may choose to draft
     counts         what the steps did so far
     last_report_X  the report (X,) of the last step that was read
     """
@@ -114,17 +115,19 @@ class Collector:
         self,
         seating: Seating,
         pacer: Pacer,
+        drafting: Drafting | None,
         *,
         clock: Callable[[], float],
         eos_token_ids: tuple[int, ...],
         trace: "TraceRecorder | None" = None,
     ) -> None:
-        self._seating, self._pacer, self._clock = seating, pacer, clock
+        self._seating, self._pacer, self._drafting, self._clock = seating, pacer, drafting, clock
         self._eos, self._trace = eos_token_ids, trace
         self.counts = EngineCounts()
         self.last_report_X = np.zeros(0)
         self._last_read = self._last_end = 0.0
         self._follows_unread = False
+        self._drafted_step: DraftedStep | None = None  # what is to be told of the step that is collected
 
     @property
     def last_report(self) -> Report:
@@ -155,6 +158,9 @@ class Collector:
         if is_read and not self._follows_unread:
             seconds = now - max(step.plan.started_at, self._last_end)
             self._pacer.observe(step.plan.chunks, decodes=decodes, seconds=seconds)
+            if self._drafting is not None and self._drafted_step is not None:
+                self._drafting.observe(self._drafted_step, seconds)
+        self._drafted_step = None
         self._last_end, self._follows_unread = now, not is_read
 
     def _collect_blocks(self, plan: StepPlan, report_copy: HostCopy | None) -> tuple[list[StepOutput], ForwardKind]:
@@ -317,6 +323,8 @@ class Collector:
         """The planned rows' part of a step: tokens decided without a gap are handed out."""
         outputs = []
         updates = self._seating.planned.update(planned)
+        if self._drafting is not None:
+            self._drafted_step = _drafted_step(updates, plan.chunks)
         self.counts.sequence_forwards += len(updates)
         seconds = self._clock() - plan.started_at
         for run, update in updates:
@@ -358,6 +366,17 @@ def record_step(trace: "TraceRecorder", number: int, decoding: Mapping[int, Sequ
         report.edited_RN[rows],
         np.where(masked, -1, report.tokens_RNB[rows]) if trace.detail else None,
         np.where(masked, 0.0, report.confidence_RNB[rows]) if trace.detail else None,
+    )
+
+
+def _drafted_step(updates: "Sequence[tuple[PlannedRun, CanvasUpdate]]", chunks: Sequence[PrefillChunk]) -> DraftedStep:
+    positions = [run.plan.num_positions for run, _ in updates]
+    longer = [run.may_draft and number > 1 for (run, _), number in zip(updates, positions, strict=True)]
+    return DraftedStep(
+        load=Load(len(updates), sum(positions), sum(c.stop - c.start for c in chunks)),
+        single=sum(run.may_draft for run, _ in updates) - sum(longer),
+        drafts=sum(longer),
+        tokens=sum(sum(u.accepted.values()) for (_, u), drafts in zip(updates, longer, strict=True) if drafts),
     )
 
 

@@ -32,7 +32,8 @@ class EngineConfig:
         int | None,
         Option(
             "Blocks that all running sequences together may grow to have: many each when idle, one when saturated; "
-            "where none is left for each, those that draft go on token by token (default: no budget).",
+            "where none is left for each, or drafts are measured to give fewer tokens a second, those that draft go "
+            "on token by token (default: no budget).",
             ENGINE,
             at_least=1,
         ),

@@ -72,9 +72,14 @@ class Engine:
         self.scheduler: Scheduler = parts.seating.scheduler
         if trace is not None:
             trace.block_size = self.block_size
-        self.pacer, self._clock = parts.pacer, clock
+        self.pacer, self.drafting, self._clock = parts.pacer, parts.drafting, clock
         self._collector = Collector(
-            self._seating, self.pacer, clock=clock, eos_token_ids=model.config.eos_token_ids, trace=trace
+            self._seating,
+            self.pacer,
+            self.drafting,
+            clock=clock,
+            eos_token_ids=model.config.eos_token_ids,
+            trace=trace,
         )
         self._num_steps = 0
         self._unsent_steps: list[StepOutput] = []  # collected between steps, given out by the next
@@ -379,14 +384,14 @@ class Engine:
     def schedule(self) -> StepPlan:
         """A step's first part, on the host: make room, admit, choose prompt chunks, seat sequences whose prompt is
         complete."""
-        started_at = self._clock()
+        started_at, drafts = self._clock(), self.drafts()
         self._seating.make_room(unread=self.ahead.unread)
         self.admit()
         chunks = self._seating.prefill(self.pacer.pace)
         ledger = self._seating.ledger
         max_blocks = self.config.blocks_each(self.num_running)
         ledger.hold_to(max_blocks)
-        self._seating.planned.hold_to(self.config.budget_each(self.num_running))
+        self._seating.planned.hold_to(self.config.budget_each(self.num_running), drafts=drafts)
         self._num_steps += 1
         return StepPlan(
             number=self._num_steps - 1,
@@ -401,6 +406,11 @@ class Engine:
             max_blocks=max_blocks,
             started_at=started_at,
         )
+
+    def drafts(self) -> bool:
+        """Whether requests that give the same tokens by drafts and without draft in the next step, if the budget lets
+        them."""
+        return self.drafting is None or self.drafting.choose(self._seating.planned.choices())
 
     def admit(self) -> list[SequenceState]:
         """Give waiting requests the free batch rows and pages; the sequences that run from now on."""

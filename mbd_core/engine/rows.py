@@ -17,6 +17,7 @@ from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, PlannedDecoder, ReadingDecoder
 from mbd_core.decoding.canvas.unmasking import guess
 from mbd_core.decoding.causal.planned import planned_decoder
+from mbd_core.engine.drafting import Choices, Load
 from mbd_core.engine.pages import PagedKVCache
 from mbd_core.engine.runner import ModelRunner, Rows, to_device
 from mbd_core.engine.scheduler import PrefillChunk
@@ -51,6 +52,11 @@ class PlannedRun:
             self._lanes_LP = to_device(self.sequence.pages, self.device).view(self.decoder.num_lanes, -1)
         return self._lanes_LP
 
+    @property
+    def may_draft(self) -> bool:
+        """Whether it gives the same tokens by drafts and without, and the engine chooses."""
+        return self.decoder.draft_length > 1 and self.sequence.request.decoding.adaptive
+
 
 class PlannedRuns:
     """All requests with planned rows that hold a batch row."""
@@ -76,10 +82,23 @@ class PlannedRuns:
     def leave(self, row: int) -> None:
         self._runs.pop(row, None)
 
-    def hold_to(self, num_blocks: int) -> None:
-        """The engine's budget leaves every request so many blocks in the next forward, if it is adaptive."""
+    def hold_to(self, num_blocks: int, *, drafts: bool) -> None:
+        """The engine's budget leaves every request so many blocks in the next forward, if it is adaptive; none, if it
+        may draft and is not to (`drafts`)."""
         for run in self._runs.values():
-            run.decoder.hold_to(num_blocks if run.sequence.request.decoding.adaptive else MOST)
+            blocks = num_blocks if run.sequence.request.decoding.adaptive else MOST
+            run.decoder.hold_to(0 if run.may_draft and not drafts else blocks)
+
+    def choices(self) -> Choices:
+        """What the next forward carries without prompts, by the choice of those that may draft. The others are taken
+        to do as in their last one."""
+        lengths = [run.decoder.draft_length for run in self._runs.values() if run.may_draft]
+        others = sum(run.plan.num_positions for run in self._runs.values() if not run.may_draft)
+        return Choices(
+            drafts=Load(len(self._runs), others + sum(lengths)),
+            single=Load(len(self._runs), others + len(lengths)),
+            number=len(lengths),
+        )
 
     def rows(self, *, num_before: int, adapts: bool = False) -> Rows | None:
         """The next forward of every request, behind `num_before` packed tokens of others; copies between lanes that it

@@ -173,6 +173,16 @@ def test_truncation_is_taken_and_an_input_that_does_not_fit_is_refused_under_eit
         assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_an_effort_is_taken_as_in_a_chat(client: openai.OpenAI) -> None:
+    fields: Any = {"model": MODEL, "input": "Tom has 3 apples.", "max_output_tokens": 20}
+    plain, noted = (
+        client.responses.create(**fields, **more) for more in ({}, {"reasoning": {"effort": "low", "summary": "auto"}})
+    )
+    assert plain.output_text == noted.output_text
+    (note,) = (noted.model_extra or {})["mbd"]["notes"]
+    assert note.startswith("reasoning_effort has no effect") and "notes" not in (plain.model_extra or {})["mbd"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -186,6 +196,7 @@ def test_truncation_is_taken_and_an_input_that_does_not_fit_is_refused_under_eit
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"colour": 1}, "colour"),
         ({"truncation": "middle"}, "truncation"),
+        ({"reasoning": {"effort": "a little"}}, "reasoning.effort"),
         ({"include": ["everything"]}, "include.0"),
         ({"include": [LOGPROBS], "tools": [TOOL]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),

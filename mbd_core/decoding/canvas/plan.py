@@ -158,7 +158,8 @@ class Answer:
 class PlannedDecoder(Protocol):
     """One request: a state machine without a model. `plan` changes nothing, `update` advances the state; it is
     `accept` of the guesses at `open_logits`, between which the guesses of many requests are one operation.
-    `hold_to` says how many blocks the engine's budget leaves the request in the next forward, maybe none.
+    `hold_to` says how many blocks the engine's budget leaves the request in the next forward, maybe none; with none it
+    gives the same tokens one by one where `draft_length`, the positions of its drafts, is above 1.
 
     `num_stored` is how many of its leading positions are stored for good: 0 for a canvas.
 
@@ -172,6 +173,9 @@ class PlannedDecoder(Protocol):
 
     @property
     def length(self) -> int: ...
+
+    @property
+    def draft_length(self) -> int: ...
 
     @property
     def num_stored(self) -> int: ...

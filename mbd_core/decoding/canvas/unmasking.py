@@ -72,6 +72,7 @@ class GuessingDecoder:
     """A decoder whose forward is read in two halves, so that the first is one operation for many requests."""
 
     num_stored = 0
+    draft_length = 1
 
     @property
     def tokens(self) -> list[int]:

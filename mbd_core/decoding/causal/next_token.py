@@ -8,7 +8,7 @@ A draft counts as far as each token is the one that the row before it predicts. 
 counts too, and is the next token. Everything behind it is overwritten by the next row. A token is a function of the
 tokens before it, drawn with the noise of its position alone: so drafts change no token, only the number of forwards
 (but with `thinking`, whose end is put in between two drafts).
-A request that the engine's budget leaves no block goes on plainly, and drafts again when there is room.
+A request that the engine's budget leaves no block, or that does not gain by drafts, goes on plainly meanwhile.
 """
 
 from typing import Literal
@@ -33,6 +33,7 @@ class TokenDecoder(PrefixDecoder):
         assert request.decoding.causal is not None
         self._causal = request.decoding.causal
         self._drafts = self._causal.method == "linear_spec" and self._row_length > 1
+        self.draft_length = self._row_length if self._drafts and self._causal.thinking is None else 1
         self._is_held = False
         self._block: list[int] = []  # the draft: the next token, what is drafted behind it, and masks
         self._open: list[int] = []  # the offsets of its masks

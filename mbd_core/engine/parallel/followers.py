@@ -124,12 +124,14 @@ class Orders:
     action       what follows them: one step, nothing ("wait"), or the end. "wait" without commands is a sign of life
     fingerprint  of rank 0's engine before the step; a follower's own must be equal
     pace         of the step's prompt chunks, which rank 0 has measured
+    drafts       whether requests that may draft do, by rank 0's measures
     """
 
     action: Literal["step", "wait", "stop"]
     commands: tuple[Command, ...] = ()
     fingerprint: int = 0
     pace: Pace | None = None
+    drafts: bool = True
 
 
 def change(engine: Engine, command: Change, group: Group, tensors: Iterable[tuple[str, Tensor]] = ()) -> None:
@@ -214,6 +216,8 @@ def follow(model: Decoder, group: Group) -> None:
         if fingerprint(engine) != orders.fingerprint:
             raise OutOfStep(f"rank {group.rank.rank} is not in rank 0's state; are devices and libraries the same?")
         engine.pacer.follow(orders.pace)
+        if engine.drafting is not None:
+            engine.drafting.follow(orders.drafts)
         engine.step()
     engine.close()
     group.barrier()

@@ -146,7 +146,11 @@ class ParallelEngine(Engine):
         if not self.has_work:
             return []
         orders = Orders(
-            action="step", commands=tuple(self._commands), fingerprint=fingerprint(self), pace=self.pacer.pace()
+            action="step",
+            commands=tuple(self._commands),
+            fingerprint=fingerprint(self),
+            pace=self.pacer.pace(),
+            drafts=self.drafts(),
         )
         with self._on_all_ranks(orders):
             return super().step()

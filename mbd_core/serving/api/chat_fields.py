@@ -1,18 +1,19 @@
 """The fields of a chat: its messages, the functions that the model may call, and the calls of earlier turns."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from mbd_core.checkpoint.chat import CallRule
-from mbd_core.serving.api.errors import FieldError
+from mbd_core.serving.api.errors import FieldError, clip
 from mbd_core.serving.api.parsing import MAX_TEXT_PARTS, Only, Strict, items
 
 MAX_MESSAGES, MAX_CALLS, MAX_TOOLS = 4096, 128, 128
 MAX_ANSWER = 2**18  # tokens
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -112,6 +113,9 @@ class TemplateFields(Strict):
     """the answer goes on within the last message, a turn of the assistant; not beside `add_generation_prompt`"""
     chat_template_kwargs: dict[str, Any] | None = None
     """variables of the chat template, such as `enable_thinking`; `mbd.notes` names those that it has not"""
+    reasoning_effort: ReasoningEffort | None = None
+    """`reasoning_effort` of a chat template that has it, and its `enable_thinking`, which `none` turns off, unless
+    `chat_template_kwargs` sets them; no effect under a template with neither, which `mbd.notes` says then"""
 
     @model_validator(mode="after")
     def _check_ending(self) -> "TemplateFields":
@@ -119,6 +123,27 @@ class TemplateFields(Strict):
             why = "the last message goes on, and no turn begins"
             raise FieldError("add_generation_prompt", why, remedy="leave it out")
         return self
+
+    def variables(self, unknown: Callable[[Iterable[str]], list[str]]) -> dict[str, Any]:
+        """The variables that the chat template gets, the client's own first; `unknown` tells which it has not.
+
+        An effort sets what vLLM sets (https://github.com/vllm-project/vllm/pull/43401).
+        """
+        given = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is None:
+            return given
+        meant = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.reasoning_effort != "none"}
+        absent = unknown(meant)
+        return {name: value for name, value in meant.items() if name not in absent} | given
+
+    def template_notes(self, unknown: Callable[[Iterable[str]], list[str]]) -> list[str]:
+        """What of these fields is taken and has no effect; `unknown` as of `variables`."""
+        names = unknown(self.chat_template_kwargs or {})
+        notes = [f"chat_template_kwargs.{clip(name)}: the chat template has no such variable" for name in names]
+        meant = ["reasoning_effort", "enable_thinking"]
+        if self.reasoning_effort not in (None, "none") and unknown(meant) == meant:
+            notes.append(f"reasoning_effort has no effect: the chat template has neither {' nor '.join(meant)}")
+        return notes
 
     def check_continued(self, messages: Sequence["ChatMessage"]) -> None:
         """Raise `FieldError` where the last message cannot go on."""

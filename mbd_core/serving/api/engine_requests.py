@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.chat import VariableRefused, chat_text, check_form, decode_text
+from mbd_core.checkpoint.chat import VariableRefused, chat_text, check_form, decode_text, unknown_variables
 from mbd_core.checkpoint.literal_text import MaskedText, control_tokens, literal, token_ids
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
@@ -250,7 +250,7 @@ def chat_ids(
             tools=tools,
             answered=ending.add_generation_prompt is False,
             continues=bool(ending.continue_final_message),
-            variables=ending.chat_template_kwargs or {},
+            variables=ending.variables(partial(unknown_variables, model.tokenizer)),
         )
         text = render(plain_turns)
         pieces = _around_answers(render, plain_turns, sorted(answers), text) if answers else None

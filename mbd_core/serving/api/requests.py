@@ -375,7 +375,6 @@ class ChatRequest(GenerationRequest, ToolFields, TemplateFields):
     """so many likeliest tokens beside each; only with `logprobs`"""
     functions: Annotated[Any, Only([])] = None
     function_call: Annotated[Any, Only("none", "auto")] = None
-    reasoning_effort: Annotated[Any, Only("none")] = None
     verbosity: Annotated[Any, Only("medium")] = None
     modalities: Annotated[Any, Only(["text"])] = None
     audio: Annotated[Any, Only()] = None
@@ -466,10 +465,16 @@ class TokenizeRequest(ToolFields, TemplateFields):
             raise FieldError("parse_special", "what messages spell is text", remedy="leave it out, or give prompt")
         if self.messages is not None:
             self.check_continued(self.messages)
-        elif self.add_generation_prompt is False or self.continue_final_message or self.chat_template_kwargs:
-            names = ("continue_final_message", "chat_template_kwargs", "add_generation_prompt")
-            name = next(name for name in names if getattr(self, name) not in (None, {}))
-            raise FieldError(name, "only a chat has a template", remedy="give messages")
+        else:
+            neutral = {
+                "continue_final_message": False,
+                "chat_template_kwargs": {},
+                "add_generation_prompt": True,
+                "reasoning_effort": "none",
+            }
+            given = [name for name, value in neutral.items() if getattr(self, name) not in (None, value)]
+            if given:
+                raise FieldError(given[0], "only a chat has a template", remedy="give messages")
         turns(self.messages or ())
         return self
 

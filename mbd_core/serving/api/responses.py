@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, ValidationError, model_validator
 
-from mbd_core.serving.api.chat_fields import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, FunctionName
+from mbd_core.serving.api.chat_fields import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, FunctionName, ReasoningEffort
 from mbd_core.serving.api.errors import ApiError, FieldError
 from mbd_core.serving.api.fields import Seed
 from mbd_core.serving.api.parsing import MAX_TEXT_PARTS, Only, Strict, items, validation_error
@@ -123,6 +123,15 @@ class ResponseText(Strict):
     verbosity: Annotated[Any, Only("medium")] = None
 
 
+class ResponseReasoning(Strict):
+    effort: ReasoningEffort | None = None
+    """as `reasoning_effort` of a chat"""
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """changes nothing: reasoning is no part of its own in an answer here"""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """changes nothing, as `summary`"""
+
+
 class ResponseStreamOptions(Strict):
     include_obfuscation: Annotated[Any, Only(False)] = None
 
@@ -184,7 +193,7 @@ class ResponsesRequest(Strict):
     include: Annotated[list[Included], items(16)] | None = None
     """`message.output_text.logprobs`: each token's log-probability, not beside tools that may be called; the others
     name parts that no answer here has, and change nothing"""
-    reasoning: Annotated[Any, Only({}, {"effort": "none"})] = None
+    reasoning: ResponseReasoning | None = None
     top_logprobs: NumTops | None = None
     """so many likeliest tokens beside each; only with the log-probabilities"""
     truncation: Literal["auto", "disabled"] | None = None
@@ -222,6 +231,7 @@ class ResponsesRequest(Strict):
             ],
             "tool_choice": choice,
             "max_completion_tokens": self.max_output_tokens,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "response_format": None if form is None else _chat_format(form),
             "stream": self.stream,
             "stream_options": {"include_usage": True} if self.stream else None,

@@ -451,13 +451,10 @@ class _Route:
 
     def notes(self, api_request: ApiRequest) -> list[str]:
         """The fields that were taken and have no effect."""
-        unknown: list[str] = []
-        if isinstance(api_request, ChatRequest):
-            unknown = unknown_variables(self.model.tokenizer, api_request.chat_template_kwargs or {})
-        return [
-            *api_request.notes,
-            *(f"chat_template_kwargs.{clip(n)}: the chat template has no such variable" for n in unknown),
-        ]
+        if not isinstance(api_request, ChatRequest):
+            return api_request.notes
+        unknown = partial(unknown_variables, self.model.tokenizer)
+        return [*api_request.notes, *api_request.template_notes(unknown)]
 
     def point(self, speed: float) -> tuple[float, SpeedPoint]:
         """The point of the model's front at `speed`, and its own speed; `ApiError` (400) where there is no front."""

@@ -251,6 +251,33 @@ def test_a_chats_template_gets_its_variables_as_text(thinking_model: Path) -> No
     assert AutoTokenizer.from_pretrained(thinking_model).eos_token_id not in first, "what a client spells stays text"
 
 
+def test_an_effort_sets_what_the_template_has_and_is_noted_where_it_has_nothing(
+    thinking_model: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    levels = tmp_path / "levels"
+    shutil.copytree(tiny_model_dir, levels)
+    tokenizer = AutoTokenizer.from_pretrained(levels)
+    tokenizer.chat_template = "{% if reasoning_effort %}<{{ reasoning_effort }}>{% endif %}" + tokenizer.chat_template
+    tokenizer.save_pretrained(levels)
+    own = {"enable_thinking": False, "reasoning_effort": "max"}
+    fields: list[dict[str, Any]] = [
+        {},
+        {"reasoning_effort": "high"},
+        {"reasoning_effort": "none"},
+        {"reasoning_effort": "low", "chat_template_kwargs": own},
+    ]
+    plain, *switched = prompts(thinking_model, *fields)
+    assert switched == [f"<think >{plain}", plain, plain]
+    assert prompts(levels, *fields) == [plain, f"<high>{plain}", f"<none>{plain}", f"<max>{plain}"]
+    for folder, noted in ((thinking_model, 0), (levels, 0), (tiny_model_dir, 1)):
+        [whole, none] = answers(folder, ("chat", GREEDY | fields[1]), ("chat", GREEDY | fields[2]))
+        assert len(whole[0]["mbd"].get("notes", ())) == noted and "notes" not in none[0]["mbd"]
+    assert whole[0]["mbd"]["notes"][0].startswith("reasoning_effort has no effect")
+    assert whole[0]["choices"] == none[0]["choices"]
+
+
 def test_a_prompt_ends_where_the_client_says(tiny_model_dir: Path) -> None:
     turns = [{"role": "user", "content": "Tom has 3 pens."}, {"role": "assistant", "content": "He has  "}]
     begun, closed, goes_on, asked_for = prompts(
@@ -266,7 +293,11 @@ def test_a_prompt_ends_where_the_client_says(tiny_model_dir: Path) -> None:
 
 
 def test_tokenize_writes_a_chat_as_it_is_decoded(thinking_model: Path) -> None:
-    asked = {"chat_template_kwargs": {"enable_thinking": True, "depth": 2}, "add_generation_prompt": False}
+    asked = {
+        "chat_template_kwargs": {"depth": 2},
+        "reasoning_effort": "low",
+        "add_generation_prompt": False,
+    }
     [whole] = answers(thinking_model, ("chat", asked | {"return_token_ids": True}))
     server = server_of(thinking_model)
 
@@ -283,7 +314,7 @@ def test_tokenize_writes_a_chat_as_it_is_decoded(thinking_model: Path) -> None:
             await server.stop()
 
     tokenized, *named = asyncio.run(scenario())
-    assert tokenized["tokens"] == whole[0]["choices"][0]["prompt_token_ids"] and named == [True] * 3
+    assert tokenized["tokens"] == whole[0]["choices"][0]["prompt_token_ids"] and named == [True] * 4
 
 
 @pytest.mark.parametrize(
@@ -295,6 +326,7 @@ def test_tokenize_writes_a_chat_as_it_is_decoded(thinking_model: Path) -> None:
         ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"documents": 5}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"reasoning_effort": "a little"}, "reasoning_effort"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
         ({"top_logprobs": 2}, "top_logprobs"),

@@ -1,0 +1,162 @@
+"""Whether drafts pay: of drafts and single tokens, which give the same tokens, the mode that gives more a second.
+
+Drafts turn many positions into tokens in few forwards. That pays while positions cost little, as with few requests at
+once, and where the drafts agree. Neither is known beforehand. So the steps that were measured say what a step costs in
+its rows and positions, and the rows that were verified say what drafts yield. The mode that is not chosen is tried now
+and then, as often as what it is expected to lose is a small share of the time.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+KEPT_STEPS = 128
+"""Steps after which a measure has lost most of its weight (a factor of e)."""
+CARRIED = 0.05
+"""The weight of measures at other loads, where none was taken at this one yet."""
+LEAST_DRAFTED = 64
+"""Requests draft until so many steps have: the beginning of a text says little of what drafts yield behind it."""
+KEPT_YIELD = 1024
+"""Steps after which what drafts have yielded has lost most of its weight where nobody drafts."""
+OUTLIER = 4.0
+"""A step that takes so many times what is expected counts less."""
+TRIED_SHARE = 0.01
+"""The share of the time that the mode that is not chosen may lose."""
+LEAST_STEPS = 16
+"""The steps between two tries, at least."""
+RIDGE = 1e-9
+"""Of the fit's own weight, so that what was never varied (as rows, at a constant load) has a solution."""
+LEAST_SECONDS = 1e-9
+STEPS_OF_A_TRY = 2
+"""A draft is verified by the step behind it."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a forward carries.
+
+    rows           of sequences that decode
+    positions      of these rows
+    prompt_tokens  that are stored beside them
+    """
+
+    rows: int
+    positions: int
+    prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """The next forward if the requests that may draft do, and if they go on by single tokens; their number."""
+
+    drafts: Load
+    single: Load
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftedStep:
+    """What a step did for the requests that may draft.
+
+    load    of its forward
+    single  rows of single tokens
+    drafts  rows of drafts, and rows that verified one
+    tokens  that the verified rows gave
+    """
+
+    load: Load
+    single: int
+    drafts: int
+    tokens: int
+
+
+class LoadRange:
+    """Seconds of a step at similar numbers of rows: base + by row + by position + by prompt token, the least squares
+    of relative errors; older steps count less. And how long ago each mode was measured (drafts or not)."""
+
+    def __init__(self, neighbour: "LoadRange | None") -> None:
+        self._products, self._seconds = np.zeros((4, 4)), np.zeros(4)
+        if neighbour is not None:
+            self._products += CARRIED * neighbour._products
+            self._seconds += CARRIED * neighbour._seconds
+        self._coefficients: np.ndarray | None = None
+        self.unseen_steps = {True: LEAST_STEPS, False: LEAST_STEPS}
+        self.unseen_seconds = {True: np.inf, False: np.inf}
+
+    def observe(self, load: Load, seconds: float, *, drafts: bool) -> None:
+        scale, decay = seconds, 1 - 1 / KEPT_STEPS
+        if self._products[0, 0] > 0:
+            scale = min(max(self.seconds(load), seconds / OUTLIER), seconds * OUTLIER)
+        x = _features(load) / scale
+        self._products = decay * self._products + np.outer(x, x)
+        self._seconds = decay * self._seconds + x * (seconds / scale)
+        self._coefficients = None
+        for mode in (True, False):
+            self.unseen_steps[mode] += 1
+            self.unseen_seconds[mode] += seconds
+        if load.prompt_tokens <= load.positions:  # otherwise the step says little of the mode
+            self.unseen_steps[drafts], self.unseen_seconds[drafts] = 0, 0.0
+
+    def seconds(self, load: Load) -> float:
+        """Expected of a step."""
+        if self._coefficients is None:
+            weight = self._products.diagonal()
+            ridge = np.diag(RIDGE * weight + np.where(weight > 0, 0.0, 1.0))
+            self._coefficients = np.linalg.solve(self._products + ridge, self._seconds)
+        return max(LEAST_SECONDS, float(_features(load) @ self._coefficients))
+
+    def may_try(self, mode: bool, loss: float) -> bool:
+        """Whether a try of `mode`, which is expected to lose so many seconds, is due."""
+        return self.unseen_steps[mode] >= LEAST_STEPS and loss <= TRIED_SHARE * self.unseen_seconds[mode]
+
+
+def _features(load: Load) -> np.ndarray:
+    return np.array((1.0, load.rows, load.positions, load.prompt_tokens))
+
+
+class Drafting:
+    """Learns from measured steps, and says whether requests draft in the next one."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, LoadRange] = {}  # by the power of two of the rows
+        self._forwards = self._tokens = 0.0  # of rows that drafted or verified; older ones count less
+        self._num_drafted = 0  # steps in which rows did
+        self._leader_drafts: bool | None = None
+
+    def observe(self, step: DraftedStep, seconds: float) -> None:
+        """A step took `seconds`."""
+        if not step.single + step.drafts or seconds <= 0:
+            return
+        self._range(step.load.rows).observe(step.load, seconds, drafts=step.drafts > step.single)
+        decay = 1 - 1 / (KEPT_STEPS if step.drafts else KEPT_YIELD)
+        self._forwards = decay * self._forwards + step.drafts
+        self._tokens = decay * self._tokens + step.tokens
+        self._num_drafted += step.drafts > 0
+
+    def choose(self, choices: Choices) -> bool:
+        """Whether the requests that may draft do so in the next step. Without a step in between the answer is the
+        same."""
+        if self._leader_drafts is not None:
+            return self._leader_drafts
+        if not choices.number or self._num_drafted < LEAST_DRAFTED:
+            return True
+        here, number = self._range(choices.single.rows), choices.number
+        others = choices.single.rows - number  # each counts as a token
+        seconds = {True: here.seconds(choices.drafts), False: here.seconds(choices.single)}
+        tokens = {True: others + number * self._tokens / self._forwards, False: others + number}
+        rate = {mode: tokens[mode] / seconds[mode] for mode in (True, False)}
+        best = rate[True] >= rate[False]
+        loss = STEPS_OF_A_TRY * (seconds[not best] - tokens[not best] / rate[best])
+        return not best if here.may_try(not best, loss) else best
+
+    def follow(self, drafts: bool) -> None:
+        """The next steps draft if rank 0's do."""
+        self._leader_drafts = drafts
+
+    def _range(self, rows: int) -> LoadRange:
+        """That of so many rows; a new one begins with what the nearest one knows."""
+        power = rows.bit_length()
+        if power not in self._ranges:
+            nearest = min(self._ranges, key=lambda other: abs(other - power), default=None)
+            self._ranges[power] = LoadRange(None if nearest is None else self._ranges[nearest])
+        return self._ranges[power]

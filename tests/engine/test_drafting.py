@@ -1,0 +1,191 @@
+"""The mode by load: steps and drafts are measured, the better mode is chosen, the other one is tried now and then."""
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from small_engines import B, build, request
+from torch import Tensor
+
+from mbd_core.decoding.blocks.causal_config import Causal, Thinking
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine import drafting
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.drafting import LEAST_DRAFTED, LEAST_STEPS, Choices, DraftedStep, Drafting, Load
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.runner import Batch
+from mbd_core.models.decoder import Decoder, init_weights
+
+LENGTH = 8
+Cost = Callable[[Load], float]
+
+
+def by_rows(load: Load) -> float:
+    """A machine on which positions cost nothing."""
+    return 1.0 + 0.01 * load.rows
+
+
+def by_positions(load: Load) -> float:
+    return 0.01 + load.positions + load.prompt_tokens
+
+
+def bent(load: Load) -> float:
+    """Positions cost nothing up to 64 of them."""
+    return 1.0 + 0.1 * max(0, load.positions - 64)
+
+
+class Server:
+    """Steps of `rows` requests without a model: half of those that draft verify, each of which gives `accepted`."""
+
+    def __init__(self, cost: Cost, *, accepted: float, seed: int = 0) -> None:
+        self.drafting, self.cost, self.accepted = Drafting(), cost, accepted
+        self.rng = random.Random(seed)
+
+    def serve(self, rows: int, steps: int) -> tuple[int, float, float]:
+        """Steps that drafted, tokens, seconds."""
+        drafted, tokens, seconds = 0, 0.0, 0.0
+        for _ in range(steps):
+            choices = Choices(drafts=Load(rows, rows * LENGTH), single=Load(rows, rows), number=rows)
+            drafts = self.drafting.choose(choices)
+            assert drafts == self.drafting.choose(choices), "asking changes nothing"
+            load = choices.drafts if drafts else choices.single
+            took = self.cost(load) * self.rng.uniform(0.8, 1.25)
+            given = rows * self.accepted / 2 if drafts else rows
+            step = DraftedStep(
+                load=load,
+                single=0 if drafts else rows,
+                drafts=rows if drafts else 0,
+                tokens=round(given) if drafts else 0,
+            )
+            self.drafting.observe(step, took)
+            drafted, tokens, seconds = drafted + drafts, tokens + given, seconds + self.cost(load)
+        return drafted, tokens, seconds
+
+    def share_of_best(self, rows: int, steps: int) -> float:
+        """Tokens a second, over those of the better mode alone."""
+        _, tokens, seconds = self.serve(rows, steps)
+        single = rows / self.cost(Load(rows, rows))
+        drafts = rows * self.accepted / 2 / self.cost(Load(rows, rows * LENGTH))
+        return tokens / seconds / max(single, drafts)
+
+
+@pytest.mark.parametrize("cost", [by_rows, by_positions, bent])
+@pytest.mark.parametrize("accepted", [2.0, 4.0, 8.0])
+def test_the_better_mode_is_found_at_every_load(cost: Cost, accepted: float) -> None:
+    """Whatever a machine's positions cost and whatever drafts yield, and when the load changes at once."""
+    server = Server(cost, accepted=accepted)
+    for rows in (1, 2, 4, 8, 16, 32, 64, 1, 48, 5):
+        server.serve(rows, LEAST_DRAFTED + 16)
+        assert server.share_of_best(rows, 400) > 0.95, rows
+
+
+def test_both_modes_stay_measured_and_a_change_of_text_is_noticed() -> None:
+    server = Server(by_rows, accepted=6.0)
+    server.serve(8, 200)
+    drafted, _, _ = server.serve(8, 1000)
+    assert 900 < drafted < 1000, "single tokens are tried, and seldom"
+    server.accepted = 1.5
+    server.serve(8, 400)
+    drafted, _, _ = server.serve(8, 1000)
+    assert 0 < drafted < 100
+    server.accepted = 6.0
+    server.serve(8, 400)
+    assert server.serve(8, 1000)[0] > 900
+
+
+def test_one_slow_step_changes_nothing() -> None:
+    server = Server(by_positions, accepted=4.0)
+    server.serve(4, 100)
+    choices = Choices(drafts=Load(4, 4 * LENGTH), single=Load(4, 4), number=4)
+    server.drafting.observe(DraftedStep(load=choices.single, single=4, drafts=0, tokens=0), 1e4)
+    assert server.serve(4, LEAST_STEPS - 1)[0] <= 1
+
+
+def test_a_rank_that_follows_does_as_rank_0() -> None:
+    follower = Server(by_positions, accepted=2.0)
+    follower.serve(8, 100)
+    for drafts in (True, False):
+        follower.drafting.follow(drafts)
+        assert follower.serve(8, 50)[0] == 50 * drafts
+
+
+# In an engine whose forwards take the time that a fake clock says.
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    model = build("NemotronLabsDiffusionModel", attention="causal", qk_norm=False)
+    init_weights(model, seed=3, std=0.3)
+    with torch.no_grad():
+        model.lm_head.weight[0] = 0.0
+    return model
+
+
+class Clock:
+    def __init__(self, cost: Cost) -> None:
+        self.now, self.cost, self.loads = 0.0, cost, list[Load]()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def watch(self, engine: Engine) -> None:
+        forward = engine.runner.forward
+
+        def timed(batch: Batch) -> Tensor:
+            self.loads.append(Load(len(batch.kv_lens_K), len(batch.input_ids_T)))
+            self.now += self.cost(self.loads[-1])
+            return forward(batch)
+
+        engine.runner.forward = timed  # type: ignore[method-assign]
+
+
+def asked(number: int, **changes: object) -> list[Request]:
+    decoding = DecodingConfig(block_size=B, causal=Causal(block_length=LENGTH))
+    fields = {"decoding": decoding, "prompt": (5, 6, 7), "max_tokens": 60, "ignore_eos": True, "logprobs": False}
+    return [request(f"r{i}", i, "ar", **(fields | {"prompt": (5, 6, 7 + i)} | changes)) for i in range(number)]
+
+
+def served(model: Decoder, cost: Cost, requests: list[Request], **changes: object) -> tuple[list[object], Clock]:
+    sizes = {"max_rows": 4, "num_pages": 150, "page_size": 8, "batch_invariant": False, "block_budget": 4}
+    clock = Clock(cost)
+    engine = Engine(model, EngineConfig(**(sizes | changes)), clock=clock)  # type: ignore[arg-type]
+    clock.watch(engine)
+    return [(o.tokens, o.finish_reason) for o in engine.generate(requests)], clock
+
+
+def test_an_engine_drafts_where_it_pays_and_gives_the_same_tokens(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request and four at once, with drafts that hardly agree and drafts that do, on two machines."""
+    monkeypatch.setattr(drafting, "LEAST_DRAFTED", 8)
+    agrees = build("NemotronLabsDiffusionModel", attention="causal", qk_norm=False)
+    with torch.no_grad():
+        agrees.lm_head.weight.zero_()  # every token is the same
+    late = slice(LEAST_STEPS, None)
+    for number, (drafter, cost, pays) in itertools.product(
+        (1, 4), ((model, by_positions, False), (agrees, by_positions, False), (agrees, by_rows, True))
+    ):
+        requests = asked(number, max_tokens=200)
+        wanted, always = served(drafter, cost, requests, block_budget=None)
+        answers, clock = served(drafter, cost, requests)
+        assert answers == wanted
+        shares = [sum(x.positions > x.rows for x in c.loads[late]) / len(c.loads[late]) for c in (clock, always)]
+        assert shares[1] == 1.0 and (shares[0] > 0.8 if pays else shares[0] < 0.2)
+        assert clock.now < 1.2 * always.now if pays else clock.now < 0.8 * always.now
+
+
+def test_the_choice_is_of_requests_that_lose_nothing_by_it(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of one that declines, nor of one whose thinking is ended by another rule with drafts."""
+    monkeypatch.setattr(drafting, "LEAST_DRAFTED", 8)
+    (plain,) = asked(1)
+    causal = Causal(block_length=LENGTH, thinking=Thinking(budget=100, end_token_id=9))
+    kept = DecodingConfig(block_size=B, causal=Causal(block_length=LENGTH), adaptive=False)
+    for decoding in (kept, DecodingConfig(block_size=B, causal=causal)):
+        (r,) = asked(1, decoding=decoding)
+        _, clock = served(model, by_positions, [r])
+        assert all(load.positions == LENGTH for load in clock.loads[2:])
+    _, clock = served(model, by_positions, [plain])
+    assert any(load.positions == 1 for load in clock.loads[2:])
