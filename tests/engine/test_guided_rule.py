@@ -1,9 +1,9 @@
 """The rule of an answer under a grammar as a plain loop over Python lists: dense forwards, no engine, cache or guide.
 
 A forward sees what is decided and masks. Its run goes over the open positions from the left. A forced token needs no
-logits. A choice is the likeliest allowed token, or one drawn among the allowed. The first `tokens_per_step` choices
-are taken; a further one where its probability among the allowed tokens exceeds the threshold, which is lower where the
-grammar forbids the model's likeliest token.
+logits: the text must go on with it, or no other is allowed. A choice is the likeliest allowed token, or one drawn
+among the allowed. The first `tokens_per_step` choices are taken; a further one where its probability among the
+allowed tokens exceeds the threshold, which is lower where the grammar forbids the model's likeliest token.
 """
 
 import json
@@ -79,9 +79,16 @@ class Literal:
         return bool(self.decided) and self.decided[-1][0] == self.eos
 
     def force(self) -> None:
-        tokens = [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
-        self.matcher.consume_tokens(tokens)
-        self.decided += [(token, 1.0) for token in tokens]
+        """Decide all tokens that must follow: by the text, or because no other token is allowed."""
+        while not self.ended:
+            tokens = [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
+            if not tokens:
+                tokens = self.allowed().nonzero().flatten().tolist()
+                if len(tokens) != 1:
+                    return
+            self.decided += [(token, 1.0) for token in tokens]
+            if not self.ended:
+                self.matcher.consume_tokens(tokens)
 
     def allowed(self) -> torch.Tensor:
         never = self.loaded.engine._grammars._forbidden

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from random_schemas import random_object_schema
 from step_replay import check_replay
@@ -21,7 +22,7 @@ from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.grammar.grammar import MAX_CHARACTERS, Grammar, GrammarRefused, check_bounds
-from mbd_core.decoding.grammar.guide import Closings, Guide, Search
+from mbd_core.decoding.grammar.guide import Choice, Closings, Guide, Search
 from mbd_core.engine import engine as engine_module
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
@@ -301,6 +302,32 @@ def test_what_is_forced_costs_no_forward_but_its_store(loaded: LoadedModel) -> N
         blocks = -(-(len(output.tokens) + 1) // B)
         assert blocks <= output.counts.num_forwards <= blocks + 1
         assert output.logprobs == (0.0,) * len(output.tokens)
+
+
+def test_what_the_grammar_or_the_budget_leaves_alone_is_no_choice(loaded: LoadedModel) -> None:
+    """The one allowed token, an EOS among them, comes with the choice before it, and is none of its quota."""
+
+    (eos,) = loaded.engine.model.config.eos_token_ids
+
+    def last_allowed(_: int, allowed_V: np.ndarray) -> Choice:
+        return Choice(max(t for t in np.flatnonzero(allowed_V).tolist() if t != eos), 0.5, False)
+
+    def decided(text: str, max_tokens: int) -> tuple[list[int], list[list[int]]]:
+        guide, steps = loaded.engine.compile(asked(0, Grammar(syntax="regex", text=text), max_tokens=max_tokens)), []
+        assert isinstance(guide, Guide)
+        forced = guide.pending
+        guide.pending = []
+        while not guide.ended:
+            trail = guide.extend(9, 9, last_allowed, tau=1.0, quota=1, search=Search())
+            steps.append([token for token, _ in trail])
+        return forced, steps
+
+    forced, steps = decided("x", 9)
+    assert forced[-1] == eos and not steps
+    forced, steps = decided("[ab]z", 9)
+    assert not forced and len(steps) == 1 and steps[0][-1] == eos
+    forced, steps = decided("[a-c]+", 4)
+    assert not forced and len(steps) == 3 and len(steps[-1]) == 2 and steps[-1][-1] == eos
 
 
 def test_the_budget_is_kept_by_closing_in_time(loaded: LoadedModel) -> None:

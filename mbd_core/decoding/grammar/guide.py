@@ -1,7 +1,8 @@
 """Which tokens one answer may have at its next position, and how it can still end in time.
 
 The positions of an answer are decided from left to right, several in a forward: a grammar knows what may follow a
-text, and nothing of what may stand behind a gap. What the grammar forces is decided at once and needs no forward.
+text, and nothing of what may stand behind a gap. What the grammar forces is decided at once and needs no forward, as
+does a token that alone is allowed, and an EOS where nothing else has room.
 
 A guide always knows a closing: tokens that complete the answer within its budget. A decision after which no closing is
 found is taken back, and the closing's own token is decided instead. So an answer is never cut in its middle, and one
@@ -270,6 +271,7 @@ class Guide(GuideState):
         self.waited = self.num_waits = 0
         self._room = (0, 0)  # the places and rows that it had when it began to wait
         super().__init__(self._forced_by_closing())
+        self.ended = self._ends(self.pending)
         self._decided_tokens += self.pending
         self._num_left -= len(self.pending)
 
@@ -292,46 +294,58 @@ class Guide(GuideState):
         eager = tau if tau >= 1 else min(tau, TAU_OVERRULED)
         trail: list[tuple[int, float]] = []
         marks = [0]  # lengths of the trail after each choice
-        while len(trail) < min(num_rows, num_places) and not self._ends(trail):
-            mask_V = self._closings.allowed(self._matcher)
-            if mask_V is None:
-                break
+        mask_V = self._closings.allowed(self._matcher)
+        while mask_V is not None and len(trail) < min(num_rows, num_places):
             choice = pick(len(trail), mask_V)
             if len(marks) > quota and choice.probability <= (eager if choice.overruled else tau):
                 break
             trail.append((choice.token, choice.probability))
+            mask_V = None
             if choice.token != self._closings.eos_token_id:
                 self._matcher.consume_token(choice.token)
-                trail += [(t, 1.0) for t in self._force()]
+                forced_tokens, mask_V = self._force(self._num_left - len(trail))
+                trail += [(token, 1.0) for token in forced_tokens]
             marks.append(len(trail))
         trail = self._close(trail, marks, search)
+        if len(trail) == self._num_left - 1 and self._closing == [self._closings.eos_token_id]:
+            trail.append((self._closing.pop(), 1.0))  # nothing else has room
         self.waited = 0 if trail else self.waited + 1
         self.num_waits += not trail
         self._num_left -= len(trail)
         self._decided_tokens += [token for token, _ in trail]
-        self.ended = self._ends(trail)
         self.pending = [token for token, _ in trail[num_places:]]
+        self.ended = self._ends([token for token, _ in trail])
         return trail[:num_places]
 
     def rest(self, number: int) -> list[int]:
         """A way from the answer's first `number` tokens to its end: what is decided behind them, and a closing."""
         return self._decided_tokens[number:] + self._closing
 
-    def _ends(self, trail: list[tuple[int, float]]) -> bool:
-        return bool(trail) and trail[-1][0] == self._closings.eos_token_id
+    def _ends(self, tokens: list[int]) -> bool:
+        return tokens[-1:] == [self._closings.eos_token_id]
 
-    def _force(self) -> list[int]:
-        """Consume the tokens that must follow."""
-        tokens = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
-        if tokens:
-            self._matcher.consume_tokens(tokens)
-        return tokens
+    def _force(self, limit: int) -> tuple[list[int], np.ndarray | None]:
+        """Consume the tokens that must follow, about `limit` at most; and what is allowed (V,) behind them: `None`
+        after an EOS, and where the matcher cannot say. A token must follow where the text must go on with it, and
+        where no other one is allowed."""
+        eos, tokens = self._closings.eos_token_id, list[int]()
+        while True:
+            forced_tokens = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+            if not forced_tokens:
+                mask_V = self._closings.allowed(self._matcher)
+                if mask_V is None or len(tokens) >= limit or mask_V.sum() > 1:
+                    return tokens, mask_V
+                forced_tokens = [int(mask_V.argmax())]
+            tokens += forced_tokens
+            if tokens[-1] == eos:
+                return tokens, None
+            self._matcher.consume_tokens(forced_tokens)
 
     def _forced_by_closing(self) -> list[int]:
         """Forced tokens, taken from the closing; none where it writes the same text with other tokens."""
-        tokens = self._force()
+        tokens, _ = self._force(self._num_left)
         if self._closing[: len(tokens)] != tokens:
-            self._matcher.rollback(len(tokens))
+            self._matcher.rollback(len(tokens) - self._ends(tokens))
             return []
         self._closing = self._closing[len(tokens) :]
         return tokens
@@ -345,7 +359,7 @@ class Guide(GuideState):
         while len(marks) > 1 and not self._matcher.is_error():
             tokens = [token for token, _ in trail]
             closing = self._rest_of_closing(tokens)
-            if closing is None and not self._ends(trail):
+            if closing is None and not self._ends(tokens):
                 closing = self._end_of_known(self._num_left - len(tokens), search)
                 if closing is None and not has_searched:
                     if not may_look:
