@@ -183,6 +183,7 @@ def split_kernel(
     lse: Tensor,
     bounds: Tensor,
     keys: Tensor,
+    first_keys: Tensor,
     table: Tensor,
     *strides: float,
     EACH: int,

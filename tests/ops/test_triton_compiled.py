@@ -165,7 +165,14 @@ def test_the_confidence_kernels_fit(dtype: str, capability: int, tmp_path: Path)
     check(compiled(join, {**parts, **writes, **size}, capability), capability, tmp_path)
 
 
-ATTENTION = {"llada2-mini, sdar": (4, 128), "dream-7b": (7, 128), "narrow": (2, 64), "wide": (4, 256)}
+ATTENTION = {
+    "llada2-mini, sdar": (4, 128),
+    "dream-7b": (7, 128),
+    "narrow": (2, 64),
+    "wide": (4, 256),
+    "diffusion-gemma": (2, 256),
+    "diffusion-gemma, global": (8, 512),
+}
 """Query heads for each key head, channels."""
 
 
@@ -178,7 +185,7 @@ def test_the_attention_kernels_fit(model: str, capability: int, tmp_path: Path) 
     strides = dict.fromkeys(("q_token", "q_head", "k_page", "k_place", "k_head", "v_page", "v_place", "v_head"), "i32")
     steps = {"table_row": "i32!", "tiles": "i32!", "length": "i32", "num_out": "i32!", "scale": "fp32!"}
     batches = [(1, 2, False)]
-    if model.startswith("llada2"):
+    if model.startswith(("llada2", "diffusion-gemma")):
         batches += [(300, 1, False), (1, 2, True)]
     for sequences, each, causal in batches:
         cut = attention_triton.plan(
@@ -193,11 +200,13 @@ def test_the_attention_kernels_fit(model: str, capability: int, tmp_path: Path) 
             "lse_ptr": "*fp32",
             "bounds_ptr": "*i32",
             "keys_ptr": "*i32",
+            "first_keys_ptr": "*i32",
             "table_ptr": "*i32",
             **strides,
             **steps,
             "EACH": each,
             "CAUSAL": causal,
+            "WINDOW": causal and model == "diffusion-gemma",
             "SHARE": share,
             "C": channels,
             "PAGE": 32,
@@ -207,7 +216,7 @@ def test_the_attention_kernels_fit(model: str, capability: int, tmp_path: Path) 
             "BLOCK_C": cut.block_c,
         }
         check(
-            compiled(split, reads, capability, num_warps=cut.num_warps, num_stages=attention_triton._STAGES),
+            compiled(split, reads, capability, num_warps=cut.num_warps, num_stages=cut.num_stages),
             capability,
             tmp_path,
         )

@@ -132,17 +132,17 @@ def _first_flash(case: KernelCase, preference: str | None, reasons: dict[str, st
     return selection
 
 
-def _require(case: KernelCase, *, page_multiple: int) -> None:
-    """Raise `UnavailableError` for what no kernel for GPUs supports."""
+def _require(case: KernelCase, *, page_multiple: int, most_channels: int = 256, windows: bool = False) -> None:
+    """Raise `UnavailableError` for what a kernel for GPUs does not support; `windows`: it takes sliding ones."""
     if case.device.type != "cuda" or case.capability is None:
         raise UnavailableError(f"it needs a CUDA device, this is {case.device.type}")
     if case.capability < (8, 0):
         raise UnavailableError("it needs compute capability 8.0, this device has {}.{}".format(*case.capability))
     if case.dtype not in (torch.float16, torch.bfloat16):
         raise UnavailableError(f"it takes float16 and bfloat16, not {str(case.dtype).removeprefix('torch.')}")
-    if case.head_dim > 256 or case.head_dim % 8:
-        raise UnavailableError(f"it takes head sizes up to 256 in steps of 8, not {case.head_dim}")
-    if case.windows:
+    if case.head_dim > most_channels or case.head_dim % 8:
+        raise UnavailableError(f"it takes head sizes up to {most_channels} in steps of 8, not {case.head_dim}")
+    if case.windows and not windows:
         raise UnavailableError("it is called without sliding windows, which this model's layers have")
     if case.page_size % page_multiple:
         raise UnavailableError(f"its pages are multiples of {page_multiple} tokens, these have {case.page_size}")
@@ -209,7 +209,7 @@ def _hub(case: KernelCase) -> flash.Kernel:
 
 
 def _triton(case: KernelCase) -> flash.Kernel:
-    _require(case, page_multiple=1)
+    _require(case, page_multiple=1, most_channels=512, windows=True)
     _load(case, "triton")
     return paged_attention.bind
 

@@ -3,11 +3,11 @@
 
 A program takes one sequence, one key head and one split of its keys. Its rows are the queries of all slots of the
 sequence, times the query heads that share the key head, up to `_MOST_ROWS`; each row has a key length of its own, in
-causal slots too. So the keys of a prefix are read once for all of them. A second kernel joins the splits by their
-log-sum-exp.
+causal slots too, and with a window a first key. So the keys of a prefix are read once for all of them, those before
+every row's window not at all. A second kernel joins the splits by their log-sum-exp.
 
 The number of splits depends on the number of programs alone. Which keys a split gets is computed on the device from
-the longest key length, so that a captured step splits short and long sequences evenly. Splits without keys end at
+the keys that some row sees, so that a captured step splits short and long sequences evenly. Splits without keys end at
 once. Nothing is read on the host.
 
 Values past the longest row of a tile are never multiplied, whatever they are. Values past a row's own length that
@@ -20,6 +20,7 @@ N splits.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ _MOST_ROWS = 128  # queries times heads that a program holds: more would not fit
 _EXACT_ROWS = 64  # the same for `exact` layouts, whatever else is in the batch
 _PROGRAMS = 132  # one for each multiprocessor of an H100: two of the largest do not fit
 _STAGES = 5  # of the loop over keys: page numbers, then keys and values; with fewer than 5 no load passes a product
+_WIDE_STAGES = 2  # the same of heads above 256 channels: more would not fit into shared memory
 _MOST_SPLITS = 16  # each split's sums are written and read again
 tl: Any = None  # triton.language, set when a kernel is compiled
 
@@ -44,6 +46,7 @@ def _split_kernel(
     lse_ptr,
     bounds_ptr,
     keys_ptr,
+    first_keys_ptr,
     table_ptr,
     q_token,
     q_head,
@@ -60,6 +63,7 @@ def _split_kernel(
     scale,
     EACH: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     SHARE: tl.constexpr,
     C: tl.constexpr,
     PAGE: tl.constexpr,
@@ -83,9 +87,13 @@ def _split_kernel(
         keys = tl.where(live, tl.load(keys_ptr + sequence), 0)
     else:
         keys = tl.load(keys_ptr + sequence * EACH + row // SHARE // length, mask=live, other=0)
-    most = tl.max(keys, 0)
-    span = tl.cdiv(tl.cdiv(most, SPLITS), BLOCK_N) * BLOCK_N
-    start, stop = split * span, tl.minimum(split * span + span, most)
+    most, least = tl.max(keys, 0), 0
+    if WINDOW:
+        first_keys = tl.load(first_keys_ptr + token, mask=live, other=most)
+        least = tl.min(first_keys, 0) // BLOCK_N * BLOCK_N
+    span = tl.cdiv(tl.cdiv(most - least, SPLITS), BLOCK_N) * BLOCK_N
+    start = least + split * span
+    stop = tl.minimum(start + span, most)
     place = token if SPLITS == 1 else split * num_out + token
     place = place.to(tl.int64) * (tl.num_programs(1) * SHARE) + query_head
     if start >= most:
@@ -108,6 +116,8 @@ def _split_kernel(
         k = tl.load(k_ptr + (k_at[None, :] + channel[:, None]), mask=inside[None, :] & deep[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         scores = tl.where((at[None, :] < keys[:, None]) & inside[None, :], scores, float("-inf"))
+        if WINDOW:
+            scores = tl.where(at[None, :] >= first_keys[:, None], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
         weight = tl.exp2(scores - shift[:, None])
@@ -165,6 +175,10 @@ class Launch(NamedTuple):
     def num_warps(self) -> int:
         return 8 if self.block_m == _MOST_ROWS or self.block_c > 128 else 4
 
+    @property
+    def num_stages(self) -> int:
+        return _STAGES if self.block_c <= 256 else _WIDE_STAGES
+
 
 def plan(*, sequences: int, queries: int, share: int, kv_heads: int, head_dim: int, exact: bool) -> Launch:
     """The cut of `sequences` with at most `queries` queries each, `share` query heads for each of `kv_heads`.
@@ -172,8 +186,8 @@ def plan(*, sequences: int, queries: int, share: int, kv_heads: int, head_dim: i
     It depends on no key length and on no width of a page table, so that a step has the same one captured and eager.
     """
     rows = queries * share
-    most = _MOST_ROWS if head_dim <= 128 else _MOST_ROWS // 2
-    block_m = _EXACT_ROWS if exact else min(most, max(16, power_of_two(rows)))
+    most = _MOST_ROWS if head_dim <= 128 else _MOST_ROWS // 2 if head_dim <= 256 else _MOST_ROWS // 4
+    block_m = min(most, _EXACT_ROWS) if exact else min(most, max(16, power_of_two(rows)))
     tiles = -(-rows // block_m)
     most_splits = 1 if exact else max(1, min(_MOST_SPLITS, _PROGRAMS // (sequences * tiles * kv_heads)))
     splits = 1 << (most_splits.bit_length() - 1)  # few numbers: each is compiled for itself
@@ -193,18 +207,29 @@ def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLa
 
 def bind(rows: RowLayout) -> BoundAttention:
     """`split_attention` of one layout."""
-    lens: list[Tensor] = []  # of a layout with causal rows, from the first layer on: the keys that each token sees
+    lens: list[Tensor] = []  # of a layout with causal rows or a window, from the first layer on: the keys that each
+    first_keys: list[Tensor] = []  # token sees; with a window, from which one on
+    if rows.window is not None and rows.causal_R is None:
+        rows = replace(rows, causal_R=torch.zeros_like(rows.kv_lens_R, dtype=torch.bool))
 
     def attend(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         if rows.causal_R is not None and not lens:
             lens.append(rows.kv_lens_T(len(q_THC)))
-        return _split_attention(q_THC, k_pages, v_pages, rows, lens[0] if lens else None)
+        if rows.window is not None and not first_keys:
+            first_keys.append(rows.first_keys_T(len(q_THC)).to(lens[0].dtype))
+        of_tokens = lens[0] if lens else None, first_keys[0] if first_keys else None
+        return _split_attention(q_THC, k_pages, v_pages, rows, *of_tokens)
 
     return attend
 
 
 def _split_attention(
-    q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout, kv_lens_T: Tensor | None
+    q_THC: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: RowLayout,
+    kv_lens_T: Tensor | None,
+    first_keys_T: Tensor | None,
 ) -> Tensor:
     for name, tensor in (("queries", q_THC), ("keys", k_pages), ("values", v_pages)):
         if tensor.stride(-1) != 1:
@@ -236,6 +261,7 @@ def _split_attention(
         lse,
         rows.cu_seqlens_q,
         rows.kv_lens_R if kv_lens_T is None else kv_lens_T,
+        rows.kv_lens_R if first_keys_T is None else first_keys_T,
         rows.page_table_RP,
         *q_THC.stride()[:2],
         *k_pages.stride()[:3],
@@ -247,6 +273,7 @@ def _split_attention(
         channels**-0.5 * math.log2(math.e),
         EACH=each,
         CAUSAL=kv_lens_T is not None,
+        WINDOW=first_keys_T is not None,
         SHARE=share,
         C=channels,
         PAGE=page_size,
@@ -255,7 +282,7 @@ def _split_attention(
         BLOCK_N=cut.block_n,
         BLOCK_C=cut.block_c,
         num_warps=cut.num_warps,
-        num_stages=_STAGES,
+        num_stages=cut.num_stages,
     )
     if cut.splits > 1:
         launch(

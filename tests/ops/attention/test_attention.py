@@ -114,6 +114,12 @@ def test_a_preference_that_cannot_be_honoured_is_an_error(change: dict[str, Any]
         resolve(preference="vllm-flash-attn", **setting)
 
 
+def test_windows_and_wide_heads_are_tritons() -> None:
+    """DiffusionGemma's layers: the larger head size stands for both."""
+    chosen = resolve(CUDA, capability=(9, 0), load=FakePackages(), **{**SIZES, "head_dim": 512, "windows": True})
+    assert chosen.name == "triton" and "up to 256" in chosen.reasons["vllm-flash-attn"]
+
+
 def test_limits_that_no_kernel_can_lift() -> None:
     with pytest.raises(ValueError, match="num_heads=6"):
         resolve(CPU, torch.float32, 16, 16, num_heads=6, num_kv_heads=4)

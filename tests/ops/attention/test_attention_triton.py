@@ -77,6 +77,16 @@ q, k, v, layout = slots([70, 0, 131], num_slots=2, **SIZES)
 check(q, k, v, replace(layout, causal_R=torch.tensor([True, False, False, True, True, True])))
 q, k, v, layout = slots([40, 7], num_slots=1, **{**SIZES, "size": 3, "heads": (6, 2)})
 check(q, k, v, replace(layout, causal_R=torch.tensor([False, True])))
+for window in (1, 9, 40, 500):                                              # few keys, a part of the splits, all
+    q, k, v, layout = slots([70, 0, 131], num_slots=1, **{**SIZES, "size": 5})
+    check(q, k, v, replace(layout, window=window))
+    check(q, k, v, replace(layout, window=window, causal_R=torch.tensor([True, False, True])))
+    q, k, v, layout = slots([70, 131], num_slots=2, **SIZES)                # rows of one sequence, each its window
+    check(q, k, v, replace(layout, window=window))
+    q, k, v, layout = sequences([(50, [7, 7]), (3, [1]), (120, [9, 2, 70])], page_size=16, seed=5, dtype=torch.float32)
+    check(q, k, v, replace(layout, window=window))
+    check(q, k, v, replace(layout, window=window, exact=True))
+check(*slots([40, 3], num_slots=1, **{**SIZES, "channels": 512, "heads": (4, 2)}))
 check(*slots([70, 0], num_slots=3, resident=1, **SIZES))                    # slots that see one key
 check(*slots([5], num_slots=1, resident=0, **SIZES))                        # a row that sees one key, alone
 check(*slots([40], num_slots=2, **{**SIZES, "page_size": 5, "heads": (14, 2), "channels": 80, "size": 3}))
@@ -121,6 +131,7 @@ def test_a_cut_depends_on_the_batchs_shape_alone() -> None:
     assert {plan(sequences=n, queries=32, **mini).splits for n in range(1, 99)} == {1, 2, 4, 8, 16}
     assert plan(sequences=1, queries=3, **mini).block_m == 16
     assert plan(sequences=1, queries=32, **{**mini, "head_dim": 256})[:3] == (2, 16, 64)
+    assert plan(sequences=1, queries=32, **{**mini, "head_dim": 512})[:3] == (4, 8, 32)
     exact = [plan(sequences=n, queries=q, **{**mini, "exact": True}) for n, q in ((1, 3), (64, 32))]
     assert {(cut.splits, cut.block_m, cut.block_n) for cut in exact} == {(1, 64, 64)}
 
