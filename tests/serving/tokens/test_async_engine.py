@@ -479,3 +479,13 @@ def test_choices_after_the_first_wait_where_the_engine_is_full(
             assert [step.output async for step in other][-1] is not None
 
     run(scenario())
+
+
+def test_a_stream_that_would_lose_recorded_experts_is_refused(loaded: LoadedModel) -> None:
+    async def scenario() -> None:
+        async with running(loaded) as engine:
+            with pytest.raises(RequestRefused, match="no experts") as caught:
+                await engine.open(replace(request(loaded, "r"), rollout=True, experts=True))
+            assert caught.value.field == "experts"
+
+    run(scenario())
