@@ -18,6 +18,8 @@ LEAST_DRAFTED = 64
 """Requests draft until so many steps have: the beginning of a text says little of what drafts yield behind it."""
 KEPT_YIELD = 1024
 """Steps after which what drafts have yielded has lost most of its weight where nobody drafts."""
+LEAST_YIELD = 1e-3
+"""The least weight of what drafts have yielded: any new measure outweighs it."""
 OUTLIER = 4.0
 """A step that takes so many times what is expected counts less."""
 TRIED_SHARE = 0.01
@@ -94,8 +96,9 @@ class LoadRange:
         for mode in (True, False):
             self.unseen_steps[mode] += 1
             self.unseen_seconds[mode] += seconds
-        if load.prompt_tokens <= load.positions:  # otherwise the step says little of the mode
-            self.unseen_steps[drafts], self.unseen_seconds[drafts] = 0, 0.0
+        self.unseen_steps[drafts] = 0
+        if load.prompt_tokens <= load.positions or np.isfinite(self.unseen_seconds[drafts]):
+            self.unseen_seconds[drafts] = 0.0  # a first measure is one of which the prompt is the smaller part
 
     def seconds(self, load: Load) -> float:
         """Expected of a step."""
@@ -129,6 +132,8 @@ class Drafting:
             return
         self._range(step.load.rows).observe(step.load, seconds, drafts=step.drafts > step.single)
         decay = 1 - 1 / (KEPT_STEPS if step.drafts else KEPT_YIELD)
+        if not step.drafts and self._forwards < LEAST_YIELD:
+            decay = 1.0
         self._forwards = decay * self._forwards + step.drafts
         self._tokens = decay * self._tokens + step.tokens
         self._num_drafted += step.drafts > 0

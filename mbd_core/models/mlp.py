@@ -254,7 +254,8 @@ class MoE(nn.Module):
 
     def routed(self, x_TD: Tensor, live_T: Tensor | None = None, given_TK: Tensor | None = None) -> Tensor:
         """The weighted experts alone; zero for tokens that are not `live_T`, which go to no expert."""
-        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD, live_T, given_TK=given_TK))
+        given = {} if given_TK is None else {"given_TK": given_TK}
+        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD, live_T, **given))
         return out_TD
 
     def fuses(self, num_tokens: int) -> bool:

@@ -44,11 +44,12 @@ class Server:
         self.drafting, self.cost, self.accepted = Drafting(), cost, accepted
         self.rng = random.Random(seed)
 
-    def serve(self, rows: int, steps: int) -> tuple[int, float, float]:
-        """Steps that drafted, tokens, seconds."""
+    def serve(self, rows: int, steps: int, *, prompt_tokens: int = 0) -> tuple[int, float, float]:
+        """Steps that drafted, tokens, seconds; `prompt_tokens` are stored beside each."""
         drafted, tokens, seconds = 0, 0.0, 0.0
         for _ in range(steps):
-            choices = Choices(drafts=Load(rows, rows * LENGTH), single=Load(rows, rows), number=rows)
+            drafted_load, single_load = (Load(rows, n, prompt_tokens) for n in (rows * LENGTH, rows))
+            choices = Choices(drafts=drafted_load, single=single_load, number=rows)
             drafts = self.drafting.choose(choices)
             assert drafts == self.drafting.choose(choices), "asking changes nothing"
             load = choices.drafts if drafts else choices.single
@@ -94,6 +95,12 @@ def test_both_modes_stay_measured_and_a_change_of_text_is_noticed() -> None:
     server.accepted = 6.0
     server.serve(8, 400)
     assert server.serve(8, 1000)[0] > 900
+
+
+def test_beside_long_prompts_the_other_mode_is_tried_as_seldom() -> None:
+    server = Server(lambda load: 0.01 + 1e-4 * load.positions + 2e-5 * load.prompt_tokens, accepted=2.4)
+    server.serve(16, 1000)
+    assert server.serve(16, 1000, prompt_tokens=512)[0] < 100
 
 
 def test_one_slow_step_changes_nothing() -> None:

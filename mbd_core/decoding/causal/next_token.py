@@ -33,7 +33,9 @@ class TokenDecoder(PrefixDecoder):
         assert request.decoding.causal is not None
         self._causal = request.decoding.causal
         self._drafts = self._causal.method == "linear_spec" and self._row_length > 1
-        self.draft_length = self._row_length if self._drafts and self._causal.thinking is None else 1
+        # one that thinks has other tokens without drafts; one with a threshold has unfinished drafts, lost where held
+        is_free = self._drafts and self._causal.thinking is None and self._causal.tau is None
+        self.draft_length = self._row_length if is_free else 1
         self._is_held = False
         self._block: list[int] = []  # the draft: the next token, what is drafted behind it, and masks
         self._open: list[int] = []  # the offsets of its masks

@@ -183,8 +183,9 @@ def hidden_states(
     rows_N, places_N = tokens
     kept_N = rows_N * batch.input_ids.shape[1] + batch.source[rows_N, places_N]
     computed_N = kept_N if len(kept_N) else kept_N.new_zeros(1)
+    given = {} if experts is None else {"experts": experts}
     hidden: Tensor = model(
-        batch.input_ids, batch.positions, attention.of(batch, whole=whole), kept=computed_N, experts=experts
+        batch.input_ids, batch.positions, attention.of(batch, whole=whole), kept=computed_N, **given
     )
     return hidden[: len(kept_N)]
 

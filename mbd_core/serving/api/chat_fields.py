@@ -132,7 +132,9 @@ class TemplateFields(Strict):
         given = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is None:
             return given
-        meant = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.reasoning_effort != "none"}
+        meant: dict[str, Any] = {"enable_thinking": self.reasoning_effort != "none"}
+        if self.reasoning_effort != "none":  # a template may know levels alone
+            meant["reasoning_effort"] = self.reasoning_effort
         absent = unknown(meant)
         return {name: value for name, value in meant.items() if name not in absent} | given
 

@@ -270,7 +270,7 @@ def test_an_effort_sets_what_the_template_has_and_is_noted_where_it_has_nothing(
     ]
     plain, *switched = prompts(thinking_model, *fields)
     assert switched == [f"<think >{plain}", plain, plain]
-    assert prompts(levels, *fields) == [plain, f"<high>{plain}", f"<none>{plain}", f"<max>{plain}"]
+    assert prompts(levels, *fields) == [plain, f"<high>{plain}", plain, f"<max>{plain}"]
     for folder, noted in ((thinking_model, 0), (levels, 0), (tiny_model_dir, 1)):
         [whole, none] = answers(folder, ("chat", GREEDY | fields[1]), ("chat", GREEDY | fields[2]))
         assert len(whole[0]["mbd"].get("notes", ())) == noted and "notes" not in none[0]["mbd"]
