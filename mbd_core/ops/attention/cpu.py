@@ -191,13 +191,13 @@ def _bundle(
         num_keys=num_keys,
         # the sequences of a bundle keep their order
         whole=sum(m.queries for m in members) == len(kv_lens_T) == tokens_GQ.size,
-        first_page=_first_adjacent(pages_GP[0].tolist()) if device.type == "cpu" and len(members) == 1 else None,
+        first_page=_first_adjacent(pages_GP[0].numpy()) if device.type == "cpu" and len(members) == 1 else None,
     )
 
 
-def _first_adjacent(pages: list[int]) -> int | None:
+def _first_adjacent(pages_P: np.ndarray) -> int | None:
     """The first page number if the pages are consecutive, else `None`."""
-    return pages[0] if pages == list(range(pages[0], pages[0] + len(pages))) else None
+    return int(pages_P[0]) if (pages_P[1:] - pages_P[:-1] == 1).all() else None
 
 
 def attend_bundles(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, bundles: tuple[Bundle, ...]) -> Tensor:

@@ -48,13 +48,9 @@ def test_what_cannot_be_measured_is_refused(argv: str, why: str, capsys: pytest.
 
 
 def test_the_hosts_work_does_not_grow_with_the_context() -> None:
-    """Pages grow 64 times. Times are of a machine that others share: of three runs the calmest counts, and far from
-    that growth is enough."""
-    runs = [host_rows((2048, 131072), steps=40) for _ in range(3)]
-    for rows in runs:
-        assert [row["pages"] for row in rows] == [64, 4096]
-        assert rows[1]["turn_hashes"] == rows[0]["turn_hashes"] == 8
-    assert min(rows[1]["growth"] for rows in runs) < 4
+    rows = host_rows((2048, 131072), steps=40)
+    assert [row["pages"] for row in rows] == [64, 4096]
+    assert rows[1]["growth"] < 1.5 and rows[1]["turn_hashes"] == rows[0]["turn_hashes"] == 8
 
 
 def test_a_prompt_beside_streams_is_stored_in_short_steps_or_at_once() -> None:
