@@ -408,8 +408,7 @@ class Engine:
         )
 
     def drafts(self) -> bool:
-        """Whether requests that give the same tokens by drafts and without draft in the next step, if the budget lets
-        them."""
+        """Whether requests that may draft do so in the next step. The budget may still keep them from it."""
         return self.drafting is None or self.drafting.choose(self._seating.planned.choices())
 
     def admit(self) -> list[SequenceState]:

@@ -108,10 +108,22 @@ class Router(nn.Module):
             )
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.sigmoid() if c.score == "sigmoid" else logits_TE.softmax(dim=-1)
+        ids_TK = self._choose(scores_TE) if given_TK is None else given_TK.long()
+        weights_TK = scores_TE.gather(-1, ids_TK)
+        if c.norm_topk_prob and c.experts_per_token > 1:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        weights_TK = weights_TK * c.routed_scaling
+        if num_shared:
+            ids_TK, weights_TK = with_shared(ids_TK, weights_TK, c.num_experts, num_shared)
+        if live_T is not None:
+            ids_TK = ids_TK.masked_fill(~live_T[:, None], c.num_experts + num_shared)
+        return ids_TK, weights_TK
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        """The experts (T, K) of these scores."""
+        c = self.config
         choice_TE = scores_TE + self.expert_bias if c.expert_bias else scores_TE
-        if given_TK is not None:
-            pass
-        elif c.expert_capacity:
+        if c.expert_capacity:
             choice_NBE = choice_TE.unflatten(0, (-1, self.block_size))
             best_NE = choice_NBE.amax(1)
             kept_NE = torch.zeros_like(best_NE, dtype=torch.bool)
@@ -123,16 +135,7 @@ class Router(nn.Module):
             kept_TG = torch.zeros_like(best_TG, dtype=torch.bool)
             kept_TG = kept_TG.scatter(-1, best_TG.topk(c.topk_groups, dim=-1).indices, True)
             choice_TE = choice_TGe.masked_fill(~kept_TG[..., None], -torch.inf).flatten(-2)
-        ids_TK = choice_TE.topk(c.experts_per_token, dim=-1).indices if given_TK is None else given_TK.long()
-        weights_TK = scores_TE.gather(-1, ids_TK)
-        if c.norm_topk_prob and c.experts_per_token > 1:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        weights_TK = weights_TK * c.routed_scaling
-        if num_shared:
-            ids_TK, weights_TK = with_shared(ids_TK, weights_TK, c.num_experts, num_shared)
-        if live_T is not None:
-            ids_TK = ids_TK.masked_fill(~live_T[:, None], c.num_experts + num_shared)
-        return ids_TK, weights_TK
+        return choice_TE.topk(c.experts_per_token, dim=-1).indices
 
 
 @contextmanager

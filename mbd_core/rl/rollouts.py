@@ -45,7 +45,7 @@ from mbd_core.serving.tokens.load import load_engine
 PLACE = (pa.field("iteration", pa.int64()), pa.field("group", pa.int64()))
 ASKED_COLUMNS = pa.schema([*PLANNED_COLUMNS, *DRAWN_COLUMNS, *PLACE, pa.field("record_experts", pa.bool_())])
 EXPERT_COLUMNS = pa.struct(
-    {"forward": pa.int64(), "start": pa.int64(), "shape": pa.list_(pa.int64()), "ids": pa.binary()}
+    {"forward": pa.int64(), "start": pa.int64(), "shape": pa.list_(pa.int64()), "ids": pa.large_binary()}
 )
 ROLLOUT_COLUMNS = pa.schema(
     [*DECODED_COLUMNS, *DRAWN_COLUMNS, *PLACE, pa.field("version", pa.int64())]
