@@ -8,6 +8,7 @@ import torch
 from benchmarks.buffer import BufferCase, engine_for, load_model_and_requests, measure_load, predict_load, run_at_load
 from benchmarks.commands import buffer as main
 from benchmarks.roofline import Machine
+from mbd_core.engine.pacing import KEPT_MEASURES
 from mbd_core.models.shapes import SHAPES
 
 CPU = torch.device("cpu")
@@ -44,6 +45,17 @@ def test_a_run_leaves_the_engine_idle_and_counts_its_window() -> None:
     assert not engine.has_work and engine.scheduler.pool.num_free == engine.scheduler.pool.capacity
     assert (first.tokens, first.forwards, first.blocks) == (second.tokens, second.forwards, second.blocks)
     assert first.tps == first.tokens / first.seconds
+
+
+def test_a_run_counts_the_same_on_a_slow_machine() -> None:
+    """Nobody waits for its tokens, so no prompt is cut to keep steps short."""
+    model, requests = load_model_and_requests("tiny-mbd", max_tokens=48, device=CPU, number=8)
+    engine, requests = engine_for(model, requests, BufferCase(size=1), rows=3, static=False)
+    first = run_at_load(engine, requests, answers=6)
+    for _ in range(KEPT_MEASURES):
+        engine.pacer.observe([slice(0, 16)], decodes=False, seconds=1000.0)
+    second = run_at_load(engine, requests, answers=6)
+    assert (first.tokens, first.forwards, first.blocks) == (second.tokens, second.forwards, second.blocks)
 
 
 def test_the_prediction_switches_where_the_machine_saturates() -> None:
