@@ -95,9 +95,9 @@ class Simulation:
     seed: int = 0
     replicas: dict[str, StubReplica] = field(default_factory=dict)
     waits: list[float] = field(default_factory=list)
-    found: int = 0
-    asked: int = 0
-    possible: int = 0
+    hit_tokens: int = 0
+    prompt_tokens: int = 0
+    stored_tokens: int = 0
 
     def run(self) -> dict[str, Any]:
         rng = random.Random(self.seed)
@@ -126,9 +126,9 @@ class Simulation:
             "router": self.router,
             "events": ", ".join(f"{kind} at {at:g} s" for at, kind in self.fleet.events) or "steady",
             "requests": len(waits),
-            "hit_rate": self.found / self.asked,
-            "possible": self.found / self.possible,
-            "stored": self.asked - self.found,
+            "hit_rate": self.hit_tokens / self.prompt_tokens,
+            "possible": self.hit_tokens / self.stored_tokens,
+            "stored": self.prompt_tokens - self.hit_tokens,
             "median_wait": statistics.median(waits),
             "p99_wait": waits[int(0.99 * len(waits))],
             "imbalance": max(served) / statistics.fmean(served),
@@ -156,12 +156,12 @@ class Simulation:
         loads = {name: replica.under_way for name, replica in self.replicas.items()}
         name = self._choose(pages, loads)
         replica = self.replicas[name]
-        found = replica.take(pages) * self.fleet.page_size
-        self.asked += len(prompt)
-        self.found += found
-        self.possible += max(known // self.fleet.page_size * self.fleet.page_size, found)
+        hits = replica.take(pages) * self.fleet.page_size
+        self.prompt_tokens += len(prompt)
+        self.hit_tokens += hits
+        self.stored_tokens += max(known // self.fleet.page_size * self.fleet.page_size, hits)
         begin = max(now, replica.free_at)
-        replica.free_at = begin + (len(prompt) - found) * self.fleet.token_seconds
+        replica.free_at = begin + (len(prompt) - hits) * self.fleet.token_seconds
         self.waits.append(replica.free_at - now)
         replica.under_way += 1
         replica.served += 1

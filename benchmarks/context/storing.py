@@ -177,8 +177,8 @@ def storing_row(model: Decoder, length: int, *, one_block: bool, plain: bool) ->
     while not any(output.new_tokens for output in engine.step()):
         pass
     first_seconds = storing + clock() - begin
-    again = measure_machine(weight.device, weight.dtype, clock)
-    machine = replace(machine, flops=max(machine.flops, again.flops))
+    later = measure_machine(weight.device, weight.dtype, clock)
+    machine = replace(machine, flops=max(machine.flops, later.flops))
     floor = storing_floor(config, length, machine, chunk=CHUNK, dtype_bytes=weight.dtype.itemsize)
     row = {
         "length": length,
@@ -269,8 +269,8 @@ def decoding_row(model: Decoder, length: int) -> dict[str, Any]:
         assert batch is not None
         num_logits = batch.num_logits
         forwards.append(timed(lambda batch=batch: engine.runner.forward(batch), clock))  # type: ignore[misc]
-    again = measure_machine(weight.device, weight.dtype, clock)
-    machine = Machine(bandwidth=max(machine.bandwidth, again.bandwidth), flops=max(machine.flops, again.flops))
+    later = measure_machine(weight.device, weight.dtype, clock)
+    machine = Machine(bandwidth=max(machine.bandwidth, later.bandwidth), flops=max(machine.flops, later.flops))
     cost = step_cost(
         config, rows=1, buffer_size=2, prefix=length, dtype_bytes=weight.dtype.itemsize, logit_tokens=num_logits
     )

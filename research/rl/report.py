@@ -103,8 +103,10 @@ def judge(claim: Claim, table: pa.Table) -> JudgedClaim:
         return JudgedClaim(claim=claim, num_seeds=0, verdict="not enough seeds")
     paired = paired_rows(rows)
     means, seeds = bootstrap_means(paired), each_seed(paired)
-    found = [Interval.of_weightings(differences(means, claim.first, claim.second, name)) for name, _ in claim.measures]
-    verdicts = [_verdict(difference, bound) for difference, (_, bound) in zip(found, claim.measures, strict=True)]
+    intervals = [
+        Interval.of_weightings(differences(means, claim.first, claim.second, name)) for name, _ in claim.measures
+    ]
+    verdicts = [_verdict(difference, bound) for difference, (_, bound) in zip(intervals, claim.measures, strict=True)]
     verdict: Verdict = (
         "not enough seeds"
         if len(paired.seeds) < LEAST_SEEDS
@@ -120,7 +122,7 @@ def judge(claim: Claim, table: pa.Table) -> JudgedClaim:
     return JudgedClaim(
         claim=claim,
         num_seeds=len(paired.seeds),
-        differences=tuple(found),
+        differences=tuple(intervals),
         over_seeds=over_seeds,
         verdict=verdict,
     )
@@ -247,8 +249,8 @@ def _arm_lines(table: pa.Table) -> list[str]:
         rows = of_recipes(table, (name, BASE))
         if rows is not None:
             means = bootstrap_means(paired_rows(rows))
-            found = [Interval.of_weightings(differences(means, name, BASE, measure)) for measure in measures]
-            lines.append([NAMES[name], len(means.rows.seeds), *map(signed_text, found)])
+            intervals = [Interval.of_weightings(differences(means, name, BASE, measure)) for measure in measures]
+            lines.append([NAMES[name], len(means.rows.seeds), *map(signed_text, intervals)])
     return table_lines(["Model", "Seeds", "Accuracy [95 %]", "TPF [95 %]", "AUP [95 %]"], lines, num_text=1)
 
 

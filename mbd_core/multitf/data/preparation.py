@@ -137,8 +137,8 @@ class RowCounts:
     cannot be trained on; `left_by_weight` are those that their file's weight leaves out.
     """
 
-    read: int = 0
-    kept: int = 0
+    num_read: int = 0
+    num_kept: int = 0
     bad: int = 0
     left_by_weight: int = 0
     too_long: int = 0
@@ -150,8 +150,8 @@ class RowCounts:
     def __str__(self) -> str:
         missing = self.unfinished + self.unanswered
         return (
-            f"{self.read} rows: {self.kept} kept, {self.too_long} too long, {self.repeating} left out for repeating a "
-            "benchmark"
+            f"{self.num_read} rows: {self.num_kept} kept, {self.too_long} too long, {self.repeating} left out for "
+            "repeating a benchmark"
             + (f", {self.bad} bad ({SKIPPED} says why)" if self.bad else "")
             + (f", {self.left_by_weight} left out by their files' weights" if self.left_by_weight else "")
             + (f", {self.unfinished} whose answer did not end, {self.unanswered} without an answer" if missing else "")
@@ -204,7 +204,7 @@ class BadRows:
 
     def add_unread(self, name: str, reason: str) -> None:
         """Take a line that is no row; it was read, though nobody counted it."""
-        self._counts.read += 1
+        self._counts.num_read += 1
         self.add(name, reason)
 
     def refuse(self) -> None:
@@ -234,7 +234,7 @@ def prepare_data(
         written = write_samples(new_folder, _samples(preparation, encode, counts, bad))
         if not preparation.skip_bad:
             bad.refuse()
-        if not counts.kept:
+        if not counts.num_kept:
             raise ValueError(f"{', '.join(preparation.files)}: no row is left of {counts}")
         write_record(new_folder, record(preparation, counts, eos) | written)
     return counts
@@ -278,7 +278,7 @@ def _samples(preparation: Preparation, encode: Encode, counts: RowCounts, bad: B
             elif row.is_too_long:
                 counts.too_long += 1
             else:
-                counts.kept += 1
+                counts.num_kept += 1
                 for _ in range(copies):
                     yield from row.samples
 
@@ -344,7 +344,7 @@ def _conversations(
     """The rows as conversations, each with the number of its copies; without their answers, where a model answers."""
     columns = None
     for name, row, place, copies in itertools.islice(_weighted_rows(preparation, bad), preparation.limit):
-        counts.read += 1
+        counts.num_read += 1
         try:
             if not place or columns is None:  # each file has its own
                 columns = preparation.columns or Columns.of(row, answered=answered)

@@ -169,15 +169,15 @@ def collate_answers(rows: Sequence[Columns], together: Together | None = None) -
     """`collate_as` for answers; of rows with experts, a `RoutedBatch`. Raises `ValueError` where some have none."""
     tables = [row.get("experts") for row in rows]
     batch = collate_as(ReplayBatch, [{n: c for n, c in row.items() if n != "experts"} for row in rows], together)
-    found = [table for table in tables if table is not None]
-    if not found:
+    records = [table for table in tables if table is not None]
+    if not records:
         return batch
-    if len(found) < len(rows):
+    if len(records) < len(rows):
         raise ValueError(
-            f"{len(rows) - len(found)} of {len(rows)} answers have no recorded experts; give all, or none"
+            f"{len(rows) - len(records)} of {len(rows)} answers have no recorded experts; give all, or none"
         )
-    experts = torch.zeros((*batch.input_ids.shape, *found[0][0].shape), dtype=torch.int16)
-    for number, table in enumerate(found):
+    experts = torch.zeros((*batch.input_ids.shape, *records[0][0].shape), dtype=torch.int16)
+    for number, table in enumerate(records):
         experts[batch.sample == number] = torch.from_numpy(np.stack(table).astype(np.int16))
     return RoutedBatch(**vars(batch), experts=experts)
 
@@ -219,11 +219,11 @@ def replay_row(
             "an answer without a prompt cannot be replayed with shifted logits: nothing predicts its start"
         )
     grid = AnswerGrid.of(answer, mask_token_id=mask_token_id)
-    found = list(replayed_states(grid, states, shrink))
-    clean_at = sum(int(state.is_there.sum()) for state in found)
+    all_states = list(replayed_states(grid, states, shrink))
+    clean_at = sum(int(state.is_there.sum()) for state in all_states)
     parts: list[dict[str, np.ndarray]] = []
     start = 0
-    for number, state in enumerate(found, start=1):
+    for number, state in enumerate(all_states, start=1):
         parts.append(_noisy_columns(grid, state, number, mask_token_id=mask_token_id))
         (places,) = state.is_there.nonzero()
         source = start + np.arange(len(places)) - shift
@@ -232,7 +232,7 @@ def replay_row(
             source = np.where(is_head, clean_at + places - 1, source)
         parts[-1]["source"] = source.clip(min=0)
         start += len(places)
-    parts.append(_clean_columns(grid, max(int(state.first[state.is_there].max()) for state in found)))
+    parts.append(_clean_columns(grid, max(int(state.first[state.is_there].max()) for state in all_states)))
     parts[-1]["source"] = clean_at + np.arange(len(parts[-1]["labels"]))
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     has_label = columns["labels"] != IGNORE
@@ -267,7 +267,7 @@ def _recorded_experts(
     """
     by_forward = {record.forward: record for record in records if record.forward}
     stored = {record.start + place: ids for record in records for place, ids in enumerate(record.ids)}
-    found = []
+    experts = []
     for forward, position in zip(forwards.tolist(), positions.tolist(), strict=True):
         ids = stored.get(position)
         if forward:
@@ -278,8 +278,8 @@ def _recorded_experts(
             raise ValueError(
                 f"the rollout has no experts of position {position} in forward {forward}: its record is not whole"
             )
-        found.append(ids)
-    return found
+        experts.append(ids)
+    return experts
 
 
 def _noisy_columns(grid: AnswerGrid, state: State, number: int, *, mask_token_id: int) -> dict[str, np.ndarray]:
@@ -351,13 +351,13 @@ class ReplayCost:
 def replay_cost(answer: ReplayedAnswer, *, shrink: int = 1, states: States = "exact") -> ReplayCost:
     """What one answer costs a learner, from its step map alone."""
     grid = AnswerGrid.of(answer, mask_token_id=0)
-    found = list(replayed_states(grid, states, shrink))
-    end = max(int(state.first[state.is_there].max()) for state in found)
+    all_states = list(replayed_states(grid, states, shrink))
+    end = max(int(state.first[state.is_there].max()) for state in all_states)
     response = len(grid.tokens) - len(answer.prompt)
     slowest = int(grid.clock("block-local")[grid.is_decided].max())
     return ReplayCost(
         forwards=len(np.unique(grid.steps[grid.is_decided])),
-        noisy=sum(int(state.is_there.sum()) for state in found),
+        noisy=sum(int(state.is_there.sum()) for state in all_states),
         clean=int((grid.blocks < end).sum()),
         trace_rl=-(-slowest // shrink) * (len(answer.prompt) + 2 * response),
     )

@@ -207,10 +207,10 @@ class GenerationRequest(StructuredFields):
     def notes(self) -> list[str]:
         """The fields that are taken and have no effect."""
         neutral = {"top_p": 1, "top_k": 0, "min_p": 0}
-        given = [name for name, value in neutral.items() if getattr(self, name) not in (None, value)]
+        names = [name for name, value in neutral.items() if getattr(self, name) not in (None, value)]
         if self.temperature is not None:
             return []
-        return [f"{name} has no effect at temperature 0, the default here; give temperature" for name in given]
+        return [f"{name} has no effect at temperature 0, the default here; give temperature" for name in names]
 
     @property
     def num_tops(self) -> int:
@@ -481,9 +481,9 @@ class TokenizeRequest(ToolFields, TemplateFields):
                 "add_generation_prompt": True,
                 "reasoning_effort": "none",
             }
-            given = [name for name, value in neutral.items() if getattr(self, name) not in (None, value)]
-            if given:
-                raise FieldError(given[0], "only a chat has a template", remedy="give messages")
+            names = [name for name, value in neutral.items() if getattr(self, name) not in (None, value)]
+            if names:
+                raise FieldError(names[0], "only a chat has a template", remedy="give messages")
         turns(self.messages or ())
         return self
 
