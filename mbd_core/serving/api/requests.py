@@ -114,8 +114,8 @@ class GenerationRequest(StructuredFields):
     return_step_map: bool | None = None
     """`rollout` in each choice; not with `t2t`, `soft` or `canvas`"""
     return_routed_experts: bool | None = None
-    """`rollout` says too which experts each forward chose; only with `return_step_map`, of a model that has experts, and
-    not with `stream` or `stop`"""
+    """`rollout` says too which experts each forward chose; only with `return_step_map`, of a model that has experts,
+    and not with `stream` or `stop`"""
     frames: bool | None = None
     """a `FrameEvent` for each forward; only with `stream`, not on a canvas"""
     resumable: bool | None = None
