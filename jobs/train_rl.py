@@ -111,6 +111,7 @@ def run(
     with ExitStack() as stack:
         executor = stack.enter_context(start_executor(plan, own, isolated=isolation == "required"))
         folder = stack.enter_context(RunFolder(path, recipe, resume=place.resume))
+        (path / FAILURE).unlink(missing_ok=True)  # of an earlier try
         loop = RLRun(plan, folder, executor, log_targets=default_targets()[0] if targets is None else targets)
         try:
             model = loop.run(max_failures=0 if own.local else place.max_failures)

@@ -34,7 +34,7 @@ LEDGER_RL = RLRecipe(
     iterations=30,
 )
 """LightningRL's reward, groups and objective, on the states of a MultiBD rollout: a study's arm on a small model. Its
-learning rate is the best of four on held-out problems after five iterations (research/README.md)."""
+learning rate is the best of four on held-out problems after 5 of these 30 iterations (research/README.md)."""
 
 TINY_RL = replace(
     LEDGER_RL,

@@ -11,25 +11,21 @@ A reward that raises, does not answer in time, or is no finite number ends the r
 The rollouts lie in the run's folder then, and the same run goes on with them.
 """
 
+import asyncio
 import json
 import os
 import re
 import select
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from importlib import import_module
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Annotated, Any, Protocol
 from urllib.parse import urlsplit
 
+import aiohttp
 import pyarrow as pa
 
 from mbd_core.errors import error_line, error_sentence
@@ -159,16 +155,7 @@ class HttpReward:
         self._url, self._seconds = url, seconds
 
     def __call__(self, row: Mapping[str, Any]) -> float:
-        body = json.dumps(question(row)).encode()
-        request = urllib.request.Request(self._url, data=body, headers={"Content-Type": "application/json"})
-        for number in range(TRIES):
-            try:
-                content = self._exchange(request)
-                break
-            except (OSError, HTTPException) as error:  # urllib's errors are some; a reply that is cut or no HTTP
-                if number + 1 == TRIES or (isinstance(error, urllib.error.HTTPError) and error.code < 500):
-                    raise failure(self._url, row, f"does not answer ({error_sentence(error)})") from None
-                time.sleep(PAUSE)
+        content = asyncio.run(self._reply(row))
         try:
             reply = parse_json(content, "the reply")
         except ValueError as error:
@@ -177,25 +164,26 @@ class HttpReward:
             raise failure(self._url, row, "replied without a field 'reward'")
         return finite(reply["reward"], self._url, row)
 
-    def _exchange(self, request: urllib.request.Request) -> bytes:
-        """The reply. urllib bounds each wait for bytes and not all of them, so a thread waits, and is left behind."""
-        results: SimpleQueue[bytes | Exception] = SimpleQueue()
-
-        def ask() -> None:
-            try:
-                with urllib.request.urlopen(request, timeout=self._seconds) as response:
-                    results.put(response.read())
-            except Exception as error:
-                results.put(error)
-
-        Thread(target=ask, daemon=True).start()
-        try:
-            result = results.get(timeout=self._seconds)
-        except Empty:
-            raise TimeoutError(f"no whole reply within {self._seconds:g} s") from None
-        if isinstance(result, Exception):
-            raise result
-        return result
+    async def _reply(self, row: Mapping[str, Any]) -> bytes:
+        limit = aiohttp.ClientTimeout(total=self._seconds)  # from the connection to the last byte
+        async with aiohttp.ClientSession(timeout=limit, trust_env=True) as session:
+            for number in range(TRIES):
+                if number:
+                    await asyncio.sleep(PAUSE)
+                try:
+                    async with session.post(self._url, json=question(row), allow_redirects=False) as response:
+                        content = await response.read()
+                except TimeoutError:
+                    why = f"no whole reply within {self._seconds:g} s"
+                except aiohttp.ClientError as error:  # no connection, a reply that is cut or no HTTP
+                    why = error_sentence(error)
+                else:
+                    if response.status < 300:
+                        return content
+                    why = f"status {response.status}"
+                    if response.status < 500:
+                        break
+        raise failure(self._url, row, f"does not answer ({why})")
 
 
 # A user's function runs in a process of its own, one JSON line in and one out: it may hang, print, or end its process.

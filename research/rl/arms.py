@@ -36,7 +36,7 @@ E = replace(A, name="rl-E", groups=GroupConfig(advantages="correct"), objective=
 """The likelihood of correct rollouts alone, each with the advantage 1."""
 
 F = replace(A, name="rl-F", groups=replace(A.groups, advantages="shuffled"))
-"""A's advantages, shuffled within each group: a control that must teach nothing."""
+"""A's advantages, shuffled within each group: they teach nothing. A's likelihood of correct rollouts stays (NLL)."""
 
 G = replace(A, name="rl-G", states="block-local")
 """TraceRL's states, which are not the engine's at four slots."""

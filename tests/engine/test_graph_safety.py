@@ -483,7 +483,7 @@ def test_a_kernels_layout_is_captured(device: FakeDevice, kernel: str) -> None:
     ("family", "parts"),
     [
         ("sdar", "all"),
-        ("llada2", "experts"),
+        pytest.param("llada2", "experts", marks=pytest.mark.slow),
         ("llada2", "blocks"),
         pytest.param("llada2", None, marks=pytest.mark.slow),
         pytest.param("dream", "all", marks=pytest.mark.slow),

@@ -265,19 +265,19 @@ def test_a_killed_controller_loses_no_request(url: str, expected: str) -> None:
 
 def test_a_killed_gateway_loses_nothing(url: str, expected: str) -> None:
     """What it had not begun to answer goes to the other one; its streams end with an error and are taken up there."""
-    gateways = processes(f"ray::ServeReplica:{MODEL}:Gateway")
-    assert len(gateways) == GATEWAYS
+    name, kills = f"ray::ServeReplica:{MODEL}:Gateway", 0
     with under_load(url, expected) as load:
+        while load.resumed == 0 and kills < 5:  # until one had streams under way
+            wait_for_work(load)
+            gateways, kills = processes(name), kills + 1
+            assert len(gateways) == GATEWAYS
+            os.kill(next(iter(gateways)), signal.SIGKILL)
+            wait_for_work(load)
+            seconds = wait_until(lambda old=gateways: len(processes(name) - old) == 1, "it is replaced")  # type: ignore[misc]
         wait_for_work(load)
-        os.kill(next(iter(gateways)), signal.SIGKILL)
-        wait_for_work(load)
-        seconds = wait_until(
-            lambda: len(processes(f"ray::ServeReplica:{MODEL}:Gateway") - gateways) == 1, "it is replaced"
-        )
-        wait_for_work(load)
-    print(f"\ngateway killed: {load}; a new one runs after {seconds:.1f} s")
+    print(f"\n{kills} gateways killed: {load}; a new one runs after {seconds:.1f} s")
     assert load.errors == [] and load.cuts == []
-    assert load.resumed > 0, "no stream was under way at the gateway"
+    assert load.resumed > 0, "no stream was under way at any of the gateways"
 
 
 def test_a_killed_proxy_cuts_all_connections_and_comes_back(url: str, expected: str) -> None:

@@ -248,6 +248,24 @@ def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path, capsys:
         assert "\n" not in str(error.value)
 
 
+def test_a_command_whose_reward_fails_goes_on_once_it_is_mended(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    size = ["--iterations", "1", "--prompts", "1", "--group", "2", "--max-tokens", "16", "--evaluate-every", "0"]
+    model = ["--local", "--model", str(tiny_model_dir), "--storage", str(tmp_path), "--log-to", "none"]
+    command = [*model, *size, "--run-name", "run", "--rewards", '{"mended:reward": 1}']
+    assert main(command) == 1
+    said = capsys.readouterr().err
+    assert "raised ModuleNotFoundError: No module named 'mended'" in said and "Traceback" not in said
+    part, failure = tmp_path / "run" / "rollouts" / "00000" / "part-000.parquet", tmp_path / "run" / "failure.txt"
+    drawn = part.read_bytes()
+    assert "Traceback" in failure.read_text()
+    (tmp_path / "mended.py").write_text("def reward(prompt, text, reference): return len(text)\n")
+    assert main([*command, "--resume"]) == 0
+    assert part.read_bytes() == drawn and not failure.exists()
+
+
 @pytest.mark.parametrize("name", sorted(RL_RECIPES))
 def test_a_recipe_can_be_planned(name: str) -> None:
     plan = RolloutPlan.of(rl_recipe_named(name), ENGINE)

@@ -7,15 +7,23 @@ from statistics import fmean
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import torch
 from gateway_in_process import running_gateway
 
 from actors.serving.args import ServingArgs
-from mbd_core.checkpoint.folder import read_base
+from mbd_core.checkpoint.folder import read_base, read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.models.decoder import Decoder, init_weights
+from mbd_core.models.mlp import Router
+from mbd_core.models.model_config import MoEConfig
 from mbd_core.multitf.states.answer import read_answer
 from mbd_core.multitf.step.learner import Learner
 from mbd_core.multitf.step.objective import PolicyObjective
@@ -82,6 +90,69 @@ def test_a_learner_trains_from_the_endpoint(tiny_model_dir: Path, tmp_path: Path
             order = post(url, "/update_weights", folder=str(folder), mode="wait", version=iteration + 1)
             assert order["version"] == iteration + 1
     assert speeds[-1] > 1.3 * speeds[0]
+
+
+EXPERTS = MoEConfig(num_experts=8, experts_per_token=2, intermediate_size=16, score="softmax", norm_topk_prob=True)
+
+
+def test_the_experts_that_an_endpoint_records_are_the_engines(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """OpenAI's client gets them with its choices; a learner whose routers have moved is given them."""
+    dense = read_folder(tiny_model_dir)
+    model = Decoder(replace(dense.config, architecture="SDARMoeForCausalLM", moe=EXPERTS))
+    init_weights(model, seed=0, std=0.2)
+    save_model(folder := tmp_path / "experts", model, tokenizer=dense.tokenizer, dtype=torch.float32)
+    engine = EngineConfig(max_rows=4, num_pages=100)
+    served = [{"model": str(f), "name": f.name, "engine": {"max_rows": 4}} for f in (folder, tiny_model_dir)]
+    fields = {"return_token_ids": True, "return_step_map": True, "return_routed_experts": True, "decoding": ASKED}
+    asked = {"model": "experts", "prompt": PROMPTS[0], "n": 4, "max_tokens": 24, "temperature": 1, "seed": 7}
+    with running_gateway(ServingArgs.read({"device": "cpu", "models": served})) as (url, _):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        reply = client.completions.create(**asked, extra_body=fields, timeout=SECONDS).model_dump()
+        for other, changes, named, why in (
+            ({"model": tiny_model_dir.name}, {}, "return_routed_experts", "SDARForCausalLM here has no experts"),
+            ({}, {"return_step_map": False}, "return_routed_experts", "only allowed when return_step_map is true"),
+            ({"stream": True}, {}, "stream", "records whole answers"),
+            ({"stop": "x"}, {}, "stop", "records whole answers"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=why) as refused:
+                client.completions.create(**asked | other, extra_body=fields | changes, timeout=SECONDS)
+            assert refused.value.param == named
+    decoding = DecodingConfig(block_size=4, **ASKED)
+    settings = {"decoding": decoding, "max_tokens": 24, "advantage": 1.0, "correct": False}
+    answers = [read_answer(choice, **settings) for choice in reply["choices"]]
+    requests = [
+        Request(
+            request_id=f"0-{number}",
+            prompt=answer.prompt,
+            max_tokens=24,
+            decoding=decoding,
+            rollout=True,
+            experts=True,
+            sampling=Sampling(temperature=1, seed=7 + number),
+        )
+        for number, answer in enumerate(answers)
+    ]
+    for answer, output in zip(answers, Engine(load_model(folder), engine).generate(requests), strict=True):
+        assert output.rollout is not None
+        own, recorded = ([r.columns() for r in rollout.experts] for rollout in (output.rollout, answer.rollout))
+        assert (answer.tokens, recorded) == (output.tokens, own) and own
+    moved = load_model(folder, dtype=torch.float32)
+    for number, router in enumerate(module for module in moved.modules() if isinstance(module, Router)):
+        torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(number))
+    routed, free = (
+        Learner(moved, replace(ADAMW, lr=0.0, batch_size=4), PolicyObjective()).update(
+            [replace(answer, rollout=replace(answer.rollout, experts=records)) for answer, records in pairs]
+        )
+        for pairs in ([(a, a.rollout.experts) for a in answers], [(a, ()) for a in answers])
+    )
+    assert routed.d_mean < free.d_mean / 2
+    with pytest.raises(ValueError, match=r"experts \(2, 2\) are not those of this model's 0 such layers"):
+        Learner(load_model(tiny_model_dir, dtype=torch.float32), ADAMW, PolicyObjective()).update(answers)
+    record = reply["choices"][0]["rollout"]["experts"][0]
+    for mistake in ({"ids": "x"}, {"shape": [0, 0, 0]}, {"shape": [1, 2, 3]}, {"ids": None}):
+        broken = reply["choices"][0] | {"rollout": reply["choices"][0]["rollout"] | {"experts": [record | mistake]}}
+        with pytest.raises(ValueError, match="has a record that cannot be read"):
+            read_answer(broken, **settings)
 
 
 def test_the_contracts_example_runs_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:

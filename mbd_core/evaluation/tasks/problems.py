@@ -110,7 +110,9 @@ def load_problems(
         raise ValueError(f"limit={limit} must be at least 1")
     if task.generate is None:
         if data is None:
-            raise ValueError(f"task '{task.name}' needs a JSON-lines file: --data {task.name}=PATH")
+            raise ValueError(
+                f"task '{task.name}' needs a JSON-lines file: --data PATH, beside other tasks {task.name}=PATH"
+            )
         return ProblemSet(task=task, source=data, problems=tuple(_read_problems(task, data)[:limit]))
     if data is not None:
         raise ValueError(f"task '{task.name}' is generated and takes no data file; given {data}")

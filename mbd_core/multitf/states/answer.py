@@ -7,17 +7,18 @@ members:
      "rollout": {"step_map": [1, 1, 2], "logprobs": [-0.1, -0.4, -0.2],
                  "terminal": {"token_ids": [1], "step_map": [3], "logprobs": [-0.3]}}}
 
-The server adds them where a request has `return_token_ids` and `return_step_map`; docs/reference/rl.md says what each
-one is. What else a choice has is ignored.
+The server adds them where a request has `return_token_ids` and `return_step_map`, and with `return_routed_experts`
+also `rollout.experts`; docs/reference/rl.md says what each one is. What else a choice has is ignored.
 """
 
 import math
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.decoding.blocks.request import Rollout
+from mbd_core.decoding.blocks.request import ForwardExperts, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +139,7 @@ def read_answer(
             tail_tokens=_integers(terminal, "token_ids", of="rollout.terminal."),
             tail_steps=_integers(terminal, "step_map", of="rollout.terminal."),
             tail_logprobs=_numbers(terminal, "logprobs", of="rollout.terminal."),
+            experts=tuple(map(_experts, rollout.get("experts") or ())),
         ),
         decoding=decoding,
         max_tokens=max_tokens,
@@ -145,6 +147,13 @@ def read_answer(
         correct=correct,
         template=tuple(template),
     )
+
+
+def _experts(record: Mapping[str, Any]) -> ForwardExperts:
+    try:
+        return ForwardExperts.of({**record, "ids": b64decode(record["ids"], validate=True)})
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"the answer's 'rollout.experts' has a record that cannot be read ({error!r:.80})") from None
 
 
 def _member(values: Mapping[str, Any], name: str, *, of: str = "", is_list: bool = False) -> Any:

@@ -38,9 +38,16 @@ class PolicyObjective:
         Literal["reinforce", "clipped"], Option("The term of each token: reinforce, or clipped (PPO).", UPDATES)
     ] = "reinforce"
     clip: Annotated[
-        float,
-        Option("How far below 1 a ratio counts; above it too.", UPDATES, above=0, at_most=1, flag="--ratio-clip"),
-    ] = CLIP
+        float | None,
+        Option(
+            "How far below 1 a ratio counts; above it too.",
+            UPDATES,
+            above=0,
+            at_most=1,
+            flag="--ratio-clip",
+            default=f"{CLIP} with --kind clipped",
+        ),
+    ] = None
     clip_high: Annotated[
         float | None, Option("How far above 1 a ratio counts.", UPDATES, above=0, default="that of --ratio-clip")
     ] = None
@@ -72,7 +79,7 @@ class PolicyObjective:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.kind == "reinforce" and (self.clip, self.clip_high, self.dual_clip) != (CLIP, None, None):
+        if self.kind == "reinforce" and (self.clip, self.clip_high, self.dual_clip) != (None, None, None):
             raise ValueError(
                 "kind=reinforce has no ratio to clip: leave clip, clip_high and dual_clip out, or give kind=clipped"
             )
@@ -88,6 +95,12 @@ class PolicyObjective:
                 "old=rollout has no effect: kind=reinforce has no ratio, and no KL divergence is of the old policy; "
                 "leave it out, or give kind=clipped"
             )
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Between which a ratio counts."""
+        low = CLIP if self.clip is None else self.clip
+        return 1.0 - low, 1.0 + (low if self.clip_high is None else self.clip_high)
 
     @property
     def needs_reference(self) -> bool:

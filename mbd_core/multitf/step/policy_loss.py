@@ -230,8 +230,7 @@ def token_loss(
     """The term of each token, without weights, and whether a clip has taken its gradient (N)."""
     if objective.kind == "reinforce":
         return -advantage_N * logprobs_N, torch.zeros_like(logprobs_N, dtype=torch.bool)
-    high = objective.clip if objective.clip_high is None else objective.clip_high
-    plain_N, clipped_N = ratio_N * advantage_N, ratio_N.clamp(1.0 - objective.clip, 1.0 + high) * advantage_N
+    plain_N, clipped_N = ratio_N * advantage_N, ratio_N.clamp(*objective.ratios) * advantage_N
     gain_N = torch.minimum(plain_N, clipped_N)
     if objective.dual_clip is not None:
         gain_N = torch.where(advantage_N < 0, torch.maximum(gain_N, objective.dual_clip * advantage_N), gain_N)

@@ -113,6 +113,9 @@ class GenerationRequest(StructuredFields):
     """`token_ids` and `prompt_token_ids` in each choice"""
     return_step_map: bool | None = None
     """`rollout` in each choice; not with `t2t`, `soft` or `canvas`"""
+    return_routed_experts: bool | None = None
+    """`rollout` says too which experts each forward chose; only with `return_step_map`, of a model that has experts,
+    and not with `stream` or `stop`"""
     frames: bool | None = None
     """a `FrameEvent` for each forward; only with `stream`, not on a canvas"""
     resumable: bool | None = None
@@ -138,7 +141,6 @@ class GenerationRequest(StructuredFields):
     use_beam_search: Annotated[Any, Only(False)] = None
     include_stop_str_in_output: Annotated[Any, Only(False)] = None
     skip_special_tokens: Annotated[Any, Only(True)] = None
-    return_routed_experts: Annotated[Any, Only(False)] = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -165,6 +167,13 @@ class GenerationRequest(StructuredFields):
         for name in ("resumable", "resume"):
             if getattr(self, name) and self.grammar_field == "tools":
                 raise FieldError(name, "an answer that may call tools is not taken up again", remedy="leave it out")
+        if self.return_routed_experts:
+            if not self.return_step_map:
+                raise FieldError("return_routed_experts", "only allowed when return_step_map is true")
+            for name in ("stream", "stop"):
+                if getattr(self, name):
+                    why = "return_routed_experts records whole answers, at their end"
+                    raise FieldError(name, why, remedy="leave it out")
         if self.resume is not None and self.num_prompts * self.num_choices != 1:
             raise FieldError("resume", "takes up one choice", remedy="give its own prompt and n 1")
         if self.temperature is not None and 0 < self.temperature < LEAST:

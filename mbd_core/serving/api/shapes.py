@@ -130,6 +130,19 @@ class TerminalFields(TypedDict):
     logprobs: list[float]
 
 
+class ExpertFields(TypedDict):
+    """The experts of neighbouring tokens in one forward."""
+
+    forward: int
+    """its number, as in the step map; 0 for one that stored tokens alone"""
+    start: int
+    """the position of the first token, counted from the prompt's first"""
+    shape: list[int]
+    """tokens, layers that have experts, experts of each token"""
+    ids: str
+    """that many numbers as base64: a byte each, or two, the low one first, where a number is above 255"""
+
+
 class RolloutFields(TypedDict):
     step_map: list[int]
     """for each token the forward, from 1, that accepted it"""
@@ -137,6 +150,8 @@ class RolloutFields(TypedDict):
     """for each token its log-probability there"""
     terminal: NotRequired[TerminalFields]
     """the rest of the answer's last block, in the whole answer and in a stream's last piece"""
+    experts: NotRequired[list[ExpertFields]]
+    """with `return_routed_experts`: of every forward, in order"""
 
 
 class TokenFields(TypedDict, total=False):

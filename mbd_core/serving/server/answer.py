@@ -1,12 +1,21 @@
 """The answer to one API request, from the engine's steps: whole, or as server-sent events."""
 
 import json
+from base64 import b64encode
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mbd_core.decoding.blocks.request import Counts, FinishReason, Output, Request, Rollout, TopTokens
+from mbd_core.decoding.blocks.request import (
+    Counts,
+    FinishReason,
+    ForwardExperts,
+    Output,
+    Request,
+    Rollout,
+    TopTokens,
+)
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.fields import TemplateTokens
 from mbd_core.serving.api.replies import Reply, ReplyChoice, frame_fields
@@ -17,6 +26,7 @@ from mbd_core.serving.api.shapes import (
     Completion,
     EndReason,
     Error,
+    ExpertFields,
     FrameEvent,
     Logprobs,
     Place,
@@ -55,6 +65,8 @@ class TokenDetails:
                     "step_map": list(rollout.tail_steps),
                     "logprobs": list(rollout.tail_logprobs),
                 }
+            if rollout.experts:
+                steps["experts"] = list(map(_expert_fields, rollout.experts))
             fields["rollout"] = steps
         return fields
 
@@ -69,6 +81,12 @@ class TokenDetails:
     def of_prompt(self, prompt: Sequence[int]) -> TokenFields:
         """The field for a prompt."""
         return {"prompt_token_ids": list(prompt)} if self.ids else {}
+
+
+def _expert_fields(record: ForwardExperts) -> ExpertFields:
+    columns = record.columns()
+    ids = b64encode(columns["ids"]).decode()
+    return {"forward": record.forward, "start": record.start, "shape": columns["shape"], "ids": ids}
 
 
 def token_details(api_request: GenerationRequest, template: TemplateTokens | None, decode: Decode) -> TokenDetails:

@@ -136,8 +136,6 @@ class AsyncEngine:
     async def open(self, request: Request, *, key: str = "") -> EngineStream:
         """`submit` a request after the engine's check; raises `RequestRefused` too."""
         self._check_open()
-        if request.experts:
-            raise RequestRefused("experts", "a stream hands out no experts; record them with Engine.generate")
         admitted_request = self._engine.admission.check(request)
         if request.grammar is not None:
             admitted_request = replace(admitted_request, guide=await self._compile(request))

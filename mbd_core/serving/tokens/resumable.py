@@ -2,7 +2,8 @@
 
 A request for the rest carries the committed tokens of the answer (`Request.committed`), so that the next engine stores
 them like a prompt and decodes from there, with the same seed and limits. What was not committed is decoded again: the
-client has not seen it. A canvas cannot go on from its middle: it begins anew, and what was handed out is not repeated.
+client has not seen it. A canvas cannot go on from its middle, nor a record of experts: the request begins anew, and
+what was handed out is not repeated.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ class _Resumption:
         self._tops: list[TopTokens] = []
         self._rollout = Rollout() if request.rollout else None
         self._closing: tuple[int, ...] = request.closing
-        self._repeats: list[int] = []  # handed out, and to come again from a canvas that began anew
+        self._repeats: list[int] = []  # handed out, and to come again from a request that began anew
         self._earlier: Counts | None = None  # of the replicas that were lost
         self._last: Counts | None = None
         self._num_losses = 0
@@ -110,7 +111,7 @@ class _Resumption:
 
     def _continuation(self) -> Request:
         request = self._request
-        if request.decoding.canvas is not None or request.scored:  # it begins anew
+        if request.decoding.canvas is not None or request.scored or request.experts:  # it begins anew
             self._repeats = list(self._tokens)
             return request
         num_forwards = request.first_forward + (self._earlier.num_forwards if self._earlier else 0)
@@ -123,9 +124,9 @@ class _Resumption:
 
     def _join(self, step: StepOutput) -> StepOutput:
         """The step as a part of the whole answer."""
-        new_tokens, logprobs = self._without_repeats(step)
-        self._tokens += new_tokens
-        self._logprobs += logprobs or ()
+        step = self._without_repeats(step)
+        self._tokens += step.new_tokens
+        self._logprobs += step.logprobs or ()
         self._tops += step.tops or ()
         if step.rollout is not None and self._rollout is not None:
             self._rollout = self._rollout.then(step.rollout)
@@ -140,19 +141,23 @@ class _Resumption:
                 counts=counts,
                 logprobs=None if output.logprobs is None else tuple(self._logprobs),
                 tops=None if output.tops is None else tuple(self._tops),
-                rollout=self._rollout,
+                rollout=output.rollout if self._request.experts else self._rollout,
             )
         self._weights = (self._weights[0] if self._weights else step.weights[0], step.weights[1])
-        return replace(
-            step, new_tokens=new_tokens, logprobs=logprobs, counts=counts, output=output, weights=self._weights
-        )
+        return replace(step, counts=counts, output=output, weights=self._weights)
 
-    def _without_repeats(self, step: StepOutput) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
+    def _without_repeats(self, step: StepOutput) -> StepOutput:
         number = min(len(self._repeats), len(step.new_tokens))
         if list(step.new_tokens[:number]) != self._repeats[:number]:
             raise EngineFailed("the answer began anew on another replica and came out otherwise; ask again")
         self._repeats = self._repeats[number:]
-        return step.new_tokens[number:], None if step.logprobs is None else step.logprobs[number:]
+        return replace(
+            step,
+            new_tokens=step.new_tokens[number:],
+            logprobs=None if step.logprobs is None else step.logprobs[number:],
+            tops=None if step.tops is None else step.tops[number:],
+            rollout=None if step.rollout is None else step.rollout.without(number),
+        )
 
 
 def _sum(earlier: Counts | None, last: Counts) -> Counts:

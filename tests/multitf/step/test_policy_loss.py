@@ -103,8 +103,8 @@ def expected_loss(tokens: list[Token], objective: PolicyObjective) -> float:
             weight = min(math.exp(t["old"] - t["rollout"]), objective.correction)
         if objective.kind == "reinforce":
             return -a * t["lp"] * weight
-        high = objective.clip if objective.clip_high is None else objective.clip_high
-        gain = min(ratio * a, max(1 - objective.clip, min(1 + high, ratio)) * a)
+        low = objective.clip or 0.2
+        gain = min(ratio * a, max(1 - low, min(1 + (objective.clip_high or low), ratio)) * a)
         if objective.dual_clip is not None and a < 0:
             gain = max(gain, objective.dual_clip * a)
         return -gain * weight
@@ -216,7 +216,7 @@ def test_an_entropy_is_of_the_whole_distribution(model: Decoder, batch: ReplayBa
     ("changes", "message"),
     [
         ({"dual_clip": 3.0}, "no ratio to clip"),
-        ({"clip": 0.1}, "no ratio to clip"),
+        ({"clip": 0.2}, "no ratio to clip"),
         ({"old": "rollout", "kl": 0.1}, "old=rollout has no effect: kind=reinforce has no ratio"),
         ({"kl_to": "old"}, "kl=0 leaves it out"),
         ({"kl_aggregation": "policy"}, "kl=0 leaves it out"),

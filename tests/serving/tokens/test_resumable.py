@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from full_attention_folder import make_folder
+from small_engines import EXPERTS, build
 from step_replay import check_replay
 
 from mbd_core.checkpoint.loading import load_model
@@ -235,6 +236,20 @@ def test_a_text_that_is_scored_begins_anew_and_has_all_its_scores(engine: Engine
     output = output_of(steps)
     assert (output.tokens, output.scores) == (whole.tokens, whole.scores)
     assert len(output.scores) == len(template)
+
+
+def test_an_answer_whose_experts_are_recorded_begins_anew_and_has_one_record() -> None:
+    engine = Engine(build(moe=EXPERTS), EngineConfig(max_rows=3, num_pages=128, batch_invariant=True))
+    request = asked(rollout=True, experts=True, logprobs=True, top_logprobs=2)
+    whole = engine.generate([request])[0]
+    steps, replicas, _ = steps_of(engine, request, [3, 2])
+    assert replicas.requests == [request] * 3
+    output = output_of(steps)
+    assert output.rollout is not None and whole.rollout is not None
+    assert (output.rollout, output.tops) == (whole.rollout, whole.tops)
+    assert sum((step.rollout.steps for step in steps if step.rollout is not None), ()) == output.rollout.steps
+    found, wanted = ([r.columns() for r in rollout.experts] for rollout in (output.rollout, whole.rollout))
+    assert found == wanted and found
 
 
 class OtherAnswers(DyingReplicas):
