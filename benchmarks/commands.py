@@ -285,6 +285,7 @@ def run_modes(
 
     A request follows as soon as another ends; the repetition with the most tokens a second of processor time counts.
     Under a block budget, drafts become single tokens where more requests run than it has blocks, or drafts do not pay.
+    What an engine learns of that is measured apart: in a fresh engine, and in one that has served a run before.
     """
     import torch
 
@@ -293,7 +294,8 @@ def run_modes(
     measuring.begin()
     place, repeats = usable_device(measuring.device), measuring.repeats
     decoder = trained_here(num_updates=updates, device=place) if model is None else load_causal(model, device=place)
-    chosen = [*(Mode(method=name) for name in FIXED), *(Mode(method="linear-spec", budget=n) for n in budget)]
+    chosen = [Mode(method=name) for name in FIXED]
+    chosen += [Mode(method="linear-spec", budget=n, fresh=fresh) for n in budget for fresh in (True, False)]
     name, rows = model or f"a model trained here for {updates} updates", list[dict[str, Any]]()
     with tqdm(total=len(concurrency) * len(chosen) * repeats, unit="run", desc="modes", mininterval=1.0) as bar:
         for number in concurrency:

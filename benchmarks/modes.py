@@ -48,19 +48,22 @@ COLUMNS = {
     "cpu_tps": "tok / CPU s|.0f",
     "over_best_fixed": "/ best fixed|.2f",
     "cpu_over_best_fixed": "/ best fixed, CPU|.2f",
+    "slowest_over_fastest": "slowest / fastest run, CPU|.2f",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A method, with the block budget of its engine."""
+    """A method, with the block budget of its engine. `fresh`: every run has a new one, which has learned nothing."""
 
     method: str
     budget: int | None = None
+    fresh: bool = False
 
     @property
     def name(self) -> str:
-        return self.method if self.budget is None else f"{self.method}, budget {self.budget}"
+        budget = "" if self.budget is None else f", budget {self.budget}"
+        return self.method + budget + (", fresh" if self.fresh else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,13 +206,19 @@ def measure_modes(
     repeats: int,
     tick: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """One row for each mode at `rows` requests at once; the runs take turns, and of `repeats` the fastest counts."""
+    """One row for each mode at `rows` requests at once; the runs take turns, and of `repeats` the fastest counts. An
+    engine that chooses has served a run before, unless it is to be fresh."""
     requests = {mode: random_requests(model, mode, max_tokens=max_tokens, number=4 * rows) for mode in modes}
-    engines = {mode: engine_of(model, requests[mode], mode, rows=rows) for mode in modes}
+    engine_for = {mode: partial(engine_of, model, requests[mode], mode, rows=rows) for mode in modes}
+    engines = {mode: engine_for[mode]() for mode in modes if not mode.fresh}
+    for mode, engine in engines.items():
+        if mode.budget is not None:
+            run_mode(engine, requests[mode], answers=answers)
     runs: dict[Mode, list[ModeRun]] = {mode: [] for mode in modes}
 
     def tps_of(mode: Mode) -> float:
-        runs[mode].append(run_mode(engines[mode], requests[mode], answers=answers))
+        engine = engine_for[mode]() if mode.fresh else engines[mode]
+        runs[mode].append(run_mode(engine, requests[mode], answers=answers))
         return runs[mode][-1].tps
 
     interleaved({mode.name: partial(tps_of, mode) for mode in modes}, repeats=repeats, after=tick)
@@ -221,6 +230,7 @@ def measure_modes(
             "rows": rows,
             "mode": mode.name,
             "budget": mode.budget,
+            "fresh": mode.fresh,
             "tpf": run.tokens / run.forwards,
             "positions_per_token": run.positions / run.tokens,
             "step_seconds": run.seconds / run.steps,
@@ -228,6 +238,7 @@ def measure_modes(
             "cpu_tps": run.cpu_tps,
             "over_best_fixed": run.tps / best,
             "cpu_over_best_fixed": run.cpu_tps / cpu_best,
+            "slowest_over_fastest": min(other.cpu_tps for other in runs[mode]) / run.cpu_tps,
         }
         for mode, run in fastest.items()
     ]

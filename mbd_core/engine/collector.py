@@ -371,12 +371,14 @@ def record_step(trace: "TraceRecorder", number: int, decoding: Mapping[int, Sequ
 
 def _drafted_step(updates: "Sequence[tuple[PlannedRun, CanvasUpdate]]", chunks: Sequence[PrefillChunk]) -> DraftedStep:
     positions = [run.plan.num_positions for run, _ in updates]
-    longer = [run.may_draft and number > 1 for (run, _), number in zip(updates, positions, strict=True)]
+    longer = [(run.may_draft, number > 1) for (run, _), number in zip(updates, positions, strict=True)]
+    given = [sum(u.accepted.values()) for (_, u), kind in zip(updates, longer, strict=True) if all(kind)]
     return DraftedStep(
         load=Load(len(updates), sum(positions), sum(c.stop - c.start for c in chunks)),
-        single=sum(run.may_draft for run, _ in updates) - sum(longer),
-        drafts=sum(longer),
-        tokens=sum(sum(u.accepted.values()) for (_, u), drafts in zip(updates, longer, strict=True) if drafts),
+        single=longer.count((True, False)),
+        drafts=len(given),
+        verified=sum(tokens > 0 for tokens in given),
+        tokens=sum(given),
     )
 
 

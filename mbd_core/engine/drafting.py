@@ -6,20 +6,18 @@ its rows and positions, and the rows that were verified say what drafts yield. T
 and then, as often as what it is expected to lose is a small share of the time.
 """
 
+import math
 from dataclasses import dataclass
-
-import numpy as np
 
 KEPT_STEPS = 128
 """Steps after which a measure has lost most of its weight (a factor of e)."""
 CARRIED = 0.05
 """The weight of measures at other loads, where none was taken at this one yet."""
-LEAST_DRAFTED = 64
-"""Requests draft until so many steps have: the beginning of a text says little of what drafts yield behind it."""
+LEAST_VERIFIED = 32
+"""Requests draft until so many rows were verified, and no fewer are remembered: with many requests few steps say what
+drafts yield, with one request that takes several passages of its text."""
 KEPT_YIELD = 1024
 """Steps after which what drafts have yielded has lost most of its weight where nobody drafts."""
-LEAST_YIELD = 1e-3
-"""The least weight of what drafts have yielded: any new measure outweighs it."""
 OUTLIER = 4.0
 """A step that takes so many times what is expected counts less."""
 TRIED_SHARE = 0.01
@@ -29,7 +27,7 @@ LEAST_STEPS = 16
 RIDGE = 1e-9
 """Of the fit's own weight, so that what was never varied (as rows, at a constant load) has a solution."""
 LEAST_SECONDS = 1e-9
-STEPS_OF_A_TRY = 2
+STEPS_OF_A_DRAFT = 2
 """A draft is verified by the step behind it."""
 
 
@@ -46,6 +44,11 @@ class Load:
     positions: int
     prompt_tokens: int = 0
 
+    @property
+    def features(self) -> tuple[float, ...]:
+        """What its seconds are a sum of."""
+        return 1.0, self.rows, self.positions, self.prompt_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
@@ -60,15 +63,17 @@ class Choices:
 class DraftedStep:
     """What a step did for the requests that may draft.
 
-    load    of its forward
-    single  rows of single tokens
-    drafts  rows of drafts, and rows that verified one
-    tokens  that the verified rows gave
+    load      of its forward
+    single    rows of single tokens
+    drafts    rows of drafts, and rows that verified one
+    verified  rows that verified one
+    tokens    that these gave
     """
 
     load: Load
     single: int
     drafts: int
+    verified: int
     tokens: int
 
 
@@ -77,44 +82,52 @@ class LoadRange:
     of relative errors; older steps count less. And how long ago each mode was measured (drafts or not)."""
 
     def __init__(self, neighbour: "LoadRange | None") -> None:
-        self._products, self._seconds = np.zeros((4, 4)), np.zeros(4)
+        # of the fit, a row for each coefficient: the products of its feature with all of them and with the seconds
+        self._products = [[0.0] * 5 for _ in range(4)]
         if neighbour is not None:
-            self._products += CARRIED * neighbour._products
-            self._seconds += CARRIED * neighbour._seconds
-        self._coefficients: np.ndarray | None = None
+            self._products = [[CARRIED * p for p in row] for row in neighbour._products]
+        self._coefficients: list[float] | None = None
         self.unseen_steps = {True: LEAST_STEPS, False: LEAST_STEPS}
-        self.unseen_seconds = {True: np.inf, False: np.inf}
+        self.unseen_seconds = {True: math.inf, False: math.inf}
 
     def observe(self, load: Load, seconds: float, *, drafts: bool) -> None:
         scale, decay = seconds, 1 - 1 / KEPT_STEPS
-        if self._products[0, 0] > 0:
+        if self._products[0][0] > 0:
             scale = min(max(self.seconds(load), seconds / OUTLIER), seconds * OUTLIER)
-        x = _features(load) / scale
-        self._products = decay * self._products + np.outer(x, x)
-        self._seconds = decay * self._seconds + x * (seconds / scale)
+        relative = [x / scale for x in (*load.features, seconds)]
+        for row, x in zip(self._products, relative[:-1], strict=True):
+            row[:] = [decay * p + x * y for p, y in zip(row, relative, strict=True)]
         self._coefficients = None
         for mode in (True, False):
             self.unseen_steps[mode] += 1
             self.unseen_seconds[mode] += seconds
         self.unseen_steps[drafts] = 0
-        if load.prompt_tokens <= load.positions or np.isfinite(self.unseen_seconds[drafts]):
+        if load.prompt_tokens <= load.positions or math.isfinite(self.unseen_seconds[drafts]):
             self.unseen_seconds[drafts] = 0.0  # a first measure is one of which the prompt is the smaller part
 
     def seconds(self, load: Load) -> float:
         """Expected of a step."""
         if self._coefficients is None:
-            weight = self._products.diagonal()
-            ridge = np.diag(RIDGE * weight + np.where(weight > 0, 0.0, 1.0))
-            self._coefficients = np.linalg.solve(self._products + ridge, self._seconds)
-        return max(LEAST_SECONDS, float(_features(load) @ self._coefficients))
+            self._coefficients = _solve(self._products)
+        return max(LEAST_SECONDS, sum(x * c for x, c in zip(load.features, self._coefficients, strict=True)))
 
     def may_try(self, mode: bool, loss: float) -> bool:
         """Whether a try of `mode`, which is expected to lose so many seconds, is due."""
         return self.unseen_steps[mode] >= LEAST_STEPS and loss <= TRIED_SHARE * self.unseen_seconds[mode]
 
 
-def _features(load: Load) -> np.ndarray:
-    return np.array((1.0, load.rows, load.positions, load.prompt_tokens))
+def _solve(products: list[list[float]]) -> list[float]:
+    """The solution of the normal equations, whose right side is the last column; by elimination."""
+    rows = [row.copy() for row in products]
+    for k, row in enumerate(rows):
+        row[k] = row[k] * (1 + RIDGE) or 1.0
+    for k, row in enumerate(rows):
+        for other in rows:
+            if other is not row:
+                factor = other[k] / row[k]
+                for j in range(k + 1, 5):
+                    other[j] -= factor * row[j]
+    return [row[4] / row[k] for k, row in enumerate(rows)]
 
 
 class Drafting:
@@ -122,8 +135,7 @@ class Drafting:
 
     def __init__(self) -> None:
         self._ranges: dict[int, LoadRange] = {}  # by the power of two of the rows
-        self._forwards = self._tokens = 0.0  # of rows that drafted or verified; older ones count less
-        self._num_drafted = 0  # steps in which rows did
+        self._verified = self._tokens = 0.0  # rows that verified a draft and what they gave; older ones count less
         self._leader_drafts: bool | None = None
 
     def observe(self, step: DraftedStep, seconds: float) -> None:
@@ -132,26 +144,26 @@ class Drafting:
             return
         self._range(step.load.rows).observe(step.load, seconds, drafts=step.drafts > step.single)
         decay = 1 - 1 / (KEPT_STEPS if step.drafts else KEPT_YIELD)
-        if not step.drafts and self._forwards < LEAST_YIELD:
+        if decay * self._verified < LEAST_VERIFIED:
             decay = 1.0
-        self._forwards = decay * self._forwards + step.drafts
+        self._verified = decay * self._verified + step.verified
         self._tokens = decay * self._tokens + step.tokens
-        self._num_drafted += step.drafts > 0
 
     def choose(self, choices: Choices) -> bool:
         """Whether the requests that may draft do so in the next step. Without a step in between the answer is the
         same."""
         if self._leader_drafts is not None:
             return self._leader_drafts
-        if not choices.number or self._num_drafted < LEAST_DRAFTED:
+        if not choices.number or self._verified < LEAST_VERIFIED:
             return True
         here, number = self._range(choices.single.rows), choices.number
         others = choices.single.rows - number  # each counts as a token
         seconds = {True: here.seconds(choices.drafts), False: here.seconds(choices.single)}
-        tokens = {True: others + number * self._tokens / self._forwards, False: others + number}
+        drafted = self._tokens / self._verified / STEPS_OF_A_DRAFT
+        tokens = {True: others + number * drafted, False: others + number}
         rate = {mode: tokens[mode] / seconds[mode] for mode in (True, False)}
         best = rate[True] >= rate[False]
-        loss = STEPS_OF_A_TRY * (seconds[not best] - tokens[not best] / rate[best])
+        loss = STEPS_OF_A_DRAFT * (seconds[not best] - tokens[not best] / rate[best])
         return not best if here.may_try(not best, loss) else best
 
     def follow(self, drafts: bool) -> None:

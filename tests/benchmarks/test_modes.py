@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import modes as benchmark
 from benchmarks.commands import modes as main
-from benchmarks.modes import Mode, load_causal, measure_modes, trained_here
+from benchmarks.modes import Mode, ModeRun, load_causal, measure_modes, trained_here
+from mbd_core.engine.engine import Engine
 
 CPU = torch.device("cpu")
 FIXTURE = str(Path(__file__).parents[1] / "parity/fixtures/nemotron-0")
@@ -29,8 +32,27 @@ def test_the_command_writes_a_row_for_each_mode(tmp_path: Path, capsys: pytest.C
     size = ["--concurrency", "1,2", "--budget", "1", "--max-tokens", "8", "--repeats", "1"]
     assert main([*size, "--model", FIXTURE, "--json", str(out)]) == 0
     assert capsys.readouterr().out.count("| linear-spec, budget 1 |") == 2
-    assert len(json.loads(out.read_text())["rows"]) == 8
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["mode"] for row in rows[3:5]] == ["linear-spec, budget 1, fresh", "linear-spec, budget 1"]
+    assert len(rows) == 10
     assert main([*size, "--model", "tiny-sdar"]) == 2
+
+
+def test_a_fresh_mode_has_a_new_engine_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one has served a run before it is measured."""
+    ran, run_mode = list[tuple[bool, int]](), benchmark.run_mode
+
+    def watched(engine: Engine, *args: Any, **kwargs: Any) -> ModeRun:
+        before = engine.counts.committed_tokens
+        ran.append((engine.config.block_budget is None, before))
+        return run_mode(engine, *args, **kwargs)
+
+    monkeypatch.setattr(benchmark, "run_mode", watched)
+    model = load_causal(FIXTURE, device=CPU)
+    cases = [Mode(method="ar"), *(Mode(method="linear-spec", budget=1, fresh=fresh) for fresh in (True, False))]
+    measure_modes(model, cases, rows=1, answers=2, max_tokens=8, repeats=2)
+    assert [before > 0 for fixed, before in ran if fixed] == [False, True]
+    assert sorted(before > 0 for fixed, before in ran if not fixed) == [False] * 3 + [True] * 2
 
 
 def test_the_trained_model_learns() -> None:
