@@ -173,14 +173,20 @@ def test_truncation_is_taken_and_an_input_that_does_not_fit_is_refused_under_eit
         assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_an_effort_is_taken_as_in_a_chat(client: openai.OpenAI) -> None:
+def test_effort_and_verbosity_are_taken_as_in_a_chat(client: openai.OpenAI) -> None:
     fields: Any = {"model": MODEL, "input": "Tom has 3 apples.", "max_output_tokens": 20}
-    plain, noted = (
-        client.responses.create(**fields, **more) for more in ({}, {"reasoning": {"effort": "low", "summary": "auto"}})
-    )
+    wishes: Any = {"reasoning": {"effort": "low", "summary": "auto"}, "text": {"verbosity": "high"}}
+    plain, noted = (client.responses.create(**fields, **more) for more in ({"text": {"verbosity": "medium"}}, wishes))
     assert plain.output_text == noted.output_text
-    (note,) = (noted.model_extra or {})["mbd"]["notes"]
-    assert note.startswith("reasoning_effort has no effect") and "notes" not in (plain.model_extra or {})["mbd"]
+    verbosity, effort = (noted.model_extra or {})["mbd"]["notes"]
+    assert effort.startswith("reasoning_effort has no effect") and verbosity.startswith("verbosity has no effect")
+    assert "notes" not in (plain.model_extra or {})["mbd"]
+    question: Any = [{"role": "user", "content": fields["input"]}]
+    chat = client.chat.completions.create(model=MODEL, messages=question, max_tokens=20, verbosity="high")
+    assert (chat.choices[0].message.content, (chat.model_extra or {})["mbd"]["notes"]) == (
+        plain.output_text,
+        [verbosity],
+    )
 
 
 @pytest.mark.parametrize(

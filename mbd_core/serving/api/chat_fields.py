@@ -14,6 +14,7 @@ MAX_MESSAGES, MAX_CALLS, MAX_TOOLS = 4096, 128, 128
 MAX_ANSWER = 2**18  # tokens
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 

@@ -22,7 +22,7 @@ from mbd_core.decoding.blocks.sampling_config import (
     Sampling,
 )
 from mbd_core.engine.weights import SwapMode
-from mbd_core.serving.api.chat_fields import Messages, TemplateFields, ToolFields, check_calls, turns
+from mbd_core.serving.api.chat_fields import Messages, TemplateFields, ToolFields, Verbosity, check_calls, turns
 from mbd_core.serving.api.errors import FieldError, value_text
 from mbd_core.serving.api.fields import SEEDS, Hole, Resume, Seed, StructuredFields, Template
 from mbd_core.serving.api.parsing import MAX_IDS, MAX_STOPS, MOST_PROMPTS, Only, Strict, items
@@ -382,9 +382,10 @@ class ChatRequest(GenerationRequest, ToolFields, TemplateFields):
     """each token's log-probability"""
     top_logprobs: NumTops | None = None
     """so many likeliest tokens beside each; only with `logprobs`"""
+    verbosity: Verbosity | None = None
+    """no effect, which `mbd.notes` says of `low` and `high`"""
     functions: Annotated[Any, Only([])] = None
     function_call: Annotated[Any, Only("none", "auto")] = None
-    verbosity: Annotated[Any, Only("medium")] = None
     modalities: Annotated[Any, Only(["text"])] = None
     audio: Annotated[Any, Only()] = None
     prediction: Annotated[Any, Only()] = None
@@ -400,6 +401,12 @@ class ChatRequest(GenerationRequest, ToolFields, TemplateFields):
     @property
     def turns(self) -> list[dict[str, Any]]:
         return turns(self.messages)
+
+    @property
+    def notes(self) -> list[str]:
+        if self.verbosity in (None, "medium"):
+            return super().notes
+        return [*super().notes, "verbosity has no effect: ask for the length in a message, or bound it by max_tokens"]
 
     @property
     def grammar_field(self) -> str | None:

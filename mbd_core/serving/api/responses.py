@@ -9,7 +9,14 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, ValidationError, model_validator
 
-from mbd_core.serving.api.chat_fields import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, FunctionName, ReasoningEffort
+from mbd_core.serving.api.chat_fields import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    FunctionName,
+    ReasoningEffort,
+    Verbosity,
+)
 from mbd_core.serving.api.errors import ApiError, FieldError
 from mbd_core.serving.api.fields import Seed
 from mbd_core.serving.api.parsing import MAX_TEXT_PARTS, Only, Strict, items, validation_error
@@ -120,7 +127,8 @@ class ResponseFormat(Strict):
 class ResponseText(Strict):
     format: ResponseFormat | None = None
     """what the answer must match, as `response_format` of a chat"""
-    verbosity: Annotated[Any, Only("medium")] = None
+    verbosity: Verbosity | None = None
+    """as `verbosity` of a chat"""
 
 
 class ResponseReasoning(Strict):
@@ -232,6 +240,7 @@ class ResponsesRequest(Strict):
             "tool_choice": choice,
             "max_completion_tokens": self.max_output_tokens,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "verbosity": None if self.text is None else self.text.verbosity,
             "response_format": None if form is None else _chat_format(form),
             "stream": self.stream,
             "stream_options": {"include_usage": True} if self.stream else None,

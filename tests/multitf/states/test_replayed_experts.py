@@ -17,7 +17,7 @@ from mbd_core.multitf.data.encoding import IGNORE
 from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.multitf.states.replay import ReplayBatch, RoutedBatch, replay_batch
 from mbd_core.multitf.step.learner import Learner
-from mbd_core.multitf.step.objective import OBJECTIVES
+from mbd_core.multitf.step.objective import OBJECTIVES, PolicyObjective
 from mbd_core.multitf.step.policy_loss import log_probabilities
 
 EXACT = 2e-4
@@ -118,6 +118,16 @@ def test_routers_learn_under_a_record_and_packing_and_recomputation_keep_it() ->
         without_record(answers)
     )
     assert abs(unrouted.d_mean - reports[0].d_mean) > 100 * EXACT
+
+
+def test_a_frozen_reference_is_scored_under_the_record_too() -> None:
+    """It is the policy still, so the divergence is 0; scored with its own experts it would not be."""
+    config = TrainConfig(steps=1, batch_size=8, lr=0.0, optimizer="adamw", schedule="constant", precision="float32")
+    answers, model = recorded(build_routed()), with_other_routers(build_routed())
+    learner = Learner(model, config, PolicyObjective(kl=0.1))
+    assert learner.update(answers).kl_reference == pytest.approx(0.0, abs=1e-6)
+    free = scores(model, batch_of(without_record(answers))) - scores(model, batch_of(answers))
+    assert (free.exp() - 1 - free).mean() > 1e-3
 
 
 def test_blocks_that_choose_together_are_recorded_alike() -> None:
