@@ -283,7 +283,7 @@ def run_modes(
 ) -> None:
     """Tokens a second of single tokens (ar), self-speculation and diffusion, and of the mode that follows the load.
 
-    A request follows as soon as another ends; the repetition with the most tokens a second of processor time counts.
+    A request follows as soon as another ends; of the repetitions the median one counts.
     Under a block budget, drafts become single tokens where more requests run than it has blocks, or drafts do not pay.
     What an engine learns of that is measured apart: in a fresh engine, and in one that has served a run before.
     """
@@ -308,7 +308,7 @@ def run_modes(
                 repeats=repeats,
                 tick=partial(bar.update, 1),
             )
-    print(f"{name}, {device_name(place)}, {torch.get_num_threads()} threads; the best of {repeats} runs\n")
+    print(f"{name}, {device_name(place)}, {torch.get_num_threads()} threads; the median of {repeats} runs\n")
     print(markdown(rows, COLUMNS))
     measuring.write(command_line, {"model": name}, rows=rows)
 

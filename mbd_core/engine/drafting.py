@@ -137,12 +137,14 @@ class Drafting:
         self._ranges: dict[int, LoadRange] = {}  # by the power of two of the rows
         self._verified = self._tokens = 0.0  # rows that verified a draft and what they gave; older ones count less
         self._leader_drafts: bool | None = None
+        self._chosen_in: LoadRange | None = None  # that of the last choice: rows that join in its step count there
 
     def observe(self, step: DraftedStep, seconds: float) -> None:
         """A step took `seconds`."""
         if not step.single + step.drafts or seconds <= 0:
             return
-        self._range(step.load.rows).observe(step.load, seconds, drafts=step.drafts > step.single)
+        here = self._chosen_in or self._range(step.load.rows)
+        here.observe(step.load, seconds, drafts=step.drafts > step.single)
         decay = 1 - 1 / (KEPT_STEPS if step.drafts else KEPT_YIELD)
         if decay * self._verified < LEAST_VERIFIED:
             decay = 1.0
@@ -152,11 +154,13 @@ class Drafting:
     def choose(self, choices: Choices) -> bool:
         """Whether the requests that may draft do so in the next step. Without a step in between the answer is the
         same."""
+        self._chosen_in = None
         if self._leader_drafts is not None:
             return self._leader_drafts
         if not choices.number or self._verified < LEAST_VERIFIED:
             return True
-        here, number = self._range(choices.single.rows), choices.number
+        here = self._chosen_in = self._range(choices.single.rows)
+        number = choices.number
         others = choices.single.rows - number  # each counts as a token
         seconds = {True: here.seconds(choices.drafts), False: here.seconds(choices.single)}
         drafted = self._tokens / self._verified / STEPS_OF_A_DRAFT

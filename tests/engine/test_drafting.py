@@ -52,17 +52,19 @@ class Server:
         self.drafting, self.cost, self.accepted = Drafting(), cost, accepted
         self.rng, self.verifies = random.Random(seed), False
 
-    def serve(self, rows: int, steps: int, *, prompt_tokens: int = 0) -> tuple[int, float, float]:
-        """Steps that drafted or verified, tokens, seconds; `prompt_tokens` are stored beside each."""
+    def serve(self, rows: int, steps: int, *, prompt_tokens: int = 0, joining: int = 0) -> tuple[int, float, float]:
+        """Steps that drafted or verified, tokens, seconds; `prompt_tokens` are stored beside each. The choice does not
+        count requests that are `joining`."""
         drafted, tokens, seconds = 0, 0.0, 0.0
         for _ in range(steps):
             drafted_load, single_load = (Load(rows, n, prompt_tokens) for n in (rows * LENGTH, rows))
-            choices = Choices(drafts=drafted_load, single=single_load, number=rows)
+            loads = (Load(rows - joining, n * (rows - joining)) for n in (LENGTH, 1))
+            choices = Choices(**dict(zip(("drafts", "single"), loads, strict=True)), number=rows - joining)
             chosen, verifies = self.drafting.choose(choices), self.verifies
             assert chosen == self.drafting.choose(choices), "asking changes nothing"
             drafts = verifies or chosen
             self.verifies = drafts and not verifies
-            load = choices.drafts if drafts else choices.single
+            load = drafted_load if drafts else single_load
             step = DraftedStep(
                 load=load,
                 single=0 if drafts else rows,
@@ -122,6 +124,13 @@ def test_both_modes_stay_measured_and_a_change_of_text_is_noticed() -> None:
     server.accepted = 6.0
     server.serve(8, 400)
     assert server.serve(8, 1000)[0] > 900
+
+
+def test_requests_that_join_at_each_step_bring_no_tries() -> None:
+    """The choice is made before they do: it never sees the load that is measured."""
+    server = Server(by_positions, accepted=2.0)
+    server.serve(8, 100)
+    assert server.serve(8, 200, joining=1)[0] <= STEPS_OF_A_DRAFT
 
 
 def test_beside_long_prompts_the_other_mode_is_tried_as_seldom() -> None:
