@@ -195,7 +195,7 @@ def run_work(
             name=str(mirror.target),
         )
         best = [] if write_best is None else best_points([mirror.path], list(targets), write_best)
-    print(f"{summary.text}\nThe report is in {out}: report.md, report.html, {REPORT}, plot.png, samples/")
+    print(f"{summary.headlines}\nThe report is in {out}: report.md, report.html, {REPORT}, plot.png, samples/")
     for point in best:
         folder = targets[point.model]
         assert folder is not None, "check_choice refused it"

@@ -54,7 +54,7 @@ def report(
         with folder_beside(out, KIND, overwrite=overwrite) as new_folder:
             for name, content in summary.files.items():
                 (new_folder / name).write_bytes(content)
-    print(summary.text)
+    print(summary.headlines)
     print(f"The report is in {out or folders[0]}: report.md, report.html, {REPORT}, plot.png")
     if summary.num_samples < summary.num_planned:
         print(f"report_sweep: note: {summary.num_samples} of {summary.num_planned} samples are there", file=sys.stderr)

@@ -3,7 +3,7 @@
 import io
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,7 +53,12 @@ from mbd_core.tables import Table, markdown
 # The files of a report: Markdown, JSON, a page and the plot, as bytes that depend on the rows and settings alone.
 
 
+HEADLINES = ("Evaluation sweep", "Every configuration", "Several answers to a problem", "Speed", "Endpoints")
+"""The tables that a terminal shows: the others say more of the same samples, or what the numbers are."""
+
+
 def report_files(
+    tables: Sequence[Table],
     rows: Sequence[ReportRow],
     aups: Sequence[AupRow],
     aup_means: Sequence[AupMean],
@@ -67,7 +72,8 @@ def report_files(
     repeated: Mapping[ReportKey, Repeated] = MappingProxyType({}),
     harness: Mapping[ReportKey, HarnessNumbers] = MappingProxyType({}),
 ) -> dict[str, bytes]:
-    """The files by name, `report.json` last. `labels` maps task names to column heads.
+    """The files by name, `report.json` last; `tables` are those of `report_tables`. `labels` maps task names to column
+    heads.
 
     What was timed is in `times` and `papers` of `report.json` and in the last sections of `report.md`, and so of the
     page, from `Speed` on; all else is the same bytes for the same plan. `seconds` are those of endpoints.
@@ -111,18 +117,6 @@ def report_files(
     }
     plot = io.BytesIO()
     draw_plot(rows, plot, labels=labels)
-    tables = report_tables(
-        rows,
-        aups,
-        times,
-        labels=labels,
-        settings=settings,
-        aup_means=aup_means,
-        gaps=gaps,
-        seconds=seconds,
-        repeated=repeated_here,
-        harness=harness,
-    )
     return {
         "plot.png": plot.getvalue(),
         "report.md": markdown(tables).encode(),
@@ -213,8 +207,10 @@ PROMPT_FIELDS = ("form", "prompt", "examples", "examples_sha256", "stop")  # wha
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSummary:
-    """The content of a report's files, by name, and how many of the samples that belong into it are there."""
+    """A report's tables, the content of its files, by name, and how many of the samples that belong into it are
+    there."""
 
+    tables: Sequence[Table]
     files: dict[str, bytes]
     num_samples: int
     num_planned: int
@@ -222,6 +218,11 @@ class SweepSummary:
     @property
     def text(self) -> str:
         return self.files["report.md"].decode()
+
+    @property
+    def headlines(self) -> str:
+        """What a terminal shows."""
+        return markdown(replace(table, see="") for table in self.tables if table.title in HEADLINES)
 
 
 def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
@@ -249,20 +250,17 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     aups, aup_means = with_intervals([*build_aup(rows), *build_aup(rows, by_slots=True)], samples)
     page_samples, seconds = choose_samples(folders), endpoint_seconds(folders)
     gaps = accuracy_gaps(rows, samples)
-    files = report_files(
-        rows,
-        aups,
-        aup_means,
-        times,
-        page_samples,
-        gaps=gaps,
-        labels=labels,
-        settings=settings,
-        seconds=seconds,
-        repeated=repeated_of(samples),
-        harness=harness_numbers(folders, list(samples)),
-    )
-    return SweepSummary(files=files, num_samples=num_samples, num_planned=num_planned)
+    numbers: dict[str, Any] = {
+        "gaps": gaps,
+        "labels": labels,
+        "settings": settings,
+        "seconds": seconds,
+        "repeated": repeated_of(samples),
+        "harness": harness_numbers(folders, list(samples)),
+    }
+    tables = report_tables(rows, aups, times, aup_means=aup_means, **numbers)
+    files = report_files(tables, rows, aups, aup_means, times, page_samples, **numbers)
+    return SweepSummary(tables=tables, files=files, num_samples=num_samples, num_planned=num_planned)
 
 
 def repeated_of(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> dict[ReportKey, Repeated]:

@@ -10,7 +10,7 @@ from written_sweeps import timed_table
 from mbd_core.evaluation.measures.summary import ReportKey, token_efficiency
 from mbd_core.evaluation.report.page import ShownSamples
 from mbd_core.evaluation.report.speeds import SpeedGain, gain_table, speed_gains
-from mbd_core.evaluation.report.summary import report_files
+from mbd_core.evaluation.report.summary import report_files, report_tables
 from mbd_core.evaluation.sweep.timed_runs import Speed, speeds
 from mbd_core.tables import markdown
 
@@ -55,7 +55,8 @@ def test_the_report_has_the_gain_with_the_times_and_the_token_efficiency_of_each
     rows = report_rows()
     times = [timed(row.key, tpf=row.summary.tpf, forward_ms=2.0, tps=10.0) for row in rows[:3]]
     settings = {"labels": {"a": "A", "b": "B"}, "settings": {}, "gaps": {}}
-    report = json.loads(report_files(rows, [], [], times, NOTHING_SHOWN, **settings)["report.json"])
+    tables = report_tables(rows, [], times, **settings)
+    report = json.loads(report_files(tables, rows, [], [], times, NOTHING_SHOWN, **settings)["report.json"])
     assert [entry["gain"]["tpf_gain"] for entry in report["times"]] == pytest.approx([1, 1, 2])
     assert [row["token_efficiency"] for row in report["rows"][:3]] == pytest.approx([2 / 8, 2 / 8, 4 / 8])
     wide = replace(rows[0], config={**rows[0].config, "buffer_size": 4})

@@ -160,7 +160,7 @@ def test_sweeps_of_different_models_and_tasks_are_joined(tmp_path: Path) -> None
     counts = {(row["model"], row["task"]): row["n"] for row in report["rows"]}
     assert counts == {("m", "a"): 10, ("m", "b"): 10, ("n", "a"): 3}
     assert set(report["settings"]) == {str(tmp_path / "m"), str(tmp_path / "n")}
-    table = [line for line in summary.text.splitlines() if line.startswith("| MBD")]
+    table = [line for line in summary.headlines.splitlines() if line.startswith("| MBD")]
     assert [cell.strip() for cell in table[1].split("|")][4:6] == ["-", "-"]
 
 
