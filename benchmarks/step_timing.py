@@ -79,8 +79,8 @@ class StepTimes:
     """Medians in seconds, and the mean sizes of the batches.
 
     step      `Engine.step()`: schedule, device part, collect
-    forward   `runner.forward` and `logits` on the same batches: the attention's layout, the model, the logits
-    layout    the part of `forward` that binds the attention to the layout, once for all layers
+    forward   `runner.forward` and `logits` on the same batches: the model, the logits, on a GPU the attention's layout
+    layout    binding the attention to the layout, once for all layers; a CPU's forward laid out as the last need not
     recorder  the time that a trace recorder adds to a step, with its share of the table; `None` if not measured
     num_tokens, num_logits  packed tokens and positions with logits of a batch
     touched   experts that a layer's tokens used, counted in forwards of the same batches; `None` without experts

@@ -5,6 +5,7 @@ Shape legend: K rows, T packed tokens, P pages a row, A positions asked for, R b
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,6 +75,7 @@ class Batch:
     rows_each    that many neighbouring rows, all of the same length, are one sequence's, all through the batch
     live_T       whether anything of the token is read afterwards; `None`: all tokens are
     denoising    which tokens are being denoised; `None`: none is
+    layout       what tells that another batch differs in its tokens alone (`_layout`)
     """
 
     input_ids_T: Tensor
@@ -91,6 +93,7 @@ class Batch:
     rows_each: int = 1
     live_T: Tensor | None = None
     denoising: Denoising | None = None
+    layout: tuple[object, ...] | None = None
 
     @property
     def num_logits(self) -> int:
@@ -102,12 +105,23 @@ def to_device(values: Sequence[object], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = False) -> Batch:
+def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = False, last: Batch | None = None) -> Batch:
     """Put groups of rows behind one another; at least one row in all.
 
     Where each row is computed apart, each token of a causal row is: its numbers then do not depend on where rows end.
+    A batch that differs from the `last` one in its tokens alone has the rest of it, its tensors included.
     """
     groups = [g for g in groups if len(g.kv_lens_K)]
+    layout, num_tokens = _layout(groups), sum(len(g.tokens_T) for g in groups)
+    logits_at_A = array_of(_concat([g.logits_at_A for g in groups]))
+    tokens: dict[str, Any] = {
+        "input_ids_T": _concat([g.tokens_T for g in groups]),
+        "logits_at_A": tensor_of(where(logits_at_A < 0, num_tokens - 1 - logits_at_A, logits_at_A)),
+        "weight_T": _weights(groups),
+        "denoising": _denoising(groups),
+    }
+    if last is not None and layout is not None and layout == last.layout:
+        return replace(last, **tokens)
     if batch_invariant:
         groups = [_token_by_token(g) for g in groups]
     width = max(g.pages_KP.shape[1] for g in groups)
@@ -116,7 +130,7 @@ def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = Fals
     pages_KP, positions_T = array_of(_concat(table_KP)), array_of(_concat([g.positions_T for g in groups]))
     stored_K = array_of(_concat([g.stored_K for g in groups]))
     row_lengths = {g.lengths_K if isinstance(g.lengths_K, int) else -1 for g in groups}
-    num_rows, num_tokens = len(pages_KP), len(positions_T)
+    num_rows = len(pages_KP)
     if len(row_lengths) == 1 and -1 not in row_lengths:
         max_q = row_lengths.pop()
         bounds = arange(positions_T, 0, num_rows * max_q + 1, max_q)
@@ -130,25 +144,34 @@ def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = Fals
         row_T = array_of(rows.repeat_interleave(lengths_K, output_size=num_tokens))
     page_T = pages_KP.reshape(-1)[row_T * width + at_most(positions_T // page_size, width - 1)]
     offset_T = positions_T % page_size
-    logits_at_A = array_of(_concat([g.logits_at_A for g in groups]))
     live_K = None if len(groups) > 1 else groups[0].live_K
     return Batch(
-        input_ids_T=_concat([g.tokens_T for g in groups]),
+        **tokens,
         positions_T=tensor_of(positions_T),
         cu_seqlens_q=tensor_of(int32(bounds)),
         kv_lens_K=_concat([g.kv_lens_K for g in groups]),
         pages_KP=tensor_of(pages_KP),
         write_loc_T=tensor_of(where(stored_K[row_T], page_T * page_size, 0) + offset_T),
-        logits_at_A=tensor_of(where(logits_at_A < 0, num_tokens - 1 - logits_at_A, logits_at_A)),
-        weight_T=_weights(groups),
-        denoising=_denoising(groups),
         max_q=max_q,
         causal_K=_causal(groups),
         adapter_T=_adapters(groups, tensor_of(row_T)),
         split=_lengths(groups) if batch_invariant else None,
         rows_each=groups[0].rows_each if len(groups) == 1 else 1,
         live_T=None if live_K is None else live_K[tensor_of(row_T)],
+        layout=layout,
     )
+
+
+def _layout(groups: Sequence[Rows]) -> tuple[object, ...] | None:
+    """All that a batch has of its rows but their tokens, to be compared; `None` on a GPU, whose host does not wait."""
+    if not groups[0].tokens_T.is_cpu:
+        return None
+    parts: list[object] = []
+    for g in groups:
+        parts += g.lengths_K if isinstance(g.lengths_K, list) else [g.lengths_K]
+        tensors = (g.positions_T, g.kv_lens_K, g.pages_KP, g.stored_K, g.causal_K, g.adapter_K, g.live_K)
+        parts += [g.rows_each, *(None if x is None else x.numpy().tobytes() for x in tensors)]
+    return tuple(parts)
 
 
 def _concat(parts: list[Tensor]) -> Tensor:
@@ -269,6 +292,7 @@ class ModelRunner:
         self._windows = [c.window_of(layer) for layer in range(c.num_layers)]
         self._fused_decoder = fuse(model, num_positions=num_positions) if c.gemma is None else None
         weights = model.model.norm.weight
+        self._attend: PagedAttention | None = None  # the last forward's, which a batch of the same layout takes again
         self.last_batch: Batch | None = None  # after a replay: the batch that the replay has filled
         self._hidden_TD = weights.new_zeros((0, model.config.hidden_size))
         self.last_RD = weights.new_zeros((num_rows, model.config.hidden_size))
@@ -293,7 +317,9 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Tensor:
         """Final hidden states (A, D) of the positions that are asked for."""
         self.last_batch = batch
-        attend = self.bind(batch)
+        attend = self._attend
+        if batch.layout is None or attend is None or attend.write_loc_T is not batch.write_loc_T:
+            attend = self._attend = self.bind(batch)
         ids_T, positions_T, weight_T = batch.input_ids_T, batch.positions_T, batch.weight_T
         adapters = None
         if batch.adapter_T is not None:
@@ -320,7 +346,8 @@ class ModelRunner:
 
     def forget_batch(self) -> None:
         """Let go of the last forward's tensors, which may lie in a graph's memory."""
-        self.last_batch, self._hidden_TD = None, self._hidden_TD.new_zeros((0, self._hidden_TD.shape[1]))
+        self.last_batch = self._attend = None
+        self._hidden_TD = self._hidden_TD.new_zeros((0, self._hidden_TD.shape[1]))
 
     @property
     def has_kernel_layers(self) -> bool:
@@ -373,7 +400,7 @@ class ModelRunner:
         of them; static shapes."""
         if slot_end_RN is None or not self.model.config.shift_logits:
             return
-        if num_blocks_R.is_cpu and not num_blocks_R.any():
+        if num_blocks_R.is_cpu and not num_blocks_R.numpy().any():
             return
         last_block_R = (num_blocks_R - 1).clamp(min=0)
         at_R = slot_end_RN.gather(1, last_block_R[:, None])[:, 0]

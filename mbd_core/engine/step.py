@@ -198,7 +198,8 @@ class StepState:
 
     def forward(self, rows: StepRows) -> tuple[Batch, Tensor]:
         """The packed rows and the hidden states (A, D) of the positions that they ask for."""
-        batch = pack(rows.groups, page_size=self.page_size, batch_invariant=self.batch_invariant)
+        last, invariant = self.runner.last_batch, self.batch_invariant
+        batch = pack(rows.groups, page_size=self.page_size, batch_invariant=invariant, last=last)
         return batch, self.runner.forward(batch)
 
     def logits_of(

@@ -145,8 +145,9 @@ def placed_tops(tops_A2K: Tensor, at_A: Tensor | None, *, num_places: int) -> Te
 
 def leftmost_part(open_RNB: Tensor, size_R: Tensor) -> Tensor:
     """The open positions (R, N, B) of the leftmost sub-block of each slot that has one; it has `size_R` positions."""
-    part_RB = arange(open_RNB, open_RNB.shape[-1]) // at_least(size_R, 1)[:, None]
-    first_RN = along(part_RB, first_place(open_RNB))
+    size_R1 = at_least(size_R, 1)[:, None]
+    part_RB = arange(open_RNB, open_RNB.shape[-1]) // size_R1
+    first_RN = first_place(open_RNB) // size_R1
     return open_RNB & (part_RB[:, None] == first_RN[..., None])
 
 

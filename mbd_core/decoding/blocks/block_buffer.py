@@ -246,9 +246,9 @@ class BlockBuffer:
     @property
     def carried_RN(self) -> Tensor:
         """Slots whose store gives the token behind their block: of those that a forward stores, the last."""
-        stores_RN = self.state_RN == _TO_CACHE
-        more_RN = concat([stores_RN[:, 1:], zeros_like(stores_RN[:, :1])], dim=1)
-        return stores_RN & ~more_RN & (self.settings.carries_R[:, None] > 0)
+        carried_RN = (self.state_RN == _TO_CACHE) & (self.settings.carries_R[:, None] > 0)
+        carried_RN[:, :-1] &= ~carried_RN[:, 1:]
+        return carried_RN
 
     @property
     def progress_RN(self) -> Tensor:
@@ -465,6 +465,8 @@ class BlockBuffer:
     def _carry(self, prediction: Prediction, num_blocks_R: Tensor) -> None:
         """Fill the first position of the row's first block, where it is open, with the token that the store of the
         block before it predicted. A block that is complete with that is final."""
+        if _none_on_cpu(num_blocks_R):
+            return
         settings, last_R1 = self.settings, at_least(num_blocks_R - 1, 0)[:, None]
         opens_R = self.masked_RNB[:, 0, 0] & self.editable_RNB[:, 0, 0]
         fills_R = opens_R & (num_blocks_R > 0) & (settings.carries_R > 0)
