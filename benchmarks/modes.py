@@ -179,14 +179,16 @@ def run_mode(engine: Engine, requests: Sequence[Request], *, answers: int) -> Mo
                     num_answers += 1
                     engine.add(next(stream))
 
-    serve(rows)
-    steps = positions = 0
-    tokens, forwards = counts.committed_tokens, counts.sequence_forwards
-    start, cpu_start = time.perf_counter(), time.process_time()
-    serve(num_answers + answers)
+    with engine.pacer.without_streams():  # so the same steps store the same prompts, whatever the machine's speed
+        serve(rows)
+        steps = positions = 0
+        tokens, forwards = counts.committed_tokens, counts.sequence_forwards
+        start, cpu_start = time.perf_counter(), time.process_time()
+        serve(num_answers + answers)
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     run = ModeRun(
-        seconds=time.perf_counter() - start,
-        cpu_seconds=time.process_time() - cpu_start,
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
         tokens=counts.committed_tokens - tokens,
         steps=steps,
         forwards=counts.sequence_forwards - forwards,

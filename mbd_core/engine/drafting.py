@@ -9,6 +9,8 @@ and then, as often as what it is expected to lose is a small share of the time.
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 KEPT_STEPS = 128
 """Steps after which a measure has lost most of its weight (a factor of e)."""
 CARRIED = 0.05
@@ -83,20 +85,17 @@ class LoadRange:
 
     def __init__(self, neighbour: "LoadRange | None") -> None:
         # of the fit, a row for each coefficient: the products of its feature with all of them and with the seconds
-        self._products = [[0.0] * 5 for _ in range(4)]
-        if neighbour is not None:
-            self._products = [[CARRIED * p for p in row] for row in neighbour._products]
-        self._coefficients: list[float] | None = None
+        self._products: np.ndarray = np.zeros((4, 5)) if neighbour is None else CARRIED * neighbour._products
+        self._coefficients: np.ndarray | None = None
         self.unseen_steps = {True: LEAST_STEPS, False: LEAST_STEPS}
         self.unseen_seconds = {True: math.inf, False: math.inf}
 
     def observe(self, load: Load, seconds: float, *, drafts: bool) -> None:
         scale, decay = seconds, 1 - 1 / KEPT_STEPS
-        if self._products[0][0] > 0:
+        if self._products[0, 0] > 0:
             scale = min(max(self.seconds(load), seconds / OUTLIER), seconds * OUTLIER)
-        relative = [x / scale for x in (*load.features, seconds)]
-        for row, x in zip(self._products, relative[:-1], strict=True):
-            row[:] = [decay * p + x * y for p, y in zip(row, relative, strict=True)]
+        relative = np.array((*load.features, seconds)) / scale
+        self._products = decay * self._products + np.outer(relative[:-1], relative)
         self._coefficients = None
         for mode in (True, False):
             self.unseen_steps[mode] += 1
@@ -108,26 +107,14 @@ class LoadRange:
     def seconds(self, load: Load) -> float:
         """Expected of a step."""
         if self._coefficients is None:
-            self._coefficients = _solve(self._products)
-        return max(LEAST_SECONDS, sum(x * c for x, c in zip(load.features, self._coefficients, strict=True)))
+            weight = self._products.diagonal()
+            ridge = np.diag(np.where(weight > 0, RIDGE * weight, 1.0))
+            self._coefficients = np.linalg.solve(self._products[:, :4] + ridge, self._products[:, 4])
+        return max(LEAST_SECONDS, float(self._coefficients @ load.features))
 
     def may_try(self, mode: bool, loss: float) -> bool:
         """Whether a try of `mode`, which is expected to lose so many seconds, is due."""
         return self.unseen_steps[mode] >= LEAST_STEPS and loss <= TRIED_SHARE * self.unseen_seconds[mode]
-
-
-def _solve(products: list[list[float]]) -> list[float]:
-    """The solution of the normal equations, whose right side is the last column; by elimination."""
-    rows = [row.copy() for row in products]
-    for k, row in enumerate(rows):
-        row[k] = row[k] * (1 + RIDGE) or 1.0
-    for k, row in enumerate(rows):
-        for other in rows:
-            if other is not row:
-                factor = other[k] / row[k]
-                for j in range(k + 1, 5):
-                    other[j] -= factor * row[j]
-    return [row[4] / row[k] for k, row in enumerate(rows)]
 
 
 class Drafting:

@@ -10,6 +10,7 @@ import torch
 from benchmarks import modes as benchmark
 from benchmarks.commands import modes as main
 from benchmarks.modes import Mode, ModeRun, load_causal, measure_modes, trained_here
+from mbd_core.engine.drafting import LEAST_VERIFIED
 from mbd_core.engine.engine import Engine
 
 CPU = torch.device("cpu")
@@ -17,14 +18,23 @@ FIXTURE = str(Path(__file__).parents[1] / "parity/fixtures/nemotron-0")
 
 
 def test_a_budget_that_is_exceeded_is_single_tokens() -> None:
-    """Tokens and positions of three requests at once; under a budget of three they begin with drafts."""
+    """Tokens and positions of three requests at once."""
     model = load_causal(FIXTURE, device=CPU)
-    cases = [Mode(method="ar"), *(Mode(method="linear-spec", budget=n) for n in (None, 2, 3))]
+    cases = [Mode(method="ar"), *(Mode(method="linear-spec", budget=n) for n in (None, 2))]
     rows = measure_modes(model, cases, rows=3, answers=4, max_tokens=16, repeats=1)
     counted = [(row["tpf"], row["positions_per_token"]) for row in rows]
-    assert counted[0] == counted[2] and rows[3]["positions_per_token"] > counted[0][1]
+    assert counted[0] == counted[2]
     assert counted[0][0] == 1.0 and counted[1][1] > 2 * counted[0][1]
     assert max(row["over_best_fixed"] for row in rows if row["budget"] is None) == 1.0
+
+
+def test_an_engine_that_may_choose_begins_with_drafts() -> None:
+    """Seven answers of four tokens, two of them under way, verify fewer drafts than a choice takes."""
+    assert LEAST_VERIFIED > 7 * 4
+    cases = [Mode(method="ar"), *(Mode(method="linear-spec", budget=n, fresh=n is not None) for n in (None, 3))]
+    rows = measure_modes(load_causal(FIXTURE, device=CPU), cases, rows=3, answers=2, max_tokens=4, repeats=1)
+    single, drafts, chosen = (row["positions_per_token"] for row in rows)
+    assert chosen == drafts > single
 
 
 def test_the_command_writes_a_row_for_each_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
