@@ -246,7 +246,7 @@ def test_a_problem_is_asked_as_the_benchmark_asks_it(tmp_path: Path) -> None:
     assert user["content"].startswith("### Question:\nAdd two numbers.\n\n### Format: Read the inputs from stdin")
     assert user["content"].endswith("```\n\n### Answer: (use the provided format with backticks)\n\n")
     assert "```python\nclass Solution: {0}\n```" in json.loads(rows[2]["input"])[1]["content"]
-    with pytest.raises(ValueError, match=r"--data livecodebench=PATH"):
+    with pytest.raises(ValueError, match=r"--data PATH.* livecodebench=PATH"):
         plan_sweep(SweepOptions(**{**options, "tasks": ["livecodebench"], "data": []}))
 
 
