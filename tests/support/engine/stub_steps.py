@@ -14,6 +14,8 @@ VOCAB, MASK = 40, 39
 class StubRunner:
     """Stands for `ModelRunner`. Hidden states of tokens that nothing is read of are NaN."""
 
+    last_batch: Batch | None = None
+
     def __init__(self, *, shift: bool, num_rows: int) -> None:
         generator = torch.Generator().manual_seed(0)
         self._table = torch.randn(500, 16, generator=generator)
