@@ -318,8 +318,9 @@ class ModelRunner:
         """Final hidden states (A, D) of the positions that are asked for."""
         self.last_batch = batch
         attend = self._attend
-        if batch.layout is None or attend is None or attend.write_loc_T is not batch.write_loc_T:
-            attend = self._attend = self.bind(batch)
+        if attend is None or attend.write_loc_T is not batch.write_loc_T:
+            attend = self.bind(batch)
+        self._attend = None if batch.layout is None else attend  # which on a GPU would keep a graph's memory
         ids_T, positions_T, weight_T = batch.input_ids_T, batch.positions_T, batch.weight_T
         adapters = None
         if batch.adapter_T is not None:
