@@ -156,7 +156,7 @@ def run_work(
     write_best: By | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Check what lies in the folder and what is asked for, compute what is missing, and print the report."""
+    """Check what lies in the folder and what is asked for, compute what is missing, and print its tables."""
     from mbd_core.evaluation.report.choice import best_points, check_choice, written_best
     from mbd_core.evaluation.report.summary import write_summary
     from mbd_core.evaluation.sweep.endpoint import EndpointStage

@@ -22,6 +22,7 @@ class Table:
     rows     a row of one cell heads the rows below it
     notes    texts below the table
     folded   whether a page shows the first text alone until it is opened
+    brief    whether a terminal shows it, beside the document that has all
     """
 
     title: str = ""
@@ -33,6 +34,7 @@ class Table:
     rows: Sequence[Sequence[Cell]] = ()
     notes: Sequence[Text] = ()
     folded: bool = False
+    brief: bool = False
 
     @property
     def anchor(self) -> str:

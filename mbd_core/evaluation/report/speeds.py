@@ -35,6 +35,7 @@ def speed_table(times: Sequence[Speed], labels: Mapping[str, str], varied: Mappi
     concurrencies = " or ".join(str(count) for count in sorted({speed.concurrency for speed in times}))
     return Table(
         title="Speed",
+        brief=True,
         lead=(SPEED_NOTE.format(together=concurrencies),),
         see="What the numbers are",
         columns=SPEED_HEADS,
@@ -187,6 +188,7 @@ def summarize_seconds(rows: Iterable[Mapping[str, Any]]) -> list[EndpointSeconds
 def seconds_table(seconds: Sequence[EndpointSeconds], labels: Mapping[str, str]) -> Table:
     return Table(
         title="Endpoints",
+        brief=True,
         lead=(
             "Seconds from a request to its whole answer, --concurrency of them under way: network and the endpoint's "
             "other load included, waits for its retries not. Nearest-rank percentiles.",

@@ -53,10 +53,6 @@ from mbd_core.tables import Table, markdown
 # The files of a report: Markdown, JSON, a page and the plot, as bytes that depend on the rows and settings alone.
 
 
-HEADLINES = ("Evaluation sweep", "Every configuration", "Several answers to a problem", "Speed", "Endpoints")
-"""The tables that a terminal shows: the others say more of the same samples, or what the numbers are."""
-
-
 def report_files(
     tables: Sequence[Table],
     rows: Sequence[ReportRow],
@@ -221,8 +217,8 @@ class SweepSummary:
 
     @property
     def headlines(self) -> str:
-        """What a terminal shows."""
-        return markdown(replace(table, see="") for table in self.tables if table.title in HEADLINES)
+        """What a terminal shows: the other tables say more of the same samples, or what the numbers are."""
+        return markdown(replace(table, see="") for table in self.tables if table.brief)
 
 
 def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:

@@ -62,6 +62,7 @@ def best_table(
     return Table(
         title=title,
         level=1,
+        brief=True,
         lead=(BEST_NOTE,),
         see="What the numbers are",
         columns=("Model", *heads),
@@ -107,6 +108,7 @@ def configuration_table(rows: Sequence[ReportRow], labels: Mapping[str, str]) ->
     heads = ("n", f"{ACCURACY.name} [95 %]", f"{TPF.name} ± se")
     return Table(
         title="Every configuration",
+        brief=True,
         columns=(*SUBJECT, *heads, *(metric.name for metric in (sums, efficiency, NFE, cut, errors))),
         numeric=range(4, 12),
         rows=[
@@ -167,6 +169,7 @@ def repeated_table(repeated: Mapping[ReportKey, Repeated], labels: Mapping[str, 
     heads += [f"maj@{k} [95 %]" for k in sizes if has_votes]
     return Table(
         title="Several answers to a problem",
+        brief=True,
         columns=(*SUBJECT, *heads),
         numeric=range(4, 4 + len(heads)),
         rows=[

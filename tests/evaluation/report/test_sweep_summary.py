@@ -162,6 +162,8 @@ def test_sweeps_of_different_models_and_tasks_are_joined(tmp_path: Path) -> None
     assert set(report["settings"]) == {str(tmp_path / "m"), str(tmp_path / "n")}
     table = [line for line in summary.headlines.splitlines() if line.startswith("| MBD")]
     assert [cell.strip() for cell in table[1].split("|")][4:6] == ["-", "-"]
+    headings = [line for line in summary.headlines.splitlines() if line.startswith("#")]
+    assert headings == ["# Evaluation sweep", "## Every configuration"]
 
 
 def test_seeds_of_a_task_that_reads_a_file_are_not_joined(tmp_path: Path) -> None:
