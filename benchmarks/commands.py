@@ -277,13 +277,13 @@ def run_modes(
         tuple[int, ...], Option("Block budgets of the adaptive mode.", DATA, at_least=1, separator=",")
     ] = (64,),
     max_tokens: MaxTokens = 96,
-    answers: Annotated[int, Option("Measured answers a row, at least 8 in all.", DATA, at_least=1)] = 1,
+    answers: Annotated[int, Option("Measured answers a row, at least 64 in all.", DATA, at_least=1)] = 1,
     updates: Annotated[int, Option("Updates of the model that is trained here.", DATA, at_least=0)] = 120,
     measuring: Annotated[BenchmarkOptions, Fields("repeats", "device", "threads", "json")],
 ) -> None:
     """Tokens a second of single tokens (ar), self-speculation and diffusion, and of the mode that follows the load.
 
-    A request follows as soon as another ends; of the repetitions the median one counts.
+    A request follows as soon as another ends. The modes take turns of a tenth of a second; the median round counts.
     Under a block budget, drafts become single tokens where more requests run than it has blocks, or drafts do not pay.
     What an engine learns of that is measured apart: in a fresh engine, and in one that has served a run before.
     """
@@ -297,18 +297,18 @@ def run_modes(
     chosen = [Mode(method=name) for name in FIXED]
     chosen += [Mode(method="linear-spec", budget=n, fresh=fresh) for n in budget for fresh in (True, False)]
     name, rows = model or f"a model trained here for {updates} updates", list[dict[str, Any]]()
-    with tqdm(total=len(concurrency) * len(chosen) * repeats, unit="run", desc="modes", mininterval=1.0) as bar:
+    with tqdm(total=len(concurrency) * repeats, unit="round", desc="modes", mininterval=1.0) as bar:
         for number in concurrency:
             rows += measure_modes(
                 decoder,
                 chosen,
                 rows=number,
-                answers=max(8, answers * number),
+                answers=max(64, answers * number),
                 max_tokens=max_tokens,
                 repeats=repeats,
                 tick=partial(bar.update, 1),
             )
-    print(f"{name}, {device_name(place)}, {torch.get_num_threads()} threads; the median of {repeats} runs\n")
+    print(f"{name}, {device_name(place)}, {torch.get_num_threads()} threads; the median of {repeats} rounds\n")
     print(markdown(rows, COLUMNS))
     measuring.write(command_line, {"model": name}, rows=rows)
 

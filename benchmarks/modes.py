@@ -5,8 +5,10 @@ A request follows as soon as another ends, so that all rows are in use all the t
 """
 
 import itertools
+import math
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.measuring import interleaved
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.config import decoding_config
 from mbd_core.decoding.blocks.methods import METHODS
@@ -38,6 +39,8 @@ TRAINED_SIZES: dict[str, Any] = {  # so large that positions cost more than the 
 }
 PROMPT = 16  # tokens of a prompt, drawn at random
 
+SLICE = 0.1  # seconds that a mode runs before the next one's turn
+
 COLUMNS = {
     "rows": "at once",
     "mode": "mode",
@@ -45,16 +48,15 @@ COLUMNS = {
     "positions_per_token": "positions / token|.2f",
     "step_seconds": "step (ms)|.2f",
     "tps": "tok/s|.0f",
-    "cpu_tps": "tok / CPU s|.0f",
-    "over_best_fixed": "/ best fixed|.2f",
-    "cpu_over_best_fixed": "/ best fixed, CPU|.2f",
-    "slowest_over_fastest": "slowest / fastest run, CPU|.2f",
+    "over_best_fixed": "/ best fixed|.3f",
+    "least": "least|.3f",
+    "most": "most|.3f",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A method, with the block budget of its engine. `fresh`: every run has a new one, which has learned nothing."""
+    """A method, with the block budget of its engine. `fresh`: every round has a new one, which has learned nothing."""
 
     method: str
     budget: int | None = None
@@ -66,29 +68,24 @@ class Mode:
         return self.method + budget + (", fresh" if self.fresh else "")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ModeRun:
-    """What one run gave out while all rows were in use.
+    """What one mode gave out in a round.
 
-    cpu_seconds  of this process: on a CPU, what the run would take if no other process ran
-    steps        forwards of the model, `forwards` times the sequences in each
-    positions    that went through the model, prompts included
+    steps      forwards of the model, `forwards` times the sequences in each
+    positions  that went through the model, prompts included
     """
 
-    seconds: float
-    cpu_seconds: float
-    tokens: int
-    steps: int
-    forwards: int
-    positions: int
+    seconds: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    forwards: int = 0
+    positions: int = 0
+    answers: int = 0
 
     @property
     def tps(self) -> float:
         return self.tokens / self.seconds
-
-    @property
-    def cpu_tps(self) -> float:
-        return self.tokens / self.cpu_seconds
 
 
 def trained_here(*, num_updates: int, device: torch.device) -> Decoder:
@@ -149,6 +146,11 @@ def random_requests(model: Decoder, mode: Mode, *, max_tokens: int, number: int)
     ]
 
 
+def clock_of(model: Decoder) -> Callable[[], float]:
+    """Seconds of this process on a CPU, which other processes do not change."""
+    return time.process_time if next(model.parameters()).device.type == "cpu" else time.perf_counter
+
+
 def engine_of(model: Decoder, requests: Sequence[Request], mode: Mode, *, rows: int) -> Engine:
     """An engine of `rows` rows without a prefix cache, so that a repetition finds no pages."""
     block_size = model.config.block_size
@@ -157,45 +159,59 @@ def engine_of(model: Decoder, requests: Sequence[Request], mode: Mode, *, rows: 
     config = EngineConfig(
         max_rows=rows, block_budget=mode.budget, num_pages=1 + rows * pages, prefix_caching=False, static_shapes=False
     )
-    return Engine(model, config)
+    return Engine(model, config, clock=clock_of(model))
 
 
-def run_mode(engine: Engine, requests: Sequence[Request], *, answers: int) -> ModeRun:
-    """Keep all rows busy, and measure for `answers` answers when each row has given one on average."""
-    rows, counts, num_answers, steps, positions = engine.config.max_rows, engine.counts, 0, 0, 0
-    stream = (replace(r, request_id=str(n)) for n, r in enumerate(itertools.cycle(requests)))
-    for request in itertools.islice(stream, rows):
-        engine.add(request)
+class BusyEngine:
+    """Keeps all rows of an engine busy with the same requests again and again, and counts. The first ones are cut to
+    different lengths: rows that end and begin together would make a mode faster that keeps them so."""
 
-    def serve(until: int) -> None:
-        nonlocal num_answers, steps, positions
-        while num_answers < until:
-            outputs = engine.step()
-            batch = engine.runner.last_batch
-            assert batch is not None
-            steps, positions = steps + 1, positions + len(batch.input_ids_T)
-            for output in outputs:
-                if output.output is not None:
-                    num_answers += 1
-                    engine.add(next(stream))
+    def __init__(self, engine: Engine, requests: Sequence[Request], *, clock: Callable[[], float]) -> None:
+        self.engine, self._clock = engine, clock
+        self._stream = (replace(r, request_id=str(n)) for n, r in enumerate(itertools.cycle(requests)))
+        rows = engine.config.max_rows
+        for n, request in enumerate(itertools.islice(self._stream, rows), start=1):
+            engine.add(replace(request, max_tokens=-(-request.max_tokens * n // rows)))
+        self.run = ModeRun()
 
-    with engine.pacer.without_streams():  # so the same steps store the same prompts, whatever the machine's speed
-        serve(rows)
-        steps = positions = 0
-        tokens, forwards = counts.committed_tokens, counts.sequence_forwards
-        start, cpu_start = time.perf_counter(), time.process_time()
-        serve(num_answers + answers)
-        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    run = ModeRun(
-        seconds=seconds,
-        cpu_seconds=cpu_seconds,
-        tokens=counts.committed_tokens - tokens,
-        steps=steps,
-        forwards=counts.sequence_forwards - forwards,
-        positions=positions,
-    )
-    engine.abort_all()
-    return run
+    def serve(self, until: Callable[[ModeRun], bool]) -> None:
+        """Go on step by step until `until` holds."""
+        engine, run, counts = self.engine, self.run, self.engine.counts
+        tokens, forwards, start = counts.committed_tokens, counts.sequence_forwards, self._clock()
+        before = run.seconds
+        with engine.pacer.without_streams():  # so the same steps store the same prompts, whatever the machine's speed
+            while not until(run):
+                outputs = engine.step()
+                batch = engine.runner.last_batch
+                assert batch is not None
+                run.steps, run.positions = run.steps + 1, run.positions + len(batch.input_ids_T)
+                for _ in (o for o in outputs if o.output is not None):
+                    run.answers += 1
+                    engine.add(next(self._stream))
+                run.seconds = before + self._clock() - start
+        run.tokens += counts.committed_tokens - tokens
+        run.forwards += counts.sequence_forwards - forwards
+
+
+def run_round(busy: Mapping[Mode, BusyEngine], *, answers: int) -> dict[Mode, ModeRun]:
+    """Serve all modes side by side, a slice of each in turn, until each has given `answers` answers: a slow moment of
+    the machine slows all alike. They are measured from when each row has given one answer on average."""
+    unfinished = list(busy.values())
+    for engine in unfinished:
+        engine.serve(until_answers(engine.engine.config.max_rows))
+        engine.run = ModeRun()
+    while unfinished:
+        for engine in unfinished:
+            engine.serve(until_answers(answers, seconds=engine.run.seconds + SLICE))
+        unfinished = [engine for engine in unfinished if engine.run.answers < answers]
+    for engine in busy.values():
+        engine.engine.abort_all()
+    return {mode: engine.run for mode, engine in busy.items()}
+
+
+def until_answers(number: int, *, seconds: float = math.inf) -> Callable[[ModeRun], bool]:
+    """Whether a run has given so many answers, or taken so many seconds."""
+    return lambda run: run.answers >= number or run.seconds >= seconds
 
 
 def measure_modes(
@@ -208,40 +224,44 @@ def measure_modes(
     repeats: int,
     tick: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """One row for each mode at `rows` requests at once; the runs take turns, and of `repeats` the median counts: where
-    an engine chooses, the fastest is chance. Such an engine has served a run before, unless it is to be fresh."""
+    """One row for each mode at `rows` requests at once: the median of `repeats` rounds, and the least and the most of
+    its ratio to the best fixed mode. An engine that chooses has served a round before, unless it is to be fresh."""
     requests = {mode: random_requests(model, mode, max_tokens=max_tokens, number=4 * rows) for mode in modes}
     engine_for = {mode: partial(engine_of, model, requests[mode], mode, rows=rows) for mode in modes}
     engines = {mode: engine_for[mode]() for mode in modes if not mode.fresh}
-    for mode, engine in engines.items():
-        if mode.budget is not None:
-            run_mode(engine, requests[mode], answers=answers)
-    runs: dict[Mode, list[ModeRun]] = {mode: [] for mode in modes}
 
-    def tps_of(mode: Mode) -> float:
-        engine = engine_for[mode]() if mode.fresh else engines[mode]
-        runs[mode].append(run_mode(engine, requests[mode], answers=answers))
-        return runs[mode][-1].tps
+    def served(chosen: Sequence[Mode]) -> dict[Mode, ModeRun]:
+        clock = clock_of(model)
+        used = {mode: engine_for[mode]() if mode.fresh else engines[mode] for mode in chosen}
+        return run_round({m: BusyEngine(e, requests[m], clock=clock) for m, e in used.items()}, answers=answers)
 
-    interleaved({mode.name: partial(tps_of, mode) for mode in modes}, repeats=repeats, after=tick)
-    ordered = {mode: sorted(all_runs, key=lambda run: run.cpu_tps) for mode, all_runs in runs.items()}
-    median = {mode: all_runs[len(all_runs) // 2] for mode, all_runs in ordered.items()}
-    fixed = [run for mode, run in median.items() if mode.budget is None]
-    best, cpu_best = max(run.tps for run in fixed), max(run.cpu_tps for run in fixed)
-    return [
-        {
-            "rows": rows,
-            "mode": mode.name,
-            "budget": mode.budget,
-            "fresh": mode.fresh,
-            "tpf": run.tokens / run.forwards,
-            "positions_per_token": run.positions / run.tokens,
-            "step_seconds": run.seconds / run.steps,
-            "tps": run.tps,
-            "cpu_tps": run.cpu_tps,
-            "over_best_fixed": run.tps / best,
-            "cpu_over_best_fixed": run.cpu_tps / cpu_best,
-            "slowest_over_fastest": ordered[mode][0].cpu_tps / ordered[mode][-1].cpu_tps,
+    served([mode for mode in modes if not mode.fresh and mode.budget is not None])
+    rounds = list[dict[Mode, ModeRun]]()
+    for turn in range(repeats):  # each round begins with another mode
+        first = turn % len(modes)
+        rounds.append(served([*modes[first:], *modes[:first]]))
+        tick()
+    median = {mode: statistics.median(runs[mode].tps for runs in rounds) for mode in modes}
+    best = max((mode for mode in modes if mode.budget is None), key=lambda mode: median[mode])
+    table = list[dict[str, Any]]()
+    for mode in modes:
+        ratios = [runs[mode].tps / runs[best].tps for runs in rounds]
+        total = {
+            f: sum(getattr(runs[mode], f) for runs in rounds) for f in ("tokens", "steps", "forwards", "positions")
         }
-        for mode, run in median.items()
-    ]
+        table.append(
+            {
+                "rows": rows,
+                "mode": mode.name,
+                "budget": mode.budget,
+                "fresh": mode.fresh,
+                "tpf": total["tokens"] / total["forwards"],
+                "positions_per_token": total["positions"] / total["tokens"],
+                "step_seconds": sum(runs[mode].seconds for runs in rounds) / total["steps"],
+                "tps": median[mode],
+                "over_best_fixed": statistics.median(ratios),
+                "least": min(ratios),
+                "most": max(ratios),
+            }
+        )
+    return table

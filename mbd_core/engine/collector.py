@@ -370,12 +370,16 @@ def record_step(trace: "TraceRecorder", number: int, decoding: Mapping[int, Sequ
 
 
 def _drafted_step(updates: "Sequence[tuple[PlannedRun, CanvasUpdate]]", chunks: Sequence[PrefillChunk]) -> DraftedStep:
-    positions = [run.plan.num_positions for run, _ in updates]
-    longer = [(run.may_draft, number > 1) for (run, _), number in zip(updates, positions, strict=True)]
-    given = [sum(u.accepted.values()) for (_, u), kind in zip(updates, longer, strict=True) if all(kind)]
+    positions = single = 0
+    given = list[int]()
+    for run, update in updates:
+        positions += (number := run.plan.num_positions)
+        if run.may_draft:
+            single += number == 1
+            given += [sum(update.accepted.values())] if number > 1 else []
     return DraftedStep(
-        load=Load(len(updates), sum(positions), sum(c.stop - c.start for c in chunks)),
-        single=longer.count((True, False)),
+        load=Load(len(updates), positions, sum(c.stop - c.start for c in chunks)),
+        single=single,
         drafts=len(given),
         verified=sum(tokens > 0 for tokens in given),
         tokens=sum(given),

@@ -26,6 +26,8 @@ TRIED_SHARE = 0.01
 """The share of the time that the mode that is not chosen may lose."""
 LEAST_STEPS = 16
 """The steps between two tries, at least."""
+FITTED_STEPS = 16
+"""The steps between two fits, once so many were measured; a try is fitted at once."""
 RIDGE = 1e-9
 """Of the fit's own weight, so that what was never varied (as rows, at a constant load) has a solution."""
 LEAST_SECONDS = 1e-9
@@ -86,17 +88,21 @@ class LoadRange:
     def __init__(self, neighbour: "LoadRange | None") -> None:
         # of the fit, a row for each coefficient: the products of its feature with all of them and with the seconds
         self._products: np.ndarray = np.zeros((4, 5)) if neighbour is None else CARRIED * neighbour._products
-        self._coefficients: np.ndarray | None = None
+        self._relative: list[tuple[float, ...]] = []  # features and seconds of the steps that are not in it yet
+        self._num_steps = 0
+        self._coefficients: list[float] = [] if neighbour is None else neighbour._coefficients
         self.unseen_steps = {True: LEAST_STEPS, False: LEAST_STEPS}
         self.unseen_seconds = {True: math.inf, False: math.inf}
 
     def observe(self, load: Load, seconds: float, *, drafts: bool) -> None:
-        scale, decay = seconds, 1 - 1 / KEPT_STEPS
-        if self._products[0, 0] > 0:
+        scale = seconds
+        if self._coefficients:
             scale = min(max(self.seconds(load), seconds / OUTLIER), seconds * OUTLIER)
-        relative = np.array((*load.features, seconds)) / scale
-        self._products = decay * self._products + np.outer(relative[:-1], relative)
-        self._coefficients = None
+        self._relative.append(tuple(value / scale for value in (*load.features, seconds)))
+        self._num_steps += 1
+        is_try = self.unseen_steps[drafts] >= LEAST_STEPS
+        if is_try or len(self._relative) >= min(self._num_steps // 2, FITTED_STEPS):
+            self._fit()
         for mode in (True, False):
             self.unseen_steps[mode] += 1
             self.unseen_seconds[mode] += seconds
@@ -104,13 +110,20 @@ class LoadRange:
         if load.prompt_tokens <= load.positions or math.isfinite(self.unseen_seconds[drafts]):
             self.unseen_seconds[drafts] = 0.0  # a first measure is one of which the prompt is the smaller part
 
+    def _fit(self) -> None:
+        relative = np.array(self._relative)
+        self._relative.clear()
+        decay = (1 - 1 / KEPT_STEPS) ** np.arange(len(relative) - 1, -1, -1)
+        self._products *= decay[0] * (1 - 1 / KEPT_STEPS)
+        self._products += (relative[:, :-1] * decay[:, None]).T @ relative
+        weight = self._products.diagonal()
+        ridge = np.diag(np.where(weight > 0, RIDGE * weight, 1.0))
+        self._coefficients = np.linalg.solve(self._products[:, :4] + ridge, self._products[:, 4]).tolist()
+
     def seconds(self, load: Load) -> float:
-        """Expected of a step."""
-        if self._coefficients is None:
-            weight = self._products.diagonal()
-            ridge = np.diag(np.where(weight > 0, RIDGE * weight, 1.0))
-            self._coefficients = np.linalg.solve(self._products[:, :4] + ridge, self._products[:, 4])
-        return max(LEAST_SECONDS, float(self._coefficients @ load.features))
+        """Expected of a step; there must have been one."""
+        expected = sum(c * feature for c, feature in zip(self._coefficients, load.features, strict=True))
+        return max(LEAST_SECONDS, expected)
 
     def may_try(self, mode: bool, loss: float) -> bool:
         """Whether a try of `mode`, which is expected to lose so many seconds, is due."""

@@ -409,7 +409,9 @@ class Engine:
 
     def drafts(self) -> bool:
         """Whether requests that may draft do so in the next step. The budget may still keep them from it."""
-        return self.drafting is None or self.drafting.choose(self._seating.planned.choices())
+        if self.drafting is None:
+            return True
+        return self.drafting.choose(self._seating.planned.choices(min(self.num_known, self.config.max_rows)))
 
     def admit(self) -> list[SequenceState]:
         """Give waiting requests the free batch rows and pages; the sequences that run from now on."""

@@ -34,28 +34,28 @@ from mbd_core.options import MOST
 
 @dataclass
 class PlannedRun:
-    """One running request, its decoder and the plan of its next forward; the pages of each lane are (lanes, P)."""
+    """One running request, its decoder and the plan of its next forward; the pages of each lane are (lanes, P).
+
+    may_draft  it gives the same tokens by drafts and without, and the engine chooses
+    """
 
     sequence: SequenceState
     decoder: PlannedDecoder
     device: torch.device
     plan: CanvasPlan = field(default_factory=lambda: CanvasPlan([], []))
     reader: ReadingDecoder | None = field(init=False)  # the decoder, if it reads its logits itself
+    may_draft: bool = field(init=False)
     _lanes_LP: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.int64))
 
     def __post_init__(self) -> None:
         self.reader = self.decoder if isinstance(self.decoder, ReadingDecoder) else None
+        self.may_draft = self.decoder.draft_length > 1 and self.sequence.request.decoding.adaptive
 
     @property
     def lanes_LP(self) -> Tensor:
         if self._lanes_LP.numel() != len(self.sequence.pages):
             self._lanes_LP = to_device(self.sequence.pages, self.device).view(self.decoder.num_lanes, -1)
         return self._lanes_LP
-
-    @property
-    def may_draft(self) -> bool:
-        """Whether it gives the same tokens by drafts and without, and the engine chooses."""
-        return self.decoder.draft_length > 1 and self.sequence.request.decoding.adaptive
 
 
 class PlannedRuns:
@@ -89,15 +89,16 @@ class PlannedRuns:
             blocks = num_blocks if run.sequence.request.decoding.adaptive else MOST
             run.decoder.hold_to(0 if run.may_draft and not drafts else blocks)
 
-    def choices(self) -> Choices:
+    def choices(self, num_soon: int) -> Choices:
         """What the next forward carries without prompts, by the choice of those that may draft. The others are taken
-        to do as in their last one."""
+        to do as in their last one. Of the `num_soon` requests that decode soon, those whose prompt is not stored yet
+        count as if it were: a draft is verified beside them."""
         lengths = [run.decoder.draft_length for run in self._runs.values() if run.may_draft]
         others = sum(run.plan.num_positions for run in self._runs.values() if not run.may_draft)
+        lengths += lengths[-1:] * (num_soon - len(self._runs))
+        rows = max(num_soon, len(self._runs))
         return Choices(
-            drafts=Load(len(self._runs), others + sum(lengths)),
-            single=Load(len(self._runs), others + len(lengths)),
-            number=len(lengths),
+            drafts=Load(rows, others + sum(lengths)), single=Load(rows, others + len(lengths)), number=len(lengths)
         )
 
     def rows(self, *, num_before: int, adapts: bool = False) -> Rows | None:

@@ -1,5 +1,6 @@
 """The benchmark of modes: what it counts, and that a budget is one of the fixed modes."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,16 @@ import torch
 
 from benchmarks import modes as benchmark
 from benchmarks.commands import modes as main
-from benchmarks.modes import Mode, ModeRun, load_causal, measure_modes, trained_here
+from benchmarks.modes import (
+    BusyEngine,
+    Mode,
+    engine_of,
+    load_causal,
+    measure_modes,
+    random_requests,
+    run_round,
+    trained_here,
+)
 from mbd_core.engine.drafting import LEAST_VERIFIED
 from mbd_core.engine.engine import Engine
 
@@ -49,20 +59,35 @@ def test_the_command_writes_a_row_for_each_mode(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_fresh_mode_has_a_new_engine_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one has served a run before it is measured."""
-    ran, run_mode = list[tuple[bool, int]](), benchmark.run_mode
+    """The other one has served a round before it is measured."""
+    begun, create = list[tuple[bool, int]](), BusyEngine.__init__
 
-    def watched(engine: Engine, *args: Any, **kwargs: Any) -> ModeRun:
-        before = engine.counts.committed_tokens
-        ran.append((engine.config.block_budget is None, before))
-        return run_mode(engine, *args, **kwargs)
+    def watched(self: BusyEngine, engine: Engine, *args: Any, **kwargs: Any) -> None:
+        begun.append((engine.config.block_budget is None, engine.counts.committed_tokens))
+        create(self, engine, *args, **kwargs)
 
-    monkeypatch.setattr(benchmark, "run_mode", watched)
+    monkeypatch.setattr(BusyEngine, "__init__", watched)
     model = load_causal(FIXTURE, device=CPU)
     cases = [Mode(method="ar"), *(Mode(method="linear-spec", budget=1, fresh=fresh) for fresh in (True, False))]
     measure_modes(model, cases, rows=1, answers=2, max_tokens=8, repeats=2)
-    assert [before > 0 for fixed, before in ran if fixed] == [False, True]
-    assert sorted(before > 0 for fixed, before in ran if not fixed) == [False] * 3 + [True] * 2
+    assert [before > 0 for fixed, before in begun if fixed] == [False, True]
+    assert sorted(before > 0 for fixed, before in begun if not fixed) == [False] * 3 + [True] * 2
+
+
+def test_modes_take_turns_until_each_has_given_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three requests at once the first are cut, so that no two begin together; a slice here is one step."""
+    monkeypatch.setattr(benchmark, "SLICE", 1.0)
+    model, mode = load_causal(FIXTURE, device=CPU), Mode(method="ar")
+    requests = random_requests(model, mode, max_tokens=6, number=3)
+    busy = {
+        name: BusyEngine(engine_of(model, requests, mode, rows=3), requests, clock=itertools.count().__next__)
+        for name in (mode, Mode(method="ar", budget=9))
+    }
+    runs = run_round(busy, answers=6)
+    assert [run.answers for run in runs.values()] == [6, 6]
+    for run in runs.values():  # one request ends every two steps
+        assert run.tokens == run.forwards and run.steps == 12 and run.seconds == run.steps
+    assert not any(engine.engine.has_work for engine in busy.values())
 
 
 def test_the_trained_model_learns() -> None:

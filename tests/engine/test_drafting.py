@@ -221,6 +221,22 @@ def test_an_engine_drafts_where_it_pays_and_gives_the_same_tokens(
         assert clock.now < 1.2 * always.now if pays else clock.now < 0.8 * always.now
 
 
+def test_requests_that_decode_soon_count_as_if_they_did(model: Decoder) -> None:
+    """A draft of one request is verified beside three more, which wait for their prompts."""
+    sizes = {"max_rows": 4, "num_pages": 150, "page_size": 8, "batch_invariant": False, "block_budget": 4}
+    engine = Engine(model, EngineConfig(**sizes))  # type: ignore[arg-type]
+    first, *others = asked(5)
+    engine.add(first)
+    while engine.counts.forwards["decode"] < 3:
+        engine.step()
+    seen, choose = list[Choices](), engine.drafting.choose  # type: ignore[union-attr]
+    engine.drafting.choose = lambda choices: seen.append(choices) or choose(choices)  # type: ignore[union-attr]
+    for other in others:
+        engine.add(other)
+    engine.step()
+    assert seen == [Choices(drafts=Load(4, 4 * LENGTH), single=Load(4, 4), number=4)]
+
+
 def test_the_choice_is_of_requests_that_lose_nothing_by_it(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of one that declines, nor of one whose thinking is ended by another rule with drafts."""
     monkeypatch.setattr(drafting, "LEAST_VERIFIED", 4)

@@ -37,6 +37,7 @@ class TokenDecoder(PrefixDecoder):
         is_free = self._drafts and self._causal.thinking is None and self._causal.tau is None
         self.draft_length = self._row_length if is_free else 1
         self._is_held = False
+        self._may_begin = False  # the next token is known, and a draft may follow it
         self._block: list[int] = []  # the draft: the next token, what is drafted behind it, and masks
         self._open: list[int] = []  # the offsets of its masks
 
@@ -45,6 +46,8 @@ class TokenDecoder(PrefixDecoder):
 
     def plan(self) -> CanvasPlan:
         kind, start = self._kind(), self.num_stored
+        if kind == "draft" and not self._block:
+            self._begin_draft()
         block = self._all[start:] if kind == "plain" else self._block
         offsets = self._open if kind == "draft" else range(len(block))
         query = Query(
@@ -81,7 +84,7 @@ class TokenDecoder(PrefixDecoder):
         """What the next forward is. A finished draft is verified in any case; held, an unfinished one is dropped."""
         if self._block and not self._open:
             return "verify"
-        return "plain" if self._is_held or not self._block else "draft"
+        return "plain" if self._is_held or not self._may_begin else "draft"
 
     def _fill(self, guesses: Guesses) -> None:
         """Fill masks of the draft."""
@@ -105,8 +108,8 @@ class TokenDecoder(PrefixDecoder):
             number += 1
         steps = [self.num_forwards] * number
         self._append(tokens[:number], log_probs[:number], steps, num_stored=self.num_stored + number)
-        if self._drafts and not self.done:
-            self._begin_draft()
+        self._block, self._open = [], []
+        self._may_begin = self._drafts
 
     def _begin_draft(self) -> None:
         """The next token, one that is forced, and masks."""
