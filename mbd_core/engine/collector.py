@@ -23,7 +23,7 @@ from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.engine.drafting import DraftedStep, Drafting, Load
 from mbd_core.engine.measures import EngineCounts, ForwardKind
 from mbd_core.engine.pacing import Pacer
-from mbd_core.engine.report import HostCopy, Report, split_tops, unpack_report
+from mbd_core.engine.report import HostCopy, Report, unpack_report
 from mbd_core.engine.rows import PlannedRun
 from mbd_core.engine.runner import Batch
 from mbd_core.engine.scheduler import PrefillChunk
@@ -108,7 +108,7 @@ class Collector:
 
     pacer          is told how long each step took, by `clock`, and so is `drafting`, if requests may choose to draft
     counts         what the steps did so far
-    last_report_X  the report (X,) of the last step that was read
+    last_report    what the last step that was read reported of the sequences that decode in blocks
     """
 
     def __init__(
@@ -124,16 +124,12 @@ class Collector:
         self._seating, self._pacer, self._drafting, self._clock = seating, pacer, drafting, clock
         self._eos, self._trace = eos_token_ids, trace
         self.counts = EngineCounts()
-        self.last_report_X = np.zeros(0)
+        self.last_report = unpack_report(
+            np.zeros(0), num_slots=seating.buffer.num_slots, block_size=seating.buffer.block_size
+        )
         self._last_read = self._last_end = 0.0
         self._follows_unread = False
         self._drafted_step: DraftedStep | None = None  # what is to be told of the step that is collected
-
-    @property
-    def last_report(self) -> Report:
-        """What the last step that was read reported of the sequences that decode in blocks."""
-        buffer = self._seating.buffer
-        return unpack_report(self.last_report_X, num_slots=buffer.num_slots, block_size=buffer.block_size)
 
     def collect(self, step: LaunchedStep) -> list[StepOutput]:
         """What a step committed. Sequences that have ended or were aborted since it was planned have no share."""
@@ -177,7 +173,7 @@ class Collector:
             return [], "prefill"
         buffer = self._seating.buffer
         shape = (plan.kind.num_rows, buffer.num_slots, buffer.block_size)
-        self.last_report_X, tops_RNB2K = split_tops(report_copy.read(), shape=shape)
+        self.last_report, tops_RNB2K = report_copy.read(shape=shape)
         report = self.last_report
         seconds = self._seconds_since(plan)
         decoding = plan.decoding
@@ -373,10 +369,11 @@ def _drafted_step(updates: "Sequence[tuple[PlannedRun, CanvasUpdate]]", chunks: 
     positions = single = 0
     given = list[int]()
     for run, update in updates:
-        positions += (number := run.plan.num_positions)
-        if run.may_draft:
-            single += number == 1
-            given += [sum(update.accepted.values())] if number > 1 else []
+        positions += run.num_positions
+        if run.may_draft and run.num_positions == 1:
+            single += 1
+        elif run.may_draft:
+            given.append(sum(update.accepted.values()))
     return DraftedStep(
         load=Load(len(updates), positions, sum(c.stop - c.start for c in chunks)),
         single=single,

@@ -22,7 +22,7 @@ KEPT_YIELD = 1024
 """Steps after which what drafts have yielded has lost most of its weight where nobody drafts."""
 OUTLIER = 4.0
 """A step that takes so many times what is expected counts less."""
-TRIED_SHARE = 0.01
+TRIED_SHARE = 0.005
 """The share of the time that the mode that is not chosen may lose."""
 LEAST_STEPS = 16
 """The steps between two tries, at least."""

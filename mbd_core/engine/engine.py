@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
@@ -115,11 +114,6 @@ class Engine:
     def graph_report(self) -> dict[str, Any]:
         """Why there are no graphs; their number and bytes, and static steps so far that were replayed and were not."""
         return self._graphs.report()
-
-    @property
-    def last_report_X(self) -> np.ndarray:
-        """The report of the last step that was read, as it came."""
-        return self._collector.last_report_X
 
     @property
     def last_report(self) -> Report:
@@ -455,8 +449,8 @@ class Engine:
         tries = math.inf if self.config.batch_invariant else STEP_TRIES  # a row must not wait for others there
         ids = self.model.config.edit_token_ids
         steering = self._seating.ledger.steering(self.share, tries=tries, ids=EditTokens(*ids) if ids else None)
-        report_X, planned_part = decode_step(self._state, plan.kind, lay_out, steering)
-        return LaunchedStep(plan=plan, report=HostCopy(report_X), planned=planned_part)
+        report, planned_part = decode_step(self._state, plan.kind, lay_out, steering)
+        return LaunchedStep(plan=plan, report=HostCopy(report), planned=planned_part)
 
     def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
         """What the host decides within a step, the same on all ranks where there are several."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from mbd_core.decoding.blocks.acceptance import ENTROPY_UNITS, JETENGINE, LEFTMOST, MOST_ENTROPY, predicted
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.engine.config import EngineConfig
-from mbd_core.engine.report import with_tops
+from mbd_core.engine.report import Report, with_tops
 from mbd_core.engine.rows import static_rows
 from mbd_core.engine.runner import Batch
 from mbd_core.engine.step import StepKind, StepState, decode_step
@@ -127,13 +127,14 @@ def capture(
     return graph, result
 
 
-def static_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor:
-    """One static step, not as a graph; its report (X,). No batch row has more than `num_pages` pages."""
+def static_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor | Report:
+    """One static step, not as a graph; its report, on a GPU packed (X,). No batch row has more than `num_pages`
+    pages."""
     tables_RP = state.tables_RP[: kind.num_rows, :num_pages]
     adapters_R = None if state.adapters_R is None or not kind.work.adapts else state.adapters_R[: kind.num_rows]
     if state.kernels:
         return kernel_step(state, kind, tables_RP, adapters_R)
-    report_X, _ = decode_step(
+    report, _ = decode_step(
         state,
         kind,
         lambda buffer: static_rows(
@@ -146,7 +147,7 @@ def static_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor:
             adapters_R=adapters_R,
         ),
     )
-    return report_X
+    return report
 
 
 @dataclass
@@ -188,8 +189,8 @@ class StepGraphs:
             self.memory_bytes += free - torch.cuda.mem_get_info(device)[0]
         return len(self._captured_steps)
 
-    def run(self, kind: StepKind, *, num_pages: int) -> Tensor:
-        """One static step; its report (X,), on the device, good until the next step."""
+    def run(self, kind: StepKind, *, num_pages: int) -> Tensor | Report:
+        """One static step; its report, on a GPU packed (X,) there and good until the next step."""
         graph = self._graph_for(kind)
         if graph is not None:
             self.num_replayed += 1
@@ -247,14 +248,15 @@ class CapturedStep:
             buffer.restore_all(buffer_copy)
             runner.last_RD.copy_(last_copy_RD)
 
-        self._graph, self._report_X = capture(
+        self._graph, report_X = capture(
             lambda: static_step(state, kind, num_pages=state.tables_RP.shape[1]),
             device=state.tables_RP.device,
             restore=restore,
             pool=pool,
             stream=stream,
         )
-        self._runner, self._batch = runner, runner.last_batch
+        assert isinstance(report_X, Tensor)
+        self._report_X, self._runner, self._batch = report_X, runner, runner.last_batch
 
     def replay(self) -> Tensor:
         """Run the captured step; its report, overwritten by the next replay."""

@@ -4,7 +4,8 @@ Shape legend: R rows (sequences), N slots, B block size, X columns.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from mbd_core.decoding.blocks.request import Edit, Frame, FrameSlot, Request, Ro
 
 @dataclass(frozen=True)
 class Report:
-    """A step on the host, by row: views of the float64 array it came in.
+    """A step by row: where it was made, or on the host, views of the float64 array in which it came.
 
     `storing_only_R`, `states_RN` and `mask_ratio_RN` are what the forward saw, the rest is what it did. Of the blocks
     that stayed, `num_resident_R` is the number, and `num_asked_R` that of their positions that still need logits.
@@ -53,22 +54,30 @@ def view_of(buffer: BlockBuffer) -> StepView:
     return StepView(~buffer.active_RN.any(-1), copy_of(buffer.state_RN), 1.0 - buffer.progress_RN)
 
 
-def pack_report(view: StepView, commit: Commit, buffer: BlockBuffer) -> Tensor:
+def report_of(view: StepView, commit: Commit, buffer: BlockBuffer) -> Report:
+    """What a step did, behind its commit."""
+    parts: dict[str, Any] = {
+        "num_blocks_R": commit.num_blocks_R,
+        "num_resident_R": buffer.resident_RN.sum(-1),
+        "num_asked_R": buffer.asked_RNB.sum(-1).sum(-1),
+        "storing_only_R": view.storing_only_R,
+        "states_RN": view.states_RN,
+        "mask_ratio_RN": view.mask_ratio_RN,
+        "accepted_RN": commit.accepted_RN,
+        "edited_RN": commit.edited_RN,
+        "tokens_RNB": commit.tokens_RNB,
+        "masked_RNB": commit.masked_RNB,
+        "confidence_RNB": commit.confidence_RNB,
+    }
+    return Report(**parts)
+
+
+def pack_report(report: Report | Tensor) -> Tensor:
     """All of a step as one float64 tensor (X,), part by part; token ids and counts are exact in it."""
-    parts = (
-        commit.num_blocks_R,
-        buffer.resident_RN.sum(-1),
-        buffer.asked_RNB.sum(-1).sum(-1),
-        view.storing_only_R,
-        view.states_RN,
-        view.mask_ratio_RN,
-        commit.accepted_RN,
-        commit.edited_RN,
-        commit.tokens_RNB,
-        commit.masked_RNB,
-        commit.confidence_RNB,
-    )
-    return tensor_of(concat([array_of(part).reshape(-1) for part in parts]))  # float64, as the mask ratios are
+    if isinstance(report, Tensor):
+        return report
+    parts = [array_of(getattr(report, f.name)).reshape(-1) for f in fields(report)]
+    return tensor_of(concat(parts))  # float64, as the mask ratios are
 
 
 def with_tops(report_X: Tensor, tops_A2K: Tensor | None, at_A: Tensor | None, buffer: BlockBuffer) -> Tensor:
@@ -79,36 +88,34 @@ def with_tops(report_X: Tensor, tops_A2K: Tensor | None, at_A: Tensor | None, bu
     return torch.cat((report_X, tops.double().flatten()))
 
 
-def split_tops(host_X: np.ndarray, *, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray | None]:
-    """A report (X,) alone, and any likeliest tokens (R, N, B, 2K) behind it; `shape` is (R, N, B)."""
-    num_rows, num_slots, block_size = shape
-    length = num_rows * report_width(num_slots, block_size)
-    tops = host_X[length:]
-    return host_X[:length], tops.reshape(*shape, -1) if len(tops) else None
-
-
 def report_width(num_slots: int, block_size: int) -> int:
     """Numbers of a report for each row."""
     return 4 + num_slots * (4 + 3 * block_size)
 
 
 class HostCopy:
-    """A packed report on its way to the host; begun at once, waited for when it is read."""
+    """A report on its way to the host, packed, or of a CPU's arrays; begun at once, waited for when it is read."""
 
-    def __init__(self, packed_X: Tensor) -> None:
+    def __init__(self, report: Tensor | Report) -> None:
         self._event: torch.cuda.Event | None = None
-        self._host_X = packed_X
-        if packed_X.is_cuda:
-            self._host_X = torch.empty(packed_X.shape, dtype=packed_X.dtype, pin_memory=True)
-            self._host_X.copy_(packed_X, non_blocking=True)
+        self._host = report
+        if isinstance(report, Tensor) and report.is_cuda:
+            self._host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+            self._host.copy_(report, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(packed_X.device))
+            self._event.record(torch.cuda.current_stream(report.device))
 
-    def read(self) -> np.ndarray:
-        """The report (X,), when it is there."""
+    def read(self, *, shape: tuple[int, int, int]) -> tuple[Report, np.ndarray | None]:
+        """The report, when it is there, and any likeliest tokens (R, N, B, 2K) behind it; `shape` is (R, N, B)."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host_X.numpy()
+        if isinstance(self._host, Report):
+            return self._host, None
+        num_rows, num_slots, block_size = shape
+        host_X = self._host.numpy()
+        tops = host_X[num_rows * report_width(num_slots, block_size) :]
+        report = unpack_report(host_X[: len(host_X) - len(tops)], num_slots=num_slots, block_size=block_size)
+        return report, tops.reshape(*shape, -1) if len(tops) else None
 
 
 def unpack_report(host_X: np.ndarray, *, num_slots: int, block_size: int) -> Report:

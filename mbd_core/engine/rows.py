@@ -36,7 +36,8 @@ from mbd_core.options import MOST
 class PlannedRun:
     """One running request, its decoder and the plan of its next forward; the pages of each lane are (lanes, P).
 
-    may_draft  it gives the same tokens by drafts and without, and the engine chooses
+    may_draft      it gives the same tokens by drafts and without, and the engine chooses
+    num_positions  of the plan
     """
 
     sequence: SequenceState
@@ -45,6 +46,7 @@ class PlannedRun:
     plan: CanvasPlan = field(default_factory=lambda: CanvasPlan([], []))
     reader: ReadingDecoder | None = field(init=False)  # the decoder, if it reads its logits itself
     may_draft: bool = field(init=False)
+    num_positions: int = 0
     _lanes_LP: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.int64))
 
     def __post_init__(self) -> None:
@@ -94,7 +96,7 @@ class PlannedRuns:
         to do as in their last one. Of the `num_soon` requests that decode soon, those whose prompt is not stored yet
         count as if it were: a draft is verified beside them."""
         lengths = [run.decoder.draft_length for run in self._runs.values() if run.may_draft]
-        others = sum(run.plan.num_positions for run in self._runs.values() if not run.may_draft)
+        others = sum(run.num_positions for run in self._runs.values() if not run.may_draft)
         lengths += lengths[-1:] * (num_soon - len(self._runs))
         rows = max(num_soon, len(self._runs))
         return Choices(
@@ -110,7 +112,7 @@ class PlannedRuns:
         tokens, positions, lengths, kv_lens, pages, logits_at, causal, slots = [], [], [], [], [], [], [], []
         places = torch.arange(max(run.decoder.length for run in self._runs.values()))
         for run in self._runs.values():
-            run.plan = run.decoder.plan()
+            run.plan, run.num_positions = run.decoder.plan(), 0
             for source, target in run.plan.copies:
                 self._cache.copy_pages(run.lanes_LP[source], run.lanes_LP[target])
             for q in run.plan.queries:
@@ -123,6 +125,7 @@ class PlannedRuns:
                 causal.append(q.causal and lengths[-1] > 1)
                 slots.append(run.sequence.adapter_slot(drafts=q.drafts))
                 num_before += lengths[-1]
+                run.num_positions += lengths[-1]
         width = max(len(p) for p in pages)
         return Rows(
             tokens_T=torch.cat(tokens).to(device),

@@ -21,7 +21,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import MAX_TOPS, Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.engine.report import pack_report, view_of, with_tops
+from mbd_core.engine.report import Report, pack_report, report_of, view_of, with_tops
 from mbd_core.engine.rows import StepRows
 from mbd_core.engine.runner import Batch, ModelRunner, pack
 from mbd_core.engine.steering import Steering
@@ -230,9 +230,9 @@ def decode_step(
     kind: StepKind,
     lay_out: Callable[[BlockBuffer], StepRows],
     steering: Steering | None = None,
-) -> tuple[Tensor, Tensor | list[Any] | None]:
-    """One forward of the first `kind.num_rows` batch rows and what follows from it: the report (X,), and what the
-    planned rows gave (`StepState.planned`).
+) -> tuple[Tensor | Report, Tensor | list[Any] | None]:
+    """One forward of the first `kind.num_rows` batch rows and what follows from it: the report, on a GPU packed (X,),
+    and what the planned rows gave (`StepState.planned`).
 
     With static rows it reads nothing on the host, so that a CUDA graph can hold it. With `steering` the host decides
     tokens of some rows, which must be packed.
@@ -269,8 +269,10 @@ def decode_step(
         commit = buffer.commit(prediction, **parts, chosen=steering.choose(prediction, buffer, state.vocab))
     runner.remember_prompts(rows.prompt_ends)
     runner.remember_committed(rows.slot_end_RN, tensor_of(commit.num_blocks_R))
-    report_X = pack_report(view, commit, host)
-    return with_tops(report_X, prediction.tops_A2K, rows.at_A, buffer), state.planned(rows, batch, hidden_AD)
+    report, planned = report_of(view, commit, host), state.planned(rows, batch, hidden_AD)
+    if prediction.tops_A2K is None and not isinstance(commit.num_blocks_R, Tensor):
+        return report, planned
+    return with_tops(pack_report(report), prediction.tops_A2K, rows.at_A, buffer), planned
 
 
 def store_step(state: StepState, rows: StepRows) -> Tensor | list[Any] | None:

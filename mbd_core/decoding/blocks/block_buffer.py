@@ -453,7 +453,7 @@ class BlockBuffer:
             stored.cumprod(-1).sum(-1),
             copy_of(self.tokens_RNB),
             copy_of(self.masked_RNB),
-            copy_of(self.confidence_RNB),
+            real(self.confidence_RNB),
             num_accepted_RN,
             num_edited_RN,
         )
