@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -110,7 +111,7 @@ class PlannedRuns:
             return None
         device = self._cache.k.device
         tokens, positions, lengths, kv_lens, pages, logits_at, causal, slots = [], [], [], [], [], [], [], []
-        places = torch.arange(max(run.decoder.length for run in self._runs.values()))
+        places = np.arange(max(run.decoder.length for run in self._runs.values()))
         for run in self._runs.values():
             run.plan, run.num_positions = run.decoder.plan(), 0
             for source, target in run.plan.copies:
@@ -121,7 +122,7 @@ class PlannedRuns:
                 lengths.append(q.stop - q.start)
                 kv_lens.append(run.decoder.length if q.num_keys is None else q.num_keys)
                 pages.append(run.lanes_LP[q.lane])
-                logits_at.append(q.logits_at - q.start + num_before)
+                logits_at.append(q.logits_at.numpy() + (num_before - q.start))
                 causal.append(q.causal and lengths[-1] > 1)
                 slots.append(run.sequence.adapter_slot(drafts=q.drafts))
                 num_before += lengths[-1]
@@ -129,12 +130,12 @@ class PlannedRuns:
         width = max(len(p) for p in pages)
         return Rows(
             tokens_T=torch.cat(tokens).to(device),
-            positions_T=torch.cat(positions).to(device),
+            positions_T=torch.from_numpy(np.concatenate(positions)).to(device),
             lengths_K=lengths,
             kv_lens_K=torch.tensor(kv_lens, device=device),
             pages_KP=torch.stack([p if len(p) == width else F.pad(p, (0, width - len(p))) for p in pages]),
             stored_K=torch.ones(len(lengths), dtype=torch.bool, device=device),
-            logits_at_A=torch.cat(logits_at).to(device),
+            logits_at_A=torch.from_numpy(np.concatenate(logits_at)).to(device),
             causal_K=torch.tensor(causal, device=device) if any(causal) else None,
             adapter_K=to_device(slots, device) if adapts else None,
             denoising=self._denoising(),
@@ -159,7 +160,7 @@ class PlannedRuns:
         readings, start = [], 0
         for run in self._runs.values():
             assert run.reader is not None, "all requests of a model read alike"
-            stop = start + sum(len(q.logits_at) for q in run.plan.queries)
+            stop = start + sum(q.logits_at.numel() for q in run.plan.queries)
             own_AD = hidden_AD[start:stop]
 
             def logits_of(part: slice, own_AD: Tensor = own_AD) -> Tensor:
@@ -189,7 +190,7 @@ class PlannedRuns:
     @property
     def num_asked(self) -> list[int]:
         """Positions asked for in each row of the forward."""
-        return [len(q.logits_at) for run in self._runs.values() for q in run.plan.queries]
+        return [q.logits_at.numel() for run in self._runs.values() for q in run.plan.queries]
 
     @property
     def num_alike(self) -> list[int]:
@@ -198,7 +199,7 @@ class PlannedRuns:
         sizes: list[int] = []
         for run in self._runs.values():
             for q in run.plan.queries:
-                number = len(q.logits_at)
+                number = q.logits_at.numel()
                 sizes += [1] * number if q.causal and number else [number]
         return sizes
 

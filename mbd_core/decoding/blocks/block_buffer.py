@@ -498,6 +498,13 @@ class BlockBuffer:
         gate_RN = ones_like(open_RNB[:, :1, 0])
         if self.num_slots > 1:
             gate_RN = concat([gate_RN, self.progress_RN[:, :-1] >= settings.tau_semi_R[:, None]], dim=1)
+        softens_R = settings.softens_R > 0
+        if revises and not _none_on_cpu(softens_R):
+            from_left = accept_from_left(
+                prediction.confidence_RNB, open_RNB, gate_RN=gate_RN, tau_R=settings.tau_m2t_R
+            )
+            if _none_on_cpu(~softens_R):
+                return from_left
         by_threshold = accept_m2t(
             prediction,
             open_RNB,
@@ -515,10 +522,9 @@ class BlockBuffer:
                 jetengine_R=settings.entropy_rule_R == JETENGINE,
             )
             by_threshold = where(settings.entropy_rule_R[:, None, None] > 0, by_entropy, by_threshold)
-        if not revises or _none_on_cpu(settings.softens_R):
+        if not revises or _none_on_cpu(softens_R):
             return by_threshold
-        from_left = accept_from_left(prediction.confidence_RNB, open_RNB, gate_RN=gate_RN, tau_R=settings.tau_m2t_R)
-        return where(settings.softens_R[:, None, None] > 0, from_left, by_threshold)
+        return where(softens_R[:, None, None], from_left, by_threshold)
 
     def _settled(self, complete: Tensor, was_complete: Tensor, changed: Tensor) -> Tensor:
         """ACTIVE slots (R, N) whose block is complete and needs no more revision.

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,7 +86,7 @@ class Branch:
         self.align()
 
     @property
-    def open_positions(self) -> Tensor:
+    def open_positions(self) -> np.ndarray:
         """Masked positions of the window, ascending."""
         return self.lane.open_positions(self.start, self.stop)
 

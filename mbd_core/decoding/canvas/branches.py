@@ -16,6 +16,7 @@ branches, V vocabulary.
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,10 +88,10 @@ class BranchedCanvas(GuessingDecoder):
         """The next forward of all branches that take part, their windows (or canvases) packed without padding."""
         assert not self.done
         undecided_L = self._undecided_positions()
-        queries = [
-            b.lane.query(b.index, *self._query_range(b), self._logits_positions(b, undecided_L) - self._shift)
-            for b in self._participants()
-        ]
+        queries = []
+        for b in self._participants():
+            logits_at = self._logits_positions(b, undecided_L) - self._shift
+            queries.append(b.lane.query(b.index, *self._query_range(b), logits_at.numpy()))
         return CanvasPlan(self._useful_copies(), queries)
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
@@ -175,12 +176,11 @@ class BranchedCanvas(GuessingDecoder):
 
     def _decode(self, branch: Branch, guesses: Guesses) -> None:
         """Fill the window's masks by threshold. Guesses outside the window are not accepted."""
-        window = guesses.select(torch.isin(guesses.position_P, branch.open_positions))
+        window = guesses.select(np.isin(guesses.position_P, branch.open_positions))
         if not len(window.position_P):
             return
         accepted = window.select(accept_over_threshold(window, self.canvas.tau, None) | accept_best(window.score_P, 1))
-        log_probs = log_probability(accepted.confidence_P)
-        branch.lane.fill(accepted.position_P, accepted.token_P, log_probs, step=self.num_forwards + 1)
+        branch.lane.fill(accepted.position_P, accepted.token_P, accepted.log_prob_P, step=self.num_forwards + 1)
         branch.num_decoded += len(accepted.position_P)
 
     @property
@@ -227,7 +227,8 @@ class BranchedCanvas(GuessingDecoder):
         accepted_G = in_window_G & target.lane.masked[begin:] & (p_G > self.settings.tau_merge)
         offsets = accepted_G.nonzero()[:, 0]
         tokens, log_probs = tokens_SG[source_G[offsets], offsets], log_probability(p_G[offsets])
-        target.lane.fill(offsets + begin, tokens, log_probs, step=self.num_forwards)
+        at, new = (offsets + begin).numpy(), tokens.numpy()
+        target.lane.fill(at, new, log_probs.numpy(), step=self.num_forwards)
         target.num_merged += len(offsets)
         return len(offsets)
 

@@ -13,11 +13,12 @@ Shape legend: P open positions, V vocabulary.
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mbd_core.decoding.blocks.canvas_config import Canvas
-from mbd_core.decoding.blocks.sampling import Vocab, log_probability
+from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
 from mbd_core.decoding.canvas.multi_block import MultiBlockCanvas
@@ -151,7 +152,8 @@ class SingleCanvas(GuessingDecoder):
     def plan(self) -> CanvasPlan:
         """The next forward: the ranges to recompute on each lane, and logits for the current block's masks."""
         assert not self.done
-        logits_at = self._predictors(self._lane.open_positions(self._start, self._stop))
+        self._open_P = self._lane.open_positions(self._start, self._stop)
+        logits_at = self._predictors(self._open_P)
         ranges, queries = self._ranges(), []
         for index in range(self.num_lanes):
             lane = self._lane if index == 0 else self._unconditional_lane()
@@ -170,7 +172,7 @@ class SingleCanvas(GuessingDecoder):
             logits_PV = unconditional_PV + (self.canvas.cfg_scale + 1) * (conditional_PV - unconditional_PV)
         if self.canvas.forbid_eos:
             logits_PV = logits_PV.index_fill(1, torch.tensor(self._eos, device=logits_PV.device), -torch.inf)
-        positions = self._lane.open_positions(self._start, self._stop)
+        positions = torch.from_numpy(self._open_P)
         return OpenLogits(
             logits_PV=logits_PV,
             position_P=positions,
@@ -187,8 +189,7 @@ class SingleCanvas(GuessingDecoder):
         block = (self._start - self.prompt_length) // self._block_length
         tokens = guesses.select(accepted)
         self.num_forwards += 1
-        log_probs = log_probability(tokens.confidence_P)
-        self._lane.fill(tokens.position_P, tokens.token_P, log_probs, step=self.num_forwards)
+        self._lane.fill(tokens.position_P, tokens.token_P, tokens.log_prob_P, step=self.num_forwards)
         self._step += 1
         if len(tokens.position_P) == len(opened.position_P):
             self._finish_block(block)
@@ -226,9 +227,9 @@ class SingleCanvas(GuessingDecoder):
             return [(0, window[1])]
         return [(0, self.prompt_length), window]
 
-    def _predictors(self, positions: Tensor) -> Tensor:
+    def _predictors(self, positions: np.ndarray) -> np.ndarray:
         """The positions whose logits predict `positions`."""
-        return (positions - 1).clamp(min=0) if self._shift else positions
+        return np.maximum(positions - 1, 0) if self._shift else positions
 
     def _unconditional_lane(self) -> Lane:
         """The canvas with its prompt masked (classifier-free guidance)."""
@@ -236,7 +237,7 @@ class SingleCanvas(GuessingDecoder):
         lane.tokens[: self.prompt_length] = self._vocab.mask_token_id
         return lane
 
-    def _accept(self, guesses: Guesses) -> Tensor:
+    def _accept(self, guesses: Guesses) -> np.ndarray:
         """Which open positions become tokens (P,)."""
         canvas, num_masked = self.canvas, len(guesses.position_P)
         match canvas.accept:
@@ -254,11 +255,11 @@ class SingleCanvas(GuessingDecoder):
             case "threshold":
                 return self._accept_by_threshold(guesses)
 
-    def _accept_number(self, guesses: Guesses, count: int) -> Tensor:
+    def _accept_number(self, guesses: Guesses, count: int) -> np.ndarray:
         """The `count` best positions, or with `score_temperature` positions drawn by their scores."""
         return accept_best(noisy_scores(guesses, self.canvas, self.sampling, self.num_forwards), count)
 
-    def _accept_by_threshold(self, guesses: Guesses) -> Tensor:
+    def _accept_by_threshold(self, guesses: Guesses) -> np.ndarray:
         """The positions over the threshold, at least the best. With `steps`, at most the step's quota plus
         the quota that earlier steps of the block left unused."""
         accepted = accept_over_threshold(guesses, self.canvas.tau, self.canvas.leap) | accept_best(guesses.score_P, 1)

@@ -10,11 +10,11 @@ after it was done: its keys are then those of that forward, in which its tokens 
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mbd_core.decoding.blocks.canvas_config import MultiBlock
-from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.decoding.canvas.plan import Answer, CanvasPlan, CanvasTask, CanvasUpdate, Guesses, Lane, OpenLogits
 from mbd_core.decoding.canvas.unmasking import GuessingDecoder
 
@@ -63,7 +63,7 @@ class MultiBlockCanvas(GuessingDecoder):
         """The next forward: the canvas from `_begin` on, with logits for the masks of all added blocks."""
         assert not self.done
         positions = self._open_positions()
-        logits_at = (positions - 1).clamp(min=0) if self._shift else positions
+        logits_at = np.maximum(positions - 1, 0) if self._shift else positions
         return CanvasPlan([], [self._lane.query(0, self._begin, self.length, logits_at)])
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
@@ -72,7 +72,7 @@ class MultiBlockCanvas(GuessingDecoder):
             logits_PV[:, list(self._eos)] = -torch.inf
         return OpenLogits(
             logits_PV=logits_PV,
-            position_P=self._open_positions(),
+            position_P=torch.from_numpy(self._open_positions()),
             forward=self.num_forwards,
             score="neg_entropy",
             sampling=self._sampling,
@@ -89,12 +89,11 @@ class MultiBlockCanvas(GuessingDecoder):
             if num_open:
                 counts[0, number], ratios[0, number] = int(is_inside.sum()), num_open / (block.stop - block.start)
         self.num_forwards += 1
-        log_probs = log_probability(tokens.confidence_P)
-        self._lane.fill(tokens.position_P, tokens.token_P, log_probs, step=self.num_forwards)
+        self._lane.fill(tokens.position_P, tokens.token_P, tokens.log_prob_P, step=self.num_forwards)
         self._prepare()
         return CanvasUpdate(counts, ratios)
 
-    def _open_positions(self) -> Tensor:
+    def _open_positions(self) -> np.ndarray:
         """The masked positions that this forward may fill: those of all added blocks, active or not."""
         return self._lane.open_positions(self.prompt_length, self._end)
 
@@ -104,7 +103,7 @@ class MultiBlockCanvas(GuessingDecoder):
     def _progress(self, block: _Block) -> float:
         return 1.0 - self._num_open(block) / (block.stop - block.start)
 
-    def _accept(self, guesses: Guesses) -> Tensor:
+    def _accept(self, guesses: Guesses) -> np.ndarray:
         """Which open positions become tokens (P,): those of low entropy. LLaDA's rule always adds the lowest one. If
         the first active block with a mask got none, its lowest one is added."""
         entropy_P = -guesses.score_P
@@ -116,8 +115,8 @@ class MultiBlockCanvas(GuessingDecoder):
         first = next((b for b in self._blocks if b.active and self._num_open(b)), None)
         if first is not None:
             inside_P = (guesses.position_P >= first.start) & (guesses.position_P < first.stop)
-            if not bool((accepted_P & inside_P).any()):
-                accepted_P[entropy_P.masked_fill(~inside_P, torch.inf).argmin()] = True
+            if not (accepted_P & inside_P).any():
+                accepted_P[np.where(inside_P, entropy_P, np.inf).argmin()] = True
         return accepted_P
 
     def _prepare(self) -> None:
@@ -143,9 +142,9 @@ class MultiBlockCanvas(GuessingDecoder):
 
     def _close_behind(self, eos: int) -> None:
         """Nothing behind the first EOS is decoded: its positions get this EOS, and no forward number."""
-        positions = torch.arange(eos + 1, self.length)
-        tokens = torch.full_like(positions, int(self._lane.tokens[eos]))
-        self._lane.fill(positions, tokens, torch.zeros(len(positions), dtype=torch.float64), step=0)
+        positions = np.arange(eos + 1, self.length)
+        tokens = np.full_like(positions, int(self._lane.tokens[eos]))
+        self._lane.fill(positions, tokens, np.zeros(len(positions)), step=0)
 
     def _commit_done(self) -> int:
         """Commit the blocks that were done long enough; the first position that the next forward computes.

@@ -112,18 +112,20 @@ class CanvasUpdate:
 
 @dataclass(frozen=True)
 class Guesses:
-    """What the model predicts at each open position, on the host: the token, its probability, and its score (P,)."""
+    """What the model predicts at each open position (P,), on the host: the token, its probability and the logarithm of
+    that, and its score."""
 
-    position_P: Tensor
-    token_P: Tensor
-    confidence_P: Tensor
-    score_P: Tensor
+    position_P: np.ndarray
+    token_P: np.ndarray
+    confidence_P: np.ndarray
+    log_prob_P: np.ndarray
+    score_P: np.ndarray
 
-    def select(self, index: Tensor | slice) -> "Guesses":
+    def select(self, at: np.ndarray | slice) -> "Guesses":
         """The guess at some of the positions."""
-        at = index if isinstance(index, slice) else index.numpy()
-        values = (self.position_P, self.token_P, self.confidence_P, self.score_P)
-        return Guesses(*(torch.from_numpy(value.numpy()[at]) for value in values))
+        return Guesses(
+            self.position_P[at], self.token_P[at], self.confidence_P[at], self.log_prob_P[at], self.score_P[at]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,14 +252,13 @@ class Lane:
     def copy(self) -> "Lane":
         return Lane(self.tokens.clone(), self.masked.clone(), self.log_probs.clone(), self.steps.clone())
 
-    def open_positions(self, start: int, stop: int) -> Tensor:
+    def open_positions(self, start: int, stop: int) -> np.ndarray:
         """Masked positions in [start, stop), ascending."""
-        return torch.from_numpy(np.flatnonzero(self.masked.numpy()[start:stop]) + start)
+        return self.masked.numpy()[start:stop].nonzero()[0] + start
 
-    def fill(self, positions: Tensor, tokens: Tensor, log_probs: Tensor, *, step: int) -> None:
-        at = positions.numpy()
-        self.tokens.numpy()[at] = tokens.numpy()
-        self.log_probs.numpy()[at] = log_probs.numpy()
+    def fill(self, at: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray, *, step: int) -> None:
+        self.tokens.numpy()[at] = tokens
+        self.log_probs.numpy()[at] = log_probs
         self.steps.numpy()[at] = step
         self.masked.numpy()[at] = False
 
@@ -282,12 +283,14 @@ class Lane:
 
     def answer(self, start: int, eos_token_ids: tuple[int, ...]) -> Answer:
         """The tokens of `decided_range`."""
+        if self.masked.numpy()[start : start + 1].any():
+            return Answer([], [], [])
         part = self.decided_range(start, eos_token_ids)
         return Answer(self.tokens[part].tolist(), self.log_probs[part].tolist(), self.steps[part].tolist())
 
-    def query(self, index: int, start: int, stop: int, logits_at: Tensor) -> Query:
+    def query(self, index: int, start: int, stop: int, logits_at: np.ndarray) -> Query:
         """The query of positions [start, stop) for lane `index`, with a copy of the tokens."""
-        return Query(index, start, stop, self.tokens[start:stop].clone(), logits_at)
+        return Query(index, start, stop, self.tokens[start:stop].clone(), torch.from_numpy(logits_at))
 
 
 def num_lanes(canvas: Canvas, max_tokens: int) -> int:

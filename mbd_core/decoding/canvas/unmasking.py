@@ -8,12 +8,21 @@ Shape legend: P open positions, ascending, V vocabulary.
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mbd_core.decoding.blocks.adjustments import Adjust, Adjustments
 from mbd_core.decoding.blocks.canvas_config import Canvas, Leap
-from mbd_core.decoding.blocks.sampling import Draw, choose, gumbel, margin, neg_entropy, uniform
+from mbd_core.decoding.blocks.sampling import (
+    Draw,
+    choose,
+    gumbel,
+    log_probability,
+    margin,
+    neg_entropy,
+    uniform,
+)
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.plan import Answer, CanvasTask, CanvasUpdate, Guesses, Lane, OpenLogits
 
@@ -117,14 +126,14 @@ def guess(parts: Sequence[OpenLogits]) -> list[Guesses]:
         groups.setdefault(part.kind or number, []).append(number)
     read = [_read([parts[number] for number in group]) for group in groups.values()]
     host = torch.cat(read, dim=-1).cpu()
-    tokens, confidence, score = host[0].long(), host[1], host[2]
+    tokens, confidence, score = host[0].long().numpy(), host[1].numpy(), host[2].numpy()
+    log_probs = log_probability(host[1]).numpy()
     guesses: dict[int, Guesses] = {}
     start = 0
     for number in itertools.chain.from_iterable(groups.values()):
-        position_P = parts[number].position_P
-        stop = start + len(position_P)
-        guesses[number] = Guesses(position_P, tokens[start:stop], confidence[start:stop], score[start:stop])
-        start = stop
+        position_P = parts[number].position_P.numpy()
+        own = slice(start, start := start + len(position_P))
+        guesses[number] = Guesses(position_P, tokens[own], confidence[own], log_probs[own], score[own])
     return [guesses[number] for number in range(len(parts))]
 
 
@@ -148,17 +157,22 @@ def _read(parts: Sequence[OpenLogits]) -> Tensor:
     return torch.stack((token_P.double(), confidence_P.double(), score_P.double()))
 
 
-def accept_best(score_P: Tensor, count: int) -> Tensor:
+def accept_best(score_P: np.ndarray, count: int) -> np.ndarray:
     """The `count` positions of highest score, or all if there are fewer; ties go to the lowest position."""
-    accepted_P = torch.zeros(score_P.shape, dtype=torch.bool)
+    accepted_P = np.zeros(len(score_P), dtype=bool)
     if count == 1 and len(score_P):
         accepted_P[score_P.argmax()] = True
     else:
-        accepted_P[score_P.argsort(descending=True, stable=True)[:count]] = True
+        accepted_P[best_first(score_P)[:count]] = True
     return accepted_P
 
 
-def noisy_scores(guesses: Guesses, canvas: Canvas, sampling: Sampling, forward: int) -> Tensor:
+def best_first(score_P: np.ndarray) -> np.ndarray:
+    """The places by falling score; ties go to the lowest."""
+    return (-score_P).argsort(kind="stable")
+
+
+def noisy_scores(guesses: Guesses, canvas: Canvas, sampling: Sampling, forward: int) -> np.ndarray:
     """Scores (P,) with Gumbel noise: their n highest are n draws without replacement.
 
     The odds of a position are exp(score / score_temperature). With `score_temperature` 0 they are the scores without
@@ -166,12 +180,12 @@ def noisy_scores(guesses: Guesses, canvas: Canvas, sampling: Sampling, forward: 
     """
     if canvas.score_temperature == 0:
         return guesses.score_P
-    draw = noise_source(guesses.position_P, sampling, forward)
-    noise_P = gumbel(draw, torch.full_like(guesses.position_P, RANDOM_RANK)[:, None])[:, 0]
-    return guesses.score_P / canvas.score_temperature + noise_P.double()
+    draw = noise_source(torch.from_numpy(guesses.position_P), sampling, forward)
+    noise_P = gumbel(draw, torch.full_like(draw.position_P, RANDOM_RANK)[:, None])[:, 0]
+    return guesses.score_P / canvas.score_temperature + noise_P.double().numpy()
 
 
-def accept_over_threshold(guesses: Guesses, tau: float, leap: Leap | None) -> Tensor:
+def accept_over_threshold(guesses: Guesses, tau: float, leap: Leap | None) -> np.ndarray:
     """Positions with confidence >= tau; with `leap` also those >= tau_relaxed near one of them (LocalLeap).
 
     Only positions with confidence >= `tau` are anchors: one that the relaxed threshold accepts does not relax others.
@@ -180,28 +194,28 @@ def accept_over_threshold(guesses: Guesses, tau: float, leap: Leap | None) -> Te
     if leap is None:
         return sure_P
     anchors = guesses.position_P[sure_P]
-    near_P = ((guesses.position_P[:, None] - anchors).abs() <= leap.radius).any(-1)
+    near_P = (np.abs(guesses.position_P[:, None] - anchors) <= leap.radius).any(-1)
     return sure_P | (near_P & (guesses.confidence_P >= leap.tau_relaxed))
 
 
-def accept_by_factor(guesses: Guesses, factor: float) -> Tensor:
+def accept_by_factor(guesses: Guesses, factor: float) -> np.ndarray:
     """The longest sequence of ranks n with (n + 1)(1 - c_n) <= factor, the first rank always (Fast-dLLM, Sec. 3).
 
     The released code also accepts the last rank if all ranks before it pass; the paper's rule does not.
     """
-    confidence, order = guesses.confidence_P.sort(descending=True, stable=True)
-    rank = torch.arange(1, len(order) + 1)
-    passes = (rank + 1) * (1.0 - confidence) <= factor
+    order = best_first(guesses.confidence_P)
+    rank = np.arange(1, len(order) + 1)
+    passes = (rank + 1) * (1.0 - guesses.confidence_P[order]) <= factor
     passes[:1] = True
-    accepted_P = torch.zeros_like(passes)
-    accepted_P[order[passes.long().cumprod(0).bool()]] = True
+    accepted_P = np.zeros_like(passes)
+    accepted_P[order[np.logical_and.accumulate(passes)]] = True
     return accepted_P
 
 
-def accept_by_chance(guesses: Guesses, share: float, sampling: Sampling, forward: int) -> Tensor:
+def accept_by_chance(guesses: Guesses, share: float, sampling: Sampling, forward: int) -> np.ndarray:
     """Each position independently with probability `share` (Dream's `origin`)."""
-    draw = noise_source(guesses.position_P, sampling, forward)
-    return uniform(draw, torch.full_like(guesses.position_P, RANDOM_TURN)[:, None])[:, 0] < share
+    draw = noise_source(torch.from_numpy(guesses.position_P), sampling, forward)
+    return (uniform(draw, torch.full_like(draw.position_P, RANDOM_TURN)[:, None])[:, 0] < share).numpy()
 
 
 # The number of masks that each step of a block fills: LLaDA's even quota, Dream's schedule of times.

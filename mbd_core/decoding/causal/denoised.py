@@ -8,6 +8,7 @@ an EOS and no mask before it is stored as it is. With `context="full"` prompt an
 there are no seeds.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +38,7 @@ class BlockDecoder(PrefixDecoder):
         tokens = torch.tensor(self._all[start:]) if self._block is None else self._block.tokens.clone()
         stop = start + len(tokens)
         is_last = stop >= self._end
-        logits_at = open_at + start
+        logits_at = torch.from_numpy(open_at + start)
         if not len(open_at):
             logits_at = torch.tensor([stop - 1] if self._has_seeds and not is_last else [], dtype=torch.int64)
         causal = self._has_seeds and not len(open_at)
@@ -65,14 +66,14 @@ class BlockDecoder(PrefixDecoder):
         tokens = guesses.select(accepted_P)
         _, log_probs = guessed(tokens)
         at = tokens.position_P - self.num_stored
-        self._block.fill(at, tokens.token_P, torch.tensor(log_probs, dtype=torch.float64), step=self.num_forwards)
+        self._block.fill(at, tokens.token_P, np.array(log_probs), step=self.num_forwards)
         return self._update(start, len(at), len(open_at) / len(self._block.tokens))
 
     @property
-    def _open(self) -> Tensor:
+    def _open(self) -> np.ndarray:
         """The offsets of the block's masks; none where it ends with an EOS before the first of them."""
         if self._block is None:
-            return torch.zeros(0, dtype=torch.int64)
+            return np.zeros(0, dtype=np.int64)
         open_at = self._block.open_positions(0, len(self._block.tokens))
         if len(open_at) and self._block.find(self._ends, 0, int(open_at[0])) is not None:
             return open_at[:0]
@@ -96,12 +97,10 @@ class BlockDecoder(PrefixDecoder):
         length = min(self._row_length, self._end - self.num_stored)
         self._block = Lane.fresh(tuple(known), length - len(known), self._vocab.mask_token_id)
         if seed:
-            at = torch.tensor([len(known) - 1])
-            values = torch.tensor(log_probs, dtype=torch.float64)
-            self._block.fill(at, torch.tensor(seed), values, step=self.num_forwards)
+            at = np.array([len(known) - 1])
+            self._block.fill(at, np.array(seed), np.array(log_probs), step=self.num_forwards)
         thinking, number = self._causal.thinking, self.num_stored - self._start
         if thinking is None or number + length <= thinking.budget or thinking.end_token_id in self.tokens:
             return
-        at = torch.tensor([max(0, thinking.budget - number)])
-        end = torch.tensor([thinking.end_token_id])
-        self._block.fill(at, end, torch.zeros(1, dtype=torch.float64), step=self.num_forwards)
+        at, end = np.array([max(0, thinking.budget - number)]), np.array([thinking.end_token_id])
+        self._block.fill(at, end, np.zeros(1), step=self.num_forwards)

@@ -13,6 +13,7 @@ A request that the engine's budget leaves no block, or that does not gain by dra
 
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,7 +90,7 @@ class TokenDecoder(PrefixDecoder):
     def _fill(self, guesses: Guesses) -> None:
         """Fill masks of the draft."""
         tau = self._causal.tau
-        accepted_P = torch.ones_like(guesses.confidence_P, dtype=torch.bool)
+        accepted_P = np.ones(len(guesses.token_P), dtype=bool)
         if tau is not None:
             accepted_P = (guesses.confidence_P >= tau) | accept_best(guesses.score_P, 1)
         for offset, token, accepted in zip(
