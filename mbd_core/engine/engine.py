@@ -20,12 +20,12 @@ from mbd_core.engine.collector import Collector, LaunchedStep, StepAhead, StepPl
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.measures import EngineCounts, EngineMeasures, measure
 from mbd_core.engine.report import HostCopy, Report
-from mbd_core.engine.rows import StepRows, packed_rows
+from mbd_core.engine.rows import SlotRows, StepRows, packed_rows
 from mbd_core.engine.runner import ModelRunner
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.steering import Decision
-from mbd_core.engine.step import decode_step, store_step
+from mbd_core.engine.step import StepKind, decode_step, store_step
 from mbd_core.engine.weights import (
     AdapterInUse,
     DormantMemory,
@@ -80,6 +80,7 @@ class Engine:
             eos_token_ids=model.config.eos_token_ids,
             trace=trace,
         )
+        self._slot_rows = SlotRows()
         self._num_steps = 0
         self._unsent_steps: list[StepOutput] = []  # collected between steps, given out by the next
         self._staged_weights: StagedWeights | None = None
@@ -382,23 +383,29 @@ class Engine:
         self._seating.make_room(unread=self.ahead.unread)
         self.admit()
         chunks = self._seating.prefill(self.pacer.pace)
-        ledger = self._seating.ledger
         max_blocks = self.config.blocks_each(self.num_running)
-        ledger.hold_to(max_blocks)
         self._seating.planned.hold_to(self.config.budget_each(self.num_running), drafts=drafts)
         self._num_steps += 1
         return StepPlan(
             number=self._num_steps - 1,
-            decoding=ledger.sequences,
+            decoding=self._seating.ledger.sequences,
             chunks=chunks,
-            kind=self._kinds.kind(
-                num_rows=ledger.num_rows,
-                num_slots=ledger.most_slots(unread=self.ahead.unread),
-                num_asked=ledger.asks_at_most(unread=self.ahead.unread),
-                work=ledger.work(),
-            ),
+            kind=self._kind(max_blocks),
             max_blocks=max_blocks,
             started_at=started_at,
+        )
+
+    def _kind(self, max_blocks: int) -> StepKind:
+        """The next step's. Where slots are packed, only its rows and its work count."""
+        ledger, unread = self._seating.ledger, self.ahead.unread
+        if not self.static_shapes:
+            return self._kinds.whole(num_rows=ledger.num_rows, work=ledger.work())
+        ledger.hold_to(max_blocks)
+        return self._kinds.kind(
+            num_rows=ledger.num_rows,
+            num_slots=ledger.most_slots(unread=unread),
+            num_asked=ledger.asks_at_most(unread=unread),
+            work=ledger.work(),
         )
 
     def drafts(self) -> bool:
@@ -423,7 +430,9 @@ class Engine:
                 buffer,
                 tables_RP,
                 plan.chunks,
+                self._slot_rows,
                 planned,
+                version=self._seating.version,
                 block_size=self.block_size,
                 shift=self.model.config.shift_logits,
                 softens=plan.kind.work.softens,

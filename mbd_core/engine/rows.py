@@ -235,8 +235,10 @@ def packed_rows(
     buffer: BlockBuffer | None,
     tables_RP: Tensor,
     chunks: Sequence[PrefillChunk],
+    slot_rows: "SlotRows",
     planned: PlannedRuns,
     *,
+    version: int,
     block_size: int,
     shift: bool,
     softens: bool,
@@ -249,14 +251,16 @@ def packed_rows(
     softens     embed filled positions as DMax's mixtures
     whole       logits at every position of a slot, so that a row's product has the same shape whatever is open in it
     adapters_R  the slot of each batch row's LoRA adapter, `None` where no sequence has one
+    version     numbers what `tables_RP` and `adapters_R` hold
     """
     prompts = [prompt_rows(chunks, tables_RP, block_size=block_size, adapters_R=adapters_R)] if chunks else []
     num_tokens, ends = sum(c.stop - c.start for c in chunks), _prompt_ends(chunks)
     slots = StepRows(groups=[])
     if buffer is not None:
-        slots = resident_slots(
+        slots = slot_rows.lay_out(
             buffer.host,
             tables_RP,
+            version=version,
             num_before=num_tokens,
             prompt_ends=ends,
             shift=shift,
@@ -322,57 +326,95 @@ def _prompt_ends(chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
     return ends
 
 
-def resident_slots(
-    buffer: BlockBuffer,
-    tables_RP: Tensor,
-    *,
-    num_before: int,
-    prompt_ends: list[tuple[int, int]],
-    shift: bool,
-    softens: bool,
-    whole: bool,
-    adapters_R: Tensor | None = None,
-) -> StepRows:
-    """Resident slots (Alg. 4) of a buffer's `host` behind `num_before` packed tokens; logits where a position can
-    change, or in `whole` slots."""
-    size, resident_RN = buffer.block_size, buffer.resident_RN
-    num_slots = resident_RN.shape[1]
-    slot_K = places(resident_RN)  # its place in the buffer
-    row = slot_K // num_slots
+@dataclass(frozen=True)
+class ResidentSlots:
+    """The resident slots of a buffer: the place of each in it, and what their `Rows` have beside tokens."""
 
-    def resident(x_RNB: Tensor) -> Tensor:
-        return x_RNB.reshape(-1, size)[slot_K]
+    slot_K: Tensor
+    rows: dict[str, Any]
 
-    positions_KB = resident(buffer.positions_RNB)
-    asked_at_A = places(ones_like(positions_KB) > 0 if whole else resident(buffer.asked_RNB))
-    slot_A = slot_K[asked_at_A // size]
-    first_end = num_before + size - 1
-    ends_K = arange(row, first_end, first_end + len(row) * size, size)
-    slot_end_RN = placed(ends_K, slot_K, len(resident_RN) * num_slots).reshape(-1, num_slots) if shift else None
-    hidden_at_A = asked_at_A + num_before
-    if shift:
-        # in front of slot 0 stands the last committed position: in this forward if its chunk is, else remembered
-        front_at_R = -1 - arange(row, len(resident_RN))
-        for end_row, end in prompt_ends:
-            front_at_R[end_row] = end
-        begins = asked_at_A % size == 0
-        opens, stores = begins & (slot_A % num_slots == 0), begins & buffer.carried_RN.reshape(-1)[slot_A]
-        hidden_at_A = where(opens, front_at_R[slot_A // num_slots], hidden_at_A - 1)
-        hidden_at_A = where(stores, ends_K[asked_at_A // size], hidden_at_A)
-    rows = Rows(
-        tokens_T=tensor_of(resident(buffer.tokens_RNB).reshape(-1)),
-        positions_T=tensor_of(positions_KB.reshape(-1)),
-        lengths_K=size,
-        kv_lens_K=tensor_of(positions_KB[:, -1] + 1),
-        pages_KP=tensor_of(array_of(tables_RP)[row]),
-        stored_K=tensor_of(ones_like(row) > 0),
-        logits_at_A=tensor_of(hidden_at_A),
-        weight_T=tensor_of(resident(buffer.weight_RNB).reshape(-1)) if softens else None,
-        adapter_K=None if adapters_R is None else tensor_of(array_of(adapters_R)[row]),
-    )
-    at_A = tensor_of(slot_A * size + asked_at_A % size)
-    slot_end_RN = None if slot_end_RN is None else tensor_of(slot_end_RN)
-    return StepRows(groups=[rows], num_asked=len(at_A), at_A=at_A, slot_end_RN=slot_end_RN)
+    @classmethod
+    def of(cls, buffer: BlockBuffer, tables_RP: Tensor, adapters_R: Tensor | None) -> "ResidentSlots":
+        slot_K = places(buffer.resident_RN)
+        row_K = slot_K // buffer.num_slots
+        positions_KB = buffer.positions_RNB.reshape(-1, buffer.block_size)[slot_K]
+        rows = {
+            "positions_T": tensor_of(positions_KB.reshape(-1)),
+            "lengths_K": buffer.block_size,
+            "kv_lens_K": tensor_of(positions_KB[:, -1] + 1),
+            "pages_KP": tensor_of(array_of(tables_RP)[row_K]),
+            "stored_K": tensor_of(ones_like(row_K) > 0),
+            "adapter_K": None if adapters_R is None else tensor_of(array_of(adapters_R)[row_K]),
+        }
+        return cls(slot_K, rows)
+
+
+class SlotRows:
+    """Lays out the resident slots (Alg. 4) of an engine's buffer. On a CPU, slots that stand where they stood in the
+    forward before, in the same pages, are laid out as they were."""
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] | None = None
+        self._slots: ResidentSlots | None = None
+
+    def _resident(
+        self, buffer: BlockBuffer, tables_RP: Tensor, adapters_R: Tensor | None, version: int
+    ) -> ResidentSlots:
+        if isinstance(buffer.state_RN, Tensor):
+            return ResidentSlots.of(buffer, tables_RP, adapters_R)
+        starts_R = buffer.positions_RNB[:, 0, 0]
+        key = (version, tables_RP.shape[1], adapters_R is None, buffer.resident_RN.tobytes(), starts_R.tobytes())
+        if self._slots is None or key != self._key:
+            self._key, self._slots = key, ResidentSlots.of(buffer, tables_RP, adapters_R)
+            self._slots.rows["layout"] = key
+        return self._slots
+
+    def lay_out(
+        self,
+        buffer: BlockBuffer,
+        tables_RP: Tensor,
+        *,
+        version: int,
+        num_before: int,
+        prompt_ends: list[tuple[int, int]],
+        shift: bool,
+        softens: bool,
+        whole: bool,
+        adapters_R: Tensor | None = None,
+    ) -> StepRows:
+        """Those of a buffer's `host` behind `num_before` packed tokens; logits where a position can change, or in
+        `whole` slots. `version` numbers what the page tables and adapters of rows hold."""
+        size, num_slots = buffer.block_size, buffer.num_slots
+        slots = self._resident(buffer, tables_RP, adapters_R, version)
+        slot_K = slots.slot_K
+
+        def resident(x_RNB: Tensor) -> Tensor:
+            return x_RNB.reshape(-1, size)[slot_K]
+
+        tokens_KB = resident(buffer.tokens_RNB)
+        asked_at_A = places(ones_like(tokens_KB) > 0 if whole else resident(buffer.asked_RNB))
+        slot_A = slot_K[asked_at_A // size]
+        hidden_at_A, slot_end_RN = asked_at_A + num_before, None
+        if shift:
+            # in front of slot 0 stands the last committed position: in this forward if its chunk is, else remembered
+            first_end, num_rows = num_before + size - 1, len(buffer.state_RN)
+            ends_K = arange(slot_K, first_end, first_end + len(slot_K) * size, size)
+            slot_end_RN = tensor_of(placed(ends_K, slot_K, num_rows * num_slots).reshape(-1, num_slots))
+            front_at_R = -1 - arange(slot_K, num_rows)
+            for end_row, end in prompt_ends:
+                front_at_R[end_row] = end
+            begins = asked_at_A % size == 0
+            opens, stores = begins & (slot_A % num_slots == 0), begins & buffer.carried_RN.reshape(-1)[slot_A]
+            hidden_at_A = where(opens, front_at_R[slot_A // num_slots], hidden_at_A - 1)
+            hidden_at_A = where(stores, ends_K[asked_at_A // size], hidden_at_A)
+        rows = Rows(
+            tokens_T=tensor_of(tokens_KB.reshape(-1)),
+            logits_at_A=tensor_of(hidden_at_A),
+            weight_T=tensor_of(resident(buffer.weight_RNB).reshape(-1)) if softens else None,
+            **slots.rows,
+        )
+        at_A = tensor_of(slot_A * size + asked_at_A % size)
+        return StepRows(groups=[rows], num_asked=len(at_A), at_A=at_A, slot_end_RN=slot_end_RN)
 
 
 def static_rows(

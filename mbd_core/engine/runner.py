@@ -44,6 +44,7 @@ class Rows:
     adapter_K    the slot of each row's LoRA adapter, 0 for none; `None` where no row of the forward has one
     rows_each    that many neighbouring rows are one sequence's, all through the group
     live_K       whether anything of the row is read afterwards; `None`: all rows are
+    layout       equal in rows that differ in their tokens alone; `None`: they are compared
     logits_at_A  packed tokens of the whole forward whose hidden states give logits; -1 - r stands for the hidden
                  state that the runner remembers for batch row r
     """
@@ -61,6 +62,7 @@ class Rows:
     adapter_K: Tensor | None = None
     rows_each: int = 1
     live_K: Tensor | None = None
+    layout: tuple[object, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +170,9 @@ def _layout(groups: Sequence[Rows]) -> tuple[object, ...] | None:
         return None
     parts: list[object] = []
     for g in groups:
+        if g.layout is not None:
+            parts.append(g.layout)
+            continue
         parts += g.lengths_K if isinstance(g.lengths_K, list) else [g.lengths_K]
         tensors = (g.positions_T, g.kv_lens_K, g.pages_KP, g.stored_K, g.causal_K, g.adapter_K, g.live_K)
         parts += [g.rows_each, *(None if x is None else x.numpy().tobytes() for x in tensors)]

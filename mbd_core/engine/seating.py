@@ -184,7 +184,10 @@ def _rows_of(sequences: Mapping[int, SequenceState]) -> np.ndarray | slice:
 
 
 class Seating:
-    """Moves sequences between the scheduler's rows and the tensors of the rows."""
+    """Moves sequences between the scheduler's rows and the tensors of the rows.
+
+    version  how often pages or adapters of rows were written
+    """
 
     def __init__(
         self,
@@ -197,6 +200,7 @@ class Seating:
     ) -> None:
         self.scheduler, self.buffer, self.ledger = scheduler, buffer, ledger
         self.planned, self.tables_RP, self._adapters_R = planned, tables_RP, adapters_R
+        self.version = 0
         self._newcomers: list[SequenceState] = []  # they run, and their prefix is not stored yet
 
     @property
@@ -238,6 +242,7 @@ class Seating:
             slots = [(s.row, 0 if s.adapter is None else s.adapter.slot) for s in sequences]
             row, slot = to_device(slots, self._adapters_R.device).T
             self._adapters_R[row] = slot
+            self.version += 1
         for sequence in sequences:
             if sequence.is_canvas:
                 self.planned.join(sequence)
@@ -317,5 +322,6 @@ class Seating:
         if entries:
             row, place, page = to_device(entries, self.tables_RP.device).T
             self.tables_RP[row, place] = page
+            self.version += 1
         for sequence in sequences:
             sequence.num_pages_in_table = len(sequence.pages)

@@ -133,6 +133,11 @@ class StepKinds:
         is_whole = quarters > 3 or self.batch_invariant
         return StepKind(num_rows=rows, num_slots=slots, num_asked=None if is_whole else quarters * quarter, work=work)
 
+    def whole(self, *, num_rows: int, work: Work) -> StepKind:
+        """The least kind for a batch that uses `num_rows` rows, with all their slots and logits."""
+        rows = _power_of_two(num_rows, self.max_rows)
+        return StepKind(num_rows=rows, num_slots=self.num_slots, num_asked=None, work=work)
+
     def to_capture(self, decoding: DecodingConfig) -> list[StepKind]:
         """The kinds worth a graph: greedy requests with `decoding` in every size, without and with adapters; in the
         largest all work but what changes logits and reports more of them, and all work, which serves any other request

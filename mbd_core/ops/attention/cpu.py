@@ -62,6 +62,7 @@ class Bundle:
     whole: bool = False
     first_page: int | None = None
     _masks: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False)
+    _views: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, compare=False)
 
     @cached_property
     def visible_GQL(self) -> Tensor | None:
@@ -88,6 +89,15 @@ class Bundle:
             scores = torch.zeros(self.visible_GQL.shape, dtype=dtype, device=self.visible_GQL.device)
             self._masks[dtype] = scores.masked_fill_(~self.visible_GQL, -math.inf)
         return self._masks[dtype]
+
+    def keys(self, k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values (G, K, L, C); views of a layer's pages are made once, and keep its tensors."""
+        if self.first_page is None:
+            return gather_keys(k_pages, v_pages, self.pages_GP, self.num_keys)
+        if id(k_pages) not in self._views:
+            k_KLC, v_KLC = _viewed_keys(self, k_pages, v_pages, 0, self.num_keys)
+            self._views[id(k_pages)] = k_KLC[None], v_KLC[None], k_pages, v_pages
+        return self._views[id(k_pages)][:2]
 
 
 def bind(layout: RowLayout) -> BoundAttention:
@@ -217,16 +227,8 @@ def _attend_bundle(q_GQHC: Tensor, k_pages: Tensor, v_pages: Tensor, bundle: Bun
         out_QHC = attend_tiles(q_GQHC[0], k_pages, v_pages, bundle)
         if out_QHC is not None:
             return out_QHC[None]
-    k_GKLC, v_GKLC = _keys(bundle, k_pages, v_pages)
+    k_GKLC, v_GKLC = bundle.keys(k_pages, v_pages)
     return attend(q_GQHC, k_GKLC, v_GKLC, bundle.mask(q_GQHC.dtype))
-
-
-def _keys(bundle: Bundle, k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, Tensor]:
-    """A bundle's keys and values (G, K, L, C)."""
-    if bundle.first_page is None:
-        return gather_keys(k_pages, v_pages, bundle.pages_GP, bundle.num_keys)
-    k_KLC, v_KLC = _viewed_keys(bundle, k_pages, v_pages, 0, bundle.num_keys)
-    return k_KLC[None], v_KLC[None]
 
 
 def _viewed_keys(bundle: Bundle, k_pages: Tensor, v_pages: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
