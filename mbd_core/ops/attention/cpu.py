@@ -35,7 +35,7 @@ _PADDED_PAIRS = 4096
 # Masks of up to this many numbers are made once a step, larger ones once a layer.
 _KEPT_MASK = 2**22
 # A sequence with more keys than this is attended in tiles.
-LONG = 1536
+LONG = 1000
 # Rows (query tokens times the query heads of a key head) and scores of one tile: both products run at full speed, and
 # the scores stay in the processor's cache.
 _TILE_ROWS = 128
@@ -248,6 +248,7 @@ def _viewed_keys(bundle: Bundle, k_pages: Tensor, v_pages: Tensor, start: int, s
 class _QueryTile:
     """Queries of one sequence, those of a key head's query heads stacked, and what they have summed over keys.
 
+    q_KMC      scaled, so that powers of two of the scores are their exponentials
     kv_lens_M  keys that each row sees, from the least to the most
     """
 
@@ -266,7 +267,7 @@ class _QueryTile:
         k_KLC, v_KLC = k_KLC[:, :num_keys], v_KLC[:, :num_keys]
         heads, rows = self.q_KMC.shape[:2]
         weights_KML = scores[: heads * rows * num_keys].view(heads, rows, num_keys)
-        torch.bmm(self.q_KMC, k_KLC.transpose(1, 2), out=weights_KML).exp_()
+        torch.bmm(self.q_KMC, k_KLC.transpose(1, 2), out=weights_KML).exp2_()
         if self.least < start + num_keys:
             hidden_ML = torch.arange(start, start + num_keys) >= self.kv_lens_M[:, None]
             weights_KML.masked_fill_(hidden_ML, 0.0)
@@ -277,7 +278,8 @@ class _QueryTile:
 def attend_tiles(q_QHC: Tensor, k_pages: Tensor, v_pages: Tensor, bundle: Bundle) -> Tensor | None:
     """Attention (Q, H, C) of one sequence, tile by tile of its keys; `None` where scores are too far from 0 for that.
 
-    softmax(s) v = sum(exp(s) v) / sum(exp(s)), without the largest score subtracted from each: `_SAFE_SUM`.
+    softmax(s) v = sum(exp(s) v) / sum(exp(s)), without the largest score subtracted from each: `_SAFE_SUM`. Powers of
+    two, of scores times log2(e), take torch a fourth of the time of powers of e.
     """
     tiles = list(_query_tiles(q_QHC, k_pages.shape[2], bundle.kv_lens_GQ[0]))
     page_size = k_pages.shape[1]
@@ -304,7 +306,7 @@ def attend_tiles(q_QHC: Tensor, k_pages: Tensor, v_pages: Tensor, bundle: Bundle
 
 def _query_tiles(q_QHC: Tensor, kv_heads: int, kv_lens_Q: np.ndarray) -> Iterator[_QueryTile]:
     """The queries in tiles of about `_TILE_ROWS` rows; the first tile is the largest."""
-    share, scale = q_QHC.shape[1] // kv_heads, q_QHC.shape[2] ** -0.5
+    share, scale = q_QHC.shape[1] // kv_heads, q_QHC.shape[2] ** -0.5 * math.log2(math.e)
     size = max(1, _TILE_ROWS // share)
     for start in range(0, len(q_QHC), size):
         part_QHC, lens_Q = q_QHC[start : start + size], kv_lens_Q[start : start + size]
