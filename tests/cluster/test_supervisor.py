@@ -22,7 +22,7 @@ if os.fork() == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.fork():
         os._exit(0)
-print("up", flush=True)
+os.write(1, b"up\\n")  # one write: print makes two where output is unbuffered, and the two processes mix them
 time.sleep(600)
 """
 
