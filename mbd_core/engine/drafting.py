@@ -27,7 +27,7 @@ TRIED_SHARE = 0.005
 LEAST_STEPS = 16
 """The steps between two tries, at least."""
 FITTED_STEPS = 16
-"""The steps between two fits, once so many were measured; a try is fitted at once."""
+"""The most steps between two fits; with few steps there are fewer in between, and a try is fitted at once."""
 RIDGE = 1e-9
 """Of the fit's own weight, so that what was never varied (as rows, at a constant load) has a solution."""
 LEAST_SECONDS = 1e-9
@@ -86,6 +86,8 @@ class LoadRange:
     of relative errors; older steps count less. And how long ago each mode was measured (drafts or not)."""
 
     def __init__(self, neighbour: "LoadRange | None") -> None:
+        if neighbour is not None and neighbour._relative:
+            neighbour._fit()
         # of the fit, a row for each coefficient: the products of its feature with all of them and with the seconds
         self._products: np.ndarray = np.zeros((4, 5)) if neighbour is None else CARRIED * neighbour._products
         self._relative: list[tuple[float, ...]] = []  # features and seconds of the steps that are not in it yet
@@ -121,7 +123,7 @@ class LoadRange:
         self._coefficients = np.linalg.solve(self._products[:, :4] + ridge, self._products[:, 4]).tolist()
 
     def seconds(self, load: Load) -> float:
-        """Expected of a step; there must have been one."""
+        """Expected of a step, by the last fit; there must have been one."""
         expected = sum(c * feature for c, feature in zip(self._coefficients, load.features, strict=True))
         return max(LEAST_SECONDS, expected)
 

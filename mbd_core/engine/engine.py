@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -412,7 +413,9 @@ class Engine:
         """Whether requests that may draft do so in the next step. The budget may still keep them from it."""
         if self.drafting is None:
             return True
-        return self.drafting.choose(self._seating.planned.choices(min(self.num_known, self.config.max_rows)))
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        soon = chain(running.values(), islice(waiting, max(0, self.config.max_rows - len(running))))
+        return self.drafting.choose(self._seating.planned.choices(sum(s.is_planned for s in soon)))
 
     def admit(self) -> list[SequenceState]:
         """Give waiting requests the free batch rows and pages; the sequences that run from now on."""

@@ -21,7 +21,7 @@ from mbd_core.decoding.blocks.request import Edit, Frame, FrameSlot, Request, Ro
 
 @dataclass(frozen=True)
 class Report:
-    """A step by row: where it was made, or on the host, views of the float64 array in which it came.
+    """A step by row: on a CPU the arrays that the step made, else views of the float64 array in which it came.
 
     `storing_only_R`, `states_RN` and `mask_ratio_RN` are what the forward saw, the rest is what it did. Of the blocks
     that stayed, `num_resident_R` is the number, and `num_asked_R` that of their positions that still need logits.
@@ -73,7 +73,8 @@ def report_of(view: StepView, commit: Commit, buffer: BlockBuffer) -> Report:
 
 
 def pack_report(report: Report | Tensor) -> Tensor:
-    """All of a step as one float64 tensor (X,), part by part; token ids and counts are exact in it."""
+    """All of a step as one float64 tensor (X,), in the order of `unpack_report`; token ids and counts are exact in
+    it."""
     if isinstance(report, Tensor):
         return report
     parts = [array_of(getattr(report, f.name)).reshape(-1) for f in fields(report)]

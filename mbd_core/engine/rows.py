@@ -94,8 +94,8 @@ class PlannedRuns:
 
     def choices(self, num_soon: int) -> Choices:
         """What the next forward carries without prompts, by the choice of those that may draft. The others are taken
-        to do as in their last one. Of the `num_soon` requests that decode soon, those whose prompt is not stored yet
-        count as if it were: a draft is verified beside them."""
+        to do as in their last one. Of the `num_soon` requests with planned rows that decode soon, those whose prompt
+        is not stored yet count as if they drafted as the last one does: a draft is verified beside them."""
         lengths = [run.decoder.draft_length for run in self._runs.values() if run.may_draft]
         others = sum(run.num_positions for run in self._runs.values() if not run.may_draft)
         lengths += lengths[-1:] * (num_soon - len(self._runs))
@@ -334,7 +334,14 @@ class ResidentSlots:
     rows: dict[str, Any]
 
     @classmethod
-    def of(cls, buffer: BlockBuffer, tables_RP: Tensor, adapters_R: Tensor | None) -> "ResidentSlots":
+    def of(
+        cls,
+        buffer: BlockBuffer,
+        tables_RP: Tensor,
+        adapters_R: Tensor | None,
+        *,
+        layout: tuple[object, ...] | None = None,
+    ) -> "ResidentSlots":
         slot_K = places(buffer.resident_RN)
         row_K = slot_K // buffer.num_slots
         positions_KB = buffer.positions_RNB.reshape(-1, buffer.block_size)[slot_K]
@@ -345,6 +352,7 @@ class ResidentSlots:
             "pages_KP": tensor_of(array_of(tables_RP)[row_K]),
             "stored_K": tensor_of(ones_like(row_K) > 0),
             "adapter_K": None if adapters_R is None else tensor_of(array_of(adapters_R)[row_K]),
+            "layout": layout,
         }
         return cls(slot_K, rows)
 
@@ -365,8 +373,7 @@ class SlotRows:
         starts_R = buffer.positions_RNB[:, 0, 0]
         key = (version, tables_RP.shape[1], adapters_R is None, buffer.resident_RN.tobytes(), starts_R.tobytes())
         if self._slots is None or key != self._key:
-            self._key, self._slots = key, ResidentSlots.of(buffer, tables_RP, adapters_R)
-            self._slots.rows["layout"] = key
+            self._key, self._slots = key, ResidentSlots.of(buffer, tables_RP, adapters_R, layout=key)
         return self._slots
 
     def lay_out(

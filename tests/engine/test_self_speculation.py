@@ -120,6 +120,16 @@ def test_an_answer_goes_on_in_another_engine(model: Decoder, method: str) -> Non
     assert rest.tokens == whole.tokens
 
 
+@pytest.mark.parametrize("block_length", [2, 3])
+def test_a_forced_end_of_thinking_fills_a_short_draft(model: Decoder, block_length: int) -> None:
+    """A draft of the next token and the forced one has no mask left, so it is verified at once."""
+    causal = Causal(block_length=block_length, thinking=Thinking(budget=3, end_token_id=9))
+    r = asked(random.Random(1), causal, "a", max_tokens=12, ignore_eos=True)
+    answer = engine(redrawn(model, 1)).generate([r])[0].tokens
+    assert len(answer) == 12
+    assert 9 in answer[3:6]
+
+
 @pytest.mark.parametrize("context", ["causal", "full"])
 def test_drawn_blocks_go_on_in_another_engine(model: Decoder, context: Literal["causal", "full"]) -> None:
     """With the noise of the forwards that would have followed, wherever the answer is cut."""

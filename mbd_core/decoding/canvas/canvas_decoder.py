@@ -144,6 +144,7 @@ class SingleCanvas(GuessingDecoder):
         self._shift = int(task.shift)
         self._lane = Lane.fresh(prompt, max_tokens, task.vocab.mask_token_id)
         self._block_length = canvas.block_length or max_tokens
+        self._open_P = np.zeros(0, dtype=np.int64)  # the masks that the planned forward has logits for
         self._begin_block(0)
 
     def answer_from(self, number: int) -> Answer:

@@ -168,7 +168,7 @@ def accept_best(score_P: np.ndarray, count: int) -> np.ndarray:
 
 
 def best_first(score_P: np.ndarray) -> np.ndarray:
-    """The places by falling score; ties go to the lowest."""
+    """The places by falling score; ties go to the lowest, and what is no number to the end."""
     return (-score_P).argsort(kind="stable")
 
 

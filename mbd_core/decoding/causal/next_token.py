@@ -46,9 +46,9 @@ class TokenDecoder(PrefixDecoder):
         self._is_held = num_blocks < 1
 
     def plan(self) -> CanvasPlan:
+        if self._may_begin and not self._is_held and not self._block:
+            self._begin_draft()  # one whose tokens are all known is verified at once
         kind, start = self._kind(), self.num_stored
-        if kind == "draft" and not self._block:
-            self._begin_draft()
         block = self._all[start:] if kind == "plain" else self._block
         offsets = self._open if kind == "draft" else range(len(block))
         query = Query(
