@@ -362,8 +362,10 @@ def gap_row(model: Decoder, length: int, *, streams: int, limit: float | None) -
     engine = long_engine(model, length, rows=streams + 1, max_tokens=budget, clock=clock, max_step_seconds=limit)
     for number in range(streams):
         engine.add(long_request(config, config.block_size, max_tokens=budget, name=f"stream {number}"))
-    learned = [timed(engine.step, clock) for _ in range(12)]
-    quiet = statistics.median(learned[6:])
+    while not bool(engine.buffer.resident_RN[:streams, :2].all()):
+        engine.step()
+    # steps of whole blocks: the first ones of a stream have one slot, and half the work of the others
+    quiet = statistics.median(timed(engine.step, clock) for _ in range(2 * config.block_size))
     for name, number in (("learns", min(length, 1024)), ("long", length)):
         # The first prompt teaches the engine what a block costs here, as a server's first requests do.
         engine.add(

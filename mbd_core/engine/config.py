@@ -75,7 +75,7 @@ class EngineConfig:
         float | None,
         Option(
             "Seconds of a step in which sequences decode: it stores as many blocks of prompts as fit, at least one "
-            "(default: twice a step that stores none, as this device takes it, at least 0.05, and so long that a "
+            "(default: 1.75 times a step that stores none, as this device takes it, at least 0.05, and so long that a "
             "chunk's operations may be half of its cost).",
             ENGINE,
             above=0,

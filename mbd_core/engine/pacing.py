@@ -19,15 +19,17 @@ from mbd_core.models.model_config import ModelConfig, matrix_flops, pair_flops
 
 LEAST_LIMIT = 0.05
 """Seconds of a step that nobody perceives as a pause: the least limit where none is given."""
-QUIET_STEPS = 2.0
-"""The limit where none is given, in steps that store no prompt."""
+QUIET_STEPS = 1.75
+"""The limit where none is given, in steps that store no prompt. Steps differ by a tenth from what is expected of them,
+so that few are longer than two."""
 UNMEASURED_TOKENS = (256, 64)
 """Prompt tokens of a step beside others, in turn, until `LEAST_MEASURES` chunks were measured."""
 LEAST_MEASURES = 4
 KEPT_MEASURES = 7
 """The median of so many counts, so that a step that something else held up changes nothing."""
 UNLIKE = 2.0
-"""Chunks that differ in operations by this factor tell the cost of an operation from what all chunks cost."""
+"""Chunks that differ in operations by this factor tell the cost of an operation from what all chunks cost. A step's
+have at most so many times the operations of the longest measured ones: beyond them the measures say little."""
 LEAST_SHARE = 0.1
 """The least share of a step's seconds that its chunks are taken to have cost, and that operations are of these."""
 
@@ -130,9 +132,11 @@ class Pacer:
         if (count := len(self._chunk_measures)) < LEAST_MEASURES:
             tokens = UNMEASURED_TOKENS[count % len(UNMEASURED_TOKENS)]
             return Pace(max_tokens=tokens, seconds=0.0, token_seconds=0.0, pair_seconds=0.0)
+        most_flops = UNLIKE * max(flops for flops, _ in self._chunk_measures)
+        left = max(0.0, self.limit - self.quiet_seconds - self._fixed_seconds)
         return Pace(
             max_tokens=1 << 62,
-            seconds=max(0.0, self.limit - self.quiet_seconds - self._fixed_seconds),
+            seconds=min(left, most_flops * self._flop_seconds),
             token_seconds=self._token_flops * self._flop_seconds,
             pair_seconds=self._pair_flops * self._flop_seconds,
         )
@@ -153,11 +157,14 @@ class Pacer:
     def _fit(self) -> None:
         """Seconds of an operation, and of all chunks of a step beside them: the median of the slopes between chunks
         that are unlike (Theil-Sen). Chunks that are alike leave the second as it was, and so does a longer chunk that
-        took less: something else held up the shorter one."""
+        took less (something else held up the shorter one), and one chunk that is unlike all others, which one
+        disturbance would have decide alone."""
         measures = sorted(self._chunk_measures)
-        pairs = combinations(measures, 2)
-        slopes = [(t2 - t1) / (f2 - f1) for (f1, t1), (f2, t2) in pairs if f2 >= UNLIKE * f1 and t2 > t1]
-        if len(slopes) >= LEAST_MEASURES:
+        pairs = [
+            ((f1, t1), (f2, t2)) for (f1, t1), (f2, t2) in combinations(measures, 2) if f2 >= UNLIKE * f1 and t2 > t1
+        ]
+        slopes = [(t2 - t1) / (f2 - f1) for (f1, t1), (f2, t2) in pairs]
+        if len(slopes) >= LEAST_MEASURES and all(len(set(ends)) > 1 for ends in zip(*pairs, strict=True)):
             slope = statistics.median(slopes)
             self._fixed_seconds = max(0.0, statistics.median(t - slope * f for f, t in measures))
         self._flop_seconds = statistics.median(max(t - self._fixed_seconds, LEAST_SHARE * t) / f for f, t in measures)
