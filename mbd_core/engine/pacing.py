@@ -28,8 +28,7 @@ LEAST_MEASURES = 4
 KEPT_MEASURES = 7
 """The median of so many counts, so that a step that something else held up changes nothing."""
 UNLIKE = 2.0
-"""Chunks that differ in operations by this factor tell the cost of an operation from what all chunks cost. A step's
-have at most so many times the operations of the longest measured ones: beyond them the measures say little."""
+"""Chunks that differ in operations by this factor tell the cost of an operation from what all chunks cost."""
 LEAST_SHARE = 0.1
 """The least share of a step's seconds that its chunks are taken to have cost, and that operations are of these."""
 
@@ -132,11 +131,9 @@ class Pacer:
         if (count := len(self._chunk_measures)) < LEAST_MEASURES:
             tokens = UNMEASURED_TOKENS[count % len(UNMEASURED_TOKENS)]
             return Pace(max_tokens=tokens, seconds=0.0, token_seconds=0.0, pair_seconds=0.0)
-        most_flops = UNLIKE * max(flops for flops, _ in self._chunk_measures)
-        left = max(0.0, self.limit - self.quiet_seconds - self._fixed_seconds)
         return Pace(
             max_tokens=1 << 62,
-            seconds=min(left, most_flops * self._flop_seconds),
+            seconds=max(0.0, self.limit - self.quiet_seconds - self._fixed_seconds),
             token_seconds=self._token_flops * self._flop_seconds,
             pair_seconds=self._pair_flops * self._flop_seconds,
         )
