@@ -279,7 +279,7 @@ def attend_tiles(q_QHC: Tensor, k_pages: Tensor, v_pages: Tensor, bundle: Bundle
     """Attention (Q, H, C) of one sequence, tile by tile of its keys; `None` where scores are too far from 0 for that.
 
     softmax(s) v = sum(exp(s) v) / sum(exp(s)), without the largest score subtracted from each: `_SAFE_SUM`. Powers of
-    two, of scores times log2(e), take torch a fourth of the time of powers of e.
+    two, of scores times log2(e), take torch less time than powers of e.
     """
     tiles = list(_query_tiles(q_QHC, k_pages.shape[2], bundle.kv_lens_GQ[0]))
     page_size = k_pages.shape[1]
