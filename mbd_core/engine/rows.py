@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mbd_core.decoding.blocks.arrays import arange, array_of, ones_like, placed, places, tensor_of, where
+from mbd_core.decoding.blocks.arrays import arange, array_of, none_on_cpu, ones_like, placed, places, tensor_of, where
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, PlannedDecoder, ReadingDecoder
@@ -328,9 +328,20 @@ def _prompt_ends(chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class ResidentSlots:
-    """The resident slots of a buffer: the place of each in it, and what their `Rows` have beside tokens."""
+    """The resident slots of a buffer, as they are laid out while they stay where they stand.
+
+    slot_K       the place of each in the buffer
+    place_P      the places of their positions in the flattened buffer
+    before_P     of each position the packed token before it: the last of the slot in front, or -1 - r for what the
+                 runner remembers of row r
+    slot_end_RN  the packed token at which each slot ends
+    rows         what their `Rows` have beside tokens
+    """
 
     slot_K: Tensor
+    place_P: Tensor
+    before_P: Tensor
+    slot_end_RN: Tensor
     rows: dict[str, Any]
 
     @classmethod
@@ -342,19 +353,30 @@ class ResidentSlots:
         *,
         layout: tuple[object, ...] | None = None,
     ) -> "ResidentSlots":
+        size, num_slots = buffer.block_size, buffer.num_slots
         slot_K = places(buffer.resident_RN)
-        row_K = slot_K // buffer.num_slots
-        positions_KB = buffer.positions_RNB.reshape(-1, buffer.block_size)[slot_K]
+        row_K = slot_K // num_slots
+        place_P = (slot_K[:, None] * size + arange(slot_K, size)).reshape(-1)
+        packed_P = arange(place_P, len(place_P))
+        opens_P = place_P % (num_slots * size) == 0
+        positions_KB = buffer.positions_RNB.reshape(-1, size)[slot_K]
+        ends_K, num_places = packed_P[size - 1 :: size], len(buffer.state_RN) * num_slots
         rows = {
             "positions_T": tensor_of(positions_KB.reshape(-1)),
-            "lengths_K": buffer.block_size,
+            "lengths_K": size,
             "kv_lens_K": tensor_of(positions_KB[:, -1] + 1),
             "pages_KP": tensor_of(array_of(tables_RP)[row_K]),
             "stored_K": tensor_of(ones_like(row_K) > 0),
             "adapter_K": None if adapters_R is None else tensor_of(array_of(adapters_R)[row_K]),
             "layout": layout,
         }
-        return cls(slot_K, rows)
+        return cls(
+            slot_K=slot_K,
+            place_P=place_P,
+            before_P=where(opens_P, -1 - place_P // (num_slots * size), packed_P - 1),
+            slot_end_RN=placed(ends_K, slot_K, num_places).reshape(-1, num_slots),
+            rows=rows,
+        )
 
 
 class SlotRows:
@@ -391,37 +413,34 @@ class SlotRows:
     ) -> StepRows:
         """Those of a buffer's `host` behind `num_before` packed tokens; logits where a position can change, or in
         `whole` slots. `version` numbers what the page tables and adapters of rows hold."""
-        size, num_slots = buffer.block_size, buffer.num_slots
+        size = buffer.block_size
         slots = self._resident(buffer, tables_RP, adapters_R, version)
-        slot_K = slots.slot_K
 
         def resident(x_RNB: Tensor) -> Tensor:
-            return x_RNB.reshape(-1, size)[slot_K]
+            return x_RNB.reshape(-1, size)[slots.slot_K].reshape(-1)
 
-        tokens_KB = resident(buffer.tokens_RNB)
-        asked_at_A = places(ones_like(tokens_KB) > 0 if whole else resident(buffer.asked_RNB))
-        slot_A = slot_K[asked_at_A // size]
-        hidden_at_A, slot_end_RN = asked_at_A + num_before, None
+        asked_at_A = places(ones_like(slots.place_P) > 0 if whole else resident(buffer.asked_RNB))
+        at_A = slots.place_P[asked_at_A]
+        hidden_at_A = asked_at_A + num_before
         if shift:
             # in front of slot 0 stands the last committed position: in this forward if its chunk is, else remembered
-            first_end, num_rows = num_before + size - 1, len(buffer.state_RN)
-            ends_K = arange(slot_K, first_end, first_end + len(slot_K) * size, size)
-            slot_end_RN = tensor_of(placed(ends_K, slot_K, num_rows * num_slots).reshape(-1, num_slots))
-            front_at_R = -1 - arange(slot_K, num_rows)
+            before_A = slots.before_P[asked_at_A]
+            if num_before:
+                before_A = where(before_A < 0, before_A, before_A + num_before)
             for end_row, end in prompt_ends:
-                front_at_R[end_row] = end
-            begins = asked_at_A % size == 0
-            opens, stores = begins & (slot_A % num_slots == 0), begins & buffer.carried_RN.reshape(-1)[slot_A]
-            hidden_at_A = where(opens, front_at_R[slot_A // num_slots], hidden_at_A - 1)
-            hidden_at_A = where(stores, ends_K[asked_at_A // size], hidden_at_A)
+                before_A = where(before_A == -1 - end_row, end, before_A)
+            if not none_on_cpu(buffer.settings.carries_R):
+                stores_A = (at_A % size == 0) & buffer.carried_RN.reshape(-1)[at_A // size]
+                before_A = where(stores_A, hidden_at_A + (size - 1), before_A)
+            hidden_at_A = before_A
         rows = Rows(
-            tokens_T=tensor_of(tokens_KB.reshape(-1)),
+            tokens_T=tensor_of(resident(buffer.tokens_RNB)),
             logits_at_A=tensor_of(hidden_at_A),
-            weight_T=tensor_of(resident(buffer.weight_RNB).reshape(-1)) if softens else None,
+            weight_T=tensor_of(resident(buffer.weight_RNB)) if softens else None,
             **slots.rows,
         )
-        at_A = tensor_of(slot_A * size + asked_at_A % size)
-        return StepRows(groups=[rows], num_asked=len(at_A), at_A=at_A, slot_end_RN=slot_end_RN)
+        slot_end_RN = tensor_of(slots.slot_end_RN + num_before) if shift else None
+        return StepRows(groups=[rows], num_asked=len(at_A), at_A=tensor_of(at_A), slot_end_RN=slot_end_RN)
 
 
 def static_rows(

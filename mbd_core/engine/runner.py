@@ -228,9 +228,8 @@ def _adapters(groups: Sequence[Rows], row_T: Tensor) -> Tensor | None:
 def _weights(groups: Sequence[Rows]) -> Tensor | None:
     if all(g.weight_T is None for g in groups):
         return None
-    hard_weights = [torch.ones(len(g.tokens_T), device=g.tokens_T.device) for g in groups]
-    return torch.cat(
-        [ones_T if g.weight_T is None else g.weight_T for g, ones_T in zip(groups, hard_weights, strict=True)]
+    return _concat(
+        [torch.ones_like(g.tokens_T, dtype=torch.float32) if g.weight_T is None else g.weight_T for g in groups]
     )
 
 
@@ -403,10 +402,13 @@ class ModelRunner:
 
     def remember_committed(self, slot_end_RN: Tensor | None, num_blocks_R: Tensor) -> None:
         """Keep the last forward's hidden state of every batch row that committed blocks, at the last token of the last
-        of them; static shapes."""
+        of them; on a GPU in static shapes."""
         if slot_end_RN is None or not self.model.config.shift_logits:
             return
-        if num_blocks_R.is_cpu and not num_blocks_R.numpy().any():
+        if num_blocks_R.is_cpu:
+            for row, count in enumerate(num_blocks_R.tolist()):
+                if count:
+                    self.last_RD[row] = self._hidden_TD[int(slot_end_RN[row, count - 1])]
             return
         last_block_R = (num_blocks_R - 1).clamp(min=0)
         at_R = slot_end_RN.gather(1, last_block_R[:, None])[:, 0]

@@ -18,6 +18,7 @@ from mbd_core.decoding.blocks.arrays import (
     array_of,
     at_least,
     first_place,
+    none_on_cpu,
     order,
     placed,
     spread,
@@ -167,17 +168,19 @@ def accept_m2t(
     ones if `leftmost_R`. Ties go to the left.
     """
     confident = open_RNB & (prediction.confidence_RNB > tau_R[:, None, None])
+    short = ~confident.any(-1) if quota_R is None else confident.sum(-1) < quota_R[:, None]
+    falls_back = short & gate_RN
+    if none_on_cpu(falls_back):
+        return confident
     places_B = arange(open_RNB, open_RNB.shape[-1])
     rank_score = where(open_RNB, where(leftmost_R[:, None, None], -places_B, prediction.score_RNB), -torch.inf)
     if quota_R is None:  # the best one needs no sort
-        short = ~confident.any(-1)
         best = open_RNB & (places_B == rank_score.argmax(-1)[..., None])
     else:
-        short = confident.sum(-1) < quota_R[:, None]
         ranked = order(rank_score, descending=True)
         rank = spread(places_B + zeros_like(ranked), ranked)
         best = open_RNB & (rank < quota_R[:, None, None])
-    return where((short & gate_RN)[..., None], best, confident)
+    return where(falls_back[..., None], best, confident)
 
 
 def accept_by_entropy(

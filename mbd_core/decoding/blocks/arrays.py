@@ -21,6 +21,11 @@ def tensor_of(x: Tensor) -> Tensor:
     return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
 
 
+def none_on_cpu(x: Tensor) -> bool:
+    """Whether all are 0, read on a CPU alone: on a GPU, waiting for them would cost more than what they save."""
+    return (isinstance(x, np.ndarray) or x.is_cpu) and not x.any()
+
+
 def where(mask: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
     return np.where(mask, x, y) if isinstance(mask, np.ndarray) else torch.where(mask, x, y)
 

@@ -40,6 +40,7 @@ from mbd_core.decoding.blocks.arrays import (
     copy_of,
     maximum,
     minimum,
+    none_on_cpu,
     ones_like,
     put,
     real,
@@ -239,7 +240,7 @@ class BlockBuffer:
         block whose store carries: its logits are those of the position behind the block."""
         changes = self.masked_RNB | (self.settings.edits_R + self.settings.softens_R > 0)[:, None, None]
         asked_RNB = changes & self.editable_RNB & self.active_RN[..., None]
-        if not _none_on_cpu(self.settings.carries_R):
+        if not none_on_cpu(self.settings.carries_R):
             asked_RNB[..., 0] |= self.carried_RN
         return asked_RNB
 
@@ -371,7 +372,7 @@ class BlockBuffer:
         starts = settings.origin_R + (settings.first_block_R + num_resident_R) * self.block_size
         limit_R = minimum(settings.limit_R, maximum(settings.kept_R, self._max_blocks))
         room = (num_resident_R < limit_R) & (starts < settings.end_R)
-        if _none_on_cpu(room):
+        if none_on_cpu(room):
             return
         last_active = _most(where(self.active_RN, self._slots, -1))
         last = at_least(last_active, 0)[:, None]
@@ -379,7 +380,7 @@ class BlockBuffer:
         stability = slots_at(self.stability_RN, last)[:, 0]
         wants = (last_active < 0) | ((progress > settings.tau_add_R) & (stability > settings.tau_stable_R))
         grows = wants & room
-        if _none_on_cpu(grows):
+        if none_on_cpu(grows):
             return
         grows = grows & ~self._has_eos_R()
         next_slot = grows[:, None] & (self._slots == num_resident_R[:, None])
@@ -465,7 +466,7 @@ class BlockBuffer:
     def _carry(self, prediction: Prediction, num_blocks_R: Tensor) -> None:
         """Fill the first position of the row's first block, where it is open, with the token that the store of the
         block before it predicted. A block that is complete with that is final."""
-        if _none_on_cpu(num_blocks_R):
+        if none_on_cpu(num_blocks_R):
             return
         settings, last_R1 = self.settings, at_least(num_blocks_R - 1, 0)[:, None]
         opens_R = self.masked_RNB[:, 0, 0] & self.editable_RNB[:, 0, 0]
@@ -499,11 +500,11 @@ class BlockBuffer:
         if self.num_slots > 1:
             gate_RN = concat([gate_RN, self.progress_RN[:, :-1] >= settings.tau_semi_R[:, None]], dim=1)
         softens_R = settings.softens_R > 0
-        if revises and not _none_on_cpu(softens_R):
+        if revises and not none_on_cpu(softens_R):
             from_left = accept_from_left(
                 prediction.confidence_RNB, open_RNB, gate_RN=gate_RN, tau_R=settings.tau_m2t_R
             )
-            if _none_on_cpu(~softens_R):
+            if none_on_cpu(~softens_R):
                 return from_left
         by_threshold = accept_m2t(
             prediction,
@@ -522,7 +523,7 @@ class BlockBuffer:
                 jetengine_R=settings.entropy_rule_R == JETENGINE,
             )
             by_threshold = where(settings.entropy_rule_R[:, None, None] > 0, by_entropy, by_threshold)
-        if not revises or _none_on_cpu(softens_R):
+        if not revises or none_on_cpu(softens_R):
             return by_threshold
         return where(softens_R[:, None, None], from_left, by_threshold)
 
@@ -535,7 +536,7 @@ class BlockBuffer:
         settings = self.settings
         edits, softens = settings.edits_R[:, None] > 0, settings.softens_R[:, None] > 0
         capped = was_complete & changed & (self.num_steps_RN >= settings.max_edits_R[:, None])
-        if _none_on_cpu(settings.softens_R):
+        if none_on_cpu(settings.softens_R):
             return complete & (~edits | capped)
         confident = (self.confidence_RNB >= settings.stop_confidence_R[:, None, None]) | ~self.editable_RNB
         steady = confident.all(-1) | ~changed | (self.num_steps_RN >= self.block_size)
@@ -544,7 +545,7 @@ class BlockBuffer:
     def _mix_embeddings(self, active: Tensor) -> None:
         """DMax: the next forward mixes the embeddings of filled positions in `active` slots (R, N) by their
         confidence. All other tokens are hard, also those of final blocks, so that pages hold hard tokens."""
-        if _none_on_cpu(self.settings.softens_R):
+        if none_on_cpu(self.settings.softens_R):
             return
         mixed = (self.settings.softens_R[:, None] > 0) & active
         mixed = mixed[..., None] & self.editable_RNB & ~self.masked_RNB
@@ -552,7 +553,7 @@ class BlockBuffer:
 
     def _slide(self, count_R: Tensor) -> None:
         """Move each row's slots forward by `count_R`; the slots at its end become empty."""
-        if _none_on_cpu(count_R):
+        if none_on_cpu(count_R):
             return
         source = self._slots + count_R[:, None]
         empties = source >= self.num_slots
@@ -575,11 +576,6 @@ class BlockBuffer:
         self.settings.clear(row)
         if self.adjustments is not None:
             self.adjustments.clear(row)
-
-
-def _none_on_cpu(values: Tensor) -> bool:
-    """Whether all are 0, read on a CPU alone: on a GPU, waiting for them would cost more than what they save."""
-    return (isinstance(values, np.ndarray) or values.is_cpu) and not values.any()
 
 
 def _most(x: Tensor) -> Tensor:

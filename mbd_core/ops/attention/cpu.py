@@ -75,7 +75,7 @@ class Bundle:
             visible_GQL &= np.arange(self.num_keys) >= self.first_keys_GQ[..., None]
         return torch.from_numpy(visible_GQL).to(self.tokens_GQ.device)
 
-    @property
+    @cached_property
     def is_long(self) -> bool:
         """Whether it is one sequence that is attended in tiles on a CPU; those of windows are not."""
         is_one = len(self.kv_lens_GQ) == 1 and self.first_keys_GQ is None
