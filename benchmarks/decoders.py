@@ -58,6 +58,7 @@ COLUMNS = {
     "engine_1_tps": "engine@1 tok/s|.0f",
     "engine_1_over_plain": "@1 / plain|.2f",
     "engine_1_over_plain_processor": "@1 / plain, processor|.2f",
+    "engine_1_over_plain_forward": "a forward|.2f",
     "engine_n_seconds": "engine@N s|.3f",
     "engine_n_tps": "engine@N tok/s|.0f",
     "engine_n_over_plain": "@N / plain|.2f",
@@ -271,6 +272,7 @@ def measure_method(
     row: dict[str, Any] = {
         "model": model.label,
         "method": method.label,
+        "static": method.static,
         "requests": len(requests),
         "tokens": total,
         "nfe": sum(r.num_forwards for r in plain),
@@ -284,6 +286,8 @@ def measure_method(
         if name != "plain":
             row[f"{name}_over_plain"] = times["plain"].wall / value.wall
             row[f"{name}_over_plain_processor"] = times["plain"].processor / value.processor
+    more_forwards = sum(forwards["engine_1"]) / sum(forwards["plain"])
+    row["engine_1_over_plain_forward"] = row["engine_1_over_plain_processor"] * more_forwards
     return row
 
 
@@ -331,7 +335,9 @@ def print_rows(rows: list[dict[str, Any]], batches: list[dict[str, Any]]) -> int
     methods = [name for name, row in names.items() if row["same_tokens_float64"] and not row["same_tokens"]]
     wrong = [name for name, row in names.items() if not row["same_tokens_float64"]]
     print(markdown(rows, COLUMNS))
-    print(f"\nleast @1 / plain of each model, by processor time: {least_ratios(rows)}")
+    for kind, static in (("dynamic", False), ("static", True)):
+        if least := least_ratios([row for row in rows if row["static"] == static]):
+            print(f"\nleast @1 / plain of each model in {kind} shapes, by a forward's processor time: {least}")
     if batches:
         print(f"\n{markdown(batches, BATCH_COLUMNS)}")
     if methods:
@@ -344,6 +350,6 @@ def least_ratios(rows: list[dict[str, Any]]) -> str:
     """The method of each model in which one request gains least over the plain loop."""
     least: dict[str, float] = {}
     for row in rows:
-        ratio = row["engine_1_over_plain_processor"]
+        ratio = row["engine_1_over_plain_forward"]
         least[row["model"]] = min(ratio, least.get(row["model"], ratio))
     return ", ".join(f"{model} {ratio:.2f}" for model, ratio in least.items())

@@ -42,16 +42,16 @@ class Report:
 
 @dataclass(frozen=True)
 class StepView:
-    """What a forward sees of the buffer, kept from what the step changes: storing only (R,), states and mask ratios
+    """What a forward sees of the buffer, kept from what the step changes: storing only (R,), states and progress
     (R, N)."""
 
     storing_only_R: Tensor
     states_RN: Tensor
-    mask_ratio_RN: Tensor
+    progress_RN: Tensor
 
 
 def view_of(buffer: BlockBuffer) -> StepView:
-    return StepView(~buffer.active_RN.any(-1), copy_of(buffer.state_RN), 1.0 - buffer.progress_RN)
+    return StepView(~buffer.active_RN.any(-1), copy_of(buffer.state_RN), buffer.progress_RN)
 
 
 def report_of(view: StepView, commit: Commit, buffer: BlockBuffer) -> Report:
@@ -62,7 +62,7 @@ def report_of(view: StepView, commit: Commit, buffer: BlockBuffer) -> Report:
         "num_asked_R": buffer.asked_RNB.sum(-1).sum(-1),
         "storing_only_R": view.storing_only_R,
         "states_RN": view.states_RN,
-        "mask_ratio_RN": view.mask_ratio_RN,
+        "mask_ratio_RN": 1.0 - view.progress_RN,
         "accepted_RN": commit.accepted_RN,
         "edited_RN": commit.edited_RN,
         "tokens_RNB": commit.tokens_RNB,

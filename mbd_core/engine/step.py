@@ -269,7 +269,7 @@ def decode_step(
     )
     parts: dict[str, Any] = {"revises": work.revises, "quotas": work.quotas, "by_parts": work.by_parts}
     if steering is None:
-        commit = host.commit(prediction.host, **parts)
+        commit = host.commit(prediction.host, **parts, progress_RN=view.progress_RN)
     else:
         commit = buffer.commit(prediction, **parts, chosen=steering.choose(prediction, buffer, state.vocab))
     runner.remember_prompts(rows.prompt_ends)

@@ -18,6 +18,7 @@ from mbd_core.decoding.blocks.arrays import (
     array_of,
     at_least,
     first_place,
+    leading,
     none_on_cpu,
     order,
     placed,
@@ -210,7 +211,7 @@ def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tenso
     """DMax's acceptance -> (R, N, B) bool: the open positions left of the first one whose confidence does not exceed
     `tau_R`. If `gate_RN` allows, the leftmost open position is always accepted."""
     confident = confidence_RNB > tau_R[:, None, None]
-    prefix = ((confident | ~open_RNB).cumprod(-1) > 0) & open_RNB
+    prefix = leading(confident | ~open_RNB) & open_RNB
     first = open_RNB & (open_RNB.cumsum(-1) == 1)
     return prefix | (first & gate_RN[..., None])
 

@@ -112,6 +112,11 @@ def first_place(mask: Tensor) -> Tensor:
     return mask.argmax(-1) if isinstance(mask, np.ndarray) else mask.int().argmax(-1)
 
 
+def leading(mask: Tensor) -> Tensor:
+    """The places of the last dimension at which the mask, and at all before, holds."""
+    return np.logical_and.accumulate(mask, -1) if isinstance(mask, np.ndarray) else mask.cumprod(-1) > 0
+
+
 def order(x: Tensor, *, descending: bool = False) -> Tensor:
     """The places of the last dimension, sorted by their values; ties from the left."""
     places = tensor_of(x).argsort(dim=-1, descending=descending, stable=True)

@@ -38,6 +38,7 @@ from mbd_core.decoding.blocks.arrays import (
     at_most,
     concat,
     copy_of,
+    leading,
     maximum,
     minimum,
     none_on_cpu,
@@ -394,7 +395,7 @@ class BlockBuffer:
 
     def close_complete(self, row: int) -> None:
         """Mark the row's leading complete blocks TO_CACHE: their inputs are final before the forward that follows."""
-        final_N = self._complete_RN[row].long().cumprod(-1).bool()
+        final_N = leading(self._complete_RN[row])
         self.state_RN[row] = self.state_RN[row].masked_fill(final_N, _TO_CACHE)
 
     def commit(
@@ -405,16 +406,19 @@ class BlockBuffer:
         quotas: bool = True,
         by_parts: bool = True,
         chosen: Chosen | None = None,
+        progress_RN: Tensor | None = None,
     ) -> Commit:
         """Accept and revise tokens, mark final blocks TO_CACHE, remove stored ones and slide (Alg. 5 lines 10 to 25).
 
         `revises` may be false if no row revises (neither T2T nor DMax), `quotas` if no row accepts several positions
         by their rank (`tokens_per_step`, `entropy`), and `by_parts` if no row has sub-blocks or carries: that work is
-        then skipped. In `chosen` rows the host has decided what is accepted.
+        then skipped. In `chosen` rows the host has decided what is accepted. `progress_RN`: `self.progress_RN`, if it
+        is known.
         """
         settings = self.settings
         stored = self.state_RN == _TO_CACHE
-        accepted = self._accept(prediction, revises, quotas, by_parts)
+        progress_RN = self.progress_RN if progress_RN is None else progress_RN
+        accepted = self._accept(prediction, progress_RN, revises, quotas, by_parts)
         if chosen is not None:
             accepted = where(chosen.rows_R[:, None, None], chosen.accepted_RNB, accepted)
         written, rated, num_edited_RN = accepted, accepted, zeros_like(self.num_steps_RN)
@@ -444,14 +448,14 @@ class BlockBuffer:
             final = (self.state_RN == _TO_CACHE) | settled
         if chosen is not None and chosen.rewritten is not None:
             stored = where(chosen.rewritten.rows_R[:, None], chosen.rewritten.stored_RN, stored)
-        final = final.cumprod(-1) > 0
+        final = leading(final)
         put(self.state_RN, final, _TO_CACHE)
         if revises:
             self._mix_embeddings(active & ~final)
         settings.forward_R += self.resident_RN.any(-1)
 
         commit = Commit(
-            stored.cumprod(-1).sum(-1),
+            leading(stored).sum(-1),
             copy_of(self.tokens_RNB),
             copy_of(self.masked_RNB),
             real(self.confidence_RNB),
@@ -491,14 +495,16 @@ class BlockBuffer:
     def _complete_RN(self) -> Tensor:
         return self.resident_RN & ~(self.masked_RNB & self.editable_RNB).any(-1)
 
-    def _accept(self, prediction: Prediction, revises: bool, quotas: bool, by_parts: bool) -> Tensor:
+    def _accept(
+        self, prediction: Prediction, progress_RN: Tensor, revises: bool, quotas: bool, by_parts: bool
+    ) -> Tensor:
         """Open positions that become tokens. The first slot and those after a semi-complete slot may fall back."""
         settings, open_RNB = self.settings, self.open_RNB
         if by_parts:
             open_RNB = leftmost_part(open_RNB, settings.sub_block_R)
         gate_RN = ones_like(open_RNB[:, :1, 0])
         if self.num_slots > 1:
-            gate_RN = concat([gate_RN, self.progress_RN[:, :-1] >= settings.tau_semi_R[:, None]], dim=1)
+            gate_RN = concat([gate_RN, progress_RN[:, :-1] >= settings.tau_semi_R[:, None]], dim=1)
         softens_R = settings.softens_R > 0
         if revises and not none_on_cpu(softens_R):
             from_left = accept_from_left(

@@ -140,7 +140,7 @@ class _Member:
 
 def _members(layout: RowLayout, bounds: Sequence[int], kv_lens: Sequence[int]) -> Iterator[_Member]:
     """Join neighbouring rows with the same pages, up to `_MOST_QUERIES` queries; a longer row stays whole."""
-    table = layout.page_table_RP
+    table = layout.page_table_RP.cpu().numpy()
     same_pages = (table[1:] == table[:-1]).all(-1).tolist() if len(kv_lens) > 1 else []
     row, num_rows = 0, len(kv_lens)
     while row < num_rows:
