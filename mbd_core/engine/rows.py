@@ -5,6 +5,7 @@ Shape legend: R rows (sequences), N slots, B block size, K rows of a forward, P 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -330,18 +331,15 @@ def _prompt_ends(chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
 class ResidentSlots:
     """The resident slots of a buffer, as they are laid out while they stay where they stand.
 
-    slot_K       the place of each in the buffer
-    place_P      the places of their positions in the flattened buffer
-    before_P     of each position the packed token before it: the last of the slot in front, or -1 - r for what the
-                 runner remembers of row r
-    slot_end_RN  the packed token at which each slot ends
-    rows         what their `Rows` have beside tokens
+    slot_K   the place of each in the buffer
+    place_P  the places of their positions in the flattened buffer
+    shape    of the buffer, (R, N, B)
+    rows     what their `Rows` have beside tokens
     """
 
     slot_K: Tensor
     place_P: Tensor
-    before_P: Tensor
-    slot_end_RN: Tensor
+    shape: tuple[int, int, int]
     rows: dict[str, Any]
 
     @classmethod
@@ -353,14 +351,10 @@ class ResidentSlots:
         *,
         layout: tuple[object, ...] | None = None,
     ) -> "ResidentSlots":
-        size, num_slots = buffer.block_size, buffer.num_slots
+        size = buffer.block_size
         slot_K = places(buffer.resident_RN)
-        row_K = slot_K // num_slots
-        place_P = (slot_K[:, None] * size + arange(slot_K, size)).reshape(-1)
-        packed_P = arange(place_P, len(place_P))
-        opens_P = place_P % (num_slots * size) == 0
+        row_K = slot_K // buffer.num_slots
         positions_KB = buffer.positions_RNB.reshape(-1, size)[slot_K]
-        ends_K, num_places = packed_P[size - 1 :: size], len(buffer.state_RN) * num_slots
         rows = {
             "positions_T": tensor_of(positions_KB.reshape(-1)),
             "lengths_K": size,
@@ -370,13 +364,24 @@ class ResidentSlots:
             "adapter_K": None if adapters_R is None else tensor_of(array_of(adapters_R)[row_K]),
             "layout": layout,
         }
-        return cls(
-            slot_K=slot_K,
-            place_P=place_P,
-            before_P=where(opens_P, -1 - place_P // (num_slots * size), packed_P - 1),
-            slot_end_RN=placed(ends_K, slot_K, num_places).reshape(-1, num_slots),
-            rows=rows,
-        )
+        place_P = (slot_K[:, None] * size + arange(slot_K, size)).reshape(-1)
+        return cls(slot_K, place_P, (len(buffer.state_RN), buffer.num_slots, size), rows)
+
+    @cached_property
+    def before_P(self) -> Tensor:
+        """Of each position the packed token before it: the last of the slot in front, or -1 - r for what the runner
+        remembers of row r."""
+        _, num_slots, size = self.shape
+        opens_P = self.place_P % (num_slots * size) == 0
+        packed_P = arange(self.place_P, len(self.place_P))
+        return where(opens_P, -1 - self.place_P // (num_slots * size), packed_P - 1)
+
+    @cached_property
+    def slot_end_RN(self) -> Tensor:
+        """The packed token at which each slot ends."""
+        num_rows, num_slots, size = self.shape
+        ends_K = arange(self.slot_K, size - 1, len(self.place_P), size)
+        return placed(ends_K, self.slot_K, num_rows * num_slots).reshape(num_rows, num_slots)
 
 
 class SlotRows:
