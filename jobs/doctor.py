@@ -220,6 +220,7 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
     """What the model is, the kernels for it, its weights by precision, and its KV memory."""
     import torch
 
+    from mbd_core.checkpoint.config import eos_origin
     from mbd_core.checkpoint.folder import read_folder
     from mbd_core.engine.parallel.leader import check_size
     from mbd_core.serving.tokens.load import default_device
@@ -238,6 +239,8 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
             ["experts", None if config.moe is None else config.moe.num_experts],
             ["attention", config.attention],
             ["block size", endpoint.engine.block_size or config.block_size],
+            ["answers end with", [_token_text(folder, token) for token in config.eos_token_ids]],
+            ["named by", eos_origin(folder.path)],
             ["longest sequence", endpoint.engine.positions(config.max_positions)],
             ["computed on", f"{device.type}, {ranks} rank{'s' if ranks > 1 else ''}"],
         ],
@@ -250,6 +253,10 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
     weights, weight_bytes = weights_by_precision(folder, endpoint, device, dtype)
     yield weights
     yield kv_memory(folder, endpoint, device, dtype, weight_bytes, obstacles)
+
+
+def _token_text(folder: ModelFolder, token: int) -> str:
+    return f"{folder.tokenizer.convert_ids_to_tokens(token)} ({token})"
 
 
 def kernels(folder: ModelFolder, endpoint: EndpointArgs, device: torch.device, dtype: torch.dtype) -> Table:

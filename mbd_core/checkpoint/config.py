@@ -255,8 +255,8 @@ def _rotary_dim(config: Json, head_dim: int) -> int:
 def load_config(folder: Path) -> ModelConfig:
     """The model's configuration: config.json, with ids and block size from generation_config.json where it has none.
 
-    If generation_config.json lists EOS ids, they count; they must include config.json's. Raises `ValueError` where
-    the two files contradict each other.
+    EOS ids of generation_config.json count instead of config.json's, as in transformers. Raises `ValueError` where the
+    two files have different mask ids.
     """
     config, generation = read_json(folder / "config.json"), load_generation_defaults(folder)
     try:
@@ -269,21 +269,33 @@ def _with_eos_ids(config: ModelConfig, generation: Mapping[str, Any]) -> ModelCo
     """`config` with the EOS ids of `generation_config.json`, if it has any; the mask id must be the same in both."""
     mask, value = generation.get("mask_token_id"), generation.get("eos_token_id")
     if mask is not None and mask != config.mask_token_id:
-        raise ValueError(f"generation_config.json says mask_token_id={mask}, config.json says {config.mask_token_id}")
+        raise ValueError(
+            f"generation_config.json says mask_token_id={mask}, config.json says {config.mask_token_id}; write the id "
+            "of the tokenizer's mask token into both"
+        )
     if value is None:
         return config
     eos = value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in eos):
         raise ValueError(f"generation_config.json says eos_token_id={value!r}, which is no list of token ids")
-    ours = list(config.eos_token_ids)
-    if not set(ours) <= set(eos):
-        raise ValueError(f"generation_config.json says eos_token_id={value}, config.json says {ours}")
-    if set(eos) == set(ours):
+    if set(eos) == set(config.eos_token_ids):
         return config
     try:
         return replace(config, eos_token_ids=tuple(dict.fromkeys(eos)))
     except ValueError as error:
         raise ValueError(f"generation_config.json: {error}") from None
+
+
+def eos_origin(folder: Path) -> str:
+    """The file that names the EOS ids of `load_config`, and the ids of config.json that end no answer."""
+    config, generation = read_json(folder / "config.json"), load_generation_defaults(folder)
+    _, family = family_of(config)
+    named = (config if family.text is None else flat_config(config, family.text)).get("eos_token_id")
+    if generation.get("eos_token_id") is None:
+        return "config.json" if named is not None else "no file; the released vocabulary has them"
+    ids = named if isinstance(named, list) else [named]
+    unused = [str(token) for token in ids if token is not None and token not in load_config(folder).eos_token_ids]
+    return "generation_config.json" + (f", without {', '.join(unused)} of config.json" if unused else "")
 
 
 def load_generation_defaults(folder: Path) -> dict[str, Any]:
