@@ -1,7 +1,8 @@
 """Reads LoRA adapters in PEFT's layout: a folder with adapter_config.json and adapter_model.safetensors.
 
 The tensors have the names of the Hugging Face model that PEFT wrapped: `base_model.model.<module>.lora_A.weight` and
-`lora_B.weight`, with the module names of the family. A setting that changes what an adapter computes and is not
+`lora_B.weight`, with the module names of the family. Trainers that write the state of a sharded or compiled model
+leave other spellings of these names (`_module_of`). A setting that changes what an adapter computes and is not
 supported here is refused by its name.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mbd_core.checkpoint.safetensor_files import DTYPES, open_file, read_json
+from mbd_core.checkpoint.safetensor_files import DTYPES, open_file, read_json, without_wrappers
 from mbd_core.checkpoint.tensors import StoredTensor, TensorShape, decoder_shapes, stored_tensors
 from mbd_core.models.lora import Adapter, adapted_modules
 from mbd_core.models.model_config import ModelConfig
@@ -45,7 +46,8 @@ KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 """Initialisations that leave the base model's weights as they are. Behind the others (PiSSA, OLoRA, CorDA, LoftQ,
 LoRA-GA) stands a base model that is not the published one."""
 
-_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+PREFIX = "base_model.model."
+_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.(?P<name>.+))?\.weight")
 
 
 def read_adapter(folder: Path, config: ModelConfig, *, shard: Shard | None = None) -> Adapter:
@@ -112,28 +114,66 @@ def _read_factors(
     stored = stored_tensors(config, shapes, "per_expert")
     adaptable = {f"{module}.weight" for _, _, module in adapted_modules(config)}
     pairs: dict[str, dict[str, Tensor]] = {}
+    keys: dict[tuple[str, str], str] = {}
+    names: dict[str, str] = {}
     with open_file(path) as file:
         for key in file.keys():  # noqa: SIM118 (not a dict)
-            match = _KEY.fullmatch(key)
+            match = _KEY.fullmatch(without_wrappers(key))
             if match is None:
-                raise ValueError(f"{path}: tensor '{key}' is no LoRA matrix of a linear layer")
-            module = match["module"]
-            weight = stored.get(f"{module}.weight")
-            if weight is None:
-                raise ValueError(f"{path}: tensor '{key}' belongs to no module of {config.architecture}")
+                reason = (
+                    "is a weight of the base model; save the adapter's own state"
+                    if ".base_layer." in key
+                    else f"is no LoRA matrix of a linear layer, {PREFIX}<module>.lora_A.weight or lora_B.weight"
+                )
+                raise ValueError(f"{path}: tensor '{key}' {reason}")
+            module, factor = _module_of(match["module"], stored), match["factor"]
+            names.setdefault(match["name"] or "", key)
+            if len(names) > 1:
+                raise ValueError(
+                    f"{path} has both '{next(iter(names.values()))}' and '{key}', of different adapters; save each "
+                    "adapter to a folder of its own"
+                )
+            if module is None:
+                raise ValueError(
+                    f"{path}: tensor '{key}' belongs to no module of {config.architecture}"
+                    + _rename(match["module"], factor, stored)
+                )
+            weight = stored[f"{module}.weight"]
             if any(part.target not in adaptable for part in weight.parts):
                 raise ValueError(
                     f"{path}: adapters of '{module}' are not supported; only those of the attention's projections and "
                     "of dense MLPs are"
                 )
-            shape = (rank, weight.shape[1]) if match["factor"] == "A" else (weight.shape[0], rank)
-            pairs.setdefault(module, {})[match["factor"]] = _read_matrix(path, file, key, shape)
+            if (other := keys.setdefault((module, factor), key)) != key:
+                raise ValueError(
+                    f"{path}: '{other}' and '{key}' are both lora_{factor} of '{module}'; keep one of them"
+                )
+            shape = (rank, weight.shape[1]) if factor == "A" else (weight.shape[0], rank)
+            pairs.setdefault(module, {})[factor] = _read_matrix(path, file, key, shape)
     for module, pair in pairs.items():
         if len(pair) < 2:
             raise ValueError(f"{path}: module '{module}' has only lora_{next(iter(pair))} of its two matrices")
     if not pairs:
         raise ValueError(f"{path} holds no tensors")
     return {module: (stored[f"{module}.weight"], pair["A"], pair["B"]) for module, pair in pairs.items()}
+
+
+def _module_of(written: str, stored: Mapping[str, StoredTensor]) -> str | None:
+    """The checkpoint's module that an adapter's file calls `written`, which may lack PEFT's prefix, or the beginning
+    that all modules of a model have, where PEFT wrapped the model within it. `None` if it is no module's name."""
+    while written.startswith(PREFIX):
+        written = written.removeprefix(PREFIX)
+    if f"{written}.weight" in stored:
+        return written
+    modules = [name.removesuffix(".weight") for name in stored if name.endswith(f".{written}.weight")]
+    return modules[0] if len(modules) == 1 else None
+
+
+def _rename(written: str, factor: str, stored: Mapping[str, StoredTensor]) -> str:
+    """The end of a sentence: the name of the one module with which a longer name ends, if there is one."""
+    modules = [name.removesuffix(".weight") for name in stored if name.endswith(".weight")]
+    ends = [module for module in modules if f".{written}".endswith(f".{module}")]
+    return f"; if it is of '{ends[0]}', rename it to '{PREFIX}{ends[0]}.lora_{factor}.weight'" if ends else ""
 
 
 def _read_matrix(path: Path, file: Any, key: str, shape: tuple[int, int]) -> Tensor:

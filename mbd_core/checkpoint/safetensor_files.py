@@ -102,6 +102,18 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 FP8 = "F8_E4M3"
 
 
+WRAPPERS = ("_checkpoint_wrapped_module", "_forward_module", "_fpw_module", "_fsdp_wrapped_module", "_orig_mod")
+"""What wrappers write into the names of a model's tensors: activation checkpointing, Fabric, FSDP, torch.compile."""
+
+
+def without_wrappers(name: str) -> str:
+    """A tensor's name in the model itself, which was saved from within wrappers (`WRAPPERS`, `module` of DDP)."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    while parts[0] == "module" and len(parts) > 1:
+        parts.pop(0)
+    return ".".join(parts)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; `ValueError` names a file that is missing, unreadable or malformed."""
     try:
@@ -127,12 +139,16 @@ class StoredScales:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's file, shape and dtype, from the file's header; with `scales` it is FP8 there and read as `dtype`."""
+    """A tensor's file, shape and dtype, from the file's header; with `scales` it is FP8 there and read as `dtype`.
+
+    `name` is the file's own name of the tensor where a wrapper wrote it.
+    """
 
     path: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
     scales: StoredScales | None = None
+    name: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -140,7 +156,7 @@ class TensorInfo:
 
 
 def list_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a checkpoint folder by name, file after file; only headers are read.
+    """Every tensor of a checkpoint folder by its name without wrappers, file after file; only headers are read.
 
     Raises `ValueError` naming the file and the tensor if a shard is missing, cut short or damaged, if two shards hold
     the same tensor, or if a file lacks a tensor that the index lists.
@@ -157,20 +173,28 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
                 holds = f", and {INDEX}, which its other weights files need"
             raise ValueError(f"{folder} lacks the weights file {file}{holds}")
         with open_file(path) as tensors_file:
-            for name in tensors_file.keys():  # noqa: SIM118 (not a dict)
-                part = tensors_file.get_slice(name)
-                if name in tensors:
+            for stored_name in tensors_file.keys():  # noqa: SIM118 (not a dict)
+                part, name = tensors_file.get_slice(stored_name), without_wrappers(stored_name)
+                if name in tensors and tensors[name].path != path:
                     raise ValueError(f"{path} and {tensors[name].path.name} both hold the tensor '{name}'")
+                if name in tensors:
+                    names = f"'{tensors[name].name or name}' and '{stored_name}'"
+                    raise ValueError(f"{path}: {names} are the same tensor of the model; keep one of them")
                 if part.get_dtype() == FP8:
                     fp8.append(name)
                 elif part.get_dtype() not in DTYPES:
                     raise ValueError(
-                        f"{path}: tensor '{name}' has dtype {part.get_dtype()}; known: {', '.join(DTYPES)}"
+                        f"{path}: tensor '{stored_name}' has dtype {part.get_dtype()}; known: {', '.join(DTYPES)}"
                     )
-                tensors[name] = TensorInfo(path, tuple(part.get_shape()), DTYPES.get(part.get_dtype(), READ_AS))
-    for name, file in file_of.items():
-        if name not in tensors:
-            raise ValueError(f"{folder / file} lacks the tensor '{name}', which {INDEX} says is there")
+                tensors[name] = TensorInfo(
+                    path,
+                    tuple(part.get_shape()),
+                    DTYPES.get(part.get_dtype(), READ_AS),
+                    name=None if stored_name == name else stored_name,
+                )
+    for stored_name, file in file_of.items():
+        if without_wrappers(stored_name) not in tensors:
+            raise ValueError(f"{folder / file} lacks the tensor '{stored_name}', which {INDEX} says is there")
     return _with_scales(folder, tensors, fp8) if fp8 else tensors
 
 
@@ -192,7 +216,8 @@ def _with_scales(folder: Path, tensors: dict[str, TensorInfo], fp8: list[str]) -
                 f"has blocks of {blocks[0]} x {blocks[1]}"
             )
         del matrices[name + SUFFIX]
-        matrices[name] = replace(info, scales=StoredScales(scales.path, name + SUFFIX, blocks))
+        stored_scales = StoredScales(scales.path, scales.name or name + SUFFIX, blocks)
+        matrices[name] = replace(info, scales=stored_scales)
     return matrices
 
 
@@ -220,6 +245,7 @@ class LastFile:
 def matrix_slice(file: Any, name: str, info: TensorInfo, scales: LastFile) -> Any:
     """A tensor of an open file, to be read in parts by slicing; one in FP8 is multiplied by its scales, which may lie
     in the file `scales`."""
+    name = info.name or name
     if info.scales is None:
         return file.get_slice(name)
     scales_file = file if info.scales.path == info.path else scales.at(info.scales.path)
@@ -237,7 +263,7 @@ class HfFolder:
         info = self.tensors[name]
         file = self._file.at(info.path)
         if info.scales is None:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(info.name or name)
             return tensor
         return matrix_slice(file, name, info, self._scales)[:].to(info.dtype)
 

@@ -116,6 +116,11 @@ def _check_tensors(
     """Raise `ValueError`, naming file and tensor, unless `listed` has exactly the expected tensors in their shapes."""
     for name, info in listed.items():
         if name not in expected:
+            if "flat_param" in name:
+                raise ValueError(
+                    f"{info.path}: tensor '{name}' is FSDP's flattened parameter of several; save the model's full "
+                    "state dict"
+                )
             raise ValueError(f"{info.path} has an unexpected tensor '{name}' for {config.architecture}")
         shape = expected[name].shape
         if info.shape == shape:

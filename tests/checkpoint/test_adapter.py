@@ -1,6 +1,7 @@
 """Adapters in PEFT's layout: what PEFT writes is read as PEFT computes it, and what is not supported is refused."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,69 @@ def test_a_folder_that_is_no_adapter(tmp_path: Path) -> None:
     save_file({}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="holds no tensors"):
         read_adapter(tmp_path, SDAR)
+
+
+def respell(folder: Path, spell: Callable[[str], str]) -> None:
+    path = folder / "adapter_model.safetensors"
+    save_file({spell(name): tensor for name, tensor in load_file(path).items()}, path)
+
+
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "AReaL": lambda key: key.replace(".weight", ".default.weight"),
+    "prime-rl": lambda key: key.removeprefix(PREFIX),
+    "an adapter of another name": lambda key: key.replace(".weight", ".policy_1.weight"),
+    "twice wrapped by PEFT": lambda key: PREFIX + key,
+    "compiled": lambda key: f"_orig_mod.{key}",
+    "DDP": lambda key: f"module.{key}",
+    "DDP of compiled": lambda key: f"module._orig_mod.{key.removeprefix(PREFIX)}",
+    "PEFT within the model": lambda key: key.replace("model.model.", "model.", 1),
+    "FSDP 1": lambda key: "_fsdp_wrapped_module." + key.replace(".self_attn.", "._fsdp_wrapped_module.self_attn."),
+    "FSDP and checkpointing, by layer": lambda key: key.replace(
+        ".mlp.", "._fsdp_wrapped_module._checkpoint_wrapped_module.mlp."
+    ).replace(".lora_A.weight", "._fsdp_wrapped_module.lora_A.default._fsdp_wrapped_module.weight"),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_names_as_trainers_leave_them_are_read(tmp_path: Path, spelling: str) -> None:
+    wanted = read_adapter(write_adapter(tmp_path, SDAR, seed=0), SDAR)
+    respell(tmp_path, SPELLINGS[spelling])
+    if spelling.startswith("FSDP and"):  # A has the adapter's name, and so must B
+        respell(tmp_path, lambda key: key.replace(".lora_B.weight", ".lora_B.default.weight"))
+    found = read_adapter(tmp_path, SDAR)
+    assert found.factors.keys() == wanted.factors.keys()
+    for module, (a, b) in wanted.factors.items():
+        assert torch.equal(found.factors[module][0], a) and torch.equal(found.factors[module][1], b)
+
+
+A = f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (A.replace(PREFIX, "_orig_mod."), "are both lora_A of 'model.layers.0.self_attn.q_proj'; keep one of them"),
+        (A.replace("A.weight", "A.other.weight"), "of different adapters; save each adapter to a folder of its own"),
+        (
+            A.replace(PREFIX, f"{PREFIX}language_model."),
+            r"to no module of SDARForCausalLM; if it is of 'model.layers.0.self_attn.q_proj', rename it to "
+            r"'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'",
+        ),
+        (
+            A.replace("model.layers.0.", ""),
+            "'base_model.model.self_attn.q_proj.lora_A.weight' belongs to no module of",
+        ),
+        (A.replace("lora_A", "base_layer"), "is a weight of the base model; save the adapter's own state"),
+        (
+            A.replace("lora_A", "lora_a"),
+            "is no LoRA matrix of a linear layer, base_model.model.<module>.lora_A.weight",
+        ),
+        ("_fsdp_wrapped_module._flat_param", "is no LoRA matrix of a linear layer"),
+    ],
+)
+def test_a_name_that_could_mean_anything_else_is_refused(tmp_path: Path, name: str, says: str) -> None:
+    write_adapter(tmp_path, SDAR, seed=0)
+    change(tmp_path, **{name.replace(".", "__"): torch.zeros(2, 16)})
+    with pytest.raises(ValueError, match=says) as caught:
+        read_adapter(tmp_path, SDAR)
+    assert "\n" not in str(caught.value)

@@ -9,6 +9,7 @@ import torch
 from family_models import rewrite
 from safetensors.torch import load_file, save_file
 
+from mbd_core.checkpoint.conversion import convert
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.safetensor_files import INDEX
 from mbd_core.checkpoint.saving import save_model
@@ -78,3 +79,43 @@ def test_damage_is_one_sentence(folder: Path, damage: Callable[[Path], object], 
     with pytest.raises(ValueError, match=message) as caught:
         load_model(folder)
     assert "\n" not in str(caught.value)
+
+
+def respell(folder: Path, spell: Callable[[str], str]) -> None:
+    for file in folder.glob("*.safetensors"):
+        save_file({spell(name): tensor for name, tensor in load_file(file).items()}, file)
+    index = json.loads((folder / INDEX).read_text())
+    rewrite(folder / INDEX, weight_map={spell(name): file for name, file in index["weight_map"].items()})
+
+
+SPELLINGS: list[Callable[[str], str]] = [
+    lambda name: f"_orig_mod.{name}",
+    lambda name: f"module.{name}",
+    lambda name: (
+        f"_fsdp_wrapped_module.{name.replace('.mlp.', '._fsdp_wrapped_module._checkpoint_wrapped_module.mlp.')}"
+    ),
+]
+
+
+@pytest.mark.parametrize("spell", SPELLINGS)
+def test_names_of_wrappers_are_read_and_converted(folder: Path, tmp_path: Path, spell: Callable[[str], str]) -> None:
+    """A model that was saved from within torch.compile, DDP or FSDP."""
+    wanted = load_model(folder).state_dict()
+    save_model(folder, load_model(folder), max_shard_bytes=20_000, overwrite=True)
+    respell(folder, spell)
+    convert(folder, tmp_path / "plain")
+    for source in (folder, tmp_path / "plain"):
+        found = load_model(source).state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert set(load_file(first(tmp_path / "plain"))) == set(wanted)
+
+
+def test_names_that_mean_one_tensor_or_several_are_refused(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    save_file(weights | {"_orig_mod.lm_head.weight": torch.zeros(300, 16)}, path)
+    with pytest.raises(ValueError, match=r"'_orig_mod.lm_head.weight' .*are the same tensor of the model; keep one"):
+        load_model(folder)
+    save_file(weights | {"_fsdp_wrapped_module._flat_param": torch.zeros(9)}, path)
+    with pytest.raises(ValueError, match="'_flat_param' is FSDP's flattened parameter of several; save the model's"):
+        load_model(folder)
