@@ -178,8 +178,8 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
                 if name in tensors and tensors[name].path != path:
                     raise ValueError(f"{path} and {tensors[name].path.name} both hold the tensor '{name}'")
                 if name in tensors:
-                    names = f"'{tensors[name].name or name}' and '{stored_name}'"
-                    raise ValueError(f"{path}: {names} are the same tensor of the model; keep one of them")
+                    both = f"'{tensors[name].name or name}' and '{stored_name}'"
+                    raise ValueError(f"{path}: {both} are the same tensor of the model; keep one of them")
                 if part.get_dtype() == FP8:
                     fp8.append(name)
                 elif part.get_dtype() not in DTYPES:
