@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.gpu.checks import CheckFailed, Row, check_model
 from benchmarks.step_timing import StepCase, filled_engine
+from mbd_core.decoding.blocks.work import ALL_WORK, Work
 from mbd_core.engine.graphs import static_step
-from mbd_core.engine.report import pack_report
-from mbd_core.engine.step import ALL_WORK, StepKind, Work
+from mbd_core.engine.kinds import StepKind
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import fuse
 from mbd_core.models.mlp import Router
@@ -103,7 +103,7 @@ def steps_row(model: Decoder, case: StepCase) -> Row:
             buffer_before, last_before, results = buffer.save_all(), state.runner.last_RD.clone(), []
             for kernels in (True, False):
                 report = static_step(replace(state, kernels=kernels), kind, num_pages=state.tables_RP.shape[1])
-                results.append([pack_report(report).clone(), *buffer.save_all()])
+                results.append([report.clone(), *buffer.save_all()])
                 buffer.restore_all(buffer_before)
                 state.runner.last_RD.copy_(last_before)
             if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):

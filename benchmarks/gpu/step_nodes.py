@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from benchmarks.measuring import markdown
+from mbd_core.decoding.blocks.work import Work
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.graphs import static_step
-from mbd_core.engine.step import StepKind, Work
+from mbd_core.engine.kinds import StepKind
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import SHAPES

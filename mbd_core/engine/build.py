@@ -8,16 +8,19 @@ from mbd_core.decoding.blocks.adjustments import Adjustments
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
 from mbd_core.engine.admission import Admission
+from mbd_core.engine.batch import Rows, pack
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.drafting import Drafting
 from mbd_core.engine.graphs import StepGraphs, graphs_obstacle
+from mbd_core.engine.kinds import StepKinds
 from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.pages import HostPages, PagedKVCache, PagePool
-from mbd_core.engine.rows import PlannedRuns
-from mbd_core.engine.runner import ModelRunner, Rows, pack, shared_vocab, whole_vocab
+from mbd_core.engine.planned_rows import PlannedRuns
+from mbd_core.engine.runner import ModelRunner
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.seating import Ledger, Seating
-from mbd_core.engine.step import StepKinds, StepState
+from mbd_core.engine.step import StepState
+from mbd_core.engine.vocab import shared_vocab, whole_vocab
 from mbd_core.engine.weights import ResidentAdapters
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.lora import AdapterSlots

@@ -20,16 +20,16 @@ from mbd_core.decoding.blocks.request import (
     TopTokens,
 )
 from mbd_core.decoding.blocks.sampling import log_probability
+from mbd_core.engine.batch import Batch
 from mbd_core.engine.drafting import DraftedStep, Drafting, Load
+from mbd_core.engine.kinds import StepKind
 from mbd_core.engine.measures import EngineCounts, ForwardKind
 from mbd_core.engine.pacing import Pacer
+from mbd_core.engine.planned_rows import PlannedRun
 from mbd_core.engine.report import HostCopy, Report, unpack_report
-from mbd_core.engine.rows import PlannedRun
-from mbd_core.engine.runner import Batch
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.engine.seating import Seating
 from mbd_core.engine.sequence import SequenceState
-from mbd_core.engine.step import StepKind
 
 if TYPE_CHECKING:
     from mbd_core.decoding.canvas.plan import CanvasUpdate

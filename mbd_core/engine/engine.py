@@ -19,14 +19,15 @@ from mbd_core.engine.admission import AdmittedRequest, RequestRefused, compile_g
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.collector import Collector, LaunchedStep, StepAhead, StepPlan, experts_of
 from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.kinds import StepKind
 from mbd_core.engine.measures import EngineCounts, EngineMeasures, measure
 from mbd_core.engine.report import HostCopy, Report
-from mbd_core.engine.rows import SlotRows, StepRows, packed_rows
+from mbd_core.engine.rows import SlotLayout, StepRows, packed_rows
 from mbd_core.engine.runner import ModelRunner
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.steering import Decision
-from mbd_core.engine.step import StepKind, decode_step, store_step
+from mbd_core.engine.step import decode_step, store_step
 from mbd_core.engine.weights import (
     AdapterInUse,
     DormantMemory,
@@ -81,7 +82,6 @@ class Engine:
             eos_token_ids=model.config.eos_token_ids,
             trace=trace,
         )
-        self._slot_rows = SlotRows()
         self._num_steps = 0
         self._unsent_steps: list[StepOutput] = []  # collected between steps, given out by the next
         self._staged_weights: StagedWeights | None = None
@@ -427,19 +427,20 @@ class Engine:
         num_pages = self._seating.num_pages
         self.buffer.hold_to(plan.max_blocks)
         tables_RP, planned = self._state.tables_RP[:, :num_pages], self._seating.planned
+        layout = SlotLayout(
+            shift=self.model.config.shift_logits,
+            softens=plan.kind.work.softens,
+            whole=self.config.batch_invariant,
+        )
 
         def lay_out(buffer: BlockBuffer | None) -> StepRows:
             return packed_rows(
                 buffer,
                 tables_RP,
                 plan.chunks,
-                self._slot_rows,
                 planned,
-                version=self._seating.version,
+                layout,
                 block_size=self.block_size,
-                shift=self.model.config.shift_logits,
-                softens=plan.kind.work.softens,
-                whole=self.config.batch_invariant,
                 adapters_R=self._state.adapters_R if self._seating.adapts else None,
             )
 

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from mbd_core.decoding.blocks.acceptance import ENTROPY_UNITS, JETENGINE, LEFTMOST, MOST_ENTROPY, predicted
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
+from mbd_core.engine.batch import Batch
 from mbd_core.engine.config import EngineConfig
-from mbd_core.engine.report import Report, with_tops
-from mbd_core.engine.rows import static_rows
-from mbd_core.engine.runner import Batch
-from mbd_core.engine.step import StepKind, StepState, decode_step
+from mbd_core.engine.kinds import StepKind
+from mbd_core.engine.report import with_tops
+from mbd_core.engine.rows import SlotLayout, static_rows
+from mbd_core.engine.step import StepState, decode_step
 from mbd_core.ops.attention.choice import AttentionKernel
 from mbd_core.ops.buffer.after_forward import close_step
 from mbd_core.ops.buffer.before_forward import OpenStep, open_step
@@ -127,8 +128,8 @@ def capture(
     return graph, result
 
 
-def static_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor | Report:
-    """One static step, not as a graph; its report, on a GPU packed (X,). No batch row has more than `num_pages`
+def static_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor:
+    """One static step, not as a graph; its report (X,). No batch row has more than `num_pages`
     pages."""
     tables_RP = state.tables_RP[: kind.num_rows, :num_pages]
     adapters_R = None if state.adapters_R is None or not kind.work.adapts else state.adapters_R[: kind.num_rows]
@@ -140,8 +141,7 @@ def static_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor |
         lambda buffer: static_rows(
             buffer,
             tables_RP,
-            shift=state.runner.model.config.shift_logits,
-            softens=kind.work.softens,
+            SlotLayout(shift=state.runner.model.config.shift_logits, softens=kind.work.softens),
             num_slots=kind.num_slots,
             num_asked=kind.num_asked,
             adapters_R=adapters_R,
@@ -189,8 +189,8 @@ class StepGraphs:
             self.memory_bytes += free - torch.cuda.mem_get_info(device)[0]
         return len(self._captured_steps)
 
-    def run(self, kind: StepKind, *, num_pages: int) -> Tensor | Report:
-        """One static step; its report, on a GPU packed (X,) there and good until the next step."""
+    def run(self, kind: StepKind, *, num_pages: int) -> Tensor:
+        """One static step; its report (X,), good until the next step."""
         graph = self._graph_for(kind)
         if graph is not None:
             self.num_replayed += 1
@@ -255,7 +255,6 @@ class CapturedStep:
             pool=pool,
             stream=stream,
         )
-        assert isinstance(report_X, Tensor)
         self._report_X, self._runner, self._batch = report_X, runner, runner.last_batch
 
     def replay(self) -> Tensor:

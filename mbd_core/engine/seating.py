@@ -12,14 +12,14 @@ from torch import Tensor
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.levenshtein import EditTokens
 from mbd_core.decoding.blocks.request import Counts, SlotState
+from mbd_core.decoding.blocks.work import WORK_NAMES, Work, work_of_request
+from mbd_core.engine.batch import to_device
 from mbd_core.engine.pacing import Pace
+from mbd_core.engine.planned_rows import PlannedRuns
 from mbd_core.engine.report import Report
-from mbd_core.engine.rows import PlannedRuns
-from mbd_core.engine.runner import to_device
 from mbd_core.engine.scheduler import PrefillChunk, Scheduler
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.steering import Share, Steering
-from mbd_core.engine.step import WORK_NAMES, Work, work_of_request
 
 # What the host knows of each batch row, in arrays, so that the host's work in a step hardly grows with the rows.
 
@@ -184,10 +184,7 @@ def _rows_of(sequences: Mapping[int, SequenceState]) -> np.ndarray | slice:
 
 
 class Seating:
-    """Moves sequences between the scheduler's rows and the tensors of the rows.
-
-    version  how often pages or adapters of rows were written
-    """
+    """Moves sequences between the scheduler's rows and the tensors of the rows."""
 
     def __init__(
         self,
@@ -200,7 +197,6 @@ class Seating:
     ) -> None:
         self.scheduler, self.buffer, self.ledger = scheduler, buffer, ledger
         self.planned, self.tables_RP, self._adapters_R = planned, tables_RP, adapters_R
-        self.version = 0
         self._newcomers: list[SequenceState] = []  # they run, and their prefix is not stored yet
 
     @property
@@ -242,7 +238,6 @@ class Seating:
             slots = [(s.row, 0 if s.adapter is None else s.adapter.slot) for s in sequences]
             row, slot = to_device(slots, self._adapters_R.device).T
             self._adapters_R[row] = slot
-            self.version += 1
         for sequence in sequences:
             if sequence.is_canvas:
                 self.planned.join(sequence)
@@ -322,6 +317,5 @@ class Seating:
         if entries:
             row, place, page = to_device(entries, self.tables_RP.device).T
             self.tables_RP[row, place] = page
-            self.version += 1
         for sequence in sequences:
             sequence.num_pages_in_table = len(sequence.pages)

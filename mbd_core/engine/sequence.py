@@ -20,7 +20,7 @@ from mbd_core.decoding.blocks.request import (
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import PlannedDecoder, num_lanes
 from mbd_core.decoding.grammar.guide import GuideState, Pick
-from mbd_core.engine.report import FrameLog, StepMap, TopLog
+from mbd_core.engine.slot_logs import FrameLog, StepMap, TopLog
 from mbd_core.engine.weights import ResidentAdapter
 
 # The log-probabilities of a text that is given: each token's in the forward before it is put in, from left to right.

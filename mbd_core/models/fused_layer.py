@@ -173,18 +173,12 @@ class Rotations:
         # a CPU's fused multiply and add is slow in bfloat16
         self._in_one = device.type != "cpu" or like.dtype == torch.float32
         self._partners_C = torch.where(channels < num_rotated, partners, channels) if num_fixed else None
-        self._last: tuple[Tensor, Rotation] | None = None
 
     def at(self, positions_T: Tensor) -> Rotation:
-        """The rotation at these positions. On a CPU the tensor of the last call, which must not have changed in place,
-        gives its rotation again."""
-        if self._last is not None and self._last[0] is positions_T:
-            return self._last[1]
+        """The rotation at these positions."""
         cos_sin_T2C, scale_T11 = self.table_P2C.index_select(0, positions_T), self.query_scale_at(positions_T)
         cos_T1C, sin_T1C = cos_sin_T2C[:, :1], cos_sin_T2C[:, 1:]
-        rotation = Rotation(cos_T1C, sin_T1C, self._half, self._partners_C, self._in_one, scale_T11)
-        self._last = (positions_T, rotation) if positions_T.is_cpu else None
-        return rotation
+        return Rotation(cos_T1C, sin_T1C, self._half, self._partners_C, self._in_one, scale_T11)
 
     def query_scale_at(self, positions_T: Tensor) -> Tensor | None:
         """What queries at these positions are multiplied by (T, 1, 1), `None`: nothing."""

@@ -21,7 +21,7 @@ from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.graphs import StepGraphs
-from mbd_core.engine.step import StepKind
+from mbd_core.engine.kinds import StepKind
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.states.mask import block_causal_mask
 from mbd_core.ops.attention.whole import DenseAttention

@@ -10,9 +10,10 @@ from small_engines import B, build, engine, gist, request
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.work import Work
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.kinds import StepKinds
 from mbd_core.engine.rows import static_rows
-from mbd_core.engine.step import StepKinds, Work
 from mbd_core.models.decoder import Decoder
 
 MODES = [

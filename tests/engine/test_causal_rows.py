@@ -2,14 +2,14 @@
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from mbd_core.engine.batch import Rows, pack
 from mbd_core.engine.pages import PagedKVCache
-from mbd_core.engine.runner import ModelRunner, Rows, pack
+from mbd_core.engine.runner import ModelRunner
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.ops.attention.choice import resolve
 from mbd_core.ops.attention.whole import DenseAttention
@@ -74,16 +74,3 @@ def test_causal_rows_and_others_share_a_forward() -> None:
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
     ordered = served.forward(pack([rows(ids[1], 20, 29, pages=tables[1])], page_size=PAGE))
     assert not torch.allclose(ordered[:-1], alone[1][:-1], atol=1e-2)
-
-
-@pytest.mark.parametrize("change", [{}, {"pages": (3, 8, 1)}, {"causal": False}, {"start": 1}, {"stop": 19}])
-def test_a_batch_takes_the_last_ones_layout_only_where_its_own_is_the_same(change: dict[str, Any]) -> None:
-    served, ids = runner(), torch.randint(250, (2, LENGTH), generator=torch.Generator().manual_seed(2))
-    first = pack([rows(ids[0], 0, 20)], page_size=PAGE)
-    served.forward(first)
-    group = rows(ids[1], **{"start": 0, "stop": 20, **change})
-    again = pack([group], page_size=PAGE, last=first)
-    assert (again.write_loc_T is first.write_loc_T) == (not change)
-    result = served.forward(again)
-    served.forget_batch()
-    assert torch.equal(result, served.forward(pack([group], page_size=PAGE)))

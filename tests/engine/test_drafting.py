@@ -13,6 +13,7 @@ from mbd_core.decoding.blocks.causal_config import Causal, Thinking
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine import drafting
+from mbd_core.engine.batch import Batch
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.drafting import (
     LEAST_STEPS,
@@ -24,7 +25,6 @@ from mbd_core.engine.drafting import (
     Load,
 )
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.runner import Batch
 from mbd_core.models.decoder import Decoder, init_weights
 
 LENGTH = 8

@@ -11,10 +11,11 @@ from small_engines import MASK, B, build, engine, gist, request
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.work import WORK_NAMES, Work
+from mbd_core.engine.batch import Batch
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.kinds import StepKinds
 from mbd_core.engine.rows import static_rows
-from mbd_core.engine.runner import Batch
-from mbd_core.engine.step import WORK_NAMES, StepKinds, Work
 
 
 def static_memory(served: Engine) -> dict[str, int]:

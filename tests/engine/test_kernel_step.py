@@ -18,9 +18,9 @@ from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.graphs import static_step
-from mbd_core.engine.report import pack_report
 from mbd_core.engine.step import StepState
-from mbd_core.engine.step import ALL_WORK, StepKind, Work, work_of
+from mbd_core.decoding.blocks.work import ALL_WORK, Work, work_of
+from mbd_core.engine.kinds import StepKind
 
 def groups(size, slots, shift):
     plain = DecodingConfig(block_size=size, buffer_size=slots, tau_m2t=0.5, tau_add=0.3, tau_semi=0.4)
@@ -75,7 +75,7 @@ def compare(size, slots, num_slots, methods, *, asked, shift, all_work):
                 )
                 for state in states:
                     state.buffer.join(row, request)
-        wanted, found = (pack_report(static_step(state, kind, num_pages=33)) for state in states)
+        wanted, found = (static_step(state, kind, num_pages=33) for state in states)
         plain, kernel = (state.buffer for state in states)
         names = [n for n, t in vars(plain).items() if isinstance(t, torch.Tensor)]
         for name in names:

@@ -17,7 +17,7 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.report import OPEN, StepMap
+from mbd_core.engine.slot_logs import OPEN, StepMap
 from mbd_core.models.decoder import Decoder
 
 METHODS: dict[str, dict[str, Any]] = {

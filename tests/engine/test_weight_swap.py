@@ -20,7 +20,7 @@ from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.engine import build as build_module
-from mbd_core.engine import runner as device_vocab
+from mbd_core.engine import vocab as device_vocab
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.parallel import leader

@@ -12,21 +12,6 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.blocks.adjustments import Adjust
-from mbd_core.decoding.blocks.arrays import (
-    along,
-    arange,
-    array_of,
-    at_least,
-    first_place,
-    leading,
-    none_on_cpu,
-    order,
-    placed,
-    spread,
-    tensor_of,
-    where,
-    zeros_like,
-)
 from mbd_core.decoding.blocks.config import EntropyRule, Fallback
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose, margin, neg_entropy, top_tokens
 
@@ -51,13 +36,6 @@ class Prediction:
     confidence_RNB: Tensor
     score_RNB: Tensor
     tops_A2K: Tensor | None = None
-
-    @property
-    def host(self) -> "Prediction":
-        """On a CPU, the same as numpy arrays of the same memory; else itself."""
-        token, confidence = array_of(self.token_RNB), array_of(self.confidence_RNB)
-        score = confidence if self.score_RNB is self.confidence_RNB else array_of(self.score_RNB)
-        return Prediction(token, confidence, score, self.tops_A2K)
 
 
 def predict(
@@ -87,15 +65,10 @@ def predict(
         fallback_P=fallback_P,
         num_tops=num_tops,
     )
-    token, confidence = (_placed(value, at_A, shape) for value in values[:2])
-    score = confidence if values[2] is values[1] else _placed(values[2], at_A, shape)
+    if at_A is not None:
+        values = [value.new_zeros(shape.numel() + 1).scatter_(0, at_A, value)[:-1] for value in values]
+    token, confidence, score = (value.view(shape) for value in values)
     return Prediction(token, confidence, score, tops_A2K)
-
-
-def _placed(value_A: Tensor, at_A: Tensor | None, shape: torch.Size) -> Tensor:
-    if at_A is None:
-        return value_A.view(shape)
-    return tensor_of(placed(array_of(value_A), array_of(at_A), shape.numel())).view(shape)
 
 
 def predicted(
@@ -147,9 +120,9 @@ def placed_tops(tops_A2K: Tensor, at_A: Tensor | None, *, num_places: int) -> Te
 
 def leftmost_part(open_RNB: Tensor, size_R: Tensor) -> Tensor:
     """The open positions (R, N, B) of the leftmost sub-block of each slot that has one; it has `size_R` positions."""
-    size_R1 = at_least(size_R, 1)[:, None]
-    part_RB = arange(open_RNB, open_RNB.shape[-1]) // size_R1
-    first_RN = first_place(open_RNB) // size_R1
+    size_R1 = size_R.clamp(min=1)[:, None]
+    part_RB = torch.arange(open_RNB.shape[-1], device=open_RNB.device) // size_R1
+    first_RN = open_RNB.int().argmax(-1) // size_R1
     return open_RNB & (part_RB[:, None] == first_RN[..., None])
 
 
@@ -169,19 +142,18 @@ def accept_m2t(
     ones if `leftmost_R`. Ties go to the left.
     """
     confident = open_RNB & (prediction.confidence_RNB > tau_R[:, None, None])
-    short = ~confident.any(-1) if quota_R is None else confident.sum(-1) < quota_R[:, None]
-    falls_back = short & gate_RN
-    if none_on_cpu(falls_back):
-        return confident
-    places_B = arange(open_RNB, open_RNB.shape[-1])
-    rank_score = where(open_RNB, where(leftmost_R[:, None, None], -places_B, prediction.score_RNB), -torch.inf)
+    places_B = torch.arange(open_RNB.shape[-1], device=open_RNB.device)
+    score_RNB = torch.where(leftmost_R[:, None, None], -places_B.float(), prediction.score_RNB)
+    score_RNB = score_RNB.masked_fill(~open_RNB, -torch.inf)
     if quota_R is None:  # the best one needs no sort
-        best = open_RNB & (places_B == rank_score.argmax(-1)[..., None])
+        short = ~confident.any(-1)
+        best = open_RNB & (places_B == score_RNB.argmax(-1)[..., None])
     else:
-        ranked = order(rank_score, descending=True)
-        rank = spread(places_B + zeros_like(ranked), ranked)
+        short = confident.sum(-1) < quota_R[:, None]
+        order = score_RNB.argsort(dim=-1, descending=True, stable=True)
+        rank = torch.empty_like(order).scatter_(-1, order, places_B.expand_as(order))
         best = open_RNB & (rank < quota_R[:, None, None])
-    return where(falls_back[..., None], best, confident)
+    return torch.where((short & gate_RN)[..., None], best, confident)
 
 
 def accept_by_entropy(
@@ -194,17 +166,14 @@ def accept_by_entropy(
     it if S_k < `gamma_R`, and the first one always. A slot whose fallback `gate_RN` forbids accepts none for free:
     there the paper's rule is S_k <= `gamma_R`, and JetEngine's has no first one.
     """
-    units_RNB = (tensor_of(score_RNB) * -ENTROPY_UNITS).nan_to_num(0.0).clamp(0.0, MOST_ENTROPY).long()
-    units_RNB = units_RNB if isinstance(score_RNB, Tensor) else array_of(units_RNB)
-    entropy_RNB = where(open_RNB, units_RNB, int(MOST_ENTROPY) + 1)
-    ranked = order(entropy_RNB)
-    ordered = along(entropy_RNB, ranked)
+    entropy_RNB = (score_RNB * -ENTROPY_UNITS).nan_to_num(0.0).clamp(0.0, MOST_ENTROPY).long()
+    ordered, order = entropy_RNB.masked_fill(~open_RNB, int(MOST_ENTROPY) + 1).sort(dim=-1, stable=True)
     sums = ordered.cumsum(-1)
     earlier = sums - ordered
     gamma, gate = gamma_R[:, None, None] * ENTROPY_UNITS, gate_RN[..., None]
-    fits = where(jetengine_R[:, None, None], sums < gamma, where(gate, earlier, sums) <= gamma)
+    fits = torch.where(jetengine_R[:, None, None], sums < gamma, torch.where(gate, earlier, sums) <= gamma)
     fits[..., :1] |= gate
-    return spread(fits, ranked) & open_RNB
+    return torch.zeros_like(open_RNB).scatter_(-1, order, fits) & open_RNB
 
 
 def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tensor, tau_R: Tensor) -> Tensor:
@@ -212,8 +181,13 @@ def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tenso
     `tau_R`. If `gate_RN` allows, the leftmost open position is always accepted."""
     confident = confidence_RNB > tau_R[:, None, None]
     prefix = leading(confident | ~open_RNB) & open_RNB
-    first = open_RNB & (open_RNB.cumsum(-1) == 1)
+    first = open_RNB & (open_RNB.long().cumsum(-1) == 1)
     return prefix | (first & gate_RN[..., None])
+
+
+def leading(mask: Tensor) -> Tensor:
+    """The places of the last dimension at which the mask holds, and at all places before."""
+    return mask.long().cumprod(-1).bool()
 
 
 def revise(prediction: Prediction, tokens_RNB: Tensor, filled_RNB: Tensor, *, tau_R: Tensor) -> Tensor:

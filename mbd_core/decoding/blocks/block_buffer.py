@@ -8,8 +8,7 @@ TO_CACHE block is final, as are all blocks before it, and the next forward store
 forward that verifies it sees its final tokens, and so stores it.
 
 `activate()` runs before a forward, `commit()` after it. Both are static-shape tensor work on buffers that are never
-reallocated, and every slot of a step reads the state before the step. On a CPU they run on numpy arrays of the same
-memory (`BlockBuffer.host`).
+reallocated, and every slot of a step reads the state before the step.
 
 Shape legend: R rows (sequences), N slots, B block size, A positions with logits.
 """
@@ -17,7 +16,6 @@ Shape legend: R rows (sequences), N slots, B block size, A positions with logits
 import copy
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,30 +26,15 @@ from mbd_core.decoding.blocks.acceptance import (
     accept_by_entropy,
     accept_from_left,
     accept_m2t,
+    leading,
     leftmost_part,
     revise,
 )
 from mbd_core.decoding.blocks.adjustments import Adjust, Adjustments
-from mbd_core.decoding.blocks.arrays import (
-    array_of,
-    at_least,
-    at_most,
-    concat,
-    copy_of,
-    leading,
-    maximum,
-    minimum,
-    none_on_cpu,
-    ones_like,
-    put,
-    real,
-    slots_at,
-    where,
-    zeros_like,
-)
 from mbd_core.decoding.blocks.request import Request, SlotState
 from mbd_core.decoding.blocks.row_settings import RowSettings
 from mbd_core.decoding.blocks.sampling import Draw
+from mbd_core.decoding.blocks.work import ALL_WORK, Work
 from mbd_core.ops.buffer.before_forward import BufferMemory
 
 
@@ -107,9 +90,7 @@ _PER_SLOT = (
     "stability_RN",
 )
 _DERIVED = ("positions_RNB", "editable_RNB", "num_editable_RN")
-# plain integers: numpy asks an enumeration's member for a dozen attributes before it compares with it
 _DUMMY, _ACTIVE, _TO_CACHE = int(SlotState.DUMMY), int(SlotState.ACTIVE), int(SlotState.TO_CACHE)
-_CONSTANTS = ("_max_blocks", "_eos", "_slots", "_offsets")
 
 
 class BlockBuffer:
@@ -151,7 +132,6 @@ class BlockBuffer:
         self._slots = torch.arange(num_slots, device=device)
         self._offsets = torch.arange(block_size, device=device)
         self._heads: dict[int, BlockBuffer] = {}
-        self._host: BlockBuffer | None = None
         self._list_slot_tensors()
         self._derive()
 
@@ -178,23 +158,8 @@ class BlockBuffer:
             setattr(view, name, getattr(self, name)[:num_rows])
         view.settings = self.settings.head(num_rows)
         view.adjustments = None if self.adjustments is None else self.adjustments.head(num_rows)
-        view._host = None
         view._list_slot_tensors()
         return view
-
-    @property
-    def host(self) -> "BlockBuffer":
-        """On a CPU, a buffer of numpy arrays over the same memory, for `activate`, `commit` and what is read of a step
-        (`arrays.py`); elsewhere itself."""
-        if not self.state_RN.is_cpu:
-            return self
-        if self._host is None:
-            view = self._host = copy.copy(self)
-            for name in (*_PER_SLOT, *_DERIVED, *_CONSTANTS):
-                setattr(view, name, array_of(getattr(self, name)))
-            view.settings = self.settings.host
-            view._list_slot_tensors()
-        return self._host
 
     @property
     def memory(self) -> BufferMemory:
@@ -217,10 +182,10 @@ class BlockBuffer:
         settings = self.settings
         block = settings.first_block_R[:, None] + self._slots
         starts = settings.origin_R[:, None] + block * self.block_size
-        self.positions_RNB[...] = starts[..., None] + self._offsets
+        torch.add(starts[..., None], self._offsets, out=self.positions_RNB)
         begin, end = settings.begin_R[:, None, None], settings.end_R[:, None, None]
-        self.editable_RNB[...] = (self.positions_RNB >= begin) & (self.positions_RNB < end)
-        self.num_editable_RN[...] = self.editable_RNB.sum(-1)
+        torch.logical_and(self.positions_RNB >= begin, self.positions_RNB < end, out=self.editable_RNB)
+        self.num_editable_RN.copy_(self.editable_RNB.sum(-1))
 
     @property
     def resident_RN(self) -> Tensor:
@@ -241,8 +206,7 @@ class BlockBuffer:
         block whose store carries: its logits are those of the position behind the block."""
         changes = self.masked_RNB | (self.settings.edits_R + self.settings.softens_R > 0)[:, None, None]
         asked_RNB = changes & self.editable_RNB & self.active_RN[..., None]
-        if not none_on_cpu(self.settings.carries_R):
-            asked_RNB[..., 0] |= self.carried_RN
+        asked_RNB[..., 0] |= self.carried_RN
         return asked_RNB
 
     @property
@@ -256,7 +220,7 @@ class BlockBuffer:
     def progress_RN(self) -> Tensor:
         """Filled share of each slot's editable positions, float64; 1 where nothing is editable."""
         num_open_RN = (self.masked_RNB & self.editable_RNB).sum(-1)
-        return 1.0 - num_open_RN / at_least(self.num_editable_RN, 1.0)
+        return 1.0 - num_open_RN / self.num_editable_RN.clamp(min=1.0)
 
     def draw(self, at_A: Tensor | None, *, truncates: bool = True) -> Draw:
         """The inputs of drawing at places `at_A` of the flattened buffer (`None`: all places).
@@ -314,7 +278,7 @@ class BlockBuffer:
             self.masked_RNB[row, 0, : len(remainder)] = False
         is_whole = len(remainder) == self.block_size
         self.state_RN[row, 0] = _TO_CACHE if is_whole else _ACTIVE
-        self.settings.write(row, request, block_size=self.block_size)
+        self.settings.write(row, request)
         if self.adjustments is not None and request.adjusts:
             ends, free = request.ends(self._eos_ids), len(request.prompt) + request.min_tokens
             length = len(request.prompt)
@@ -371,21 +335,15 @@ class BlockBuffer:
         """
         settings, num_resident_R = self.settings, self.resident_RN.sum(-1)
         starts = settings.origin_R + (settings.first_block_R + num_resident_R) * self.block_size
-        limit_R = minimum(settings.limit_R, maximum(settings.kept_R, self._max_blocks))
+        limit_R = torch.minimum(settings.limit_R, torch.maximum(settings.kept_R, self._max_blocks))
         room = (num_resident_R < limit_R) & (starts < settings.end_R)
-        if none_on_cpu(room):
-            return
-        last_active = _most(where(self.active_RN, self._slots, -1))
-        last = at_least(last_active, 0)[:, None]
-        progress = slots_at(self.progress_RN, last)[:, 0]
-        stability = slots_at(self.stability_RN, last)[:, 0]
+        last_active = torch.where(self.active_RN, self._slots, -1).amax(-1)
+        last = last_active.clamp(min=0)[:, None]
+        progress = self.progress_RN.gather(1, last)[:, 0]
+        stability = self.stability_RN.gather(1, last)[:, 0]
         wants = (last_active < 0) | ((progress > settings.tau_add_R) & (stability > settings.tau_stable_R))
-        grows = wants & room
-        if none_on_cpu(grows):
-            return
-        grows = grows & ~self._has_eos_R()
-        next_slot = grows[:, None] & (self._slots == num_resident_R[:, None])
-        put(self.state_RN, next_slot, _ACTIVE)
+        grows = wants & room & ~self._has_eos_R()
+        self.state_RN.masked_fill_(grows[:, None] & (self._slots == num_resident_R[:, None]), _ACTIVE)
 
     def set_token(self, row: int, slot: int, offset: int, token: int) -> None:
         """Fill an open position with a token that is certain."""
@@ -401,27 +359,20 @@ class BlockBuffer:
     def commit(
         self,
         prediction: Prediction,
+        work: Work = ALL_WORK,
         *,
-        revises: bool = True,
-        quotas: bool = True,
-        by_parts: bool = True,
         chosen: Chosen | None = None,
-        progress_RN: Tensor | None = None,
     ) -> Commit:
         """Accept and revise tokens, mark final blocks TO_CACHE, remove stored ones and slide (Alg. 5 lines 10 to 25).
 
-        `revises` may be false if no row revises (neither T2T nor DMax), `quotas` if no row accepts several positions
-        by their rank (`tokens_per_step`, `entropy`), and `by_parts` if no row has sub-blocks or carries: that work is
-        then skipped. In `chosen` rows the host has decided what is accepted. `progress_RN`: `self.progress_RN`, if it
-        is known.
+        Work that no row needs is skipped. In `chosen` rows the host has decided what is accepted.
         """
-        settings = self.settings
+        settings, revises = self.settings, work.revises
         stored = self.state_RN == _TO_CACHE
-        progress_RN = self.progress_RN if progress_RN is None else progress_RN
-        accepted = self._accept(prediction, progress_RN, revises, quotas, by_parts)
+        accepted = self._accept(prediction, work)
         if chosen is not None:
-            accepted = where(chosen.rows_R[:, None, None], chosen.accepted_RNB, accepted)
-        written, rated, num_edited_RN = accepted, accepted, zeros_like(self.num_steps_RN)
+            accepted = torch.where(chosen.rows_R[:, None, None], chosen.accepted_RNB, accepted)
+        written, rated, num_edited_RN = accepted, accepted, torch.zeros_like(self.num_steps_RN)
         if revises:
             active, was_complete = self.active_RN, self._complete_RN
             filled = ~self.masked_RNB & self.editable_RNB & active[..., None]
@@ -429,12 +380,11 @@ class BlockBuffer:
             written, num_edited_RN = accepted | edited, edited.sum(-1)
             rated = written | (settings.softens_R[:, None, None] > 0) & filled
             confirmed = filled & (prediction.token_RNB == self.tokens_RNB)
-            share_RN = where(active, _share(confirmed.sum(-1), filled.sum(-1), empty=1.0), 1.0)
-            self.stability_RN[...] = share_RN
-            self.num_steps_RN += active & ((settings.softens_R[:, None] > 0) | was_complete)
-        put(self.confidence_RNB, rated, prediction.confidence_RNB)
-        put(self.tokens_RNB, written, prediction.token_RNB)
-        self.masked_RNB &= ~accepted
+            self.stability_RN.copy_(torch.where(active, _share(confirmed.sum(-1), filled.sum(-1), empty=1.0), 1.0))
+            self.num_steps_RN.add_(active & ((settings.softens_R[:, None] > 0) | was_complete))
+        self.confidence_RNB.copy_(torch.where(rated, prediction.confidence_RNB, self.confidence_RNB))
+        self.tokens_RNB.copy_(torch.where(written, prediction.token_RNB, self.tokens_RNB))
+        self.masked_RNB.logical_and_(~accepted)
 
         num_accepted_RN = accepted.sum(-1)
         if chosen is not None and chosen.rewritten is not None:
@@ -447,38 +397,39 @@ class BlockBuffer:
             stored = stored | (active & was_complete & ~changed & (settings.edits_R[:, None] > 0))
             final = (self.state_RN == _TO_CACHE) | settled
         if chosen is not None and chosen.rewritten is not None:
-            stored = where(chosen.rewritten.rows_R[:, None], chosen.rewritten.stored_RN, stored)
+            stored = torch.where(chosen.rewritten.rows_R[:, None], chosen.rewritten.stored_RN, stored)
         final = leading(final)
-        put(self.state_RN, final, _TO_CACHE)
+        self.state_RN.masked_fill_(final, _TO_CACHE)
         if revises:
             self._mix_embeddings(active & ~final)
-        settings.forward_R += self.resident_RN.any(-1)
+        settings.forward_R.add_(self.resident_RN.any(-1))
 
         commit = Commit(
             leading(stored).sum(-1),
-            copy_of(self.tokens_RNB),
-            copy_of(self.masked_RNB),
-            real(self.confidence_RNB),
+            self.tokens_RNB.clone(),
+            self.masked_RNB.clone(),
+            self.confidence_RNB.double(),
             num_accepted_RN,
             num_edited_RN,
         )
         self._slide(commit.num_blocks_R)
-        if by_parts:
+        if work.by_parts:
             self._carry(prediction, commit.num_blocks_R)
         return commit
 
     def _carry(self, prediction: Prediction, num_blocks_R: Tensor) -> None:
         """Fill the first position of the row's first block, where it is open, with the token that the store of the
         block before it predicted. A block that is complete with that is final."""
-        if none_on_cpu(num_blocks_R):
-            return
-        settings, last_R1 = self.settings, at_least(num_blocks_R - 1, 0)[:, None]
-        opens_R = self.masked_RNB[:, 0, 0] & self.editable_RNB[:, 0, 0]
-        fills_R = opens_R & (num_blocks_R > 0) & (settings.carries_R > 0)
-        put(self.tokens_RNB[:, 0, 0], fills_R, slots_at(prediction.token_RNB[..., 0], last_R1)[:, 0])
-        put(self.confidence_RNB[:, 0, 0], fills_R, slots_at(prediction.confidence_RNB[..., 0], last_R1)[:, 0])
-        self.masked_RNB[:, 0, 0] &= ~fills_R
-        put(self.state_RN[:, 0], fills_R & self._complete_RN[:, 0], _TO_CACHE)
+        settings, last_R1 = self.settings, (num_blocks_R - 1).clamp(min=0)[:, None]
+        tokens_R, masked_R = self.tokens_RNB[:, 0, 0], self.masked_RNB[:, 0, 0]
+        confidence_R = self.confidence_RNB[:, 0, 0]
+        fills_R = masked_R & self.editable_RNB[:, 0, 0] & (num_blocks_R > 0) & (settings.carries_R > 0)
+        new_tokens_R = prediction.token_RNB[..., 0].gather(1, last_R1)[:, 0]
+        new_confidence_R = prediction.confidence_RNB[..., 0].gather(1, last_R1)[:, 0]
+        tokens_R.copy_(torch.where(fills_R, new_tokens_R, tokens_R))
+        confidence_R.copy_(torch.where(fills_R, new_confidence_R, confidence_R))
+        masked_R.logical_and_(~fills_R)
+        self.state_RN[:, 0].masked_fill_(fills_R & self._complete_RN[:, 0], _TO_CACHE)
 
     def _rewrite(self, new: Rewritten, accepted_RN: Tensor, edited_RN: Tensor) -> tuple[Tensor, Tensor]:
         """Put what the host has written into its rows; how many positions (R, N) of all are filled, and changed."""
@@ -495,32 +446,22 @@ class BlockBuffer:
     def _complete_RN(self) -> Tensor:
         return self.resident_RN & ~(self.masked_RNB & self.editable_RNB).any(-1)
 
-    def _accept(
-        self, prediction: Prediction, progress_RN: Tensor, revises: bool, quotas: bool, by_parts: bool
-    ) -> Tensor:
+    def _accept(self, prediction: Prediction, work: Work) -> Tensor:
         """Open positions that become tokens. The first slot and those after a semi-complete slot may fall back."""
         settings, open_RNB = self.settings, self.open_RNB
-        if by_parts:
+        if work.by_parts:
             open_RNB = leftmost_part(open_RNB, settings.sub_block_R)
-        gate_RN = ones_like(open_RNB[:, :1, 0])
-        if self.num_slots > 1:
-            gate_RN = concat([gate_RN, progress_RN[:, :-1] >= settings.tau_semi_R[:, None]], dim=1)
-        softens_R = settings.softens_R > 0
-        if revises and not none_on_cpu(softens_R):
-            from_left = accept_from_left(
-                prediction.confidence_RNB, open_RNB, gate_RN=gate_RN, tau_R=settings.tau_m2t_R
-            )
-            if none_on_cpu(~softens_R):
-                return from_left
-        by_threshold = accept_m2t(
+        semi_RN = self.progress_RN[:, :-1] >= settings.tau_semi_R[:, None]
+        gate_RN = torch.nn.functional.pad(semi_RN, (1, 0), value=True)
+        accepted = accept_m2t(
             prediction,
             open_RNB,
             gate_RN=gate_RN,
             tau_R=settings.tau_m2t_R,
-            quota_R=settings.quota_R if quotas else None,
+            quota_R=settings.quota_R if work.quotas else None,
             leftmost_R=settings.fallback_R == LEFTMOST,
         )
-        if quotas:
+        if work.quotas:
             by_entropy = accept_by_entropy(
                 prediction.score_RNB,
                 open_RNB,
@@ -528,10 +469,13 @@ class BlockBuffer:
                 gamma_R=settings.gamma_R,
                 jetengine_R=settings.entropy_rule_R == JETENGINE,
             )
-            by_threshold = where(settings.entropy_rule_R[:, None, None] > 0, by_entropy, by_threshold)
-        if not revises or none_on_cpu(softens_R):
-            return by_threshold
-        return where(softens_R[:, None, None], from_left, by_threshold)
+            accepted = torch.where(settings.entropy_rule_R[:, None, None] > 0, by_entropy, accepted)
+        if work.revises:
+            from_left = accept_from_left(
+                prediction.confidence_RNB, open_RNB, gate_RN=gate_RN, tau_R=settings.tau_m2t_R
+            )
+            accepted = torch.where(settings.softens_R[:, None, None] > 0, from_left, accepted)
+        return accepted
 
     def _settled(self, complete: Tensor, was_complete: Tensor, changed: Tensor) -> Tensor:
         """ACTIVE slots (R, N) whose block is complete and needs no more revision.
@@ -542,32 +486,27 @@ class BlockBuffer:
         settings = self.settings
         edits, softens = settings.edits_R[:, None] > 0, settings.softens_R[:, None] > 0
         capped = was_complete & changed & (self.num_steps_RN >= settings.max_edits_R[:, None])
-        if none_on_cpu(settings.softens_R):
-            return complete & (~edits | capped)
         confident = (self.confidence_RNB >= settings.stop_confidence_R[:, None, None]) | ~self.editable_RNB
         steady = confident.all(-1) | ~changed | (self.num_steps_RN >= self.block_size)
-        return complete & where(edits, capped, ~softens | steady)
+        return complete & torch.where(edits, capped, ~softens | steady)
 
     def _mix_embeddings(self, active: Tensor) -> None:
         """DMax: the next forward mixes the embeddings of filled positions in `active` slots (R, N) by their
         confidence. All other tokens are hard, also those of final blocks, so that pages hold hard tokens."""
-        if none_on_cpu(self.settings.softens_R):
-            return
         mixed = (self.settings.softens_R[:, None] > 0) & active
         mixed = mixed[..., None] & self.editable_RNB & ~self.masked_RNB
-        self.weight_RNB[...] = where(mixed, self.confidence_RNB, 1.0)
+        self.weight_RNB.copy_(torch.where(mixed, self.confidence_RNB, 1.0))
 
     def _slide(self, count_R: Tensor) -> None:
         """Move each row's slots forward by `count_R`; the slots at its end become empty."""
-        if none_on_cpu(count_R):
-            return
         source = self._slots + count_R[:, None]
         empties = source >= self.num_slots
-        source = at_most(source, self.num_slots - 1)
+        source = source.clamp(max=self.num_slots - 1)
         for tensor, empty in self._per_slot:
-            tensor[...] = slots_at(tensor, source)
-            put(tensor, empties[..., None] if tensor.ndim == 3 else empties, empty)
-        self.settings.first_block_R += count_R
+            is_deep = tensor.ndim == 3
+            moved = tensor.gather(1, source[..., None].expand_as(tensor) if is_deep else source)
+            tensor.copy_(moved.masked_fill_(empties[..., None] if is_deep else empties, empty))
+        self.settings.first_block_R.add_(count_R)
         self._derive()
 
     def _has_eos_R(self) -> Tensor:
@@ -584,11 +523,6 @@ class BlockBuffer:
             self.adjustments.clear(row)
 
 
-def _most(x: Tensor) -> Tensor:
-    """The largest number along the last dimension."""
-    return x.max(-1) if isinstance(x, np.ndarray) else x.amax(-1)
-
-
 def _share(part: Tensor, whole: Tensor, *, empty: float) -> Tensor:
     """`part / whole` in float64, `empty` where `whole` is 0."""
-    return where(whole > 0, part / at_least(real(whole), 1.0), empty)
+    return torch.where(whole > 0, part / whole.double().clamp(min=1.0), empty)

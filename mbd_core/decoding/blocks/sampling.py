@@ -11,11 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from mbd_core.decoding.blocks.arrays import array_of, tensor_of
 
 if TYPE_CHECKING:
     from mbd_core.decoding.blocks.adjustments import Adjust
@@ -43,11 +40,7 @@ class Vocab:
 
         The probability is the model's own, over its whole vocabulary: ids that may not be predicted keep their share.
         """
-        probability_PV = self.exclude_(array_of(logits_PV.float().softmax(dim=-1)), -1.0)
-        if isinstance(probability_PV, np.ndarray):  # torch finds a maximum and its place number by number on a CPU
-            token_P = probability_PV.argmax(-1)
-            return tensor_of(token_P), tensor_of(probability_PV[np.arange(len(token_P)), token_P])
-        confidence_P, token_P = probability_PV.max(dim=-1)
+        confidence_P, token_P = self.exclude_(logits_PV.float().softmax(dim=-1), -1.0).max(dim=-1)
         return token_P, confidence_P
 
 

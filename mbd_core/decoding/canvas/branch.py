@@ -156,14 +156,14 @@ def lane_changes(branch: Branch, earlier: Lane) -> LaneChanges:
     """The difference between a branch's lane and the same lane before the forward."""
     lane, length = branch.lane, branch.block_length
 
-    def count_by_block(changes: Tensor) -> dict[int, int]:
-        blocks = (changes.nonzero()[:, 0] - branch.begin) // length
-        return {int(block): int(n) for block, n in zip(*blocks.unique(return_counts=True), strict=True)}
+    def count_by_block(changes: np.ndarray) -> dict[int, int]:
+        blocks, counts = np.unique((np.flatnonzero(changes) - branch.begin) // length, return_counts=True)
+        return dict(zip(blocks.tolist(), counts.tolist(), strict=True))
 
     accepted = count_by_block(earlier.masked & ~lane.masked)
     mask_ratio = {}
     for block in accepted:
         start = branch.begin + block * length
-        mask_ratio[block] = float(earlier.masked[start : start + length].float().mean())
+        mask_ratio[block] = float(earlier.masked[start : start + length].mean())
     edited = count_by_block(~earlier.masked & ((lane.tokens != earlier.tokens) | lane.masked))
     return LaneChanges(accepted, edited, mask_ratio)

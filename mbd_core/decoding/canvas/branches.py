@@ -91,14 +91,15 @@ class BranchedCanvas(GuessingDecoder):
         queries = []
         for b in self._participants():
             logits_at = self._logits_positions(b, undecided_L) - self._shift
-            queries.append(b.lane.query(b.index, *self._query_range(b), logits_at.numpy()))
+            queries.append(b.lane.query(b.index, *self._query_range(b), logits_at))
         return CanvasPlan(self._useful_copies(), queries)
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
         logits_PV, undecided_L = torch.cat(logits), self._undecided_positions()
         if self.canvas.forbid_eos:
             logits_PV[:, list(self._eos)] = -torch.inf
-        positions_P = torch.cat([self._logits_positions(b, undecided_L) for b in self._participants()])
+        positions = [self._logits_positions(b, undecided_L) for b in self._participants()]
+        positions_P = torch.from_numpy(np.concatenate(positions))
         return OpenLogits(
             logits_PV=logits_PV,
             position_P=positions_P,
@@ -217,14 +218,15 @@ class BranchedCanvas(GuessingDecoder):
         Returns how many.
         """
         begin = self.prompt_length
-        tokens_SG = torch.stack([s.lane.tokens[begin:] for s in sources])
-        decided_SG = torch.stack([~s.lane.masked[begin:] for s in sources])
+        tokens_SG = torch.from_numpy(np.stack([s.lane.tokens[begin:] for s in sources]))
+        decided_SG = torch.from_numpy(np.stack([~s.lane.masked[begin:] for s in sources]))
         p_SG = target.probabilities.probability(tokens_SG).masked_fill(~decided_SG, 0.0)
         p_G, source_G = p_SG.max(dim=0)
         in_window_G = torch.zeros_like(p_G, dtype=torch.bool)
         for s in sources:
             in_window_G[s.start - begin : s.stop - begin] = True
-        accepted_G = in_window_G & target.lane.masked[begin:] & (p_G > self.settings.tau_merge)
+        masked_G = torch.from_numpy(target.lane.masked[begin:])
+        accepted_G = in_window_G & masked_G & (p_G > self.settings.tau_merge)
         offsets = accepted_G.nonzero()[:, 0]
         tokens, log_probs = tokens_SG[source_G[offsets], offsets], log_probability(p_G[offsets])
         at, new = (offsets + begin).numpy(), tokens.numpy()
@@ -265,19 +267,18 @@ class BranchedCanvas(GuessingDecoder):
             return branch.start - self._shift, branch.stop
         return 0, self.length
 
-    def _undecided_positions(self) -> Tensor:
+    def _undecided_positions(self) -> np.ndarray:
         """The positions (L,) masked in some branch. Only these can still be decoded, merged, or masked by a sync."""
-        return torch.stack([b.lane.masked for b in self.branches]).any(0)
+        return np.logical_or.reduce([b.lane.masked for b in self.branches])
 
-    def _logits_positions(self, branch: Branch, undecided_L: Tensor) -> Tensor:
+    def _logits_positions(self, branch: Branch, undecided_L: np.ndarray) -> np.ndarray:
         """The positions that this forward predicts for the branch: undecided ones, and EOS tokens that may end it."""
-        eos = torch.isin(branch.lane.tokens, torch.tensor(self._ends, dtype=torch.int64))
-        predicted = undecided_L | eos
+        predicted = undecided_L | np.isin(branch.lane.tokens, self._ends)
         predicted[: self.prompt_length] = False
         if self._phase is Phase.BLOCK:
             predicted[: branch.start] = False
             predicted[branch.stop :] = False
-        return predicted.nonzero()[:, 0]
+        return np.flatnonzero(predicted)
 
     def _useful_copies(self) -> list[tuple[int, int]]:
         """The cache copies of syncs, without those to a finished lane or to one that the next forward recomputes."""

@@ -229,49 +229,45 @@ class ReadingDecoder(PlannedDecoder, Protocol):
 
 @dataclass
 class Lane:
-    """The tokens of a canvas on the host. Masked is a boolean, never "token == mask id".
-
-    Its methods work on the tensors' memory as numpy arrays, whose operations on so few numbers cost a fraction.
+    """The tokens of a canvas (L,), on the host. Masked is a boolean, never "token == mask id".
 
     log_probs  of each token in the forward that accepted it, whose number is in `steps`
     """
 
-    tokens: Tensor
-    masked: Tensor
-    log_probs: Tensor
-    steps: Tensor
+    tokens: np.ndarray
+    masked: np.ndarray
+    log_probs: np.ndarray
+    steps: np.ndarray
 
     @classmethod
     def fresh(cls, prompt: tuple[int, ...], max_tokens: int, mask_token_id: int) -> "Lane":
         """The prompt, followed by `max_tokens` masks."""
-        tokens = torch.tensor([*prompt, *[mask_token_id] * max_tokens], dtype=torch.int64)
-        masked = torch.zeros(len(tokens), dtype=torch.bool)
-        masked[len(prompt) :] = True
-        return cls(tokens, masked, torch.zeros(len(tokens), dtype=torch.float64), torch.zeros_like(tokens))
+        tokens = np.array([*prompt, *[mask_token_id] * max_tokens], dtype=np.int64)
+        return cls(tokens, np.arange(len(tokens)) >= len(prompt), np.zeros(len(tokens)), np.zeros_like(tokens))
 
     def copy(self) -> "Lane":
-        return Lane(self.tokens.clone(), self.masked.clone(), self.log_probs.clone(), self.steps.clone())
+        return Lane(self.tokens.copy(), self.masked.copy(), self.log_probs.copy(), self.steps.copy())
 
     def open_positions(self, start: int, stop: int) -> np.ndarray:
         """Masked positions in [start, stop), ascending."""
-        return self.masked.numpy()[start:stop].nonzero()[0] + start
+        return self.masked[start:stop].nonzero()[0] + start
 
     def fill(self, at: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray, *, step: int) -> None:
-        self.tokens.numpy()[at] = tokens
-        self.log_probs.numpy()[at] = log_probs
-        self.steps.numpy()[at] = step
-        self.masked.numpy()[at] = False
+        self.tokens[at] = tokens
+        self.log_probs[at] = log_probs
+        self.steps[at] = step
+        self.masked[at] = False
 
     def first_mask(self, start: int) -> int:
         """The first masked position from `start` on; the canvas's length if there is none."""
-        masked = self.masked.numpy()[start:]
+        masked = self.masked[start:]
         return start + int(masked.argmax()) if masked.any() else len(self.masked)
 
     def find(self, ids: tuple[int, ...], start: int, stop: int) -> int | None:
         """The first decided position in [start, stop) whose token is one of `ids`."""
         if start >= stop:
             return None
-        tokens, hits = self.tokens.numpy()[start:stop], ~self.masked.numpy()[start:stop]
+        tokens, hits = self.tokens[start:stop], ~self.masked[start:stop]
         hits &= (tokens[:, None] == np.array(ids, dtype=np.int64)).any(-1)
         return start + int(hits.argmax()) if hits.any() else None
 
@@ -283,14 +279,14 @@ class Lane:
 
     def answer(self, start: int, eos_token_ids: tuple[int, ...]) -> Answer:
         """The tokens of `decided_range`."""
-        if self.masked.numpy()[start : start + 1].any():
+        if self.masked[start : start + 1].any():
             return Answer([], [], [])
         part = self.decided_range(start, eos_token_ids)
         return Answer(self.tokens[part].tolist(), self.log_probs[part].tolist(), self.steps[part].tolist())
 
     def query(self, index: int, start: int, stop: int, logits_at: np.ndarray) -> Query:
         """The query of positions [start, stop) for lane `index`, with a copy of the tokens."""
-        return Query(index, start, stop, self.tokens[start:stop].clone(), torch.from_numpy(logits_at))
+        return Query(index, start, stop, torch.from_numpy(self.tokens[start:stop].copy()), torch.from_numpy(logits_at))
 
 
 def num_lanes(canvas: Canvas, max_tokens: int) -> int:

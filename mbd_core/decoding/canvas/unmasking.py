@@ -71,8 +71,8 @@ class LaneAdjustments:
         return self._memory.at(
             torch.zeros_like(position_P).to(device),
             position_P.to(device),
-            tokens_RS=lane.tokens[None].to(device),
-            masked_RS=lane.masked[None].to(device),
+            tokens_RS=torch.from_numpy(lane.tokens[None]).to(device),
+            masked_RS=torch.from_numpy(lane.masked[None]).to(device),
             positions_RS=torch.arange(len(lane.tokens), device=device)[None],
         )
 

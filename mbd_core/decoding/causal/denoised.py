@@ -35,7 +35,7 @@ class BlockDecoder(PrefixDecoder):
 
     def plan(self) -> CanvasPlan:
         start, open_at = self.num_stored, self._open
-        tokens = torch.tensor(self._all[start:]) if self._block is None else self._block.tokens.clone()
+        tokens = torch.tensor(self._all[start:] if self._block is None else self._block.tokens)
         stop = start + len(tokens)
         is_last = stop >= self._end
         logits_at = torch.from_numpy(open_at + start)

@@ -32,7 +32,6 @@ from mbd_core.engine.engine import Engine
 from mbd_core.engine.pacing import Pace
 from mbd_core.engine.parallel.group import Group, Rank, init_group, sized_alike
 from mbd_core.engine.parallel.shared_sums import load_shard
-from mbd_core.engine.report import pack_report
 from mbd_core.engine.steering import Decision
 from mbd_core.engine.weights import StagedWeights, SwapMode, WeightSource
 from mbd_core.models.decoder import Decoder
@@ -179,9 +178,8 @@ def fingerprint(engine: Engine) -> int:
     """
     rows = engine.scheduler.running.items()
     states = [(row, s.request.request_id, s.prefilled, len(s.emitted), s.emitted[-4:]) for row, s in rows]
-    return zlib.crc32(
-        repr((engine.weights_version, states)).encode(), zlib.crc32(pack_report(engine.last_report).numpy().tobytes())
-    )
+    last_report = zlib.crc32(engine.last_report.packed_X.tobytes())
+    return zlib.crc32(repr((engine.weights_version, states)).encode(), last_report)
 
 
 # A follower: the engine of rank 1, 2, ..., which repeats what rank 0's engine does.

@@ -62,7 +62,6 @@ class Bundle:
     whole: bool = False
     first_page: int | None = None
     _masks: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False)
-    _views: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, compare=False)
 
     @cached_property
     def visible_GQL(self) -> Tensor | None:
@@ -90,14 +89,12 @@ class Bundle:
             self._masks[dtype] = scores.masked_fill_(~self.visible_GQL, -math.inf)
         return self._masks[dtype]
 
-    def keys(self, k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values (G, K, L, C); views of a layer's pages are made once, and keep its tensors."""
+    def keys(self, k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (G, K, L, C) of a layer: a view where the sequence's pages are consecutive."""
         if self.first_page is None:
             return gather_keys(k_pages, v_pages, self.pages_GP, self.num_keys)
-        if id(k_pages) not in self._views:
-            k_KLC, v_KLC = _viewed_keys(self, k_pages, v_pages, 0, self.num_keys)
-            self._views[id(k_pages)] = k_KLC[None], v_KLC[None], k_pages, v_pages
-        return self._views[id(k_pages)][:2]
+        k_KLC, v_KLC = _viewed_keys(self, k_pages, v_pages, 0, self.num_keys)
+        return k_KLC[None], v_KLC[None]
 
 
 def bind(layout: RowLayout) -> BoundAttention:

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def, attr-defined"
 """The Block Buffer's work after a forward as Triton kernels: tokens are accepted, blocks leave, the step is reported.
 
-They do what `BlockBuffer.commit` and `step_report.pack_report` do, to the bit. A program takes one sequence, slot by
+They do what `BlockBuffer.commit` and `engine.report.pack_report` do, to the bit. A program takes one sequence, slot by
 slot. The first kernel decides (`_settle_kernel`) and writes tokens, masks and confidences into the report and the
 slots' other state into scratch memory; the second (`_slide_kernel`) reads them from there and moves the slots forward.
 

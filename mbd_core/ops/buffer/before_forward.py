@@ -56,7 +56,7 @@ class BufferMemory:
         }
 
     def new_report(self) -> Tensor:
-        """An empty report (X,), as `step_report.pack_report` lays one out."""
+        """An empty report (X,), as `engine.report.pack_report` lays one out."""
         rows, slots, size = self.tokens_RNB.shape
         return torch.empty(rows * (4 + slots * (4 + 3 * size)), dtype=torch.float64, device=self.device)
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu import step_nodes as counting
 from benchmarks.gpu.step_nodes import CUDA, MULTI_KERNEL, WORKS, main, shape_device, step_nodes
-from mbd_core.engine.step import WORK_NAMES, Work
+from mbd_core.decoding.blocks.work import WORK_NAMES, Work
 from mbd_core.models.shapes import SHAPES
 from mbd_core.ops.layer.confidence import confidence
 

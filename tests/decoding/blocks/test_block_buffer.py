@@ -21,6 +21,8 @@ from mbd_core.decoding.blocks.literal_algorithms import (
     naive_multibd,
 )
 from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.blocks.work import ALL_WORK, WORK_NAMES, Work, work_of
 
 MASK, EOS, VOCAB = 0, 1, 12
 
@@ -84,10 +86,10 @@ def run_buffer(
     size: int,
     limits: Iterator[int] | None = None,
     *,
-    by_tensors: bool = False,
+    all_work: bool = False,
 ) -> list[tuple[list[int], str, int, int]]:
-    """Decode a batch with BlockBuffer alone, the oracle in the model's place; `by_tensors`: its steps are torch's
-    operations, as on a GPU, not numpy's."""
+    """Decode a batch with BlockBuffer alone, the oracle in the model's place; `all_work`: its steps do more than its
+    rows need."""
     buffer = BlockBuffer(
         num_rows=len(batch),
         num_slots=4,
@@ -106,7 +108,7 @@ def run_buffer(
     while not all(ends):
         if limits is not None:
             buffer.hold_to(next(limits))
-        (buffer if by_tensors else buffer.host).activate()
+        buffer.activate()
         token = torch.zeros((len(batch), 4, size), dtype=torch.int64)
         confidence, score = torch.zeros((len(batch), 4, size)), torch.zeros((len(batch), 4, size))
         for row, (_, _, config, seed, _) in enumerate(batch):
@@ -125,12 +127,9 @@ def run_buffer(
                 token[row, n] = torch.tensor([t for t, _, _ in slot])
                 confidence[row, n] = torch.tensor([c for _, c, _ in slot])
                 score[row, n] = torch.tensor([s for _, _, s in slot])
-        quotas = any(config.accepts_several for _, _, config, _, _ in batch)
-        revises = any(config.revises for _, _, config, _, _ in batch)
-        by_parts = any(config.by_parts for _, _, config, _, _ in batch)
-        work = {"revises": revises, "quotas": quotas, "by_parts": by_parts}
-        prediction = Prediction(token, confidence, score)
-        done = buffer.commit(prediction, **work) if by_tensors else buffer.host.commit(prediction.host, **work)
+        works = [work_of(config, Sampling()) for _, _, config, _, _ in batch]
+        least = Work(**{name: any(getattr(work, name) for work in works) for name in WORK_NAMES})
+        done = buffer.commit(Prediction(token, confidence, score), ALL_WORK if all_work else least)
         for row, (prompt, max_tokens, _, _, stops) in enumerate(batch):
             for block in done.tokens_RNB[row, : int(done.num_blocks_R[row])].tolist():
                 for t in block:
@@ -170,8 +169,8 @@ def reference(
 @given(problems())
 def test_buffer_follows_algorithm_5(problem) -> None:
     expected = reference(problem, naive=False)
-    for by_tensors in (False, True):
-        assert run_buffer([problem], problem[2].block_size, by_tensors=by_tensors)[0] == expected
+    for all_work in (False, True):
+        assert run_buffer([problem], problem[2].block_size, all_work=all_work)[0] == expected
 
 
 def load(seed: int) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from fake_canvas_model import MASK, VOCAB, FakeModel, drive, make
@@ -58,9 +59,9 @@ def test_a_sync_copies_tokens_and_cache_from_the_leader() -> None:
         for source, target in plan.copies:
             if decoder.num_forwards > 1:
                 synced = True
-                assert torch.equal(decoder.branches[source].lane.tokens, decoder.branches[target].lane.tokens)
+                assert np.array_equal(decoder.branches[source].lane.tokens, decoder.branches[target].lane.tokens)
                 assert decoder.branches[source].num_decoded == decoder.branches[target].num_decoded
-                assert torch.equal(decoder.branches[source].lane.steps, decoder.branches[target].lane.steps)
+                assert np.array_equal(decoder.branches[source].lane.steps, decoder.branches[target].lane.steps)
         decoder.update(model.forward(plan, decoder.length))
         for source, target in plan.copies:
             if not any(q.lane in (source, target) for q in plan.queries):
@@ -81,7 +82,7 @@ def test_only_a_lead_over_tau_sync_overwrites() -> None:
     assert small.lane.tokens[3] == 6 and not decoder._copies
     large.num_decoded = 5
     decoder._sync()
-    assert torch.equal(small.lane.tokens, large.lane.tokens) and decoder._copies == [(1, 0)]
+    assert np.array_equal(small.lane.tokens, large.lane.tokens) and decoder._copies == [(1, 0)]
     assert (small.start, small.stop, small.num_decoded, small.num_copied) == (3, 4, 5, 4)
 
 
@@ -197,9 +198,9 @@ def test_the_released_eos_test_looks_only_behind_block_forwards() -> None:
 def test_the_branch_that_is_surest_of_its_eos_wins() -> None:
     decoder = branched(ALONE, eos=(9,))
     one, two, _ = decoder.branches
-    where = torch.arange(3, 7)
+    where = np.arange(3, 7)
     for branch in (one, two):
-        branch.lane.fill(where, torch.tensor([5, 9, 5, 5]), torch.zeros(4, dtype=torch.float64), step=1)
+        branch.lane.fill(where, np.array([5, 9, 5, 5]), np.zeros(4), step=1)
     decoder._end_at_eos([one, two], {0: 0.4, 1: 0.6})
     assert decoder.winner == 1
     decoder._winner = None
@@ -209,8 +210,8 @@ def test_the_branch_that_is_surest_of_its_eos_wins() -> None:
 
 def test_incompatible_lanes_do_not_merge() -> None:
     def lane(*tokens: int) -> Lane:
-        values = torch.tensor(tokens)
-        return Lane(values, values == MASK, torch.zeros(len(tokens), dtype=torch.float64), torch.zeros(len(tokens)))
+        values = np.array(tokens)
+        return Lane(values, values == MASK, np.zeros(len(tokens)), np.zeros(len(tokens), dtype=np.int64))
 
     assert compatible(lane(5, 0, 7), lane(5, 6, 0))
     assert not compatible(lane(5, 0, 7), lane(5, 6, 8))

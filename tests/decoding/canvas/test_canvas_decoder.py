@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_canvas_model import MASK, TAIL, FakeModel, drive, make
@@ -123,7 +124,7 @@ def test_a_token_s_step_is_the_forward_that_accepted_it(problem: tuple[Canvas, d
         decoder.update(model.forward(decoder.plan(), decoder.length))
         for old, new in zip(before, lanes(), strict=True):
             written = ~new.masked & (old.masked | (old.tokens != new.tokens))  # a sync overwrites
-            places = written.nonzero()[:, 0].tolist()
+            places = np.flatnonzero(written).tolist()
             accepted |= {(decoder.num_forwards, place - begin, int(new.tokens[place])) for place in places}
     steps = set(zip(decoder.steps, range(rest["max_tokens"]), decoder.tokens, strict=True))
     assert steps <= accepted if canvas.branches else steps == accepted

@@ -1,0 +1,101 @@
+"""Which kind of step a batch needs: how many batch rows, how many logits, which work. A CUDA graph serves one kind.
+
+Static steps come in few kinds, so that few graphs are captured: a power of two of batch rows, all slots of these rows
+or (with a block budget) a power of two of them, and logits for a quarter, a half, three quarters or all of their
+positions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.blocks.work import ALL_WORK, Work, work_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepKind:
+    """What a step depends on beside the values in its buffers.
+
+    num_slots  slots of each row that are sent through the model: the first ones, all others being empty
+    num_asked  positions with logits, `None`: all of these slots
+    """
+
+    num_rows: int
+    num_slots: int
+    num_asked: int | None
+    work: Work
+
+    def covers(self, other: "StepKind") -> bool:
+        """Whether a step of this kind can stand in for one of `other`."""
+        has_logits = self.num_asked is None or (other.num_asked is not None and self.num_asked >= other.num_asked)
+        has_slots = self.num_rows == other.num_rows and self.num_slots >= other.num_slots
+        return has_slots and has_logits and self.work.covers(other.work)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepKinds:
+    """The kinds of steps of one engine's Block Buffer.
+
+    adapters     it can load LoRA adapters
+    blocks_each  with a block budget: the blocks that each of so many running sequences may grow to
+    """
+
+    max_rows: int
+    num_slots: int
+    block_size: int
+    batch_invariant: bool
+    adapters: bool = False
+    blocks_each: Callable[[int], int] | None = None
+
+    def kind(self, *, num_rows: int, num_slots: int, num_asked: int, work: Work) -> StepKind:
+        """The least kind for a batch that uses `num_rows` rows, at most the first `num_slots` slots of each, and asks
+        for at most `num_asked` positions."""
+        rows = _power_of_two(num_rows, self.max_rows)
+        slots = self.num_slots if self.blocks_each is None else _power_of_two(num_slots, self.num_slots)
+        quarter = self._quarter(rows, slots)
+        quarters = max(1, -(-num_asked // quarter))
+        is_whole = quarters > 3 or self.batch_invariant
+        return StepKind(num_rows=rows, num_slots=slots, num_asked=None if is_whole else quarters * quarter, work=work)
+
+    def whole(self, *, num_rows: int, work: Work) -> StepKind:
+        """The least kind for a batch that uses `num_rows` rows, with all their slots and logits."""
+        rows = _power_of_two(num_rows, self.max_rows)
+        return StepKind(num_rows=rows, num_slots=self.num_slots, num_asked=None, work=work)
+
+    def to_capture(self, decoding: DecodingConfig) -> list[StepKind]:
+        """The kinds worth a graph: greedy requests with `decoding` in every size, without and with adapters; in the
+        largest all work but what changes logits and reports more of them, and all work, which serves any other request
+        too. With a block budget, all of them also in the slots that it leaves a request."""
+        works = [work_of(decoding, Sampling())]
+        if self.adapters:
+            works.append(replace(works[0], adapts=True))
+        kinds: list[StepKind] = []
+        for rows, slots in self._shapes(decoding):
+            max_asked = rows * min(slots, decoding.buffer_size) * self.block_size
+            sizes = (*range(1, max_asked + 1, self._quarter(rows, slots)), max_asked)
+            kinds += dict.fromkeys(
+                self.kind(num_rows=rows, num_slots=slots, num_asked=n, work=w) for w in works for n in sizes
+            )
+            for work in (replace(ALL_WORK, adjusts=False, tops=False), ALL_WORK):
+                kinds.append(StepKind(num_rows=rows, num_slots=slots, num_asked=None, work=work))
+        return kinds
+
+    def _shapes(self, decoding: DecodingConfig) -> list[tuple[int, int]]:
+        """Rows and slots of these kinds, fewest first: all slots, and those that a request has at so many rows."""
+        shapes = set()
+        for n in range(1, self.max_rows + 1):
+            rows = _power_of_two(n, self.max_rows)
+            shapes.add((rows, self.num_slots))
+            if self.blocks_each is not None and decoding.adaptive:
+                slots = min(self.blocks_each(n), decoding.buffer_size)
+                shapes.add((rows, _power_of_two(slots, self.num_slots)))
+        return sorted(shapes)
+
+    def _quarter(self, num_rows: int, num_slots: int) -> int:
+        return -(-num_rows * num_slots * self.block_size // 4)
+
+
+def _power_of_two(number: int, limit: int) -> int:
+    """The least power of two that is not below `number`, at most `limit`."""
+    return min(1 << (max(number, 1) - 1).bit_length(), limit)

@@ -1,0 +1,203 @@
+"""The requests whose decoders plan their rows on the host, on a canvas or behind a stored prefix.
+
+It holds their decoders, their pages, and their rows of a forward.
+
+Shape legend: K rows, T packed tokens, P pages a row, A positions asked for, D hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mbd_core.decoding.blocks.sampling import Vocab
+from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, PlannedDecoder, ReadingDecoder
+from mbd_core.decoding.canvas.unmasking import guess
+from mbd_core.decoding.causal.planned import planned_decoder
+from mbd_core.engine.batch import Rows, to_device
+from mbd_core.engine.drafting import Choices, Load
+from mbd_core.engine.pages import PagedKVCache
+from mbd_core.engine.runner import ModelRunner
+from mbd_core.engine.sequence import SequenceState
+from mbd_core.models.gemma import Denoising
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.options import MOST
+
+
+@dataclass
+class PlannedRun:
+    """One running request, its decoder and the plan of its next forward; the pages of each lane are (lanes, P).
+
+    may_draft      it gives the same tokens by drafts and without, and the engine chooses
+    num_positions  of the plan
+    """
+
+    sequence: SequenceState
+    decoder: PlannedDecoder
+    device: torch.device
+    plan: CanvasPlan = field(default_factory=lambda: CanvasPlan([], []))
+    reader: ReadingDecoder | None = field(init=False)  # the decoder, if it reads its logits itself
+    may_draft: bool = field(init=False)
+    num_positions: int = 0
+    _lanes_LP: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.int64))
+
+    def __post_init__(self) -> None:
+        self.reader = self.decoder if isinstance(self.decoder, ReadingDecoder) else None
+        self.may_draft = self.decoder.draft_length > 1 and self.sequence.request.decoding.adaptive
+
+    @property
+    def lanes_LP(self) -> Tensor:
+        if self._lanes_LP.numel() != len(self.sequence.pages):
+            self._lanes_LP = to_device(self.sequence.pages, self.device).view(self.decoder.num_lanes, -1)
+        return self._lanes_LP
+
+
+class PlannedRuns:
+    """All requests with planned rows that hold a batch row."""
+
+    def __init__(self, config: ModelConfig, cache: PagedKVCache, vocab: Vocab) -> None:
+        self._config, self._cache = config, cache
+        self._vocab = vocab
+        self._runs: dict[int, PlannedRun] = {}
+
+    def join(self, sequence: SequenceState) -> None:
+        """Begin a sequence in its row. After a preemption a canvas begins anew, because its keys are gone; behind a
+        prefix, which is stored again, the decoder goes on."""
+        decoder = sequence.decoder or planned_decoder(
+            sequence.request,
+            eos_token_ids=self._config.eos_token_ids,
+            vocab=self._vocab,
+            shift=self._config.shift_logits,
+        )
+        sequence.decoder = None if sequence.is_canvas else decoder
+        self._runs[sequence.row] = PlannedRun(sequence, decoder, self._cache.k.device)
+        sequence.seated = True
+
+    def leave(self, row: int) -> None:
+        self._runs.pop(row, None)
+
+    def hold_to(self, num_blocks: int, *, drafts: bool) -> None:
+        """The engine's budget leaves every request so many blocks in the next forward, if it is adaptive; none, if it
+        may draft and is not to (`drafts`)."""
+        for run in self._runs.values():
+            blocks = num_blocks if run.sequence.request.decoding.adaptive else MOST
+            run.decoder.hold_to(0 if run.may_draft and not drafts else blocks)
+
+    def choices(self, num_soon: int) -> Choices:
+        """What the next forward carries without prompts, by the choice of those that may draft. The others are taken
+        to do as in their last one. Of the `num_soon` requests with planned rows that decode soon, those whose prompt
+        is not stored yet count as if they drafted as the last one does: a draft is verified beside them."""
+        lengths = [run.decoder.draft_length for run in self._runs.values() if run.may_draft]
+        others = sum(run.num_positions for run in self._runs.values() if not run.may_draft)
+        lengths += lengths[-1:] * (num_soon - len(self._runs))
+        rows = max(num_soon, len(self._runs))
+        return Choices(
+            drafts=Load(rows, others + sum(lengths)), single=Load(rows, others + len(lengths)), number=len(lengths)
+        )
+
+    def rows(self, *, num_before: int, adapts: bool = False) -> Rows | None:
+        """The next forward of every request, behind `num_before` packed tokens of others; copies between lanes that it
+        needs are made at once. `None` without requests. `adapts`: some row of the forward has a LoRA adapter."""
+        if not self._runs:
+            return None
+        device = self._cache.k.device
+        tokens, positions, lengths, kv_lens, pages, logits_at, causal, slots = [], [], [], [], [], [], [], []
+        places = np.arange(max(run.decoder.length for run in self._runs.values()))
+        for run in self._runs.values():
+            run.plan, run.num_positions = run.decoder.plan(), 0
+            for source, target in run.plan.copies:
+                self._cache.copy_pages(run.lanes_LP[source], run.lanes_LP[target])
+            for q in run.plan.queries:
+                tokens.append(q.tokens)
+                positions.append(places[q.start : q.stop])
+                lengths.append(q.stop - q.start)
+                kv_lens.append(run.decoder.length if q.num_keys is None else q.num_keys)
+                pages.append(run.lanes_LP[q.lane])
+                logits_at.append(q.logits_at.numpy() + (num_before - q.start))
+                causal.append(q.causal and lengths[-1] > 1)
+                slots.append(run.sequence.adapter_slot(drafts=q.drafts))
+                num_before += lengths[-1]
+                run.num_positions += lengths[-1]
+        width = max(len(p) for p in pages)
+        return Rows(
+            tokens_T=torch.cat(tokens).to(device),
+            positions_T=torch.from_numpy(np.concatenate(positions)).to(device),
+            lengths_K=lengths,
+            kv_lens_K=torch.tensor(kv_lens, device=device),
+            pages_KP=torch.stack([p if len(p) == width else F.pad(p, (0, width - len(p))) for p in pages]),
+            stored_K=torch.ones(len(lengths), dtype=torch.bool, device=device),
+            logits_at_A=torch.from_numpy(np.concatenate(logits_at)).to(device),
+            causal_K=torch.tensor(causal, device=device) if any(causal) else None,
+            adapter_K=to_device(slots, device) if adapts else None,
+            denoising=self._denoising(),
+        )
+
+    def _denoising(self) -> Denoising | None:
+        """Which tokens of the next forward's rows are being denoised, and on what they are conditioned."""
+        queries = [q for run in self._runs.values() for q in run.plan.queries]
+        if not any(q.denoises for q in queries):
+            return None
+        cache = self._cache.k
+        expected = [
+            cache.new_zeros((len(q.tokens), self._config.hidden_size)) if q.expected is None else q.expected
+            for q in queries
+        ]
+        at = torch.cat([torch.full((len(q.tokens),), q.denoises) for q in queries])
+        return Denoising(at.to(cache.device), torch.cat(expected))
+
+    def read(self, hidden_AD: Tensor, runner: ModelRunner, *, apart: bool) -> list[Any]:
+        """What decoders read themselves of the hidden states of the positions that they ask for, in pieces. `apart`:
+        each piece of logits is computed apart."""
+        readings, start = [], 0
+        for run in self._runs.values():
+            assert run.reader is not None, "all requests of a model read alike"
+            stop = start + sum(q.logits_at.numel() for q in run.plan.queries)
+            own_AD = hidden_AD[start:stop]
+
+            def logits_of(part: slice, own_AD: Tensor = own_AD) -> Tensor:
+                return runner.logits(own_AD[part], split=[part.stop - part.start] if apart else None)
+
+            readings.append(run.reader.read(logits_of, runner.expected_embedding))
+            start = stop
+        return readings
+
+    @property
+    def reads(self) -> bool:
+        """Whether decoders read their logits themselves (`ReadingDecoder`)."""
+        return any(run.reader is not None for run in self._runs.values())
+
+    def update(self, planned: Tensor | list[Any]) -> list[tuple[PlannedRun, CanvasUpdate]]:
+        """Hand every decoder its part of the logits (A, V) of `rows()`, or what it read of them; what each made of
+        it."""
+        if not isinstance(planned, Tensor):
+            pairs = zip(self.running, planned, strict=True)
+            return [(run, run.reader.take(r)) for run, r in pairs if run.reader is not None]
+        logits_AV = planned
+        parts, runs = iter(logits_AV.split(self.num_asked)), self.running
+        open_logits = [run.decoder.open_logits([next(parts) for _ in run.plan.queries]) for run in runs]
+        guesses = guess(open_logits) if open_logits else []
+        return [(run, run.decoder.accept(o, g)) for run, o, g in zip(runs, open_logits, guesses, strict=True)]
+
+    @property
+    def num_asked(self) -> list[int]:
+        """Positions asked for in each row of the forward."""
+        return [q.logits_at.numel() for run in self._runs.values() for q in run.plan.queries]
+
+    @property
+    def num_alike(self) -> list[int]:
+        """Positions whose logits are computed together where each row is computed apart: those of a causal row one by
+        one, as if they had been asked for one by one."""
+        sizes: list[int] = []
+        for run in self._runs.values():
+            for q in run.plan.queries:
+                number = q.logits_at.numel()
+                sizes += [1] * number if q.causal and number else [number]
+        return sizes
+
+    @property
+    def running(self) -> Sequence[PlannedRun]:
+        return list(self._runs.values())
