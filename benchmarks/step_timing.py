@@ -81,7 +81,7 @@ class StepTimes:
 
     step      `Engine.step()`: schedule, device part, collect
     forward   `runner.forward` and `logits` on the same batches: the model, the logits, on a GPU the attention's layout
-    layout    binding the attention to the layout, once for all layers; a CPU's forward laid out as the last need not
+    layout    binding the attention to the layout, once for all layers
     recorder  the time that a trace recorder adds to a step, with its share of the table; `None` if not measured
     num_tokens, num_logits  packed tokens and positions with logits of a batch
     touched   experts that a layer's tokens used, counted in forwards of the same batches; `None` without experts
