@@ -35,6 +35,7 @@ from cluster.ray_private import (
     make_token,
     on_loopback,
 )
+from mbd_core.proxies import keep_direct
 
 ROOT = Path(__file__).resolve().parent.parent
 LOOPBACK = "127.0.0.1"
@@ -66,6 +67,7 @@ def local_cluster(*, num_cpus: int = 8, start_seconds: float = START_SECONDS) ->
     Raises `RuntimeError`, one sentence with the last line of Ray's log, if the cluster takes no jobs within
     `start_seconds`. None of its processes outlives the block, nor this process, however it ends.
     """
+    keep_direct()
     with ExitStack() as stack:
         with progress_line("starting Ray"):
             for is_last in (False, True):
@@ -100,6 +102,7 @@ def connect(
     """
     if ray.is_initialized():
         return False
+    keep_direct()
     log_settings = {"logging_level": "warning", "log_to_driver": worker_logs}
     address = address_to_join()
     if address is None:
@@ -113,6 +116,7 @@ def connect(
     except Exception as error:  # Ray has no narrower type for it
         ray.shutdown()
         raise RuntimeError(f"the Ray cluster at RAY_ADDRESS={address} does not answer: {_one_line(error)}") from error
+    keep_direct(_node_addresses())
     print(f"on the Ray cluster at {address}", file=sys.stderr, flush=True)
     _print_own_lines()
     return True
@@ -161,6 +165,11 @@ def progress_line(task: str) -> Iterator[None]:
     finally:
         end.set()
         thread.join()
+
+
+def _node_addresses() -> Iterator[str]:
+    for node in ray.nodes():
+        yield from (node["NodeManagerAddress"], node["NodeManagerHostname"])
 
 
 def address_to_join() -> str | None:
@@ -248,6 +257,7 @@ def start_ray(*, start_seconds: float = START_SECONDS, **settings: Any) -> None:
     Raises `RuntimeError`, one sentence, if it does not start. Ray waits `start_seconds` for its first process, the
     GCS, and for the node's own process half a minute, which cannot be set: so a start that fails is tried once more.
     """
+    keep_direct()
     os.environ[GCS_SECONDS] = f"{start_seconds:.0f}"
     os.environ["PYTHONPATH"] = _with_root(os.environ.get("PYTHONPATH"))
     for is_last in (False, True):

@@ -38,12 +38,14 @@ from mbd_core.files import (
     probe_folder,
     write_text,
 )
+from mbd_core.proxies import connection_note
 
 UNFINISHED = f".{MANIFEST}.0.partial"
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # An endpoint that does not answer is given up within a minute, not after ten.
 CONNECTION = {"connect_timeout": 10, "retries": {"max_attempts": 2, "mode": "standard"}}
 OPTIONS: dict[str, dict[str, Any]] = {scheme: {"config_kwargs": CONNECTION} for scheme in ("s3", "s3a")}
+STORAGE_URL = "https://s3.amazonaws.com"  # where requests go, as far as the choice of a proxy depends on it
 VERSION_FIELDS = ("size", "ETag", "etag", "md5", "generation", "mtime", "LastModified", "last_modified", "created")
 JOB_COPY = "working_dir_files"  # the folder of Ray's copies of a submitted job's working directory
 
@@ -304,7 +306,8 @@ class Folder:
             raise
         except Exception as error:  # each storage raises types of its own
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise kind(f"{self.location} {trouble}: {reason}") from error
+            note = connection_note(error, os.environ.get("AWS_ENDPOINT_URL", STORAGE_URL))
+            raise kind(f"{self.location} {trouble}: {reason}{note}") from error
 
 
 class Mirror:

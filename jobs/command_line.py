@@ -49,6 +49,7 @@ from mbd_core.options import (
     split,
     value_of,
 )
+from mbd_core.proxies import keep_direct
 
 ModelName = Annotated[str, Option("A shipped model's name, or a model folder.", MODEL, flag="--model")]
 Seed = Annotated[int, Option("Of whatever is drawn.", DATA, at_least=0)]
@@ -126,6 +127,7 @@ class Main:
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:] if argv is None else list(argv)
         line = f"{self._called} {shlex.join(arguments)}".strip()
+        keep_direct()
         try:
             code = self.command.main(arguments, prog_name=self._called, standalone_mode=False, obj=line)
         except TyperException as error:

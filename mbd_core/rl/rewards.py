@@ -32,6 +32,7 @@ from mbd_core.errors import error_line, error_sentence
 from mbd_core.evaluation.sweep.grading import grade_table
 from mbd_core.json_text import parse_json
 from mbd_core.options import UPDATES, Option, check
+from mbd_core.proxies import is_own, proxy_note
 
 CORRECT, TPF = "correct", "tpf"
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -166,7 +167,7 @@ class HttpReward:
 
     async def _reply(self, row: Mapping[str, Any]) -> bytes:
         limit = aiohttp.ClientTimeout(total=self._seconds)  # from the connection to the last byte
-        async with aiohttp.ClientSession(timeout=limit, trust_env=True) as session:
+        async with aiohttp.ClientSession(timeout=limit, trust_env=not is_own(self._url)) as session:
             for number in range(TRIES):
                 if number:
                     await asyncio.sleep(PAUSE)
@@ -183,7 +184,7 @@ class HttpReward:
                     why = f"status {response.status}"
                     if response.status < 500:
                         break
-        raise failure(self._url, row, f"does not answer ({why})")
+        raise failure(self._url, row, f"does not answer ({why}){proxy_note(self._url, takes_all=False)}")
 
 
 # A user's function runs in a process of its own, one JSON line in and one out: it may hang, print, or end its process.

@@ -7,6 +7,7 @@ any other one a sweep knows texts, tokens and seconds, and asks it with `ENDPOIN
 import json
 import os
 import re
+import ssl
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 
 from mbd_core.evaluation.sweep.parts import COUNTS, DECODED_COLUMNS, before_stop, in_turns, with_draws
+from mbd_core.proxies import is_own, proxy_note
 
 if TYPE_CHECKING:
     import openai
@@ -115,19 +117,27 @@ def read_keys(options: Sequence[str], names: Iterable[str]) -> dict[str, str]:
 
 
 def client_of(url: str, key: str | None, *, retries: int = RETRIES) -> "openai.OpenAI":
-    """OpenAI's client; `ValueError` if its package is not installed. Nothing of the environment counts: a key that is
-    meant for another endpoint is not sent to this one."""
+    """OpenAI's client; `ValueError` if its package is not installed. Nothing of the environment counts but a proxy
+    before other machines: a key that is meant for another endpoint is not sent to this one."""
     try:
         import openai
     except ImportError:
         raise ValueError("--endpoint needs the package openai (pip install 'mbd-cluster[endpoint]')") from None
     headers: dict[str, Any] = {"OpenAI-Organization": openai.omit, "OpenAI-Project": openai.omit}
+    note = ""
     try:
+        note = proxy_note(url)
+        direct: dict[str, Any] = {"trust_env": False, "verify": ssl.create_default_context()} if is_own(url) else {}
         return openai.OpenAI(
-            base_url=url, api_key=key or "none", default_headers=headers, max_retries=retries, timeout=SECONDS
+            base_url=url,
+            api_key=key or "none",
+            default_headers=headers,
+            max_retries=retries,
+            timeout=SECONDS,
+            http_client=openai.DefaultHttpxClient(timeout=SECONDS, **direct),
         )
     except Exception as error:  # of whichever HTTP client it has
-        raise ValueError(f"--endpoint {url} is no URL that can be asked: {error}") from None
+        raise ValueError(f"--endpoint {url} is no URL that can be asked: {error}{note}") from None
 
 
 def find_endpoint(address: EndpointAddress, key: str | None) -> Endpoint:
@@ -151,11 +161,11 @@ def find_endpoint(address: EndpointAddress, key: str | None) -> Endpoint:
         refusal = "refuses the key that --endpoint-key names" if key else "wants a key: --endpoint-key NAME=VARIABLE"
         raise ValueError(f"{place} {refusal} ({error.status_code})") from None
     except openai.APIStatusError as error:
-        raise ValueError(
-            f"{place} answers {error.status_code}: {error_text(error, key)}; check URL and model"
-        ) from None
+        reason = f"{error_text(error, key)}; check URL and model{proxy_note(address.url)}"
+        raise ValueError(f"{place} answers {error.status_code}: {reason}") from None
     except openai.APIConnectionError as error:
-        raise ValueError(f"{place} cannot be reached: {error_text(error, key)}; check host and port") from None
+        remedy = proxy_note(address.url) or "; check host and port"
+        raise ValueError(f"{place} cannot be reached: {error_text(error, key)}{remedy}") from None
     except (openai.OpenAIError, json.JSONDecodeError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"{place} does not answer as an OpenAI endpoint does ({type(error).__name__})") from None
     finally:
@@ -177,7 +187,8 @@ def try_decoding(endpoint: Endpoint, key: str | None, configs: Sequence[Mapping[
         refusal = f"endpoint '{endpoint.name}' refuses decoding {json.dumps(fields)}"
         raise ValueError(f"{refusal}: {error_text(error, key)}") from None
     except openai.APIConnectionError as error:
-        raise ValueError(f"endpoint '{endpoint.name}' cannot be reached: {error_text(error, key)}") from None
+        reason = f"{error_text(error, key)}{proxy_note(endpoint.url)}"
+        raise ValueError(f"endpoint '{endpoint.name}' cannot be reached: {reason}") from None
     finally:
         client.close()
 
@@ -389,6 +400,6 @@ def _answers(client: "openai.OpenAI", endpoint: Endpoint) -> bool:
 
 def _loss(endpoint: Endpoint, answer: str) -> EndpointLost:
     return EndpointLost(
-        f"endpoint '{endpoint.name}' at {endpoint.url} {answer}; what was computed is kept, and the same command asks "
-        "what is missing"
+        f"endpoint '{endpoint.name}' at {endpoint.url} {answer}{proxy_note(endpoint.url)}; what was computed is kept, "
+        "and the same command asks what is missing"
     )

@@ -15,11 +15,12 @@ import fsspec
 from mbd_core.errors import error_line
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task
 from mbd_core.json_text import parse_json
+from mbd_core.proxies import connection_note
 from mbd_core.tasks.split import Split
 
 # Rows from where a benchmark lies: JSON lines at a path or fsspec URL, or a data set of the Hugging Face hub.
 
-HUB = "hub:"
+HUB, HUB_URL = "hub:", "https://huggingface.co"
 
 
 def read_rows(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
@@ -53,7 +54,7 @@ def _hub_rows(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
     try:
         rows = load_dataset(name, configuration or None, split=split or "test")
     except Exception as error:  # it has no class of its own for a name, a network or a split that is not there
-        raise ValueError(f"{path} cannot be loaded: {error_line(error)}") from None
+        raise ValueError(f"{path} cannot be loaded: {error_line(error)}{connection_note(error, HUB_URL)}") from None
     for number, row in enumerate(rows, start=1):
         yield number, f"{path}, row {number}", dict(row)
 
