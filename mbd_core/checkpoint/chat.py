@@ -67,7 +67,8 @@ def plain_turns(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
                 turns.append({"role": "user", "content": response})
         else:
             calls = [_call_text(call["function"]) for call in message.get("tool_calls") or ()]
-            turns.append({"role": role, "content": "\n".join(filter(None, [text, *calls]))})
+            kept = {name: value for name, value in message.items() if name != "tool_calls"}
+            turns.append({**kept, "content": "\n".join(filter(None, [text, *calls]))})
         after_result = role == "tool"
     if tools:
         shown = INSTRUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))

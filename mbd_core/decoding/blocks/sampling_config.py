@@ -110,6 +110,8 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
     names = (*DRAWING, "repetition_penalty") if draws else ("repetition_penalty",)
     defaults: dict[str, Any] = {"temperature": 1.0} if draws else {}
     defaults |= {name: values[name] for name in names if name in values}
+    if defaults.get("top_k") == -1 and not isinstance(defaults["top_k"], bool):  # vLLM's and SGLang's "no limit"
+        defaults["top_k"] = 0
     try:
         if not isinstance(draws, bool):
             raise ValueError(f"do_sample={draws!r} must be true or false")

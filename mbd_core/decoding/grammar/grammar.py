@@ -1,6 +1,7 @@
 """What the whole text of an answer must match: a JSON schema, a regular expression or a context-free grammar."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -15,6 +16,9 @@ MAX_LOOKS = 20_000  # at a schema's parts, those that they refer to included
 MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords whose values are schemas by name
 INNER = ("items", "additionalProperties", "prefixItems", "allOf", "anyOf", "oneOf")  # a schema, or a list of them
 _BOUNDS = {"exclusiveMinimum": max, "minimum": max, "exclusiveMaximum": min, "maximum": min}
+
+
+EBNF_RULE = re.compile(r"^\s*[\w.-]+\s*::=", re.MULTILINE)
 
 
 class GrammarRefused(ValueError):
@@ -40,6 +44,19 @@ class Grammar:
             raise GrammarRefused("the grammar is empty; leave it out if any text will do")
         if len(self.text) > MAX_CHARACTERS:
             raise GrammarRefused(f"the grammar has {len(self.text)} characters; at most {MAX_CHARACTERS} are taken")
+
+
+def lark_text(grammar: str) -> str:
+    """A grammar in llguidance's variant of Lark: itself, or what llguidance makes of one in EBNF (`root ::= ...`).
+    Raises `GrammarRefused` for an EBNF that cannot be read."""
+    if EBNF_RULE.search(grammar) is None:
+        return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(grammar))
+    except Exception as error:  # the converter's own kind of error for some mistakes
+        raise GrammarRefused(f"the EBNF cannot be read: {str(error)[:200]}") from None
 
 
 def simplify(schema: str) -> str:

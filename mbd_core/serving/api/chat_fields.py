@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from mbd_core.checkpoint.chat import CallRule
 from mbd_core.serving.api.errors import FieldError, clip
-from mbd_core.serving.api.parsing import MAX_TEXT_PARTS, Only, Strict, items
+from mbd_core.serving.api.parsing import MAX_TEXT_PARTS, Ignored, Only, Strict, by_type, items, text_or_list
 
 MAX_MESSAGES, MAX_CALLS, MAX_TOOLS = 4096, 128, 128
 MAX_ANSWER = 2**18  # tokens
@@ -26,6 +26,8 @@ class Function(Strict):
     """a JSON schema with `"type": "object"`; left out for a function without parameters"""
     strict: bool | None = None
     """always honoured: arguments that do not fit the schema are not given"""
+    cache_control: Annotated[Any, Ignored()] = None
+    defer_loading: Annotated[bool | None, Ignored()] = None
 
     @field_validator("parameters")
     @classmethod
@@ -41,7 +43,17 @@ class Function(Strict):
 
 class Tool(Strict):
     type: Literal["function"]
+    """no other kind is called here: describe a custom tool as a function with a text parameter"""
     function: Function
+    cache_control: Annotated[Any, Ignored()] = None
+    defer_loading: Annotated[bool | None, Ignored()] = None
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _functions_alone(cls, value: Any) -> Any:
+        if value != "function" and value in ("custom", *OTHER_TOOLS):
+            raise ValueError(f'a {value} tool is not called here; give type "function", or leave the tool out')
+        return value
 
 
 class NamedFunction(Strict):
@@ -53,12 +65,22 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], items(MAX_TOOLS, least=1)]
+
+
+class AllowedChoice(Strict):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class ToolFields(Strict):
     tools: Annotated[list[Tool], items(MAX_TOOLS)] | None = None
     """functions that the model may call; two of one name are refused"""
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    """`auto` (default, with `tools`): the model decides; `none`: text; `required`: calls; or one of `tools`,
-    called once"""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
+    """`auto` (default, with `tools`): the model decides; `none`: text; `required`: calls; or one of `tools`, called
+    once; or `allowed_tools`, which of them may be called, while all are shown"""
     parallel_tool_calls: bool | None = None
     """whether an answer may have several calls; default `true`"""
 
@@ -68,11 +90,22 @@ class ToolFields(Strict):
         repetition = next((name for name in names if names.count(name) > 1), None)
         if repetition is not None:
             raise FieldError("tools", f"two functions are called {repetition}", remedy="give each a name of its own")
-        if not names and (self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)):
+        chosen = self._chosen
+        if not names and (self.tool_choice == "required" or chosen is not None):
             raise FieldError("tool_choice", "asks for a call, and no tools are given")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise FieldError("tool_choice", f"{self.tool_choice.function.name} is none of tools: {', '.join(names)}")
+        unknown = next((name for name in chosen or () if name not in names), None)
+        if unknown is not None:
+            raise FieldError("tool_choice", f"{unknown} is none of tools: {', '.join(names)}")
         return self
+
+    @property
+    def _chosen(self) -> list[str] | None:
+        """The functions that the choice names; `None` where it names none."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [self.tool_choice.function.name]
+        if isinstance(self.tool_choice, AllowedChoice):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return None
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
@@ -96,13 +129,46 @@ class ToolFields(Strict):
         """Which calls the answer may have; `None` where it has none."""
         if not self.tools or self.tool_choice == "none":
             return None
-        function_name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        functions = [t.function for t in self.tools if function_name in (None, t.function.name)]
+        chosen, choice = self._chosen, self.tool_choice
+        functions = [tool.function for tool in self.tools if chosen is None or tool.function.name in chosen]
+        once = isinstance(choice, NamedTool)
+        allowed = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
         return CallRule(
             functions=tuple((f.name, f.schema_of_arguments) for f in functions),
-            must=function_name is not None or self.tool_choice == "required",
-            several=function_name is None and self.parallel_tool_calls is not False,
+            must=once or allowed == "required",
+            several=not once and self.parallel_tool_calls is not False,
         )
+
+
+OTHER_TOOLS = (
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+    "file_search",
+    "code_interpreter",
+    "computer",
+    "computer_use_preview",
+    "image_generation",
+    "mcp",
+    "local_shell",
+    "shell",
+    "apply_patch",
+    "custom",
+    "namespace",
+    "tool_search",
+    "programmatic_tool_calling",
+)
+"""The kinds of tools of OpenAI's that are no functions."""
+
+
+class ReasoningFields(Strict):
+    effort: ReasoningEffort | None = None
+    """as `reasoning_effort` of a chat"""
+    summary: Annotated[Literal["auto", "concise", "detailed"] | None, Ignored()] = None
+    generate_summary: Annotated[Literal["auto", "concise", "detailed"] | None, Ignored()] = None
+    context: Annotated[Literal["auto", "current_turn", "all_turns"] | None, Ignored()] = None
+    mode: Annotated[str | None, Ignored()] = None
 
 
 class TemplateFields(Strict):
@@ -117,25 +183,36 @@ class TemplateFields(Strict):
     reasoning_effort: ReasoningEffort | None = None
     """`reasoning_effort` of a chat template that has it, and its `enable_thinking`, which `none` turns off, unless
     `chat_template_kwargs` sets them; no effect under a template with neither, which `mbd.notes` says then"""
+    reasoning: ReasoningFields | None = None
+    """`effort` is `reasoning_effort`, of which a request gives one"""
+    documents: list[dict[str, Any]] | None = None
+    """`documents` of a chat template that has them; otherwise without effect, which `mbd.notes` says"""
 
     @model_validator(mode="after")
     def _check_ending(self) -> "TemplateFields":
         if self.continue_final_message and self.add_generation_prompt:
             why = "the last message goes on, and no turn begins"
             raise FieldError("add_generation_prompt", why, remedy="leave it out")
+        if self.reasoning_effort is not None and self.reasoning is not None and self.reasoning.effort is not None:
+            raise FieldError("reasoning.effort", "reasoning_effort says it already", remedy="give one of them")
         return self
+
+    @property
+    def effort(self) -> ReasoningEffort | None:
+        """How much the model may reason."""
+        return self.reasoning.effort if self.reasoning is not None else self.reasoning_effort
 
     def variables(self, unknown: Callable[[Iterable[str]], list[str]]) -> dict[str, Any]:
         """The variables that the chat template gets, the client's own first; `unknown` tells which it has not.
 
         An effort sets what vLLM sets (https://github.com/vllm-project/vllm/pull/43401).
         """
-        given = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is None:
-            return given
-        meant: dict[str, Any] = {"enable_thinking": self.reasoning_effort != "none"}
-        if self.reasoning_effort != "none":  # a template may know levels alone
-            meant["reasoning_effort"] = self.reasoning_effort
+        given, effort = dict(self.chat_template_kwargs or {}), self.effort
+        meant: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
+        if effort is not None:
+            meant["enable_thinking"] = effort != "none"
+        if effort not in (None, "none"):  # a template may know levels alone
+            meant["reasoning_effort"] = effort
         absent = unknown(meant)
         return {name: value for name, value in meant.items() if name not in absent} | given
 
@@ -144,8 +221,10 @@ class TemplateFields(Strict):
         names = unknown(self.chat_template_kwargs or {})
         notes = [f"chat_template_kwargs.{clip(name)}: the chat template has no such variable" for name in names]
         meant = ["reasoning_effort", "enable_thinking"]
-        if self.reasoning_effort not in (None, "none") and unknown(meant) == meant:
+        if self.effort not in (None, "none") and unknown(meant) == meant:
             notes.append(f"reasoning_effort has no effect: the chat template has neither {' nor '.join(meant)}")
+        if self.documents and unknown(["documents"]):
+            notes.append("documents has no effect: the chat template has none; put them into a message")
         return notes
 
     def check_continued(self, messages: Sequence["ChatMessage"]) -> None:
@@ -182,6 +261,9 @@ class AssistantCall(Strict):
     function: CalledFunction
     index: int | None = None
     """of a streamed call; changes nothing"""
+    cache_control: Annotated[Any, Ignored()] = None
+    provider_specific_fields: Annotated[dict[str, Any] | None, Ignored()] = None
+    extra_content: Annotated[dict[str, Any] | None, Ignored()] = None
 
     @property
     def turn(self) -> dict[str, Any]:
@@ -197,20 +279,56 @@ class AssistantCall(Strict):
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+    cache_control: Annotated[Any, Ignored()] = None
+    prompt_cache_breakpoint: Annotated[Any, Ignored()] = None
+
+
+class RefusalPart(Strict):
+    type: Literal["refusal"]
+    refusal: str
+    """as `refusal` of a message"""
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class ThinkingPart(Strict):
+    type: Literal["thinking", "reasoning"]
+    thinking: str | None = None
+    """as `reasoning` of a message; or in `text`"""
+    text: str | None = None
+    closed: Annotated[bool | None, Ignored()] = None
+    signature: Annotated[str | None, Ignored()] = None
+
+
+PART_FORMS = {"text": "(text)", "refusal": "(refusal)", "thinking": "(thinking)", "reasoning": "(thinking)"}
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("(text)")]
+    | Annotated[RefusalPart, Tag("(refusal)")]
+    | Annotated[ThinkingPart, Tag("(thinking)")],
+    by_type(PART_FORMS),
+]
+Content = Annotated[
+    Annotated[str, Tag("(text)")] | Annotated[list[Part], items(MAX_TEXT_PARTS), Tag("(list)")],
+    Discriminator(text_or_list),
+]
+
+
+REASONING = ("reasoning", "reasoning_content")  # by which templates know it
 
 
 class ChatMessage(Strict):
-    """An answer of this server, or of OpenAI's client, can be sent back as it is: its fields without content are
-    taken."""
+    """An answer of this server, of another one or of a client can be sent back as it is."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """`developer` is `system`; `tool` is a called function's result"""
     tool_calls: Annotated[list[AssistantCall], items(MAX_CALLS)] | None = None
     """only in a turn of the assistant; each needs a message of role `tool`"""
-    content: Annotated[str | Annotated[list[TextPart], items(MAX_TEXT_PARTS)] | None, Field(validate_default=True)] = (
-        None
-    )
-    """text; needed but in a turn of the assistant"""
+    content: Annotated[Content | None, Field(validate_default=True)] = None
+    """text; needed but in a turn of the assistant, which alone may have parts of a refusal and of reasoning"""
     token_ids: Annotated[list[Annotated[int, Field(ge=0)]], items(MAX_ANSWER)] | None = None
     """an answer's own tokens, as `return_token_ids` gave them with it: they stand in the prompt as they were
     generated, where the prefix cache finds them; only in a turn of the assistant, whose `content` they spell; `[]` is
@@ -223,11 +341,27 @@ class ChatMessage(Strict):
     """what OpenAI's client reads in the content; changes nothing"""
     provider_specific_fields: dict[str, Any] | None = None
     """what LiteLLM adds to an answer; changes nothing"""
-    refusal: Annotated[Any, Only()] = None
-    annotations: Annotated[Any, Only([])] = None
-    audio: Annotated[Any, Only()] = None
-    function_call: Annotated[Any, Only()] = None
-    reasoning_content: Annotated[Any, Only("")] = None
+    refusal: str | None = None
+    """the text of a turn that has no other"""
+    reasoning: str | None = None
+    """of the assistant: given to a chat template that has it, or `reasoning_content`; otherwise left out, which
+    `mbd.notes` says"""
+    reasoning_content: str | None = None
+    """as `reasoning`"""
+    annotations: Annotated[Any, Ignored()] = None
+    audio: Annotated[Any, Only(instead="send its transcript as content")] = None
+    images: Annotated[Any, Only([], instead="images are not read; leave them out")] = None
+    function_call: Annotated[Any, Only(instead="send it as tool_calls, with an id that its result names")] = None
+    tools: Annotated[Any, Only([], instead="give them in tools of the request")] = None
+    task: Annotated[Any, Only(instead="say it in content")] = None
+    prefix: Annotated[Any, Only(False, instead="give continue_final_message, with which the last message goes on")] = (
+        None
+    )
+    phase: Annotated[str | None, Ignored()] = None
+    cache_control: Annotated[Any, Ignored()] = None
+    reasoning_details: Annotated[Any, Ignored()] = None
+    thinking_blocks: Annotated[Any, Ignored()] = None
+    extra_content: Annotated[dict[str, Any] | None, Ignored()] = None
 
     @field_validator("tool_calls")
     @classmethod
@@ -241,6 +375,9 @@ class ChatMessage(Strict):
     def _of_assistants_alone(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None and info.data.get("role") != "assistant":
             raise ValueError("a turn of this role needs a string or a list of text parts")
+        own = [part.type for part in value if not isinstance(part, TextPart)] if isinstance(value, list) else []
+        if own and info.data.get("role") != "assistant":
+            raise ValueError(f"only a turn of the assistant has parts of type {own[0]}; leave it out")
         return value
 
     @field_validator("token_ids")
@@ -262,8 +399,16 @@ class ChatMessage(Strict):
     @property
     def text(self) -> str:
         if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content or ())
+            return self.content or self.refusal or ""
+        texts = [part.text for part in self.content or () if not isinstance(part, ThinkingPart)]
+        return "".join(texts) or self.refusal or ""
+
+    @property
+    def reasoned(self) -> str:
+        """The reasoning before the text."""
+        parts = () if isinstance(self.content, str) else self.content or ()
+        thought = "".join(part.thinking or part.text or "" for part in parts if isinstance(part, ThinkingPart))
+        return self.reasoning_content or self.reasoning or thought
 
     @property
     def turn(self) -> dict[str, Any]:
@@ -273,6 +418,8 @@ class ChatMessage(Strict):
             turn["token_ids"] = tuple(self.token_ids)
         if self.tool_calls:
             turn["tool_calls"] = [call.turn for call in self.tool_calls]
+        if self.reasoned:
+            turn |= dict.fromkeys(REASONING, self.reasoned)
         return turn if self.tool_call_id is None else turn | {"tool_call_id": self.tool_call_id}
 
 

@@ -8,16 +8,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mbd_core.decoding.grammar.grammar import MAX_CHARACTERS, Grammar
+from mbd_core.decoding.grammar.grammar import MAX_CHARACTERS, Grammar, lark_text
 from mbd_core.serving.api.errors import FieldError
-from mbd_core.serving.api.parsing import Strict, items
+from mbd_core.serving.api.parsing import Ignored, Only, Strict, items
 from mbd_core.serving.text.committed import Decode
 
 # What the text of an answer must match.
 
 MAX_CHOICES_GUIDED = 1000
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
-GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
 
 class TextFormat(Strict):
@@ -45,35 +44,94 @@ class SchemaFormat(Strict):
 
 
 ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+Schema = dict[str, Any] | GrammarText
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], items(MAX_CHOICES_GUIDED, least=1)]
+Form = tuple[Literal["schema", "regex", "grammar", "choice"], Any]
+ANY_OBJECT = {"type": "object"}
+
+
+class StructuredOutputs(Strict):
+    """vLLM's newer name for the `guided_*` fields; it gives one form."""
+
+    json_schema: Annotated[Schema | None, Field(alias="json")] = None
+    """as `guided_json`"""
+    regex: GrammarText | None = None
+    """as `guided_regex`"""
+    choice: Choices | None = None
+    """as `guided_choice`"""
+    grammar: GrammarText | None = None
+    """as `guided_grammar`"""
+    json_object: bool | None = None
+    """any JSON object"""
+    structural_tag: Annotated[Any, Only(instead="give tools, whose calls stand in a form of their own")] = None
+    disable_any_whitespace: Annotated[bool | None, Ignored()] = None
+    disable_fallback: Annotated[bool | None, Ignored()] = None
+    disable_additional_properties: Annotated[
+        Any, Only(False, instead='write "additionalProperties": false into the schema')
+    ] = None
+    whitespace_pattern: Annotated[Any, Only(instead="JSON comes without white space; leave it out")] = None
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        """What the answer must match, by the member that says it."""
+        given: dict[str, Form | None] = {
+            "json": None if self.json_schema is None else ("schema", self.json_schema),
+            "regex": None if self.regex is None else ("regex", self.regex),
+            "choice": None if self.choice is None else ("choice", self.choice),
+            "grammar": None if self.grammar is None else ("grammar", self.grammar),
+            "json_object": ("schema", ANY_OBJECT) if self.json_object else None,
+        }
+        return {name: form for name, form in given.items() if form is not None}
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "StructuredOutputs":
+        if len(self.forms) > 1:
+            why = f"has {' and '.join(self.forms)}"
+            raise FieldError("structured_outputs", why, remedy="give one of them")
+        return self
 
 
 class StructuredFields(Strict):
-    """OpenAI's `response_format`, and the `guided_*` fields of other servers, of which a request gives one at most."""
+    """OpenAI's `response_format`, and the fields of vLLM and SGLang that say the same; a request gives one at most."""
 
     response_format: ResponseFormat | None = None
     """what the answer must match; not beside `guided_*`, `template`, tools that may be called, `t2t`, `soft`,
     `canvas`"""
-    guided_json: dict[str, Any] | GrammarText | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """what the answer must match; otherwise as `response_format`, of which a request gives one"""
+    guided_json: Schema | None = None
     """a JSON schema, as an object or as its text; otherwise as `response_format`, of which a request gives one"""
     guided_regex: GrammarText | None = None
     """a regular expression in Rust's syntax"""
     guided_grammar: GrammarText | None = None
-    """a context-free grammar in llguidance's variant of Lark"""
-    guided_choice: Annotated[list[Annotated[str, Field(min_length=1)]], items(MAX_CHOICES_GUIDED, least=1)] | None = (
-        None
-    )
+    """a context-free grammar in llguidance's variant of Lark, or in EBNF (`root ::= ...`)"""
+    guided_choice: Choices | None = None
     """the answers that are possible"""
+    json_schema: Schema | None = None
+    """as `guided_json`"""
+    regex: GrammarText | None = None
+    """as `guided_regex`"""
+    ebnf: GrammarText | None = None
+    """as `guided_grammar`"""
 
     @property
-    def _grammar_fields(self) -> list[str]:
-        """The fields that ask for a grammar."""
-        formatted = self.response_format is not None and self.response_format.type != "text"
-        names = [name for name in GUIDED if getattr(self, name) is not None]
-        return ["response_format", *names] if formatted else names
+    def _forms(self) -> dict[str, Form]:
+        """What the answer must match, by the field that says it."""
+        forms: dict[str, Form] = {}
+        if isinstance(self.response_format, ObjectFormat):
+            forms["response_format"] = ("schema", ANY_OBJECT)
+        elif isinstance(self.response_format, SchemaFormat):
+            forms["response_format"] = ("schema", self.response_format.json_schema.json_schema)
+        if self.structured_outputs is not None and self.structured_outputs.forms:
+            forms["structured_outputs"] = next(iter(self.structured_outputs.forms.values()))
+        for name, kind in FORM_FIELDS.items():
+            if getattr(self, name) is not None:
+                forms[name] = (kind, getattr(self, name))
+        return forms
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "StructuredFields":
-        if len(given := self._grammar_fields) > 1:
+        if len(given := list(self._forms)) > 1:
             why = f"{given[0]} says already what the answer must match"
             raise FieldError(given[1], why, remedy="give one of them")
         return self
@@ -81,25 +139,32 @@ class StructuredFields(Strict):
     @property
     def grammar_field(self) -> str | None:
         """The field that asks for a grammar."""
-        return next(iter(self._grammar_fields), None)
+        return next(iter(self._forms), None)
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer must match; `GrammarRefused` for what is too long."""
-        if isinstance(self.response_format, ObjectFormat):
-            return Grammar(syntax="json_schema", text='{"type":"object"}')
-        if isinstance(self.response_format, SchemaFormat):
-            return Grammar(syntax="json_schema", text=_text(self.response_format.json_schema.json_schema))
-        if self.guided_json is not None:
-            schema = self.guided_json
-            return Grammar(syntax="json_schema", text=schema if isinstance(schema, str) else _text(schema))
-        if self.guided_regex is not None:
-            return Grammar(syntax="regex", text=self.guided_regex)
-        if self.guided_grammar is not None:
-            return Grammar(syntax="lark", text=self.guided_grammar)
-        if self.guided_choice is not None:
-            return Grammar(syntax="lark", text="start: " + " | ".join(map(_text, self.guided_choice)))
-        return None
+        """What the answer must match; `GrammarRefused` for what is too long or cannot be read."""
+        if not self._forms:
+            return None
+        [(kind, value)] = self._forms.values()
+        if kind == "schema":
+            return Grammar(syntax="json_schema", text=value if isinstance(value, str) else _text(value))
+        if kind == "regex":
+            return Grammar(syntax="regex", text=value)
+        if kind == "grammar":
+            return Grammar(syntax="lark", text=lark_text(value))
+        return Grammar(syntax="lark", text="start: " + " | ".join(map(_text, value)))
+
+
+FORM_FIELDS: dict[str, Literal["schema", "regex", "grammar", "choice"]] = {
+    "guided_json": "schema",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "guided_choice": "choice",
+    "json_schema": "schema",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
 
 
 def _text(value: Any) -> str:

@@ -5,11 +5,23 @@ lists are bounded, and the first wrong item of a list ends it.
 """
 
 import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
+from mbd_core.serving.api.documented_fields import DOCUMENTED
 from mbd_core.serving.api.errors import ApiError, FieldError, clip, value_text
 
 MAX_QUOTES = 100_000  # of a body, around its keys and texts; those in texts are escaped
@@ -21,6 +33,7 @@ MAX_TEXT_PARTS = 1024  # of a message
 MAX_IDS = 2**18  # of one prompt
 MAX_PROMPTS = 128  # of one body, unless the server says otherwise
 MOST_PROMPTS = 4096  # that it may say
+NEAR = 0.75  # of 1, how alike a typing error is to the name that is meant
 
 
 class Strict(BaseModel):
@@ -38,22 +51,68 @@ def items(most: int, *, least: int | None = None) -> Any:
 
 
 class Only:
-    """Mark of a field that would change the result: it takes the values that change nothing, or null."""
+    """Mark of a field that would change the result: it takes the values that change nothing, or null. `instead` says
+    what to use for another value."""
 
-    def __init__(self, *values: Any) -> None:
-        self._values = values
+    def __init__(self, *values: Any, instead: str = "") -> None:
+        self._values, self._instead = values, instead
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": [*self._values, None], "description": "changes nothing; any other value is refused"}
+        advice = f": {self._instead}" if self._instead else ""
+        return {"enum": [*self._values, None], "description": f"changes nothing; any other value is refused{advice}"}
+
+    @property
+    def verdict(self) -> str:
+        """What becomes of the field, for a table."""
+        choices = " or ".join(f"`{json.dumps(value)}`" for value in self._values)
+        advice = f": {self._instead}" if self._instead else ""
+        return f"refused{f', but for {choices}' if choices else ''}{advice}"
 
     def _check(self, value: Any) -> Any:
         if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in self._values):
             return value
-        choices = " or ".join(json.dumps(v) for v in self._values) or "null"
-        raise ValueError(f"{value_text(value)} is not supported; leave it out or give {choices}")
+        choices = " or ".join(json.dumps(v) for v in self._values)
+        remedy = self._instead or f"leave it out or give {choices or 'null'}"
+        raise ValueError(f"{value_text(value)} is not supported; {remedy}")
+
+
+class Ignored:
+    """Mark of a field that changes nothing here, whatever its value.
+
+    `why` is said in the reply (`mbd.notes`) of a value that is not in `silent`; without `why` nothing is said.
+    """
+
+    def __init__(self, why: str = "", *, silent: tuple[Any, ...] = ()) -> None:
+        self._why, self._silent = why, silent
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        said = f", which `mbd.notes` says: {self._why}" if self._why else ""
+        return {**handler(schema), "description": f"changes nothing{said}"}
+
+    @property
+    def verdict(self) -> str:
+        """What becomes of the field, for a table."""
+        return f"changes nothing, noted: {self._why}" if self._why else "changes nothing"
+
+    def note(self, value: Any) -> str:
+        """What the reply says of a value; empty for nothing."""
+        return "" if value is None or any(value == silent for silent in self._silent) else self._why
+
+
+def ignored_notes(request: Strict) -> list[str]:
+    """What the reply says of the fields of a request that change nothing."""
+    marks = _ignored_fields(type(request))
+    notes = ((name, mark.note(getattr(request, name))) for name, mark in marks)
+    return [f"{name} has no effect: {note}" for name, note in notes if note]
+
+
+@cache
+def _ignored_fields(kind: type[Strict]) -> tuple[tuple[str, Ignored], ...]:
+    fields = kind.model_fields.items()
+    return tuple((name, mark) for name, field in fields for mark in field.metadata if isinstance(mark, Ignored))
 
 
 R = TypeVar("R", bound=Strict)
@@ -65,7 +124,7 @@ def parse(kind: type[R], body: bytes) -> R:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise validation_error(error) from None
+        raise validation_error(error, kind) from None
 
 
 def _check_size(body: bytes) -> None:
@@ -85,43 +144,103 @@ def _check_most(most: int, marks: str, number: int) -> None:
 
 # Where a field may have several forms, pydantic reports an error for each form; the client gets these instead.
 FORMS = {
-    "input": "must be a string or a list of items: messages of text, function_call, function_call_output; images and "
-    "files are not read",
     "prompt": f"must be a string, a list of strings, a list of at most {MAX_IDS} token ids (0 or more), or a list of "
     f"such lists; at most {MOST_PROMPTS} prompts",
-    "content": f"must be a string or a list of at most {MAX_TEXT_PARTS} text parts; images, audio and files are not "
-    "read",
     "stop": f"must be a string or a list of at most {MAX_STOPS} strings",
     "template": 'must be a list of strings and holes, {"hole": N}',
     "guided_json": "must be a JSON schema, as an object or as its text",
-    "tool_choice": 'must be "none", "auto", "required" or {"type": "function", "function": {"name": NAME}}',
+    "json_schema": "must be a JSON schema, as an object or as its text",
+    "json": "must be a JSON schema, as an object or as its text",
+    "tool_choice": 'must be "none", "auto", "required", {"type": "function", "function": {"name": NAME}} or '
+    '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}; the tools are '
+    "functions",
+}
+# A value whose form is chosen by a look at it has the errors of that form alone. These are for one without a form.
+NO_FORM = {
+    "content": f"must be a string or a list of at most {MAX_TEXT_PARTS} text parts; images, audio and files are not "
+    "read",
+    "input": "must be a string or a list of items: messages of text, calls, results, reasoning; images and files "
+    "are not read",
+    "output": f"must be a string or a list of at most {MAX_TEXT_PARTS} text parts; images and files are not read",
+    "response_format": 'must have the type "text", "json_object" or "json_schema"',
+}
+NO_ITEM = {
+    "input": "must be an object whose type is message, function_call, function_call_output, custom_tool_call, "
+    "custom_tool_call_output, reasoning, or an item of OpenAI's own tools",
+    "tools": "must be an object whose type is function, or another kind of OpenAI's, which is left out here",
 }
 
 
-def validation_error(error: ValidationError) -> ApiError:
-    """What a client reads of pydantic's error: its first mistake."""
+def is_form(label: Any) -> bool:
+    """Whether a step of pydantic's path to a value is no key of the client's, and names a form (`form`) of it."""
+    return isinstance(label, str) and label.startswith("(")
+
+
+def text_or_list(value: Any) -> str:
+    """The form of a value that is a text or a list."""
+    return "(text)" if isinstance(value, str) else "(list)"
+
+
+def by_type(forms: Mapping[str, str], *, default: str | None = None) -> Discriminator:
+    """The form that the `type` of an object chooses, or that of a bare word, as `(word)`; an unknown type has none."""
+
+    def form(value: Any) -> str | None:
+        if isinstance(value, str):
+            return "(word)"
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+        return forms.get(kind) if isinstance(kind, str) else None
+
+    return Discriminator(form)
+
+
+def validation_error(error: ValidationError, kind: type[Strict]) -> ApiError:
+    """What a client reads of pydantic's error for a request of this kind: its first mistake."""
     if error.error_count() > MAX_ERRORS:  # to list them takes long
         return ApiError(400, f"more than {MAX_ERRORS} mistakes, unknown fields among them", code="unknown_field")
     first = error.errors(include_url=False)[0]
-    kind, message = first["type"], first["msg"].removeprefix("Value error, ")
+    kind_of_error, message = first["type"], first["msg"].removeprefix("Value error, ")
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
         return cause
-    if kind == "json_invalid":
+    if kind_of_error == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {message}", code="invalid_json")
-    path = [clip(str(p)) for p in first["loc"]]
-    if path[:1] == ["response_format"]:
+    path = [clip(str(p)) for p in first["loc"] if not is_form(p)]
+    if path[:1] == ["response_format"] and len(path) > 1:
         path[1:2] = []  # which of its forms it is
     several = next((i for i, p in enumerate(path) if p in FORMS and i + 1 < len(path)), None)
-    if kind == "extra_forbidden":
-        message, code = "unknown field", "unknown_field"
-    elif kind == "missing":
+    code = "invalid_value"
+    if kind_of_error == "extra_forbidden":
+        message, code = _unknown(path, kind), "unknown_field"
+    elif kind_of_error == "missing":
         message, code = "this field is required", "missing_field"
-    else:
-        code = "invalid_value"
-        if several is not None:
-            path = path[: several + 1]
-            message = FORMS[path[-1]]
+    elif several is not None:
+        path = path[: several + 1]
+        message = FORMS[path[-1]]
+    elif path and (kind_of_error.startswith("union_tag") or kind_of_error in ("list_type", "string_type")):
+        field = path[-2] if path[-1].isdecimal() and len(path) > 1 else path[-1]
+        if field in NO_ITEM and field != path[-1]:
+            message = NO_ITEM[field]
+        elif field in NO_FORM:
+            path = path[: len(path) - (field != path[-1])]
+            tag = first.get("ctx", {}).get("tag")
+            message = NO_FORM[field] if tag is None else f"has the type {value_text(tag)}; it {NO_FORM[field]}"
     if not path:
         return ApiError(400, message, code=code)
     return FieldError(".".join(path), message, code=code)
+
+
+def _unknown(path: list[str], kind: type[Strict]) -> str:
+    """What an unknown field is told: the route that has it, or the nearest name that is known in its place."""
+    name, root, nested = path[-1], *_field_names(kind)
+    if len(path) == 1 and (route := next((r for r, names in DOCUMENTED.items() if name in names), None)):
+        return f"unknown field; it belongs to {route}"
+    near = get_close_matches(name, root if len(path) == 1 else nested, n=1, cutoff=NEAR)
+    return f"unknown field; did you mean {near[0]}?" if near else "unknown field"
+
+
+@cache
+def _field_names(kind: type[Strict]) -> tuple[list[str], list[str]]:
+    """The fields of a request, and those of its parts."""
+    schema = kind.model_json_schema()
+    parts = {name for part in schema.get("$defs", {}).values() for name in part.get("properties", ())}
+    return list(schema["properties"]), sorted(parts)

@@ -2,8 +2,8 @@
 
     python -m mbd_core.serving.api.reference docs/reference/api.md
 
-A table stands between `<!-- NAMES -->` and `<!-- end -->` and is written anew: `routes`, `errors`, or the names of
-objects that share a table. What stands outside is written by hand.
+A table stands between `<!-- NAMES -->` and `<!-- end -->` and is written anew: `routes`, `errors`, `documented`, or
+the names of objects that share a table. What stands outside is written by hand.
 """
 
 import html
@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from mbd_core.serving.api.chat_fields import TemplateFields, ToolFields
+from mbd_core.serving.api.documented_fields import DOCUMENTED, SERVERS
 from mbd_core.serving.api.errors import ERRORS
 from mbd_core.serving.api.openapi import ROUTES, Route, openapi_document
-from mbd_core.serving.api.requests import GenerationRequest
+from mbd_core.serving.api.parsing import Ignored, Only, Strict
+from mbd_core.serving.api.requests import ChatRequest, CompletionRequest, GenerationRequest
+from mbd_core.serving.api.responses import ResponsesRequest
 
 TABLE = re.compile(r"<!-- (?!end)([\w ,]+) -->\n.*?<!-- end -->\n", re.DOTALL)
 MOST_INLINE = 4  # members of a small object
@@ -67,7 +70,7 @@ class Tables:
     @property
     def names(self) -> list[str]:
         """What must stand on the page."""
-        return ["routes", "errors", *(name for name in self._schemas if name not in self._inline)]
+        return ["routes", "errors", "documented", *(name for name in self._schemas if name not in self._inline)]
 
     def table(self, names: Sequence[str]) -> str:
         """One table of these objects."""
@@ -80,6 +83,8 @@ class Tables:
         if names == ["errors"]:
             errors = ((str(e.status), ", ".join(f"`{code}`" for code in e.codes), e.meaning) for e in ERRORS)
             return ("status", "code", ""), errors
+        if names == ["documented"]:
+            return ("of", "routes", "here", "fields"), _documented_rows()
         if len(names) == 1:
             return ("field", "type", ""), self._rows(names[0])
         rows = []
@@ -152,6 +157,37 @@ def _route_row(route: Route) -> tuple[str, ...]:
     body = "" if route.body is None else f"`{route.body.__name__}`" + (", or empty" if route.may_be_empty else "")
     reply = "" if route.reply is None else f"`{route.reply.__name__}`"
     return f"`{route.method.upper()} {route.path}`", route.key, body, reply, route.note
+
+
+def _documented_rows() -> Iterable[Sequence[str]]:
+    """The fields that other servers document: whose they are, and what becomes of them on which routes."""
+    kinds: dict[str, type[Strict]] = {
+        "chats": ChatRequest,
+        "completions": CompletionRequest,
+        "responses": ResponsesRequest,
+    }
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for name in sorted({name for names in DOCUMENTED.values() for name in names}):
+        routes_by_verdict: dict[str, list[str]] = {}
+        for route, kind in kinds.items():
+            if name in kind.model_fields:
+                routes_by_verdict.setdefault(_verdict(kind, name), []).append(route)
+        by_route = [names.get(name, ()) for names in DOCUMENTED.values()]
+        servers = ", ".join(server for server in SERVERS if any(server in documents for documents in by_route))
+        for verdict, routes in routes_by_verdict.items():
+            rows.setdefault((verdict, servers, ", ".join(routes)), []).append(f"`{name}`")
+    return [(servers, routes, verdict, ", ".join(names)) for (verdict, servers, routes), names in sorted(rows.items())]
+
+
+def _verdict(kind: type[Strict], name: str) -> str:
+    """What becomes of a field of a request."""
+    field = kind.model_fields.get(name)
+    if field is None:
+        return "unknown"
+    marks = [mark for mark in field.metadata if isinstance(mark, Only | Ignored)]
+    if marks:
+        return marks[0].verdict
+    return "changes nothing" if (field.description or "").startswith("changes nothing") else "honoured"
 
 
 def _range(least: float | None, most: float | None, unit: str) -> str:

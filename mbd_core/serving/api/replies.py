@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
-from mbd_core.decoding.blocks.request import Counts, Frame
+from mbd_core.decoding.blocks.request import Counts, Frame, Request
 from mbd_core.serving.api.shapes import (
     AnswerCall,
     AnswerMessage,
@@ -21,6 +21,7 @@ from mbd_core.serving.api.shapes import (
     SlotFields,
     TokenFields,
     Usage,
+    UsageSoFar,
 )
 from mbd_core.serving.text.logprobs import TokenTexts
 
@@ -172,6 +173,11 @@ class Reply:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in prompts)},
         }
+
+    def usage_so_far(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> UsageSoFar:
+        """The counts of a stream that goes on, with so many tokens of each choice."""
+        prompt, completion = sum(len(r.prompt) for r in requests[:: self.num_choices]), sum(num_tokens)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def measures(self, counts: Sequence[Counts], weights: Sequence[tuple[int, int]]) -> Measures:
         """The `mbd` field; `weights` are those of each choice's last step (`StepOutput.weights`)."""

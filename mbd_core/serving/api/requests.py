@@ -1,11 +1,12 @@
 """Every request of the endpoint, as far as it is honoured; what is not honoured is refused by name.
 
-A field that would change the result is accepted only with the value that changes nothing (`Only`). The docstring of a
-field is its description in the OpenAPI document and in docs/reference/api.md.
+A field that would change the result is accepted only with the value that changes nothing (`Only`); `other_fields.py`
+has those that other servers document. The docstring of a field is its description in the OpenAPI document and in
+docs/reference/api.md.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -22,10 +23,19 @@ from mbd_core.decoding.blocks.sampling_config import (
     Sampling,
 )
 from mbd_core.engine.weights import SwapMode
-from mbd_core.serving.api.chat_fields import Messages, TemplateFields, ToolFields, Verbosity, check_calls, turns
+from mbd_core.serving.api.chat_fields import (
+    REASONING,
+    Messages,
+    TemplateFields,
+    ToolFields,
+    Verbosity,
+    check_calls,
+    turns,
+)
 from mbd_core.serving.api.errors import FieldError, value_text
 from mbd_core.serving.api.fields import SEEDS, Hole, Resume, Seed, StructuredFields, Template
-from mbd_core.serving.api.parsing import MAX_IDS, MAX_STOPS, MOST_PROMPTS, Only, Strict, items
+from mbd_core.serving.api.other_fields import OtherChatFields, OtherCompletionFields, OtherGenerationFields
+from mbd_core.serving.api.parsing import MAX_IDS, MAX_STOPS, MOST_PROMPTS, Ignored, Strict, ignored_notes, items
 
 MAX_STOP_LENGTH = 1024
 MAX_TOKENS_DEFAULT = 256
@@ -40,8 +50,11 @@ PositiveInt = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 Speed = Annotated[float, Field(ge=0, le=1)]
 TopP = Annotated[float, Field(ge=LEAST, le=1)]
-TopK = Annotated[int, Field(ge=0, lt=2**31)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=LEAST, le=MAX_REPETITION)]
+Bias = Annotated[dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], items(MAX_BIASES)]
 NumTops = Annotated[int, Field(ge=0, le=MAX_TOPS)]
 NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 
@@ -49,10 +62,12 @@ NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 class StreamOptions(Strict):
     include_usage: bool | None = None
     """`usage` in the last event; default `false`"""
-    include_obfuscation: Annotated[Any, Only(False)] = None
+    continuous_usage_stats: bool | None = None
+    """`usage` in each event, with the tokens so far; only with `include_usage`; default `false`"""
+    include_obfuscation: Annotated[bool | None, Ignored()] = None
 
 
-class GenerationRequest(StructuredFields):
+class GenerationRequest(StructuredFields, OtherGenerationFields):
     """What the two generating routes have in common."""
 
     model: str
@@ -82,8 +97,8 @@ class GenerationRequest(StructuredFields):
     """draw among the likeliest tokens that together reach this probability; default 1. Like `top_k` and `min_p` it has
     no effect without `temperature`, which `mbd.notes` says then"""
     top_k: TopK | None = None
-    """draw among so many likeliest tokens; default 0, all"""
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """draw among so many likeliest tokens; default 0, all, as -1"""
+    min_p: MinP | None = None
     """draw among the tokens of at least this share of the likeliest one's probability; default 0, all"""
     seed: Seed | None = None
     """of the first choice, default drawn; the i-th has `seed` + i"""
@@ -92,12 +107,10 @@ class GenerationRequest(StructuredFields):
     `canvas.branches`"""
     frequency_penalty: Penalty | None = None
     """subtracted for each time that the answer has the token; default 0"""
-    repetition_penalty: Annotated[float, Field(ge=LEAST, le=MAX_REPETITION)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     """of tokens that the prompt or the answer has: a positive logit is divided by it, another multiplied; default
     that of `generation_config.json`, else 1"""
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], items(MAX_BIASES)] | None = (
-        None
-    )
+    logit_bias: Bias | None = None
     """numbers from -100 to 100 that are added to the logits of tokens, by their ids; at most 1,024"""
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     """none of the first so many positions becomes a token that ends the answer, and no stop string is looked for in
@@ -127,20 +140,7 @@ class GenerationRequest(StructuredFields):
     """tells a client from others where keys do not; waiting clients take turns"""
     metadata: dict[str, Any] | None = None
     """changes nothing"""
-    store: bool | None = None
-    """changes nothing"""
-    service_tier: Literal["auto", "default"] | None = None
-    """changes nothing"""
-    safety_identifier: str | None = None
-    """changes nothing"""
-    prompt_cache_key: str | None = None
-    """changes nothing"""
-    prompt_cache_retention: str | None = None
-    """changes nothing"""
-    length_penalty: Annotated[Any, Only(1)] = None
-    use_beam_search: Annotated[Any, Only(False)] = None
-    include_stop_str_in_output: Annotated[Any, Only(False)] = None
-    skip_special_tokens: Annotated[Any, Only(True)] = None
+    store: Annotated[bool | None, Ignored("answers are not stored", silent=(False,))] = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -206,11 +206,13 @@ class GenerationRequest(StructuredFields):
     @property
     def notes(self) -> list[str]:
         """The fields that are taken and have no effect."""
-        neutral = {"top_p": 1, "top_k": 0, "min_p": 0}
-        names = [name for name, value in neutral.items() if getattr(self, name) not in (None, value)]
+        notes = ignored_notes(self)
         if self.temperature is not None:
-            return []
-        return [f"{name} has no effect at temperature 0, the default here; give temperature" for name in names]
+            return notes
+        neutral = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
+        names = [name for name, values in neutral.items() if getattr(self, name) not in (None, *values)]
+        notes += [f"{name} has no effect at temperature 0, the default here; give temperature" for name in names]
+        return notes
 
     @property
     def num_tops(self) -> int:
@@ -237,7 +239,7 @@ class GenerationRequest(StructuredFields):
             Sampling(
                 temperature=self.temperature or 0.0,
                 top_p=1.0 if self.top_p is None else self.top_p,
-                top_k=self.top_k or 0,
+                top_k=max(self.top_k or 0, 0),
                 min_p=self.min_p or 0.0,
                 logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
                 presence_penalty=self.presence_penalty or 0.0,
@@ -259,11 +261,14 @@ class GenerationRequest(StructuredFields):
         return "max_tokens"
 
     @property
-    def usage_in_stream(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def usage_in_stream(self) -> Literal["none", "last", "each"]:
+        """Which events of a stream have the usage."""
+        if self.stream_options is None or not self.stream_options.include_usage:
+            return "none"
+        return "each" if self.stream_options.continuous_usage_stats else "last"
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(GenerationRequest, OtherCompletionFields):
     """A text, or token ids, that go on."""
 
     prompt: (
@@ -277,7 +282,6 @@ class CompletionRequest(GenerationRequest):
     as 0 or 1"""
     logprobs: NumTops | None = None
     """each token's log-probability, and so many likeliest tokens beside it; with `echo` 0 or 1"""
-    suffix: Annotated[Any, Only("")] = None
     best_of: int | None = None
     """must be `n`"""
     template: Template | None = None
@@ -371,7 +375,7 @@ class CompletionRequest(GenerationRequest):
         return self.prompt  # type: ignore[return-value]  # validated: all strings or all lists
 
 
-class ChatRequest(GenerationRequest, ToolFields, TemplateFields):
+class ChatRequest(GenerationRequest, OtherChatFields, ToolFields, TemplateFields):
     """A conversation that goes on."""
 
     messages: Messages
@@ -382,14 +386,10 @@ class ChatRequest(GenerationRequest, ToolFields, TemplateFields):
     """each token's log-probability"""
     top_logprobs: NumTops | None = None
     """so many likeliest tokens beside each; only with `logprobs`"""
-    verbosity: Verbosity | None = None
-    """no effect, which `mbd.notes` says of `low` and `high`"""
-    functions: Annotated[Any, Only([])] = None
-    function_call: Annotated[Any, Only("none", "auto")] = None
-    modalities: Annotated[Any, Only(["text"])] = None
-    audio: Annotated[Any, Only()] = None
-    prediction: Annotated[Any, Only()] = None
-    web_search_options: Annotated[Any, Only()] = None
+    verbosity: Annotated[
+        Verbosity | None,
+        Ignored("ask for the length in a message, or bound it by max_tokens", silent=("medium",)),
+    ] = None
 
     def num_characters(self, body: int) -> int:
         return body  # all of it is messages and tools; to write the tools once more, to count them, takes long
@@ -402,11 +402,14 @@ class ChatRequest(GenerationRequest, ToolFields, TemplateFields):
     def turns(self) -> list[dict[str, Any]]:
         return turns(self.messages)
 
-    @property
-    def notes(self) -> list[str]:
-        if self.verbosity in (None, "medium"):
-            return super().notes
-        return [*super().notes, "verbosity has no effect: ask for the length in a message, or bound it by max_tokens"]
+    def template_notes(self, unknown: Callable[[Iterable[str]], list[str]]) -> list[str]:
+        notes = super().template_notes(unknown)
+        first = next((number for number, message in enumerate(self.messages) if message.reasoned), None)
+        if first is not None and unknown(REASONING) == list(REASONING):
+            notes.append(
+                f"messages.{first}.reasoning has no effect: the chat template shows none; its text does not count"
+            )
+        return notes
 
     @property
     def grammar_field(self) -> str | None:
@@ -487,6 +490,8 @@ class TokenizeRequest(ToolFields, TemplateFields):
                 "chat_template_kwargs": {},
                 "add_generation_prompt": True,
                 "reasoning_effort": "none",
+                "reasoning": None,
+                "documents": [],
             }
             names = [name for name, value in neutral.items() if getattr(self, name) not in (None, value)]
             if names:

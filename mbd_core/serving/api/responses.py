@@ -3,40 +3,85 @@
 Nothing is stored: each request brings its whole conversation.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from mbd_core.serving.api.chat_fields import (
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_TOOLS,
+    OTHER_TOOLS,
     FunctionName,
-    ReasoningEffort,
+    ReasoningFields,
     Verbosity,
 )
 from mbd_core.serving.api.errors import ApiError, FieldError
-from mbd_core.serving.api.fields import Seed
-from mbd_core.serving.api.parsing import MAX_TEXT_PARTS, Only, Strict, items, validation_error
-from mbd_core.serving.api.requests import ChatRequest, NumTops, PositiveInt, Speed, Temperature, TopK, TopP
+from mbd_core.serving.api.fields import Seed, StructuredOutputs
+from mbd_core.serving.api.other_fields import NOT_STORED, OtherResponseFields
+from mbd_core.serving.api.parsing import (
+    MAX_STOPS,
+    MAX_TEXT_PARTS,
+    Ignored,
+    Strict,
+    by_type,
+    ignored_notes,
+    items,
+    text_or_list,
+    validation_error,
+)
+from mbd_core.serving.api.requests import (
+    Bias,
+    ChatRequest,
+    MinP,
+    NumTops,
+    Penalty,
+    PositiveInt,
+    RepetitionPenalty,
+    Speed,
+    Temperature,
+    TopK,
+    TopP,
+)
 from mbd_core.serving.api.shapes import Completion, FunctionCallItem, MessageItem, OutputText, Response, Usage
 from mbd_core.serving.text.logprobs import TokenLogprob
 
-NOT_STORED = "responses are not stored here"
+MOST_NOTES = 8  # that items of an input have
 FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}  # of a chat
 
 
 class InputText(Strict):
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: Annotated[Any, Only([])] = None
+    annotations: Annotated[Any, Ignored()] = None
     logprobs: list[Any] | None = None
     """those of an answer; changes nothing"""
+    prompt_cache_breakpoint: Annotated[Any, Ignored()] = None
+    cache_control: Annotated[Any, Ignored()] = None
 
 
-InputParts = str | Annotated[list[InputText], items(MAX_TEXT_PARTS)]
+class InputRefusal(Strict):
+    type: Literal["refusal"]
+    refusal: str
+    """a part of the assistant's text"""
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+PART_FORMS = {"input_text": "(text)", "output_text": "(text)", "refusal": "(refusal)"}
+InputPart = Annotated[
+    Annotated[InputText, Tag("(text)")] | Annotated[InputRefusal, Tag("(refusal)")],
+    by_type(PART_FORMS),
+]
+InputParts = Annotated[
+    Annotated[str, Tag("(text)")] | Annotated[list[InputPart], items(MAX_TEXT_PARTS), Tag("(list)")],
+    Discriminator(text_or_list),
+]
 LOGPROBS = "message.output_text.logprobs"
 Included = Literal[
     "message.output_text.logprobs",
@@ -75,19 +120,153 @@ class InputCall(Strict):
     """changes nothing"""
     status: Status | None = None
     """changes nothing"""
+    namespace: Annotated[str | None, Ignored()] = None
+    caller: Annotated[Any, Ignored()] = None
+    created_by: Annotated[Any, Ignored()] = None
+
+
+class InputCustomCall(Strict):
+    """A call of a custom tool, shown as a call of a function with the parameter `input`."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Annotated[str, Field(min_length=1)]
+    name: FunctionName
+    input: str
+    id: str | None = None
+    """changes nothing"""
+    status: Status | None = None
+    """changes nothing"""
+    namespace: Annotated[str | None, Ignored()] = None
+    caller: Annotated[Any, Ignored()] = None
+    created_by: Annotated[Any, Ignored()] = None
+
+    @property
+    def arguments(self) -> str:
+        return json.dumps({"input": self.input}, ensure_ascii=False)
 
 
 class InputResult(Strict):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: InputParts
     id: str | None = None
     """changes nothing"""
     status: Status | None = None
     """changes nothing"""
+    name: Annotated[str | None, Ignored()] = None
+    caller: Annotated[Any, Ignored()] = None
+    created_by: Annotated[Any, Ignored()] = None
 
 
-InputItem = InputMessage | InputCall | InputResult
+class ReasoningText(Strict):
+    type: Literal["summary_text", "reasoning_text", "text"]
+    text: str
+
+
+class InputReasoning(Strict):
+    """Reasoning before the next item, as `reasoning` of a chat's message."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], items(MAX_TEXT_PARTS)] | None = None
+    """its text"""
+    summary: Annotated[list[ReasoningText], items(MAX_TEXT_PARTS)] | None = None
+    """its text where there is no `content`"""
+    encrypted_content: str | None = None
+    """cannot be read here; without text beside it `mbd.notes` says that it is left out"""
+    id: str | None = None
+    """changes nothing"""
+    status: Status | None = None
+    """changes nothing"""
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or self.summary or ())
+
+
+OTHER_ITEMS = (
+    "file_search_call",
+    "web_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "computer_call",
+    "computer_call_output",
+    "local_shell_call",
+    "local_shell_call_output",
+    "shell_call",
+    "shell_call_output",
+    "apply_patch_call",
+    "apply_patch_call_output",
+    "mcp_list_tools",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_call",
+    "tool_search_call",
+    "tool_search_output",
+    "additional_tools",
+    "program",
+    "program_output",
+    "configuration_update",
+    "compaction_trigger",
+)
+
+
+class OtherItem(Strict):
+    """What other servers' own tools have done: left out, which `mbd.notes` says."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal[OTHER_ITEMS]  # type: ignore[valid-type]  # of constants
+
+
+ITEM_FORMS = {
+    "message": "(message)",
+    "function_call": "(call)",
+    "custom_tool_call": "(custom)",
+    "function_call_output": "(result)",
+    "custom_tool_call_output": "(result)",
+    "reasoning": "(reasoning)",
+    **dict.fromkeys(OTHER_ITEMS, "(other)"),
+    "item_reference": "(reference)",
+    "compaction": "(compaction)",
+}
+
+
+def _no_reference(value: Any) -> Any:
+    raise ValueError(f"{NOT_STORED}; send the item itself instead of a reference")
+
+
+def _no_compaction(value: Any) -> Any:
+    raise ValueError("a compaction can be read by the server that made it alone; send the items that it stands for")
+
+
+class ItemReference(Strict):
+    """An item of an earlier response: refused, because nothing is stored."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Annotated[Literal["item_reference"], BeforeValidator(_no_reference)]
+
+
+class Compaction(Strict):
+    """What another server made of earlier items: refused, because it is encrypted."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Annotated[Literal["compaction"], BeforeValidator(_no_compaction)]
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("(message)")]
+    | Annotated[InputCall, Tag("(call)")]
+    | Annotated[InputCustomCall, Tag("(custom)")]
+    | Annotated[InputResult, Tag("(result)")]
+    | Annotated[InputReasoning, Tag("(reasoning)")]
+    | Annotated[OtherItem, Tag("(other)")]
+    | Annotated[ItemReference, Tag("(reference)")]
+    | Annotated[Compaction, Tag("(compaction)")],
+    by_type(ITEM_FORMS, default="message"),
+]
+Input = Annotated[
+    Annotated[str, Tag("(text)")] | Annotated[list[InputItem], items(MAX_MESSAGES, least=1), Tag("(list)")],
+    Discriminator(text_or_list),
+]
 
 
 class ResponseTool(Strict):
@@ -99,11 +278,61 @@ class ResponseTool(Strict):
     """a JSON schema with `"type": "object"`"""
     strict: bool | None = None
     """always honoured"""
+    cache_control: Annotated[Any, Ignored()] = None
+    defer_loading: Annotated[bool | None, Ignored()] = None
+    allowed_callers: Annotated[list[str] | None, Ignored()] = None
+    output_schema: Annotated[dict[str, Any] | None, Ignored()] = None
+
+
+class OtherTool(Strict):
+    """A tool of another kind, which is left out, which `mbd.notes` says."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal[OTHER_TOOLS]  # type: ignore[valid-type]  # of constants
+
+
+OF_A_CHAT = {"name", "description", "parameters", "strict"}
+TOOL_FORMS = {"function": "(function)", **dict.fromkeys(OTHER_TOOLS, "(other)")}
+AnyTool = Annotated[
+    Annotated[ResponseTool, Tag("(function)")] | Annotated[OtherTool, Tag("(other)")],
+    by_type(TOOL_FORMS),
+]
 
 
 class ResponseToolChoice(Strict):
     type: Literal["function"]
     name: FunctionName
+
+
+class NamedResponseTool(Strict):
+    model_config = ConfigDict(extra="allow")
+    type: str
+    name: str | None = None
+
+
+class AllowedResponseTools(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedResponseTool], items(MAX_TOOLS, least=1)]
+
+
+class OtherToolChoice(Strict):
+    """A tool of another kind: refused, because such tools are left out."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal[OTHER_TOOLS]  # type: ignore[valid-type]  # of constants
+
+
+CHOICE_FORMS = {"function": "(function)", "allowed_tools": "(allowed)", **dict.fromkeys(OTHER_TOOLS, "(other)")}
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("(word)")]
+    | Annotated[ResponseToolChoice, Tag("(function)")]
+    | Annotated[AllowedResponseTools, Tag("(allowed)")]
+    | Annotated[OtherToolChoice, Tag("(other)")],
+    by_type(CHOICE_FORMS),
+]
 
 
 class ResponseFormat(Strict):
@@ -131,39 +360,41 @@ class ResponseText(Strict):
     """as `verbosity` of a chat"""
 
 
-class ResponseReasoning(Strict):
-    effort: ReasoningEffort | None = None
-    """as `reasoning_effort` of a chat"""
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    """changes nothing: reasoning is no part of its own in an answer here"""
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    """changes nothing, as `summary`"""
-
-
 class ResponseStreamOptions(Strict):
-    include_obfuscation: Annotated[Any, Only(False)] = None
+    include_obfuscation: Annotated[bool | None, Ignored()] = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesChat(ChatRequest):
+    """The chat that a `ResponsesRequest` stands for."""
+
+    left_out: tuple[str, ...] = ()
+    """what the reply says of the request's own fields"""
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self.left_out, *super().notes]
+
+
+class ResponsesRequest(OtherResponseFields):
     """A conversation that goes on, as OpenAI's Responses have it."""
 
     model: str
     """the name of a served model or of an adapter; 404 for another"""
-    input: str | Annotated[list[InputItem], items(MAX_MESSAGES, least=1)]
-    """the user's text, or the conversation's items; items of an answer can be sent back as they are"""
+    input: Input
+    """the user's text, or the conversation's items; items of an answer can be sent back as they are; a reference to
+    an item, and a compaction, are refused"""
     instructions: str | None = None
     """a system message before `input`"""
-    tools: Annotated[list[ResponseTool], items(MAX_TOOLS)] | None = None
-    """functions that the model may call"""
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
-    """as of a chat"""
+    tools: Annotated[list[AnyTool], items(MAX_TOOLS)] | None = None
+    """functions that the model may call; tools of other kinds are left out, which `mbd.notes` says"""
+    tool_choice: ToolChoice | None = None
+    """as of a chat; one of another kind than a function is refused"""
     parallel_tool_calls: bool | None = None
     """as of a chat"""
     text: ResponseText | None = None
     """the form of the answer"""
     max_output_tokens: PositiveInt | None = None
     """as `max_tokens` of a chat"""
-    max_tool_calls: Annotated[Any, Only()] = None
     stream: bool | None = None
     """the answer as server-sent events, each with its `sequence_number`; default `false`"""
     stream_options: ResponseStreamOptions | None = None
@@ -173,48 +404,46 @@ class ResponsesRequest(Strict):
     """as of a chat"""
     top_k: TopK | None = None
     """as of a chat"""
+    min_p: MinP | None = None
+    """as of a chat"""
+    presence_penalty: Penalty | None = None
+    """as of a chat"""
+    frequency_penalty: Penalty | None = None
+    """as of a chat"""
+    repetition_penalty: RepetitionPenalty | None = None
+    """as of a chat"""
+    logit_bias: Bias | None = None
+    """as of a chat"""
+    stop: str | Annotated[list[str], items(MAX_STOPS)] | None = None
+    """as of a chat"""
+    ignore_eos: bool | None = None
+    """as of a chat"""
+    structured_outputs: StructuredOutputs | None = None
+    """as of a chat; not beside `text.format`"""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """as of a chat"""
     seed: Seed | None = None
     """as of a chat"""
     decoding: dict[str, Any] | None = None
     """as of a chat"""
     speed: Speed | None = None
     """as of a chat"""
-    store: bool | None = None
-    """default `false`; `true` is refused, responses are not stored"""
-    previous_response_id: str | None = None
-    """refused: give the conversation in `input`"""
-    conversation: Any = None
-    """refused: give the conversation in `input`"""
     user: str | None = None
     """as of a chat"""
     metadata: dict[str, Any] | None = None
     """comes back in the answer"""
-    service_tier: Literal["auto", "default"] | None = None
-    """changes nothing"""
-    safety_identifier: str | None = None
-    """changes nothing"""
-    prompt_cache_key: str | None = None
-    """changes nothing"""
-    prompt_cache_retention: str | None = None
-    """changes nothing"""
-    background: Annotated[Any, Only(False)] = None
     include: Annotated[list[Included], items(16)] | None = None
     """`message.output_text.logprobs`: each token's log-probability, not beside tools that may be called; the others
     name parts that no answer here has, and change nothing"""
-    reasoning: ResponseReasoning | None = None
+    reasoning: ReasoningFields | None = None
+    """as of a chat"""
     top_logprobs: NumTops | None = None
     """so many likeliest tokens beside each; only with the log-probabilities"""
     truncation: Literal["auto", "disabled"] | None = None
     """changes nothing: no item is dropped, and an input that the model does not hold is refused under either"""
-    prompt: Annotated[Any, Only()] = None
 
     @model_validator(mode="after")
-    def _nothing_stored(self) -> "ResponsesRequest":
-        if self.store:
-            raise FieldError("store", NOT_STORED, value=True, remedy="give false, or leave it out")
-        for name in ("previous_response_id", "conversation"):
-            if getattr(self, name) is not None:
-                raise FieldError(name, NOT_STORED, remedy="give the whole conversation in input, and leave it out")
+    def _check_logprobs(self) -> "ResponsesRequest":
         if self.top_logprobs and LOGPROBS not in (self.include or ()):
             raise FieldError("top_logprobs", f"only allowed with {LOGPROBS}", remedy="name that in include")
         if self.chat.wants_logprobs and self.chat.call_rule is not None:  # what a chat refuses is refused here
@@ -226,52 +455,93 @@ class ResponsesRequest(Strict):
     def chat(self) -> ChatRequest:
         """The same request as a chat; raises `ApiError` for what a chat refuses, with the field of this request."""
         form = None if self.text is None else self.text.format
-        choice: Any = self.tool_choice
-        if isinstance(choice, ResponseToolChoice):
-            choice = {"type": "function", "function": {"name": choice.name}}
-        names = ("model", "parallel_tool_calls", "temperature", "top_p", "top_k", "seed", "decoding", "speed", "user")
+        messages, left_out = self._messages
         body = {
-            **{name: getattr(self, name) for name in (*names, "top_logprobs")},
+            **{name: getattr(self, name) for name in CHAT_FIELDS},
+            "left_out": (*ignored_notes(self), *self._left_out_tools, *left_out),
             "logprobs": LOGPROBS in (self.include or ()),
-            "messages": self._messages,
+            "messages": messages,
             "tools": [
-                {"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools or ()
+                {"type": "function", "function": tool.model_dump(include=OF_A_CHAT)} for tool in self._functions
             ],
-            "tool_choice": choice,
+            "tool_choice": self._chat_choice,
             "max_completion_tokens": self.max_output_tokens,
-            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "verbosity": None if self.text is None else self.text.verbosity,
             "response_format": None if form is None else _chat_format(form),
             "stream": self.stream,
             "stream_options": {"include_usage": True} if self.stream else None,
         }
         try:
-            return ChatRequest.model_validate(body)
+            return ResponsesChat.model_validate(body)
         except ValidationError as error:
-            raise own_error(validation_error(error)) from None
+            raise own_error(validation_error(error, ResponsesChat)) from None
 
     @property
-    def _messages(self) -> list[dict[str, Any]]:
-        """The input as a chat's messages: the calls of a turn belong to the assistant's message before them."""
+    def _functions(self) -> list[ResponseTool]:
+        return [tool for tool in self.tools or () if isinstance(tool, ResponseTool)]
+
+    @property
+    def _left_out_tools(self) -> list[str]:
+        """What the reply says of tools that are no functions."""
+        kinds = dict.fromkeys(str(tool.type) for tool in self.tools or () if isinstance(tool, OtherTool))
+        return [f"tools of type {kind} are left out: functions alone are called here" for kind in kinds]
+
+    @property
+    def _chat_choice(self) -> Any:
+        """The choice of tools as a chat has it."""
+        choice = self.tool_choice
+        if isinstance(choice, ResponseToolChoice):
+            return {"type": "function", "function": {"name": choice.name}}
+        if isinstance(choice, OtherToolChoice):
+            why = f"a tool of type {choice.type} is left out, functions alone are called here"
+            raise FieldError("tool_choice", why, remedy='give "auto", or name a function')
+        if not isinstance(choice, AllowedResponseTools):
+            return choice
+        names = [tool.name for tool in choice.tools if tool.type == "function"]
+        if not names:
+            why = "no function is among the allowed tools, and functions alone are called here"
+            raise FieldError("tool_choice", why, remedy='give "none", or allow a function')
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+
+    @property
+    def _messages(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """The input as a chat's messages, and what the reply says of items without a place in them.
+
+        The calls of a turn belong to the assistant's message before them, and reasoning to the one behind it.
+        """
         messages: list[dict[str, Any]] = []
+        notes: list[str] = []
+        reasoning = ""
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
-        for item in self.input:
-            if isinstance(item, InputMessage):
+            return [*messages, {"role": "user", "content": self.input}], notes
+        for number, item in enumerate(self.input):
+            if isinstance(item, InputReasoning):
+                reasoning += item.text
+                if item.encrypted_content and not item.text:
+                    notes.append(f"input.{number} is left out: its reasoning is encrypted")
+            elif isinstance(item, OtherItem):
+                notes.append(f"input.{number} is left out: an item of type {item.type} has no place here")
+            elif isinstance(item, InputMessage):
                 messages.append({"role": item.role, "content": _text(item.content)})
+                if item.role == "assistant":
+                    messages[-1]["reasoning"], reasoning = reasoning or None, ""
             elif isinstance(item, InputResult):
                 messages.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
-            else:
+            elif isinstance(item, InputCall | InputCustomCall):
                 if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": None})
+                    messages.append({"role": "assistant", "content": None, "reasoning": reasoning or None})
+                    reasoning = ""
                 calls = messages[-1].setdefault("tool_calls", [])
                 if len(calls) == MAX_CALLS:
                     raise FieldError("input", f"a turn has more than {MAX_CALLS} calls, the most that are taken")
                 function = {"name": item.name, "arguments": item.arguments}
                 calls.append({"id": item.call_id, "type": "function", "function": function})
-        return messages
+        if len(notes) > MOST_NOTES:
+            notes[MOST_NOTES:] = [f"{len(notes) - MOST_NOTES} more items of input are left out"]
+        return messages, notes
 
     def response(self, *, id: str, created: int) -> Response:
         """The response as it begins."""
@@ -279,6 +549,7 @@ class ResponsesRequest(Strict):
         if self.text is not None and self.text.format is not None:
             form = self.text.format.model_dump(by_alias=True, exclude_none=True)
         choice = self.tool_choice
+        shown_choice = choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump()
         return {
             "id": id,
             "object": "response",
@@ -295,8 +566,8 @@ class ResponsesRequest(Strict):
             "store": False,
             "temperature": self.temperature,
             "text": {"format": form},
-            "tool_choice": choice.model_dump() if isinstance(choice, ResponseToolChoice) else choice or "auto",
-            "tools": [tool.model_dump() for tool in self.tools or ()],
+            "tool_choice": shown_choice,
+            "tools": [tool.model_dump(exclude_none=True) for tool in self._functions],
             "top_p": self.top_p,
             "truncation": self.truncation or "disabled",
             "usage": None,
@@ -305,7 +576,32 @@ class ResponsesRequest(Strict):
         }
 
 
-def _text(content: str | Sequence[InputText]) -> str:
+CHAT_FIELDS = (
+    "model",
+    "parallel_tool_calls",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+    "ignore_eos",
+    "structured_outputs",
+    "chat_template_kwargs",
+    "reasoning",
+    "seed",
+    "decoding",
+    "speed",
+    "user",
+    "top_logprobs",
+)
+"""What a chat has by the same name."""
+
+
+def _text(content: str | Sequence[InputText | InputRefusal]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 

@@ -84,6 +84,14 @@ class Usage(TypedDict):
     """found in the prefix cache, by each prompt's first choice"""
 
 
+class UsageSoFar(TypedDict):
+    """With `continuous_usage_stats`, in the events before the last."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
 class CachedTokens(TypedDict):
     cached_tokens: int
 
@@ -278,8 +286,8 @@ class Chunk(TypedDict):
     model: str
     choices: Annotated[list["ChunkChoice"], Field(max_length=1)]
     """none in a last event with `usage`"""
-    usage: NotRequired[Usage | None]
-    """in the last event with `include_usage`, `null` before it"""
+    usage: NotRequired[Usage | UsageSoFar | None]
+    """in the last event with `include_usage`, `null` before it, or with `continuous_usage_stats` the counts so far"""
     mbd: NotRequired[Measures]
     """in the last event"""
 

@@ -5,7 +5,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from mbd_core.decoding.blocks.request import (
     Counts,
@@ -151,7 +151,7 @@ class Answer:
     echoes         the text before each choice's own, if any
     texts          the text of each token, for frames
     resumable      whether each commit of a stream ends with its place, from which it can go on (`Resume`)
-    include_usage  whether the events end with one that carries the usage
+    usage          which events carry the usage: none, an extra last one, or that and each before it
     watch          measures the steps
     on_close       called by `close()`, each time
     """
@@ -168,16 +168,17 @@ class Answer:
         echoes: Sequence[str] = (),
         texts: TokenTexts | None = None,
         resumable: bool = False,
-        include_usage: bool = False,
+        usage: Literal["none", "last", "each"] = "none",
         watch: RequestWatch | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.streamed, self._watch, self._on_close = streamed, watch, on_close
         self._steps: AsyncIterable[TextStep] = stream if watch is None else watch.steps(stream)
-        self._reply, self._stream, self._logprobs, self._include_usage = reply, stream, logprobs, include_usage
+        self._reply, self._stream, self._logprobs, self._usage = reply, stream, logprobs, usage
         self._details, self._texts, self._resumable = details or TokenDetails(), texts, resumable
         self._calls = [CallReader() if calls else None for _ in stream.requests]
         self._echoes = list(echoes) or [""] * len(stream.requests)
+        self._num_tokens = [len(request.committed) for request in stream.requests]  # of each choice's chunks so far
 
     def close(self) -> None:
         """Abort what the engine has not finished."""
@@ -255,7 +256,7 @@ class Answer:
         reply = self._reply
         index = {r.request_id: i for i, r in enumerate(self._stream.requests)}
         counts: dict[int, Counts] = {}
-        num_tokens = [len(request.committed) for request in self._stream.requests]
+        num_tokens = self._num_tokens
         weights: list[tuple[int, int]] = []
         for i, (request, echo) in enumerate(zip(self._stream.requests, self._echoes, strict=True)):
             prompt = self._details.of_prompt(request.prompt)
@@ -263,8 +264,11 @@ class Answer:
                 yield [self._chunk(i, text=echo, first=True, details=prompt)]
         async for step in self._steps:
             i = index[step.request_id]
-            chunks = [chunk for part in by_tokens(step) if (chunk := self._chunk_of(i, part)) is not None]
-            num_tokens[i] += len(step.new_tokens)
+            chunks = []
+            for part in by_tokens(step):
+                num_tokens[i] += len(part.new_tokens)
+                if (chunk := self._chunk_of(i, part)) is not None:
+                    chunks.append(chunk)
             if self._resumable and step.new_tokens and step.output is None:
                 place = _place(self._stream.requests[i], reply.id, num_tokens[i], step.num_forwards)
                 chunks[-1]["choices"][0]["resume"] = place
@@ -277,16 +281,19 @@ class Answer:
                 end = self._details.of_answer(step.output.tokens)
                 reason = self._reason(i, step.output.finish_reason)
                 last = self._chunk(i, reason=reason, stop_reason=step.output.stop_reason, details=end)
-                if len(counts) == len(index) and not self._include_usage:
+                if len(counts) == len(index) and self._usage == "none":
                     last["mbd"] = reply.measures([counts[i] for i in sorted(counts)], weights)
                 objects.append(last)
             yield objects
-        if self._include_usage:
+        if self._usage != "none":
             yield [reply.usage_chunk([counts[i] for i in sorted(counts)], weights)]
 
     def _chunk(self, index: int, **fields: Any) -> Chunk:
         chunk = self._reply.chunk(index, **fields)
-        return {**chunk, "usage": None} if self._include_usage else chunk
+        if self._usage == "none":
+            return chunk
+        usage = None if self._usage == "last" else self._reply.usage_so_far(self._stream.requests, self._num_tokens)
+        return {**chunk, "usage": usage}
 
     def _chunk_of(self, index: int, step: TextStep) -> Chunk | None:
         """The chunk of a part of a step, `None` where it has nothing to say."""

@@ -298,7 +298,7 @@ class OpenAIServer:
             echoes=() if api_request.resume else echoes,
             texts=route.token_texts if api_request.frames else None,
             resumable=bool(api_request.resumable),
-            include_usage=api_request.usage_in_stream,
+            usage=api_request.usage_in_stream,
             watch=watch,
             on_close=request.end,
         )

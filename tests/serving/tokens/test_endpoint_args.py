@@ -53,7 +53,7 @@ def test_a_setting_that_the_model_cannot_honour_is_refused(
         ({"do_sample": "yes"}, "do_sample='yes'"),
         ({"do_sample": True, "temperature": "hot"}, "temperature='hot'"),
         ({"do_sample": True, "top_p": 0}, "top_p=0"),
-        ({"do_sample": True, "top_k": -1}, "top_k=-1"),
+        ({"do_sample": True, "top_k": -2}, "top_k=-2"),
         ({"repetition_penalty": 0}, "repetition_penalty=0"),
         ({"max_new_tokens": True}, "max_new_tokens=True"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
