@@ -25,7 +25,11 @@ def run(
     samples: Annotated[Path, Option("JSON lines, one sample each.", DATA, metavar="FILE")],
     data: Annotated[
         str | None,
-        Option("The task's problems, in their upstream's format; not for generated tasks.", DATA, metavar="PATH|URL"),
+        Option(
+            "The task's problems, as their upstream or the hub has them; not for generated tasks.",
+            DATA,
+            metavar="PATH|URL",
+        ),
     ] = None,
     limit: Annotated[int | None, Option("Problems of a generated task.", DATA, at_least=1)] = None,
     split: Annotated[Split, Option("Split of a generated task.", DATA)] = "test",

@@ -27,8 +27,9 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
 from mbd_core.files import check_target_folder, folder_kind
 from mbd_core.json_text import merge_fields
-from mbd_core.multitf.data.conversation_rows import Columns, find_files, read_rows
+from mbd_core.multitf.data.conversation_rows import Columns, find_files
 from mbd_core.options import CLUSTER, DATA, DECODING, OUTPUT, Option
+from mbd_core.row_files import read_row_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -158,7 +159,8 @@ def run(
     against: Annotated[
         tuple[str, ...],
         Option(
-            "A benchmark's file; rows that repeat its problems are reported. May be given again.",
+            "A benchmark's file, of any format that sweeps read; rows that repeat its problems are reported. May be "
+            "given again.",
             DATA,
             metavar="FILE",
         ),
@@ -204,7 +206,7 @@ def run(
         columns=Columns(chat=messages, prompt=prompt, response=response, answered=not answerer)
         if has_columns
         else None,
-        benchmarks=[Benchmark.of(name, read_rows(find_files(name))) for name in against],
+        benchmarks=[Benchmark.of(name, ((place, row) for _, place, row in read_row_files(name))) for name in against],
         drop_overlap=drop_overlap,
         limit=limit,
         weights=weights,

@@ -34,8 +34,8 @@ class TaskOptions:
     data: Annotated[
         Sequence[str],
         Option(
-            "Where a task that is not generated lies: a file of JSON lines, or hub:NAME[:CONFIGURATION[:SPLIT]]. With "
-            "one task PATH alone; repeatable.",
+            "Where a task that is not generated lies: a file (JSON lines or list, Parquet, Arrow), a folder of "
+            "one split, or hub:NAME[:CONFIGURATION[:SPLIT]]. With one task PATH alone; repeatable.",
             DATA,
             metavar="TASK=PATH",
         ),

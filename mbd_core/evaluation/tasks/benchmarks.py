@@ -46,6 +46,7 @@ class Task:
     mark        what stands before the answer of a worked solution, for `strict` and `flexible`
     max_tokens  tokens of an answer to a generated problem, at most; for a file's problems the recipe says them
     is_asked    whether a row is one of the task's problems; the others are passed over
+    other_form  what to do with rows that lack a column because they have another form of the benchmark
     """
 
     name: str
@@ -57,6 +58,7 @@ class Task:
     mark: Mark = "####"
     max_tokens: int = 128
     is_asked: Callable[[dict[str, Any]], bool] = lambda _row: True
+    other_form: str = ""
 
     @property
     def benchmark(self) -> str:
@@ -106,13 +108,13 @@ def _humaneval_problem(_problem_id: str, row: dict[str, Any]) -> Problem:
 
 def _mbpp_problem(_problem_id: str, row: dict[str, Any]) -> Problem:
     """A row of MBPP's full file (`text`) or of its sanitised one (`prompt`)."""
-    text = row.get("text", row.get("prompt"))
+    text = row.get("text") or row.get("prompt")
     if not isinstance(text, str):
         raise ValueError("no column 'text' or 'prompt' with the problem's text")
     if "plus_input" in row:
         raise ValueError("the row has EvalPlus's inputs ('plus_input'); use task 'mbpp-plus'")
     entry_point = _tested_function(row["test_list"])
-    setup = "\n".join([*row.get("test_imports", []), row.get("test_setup_code", "")])
+    setup = "\n".join([*(row.get("test_imports") or ()), row.get("test_setup_code") or ""])
     tests = {"preamble": "", "tests": "\n".join([setup, *row["test_list"]]), "check": ""}
     return Problem(
         problem_id=f"Mbpp/{row['task_id']}",
@@ -242,6 +244,8 @@ _TASKS = (
         columns=PLUS_COLUMNS,
         rule="plus",
         problem=_plus_problem("humaneval"),
+        other_form="give EvalPlus's own HumanEvalPlus.jsonl.gz; task 'humaneval' takes the hub's "
+        "evalplus/humanevalplus, whose column 'test' has all inputs",
     ),
     Task(
         name="mbpp",
@@ -250,7 +254,15 @@ _TASKS = (
         rule="code",
         problem=_mbpp_problem,
     ),
-    Task(name="mbpp-plus", label="MBPP+", columns=PLUS_COLUMNS, rule="plus", problem=_plus_problem("mbpp")),
+    Task(
+        name="mbpp-plus",
+        label="MBPP+",
+        columns=PLUS_COLUMNS,
+        rule="plus",
+        problem=_plus_problem("mbpp"),
+        other_form="give EvalPlus's own MbppPlus.jsonl.gz; of the hub's evalplus/mbppplus task 'mbpp' runs MBPP's own "
+        "tests, the column 'test_list'",
+    ),
     Task(
         name=LIVE_CODE_BENCH,
         label="LiveCodeBench",

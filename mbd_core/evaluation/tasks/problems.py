@@ -1,46 +1,34 @@
 """The problems of a task: from a generator, or rows from where a benchmark lies."""
 
 import datetime
-import gzip
 import hashlib
 import itertools
 import json
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import fsspec
-
 from mbd_core.errors import error_line
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task
-from mbd_core.json_text import parse_json
 from mbd_core.proxies import connection_note
+from mbd_core.row_files import FORMATS, NumberedRow, read_row_files
 from mbd_core.tasks.split import Split
 
-# Rows from where a benchmark lies: JSON lines at a path or fsspec URL, or a data set of the Hugging Face hub.
+# Rows from where a benchmark lies: files of any format that hubs have, or a data set of the Hugging Face hub itself.
 
 HUB, HUB_URL = "hub:", "https://huggingface.co"
 
 
-def read_rows(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """The rows of a benchmark, each with its number and its place in words, `FILE, line N`.
+def read_rows(path: str) -> Iterator[NumberedRow]:
+    """The rows of a benchmark, each with its number and its place in words, as `FILE, line N`.
 
-    `path` names a file of JSON lines, plain or gzipped, or `hub:NAME[:CONFIGURATION[:SPLIT]]` (by default the split
-    `test`), which the package `datasets` loads. Raises `ValueError`, one sentence, for what cannot be read.
+    `path` names files (`read_row_files`), or `hub:NAME[:CONFIGURATION[:SPLIT]]` (by default the split `test`), which
+    the package `datasets` loads. Raises `ValueError`, one sentence, for what cannot be read.
     """
-    if path.startswith(HUB):
-        yield from _hub_rows(path)
-        return
-    for number, line in _numbered_lines(path):
-        place = f"{path}, line {number}"
-        row = parse_json(line, f"{place}: it")
-        if not isinstance(row, dict):
-            raise ValueError(f"{place}: a {type(row).__name__}, not a JSON object")
-        yield number, place, row
+    return _hub_rows(path) if path.startswith(HUB) else read_row_files(path)
 
 
-def _hub_rows(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
+def _hub_rows(path: str) -> Iterator[NumberedRow]:
     name, _, split_name = path.removeprefix(HUB).partition(":")
     configuration, _, split = split_name.partition(":")
     if not name:
@@ -57,26 +45,6 @@ def _hub_rows(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
         raise ValueError(f"{path} cannot be loaded: {error_line(error)}{connection_note(error, HUB_URL)}") from None
     for number, row in enumerate(rows, start=1):
         yield number, f"{path}, row {number}", dict(row)
-
-
-def _numbered_lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """The file's lines that are not blank, counted from 1."""
-    number = 0
-    try:
-        with fsspec.open(path, "rb", compression="infer") as file:
-            for number, raw in enumerate(file, start=1):
-                if raw.strip():
-                    yield number, raw
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}, after line {number}: damaged gzip data ({error})") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ImportError as error:
-        raise ValueError(f"{path} cannot be read without a package that is not installed: {error}") from None
-    except ValueError:
-        raise
-    except Exception as error:  # each storage raises types of its own, as S3's without credentials
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}") from None
 
 
 DEFAULT_LIMIT = 500
@@ -103,7 +71,7 @@ def load_problems(
     """The first `limit` problems of a task.
 
     A generated task takes `split` and `seed`, and 500 problems by default. The other tasks read `data`, which names a
-    file of JSON lines or a data set of the hub (`read_rows`), by default all of it. Raises `ValueError` for a limit
+    file of rows or a data set of the hub (`read_rows`), by default all of it. Raises `ValueError` for a limit
     below 1, for `data` that is missing or not wanted, and for a malformed row, naming the file, the line and the
     reason.
     """
@@ -112,7 +80,8 @@ def load_problems(
     if task.generate is None:
         if data is None:
             raise ValueError(
-                f"task '{task.name}' needs a JSON-lines file: --data PATH, beside other tasks {task.name}=PATH"
+                f"task '{task.name}' needs its problems' file ({FORMATS}): --data PATH, beside other tasks "
+                f"{task.name}=PATH"
             )
         return ProblemSet(task=task, source=data, problems=tuple(_read_problems(task, data)[:limit]))
     if data is not None:
@@ -128,7 +97,7 @@ def _read_problems(task: Task, path: str) -> list[Problem]:
     place_of: dict[str, str] = {}
     for number, place, row in read_rows(path):
         try:
-            row_values = _checked_row(row, columns=task.columns)
+            row_values = _checked_row(row, task=task)
             if not task.is_asked(row_values):
                 continue
             problem = task.problem(f"{task.name}/{number}", row_values)
@@ -144,11 +113,14 @@ def _read_problems(task: Task, path: str) -> list[Problem]:
     return problems
 
 
-def _checked_row(row: dict[str, Any], *, columns: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
+def _checked_row(row: dict[str, Any], *, task: Task) -> dict[str, Any]:
     """The row, whose columns are there and of their types; it may have others."""
-    for column, kind in columns.items():
+    for column, kind in task.columns.items():
         if column not in row:
-            raise ValueError(f"no column '{column}'; a row needs {', '.join(columns)}")
+            what_to_do = f"; {task.other_form}" if task.other_form else ""
+            raise ValueError(
+                f"no column '{column}'; a row needs {', '.join(task.columns)}, and has {', '.join(row)}{what_to_do}"
+            )
         if not isinstance(row[column], kind):
             kind_names = " or ".join(_KINDS[k] for k in (kind if isinstance(kind, tuple) else (kind,)))
             raise ValueError(f"column '{column}' must be {kind_names}, not {type(row[column]).__name__}")

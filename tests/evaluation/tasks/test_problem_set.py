@@ -94,7 +94,7 @@ def test_files_that_hold_nothing_or_are_not_there(tmp_path: Path) -> None:
 
 
 def test_what_a_task_cannot_be_given() -> None:
-    with pytest.raises(ValueError, match="needs a JSON-lines file"):
+    with pytest.raises(ValueError, match="needs its problems' file"):
         load_problems(find_task("gsm8k"))
     with pytest.raises(ValueError, match="takes no data file"):
         load_problems(find_task("gsm-mini"), data="x.jsonl")
