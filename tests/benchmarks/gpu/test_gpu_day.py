@@ -23,7 +23,11 @@ from mbd_core.models.mlp import MoE
 from mbd_core.ops.attention.choice import AttentionKernel
 from mbd_core.ops.experts import expert_products as experts_triton
 
-SECTIONS = [(part, name) for part, sections in PARTS.items() for name in sections]
+SECTIONS = [
+    pytest.param(part, name, marks=[pytest.mark.slow] if name == "compiled steps" else [])
+    for part, sections in PARTS.items()
+    for name in sections
+]
 
 
 @pytest.mark.parametrize(("part", "name"), SECTIONS)
