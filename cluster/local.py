@@ -29,11 +29,13 @@ import ray
 
 from cluster.ray_private import (
     SEVERAL_NODES,
+    WORKERS_BY_UV,
     cluster_addresses,
     forget_token,
     handle_worker_lines,
     make_token,
     on_loopback,
+    starts_workers_by_uv,
 )
 from mbd_core.proxies import keep_direct
 
@@ -110,6 +112,13 @@ def connect(
         _print_own_lines()
         return True
     check_answer(address, seconds=answer_seconds)
+    if starts_workers_by_uv():
+        print(
+            "uv run: Ray sends this folder to the cluster, which starts each worker by uv in its copy; with "
+            f"{WORKERS_BY_UV}=0 workers have their node's own environment",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
         with progress_line(f"connecting to the Ray cluster at {address}"):
             ray.init(address, **log_settings)
@@ -311,6 +320,7 @@ def _head(
             "RAY_USAGE_STATS_ENABLED": "0",
             GCS_SECONDS: f"{start_seconds:.0f}",
             SEVERAL_NODES: "0",
+            WORKERS_BY_UV: os.environ.get(WORKERS_BY_UV, "0"),
             "PYTHONPATH": _with_root(os.environ.get("PYTHONPATH")),
             # A submitted job says `python`: it must be the one that runs here.
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),

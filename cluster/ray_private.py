@@ -16,27 +16,43 @@ from ray._private.authentication.authentication_token_setup import (
     enable_token_auth_by_default,
 )
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
+from ray._private.runtime_env import uv_runtime_env_hook
 
 PRINT_HANDLER = "ray_print_logs"  # the handler that prints the workers' lines
 # At "0", Ray's default on Windows and macOS, every process of a node listens on loopback alone: the metrics agent too,
 # which asks nobody for a token. Such a node has no others beside it.
 SEVERAL_NODES = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+# Unless it is "0", a driver that `uv run` started sends its folder to the cluster, and each worker is started by
+# `uv run` in that copy.
+WORKERS_BY_UV = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 ALL_ADDRESSES = "[::]"  # where a Serve replica opens its port for calls from other replicas
 
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """What Ray starts or joins here is a node on loopback; outside of the block this process can join any cluster."""
-    constant, variable = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(SEVERAL_NODES)
+    """What Ray starts or joins here is a node on loopback, whose workers have this process's own environment, however
+    that was started; outside of the block this process can join any cluster.
+
+    A `WORKERS_BY_UV` that the user has set holds.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER, ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
+    variable = os.environ.get(SEVERAL_NODES)
     ray_constants.ENABLE_RAY_CLUSTER, os.environ[SEVERAL_NODES] = False, "0"
+    if WORKERS_BY_UV not in os.environ:
+        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = constant
+        ray_constants.ENABLE_RAY_CLUSTER, ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = before
         if variable is None:
             del os.environ[SEVERAL_NODES]
         else:
             os.environ[SEVERAL_NODES] = variable
+
+
+def starts_workers_by_uv() -> bool:
+    """Whether Ray would start this process's workers by `uv run`, as this process was started."""
+    return ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV and uv_runtime_env_hook._get_uv_run_cmdline() is not None
 
 
 def cluster_addresses() -> list[str]:
