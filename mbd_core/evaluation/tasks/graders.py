@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mbd_core.evaluation.sandbox.processes import Limits
+from mbd_core.evaluation.sandbox.program_text import extract_program
 from mbd_core.evaluation.sandbox.programs import Reason as RunReason
-from mbd_core.evaluation.sandbox.programs import extract_program, run_tests
+from mbd_core.evaluation.sandbox.programs import run_tests
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task, runs_programs
 from mbd_core.evaluation.tasks.evalplus import OracleFailure, judge_program
 from mbd_core.evaluation.tasks.harness_tasks import harness_metrics, is_right

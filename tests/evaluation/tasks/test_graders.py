@@ -22,6 +22,25 @@ def test_the_task_s_rule_decides_and_both_extractions_are_kept() -> None:
         assert (result.strict_correct, result.flexible_correct) == (False, True)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        'def double(x):\n    return 2 * x\n\nn = int(input("Number: "))\nprint(double(n))',
+        'def double(x):\n    return 2 * x\n\ndata = open("in.txt").read()',
+        "from argparse import ArgumentParser\nparser = ArgumentParser()\nparser.add_argument('x')\n\n"
+        "def double(x):\n    return 2 * x\n\nargs = parser.parse_args()",
+        "from __future__ import annotations\nfrom typing import List\n\ndef double(x: List) -> int:\n    return 2 * x",
+    ],
+)
+def test_a_function_is_graded_whatever_stands_around_it(answer: str) -> None:
+    mbpp = TASKS["mbpp"].problem("1", {"task_id": 2, "text": "Twice x.", "test_list": ["assert double(4) == 8"]})
+    stub = "from typing import List\n\n" + STUB
+    humaneval = Problem(problem_id="p", prompt=stub, reference=TESTS, entry_point="double")
+    for task, problem in (("humaneval", humaneval), ("mbpp", mbpp)):
+        result = grade(TASKS[task], problem, f"The function:\n```python\n{answer}\n```")
+        assert (result.reason, result.detail) == ("passed", ""), task
+
+
 def test_a_chain_of_thought_is_read_behind_its_own_mark() -> None:
     problem = Problem(problem_id="p", prompt="?", reference="1021")
     text = "15 + 6 = 21, and 1,000 more. The answer is $1,021."

@@ -4,6 +4,7 @@
 docs/notebook/evaluation.md.
 """
 
+import ast
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from program_corruptions import corruptions
 
-from mbd_core.evaluation.sandbox.programs import extract_program
+from mbd_core.evaluation.sandbox.program_text import extract_program
 from mbd_core.evaluation.tasks.benchmarks import Problem, find_task
 from mbd_core.evaluation.tasks.evalplus import PlusProblem
 from mbd_core.evaluation.tasks.graders import grade, grade_program
@@ -192,25 +193,29 @@ LAYOUTS: dict[str, Callable[[str, str], str]] = {
 
 @pytest.mark.parametrize("task", ["humaneval-plus", "mbpp-plus"])
 def test_every_layout_of_a_canonical_solution_gives_its_program(task: str) -> None:
-    import ast
-
     num = 0
     for problem in problems(task):
         plus = PlusProblem.unpack(problem.reference)
-        wanted = definitions(ast.parse(plus.prompt + plus.canonical_solution))
+        wanted = reached_definitions(ast.parse(plus.prompt + plus.canonical_solution), plus.entry_point)
         for layout, write in LAYOUTS.items():
             text = write(plus.prompt, plus.canonical_solution)
             program = extract_program(plus.prompt, plus.entry_point, text)
-            assert wanted <= definitions(ast.parse(program)), (problem.problem_id, layout, program)
+            kept = reached_definitions(ast.parse(program), plus.entry_point)
+            assert wanted == kept, (problem.problem_id, layout, program)
             num += 1
     print(f"{task}: {num} of {num} texts in {len(LAYOUTS)} layouts give the canonical program")
 
 
-def definitions(module: object) -> set[str]:
-    import ast
-
-    assert isinstance(module, ast.Module)
-    return {ast.dump(node) for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+def reached_definitions(module: ast.Module, entry_point: str) -> set[str]:
+    """What a function reaches of the functions and classes of a module, by the names in them."""
+    named = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    waiting, reached = [entry_point], set()
+    while waiting:
+        node = named.pop(waiting.pop(), None)
+        if node is not None:
+            reached.add(ast.dump(node))
+            waiting += [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+    return reached
 
 
 def wrong_programs(task: str, chosen: list[Problem]) -> tuple[list[str], list[str]]:
