@@ -109,9 +109,7 @@ class CallRule:
             f"body: {json.dumps(HEAD)} function {json.dumps(TAIL)} {end}",
             "function: " + " | ".join(f"f{i}" for i in range(len(self.functions))),
         ]
-        for i, (name, schema) in enumerate(self.functions):
-            arguments = json.dumps({**schema, "x-guidance": SEPARATORS})
-            lines.append(f"f{i}: {json.dumps(name + ARGUMENTS)} %json {arguments}")
+        lines += [f"f{i}: {json.dumps(name + ARGUMENTS)} %json @{i}" for i, (name, _) in enumerate(self.functions)]
         others = ' ("\\n" call)*' if self.several else ""
         if self.must:
             lines.insert(0, f"start: call{others}")
@@ -123,7 +121,8 @@ class CallRule:
                 f"spelled[lazy]: /(?s:.*)/ {json.dumps(BEGIN)}",
                 "TEXT: /(?s:.*)/",
             ]
-        return Grammar(syntax="lark", text="\n".join(lines), may_be_cut=not self.must)
+        schemas = tuple((name, json.dumps({**schema, "x-guidance": SEPARATORS})) for name, schema in self.functions)
+        return Grammar(syntax="lark", text="\n".join(lines), may_be_cut=not self.must, schemas=schemas)
 
 
 def chat_text(

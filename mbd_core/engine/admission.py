@@ -190,7 +190,7 @@ class Admission:
             reason = "this engine was started without a tokenizer"
         else:
             return
-        raise RequestRefused("grammar", f"the grammar cannot be honoured: {reason}")
+        raise RequestRefused("grammar", f"{request.grammar.subject()} cannot be honoured: {reason}")
 
     def _check_template(self, request: Request) -> None:
         if not request.template:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
@@ -12,6 +12,7 @@ from mbd_core.options import Option, check
 Syntax = Literal["json_schema", "regex", "lark"]
 NAMES: dict[Syntax, str] = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 MAX_CHARACTERS = 65_536
+MAX_SCHEMAS = 262_144  # characters of the schemas in a grammar, what says nothing to it not counted
 MAX_LOOKS = 20_000  # at a schema's parts, those that they refer to included
 MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords whose values are schemas by name
 INNER = ("items", "additionalProperties", "prefixItems", "allOf", "anyOf", "oneOf")  # a schema, or a list of them
@@ -27,23 +28,63 @@ class GrammarRefused(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """The grammar of one answer. Raises `GrammarRefused` for a text that is empty or too long.
+    """The grammar of one answer. Raises `GrammarRefused` for a text that is empty or too long, and for a JSON schema
+    that is no JSON.
 
     syntax      what `text` is: a JSON schema (as JSON), a regular expression (Rust's syntax), or a grammar in
                 llguidance's variant of Lark
     may_be_cut  the answer may also end without an EOS at `max_tokens`, where the grammar accepts the text so far
+    schemas     names of tools, and the JSON schemas of their parameters, which `text` has as `%json @NUMBER`
+
+    A schema is kept as `plain_schema` makes it.
     """
 
     syntax: Annotated[Syntax, Option("What the text is.")]
     text: str
     may_be_cut: bool = False
+    schemas: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         check(self)
         if not self.text:
             raise GrammarRefused("the grammar is empty; leave it out if any text will do")
+        if self.syntax == "json_schema":
+            object.__setattr__(self, "text", _plain_text(self.text, self.subject()))
+        schemas = tuple((name, _plain_text(schema, self.subject(name))) for name, schema in self.schemas)
+        object.__setattr__(self, "schemas", schemas)
         if len(self.text) > MAX_CHARACTERS:
-            raise GrammarRefused(f"the grammar has {len(self.text)} characters; at most {MAX_CHARACTERS} are taken")
+            raise GrammarRefused(
+                f"{self.subject()} has {len(self.text)} characters; at most {MAX_CHARACTERS} are taken"
+            )
+        lengths = {name: len(schema) for name, schema in self.schemas}
+        if (whole := sum(lengths.values())) > MAX_SCHEMAS:
+            largest = max(lengths, key=lambda name: lengths[name])
+            raise GrammarRefused(
+                f"the parameters of {len(lengths)} tools have {whole} characters without their descriptions, those of "
+                f"{largest} {lengths[largest]}; at most {MAX_SCHEMAS} are taken, so give fewer or simpler tools"
+            )
+
+    @property
+    def whole(self) -> str:
+        """The text with its schemas."""
+        if not self.schemas:
+            return self.text
+        return SCHEMA_PLACE.sub(lambda match: f"%json {self.schemas[int(match[1])][1]}", self.text)
+
+    @property
+    def parts(self) -> tuple[tuple[str, str], ...]:
+        """The JSON schemas, each with what a sentence calls it."""
+        own = ((self.subject(), self.text),) if self.syntax == "json_schema" else ()
+        return own + tuple((self.subject(name), schema) for name, schema in self.schemas)
+
+    def subject(self, tool: str | None = None) -> str:
+        """What a sentence calls the grammar, or the parameters of a tool."""
+        if tool is not None:
+            return f"the parameters of {tool}"
+        return "the tools" if self.schemas else f"the {NAMES[self.syntax]}"
+
+
+SCHEMA_PLACE = re.compile(r"%json @(\d+)")
 
 
 def lark_text(grammar: str) -> str:
@@ -59,30 +100,74 @@ def lark_text(grammar: str) -> str:
         raise GrammarRefused(f"the EBNF cannot be read: {str(error)[:200]}") from None
 
 
-def simplify(schema: str) -> str:
-    """The same schema in keywords that llguidance has: `uniqueItems` is left out where it says nothing, and `oneOf` of
-    constants that exclude each other is `anyOf`."""
-    return json.dumps(_simplify(json.loads(schema), renames="/oneOf/" not in schema))
+# What a schema says to a grammar.
+
+ANNOTATIONS = (
+    *("title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly"),
+    *("contentEncoding", "contentMediaType", "contentSchema", "enumNames", "enumDescriptions", "markdownDescription"),
+    *("externalDocs", "xml"),
+)
+"""Keywords that say nothing of which values are valid."""
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
+"""Those that llguidance has; the others are left out, as in a validator that does not know them."""
 
 
-def _simplify(schema: Any, *, renames: bool) -> Any:
+def _plain_text(schema: str, subject: str) -> str:
+    try:
+        return json.dumps(plain_schema(json.loads(schema)), ensure_ascii=False, separators=(",", ":"))
+    except (ValueError, RecursionError) as error:
+        raise GrammarRefused(f"{subject} cannot be read: {error}") from None
+
+
+def plain_schema(schema: Any) -> Any:
+    """The same schema in keywords that llguidance has.
+
+    What says nothing is left out: annotations, names that begin with "x-", formats that llguidance does not have,
+    `uniqueItems` where it holds anyway. `oneOf` of constants that exclude each other is `anyOf`. An exclusive bound
+    that is `true` or `false`, as older schemas have it, is a number. What a reference points into stays.
+    """
+    references = set[str]()
+    _collect_references(schema, references)
+    return _plain(schema, references)
+
+
+def _collect_references(value: Any, names: set[str]) -> None:
+    """The names on the ways of all references in a value."""
+    if isinstance(value, list):
+        for item in value:
+            _collect_references(item, names)
+    elif isinstance(value, dict):
+        if isinstance(reference := value.get("$ref"), str):
+            names.update(reference.split("/"))
+        for item in value.values():
+            _collect_references(item, names)
+
+
+def _plain(schema: Any, references: set[str]) -> Any:
     if isinstance(schema, list):
-        return [_simplify(part, renames=renames) for part in schema]
+        return [_plain(part, references) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    simple: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for name, value in schema.items():
         if name in MAPS and isinstance(value, dict):
-            value = {key: _simplify(part, renames=renames) for key, part in value.items()}
+            value = {key: _plain(part, references) for key, part in value.items()}
         elif name in INNER:
-            value = _simplify(value, renames=renames)
-        simple[name] = value
-    most = _number(simple, "maxItems")
-    if simple.get("uniqueItems") is False or (simple.get("uniqueItems") is True and most is not None and most <= 1):
-        del simple["uniqueItems"]
-    if renames and "anyOf" not in simple and _exclude_each_other(simple.get("oneOf")):
-        simple["anyOf"] = simple.pop("oneOf")
-    return simple
+            value = _plain(value, references)
+        says_nothing = name in ANNOTATIONS or (name.startswith("x-") and name != "x-guidance")
+        if not says_nothing or name in references:
+            plain[name] = value
+    if isinstance(plain.get("format"), str) and plain["format"] not in FORMATS:
+        del plain["format"]
+    most = _number(plain, "maxItems")
+    if plain.get("uniqueItems") is False or (plain.get("uniqueItems") is True and most is not None and most <= 1):
+        del plain["uniqueItems"]
+    for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if isinstance(plain.get(exclusive), bool) and plain.pop(exclusive) and bound in plain:
+            plain[exclusive] = plain.pop(bound)
+    if "oneOf" not in references and "anyOf" not in plain and _exclude_each_other(plain.get("oneOf")):
+        plain["anyOf"] = plain.pop("oneOf")
+    return plain
 
 
 def _exclude_each_other(options: Any) -> bool:
@@ -102,25 +187,48 @@ def _exclude_each_other(options: Any) -> bool:
 
 
 def check_bounds(schema: str) -> None:
-    """Raises `GrammarRefused` for bounds that llguidance compiles wrongly. Of a number: with a whole one that is
-    exclusive, and the other less than 1 away, it takes the exclusive bound itself. Of an object: a name that is
-    written twice counts twice for `minProperties`, which can hold only for names beyond the required ones."""
+    """Raises `GrammarRefused` for bounds that llguidance compiles wrongly, and says where they are. Of a number: with
+    a whole one that is exclusive, and the other less than 1 away, it takes the exclusive bound itself. Of an object:
+    a name that is written twice counts twice for `minProperties`, which can hold only for names beyond the required
+    ones."""
     root = json.loads(schema)
-    parts: list[Any] = [root]
+    parts: list[tuple[Path, Any]] = [((), root)]
     looks = MAX_LOOKS
     while parts:
-        part = parts.pop()
+        path, part = parts.pop()
         if isinstance(part, list):
-            parts += part
+            parts += [((*path, str(number)), item) for number, item in enumerate(part)]
         elif isinstance(part, dict):
-            parts += part.values()
+            parts += [((*path, name), item) for name, item in part.items()]
             for parts_by_id in _joins(root, {}, part):
                 looks -= len(parts_by_id)
                 if looks < 0:
-                    raise GrammarRefused("the JSON schema cannot be honoured: its parts refer to too many others")
-                _check_properties(list(parts_by_id.values()))
-                if all(other.get("type") != "integer" for other in parts_by_id.values()):
-                    _check_number(list(parts_by_id.values()))
+                    raise GrammarRefused("cannot be honoured: its parts refer to too many others")
+                try:
+                    _check_properties(list(parts_by_id.values()))
+                    if all(other.get("type") != "integer" for other in parts_by_id.values()):
+                        _check_number(list(parts_by_id.values()))
+                except GrammarRefused as error:
+                    raise GrammarRefused(f"cannot be honoured{at(path)}: {error}") from None
+
+
+Path = tuple[str, ...]
+
+
+def at(path: Sequence[str]) -> str:
+    """Where in a schema something is, for a sentence."""
+    return f" at {'.'.join(path)[:200]}" if path else ""
+
+
+def inner_schemas(schema: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The schemas directly within one, with their ways."""
+    for name, value in schema.items() if isinstance(schema, dict) else ():
+        if name in MAPS and isinstance(value, dict):
+            yield from (((name, key), part) for key, part in value.items() if isinstance(part, dict))
+        elif name in INNER and isinstance(value, dict):
+            yield (name,), value
+        elif name in INNER and isinstance(value, list):
+            yield from (((name, str(i)), part) for i, part in enumerate(value) if isinstance(part, dict))
 
 
 def _joins(root: Any, earlier_parts: dict[int, Any], part: dict[str, Any]) -> Iterator[dict[int, Any]]:
@@ -171,7 +279,7 @@ def _check_number(parts: list[dict[str, Any]]) -> None:
     for name, bound, strictest_bound in (("Minimum", lowest[0], lower), ("Maximum", highest[0], upper)):
         if bound == strictest_bound and bound == int(bound):
             raise GrammarRefused(
-                f"the JSON schema cannot be honoured: exclusive{name} {bound} beside a bound less than 1 away; "
+                f"exclusive{name} {bound} beside a bound less than 1 away; "
                 f"give {name.lower()} and a number beside {bound}"
             )
 
@@ -184,7 +292,7 @@ def _check_properties(parts: list[dict[str, Any]]) -> None:
     }
     if least > len(required) + 1 and all("object" in kinds for kinds in types):
         raise GrammarRefused(
-            f"the JSON schema cannot be honoured: minProperties {least} with {len(required)} required names, because "
+            f"minProperties {least} with {len(required)} required names, because "
             "a name may be written twice; require all but one of them by name"
         )
 

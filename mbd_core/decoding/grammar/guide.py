@@ -16,6 +16,7 @@ Shape legend: V vocabulary.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import threading
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mbd_core.decoding.grammar.grammar import NAMES, Grammar, GrammarRefused, check_bounds, simplify
+from mbd_core.decoding.grammar.grammar import Grammar, GrammarRefused, Syntax, at, check_bounds, inner_schemas
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -106,12 +107,12 @@ class Closings:
         """The tokens of plain words and marks that stand in a grammar's text."""
         if grammar.syntax == "json_schema":
             return []
-        words = dict.fromkeys(re.findall(r"[^\\.^$|?*+()\[\]{}\"\s]{2,}", grammar.text))
+        words = dict.fromkeys(re.findall(r"[^\\.^$|?*+()\[\]{}\"\s]{2,}", grammar.whole))
         return [self._tokenizer.tokenize_str(text) for text in list(words)[:MAX_LITERALS]]
 
     def special_in(self, grammar: Grammar) -> str:
         """Why an answer may not be found, if a special token's text stands in the grammar; else empty."""
-        text = grammar.text.replace("\\", "")
+        text = grammar.whole.replace("\\", "")
         name = next((special for special in self._special if special in text), None)
         return "" if name is None else f"'{name}' is a special token's text, which no answer has"
 
@@ -252,9 +253,11 @@ class Guide(GuideState):
         budget: int,
         committed: Sequence[int],
         closing: Sequence[int],
+        tools: bool = False,
     ) -> None:
         """`matcher` has seen what is `committed`. `budget` is how many tokens the answer may still have, its EOS
-        included; `GrammarRefused` if no way to its end is found. `closing` is a known one, or empty."""
+        included; `GrammarRefused` if no way to its end is found, in the words of who gave `tools` or a grammar.
+        `closing` is a known one, or empty."""
         self._matcher, self._closings, self._literals, self._num_left = matcher, closings, literals, budget
         self._decided_tokens = list(committed)
         known_closing = list(closing) if closing and len(closing) <= budget and self._accepts(list(closing)) else None
@@ -263,10 +266,9 @@ class Guide(GuideState):
             closings.find(matcher, budget, literals=literals, thorough=MAX_SEARCH, search=search) or known_closing
         )
         if new_closing is None:
-            raise GrammarRefused(
-                f"no answer of at most {budget} tokens was found that the grammar accepts; "
-                + (f"simplify it: {search.error}" if search.error else "raise max_tokens or simplify it")
-            )
+            accepts, it = ("calls a tool", "the tools") if tools else ("the grammar accepts", "it")
+            remedy = f"simplify {it}: {search.error}" if search.error else f"raise max_tokens or simplify {it}"
+            raise GrammarRefused(f"no answer of at most {budget} tokens was found that {accepts}; {remedy}")
         self._closing = new_closing
         self.waited = self.num_waits = 0
         self._room = (0, 0)  # the places and rows that it had when it began to wait
@@ -443,11 +445,13 @@ class Grammars:
                 budget=max_tokens - len(committed) + grammar.may_be_cut,
                 committed=committed,
                 closing=closing,
+                tools=bool(grammar.schemas),
             )
         except GrammarRefused:
             if not (special := closings.special_in(grammar)):
                 raise
-            raise GrammarRefused(f"no answer was found that the grammar accepts: {special}") from None
+            accepted = "calls a tool" if grammar.schemas else "the grammar accepts"
+            raise GrammarRefused(f"no answer was found that {accepted}: {special}") from None
 
     def _matcher(self, grammar: Grammar) -> tuple[LLMatcher, Closings]:
         """A matcher of its own, at the beginning."""
@@ -465,9 +469,8 @@ class Grammars:
         compiled = _compile(tokenizer, grammar)
         if closings.allowed(compiled) is None:
             reason = closings.special_in(grammar) or _first_line(compiled.get_error())
-            raise GrammarRefused(
-                f"the {NAMES[grammar.syntax]} accepts no text: {reason or 'no token may begin the answer'}"
-            )
+            accepts = "accept no call" if grammar.schemas else "accepts no text"
+            raise GrammarRefused(f"{grammar.subject()} {accepts}: {reason or 'no token may begin the answer'}")
         with self._lock:
             self._compiled[grammar] = compiled
             while len(self._compiled) > MAX_COMPILED:
@@ -475,35 +478,77 @@ class Grammars:
             return compiled.deep_copy(), closings
 
 
+MAX_PLACES = 200  # parts of a schema that are compiled alone, to find the one that cannot be honoured
+
+
 def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    matcher = _matcher_of(tokenizer, grammar, grammar.text)
-    if matcher.is_error() and grammar.syntax == "json_schema" and (text := simplify(grammar.text)) != grammar.text:
-        matcher = _matcher_of(tokenizer, grammar, text)
-    if matcher.is_error():
-        reason = _first_line(matcher.get_error())
-        if "coerce_one_of" in reason:
-            reason = "oneOf needs alternatives that exclude each other by type or by constants; give anyOf"
-        raise GrammarRefused(f"the {NAMES[grammar.syntax]} cannot be honoured: {reason}")
-    if grammar.syntax == "json_schema":
-        check_bounds(grammar.text)
+    matcher, reason = _matcher_of(tokenizer, grammar.syntax, grammar.whole)
+    if matcher is None:
+        for subject, schema in grammar.parts:
+            _check_part(tokenizer, subject, schema)
+        if grammar.schemas:
+            why = f"their parameters are too many to be followed together ({reason})"
+            raise GrammarRefused(f"the {len(grammar.schemas)} tools cannot be honoured: {why}; give fewer tools")
+        raise GrammarRefused(f"{grammar.subject()} cannot be honoured: {reason}")
+    for subject, schema in grammar.parts:
+        try:
+            check_bounds(schema)
+        except GrammarRefused as error:
+            raise GrammarRefused(f"{subject} {error}") from None
     return matcher
 
 
-def _matcher_of(tokenizer: LLTokenizer, grammar: Grammar, text: str) -> LLMatcher:
-    """A matcher of `text` in the grammar's syntax, which may be in error."""
+def _check_part(tokenizer: LLTokenizer, subject: str, schema: str) -> None:
+    """Raise `GrammarRefused` for a schema that llguidance does not take, with the place of its least part."""
+    matcher, reason = _matcher_of(tokenizer, "json_schema", schema)
+    if matcher is not None:
+        return
+    root = json.loads(schema)
+    shared = {name: root[name] for name in ("$defs", "definitions") if isinstance(root, dict) and name in root}
+    path: tuple[str, ...] = ()
+    part, tries = root, MAX_PLACES
+    while True:
+        for way, inner in inner_schemas(part):
+            tries -= 1
+            if tries < 0:
+                break
+            found, inner_reason = _matcher_of(tokenizer, "json_schema", json.dumps({**shared, **inner}))
+            if found is None:
+                part, path, reason = inner, (*path, *way), inner_reason
+                break
+        else:
+            break
+        if tries < 0:
+            break
+    if "coerce_one_of" in reason:
+        reason = "oneOf needs alternatives that exclude each other by type or by constants; give anyOf"
+    elif "Default retriever" in reason:
+        reason = "a reference to another document is not followed; put its schema into $defs"
+    elif reason.startswith("Unimplemented keys"):
+        reason += "; leave them out, and check them yourself"
+    raise GrammarRefused(f"{subject} cannot be honoured{at(path)}: {reason}")
+
+
+def _matcher_of(tokenizer: LLTokenizer, syntax: Syntax, text: str) -> tuple[LLMatcher | None, str]:
+    """A matcher of a text, or `None` and why there is none."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
-        if grammar.syntax == "json_schema":
+        if syntax == "json_schema":
             text = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
-        elif grammar.syntax == "regex":
+        elif syntax == "regex":
             text = LLMatcher.grammar_from_regex(text)
         else:
             text = LLMatcher.grammar_from_lark(text)
     except ValueError as error:
-        raise GrammarRefused(f"the {NAMES[grammar.syntax]} cannot be read: {_first_line(str(error))}") from None
-    return LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
+        return None, _first_line(str(error))
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
+    return (None, _first_line(matcher.get_error())) if matcher.is_error() else (matcher, "")
 
 
 def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:200]
+    """The first line of an error, and the last one too where the first only announces it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    if lines[0].endswith(":") and len(lines) > 1:
+        lines[0] = f"{lines[0]} {lines[-1].removeprefix('error: ')}"
+    return lines[0][:200]

@@ -1,6 +1,7 @@
 """From a parsed API request to what the engine takes: prompts tokenised at a bounded cost, one request a choice."""
 
 import asyncio
+import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -154,6 +155,7 @@ def _field_error(
             why += "decoding.canvas keeps them once for each of its lanes; shorten the prompt"
         else:
             why += f"the limit is {admission.max_length} in all"
+        why += _share_of_tools(api_request.shown_tools if isinstance(api_request, ChatRequest) else ())
     return refused if field is None else FieldError(field, why, code=refused.code)
 
 
@@ -260,13 +262,25 @@ def chat_ids(
         raise FieldError("chat_template_kwargs", str(error)) from None
     except ValueError as error:
         raise FieldError("messages", str(error)) from None
-    if pieces is None:
-        return text_ids(model, text, field="messages", special=special)
-    ids = text_ids(model, pieces[0], field="messages", special=False)
-    for number, piece in zip(sorted(answers), pieces[1:], strict=True):
-        ids += answers[number]
-        ids += text_ids(model, piece, field="messages", special=False) if piece.text else []
+    try:
+        if pieces is None:
+            return text_ids(model, text, field="messages", special=special)
+        ids = text_ids(model, pieces[0], field="messages", special=False)
+        for number, piece in zip(sorted(answers), pieces[1:], strict=True):
+            ids += answers[number]
+            ids += text_ids(model, piece, field="messages", special=False) if piece.text else []
+    except FieldError as error:
+        why = error.message.removeprefix("messages: ") + _share_of_tools(tools)
+        raise FieldError("messages", why, code=error.code or "") from None
     return ids
+
+
+def _share_of_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    """How much of a chat that is too long its tools are, for a sentence."""
+    if not tools:
+        return ""
+    length = len(json.dumps(tools, ensure_ascii=False))
+    return f"; the {len(tools)} tools have {length} characters, so give fewer, or shorter descriptions"
 
 
 ANSWER_PLACE = "\U0010fffe"  # a non-character, which no text has

@@ -92,9 +92,8 @@ class GrammarCompiler:
                 return await asyncio.shield(compiling)
         except TimeoutError:
             compiling.add_done_callback(lambda future: future.cancelled() or future.exception())
-            raise RequestRefused(
-                "grammar", f"the grammar was not compiled within {self._seconds:g} s; simplify it or try again"
-            ) from None
+            why = f"{request.grammar.subject()}: not compiled within {self._seconds:g} s; simplify it or try again"
+            raise RequestRefused("grammar", why) from None
 
     def stop(self) -> None:
         """End its threads as soon as they are idle; does not wait."""
