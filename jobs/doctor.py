@@ -13,7 +13,6 @@ import platform
 import shutil
 import sys
 import tempfile
-import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from jobs.command_line import Fields, command
 from mbd_core.options import OUTPUT, Option
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
-from mbd_core.tables import Cell, Table, cell_text
+from mbd_core.tables import PAIRS, Cell, Table, plain
 
 if TYPE_CHECKING:
     import torch
@@ -85,36 +84,9 @@ def run(
     return 1 if obstacles else 0
 
 
-PAIRS = ("what", "value")
-"""The columns of a table that is an object in JSON."""
-
-
 def as_value(table: Table) -> Any:
     """A table in JSON."""
     return {str(name): value for name, value in table.rows} if table.columns == PAIRS else table.records
-
-
-def plain(table: Table, *, width: int) -> str:
-    """A table for a terminal: aligned columns, of which the last one is wrapped."""
-    rows = [] if table.columns == PAIRS else [[str(head) for head in table.columns]]
-    for row in table.rows:
-        heads = ("", row[0]) if table.columns == PAIRS else table.columns
-        rows.append([_shown(str(head), cell) for head, cell in zip(heads, row, strict=True)])
-    widths = [max(len(row[at]) for row in rows) + 2 for at in range(len(table.columns) - 1)]
-    lines = [table.title.upper()]
-    for row in rows:
-        start = "".join(f"{cell:<{size}}" for cell, size in zip(row, widths, strict=False))
-        room = max(len(start) + 20, width)
-        lines += textwrap.wrap(row[-1], room, initial_indent=start, subsequent_indent=" " * len(start)) or [start]
-    return "\n".join(lines)
-
-
-def _shown(name: str, cell: Cell) -> str:
-    if "bytes" in name and type(cell) is int:
-        return f"{cell / 2**30:,.2f} GiB" if cell >= 2**27 else f"{cell:,} bytes"
-    if isinstance(cell, list):
-        return ", ".join(map(str, cell)) or "none"
-    return f"{cell:,}" if type(cell) is int else cell_text(cell)
 
 
 def packages(obstacles: list[str]) -> Table:

@@ -8,6 +8,7 @@ codes: 0 done, 1 it failed, 2 bad input, in one sentence on stderr.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -27,15 +28,17 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
 from mbd_core.files import check_target_folder, folder_kind
 from mbd_core.json_text import merge_fields
-from mbd_core.multitf.data.conversation_rows import Columns, find_files
 from mbd_core.options import CLUSTER, DATA, DECODING, OUTPUT, Option
 from mbd_core.row_files import read_row_files
+from mbd_core.tables import plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mbd_core.checkpoint.folder import ModelFolder
     from mbd_core.evaluation.sweep.decoding import DecodingModel
     from mbd_core.evaluation.sweep.model_answers import Answering, DecodeParts, ModelAnswers
+    from mbd_core.multitf.data.row_summary import RowSummary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +110,16 @@ def run(
     sources: Annotated[
         tuple[str, ...],
         Option(
-            "JSON lines, JSON, Parquet or Arrow files, or folders of them.",
+            "JSON lines, JSON, Parquet or Arrow files, or folders of them, as of a data set.",
             DATA,
             positional=True,
             metavar="FILE|DIR|URL...",
         ),
     ],
     model: ModelName,
-    split: Annotated[str | None, Option("Of a dataset on disk.", DATA, metavar="NAME")] = None,
+    split: Annotated[
+        str | None, Option("Of a folder with several splits, as train and test, read this one.", DATA, metavar="NAME")
+    ] = None,
     messages: Annotated[
         str | None,
         Option("Where the conversations are.", DATA, metavar="COLUMN", default="messages, conversations"),
@@ -125,13 +130,44 @@ def run(
             "Where the prompts are, if not in conversations.",
             DATA,
             metavar="COLUMN",
-            default="prompt, question, instruction, problem",
+            default="prompt, question, instruction, problem, query, input, inputs",
         ),
     ] = None,
     response: Annotated[
         str | None,
-        Option("Where their answers are.", DATA, metavar="COLUMN", default="response, answer, output, solution"),
+        Option(
+            "Where their answers are.",
+            DATA,
+            metavar="COLUMN",
+            default="response, answer, output, solution, completion, target, targets",
+        ),
     ] = None,
+    system: Annotated[
+        str | None,
+        Option("Where the system prompts are.", DATA, metavar="COLUMN", default="system, system_prompt"),
+    ] = None,
+    tools: Annotated[
+        str | None,
+        Option("Where the functions are that may be called.", DATA, metavar="COLUMN", default="tools, functions"),
+    ] = None,
+    roles: Annotated[
+        tuple[str, ...],
+        Option(
+            "What the data's own names of roles are: bot=assistant,narrator=system.",
+            DATA,
+            metavar="NAME=ROLE,...",
+            separator=",",
+        ),
+    ] = (),
+    ignore_columns: Annotated[
+        tuple[str, ...],
+        Option(
+            "Columns that are not read, and fields of turns, as messages.weight.",
+            DATA,
+            metavar="NAME,...",
+            separator=",",
+        ),
+    ] = (),
     max_length: Annotated[
         int, Option("Rows of more tokens, with their EOS, are counted and left out.", DATA, at_least=2)
     ] = 2048,
@@ -152,6 +188,9 @@ def run(
             default="1",
         ),
     ] = (),
+    show: Annotated[
+        int, Option("Print so many rows as the model sees them, with what is trained marked.", OUTPUT, at_least=0)
+    ] = 0,
     skip_bad: Annotated[
         bool, Option("Leave rows out that cannot be trained on; OUT/skipped.txt lists them.", DATA)
     ] = False,
@@ -183,8 +222,12 @@ def run(
     With --answers-from a model answers each row's prompt, all before its last answer, which it may lack.
     """
     from mbd_core.checkpoint.folder import read_folder
-    from mbd_core.multitf.data.preparation import Benchmark, Preparation, check_prompts, prepare_data
+    from mbd_core.multitf.data.benchmark_overlap import Benchmark
+    from mbd_core.multitf.data.conversation_rows import Columns
+    from mbd_core.multitf.data.data_files import find_files
+    from mbd_core.multitf.data.preparation import Preparation, check_prompts, prepare_data
     from mbd_core.multitf.data.prepared import DATA_KIND
+    from mbd_core.multitf.data.row_summary import RowSummary
 
     target = Folder.at(out)
     target.check_target(DATA_KIND, overwrite=overwrite)
@@ -193,19 +236,26 @@ def run(
     answerer = None if answering.answers_from is None else Answerer.find(answering.answers_from, target, answering)
     if weight and len(weight) != len(sources):
         raise ValueError(f"--weight is given {len(weight)} times for {len(sources)} sources: give one for each")
+    columns = Columns(
+        chat=messages,
+        prompt=prompt,
+        response=response,
+        system=system,
+        tools=tools,
+        roles=dict(map(role_name, roles)),
+        ignored=frozenset(ignore_columns),
+        answered=not answerer,
+    )
     groups = [find_files(source, split=split) for source in sources]
     files = [file for group in groups for file in group]
     weights = [number for number, group in zip(weight, groups, strict=True) for _ in group] if weight else None
     every = answers_trained == "every" or (answers_trained is None and answerer is None)
-    has_columns = (messages, prompt, response) != (None, None, None)
     folder_of_model = read_folder(model_folder(fetch_model(model)))
     preparation = Preparation(
         files=files,
         model=folder_of_model,
         max_length=max_length,
-        columns=Columns(chat=messages, prompt=prompt, response=response, answered=not answerer)
-        if has_columns
-        else None,
+        columns=columns,
         benchmarks=[Benchmark.of(name, ((place, row) for _, place, row in read_row_files(name))) for name in against],
         drop_overlap=drop_overlap,
         limit=limit,
@@ -229,12 +279,39 @@ def run(
             num_rows = check_prompts(preparation)
             decoded = stack.enter_context(answerer.begin(num_rows, num_actors=actors))
             preparation = replace(preparation, answers=decoded)
-        counts = prepare_data(preparation, folder, overwrite=overwrite, encode=encode)
+        summary = RowSummary(num_shown=show, ignored=columns.ignored)
+        counts = prepare_data(preparation, folder, overwrite=overwrite, encode=encode, summary=summary)
+    print_shown(summary, folder_of_model)
+    print_summary(summary)
     print(counts)
     for benchmark in preparation.benchmarks:
         overlap = benchmark.report()
         print(f"{benchmark.name}: {overlap['rows']} rows repeat {overlap['problems']} of its problems")
     print(f"wrote {target}" + (f"; the answers are kept in {answerer.folder}" if answerer is not None else ""))
+
+
+def role_name(text: str) -> tuple[str, str]:
+    """A data set's name of a role, and the role; `ValueError` for another form than `NAME=ROLE`."""
+    name, sign, role = text.partition("=")
+    if not (name and sign and role):
+        raise ValueError(f"--roles {text} must be NAME=ROLE, as bot=assistant")
+    return name, role
+
+
+def print_shown(summary: RowSummary, model: ModelFolder) -> None:
+    """The rows of --show, in colours on a terminal."""
+    from mbd_core.multitf.data.encoding import fill_token
+    from mbd_core.multitf.data.row_summary import show
+
+    eos = fill_token(model.tokenizer, model.config)
+    for sample in summary.shown:
+        print(show(sample, model.tokenizer, eos, colour=sys.stdout.isatty()), end="\n\n")
+
+
+def print_summary(summary: RowSummary) -> None:
+    """What was understood of the rows."""
+    width = shutil.get_terminal_size().columns
+    print("\n\n".join(plain(table, width=width) for table in summary.tables()), end="\n\n")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import re
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,3 +105,30 @@ def anchor(title: str) -> str:
 def script_json(value: Any) -> str:
     """The value as JSON that can neither end a script element nor begin a comment in it: only `<` can."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+PAIRS = ("what", "value")
+"""The columns of a table that is an object in JSON, and in a terminal has no heads."""
+
+
+def plain(table: Table, *, width: int) -> str:
+    """A table for a terminal: aligned columns, of which the last one is wrapped."""
+    rows = [] if table.columns == PAIRS else [[str(head) for head in table.columns]]
+    for row in table.rows:
+        heads = ("", row[0]) if table.columns == PAIRS else table.columns
+        rows.append([_shown(str(head), cell) for head, cell in zip(heads, row, strict=True)])
+    widths = [max(len(row[at]) for row in rows) + 2 for at in range(len(table.columns) - 1)]
+    lines = [table.title.upper()]
+    for row in rows:
+        start = "".join(f"{cell:<{size}}" for cell, size in zip(row, widths, strict=False))
+        room = max(len(start) + 20, width)
+        lines += textwrap.wrap(row[-1], room, initial_indent=start, subsequent_indent=" " * len(start)) or [start]
+    return "\n".join(lines)
+
+
+def _shown(name: str, cell: Cell) -> str:
+    if "bytes" in name and type(cell) is int:
+        return f"{cell / 2**30:,.2f} GiB" if cell >= 2**27 else f"{cell:,} bytes"
+    if isinstance(cell, list):
+        return ", ".join(map(str, cell)) or "none"
+    return f"{cell:,}" if type(cell) is int else cell_text(cell)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from chat_rows import chat, write_rows
 from ray.exceptions import WorkerCrashedError
@@ -232,3 +233,74 @@ def test_a_row_far_too_long_is_not_tokenised(
     monkeypatch.setattr(encoding, "token_ids", lambda t, texts: seen.extend(texts) or read(t, texts))
     assert prepare("rows.jsonl") == 0
     assert "1 kept, 1 too long" in capsys.readouterr().out and 0 < max(len(t.text) for t in seen) < 100
+
+
+def test_what_was_understood_is_a_table(prepare: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [chat(n) | {"id": n, "mood": None} for n in range(10)]
+    rows[1]["messages"][1]["weight"] = 0
+    write_rows(Path("rows.jsonl"), rows)
+    assert prepare("rows.jsonl", "--ignore-columns", "unseen") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for cells in (
+        "messages 10 the conversation",
+        "messages.weight 1 not trained",
+        "id 10 left out: says nothing of the conversation",
+        "mood 10 empty",
+        "unseen 0 no row has it",
+        "turns user 15, assistant 15, system 4",
+        "rows by turns 2: 3, 3: 2, 4: 3, 5: 2",
+        "samples 10 with 14 trained answers",
+    ):
+        assert cells in printed
+    record = json.loads(Path("data", RECORD).read_text())
+    assert f"tokens {record['tokens'] + 10}, of which 30 are trained" in printed
+    assert "10 rows: 10 kept" in printed
+
+
+def test_rows_are_shown_as_the_model_sees_them(
+    prepare: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(Path("rows.jsonl"), [chat(1), chat(2)])
+    assert prepare("rows.jsonl", "--show", "1") == 0
+    printed = capsys.readouterr().out
+    shown = "<|user|>1+1?<|assistant|>[[2<|endoftext|>]]<|user|>1+2?<|assistant|>[[3<|endoftext|>]]"
+    assert f"--- rows.jsonl line 1, sample 1: 16 tokens, 4 trained\n{shown}\n" in printed and "2+1?" not in printed
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert prepare("rows.jsonl", "--show", "2", out="other") == 0
+    printed = capsys.readouterr().out
+    assert "\033[32m2\033[0m\033[1;36m<|endoftext|>\033[0m\033[34m<|user|>\033[0m" in printed and "[[" not in printed
+
+
+def test_a_column_that_is_not_read_ends_it_at_once(
+    prepare: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(Path("rows.jsonl"), [chat(1), *(chat(2) | {"mood": "glad"} for _ in range(30))])
+    assert prepare("rows.jsonl") == 2
+    error = capsys.readouterr().err
+    assert "rows.jsonl line 2: its column 'mood' is not read" in error and len(error.splitlines()) == 1
+    assert prepare("rows.jsonl", "--skip-bad") == 0
+    assert "31 rows: 1 kept" in capsys.readouterr().out
+    assert prepare("rows.jsonl", "--ignore-columns", "mood", out="other") == 0
+
+
+def test_parquet_arrow_and_json_lines_of_the_same_rows_give_the_same_bytes(prepare: Callable[..., int]) -> None:
+    """Rows with tools and calls of their own, which a table pads with the other rows' fields."""
+    schema = {"weather": {"city": {"type": "string"}}, "add": {"a": {"type": "number"}, "b": {"type": "number"}}}
+    rows = []
+    for name, arguments in (("weather", {"city": "Rome"}), ("add", {"a": 1, "b": 2})):
+        tool = {"type": "function", "function": {"name": name, "parameters": {"properties": schema[name]}}}
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        turns += [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "2"}]
+        rows.append({"messages": turns, "tools": [tool]})
+    table = pa.Table.from_pylist(rows)
+    assert "null" in json.dumps(table.to_pylist())
+    write_rows(Path("a.jsonl"), rows)
+    write_rows(Path("padded.jsonl"), table.to_pylist())
+    pq.write_table(table, "a.parquet")
+    with pa.OSFile("a.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    names = ("a.jsonl", "padded.jsonl", "a.parquet", "a.arrow")
+    for name in names:
+        assert prepare(name, out=f"of-{name}") == 0
+    assert len({Path(f"of-{name}", SAMPLES).read_bytes() for name in names}) == 1

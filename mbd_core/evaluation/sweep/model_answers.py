@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.chat import chat_text, decode_text
+from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.literal_text import token_ids
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
@@ -29,7 +29,7 @@ from mbd_core.engine.engine import Engine
 from mbd_core.evaluation.sweep.decoding import DecodingModel, fit_request
 from mbd_core.files import PartsFolder, durable_file, write_json
 from mbd_core.json_text import differing_fields, parse_json
-from mbd_core.multitf.data.encoding import Chat
+from mbd_core.multitf.data.encoding import Chat, prompt_text
 from mbd_core.multitf.data.preparation import ModelAnswer
 
 ANSWERS_KIND = "decoded answers"  # the kind in its manifest
@@ -218,7 +218,7 @@ class PartDecoder:
 
 
 def _prompts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[list[int]]:
-    return token_ids(tokenizer, [chat_text(tokenizer, chat.messages, tools=chat.tools) for chat in chats])
+    return token_ids(tokenizer, [prompt_text(tokenizer, chat) for chat in chats])
 
 
 def _is_admitted(engine: Engine, request: Request) -> bool:
@@ -245,10 +245,15 @@ def _line(tokenizer: PreTrainedTokenizerBase, output: Output | None) -> Line:
 
 def _names(chats: Sequence[Chat]) -> list[dict[str, str]]:
     """By what a part's file is known to be of these rows."""
-    return [{"row": chat.name, "prompt": prompt_digest(chat.messages, chat.tools)} for chat in chats]
+    return [{"row": chat.name, "prompt": prompt_digest(chat.messages, chat.tools, chat.variables)} for chat in chats]
 
 
-def prompt_digest(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+def prompt_digest(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """By which a row's stored answer is known to be its own."""
-    content = [list(messages), list(tools)] if tools else list(messages)
+    content: list[Any] = [list(messages), list(tools)] if tools else list(messages)
+    content = [content, dict(variables)] if variables else content
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

@@ -1,322 +1,314 @@
-"""Rows of a user's files: JSON lines, Parquet, Hugging Face datasets on disk; each a conversation with a name.
+"""A user's row as a conversation: what each column holds, by its name, its place beside others, or an option.
 
-Files are read one after another and row by row, here or at any URL that fsspec knows. A row is a list of messages
-(`messages`, or ShareGPT's `conversations`) or a prompt and its response.
+    messages | conversations       a list of messages; beside it a system prompt, tools, variables of the template
+    prompt, response               and all pairs of such names; each is a text or a list of messages
+    instruction, input, output     and history, a list of pairs of texts (Alpaca)
+
+Each column is read, known to say nothing of the conversation, or refused by its name. Of both the others a row's
+`Notes` tell what became of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
+from mbd_core.multitf.data.encoding import Chat
+from mbd_core.multitf.data.known_names import (
+    CHATS,
+    CONTEXTS,
+    HINTS,
+    PAIRS,
+    PROMPTS,
+    RESPONSES,
+    SYSTEMS,
+    TOOLS,
+    says_nothing,
+)
+from mbd_core.multitf.data.tool_calls import Messages, as_list, parsed, tools_of, without_padding
+from mbd_core.multitf.data.turns import (
+    BY_OPTION,
+    LEFT_OUT,
+    ROLES,
+    TARGETS,
+    ColumnRefused,
+    Notes,
+    Turn,
+    TurnReader,
+    check_turns,
+    text_turn,
+)
 
-from mbd_core.errors import error_sentence
-from mbd_core.json_text import parse_json
-from mbd_core.multitf.data.encoding import is_empty
-
-JSON_LINES = (".jsonl", ".jsonl.gz", ".ndjson")
-SUFFIXES = (*JSON_LINES, ".json", ".parquet", ".arrow")
-CHATS = ("messages", "conversations")
-PAIRS = (("prompt", "response"), ("question", "answer"), ("instruction", "output"), ("problem", "solution"))
-ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "user": "user",
-    "assistant": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
-NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-ROWS_AT_ONCE = 256
-"""Of a table so many rows are Python objects at once, whatever its batches are."""
-
-Row = tuple[str, Mapping[str, Any]]
-Messages = list[dict[str, Any]]
-Tools = list[dict[str, Any]]
+VARIABLES = "chat_template_kwargs"
+EMPTY, REPEATED = "empty", "left out: repeats the conversation"
+ANSWERED = "left out: a model answers instead"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The columns that hold conversations: one of messages, or a pair of prompt and response.
+    """The columns that hold conversations: one of messages, or a pair of prompt and response; or none yet (`found`).
 
-    If rows need not be `answered`, they may lack the response, and their conversations end before it.
+    If rows need not be `answered`, they may lack the response, and their conversations end before it. `system` and
+    `tools` name columns beside them, by default those of the usual names. `roles` says what a user's names of roles
+    are, `ignored` names columns that are left out, and fields of turns, tools or variables, as `messages.weight`.
     """
 
     chat: str | None = None
     prompt: str | None = None
     response: str | None = None
+    system: str | None = None
+    tools: str | None = None
+    roles: Mapping[str, str] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
     answered: bool = True
 
     def __post_init__(self) -> None:
         lacks = self.response is None and self.prompt is not None and self.answered
         is_alone = self.response is not None and self.prompt is None
-        if lacks or is_alone or (self.chat is None) == (self.prompt is None):
+        if lacks or is_alone or (self.chat is not None and self.prompt is not None):
             raise ValueError("name either the column of messages, or both the columns of prompt and response")
+        for name in filter(None, (self.chat, self.prompt, self.response, self.system, self.tools)):
+            if name in self.ignored:
+                raise ValueError(f"the column {name!r} is both named as one to read and among --ignore-columns")
+        for name, role in self.roles.items():
+            if role not in TARGETS:
+                raise ValueError(f"--roles {name}={role}: a role is one of {', '.join(TARGETS)}")
 
     @classmethod
     def of(cls, row: Mapping[str, Any], *, answered: bool = True) -> "Columns":
         """The columns by their usual names; `ValueError` lists those that are there."""
-        for name in CHATS:
-            if name in row:
-                return cls(chat=name, answered=answered)
-        for prompt, response in PAIRS:
-            if prompt in row and (response in row or not answered):
-                return cls(prompt=prompt, response=response, answered=answered)
-        raise ValueError(
+        return cls(answered=answered).found(row)
+
+    def found(self, row: Mapping[str, Any]) -> "Columns":
+        """These columns, with those of the conversation by their usual names if none is named."""
+        if self.chat is not None or self.prompt is not None:
+            return self
+        there = [name for name in row if name not in self.ignored]
+        if not self.answered and not any(name in there for name in (*CHATS, *PROMPTS)):
+            there += [name for name in ("chosen",) if name in row]
+        chats = [name for name in CHATS if name in there]
+        if chats:
+            return replace(self, chat=next((name for name in chats if row[name] is not None), chats[0]))
+        if self.answered:
+            refuse_preferences(row, self)
+        for prompt, response in (*PAIRS, *((prompt, response) for prompt in PROMPTS for response in RESPONSES)):
+            if prompt in there and (response in there or not self.answered):
+                return replace(self, prompt=prompt, response=response)
+        reasons = [f"{name!r}: {HINTS[name]}" for name in there if name in HINTS]
+        raise ColumnRefused(
             f"its columns {', '.join(map(repr, row))} are no conversation: name the column of messages, or those of "
-            "prompt and response"
+            "prompt and response" + "".join(f" ({reason})" for reason in reasons[:1])
         )
 
     def messages(self, row: Mapping[str, Any]) -> Messages:
         """The row's conversation, which ends with the answer; `ValueError` says what is wrong with it."""
-        for name in filter(None, (self.chat, self.prompt, self.response if self.answered else None)):
-            if row.get(name) is None:
-                raise ValueError(f"it has no {name!r}")
-        if self.chat is not None:
-            return _check_turns(row[self.chat], answered=self.answered)
-        assert self.prompt is not None
-        turns = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-        turns.append({"role": "user", "content": row[self.prompt]})
+        return list(self.conversation("", row, []).messages)  # type: ignore[arg-type]
+
+    def conversation(self, name: str, row: Mapping[str, Any], notes: Notes) -> Chat:
+        """The row of this name as a conversation, with its functions and variables; `notes` get what became of its
+        columns and fields. Raises `ValueError` for what is wrong with it, `ColumnRefused` for what is not read."""
+        for column in filter(None, (self.chat, self.prompt, self.response if self.answered else None)):
+            if row.get(column) is None:
+                raise ValueError(f"it has no {column!r}")
         if self.answered:
-            assert self.response is not None
-            turns.append({"role": "assistant", "content": row[self.response]})
-        return _check_turns(turns, answered=self.answered)
+            refuse_preferences(row, self)
+        reader = _RowReader(row, self, notes)
+        turns = reader.turns()
+        chat = Chat(name, *self._checked(reader, turns))
+        reader.check_others(turns)
+        return chat
+
+    def _checked(self, reader: "_RowReader", turns: Sequence[Turn]) -> tuple[Any, ...]:
+        tools, variables = reader.functions(), reader.variables()
+        messages, untrained = check_turns(turns, answered=self.answered)
+        if padding := without_padding(messages, tools):
+            reader.notes += [("null arguments of calls", "left out: the function has none such")] * padding
+        return messages, tools, variables, untrained
 
 
-def _check_turns(turns: Any, *, answered: bool) -> Messages:
-    if not isinstance(turns, Sequence) or isinstance(turns, str) or not all(isinstance(t, Mapping) for t in turns):
-        raise ValueError("its conversation is no list of messages, each with a role and a content")
-    messages = _in_order_of_calls([_turn(turn, number) for number, turn in enumerate(turns, start=1)])
-    if not answered:
-        return _prompt(messages)
-    if len(messages) < 2 or messages[-1]["role"] != "assistant" or messages[-2]["role"] == "assistant":
-        raise ValueError("its conversation does not end with a user's message and the assistant's answer")
-    if is_empty(messages[-1]):
-        raise ValueError("its answer is empty")
-    return messages
+class _RowReader:
+    """Reads one row column by column, and knows which are read."""
 
+    def __init__(self, row: Mapping[str, Any], columns: Columns, notes: Notes) -> None:
+        self.row, self.columns, self.notes = row, columns, notes
+        self._texts: list[str] = []
+        self._read: set[str] = set()
 
-def _turn(turn: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A message as a chat template takes it, as serving makes it of the same message."""
-    role, calls = turn.get("role", turn.get("from")), turn.get("tool_calls")
-    content = turn.get("content", turn.get("value"))
-    if role not in ROLES or (calls and ROLES[role] != "assistant"):
-        raise ValueError(f"its message {number} needs a role ({', '.join(sorted(ROLES))}); only an assistant calls")
-    message: dict[str, Any] = {
-        "role": ROLES[role],
-        "content": _text("" if content is None and calls else content, number),
-    }
-    if calls:
-        message["tool_calls"] = [_call(call, number) for call in calls]
-    if turn.get("tool_call_id") is not None and message["role"] == "tool":
-        message["tool_call_id"] = turn["tool_call_id"]
-    return message
-
-
-def _text(content: Any, number: int) -> str:
-    """A content that is a text, or a list of text parts."""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, Sequence) or not all(
-        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in parts
-    ):
-        raise ValueError(f"its message {number} needs a content that is text, or a list of text parts")
-    return "".join(part["text"] for part in parts)
-
-
-def _call(call: Any, number: int) -> dict[str, Any]:
-    """A call whose arguments are an object, or its text."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if isinstance(arguments, str):
-        arguments = parse_json(arguments or "{}", f"its message {number} has a call whose arguments' text")
-    if (
-        not isinstance(function, Mapping)
-        or not isinstance(function.get("name"), str)
-        or not isinstance(arguments, dict)
-    ):
-        raise ValueError(f"its message {number} has a call without a function's name and its arguments, an object")
-    id_field = {} if call.get("id") is None else {"id": call["id"]}
-    return {**id_field, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _in_order_of_calls(messages: Messages) -> Messages:
-    """Results of calls in the order of the calls, where both have ids: templates show none."""
-    results: Messages = []
-    places: dict[str, int] = {}
-    for message in messages:
-        if message["role"] != "tool":
-            places = {call["id"]: place for place, call in enumerate(message.get("tool_calls", ())) if "id" in call}
-        elif "tool_call_id" in message and places:
-            if message["tool_call_id"] not in places:
-                raise ValueError(f"its result of {message['tool_call_id']!r} is of no call in the turn before")
-            place_of_call = places[message["tool_call_id"]]
-            index = len(results)
-            while (
-                index
-                and results[index - 1]["role"] == "tool"
-                and places.get(results[index - 1].get("tool_call_id", ""), -1) > place_of_call
-            ):
-                index -= 1
-            results.insert(index, message)
-            continue
-        results.append(message)
-    return results
-
-
-def _prompt(messages: Messages) -> Messages:
-    """The messages before the last answer, which need not be there."""
-    prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
-    if not prompt or prompt[-1]["role"] not in ("user", "tool"):
-        raise ValueError("its conversation does not end with a user's message, or with one and its answer")
-    return prompt
-
-
-def tools_of(row: Mapping[str, Any]) -> Tools:
-    """The functions of a row's `tools`, a list or its JSON text, as serving shows them to a chat template."""
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        tools = parse_json(tools, "its 'tools'")
-    functions = []
-    for tool in tools or ():
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ValueError("its 'tools' are no list of functions, each with a name")
-        parameters = function.get("parameters")
-        description = {} if function.get("description") is None else {"description": function["description"]}
-        schema = {"type": "object", **(NO_PARAMETERS if parameters is None else parameters)}
-        functions.append(
-            {"type": "function", "function": {"name": function["name"], **description, "parameters": schema}}
-        )
-    return functions
-
-
-@contextmanager
-def _reading(path: str) -> Iterator[None]:
-    """Make one sentence, a `ValueError`, of what cannot be read. One of ours is a sentence already."""
-    try:
-        yield
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    except ValueError:
-        raise
-    except Exception as error:  # each storage raises types of its own
-        raise ValueError(f"{path} cannot be read: {error_sentence(error)}") from None
-
-
-def find_files(path: str, *, split: str | None = None) -> list[str]:
-    """The data files at a path or URL, in order: the file itself, or those of a folder.
-
-    Of a Hugging Face dataset that was saved to disk, the files of its `split`. Raises `ValueError` if there are none.
-    """
-    with _reading(path):
-        system, root = fsspec.core.url_to_fs(path)
-        if system.isfile(root):
-            files = [root]
-        elif not system.exists(root):
-            raise ValueError(f"{path} does not exist")
+    def turns(self) -> list[Turn]:
+        columns = self.columns
+        if columns.chat is not None:
+            turns = self._turns(columns.chat, "the conversation")
         else:
-            files = _folder_files(system, root, path, split)
-    unknown = [name for name in files if not name.endswith(SUFFIXES)]
-    if unknown or not files:
-        source = unknown[0] if unknown else path
-        raise ValueError(f"{source} holds no rows that can be read; supported: {', '.join(SUFFIXES)}")
-    return [system.unstrip_protocol(name) if "://" in path else name for name in files]
+            assert columns.prompt is not None
+            turns = [*self._history(), *self._prompt(columns.prompt)]
+            if columns.answered:
+                assert columns.response is not None
+                turns += self._part(columns.response, "assistant", "the answer", len(turns) + 1)
+        return self._with_system(turns)
 
+    def functions(self) -> list[dict[str, Any]]:
+        name = self.columns.tools or next((name for name in TOOLS if self._has(name)), None)
+        if name is None:
+            return []
+        tools = tools_of(self.row, name, self.columns.ignored)
+        self._note(name, "the functions")
+        self.notes += [(field, BY_OPTION) for field in self.columns.ignored if field.startswith(f"{name}.")]
+        return tools
 
-def _folder_files(system: Any, root: str, path: str, split: str | None) -> list[str]:
-    if system.exists(f"{root}/dataset_dict.json"):
-        splits = parse_json(system.cat_file(f"{root}/dataset_dict.json"), f"{path}/dataset_dict.json")["splits"]
-        if split is None and len(splits) > 1:
-            raise ValueError(f"{path} has the splits {', '.join(splits)}; name one with --split")
-        split_name = split or splits[0]
-        if split_name not in splits:
-            raise ValueError(f"{path} has no split {split_name!r}, only {', '.join(splits)}")
-        root = f"{root}/{split_name}"
-    elif split is not None:
-        raise ValueError(f"{path} has no splits; leave --split out")
-    if system.exists(f"{root}/state.json"):
-        state = parse_json(system.cat_file(f"{root}/state.json"), f"{path}/state.json")
-        return [f"{root}/{file['filename']}" for file in state["_data_files"]]
-    names = sorted(name for name in system.find(root) if name.endswith(SUFFIXES))
-    return [name for name in names if name.rpartition("/")[2] not in ("dataset_info.json", "state.json")]
+    def variables(self) -> dict[str, Any] | None:
+        if not self._has(VARIABLES):
+            return None
+        value = parsed(self.row[VARIABLES], f"its {VARIABLES!r}")
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise ValueError(f"its {VARIABLES!r} is no object of the chat template's variables")
+        self._note(VARIABLES, "variables of the chat template")
+        given = {name: part for name, part in value.items() if f"{VARIABLES}.{name}" not in self.columns.ignored}
+        self.notes += [(f"{VARIABLES}.{name}", BY_OPTION) for name in value if name not in given]
+        return given or None
 
-
-def read_rows(files: Sequence[str], *, bad: Callable[[str, str], None] | None = None) -> Iterator[Row]:
-    """Every row of the files with its name, as `data.jsonl line 3` or `data.parquet row 3`.
-
-    Raises `ValueError` naming the file, and the line where there is one, that cannot be read. With `bad`, which takes
-    its name and the reason, a line that is no row is passed to it instead.
-    """
-    for path in files:
-        name = path.rpartition("/")[2]
-        with _reading(path):
-            if name.endswith(JSON_LINES):
-                yield from _json_lines(path, name, bad)
-            elif name.endswith(".json"):
-                yield from _json_list(path, name)
+    def check_others(self, turns: Sequence[Turn]) -> None:
+        """Take note of the columns that are not read; `ColumnRefused` names those that are not known either."""
+        texts = [*self._texts, *(turn.message["content"] for turn in turns if not turn.joins)]
+        unknown = []
+        for name, value in self.row.items():
+            if name in self._read:
+                continue
+            if name in self.columns.ignored:
+                self.notes.append((name, BY_OPTION))
+            elif not value and not isinstance(value, int | float):
+                self.notes.append((name, EMPTY))
+            elif not self.columns.answered and name in (*RESPONSES, "chosen", "rejected"):
+                self.notes.append((name, ANSWERED))
+            elif self._repeats(name, value, texts):
+                self.notes.append((name, REPEATED))
+            elif says_nothing(name):
+                self.notes.append((name, LEFT_OUT))
             else:
-                yield from _tables(path, name)
+                unknown.append(name)
+        if unknown:
+            raise ColumnRefused(self._refusal(unknown))
+
+    def _refusal(self, unknown: Sequence[str]) -> str:
+        names = ",".join(unknown)
+        reasons = [f"{name}: {HINTS[name]}" for name in unknown if name in HINTS]
+        pairs = [name for name in unknown if name in (*PROMPTS, *RESPONSES, *CHATS)]
+        if pairs and not reasons:
+            columns = self.columns
+            used = [repr(name) for name in (columns.chat, columns.prompt, columns.response) if name]
+            reasons = [f"{' and '.join(used)} are; --messages, or --prompt and --response, choose others"]
+        what = f"column {unknown[0]!r} is" if len(unknown) == 1 else f"columns {', '.join(map(repr, unknown))} are"
+        they, them = ("it says", "it") if len(unknown) == 1 else ("they say", "them")
+        return (
+            f"its {what} not read{f' ({reasons[0]})' if reasons else ''}; if {they} nothing that the model should "
+            f"learn from, leave {them} out with --ignore-columns {names}"
+        )
+
+    def _repeats(self, name: str, value: Any, texts: Sequence[str]) -> bool:
+        """Whether a column says again what the conversation says."""
+        if name in CHATS or name == "chosen":
+            return self.columns.chat is not None and _plain(value) == _plain(self.row[self.columns.chat]) is not None
+        if not isinstance(value, str):
+            return False
+        if name == "text":
+            return all(text.strip() in value for text in texts if text.strip())
+        if name in (*PROMPTS, *RESPONSES, *CONTEXTS):
+            return any(value.strip() in text for text in texts)
+        return any(value.strip() == text.strip() for text in texts)
+
+    def _has(self, name: str) -> bool:
+        """Whether the row has something in a column that is not left out."""
+        return name not in self.columns.ignored and self.row.get(name) not in (None, "", [], {})
+
+    def _note(self, name: str, fate: str) -> None:
+        self._read.add(name)
+        self.notes.append((name, fate))
+
+    def _turns(self, name: str, fate: str, first: int = 1) -> list[Turn]:
+        reader = TurnReader(name, self.columns.roles, self.columns.ignored)
+        turns = reader.read(self.row[name], self.notes, first=first)
+        self._note(name, fate)
+        return turns
+
+    def _part(self, name: str, role: str, fate: str, number: int) -> list[Turn]:
+        """The turns of a column that is a text, or messages."""
+        value = self.row[name]
+        are_turns = isinstance(value, Mapping) or (isinstance(value, Sequence) and not isinstance(value, str))
+        if are_turns and value and not _are_parts(value):
+            return self._turns(name, fate, number)
+        turn = text_turn(role, value, number)
+        self._note(name, fate)
+        return [turn]
+
+    def _prompt(self, name: str) -> list[Turn]:
+        number = 1 + 2 * len(self.row.get("history") or ())
+        turns = self._part(name, "user", "the prompt", number)
+        for context in CONTEXTS if name == "instruction" and len(turns) == 1 else ():
+            if self._has(context) and context != self.columns.response:
+                text = text_turn("user", self.row[context], number).message["content"]
+                if text.strip():
+                    self._texts += [text, turns[0].message["content"]]
+                    turns[0].message["content"] += "\n" + text
+                    turns[0].joins = True
+                    self._note(context, "the prompt's second part")
+        return turns
+
+    def _history(self) -> list[Turn]:
+        if not self._has("history"):
+            return []
+        pairs = parsed(self.row["history"], "its 'history'")
+        if isinstance(pairs, str) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+            raise ValueError("its 'history' is no list of pairs, a user's text and its answer")
+        self._note("history", "earlier turns")
+        texts = [text for pair in pairs for text in pair]
+        return [text_turn(("user", "assistant")[i % 2], text, i + 1) for i, text in enumerate(texts)]
+
+    def _with_system(self, turns: list[Turn]) -> list[Turn]:
+        name = self.columns.system or next((name for name in SYSTEMS if self._has(name)), None)
+        if name is None or not self._has(name):
+            return turns
+        system = text_turn("system", self.row[name], 0).message["content"]
+        if not system.strip():
+            return turns
+        own = next((turn.message["content"] for turn in turns if turn.message["role"] == "system"), None)
+        if own is None:
+            self._note(name, "the system turn")
+            return [text_turn("system", system, 0), *turns]
+        if own.strip() != system.strip():
+            raise ColumnRefused(
+                f"its column {name!r} and a turn of the conversation are system prompts that differ; leave the column "
+                f"out with --ignore-columns {name}, or correct the row"
+            )
+        self._note(name, REPEATED)
+        return turns
 
 
-def _json_lines(path: str, name: str, bad: Callable[[str, str], None] | None) -> Iterator[Row]:
-    with fsspec.open(path, "rb", compression="infer") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            source = f"{path} line {number}"
-            try:
-                row = _object(line, source)
-            except ValueError as error:
-                if bad is None:
-                    raise
-                bad(f"{name} line {number}", str(error).removeprefix(source).strip())
-                continue
-            yield f"{name} line {number}", row
+def _are_parts(value: Any) -> bool:
+    """Whether a value is a list of text parts of one message."""
+    return all(isinstance(part, Mapping) and "type" in part and "role" not in part for part in value)
 
 
-def _json_list(path: str, name: str) -> Iterator[Row]:
-    with fsspec.open(path, "rb") as file:
-        content = file.read()
-    try:
-        rows = parse_json(content, path)
-    except ValueError as error:
-        raise ValueError(f"{error}; rows one a line are a .jsonl file") from None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path} must be a list of objects")
-    yield from ((f"{name} row {number}", row) for number, row in enumerate(rows, start=1))
+def _plain(value: Any) -> list[tuple[Any, Any]] | None:
+    """The roles and contents of a list of messages, whatever their fields are called."""
+    turns = as_list(value, "its conversation")
+    if isinstance(turns, str) or not all(isinstance(turn, Mapping) for turn in turns):
+        return None
+    names = [str(turn.get("role") or turn.get("from")) for turn in turns]
+    return [(ROLES.get(name), t.get("content") or t.get("value")) for name, t in zip(names, turns, strict=True)]
 
 
-def _object(line: bytes, source: str) -> Mapping[str, Any]:
-    row = parse_json(line, source)
-    if not isinstance(row, dict):
-        raise ValueError(f"{source} must be a JSON object")
-    return row
-
-
-def _tables(path: str, name: str) -> Iterator[Row]:
-    with fsspec.open(path, "rb") as file:
-        number = 0
-        for batch in (
-            pq.ParquetFile(file).iter_batches(ROWS_AT_ONCE) if path.endswith(".parquet") else _arrow_batches(file)
-        ):
-            for start in range(0, len(batch), ROWS_AT_ONCE):
-                for row in batch.slice(start, ROWS_AT_ONCE).to_pylist():
-                    number += 1
-                    yield f"{name} row {number}", row
-
-
-def _arrow_batches(file: Any) -> Iterator[pa.RecordBatch]:
-    """Arrow's stream format, which Hugging Face datasets have, or its file format."""
-    is_file = file.read(6) == b"ARROW1"
-    file.seek(0)
-    if not is_file:
-        yield from pa.ipc.open_stream(file)
+def refuse_preferences(row: Mapping[str, Any], columns: Columns) -> None:
+    """Raise `ColumnRefused` for a row of a preferred and another answer, with the options that take the preferred."""
+    if "rejected" in columns.ignored or not row.get("chosen") or not row.get("rejected"):
         return
-    reader = pa.ipc.open_file(file)
-    yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+    prompt = next((name for name in (*PROMPTS, *CHATS) if row.get(name) and name not in columns.ignored), None)
+    turns = as_list(row["chosen"], "its 'chosen'")
+    roles = [] if isinstance(turns, str) else [role for role, _ in _plain(turns) or ()]
+    if "user" in roles:
+        remedy = "--messages chosen --ignore-columns rejected"
+    elif prompt is not None:
+        remedy = f"--prompt {prompt} --response chosen --ignore-columns rejected"
+    else:
+        remedy = ""
+    settled = f"train the chosen one with {remedy}" if remedy else "make messages of the text of the chosen one"
+    raise ColumnRefused(
+        f"its columns 'chosen' and 'rejected' are two answers to compare, which this training does not do; {settled}"
+    )

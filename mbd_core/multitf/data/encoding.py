@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mbd_core.checkpoint.chat import chat_text
+from mbd_core.checkpoint.chat import chat_text, question, unknown_variables
 from mbd_core.checkpoint.literal_text import MaskedText, masking_of, token_ids
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.multitf.data.known_names import REASONING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,11 +109,16 @@ class EncodedChat:
 
 
 class Chat(NamedTuple):
-    """A row's name, its conversation, and the functions that it may call, as a chat template shows them."""
+    """A row's name, its conversation, and the functions that it may call, as a chat template shows them.
+
+    `variables` are further ones of the template. `untrained` are the places of messages that are context alone.
+    """
 
     name: str
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] | None = None
+    untrained: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,8 @@ def encode_rows(
     beginning of the template of the conversation up to the answer's end, as text and as tokens. Control tokens that a
     message spells are text, in answers too.
 
-    `every`: train all answers, each turn of the assistant after a user's or a tool's. An answer is part of the next
+    `every`: train all answers, each turn of the assistant after a user's or a tool's, without a chat's `untrained`.
+    An answer is part of the next
     answer's sample if it begins it, token by token; a template that shows earlier turns otherwise makes it a sample
     of its own. A conversation with a sample of more than `max_length` tokens with its EOS is too long. One of which
     more than twice as many are known before it is tokenised is not (`least_tokens`).
@@ -170,7 +177,9 @@ def encode_rows(
     for chat in chats:
         row = None
         try:
-            answers = [_texts(tokenizer, chat, end) for end in _answer_ends(chat.messages, every=every)]
+            ends = _answer_ends(chat.messages, every=every, untrained=chat.untrained)
+            shown_chat = _for_template(tokenizer, chat)
+            answers = [_texts(tokenizer, shown_chat, end) for end in ends]
         except ValueError as error:
             row, answers = EncodedRow(error=str(error)), []
         if answers and max_length is not None and least_tokens(tokenizer, answers[-1][1].text) > 2 * max_length:
@@ -238,15 +247,19 @@ def _join_answers(answers: Sequence[EncodedChat]) -> list[EncodedChat]:
     return samples
 
 
-def _answer_ends(messages: Sequence[Mapping[str, Any]], *, every: bool) -> list[int]:
-    """For each answer that is trained the number of messages up to it."""
+def _answer_ends(messages: Sequence[Mapping[str, Any]], *, every: bool, untrained: Sequence[int] = ()) -> list[int]:
+    """For each answer that is trained the number of messages up to it; `ValueError` if there is none."""
     earlier_ends = [
         end
         for end in range(2, len(messages) if every else 0)
         if messages[end - 1]["role"] == "assistant" and messages[end - 2]["role"] in ("user", "tool")
         if not is_empty(messages[end - 1])
     ]
-    return [*earlier_ends, len(messages)]
+    ends = [end for end in (*earlier_ends, len(messages)) if end - 1 not in untrained]
+    if not ends:
+        which = "none of its answers" if every else "its last answer"
+        raise ValueError(f"{which} is to be trained, as its messages say; leave the row out with --skip-bad")
+    return ends
 
 
 def is_empty(answer: Mapping[str, Any]) -> bool:
@@ -290,19 +303,67 @@ def _longest_token(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> int:
     return max(*map(len, plain), *(len(token.content.encode()) for token in added_tokens), 1)
 
 
+def _for_template(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> Chat:
+    """The chat with its reasoning under the name that the template shows; `ValueError` if it shows none, or has not a
+    variable of the chat."""
+    for variable in unknown_variables(tokenizer, chat.variables or ()):
+        raise ValueError(
+            f"its chat_template_kwargs have {variable!r}, and --model's chat template has no such variable; leave it "
+            f"out with --ignore-columns chat_template_kwargs.{variable}"
+        )
+    name = next((name for message in chat.messages for name in REASONING if name in message), None)
+    if name is None:
+        return chat
+    variables = json.dumps(chat.variables or {}, sort_keys=True)
+    shown_name = _reasoning_name(tokenizer, json.dumps(tokenizer.chat_template), variables)
+    if shown_name is None:
+        raise ValueError(
+            f"an answer has {name!r} beside its content, and --model's chat template shows no reasoning; write it "
+            f"into the content, or leave it out with --ignore-columns messages.{name}, or the turns' own column"
+        )
+    messages = [
+        {shown_name if key in REASONING else key: value for key, value in message.items()} for message in chat.messages
+    ]
+    return chat._replace(messages=messages)
+
+
+@lru_cache(maxsize=16)
+def _reasoning_name(tokenizer: PreTrainedTokenizerBase, template: str, variables: str) -> str | None:
+    """The name under which this template of the tokenizer shows an answer's reasoning: tried by rendering one."""
+    for name in REASONING if template != "null" else ():
+        answer = {"role": "assistant", "content": "4", name: "2 and 2"}
+        try:
+            text = chat_text(tokenizer, [*question("2+2?"), answer], answered=True, variables=json.loads(variables))
+        except ValueError:
+            continue
+        if "2 and 2" in text.text:
+            return name
+    return None
+
+
 def _texts(tokenizer: PreTrainedTokenizerBase, chat: Chat, end: int) -> tuple[MaskedText, MaskedText]:
-    messages = chat.messages[:end]
+    messages, variables = chat.messages[:end], dict(chat.variables or {})
     if is_empty(messages[-1]):
         raise ValueError("its answer is empty")
-    masking = masking_of(tokenizer, messages, chat.tools)
-    prompt = chat_text(tokenizer, messages[:-1], tools=chat.tools, masking=masking)
-    conversation = chat_text(tokenizer, messages, tools=chat.tools, masking=masking, answered=True)
+    masking = masking_of(tokenizer, messages, chat.tools, variables)
+    shown: dict[str, Any] = {"tools": chat.tools, "masking": masking, "variables": variables}
+    prompt = chat_text(tokenizer, messages[:-1], **shown)
+    conversation = chat_text(tokenizer, messages, answered=True, **shown)
     if not conversation.text.startswith(prompt.text):
         raise ValueError(
             "the chat template's prompt is not the beginning of the whole conversation, so where the answer begins is "
             "unknown; change the template, or what it does to earlier turns"
         )
+    reasoning = next((messages[-1][name] for name in REASONING if name in messages[-1]), "")
+    if masking.masked(reasoning.strip()) not in conversation.text[len(prompt.text) :]:
+        raise ValueError("the chat template does not show its answer's reasoning; leave the row out with --skip-bad")
     return prompt, conversation
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> MaskedText:
+    """A chat without its answer in the template, up to where the answer begins."""
+    shown = _for_template(tokenizer, chat)
+    return chat_text(tokenizer, shown.messages, tools=shown.tools, variables=shown.variables or {})
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, response: list[int], eos_token_id: int) -> list[int]:

@@ -2,100 +2,31 @@
 
 import itertools
 import math
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.chat import chat_text
 from mbd_core.checkpoint.folder import ModelFolder
 from mbd_core.files import folder_beside
-from mbd_core.multitf.data.conversation_rows import PAIRS, Columns, Row, read_rows, tools_of
+from mbd_core.multitf.data.benchmark_overlap import Benchmark
+from mbd_core.multitf.data.conversation_rows import Columns
 from mbd_core.multitf.data.encoding import (
     Chat,
     EncodedChat,
     EncodedRow,
     encode_rows,
     fill_token,
+    prompt_text,
     tokenizer_fingerprint,
 )
+from mbd_core.multitf.data.file_rows import read_rows
 from mbd_core.multitf.data.prepared import DATA_KIND, write_record, write_samples
-
-# Which training prompts repeat a benchmark's problems: the same run of words in both.
-
-RUN = 13
-"""So many words in a row, as decontamination usually takes; a shorter problem counts as a whole."""
-MOST_EXAMPLES = 5
-PROBLEM_COLUMNS = (*dict.fromkeys(prompt for prompt, _ in PAIRS), "text")
-
-
-def words(text: str) -> list[str]:
-    """The text's words and numbers in lower case, without punctuation."""
-    return re.findall(r"\w+", text.lower())
-
-
-def runs(text: str, size: int = RUN) -> Iterator[tuple[str, ...]]:
-    """Every run of `size` words; of a shorter text all its words, if there are at least three."""
-    if len(words(text)) >= size:
-        yield from _windows(text, size)
-    elif len(words(text)) >= 3:
-        yield tuple(words(text))
-
-
-@dataclass
-class Benchmark:
-    """A benchmark's problems as runs of words, and what training prompts had of them so far."""
-
-    name: str
-    problems: dict[tuple[str, ...], int]
-    lengths: frozenset[int]
-    rows: int = 0
-    seen: set[int] = field(default_factory=set)
-    examples: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, name: str, rows: Iterable[Row]) -> "Benchmark":
-        """The benchmark of a file's rows; `ValueError` if they hold no problem."""
-        problems: dict[tuple[str, ...], int] = {}
-        for number, (row_name, row) in enumerate(rows):
-            column = next((c for c in PROBLEM_COLUMNS if isinstance(row.get(c), str)), None)
-            if column is None:
-                raise ValueError(f"{row_name}: a benchmark's row needs one of {', '.join(PROBLEM_COLUMNS)}, as text")
-            for run in runs(row[column]):
-                problems.setdefault(run, number)
-        if not problems:
-            raise ValueError(f"{name} holds no problem with which to compare")
-        return cls(name, problems, frozenset(map(len, problems)))
-
-    def check(self, name: str, prompts: Sequence[str]) -> bool:
-        """Whether a row's prompts repeat a problem; it is counted."""
-        problems = {
-            self.problems[run]
-            for prompt in prompts
-            for size in self.lengths
-            for run in _windows(prompt, size)
-            if run in self.problems
-        }
-        if problems:
-            self.rows += 1
-            self.seen |= problems
-            if len(self.examples) < MOST_EXAMPLES:
-                self.examples.append(name)
-        return bool(problems)
-
-    def report(self) -> dict[str, object]:
-        """Rows that repeat a problem, how many of its problems they repeat, and the first rows' names."""
-        return {"rows": self.rows, "problems": len(self.seen), "first": list(self.examples)}
-
-
-def _windows(text: str, size: int) -> Iterator[tuple[str, ...]]:
-    row = words(text)
-    return (tuple(row[i : i + size]) for i in range(len(row) - size + 1))
-
+from mbd_core.multitf.data.row_summary import RowSummary
+from mbd_core.multitf.data.turns import ColumnRefused, Notes
 
 # Rows to samples.
 
@@ -163,8 +94,8 @@ class RowCounts:
 class Preparation:
     """What is prepared: rows of `files`, for the tokenizer of `model`, in at most `max_length` tokens with their EOS.
 
-    `columns` name the conversations; by default each file has them under usual names. `weights`, one for each file:
-    of a file with weight w row n is there floor(w (n + 1)) - floor(w n) times. `every`: train all answers of a
+    `columns` say what is read; by default each file has its conversations under usual names. `weights`, one for each
+    file: of a file with weight w row n is there floor(w (n + 1)) - floor(w n) times. `every`: train all answers of a
     conversation, not the last alone. `skip_bad`: leave rows out that cannot be trained on. A prompt that a model
     answers must pass the chat templates of all `readers`. Rows whose prompts repeat a problem of one of
     `benchmarks` are reported, and with `drop_overlap` left out. `limit` reads only so many rows. With `answers` a
@@ -207,6 +138,11 @@ class BadRows:
         self._counts.num_read += 1
         self.add(name, reason)
 
+    @property
+    def first(self) -> str:
+        """The first row with what is wrong with it; "" if there is none."""
+        return self._first[0] if self._first else ""
+
     def refuse(self) -> None:
         """Raise `ValueError` if there is one, with the first of them."""
         total = self._counts.bad
@@ -219,23 +155,30 @@ class BadRows:
 
 
 def prepare_data(
-    preparation: Preparation, folder: Path, *, overwrite: bool = False, encode: Encode | None = None
+    preparation: Preparation,
+    folder: Path,
+    *,
+    overwrite: bool = False,
+    encode: Encode | None = None,
+    summary: RowSummary | None = None,
 ) -> RowCounts:
     """Write the folder, whole or not at all; the same rows give the same bytes, whoever tokenises (`encode`).
 
-    Raises `ValueError` naming the rows that are malformed, have no answer, or that the template refuses, unless they
-    are skipped; and if no row is left.
+    `summary` gets what was understood of the rows. Raises `ValueError` naming the rows that are malformed, have no
+    answer, or that the template refuses, unless they are skipped; and if no row is left.
     """
     model, counts = preparation.model, RowCounts()
     eos = fill_token(model.tokenizer, model.config)
     with folder_beside(folder, DATA_KIND, overwrite=overwrite) as new_folder:
         bad = BadRows(new_folder / SKIPPED, counts)
         encode = encode or encoder(model, every=preparation.every, max_length=preparation.max_length)
-        written = write_samples(new_folder, _samples(preparation, encode, counts, bad))
+        summary = summary or RowSummary()
+        written = write_samples(new_folder, _samples(preparation, encode, counts, bad, summary))
         if not preparation.skip_bad:
             bad.refuse()
         if not counts.num_kept:
-            raise ValueError(f"{', '.join(preparation.files)}: no row is left of {counts}")
+            why = f"; the first: {bad.first}" if bad.first else ""
+            raise ValueError(f"{', '.join(preparation.files)}: no row is left of {counts}{why}")
         write_record(new_folder, record(preparation, counts, eos) | written)
     return counts
 
@@ -268,26 +211,29 @@ def encoder(model: ModelFolder, *, every: bool = False, max_length: int | None =
     return encode
 
 
-def _samples(preparation: Preparation, encode: Encode, counts: RowCounts, bad: BadRows) -> Iterator[EncodedChat]:
-    queue: deque[tuple[str, int]] = deque()  # of the chats that are being encoded the names and numbers of copies
-    for rows in encode(_chunks(preparation, counts, bad, queue)):
+def _samples(
+    preparation: Preparation, encode: Encode, counts: RowCounts, bad: BadRows, summary: RowSummary
+) -> Iterator[EncodedChat]:
+    queue: deque[tuple[Chat, int]] = deque()  # the chats that are being encoded, with their numbers of copies
+    for rows in encode(_chunks(preparation, counts, bad, queue, summary)):
         for row in rows:
-            name, copies = queue.popleft()
+            chat, copies = queue.popleft()
             if row.error:
-                bad.add(name, row.error)
+                bad.add(chat.name, row.error)
             elif row.is_too_long:
                 counts.too_long += 1
             else:
                 counts.num_kept += 1
+                summary.add_samples(chat, row.samples, copies)
                 for _ in range(copies):
                     yield from row.samples
 
 
 def _chunks(
-    preparation: Preparation, counts: RowCounts, bad: BadRows, queue: deque[tuple[str, int]]
+    preparation: Preparation, counts: RowCounts, bad: BadRows, queue: deque[tuple[Chat, int]], summary: RowSummary
 ) -> Iterator[list[Chat]]:
     answers = preparation.answers
-    rows = _conversations(preparation, counts, bad, answered=answers is None)
+    rows = _conversations(preparation, counts, bad, answered=answers is None, summary=summary)
     while chunk := list(itertools.islice(rows, CHUNK if answers is None else answers.rows_at_once)):
         # all are answered: answers are kept whatever is left out now
         chunk_answers = [None] * len(chunk) if answers is None else answers.answer([chat for chat, _ in chunk])
@@ -299,7 +245,7 @@ def _chunks(
                 counts.left_by_weight += 1
             elif (result := chat if answer is None else _with_answer(preparation, chat, answer, counts)) is not None:
                 chats.append(result)
-                queue.append((result.name, copies))
+                queue.append((result, copies))
         yield chats
 
 
@@ -339,21 +285,29 @@ def _is_left_out(preparation: Preparation, chat: Chat) -> bool:
 
 
 def _conversations(
-    preparation: Preparation, counts: RowCounts, bad: BadRows, *, answered: bool
+    preparation: Preparation, counts: RowCounts, bad: BadRows, *, answered: bool, summary: RowSummary | None = None
 ) -> Iterator[tuple[Chat, int]]:
-    """The rows as conversations, each with the number of its copies; without their answers, where a model answers."""
-    columns = None
+    """The rows as conversations, each with the number of its copies; without their answers, where a model answers.
+
+    Raises `ValueError` for the first row with a column that is not read, unless bad rows are skipped.
+    """
+    columns, given = None, preparation.columns or Columns(answered=answered)
     for name, row, place, copies in itertools.islice(_weighted_rows(preparation, bad), preparation.limit):
         counts.num_read += 1
+        notes: Notes = []
         try:
             if not place or columns is None:  # each file has its own
-                columns = preparation.columns or Columns.of(row, answered=answered)
-            chat = Chat(name, columns.messages(row), tools_of(row))
+                columns = given.found(row)
+            chat = columns.conversation(name, row, notes)
             for reader in () if answered else preparation.readers:
-                chat_text(reader, chat.messages, tools=chat.tools)
+                prompt_text(reader, chat)
         except ValueError as error:
+            if isinstance(error, ColumnRefused) and not preparation.skip_bad:
+                raise ValueError(f"{name}: {error}") from None
             bad.add(name, str(error))
             continue
+        if summary is not None:
+            summary.add_row(notes)
         yield chat, copies
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mbd_core.errors import error_sentence
 from mbd_core.multitf.config import ValidationOptions
-from mbd_core.multitf.data.conversation_rows import SUFFIXES, find_files
+from mbd_core.multitf.data.data_files import SUFFIXES, find_files
 from mbd_core.multitf.data.encoding import filled_length, tokenizer_fingerprint
 from mbd_core.multitf.data.preparation import Preparation, RowCounts, prepare_data
 from mbd_core.multitf.data.prepared import PreparedExamples, TinyData, num_held_out, read_record

@@ -11,7 +11,7 @@ from mbd_core.checkpoint.chat import chat_prompt, chat_text, decode_text, questi
 from mbd_core.checkpoint.literal_text import token_ids
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
-from mbd_core.multitf.data.conversation_rows import Columns, tools_of
+from mbd_core.multitf.data.conversation_rows import Columns
 from mbd_core.multitf.data.encoding import (
     Chat,
     EncodedChat,
@@ -20,7 +20,9 @@ from mbd_core.multitf.data.encoding import (
     fill_token,
     tokenizer_fingerprint,
 )
+from mbd_core.multitf.data.known_names import REASONING
 from mbd_core.multitf.data.prepared import TinyData, conversations
+from mbd_core.multitf.data.tool_calls import tools_of
 from mbd_core.serving.api.chat_fields import turns
 from mbd_core.serving.api.requests import ChatRequest
 
@@ -193,3 +195,44 @@ def test_the_last_answer_is_trained_whatever_is_before_it(tokenizer: PreTrainedT
     for every in (False, True):
         (row,) = encode_rows(tokenizer, [Chat("row", messages)], eos_token_id=1, every=every)
         assert [decode_text(tokenizer, sample.response) for sample in row.samples] == ["Yes."]
+
+
+def test_answers_that_are_not_to_be_trained_are_context(tokenizer: PreTrainedTokenizerBase) -> None:
+    turns = [
+        *question("7*8?"),
+        {"role": "assistant", "content": "54"},
+        *question("Check."),
+        {"role": "assistant", "content": "56"},
+    ]
+    (both,) = encode_rows(tokenizer, [Chat("row", turns)], eos_token_id=1, every=True)
+    (second,) = encode_rows(tokenizer, [Chat("row", turns, untrained=[1])], eos_token_id=1, every=True)
+    assert second.samples == (replace(both.samples[0], earlier=()),)
+    (first,) = encode_rows(tokenizer, [Chat("row", turns, untrained=[3])], eos_token_id=1, every=True)
+    assert [decode_text(tokenizer, sample.response) for sample in first.samples] == ["54"]
+    for every, untrained in ((True, [1, 3]), (False, [3])):
+        (row,) = encode_rows(tokenizer, [Chat("row", turns, untrained=untrained)], eos_token_id=1, every=every)
+        assert "is to be trained" in row.error
+
+
+@pytest.mark.parametrize("given", REASONING)
+@pytest.mark.parametrize("shown", REASONING)
+def test_reasoning_is_in_the_answer_where_the_template_shows_it(
+    tokenizer: PreTrainedTokenizerBase, given: str, shown: str
+) -> None:
+    turns = [*question("Is 91 prime?"), {"role": "assistant", given: "It is 7 x 13 <|mask|>.", "content": "No."}]
+    (row,) = encode_rows(tokenizer, [Chat("row", turns)], eos_token_id=1)
+    assert f"an answer has '{given}'" in row.error and f"--ignore-columns messages.{given}" in row.error
+    part = "{% if message." + shown + " is defined %}<think>{{ message." + shown + " }}</think>{% endif %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|assistant|>{{", "<|assistant|>" + part + "{{")
+    (row,) = encode_rows(tokenizer, [Chat("row", turns)], eos_token_id=1)
+    (sample,) = row.samples
+    assert decode_text(tokenizer, sample.response, special=True) == "<think>It is 7 x 13 <|mask|>.</think>No."
+
+
+def test_variables_that_the_template_has_not_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    chat = Chat("row", [*question("x"), {"role": "assistant", "content": "y"}], variables={"tone": "dry"})
+    (row,) = encode_rows(tokenizer, [chat], eos_token_id=1)
+    assert "'tone'" in row.error and "--ignore-columns chat_template_kwargs.tone" in row.error
+    tokenizer.chat_template = "{{ tone }}" + tokenizer.chat_template
+    (row,) = encode_rows(tokenizer, [chat], eos_token_id=1)
+    assert decode_text(tokenizer, row.samples[0].prompt) == "dryx"

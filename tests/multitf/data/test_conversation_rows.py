@@ -9,7 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mbd_core.multitf.data.conversation_rows import Columns, find_files, read_rows
+from mbd_core.multitf.data.conversation_rows import Columns
+from mbd_core.multitf.data.data_files import find_files
+from mbd_core.multitf.data.file_rows import read_rows
 
 ROWS = [{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(5)]
 

@@ -14,7 +14,7 @@ from jobs import train_multitf
 from mbd_core.checkpoint.chat import question
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.multitf.config import ValidationOptions
-from mbd_core.multitf.data.conversation_rows import find_files
+from mbd_core.multitf.data.data_files import find_files
 from mbd_core.multitf.data.preparation import Preparation, prepare_data
 from mbd_core.multitf.data.prepared import PreparedExamples, named_data
 from mbd_core.multitf.recipes.by_name import RECIPES

@@ -1,0 +1,190 @@
+"""Data files that a user names: a file, or the files of one split in a folder, here or at a URL that fsspec knows."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+
+from mbd_core.errors import error_sentence
+from mbd_core.json_text import parse_json
+
+JSON_LINES = (".jsonl", ".jsonl.gz", ".ndjson")
+SUFFIXES = (*JSON_LINES, ".json", ".parquet", ".arrow")
+OTHER_FORMATS = (".csv", ".tsv", ".xlsx", ".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".pkl")
+NO_DATA = {"dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json", "croissant.json"}
+SPLIT_WORDS = (
+    *("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"),
+    *("heldout", "holdout"),
+)
+"""The words that name a split in a file's or a folder's name, those of training first."""
+SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")
+MOST_NAMED = 5  # files in a sentence
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Make one sentence, a `ValueError`, of what cannot be read. One of ours is a sentence already."""
+    try:
+        yield
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    except ValueError:
+        raise
+    except Exception as error:  # each storage raises types of its own
+        raise ValueError(f"{path} cannot be read: {error_sentence(error)}") from None
+
+
+def find_files(path: str, *, split: str | None = None) -> list[str]:
+    """The data files at a path or URL, in order: the file itself, or those of a folder's `split`.
+
+    A folder's splits are those of a saved dataset, or stand in the names of its files and folders. Raises `ValueError`
+    if there are no files, and for a folder of several splits without `split`.
+    """
+    with reading(path):
+        system, root = fsspec.core.url_to_fs(path)
+        if system.isfile(root):
+            if split is not None:
+                raise ValueError(f"{path} is a file, which has no splits; leave --split out")
+            files = [root]
+        elif not system.exists(root):
+            raise ValueError(f"{path} does not exist")
+        else:
+            files = _folder_files(system, root, path, split)
+    unknown = [name for name in files if not name.endswith(SUFFIXES)]
+    if unknown or not files:
+        source = unknown[0] if unknown else path
+        raise ValueError(f"{source} holds no rows that can be read; supported: {', '.join(SUFFIXES)}")
+    return [system.unstrip_protocol(name) if "://" in path else name for name in files]
+
+
+def _folder_files(system: Any, root: str, path: str, split: str | None) -> list[str]:
+    if system.exists(f"{root}/dataset_dict.json"):
+        splits = parse_json(system.cat_file(f"{root}/dataset_dict.json"), f"{path}/dataset_dict.json")["splits"]
+        root, split = f"{root}/{_choose(path, splits, split)}", None
+    if system.exists(f"{root}/state.json"):
+        if split is not None:
+            raise ValueError(f"{path} has no splits; leave --split out")
+        return _saved_files(system, root, path)
+    return _split_files(_listing(system, root, path), path, split)
+
+
+def _saved_files(system: Any, root: str, path: str) -> list[str]:
+    """The files of a dataset that was saved to disk, without those that `datasets` keeps beside them."""
+    state = parse_json(system.cat_file(f"{root}/state.json"), f"{path}/state.json")
+    return [f"{root}/{file['filename']}" for file in state["_data_files"]]
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of a folder; the split that its name or a folder's gives it, and the folder of that split's files."""
+
+    path: str
+    inside: str
+    split: str | None
+    configuration: str
+
+    @classmethod
+    def of(cls, path: str, inside: str) -> "DataFile":
+        *folders, name = inside.split("/")
+        stem = name.partition(".")[0] if SHARD.match(name) else _without_suffix(name)
+        if shard := SHARD.match(stem):
+            prefix = shard[1]
+            split = None if prefix in ("data", "part", "shard") else prefix
+            if split is not None and (word := _split_word(last := prefix.rpartition("-")[2])):
+                split = last if last.startswith(word) else word
+        else:
+            split = _split_name(stem)
+        depth = len(folders)
+        while split is None and depth:
+            depth -= 1
+            split = _split_name(folders[depth])
+        return cls(path, inside, split, "/".join(folders[:depth]) if split is not None else "")
+
+
+def _without_suffix(name: str) -> str:
+    suffix = next((suffix for suffix in (*SUFFIXES, *OTHER_FORMATS) if name.endswith(suffix)), "")
+    return name.removesuffix(suffix)
+
+
+def _split_word(name: str) -> str | None:
+    words = re.split(r"[^a-z]+", name.lower())
+    return next((word for word in SPLIT_WORDS if word in words), None)
+
+
+def _split_name(name: str) -> str | None:
+    """`train` of `train_01` and `chats-train`, `train_sft` of `train_sft`; `None` of a name without such a word."""
+    word = _split_word(name)
+    if word is None or not name.lower().startswith(word):
+        return word
+    return re.sub(r"[^A-Za-z]*\d.*$", "", name)
+
+
+def _listing(system: Any, root: str, path: str) -> list[DataFile]:
+    """The folder's data files in order: no hidden ones, no descriptions, and of saved datasets their own files."""
+    names = sorted(system.find(root))
+    saved: dict[str, list[str]] = {}
+    for name in names:
+        folder, _, last = name.rpartition("/")
+        if last == "state.json":
+            saved[folder] = _saved_files(system, folder, path)
+    files = []
+    for name in names:
+        inside = name.removeprefix(root).lstrip("/")
+        folder, _, last = name.rpartition("/")
+        is_hidden = any(part.startswith((".", "__")) for part in inside.split("/"))
+        if is_hidden or last in NO_DATA or name not in saved.get(folder, [name]):
+            continue
+        if last.endswith((*SUFFIXES, *OTHER_FORMATS)):
+            files.append(DataFile.of(name, inside))
+    return files
+
+
+def _split_files(files: Sequence[DataFile], path: str, split: str | None) -> list[str]:
+    splits = list(dict.fromkeys(file.split for file in files if file.split is not None))
+    splits.sort(key=lambda name: (SPLIT_WORDS.index(_split_word(name) or SPLIT_WORDS[-1]), name))
+    without = [file.inside for file in files if file.split is None]
+    if split is not None and not splits:
+        raise ValueError(f"{path} has no splits; leave --split out")
+    if splits and without and split is None:
+        raise ValueError(
+            f"{path} has the split{'s' * (len(splits) > 1)} {', '.join(splits)} and files of none "
+            f"({_named(without)}); name one with --split, or name the files themselves"
+        )
+    if splits:
+        taken = _choose(path, splits, split)
+        files = [file for file in files if file.split == taken]
+        configurations = list(dict.fromkeys(file.configuration for file in files))
+        if len({name for name in configurations if name != "data"}) > 1:
+            names = ", ".join(name or "." for name in configurations)
+            raise ValueError(
+                f"{path} has files of the split {taken} in several folders, {names}: name the folder of one "
+                f"data set, as {path}/{configurations[-1]}, or each of them"
+            )
+    unread = [file.inside for file in files if not file.path.endswith(SUFFIXES)]
+    if unread and len(unread) < len(files):
+        raise ValueError(
+            f"{path} holds files of formats that are not read ({_named(unread)}); name the files to read, of "
+            f"{', '.join(SUFFIXES)}"
+        )
+    return [file.path for file in files if file.path.endswith(SUFFIXES)]
+
+
+def _choose(path: str, splits: Sequence[str], split: str | None) -> str:
+    """The split's own name among `splits`."""
+    if split is None:
+        if len(splits) > 1:
+            raise ValueError(f"{path} has the splits {', '.join(splits)}; name one with --split")
+        return splits[0]
+    alike = [name for name in splits if name == split] or [n for n in splits if _split_word(n) == split]
+    if len(alike) != 1:
+        raise ValueError(f"{path} has no split {split!r}, only {', '.join(splits)}")
+    return alike[0]
+
+
+def _named(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

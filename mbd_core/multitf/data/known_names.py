@@ -1,0 +1,64 @@
+"""What names of columns and of a turn's fields say: of which a conversation is read, and which say nothing of it."""
+
+import re
+from functools import lru_cache
+
+CHATS = ("messages", "conversations", "conversation")
+PAIRS = (("prompt", "response"), ("question", "answer"), ("instruction", "output"), ("problem", "solution"))
+PROMPTS = ("prompt", "question", "instruction", "problem", "query", "input", "inputs")
+RESPONSES = ("response", "answer", "output", "solution", "completion", "target", "targets")
+CONTEXTS = ("input", "context")
+"""What an instruction speaks of, in a column beside it."""
+SYSTEMS = ("system", "system_prompt")
+TOOLS = ("tools", "functions")
+
+FLAGS = {"weight": True, "loss": True, "trainable": True, "train": True, "train_on_turn": True, "training": True}
+FLAGS |= {"masked": False}
+"""Fields of a turn that say whether it is trained, and what of it their true value means."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+
+LAST = """
+id ids idx index uuid guid key hash sha sha1 sha256 md5 ip source sources origin dataset subset config split
+url urls uri link license licence language languages lang locale country date time timestamp year version
+score scores rating ratings rank quality reward likes upvotes views votes difficulty level
+tag tags topic topics category categories subject domain genre author annotator annotators creator username
+model generator provider moderation toxicity toxic redacted perplexity ppl embedding embeddings length tokens
+cost latency state metadata meta
+"""
+LAST_WORDS = frozenset(LAST.split())
+"""A name that ends with one of these words says nothing of a conversation, as `prompt_id` and `score`."""
+FIRST_WORDS = frozenset(("score", "scores", "rating", "source", "num"))
+"""And one that begins with one of these, as `score_chosen`."""
+WHOLE = """
+created created_at updated_at create_time num_turns n_turns turn turns token_count char_count word_count
+full_topic topic_name task task_type task_name type avatar_url header turn_identifier
+parallel_tool_calls tool_choice function_call skip_prompt_formatting
+"""
+WHOLE_NAMES = frozenset(WHOLE.split())
+FIELDS_THAT_SAY = frozenset(("type", "tokens", "state", "function_call", "tool_choice", "reward"))
+"""Names that say nothing as columns, but may in a turn."""
+
+
+@lru_cache(maxsize=4096)
+def says_nothing(name: str, *, of_turn: bool = False) -> bool:
+    """Whether a column of this name is known to say nothing of the conversation; or a field of a turn."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_")
+    if of_turn and snake in FIELDS_THAT_SAY:
+        return False
+    words = re.split(r"[_\W]+", snake)
+    return (
+        snake in WHOLE_NAMES or words[-1] in LAST_WORDS or words[0] in FIRST_WORDS or words[:2] == ["index", "level"]
+    )
+
+
+HINTS = {
+    "text": "it is a text whose turns are not told apart: make messages of it, or a prompt and a response",
+    "label": "it says which answers are wanted: leave the rows of the others out of the file first",
+    "kto_tag": "it says which answers are wanted: leave the rows of the others out of the file first",
+    "completions": "it has several answers to a prompt: make a row of each that is to be trained",
+    "input_ids": "tokens are not taken, since --model's own tokenizer makes them",
+    **dict.fromkeys(
+        ("image", "images", "video", "videos", "audio", "audios"), "images, videos and sounds are not read"
+    ),
+}
+"""Why columns that people bring are not read, and what to do."""
