@@ -14,6 +14,7 @@ from cluster.storage import Folder, fetch_model
 from jobs.command_line import Fields, IsolationText, Overwrite, command
 from jobs.report_sweep import BEST
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.best import By
 from mbd_core.evaluation.sweep.endpoint import Endpoint, EndpointAddress, find_endpoint, read_keys, try_decoding
@@ -84,7 +85,8 @@ def run(
     from mbd_core.evaluation.sweep.run import SweepRun
 
     place = writable_folder(out)
-    subjects = Subjects.find(options.models, endpoint, endpoint_key)
+    sampling = Sampling(temperature=options.temperature, top_p=options.top_p)
+    subjects = Subjects.find(options.models, endpoint, endpoint_key, sampling)
     models = list(subjects.fetched.values())
     options = replace(options, models=models, endpoints=subjects.endpoints, engine=engine)
     sweep = plan_sweep(options)
@@ -110,7 +112,9 @@ class Subjects:
     keys: dict[str, str]
 
     @classmethod
-    def find(cls, models: Sequence[str], endpoints: Sequence[str], keys: Sequence[str]) -> Self:
+    def find(
+        cls, models: Sequence[str], endpoints: Sequence[str], keys: Sequence[str], sampling: Sampling | None = None
+    ) -> Self:
         """Fetch the models and ask the endpoints; `ValueError` for what is not there, or if nothing is named."""
         if not models and not endpoints:
             raise ValueError("nothing is to be swept: give --models, or --endpoint")
@@ -118,7 +122,7 @@ class Subjects:
         key_of = read_keys(keys, [address.name for address in addresses])
         return cls(
             fetched={model: fetch_model(model) for model in models},
-            endpoints=[find_endpoint(address, key_of.get(address.name)) for address in addresses],
+            endpoints=[find_endpoint(address, key_of.get(address.name), sampling=sampling) for address in addresses],
             keys=key_of,
         )
 

@@ -222,21 +222,29 @@ def _as_set(out: Any) -> Any:
 
 def standard_streams() -> Callable[[Callable[[], Any]], Callable[[str], str]]:
     """Put standard streams in place, for all inputs the same ones, because a program may import them by name. What
-    comes back makes of a function that reads and prints one from the input to the output."""
+    comes back makes of a function that reads and prints one from the input to the output.
+
+    Each stream has its `buffer`, and text and bytes have one place in it. Neither has a file descriptor.
+    """
     import builtins
     import contextlib
     import io
 
-    class Source(io.BytesIO):
+    class Bytes(io.BytesIO):
         def close(self) -> None:
-            """The next input needs it."""
+            """The next input needs it, and what was printed is still to be read."""
 
-    class StandardOutput(io.StringIO):
+        def read1(self, size: int | None = -1, /) -> bytes:
+            """A line at most: `stdin` then takes no more than it gives, and leaves the rest to who reads bytes."""
+            return self.readline(size)
+
+    class Text(io.TextIOWrapper):
         def close(self) -> None:
-            """What was printed is still to be read."""
+            """As its bytes."""
 
-    source, stdout, files = Source(), StandardOutput(), open
-    stdin = io.TextIOWrapper(source, encoding="utf-8", errors="surrogatepass", newline="\n")
+    source, sink, files = Bytes(), Bytes(), open
+    stdin = Text(source, encoding="utf-8", errors="surrogatepass", newline="\n")
+    stdout = Text(sink, encoding="utf-8", errors="surrogatepass", newline="\n", write_through=True)
 
     def open_input(file: Any, mode: str = "r", *rest: Any, **keywords: Any) -> Any:
         if file == 0 or file == "/dev/stdin":
@@ -253,16 +261,28 @@ def standard_streams() -> Callable[[Callable[[], Any]], Callable[[str], str]]:
             source.truncate()
             source.write(text.encode("utf-8", "surrogatepass"))
             stdin.seek(0)
-            stdout.seek(0)
-            stdout.truncate()
+            sink.seek(0)
+            sink.truncate()
             with contextlib.suppress(SystemExit):
                 run()
-            return stdout.getvalue()
+            _wait_for_threads()
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()  # the program may have put another one before the bytes
+            return sink.getvalue().decode("utf-8", "replace")
 
         return output
 
     sys.stdin, sys.stdout = stdin, stdout
     return printed
+
+
+def _wait_for_threads() -> None:
+    """Wait for the program's threads, as Python does at its end."""
+    threading = sys.modules.get("threading")
+    if threading is not None:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
 
 
 # What is sent of a value: itself; the set of what it yields; whether there is one; what the function printed

@@ -11,19 +11,20 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 import pyarrow as pa
 
+from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.evaluation.sweep.parts import COUNTS, DECODED_COLUMNS, before_stop, in_turns, with_draws
+from mbd_core.evaluation.sweep.request_form import RequestForm, ask_a_token, learn_form
 from mbd_core.proxies import is_own, proxy_note
 
 if TYPE_CHECKING:
     import openai
-    from openai.types.chat import ChatCompletion
 
 ENDPOINT_DEFAULT = "endpoint-default"  # the method of an endpoint that decodes as it likes
 SECONDS = 600.0  # of a request
@@ -70,6 +71,7 @@ class Endpoint:
     positions  the tokens of a prompt and its answer, at most; `None` where it does not say
     defaults   of an endpoint of this project, the decoding of a request that asks for nothing; `None`: it is another's
     slots      of an endpoint of this project, the largest buffer_size that it takes
+    form       what it refuses of the usual request
     """
 
     name: str
@@ -78,6 +80,7 @@ class Endpoint:
     positions: int | None = None
     defaults: Mapping[str, Any] | None = field(default=None, hash=False)
     slots: int | None = None
+    form: RequestForm = RequestForm()
 
     @property
     def is_ours(self) -> bool:
@@ -140,8 +143,11 @@ def client_of(url: str, key: str | None, *, retries: int = RETRIES) -> "openai.O
         raise ValueError(f"--endpoint {url} is no URL that can be asked: {error}{note}") from None
 
 
-def find_endpoint(address: EndpointAddress, key: str | None) -> Endpoint:
-    """Ask an endpoint for its models, and for one token; `ValueError`, one sentence, if it does not answer so."""
+def find_endpoint(address: EndpointAddress, key: str | None, *, sampling: Sampling | None = None) -> Endpoint:
+    """Ask an endpoint for its models, and for one token as a sweep asks that draws by `sampling`, by default none.
+
+    Raises `ValueError`, one sentence, if it does not answer so, or refuses what `sampling` asks for.
+    """
     import openai
 
     client, place = client_of(address.url, key, retries=1), f"endpoint '{address.name}' at {address.url}"
@@ -154,9 +160,13 @@ def find_endpoint(address: EndpointAddress, key: str | None) -> Endpoint:
             )
         if models and model not in models:
             raise ValueError(f"{place} serves no '{model}'; it serves {', '.join(models)}")
-        answer = ask_a_token(client, model)
+        form, answer = learn_form(client, model, RequestForm())
         endpoint = Endpoint(name=address.name, url=address.url, model=model, positions=positions.get(model))
-        return _own_endpoint(client, endpoint) if MARK in (answer.model_extra or {}) else endpoint
+        if answer is not None and MARK in (answer.model_extra or {}):
+            return _own_endpoint(client, endpoint)
+        form, _ = learn_form(client, model, form, **_sampling_fields(sampling or Sampling()), stop=["\n\n\n\n"])
+        _check_sampling(place, form, sampling or Sampling())
+        return replace(endpoint, form=form)
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
         refusal = "refuses the key that --endpoint-key names" if key else "wants a key: --endpoint-key NAME=VARIABLE"
         raise ValueError(f"{place} {refusal} ({error.status_code})") from None
@@ -172,6 +182,21 @@ def find_endpoint(address: EndpointAddress, key: str | None) -> Endpoint:
         client.close()
 
 
+def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """What a row is asked with, as `Sweep` writes it."""
+    draws = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
+    return draws if sampling.draws else {"temperature": 0}
+
+
+def _check_sampling(place: str, form: RequestForm, sampling: Sampling) -> None:
+    """Raise `ValueError` if an endpoint refuses what was asked for."""
+    asked = {"temperature": sampling.draws, "top_p": sampling.draws and sampling.top_p != 1}
+    refused = [name for name in form.left_out if asked.get(name)]
+    if refused:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in refused)
+        raise ValueError(f"{place} refuses {' and '.join(refused)}; it draws as it likes, so leave out {options}")
+
+
 def try_decoding(endpoint: Endpoint, key: str | None, configs: Sequence[Mapping[str, Any]]) -> None:
     """Ask an endpoint of this project for a token with each configuration; `ValueError` with what it says of one that
     it cannot honour. A canvas is left out: it is filled as a whole."""
@@ -182,7 +207,7 @@ def try_decoding(endpoint: Endpoint, key: str | None, configs: Sequence[Mapping[
         for config in configs:
             fields = {name: value for name, value in config.items() if value is not None}
             if fields and "canvas" not in fields:
-                ask_a_token(client, endpoint.model, extra_body={"decoding": fields})
+                ask_a_token(client, endpoint.model, endpoint.form, extra_body={"decoding": fields})
     except openai.APIStatusError as error:
         refusal = f"endpoint '{endpoint.name}' refuses decoding {json.dumps(fields)}"
         raise ValueError(f"{refusal}: {error_text(error, key)}") from None
@@ -191,13 +216,6 @@ def try_decoding(endpoint: Endpoint, key: str | None, configs: Sequence[Mapping[
         raise ValueError(f"endpoint '{endpoint.name}' cannot be reached: {reason}") from None
     finally:
         client.close()
-
-
-def ask_a_token(client: "openai.OpenAI", model: str, **fields: Any) -> "ChatCompletion":
-    """The answer to the smallest request that an endpoint's engine must compute."""
-    return client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": "1"}], max_tokens=1, **fields
-    )
 
 
 def _named_models(client: "openai.OpenAI") -> tuple[list[str], dict[str, int]]:
@@ -264,6 +282,11 @@ TOKEN_SECONDS = 60.0  # for one token, where another request failed
 MOST_STOPS = 4  # that OpenAI's interface takes; all of them end the text
 # what every request would get now, after all that the client tried
 CLOSED_STATUSES = (401, 403, 404, 405, 429, 502, 503)
+# other interfaces' words for OpenAI's, which some endpoints pass on
+FINISH_REASONS = {
+    **dict.fromkeys(("max_tokens", "MAX_TOKENS", "max_output_tokens", "model_length", "max_length"), "length"),
+    **dict.fromkeys(("eos", "eos_token", "end_turn", "stop_sequence", "STOP", "COMPLETE"), "stop"),
+}
 ODD = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)  # of an answer's content
 
 
@@ -351,7 +374,7 @@ class EndpointStage:
 def _request(client: "openai.OpenAI", endpoint: Endpoint, row: Mapping[str, Any]) -> Any:
     """The raw answer to a row's prompt: a chat, or a text that is gone on with."""
     prompt, decoding = json.loads(row["input"]), json.loads(row["config"])
-    fields: dict[str, Any] = {"model": endpoint.model, "max_tokens": row["max_tokens"], "temperature": 0}
+    fields: dict[str, Any] = {"max_tokens": row["max_tokens"], "temperature": 0}
     fields |= json.loads(row.get("sampling") or "{}")
     stop = json.loads(row["stop"])[: None if endpoint.is_ours else MOST_STOPS]
     fields |= {"stop": stop} if stop else {}
@@ -361,7 +384,9 @@ def _request(client: "openai.OpenAI", endpoint: Endpoint, row: Mapping[str, Any]
     if decoding:
         extra["decoding"] = {name: value for name, value in decoding.items() if value is not None}
     fields |= {"extra_body": extra} if extra else {}
-    if isinstance(prompt, str):
+    is_text = isinstance(prompt, str)
+    fields = {"model": endpoint.model, **endpoint.form.of(fields, is_chat=not is_text)}
+    if is_text:
         return client.completions.with_raw_response.create(prompt=prompt, **fields)
     return client.chat.completions.with_raw_response.create(messages=prompt, **fields)
 
@@ -369,7 +394,11 @@ def _request(client: "openai.OpenAI", endpoint: Endpoint, row: Mapping[str, Any]
 def _columns(answer: Any, seconds: float, stop: list[str]) -> dict[str, Any]:
     """What an answer says: its text, its tokens if it counts them, and the forwards if the endpoint is ours."""
     choice, usage = answer.choices[0], answer.usage
+    finish_reason = FINISH_REASONS.get(choice.finish_reason, choice.finish_reason)
     text = choice.text if answer.object == "text_completion" else choice.message.content
+    if not text and answer.object != "text_completion" and finish_reason == "stop":
+        said = choice.message.model_extra or {}
+        text = said.get("reasoning_content") or said.get("reasoning") or text  # all that it said
     if not isinstance(text, str | None):
         raise TypeError(f"its text is a {type(text).__name__}")
     columns = {
@@ -380,7 +409,7 @@ def _columns(answer: Any, seconds: float, stop: list[str]) -> dict[str, Any]:
     columns |= {name: counts[name] for name in COUNTS if name in counts}
     numbers = {name: count if type(count) is int and 0 <= count < 2**63 else None for name, count in columns.items()}
     answer_text = before_stop((text or "").encode("utf-8", "replace").decode(), stop)
-    return {**numbers, "text": answer_text, "finish_reason": choice.finish_reason, "seconds": seconds}
+    return {**numbers, "text": answer_text, "finish_reason": finish_reason, "seconds": seconds}
 
 
 def _answers(client: "openai.OpenAI", endpoint: Endpoint) -> bool:
@@ -388,7 +417,7 @@ def _answers(client: "openai.OpenAI", endpoint: Endpoint) -> bool:
     import openai
 
     try:
-        ask_a_token(client.with_options(max_retries=1, timeout=TOKEN_SECONDS), endpoint.model)
+        ask_a_token(client.with_options(max_retries=1, timeout=TOKEN_SECONDS), endpoint.model, endpoint.form)
     except openai.APIConnectionError:
         return False
     except openai.APIStatusError as error:

@@ -83,7 +83,12 @@ def endpoint_notes(endpoint: Endpoint, inputs: Mapping[str, TaskInputs]) -> Sequ
                 f"answer of {task} may have {of_task.max_tokens} tokens; give --max-tokens"
             )
     note = "" if endpoint.is_ours else "; it says neither forwards nor TPF, and decodes as it likes"
-    return [f"model '{endpoint.name}' is '{endpoint.model}' at {endpoint.url}, asked at the sweep's temperature{note}"]
+    has_temperature = "temperature" not in endpoint.form.left_out
+    asked = "asked at the sweep's temperature" if has_temperature else "asked without a temperature"
+    return [
+        f"model '{endpoint.name}' is '{endpoint.model}' at {endpoint.url}, {asked}{note}",
+        *(f"endpoint '{endpoint.name}' {difference}" for difference in endpoint.form.notes()),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

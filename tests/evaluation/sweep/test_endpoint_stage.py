@@ -12,6 +12,7 @@ import pytest
 from scripted_endpoint import ANSWER, Answer, ScriptedEndpoint, completion
 from sweep_rows import planned_samples
 
+from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.evaluation.measures.rates import summarize
 from mbd_core.evaluation.sweep import endpoint as endpoint_room
 from mbd_core.evaluation.sweep.endpoint import (
@@ -26,6 +27,8 @@ from mbd_core.evaluation.sweep.endpoint import (
 from mbd_core.evaluation.sweep.folder import graded_sample
 from mbd_core.evaluation.sweep.grading import grade_table
 from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS
+from mbd_core.evaluation.sweep.plan import endpoint_notes
+from mbd_core.evaluation.sweep.request_form import RequestForm
 
 UNKNOWN = ("num_forwards", "num_store_forwards", "num_prefill_forwards")
 
@@ -80,6 +83,99 @@ def test_tokens_that_are_not_counted_are_null_and_a_text_is_gone_on_with(server:
     assert (server.bodies[0]["path"], server.bodies[0]["prompt"]) == ("/v1/completions", "Question: 2 + 2?")
     (sample,) = (graded_sample(one) for one in grade_table(pa.Table.from_pylist([row])).to_pylist())
     assert summarize([sample]).num_tokens is None and summarize([sample]).tpf is None
+
+
+def refusal(param: str, message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": "unsupported"}}
+
+
+def reasoning_model(body: dict[str, Any]) -> dict[str, Any] | None:
+    """What OpenAI's endpoint says for its reasoning models."""
+    if "max_tokens" in body:
+        message = "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+        return refusal("max_tokens", f"Unsupported parameter: {message}")
+    if body.get("temperature", 1) != 1:
+        message = "'temperature' does not support 0 with this model. Only the default (1) value is supported."
+        return refusal("temperature", f"Unsupported value: {message}")
+    if "stop" in body:
+        return refusal("stop", "Unsupported parameter: 'stop' is not supported with this model.")
+    if body["max_completion_tokens"] == 1:
+        return {
+            "error": {"message": "Could not finish the message because max_tokens or model output limit was reached."}
+        }
+    return None
+
+
+def strict_server(body: dict[str, Any]) -> dict[str, Any] | None:
+    """A server that checks its fields by pydantic, and wants so many tokens."""
+    extra = [name for name in ("seed", "top_p", "stop") if name in body]
+    if extra:
+        return {"detail": [{"loc": ["body", extra[0]], "msg": "Extra inputs are not permitted", "type": "extra"}]}
+    if body["max_tokens"] < 16:
+        return refusal("max_tokens", "Invalid 'max_tokens': integer below minimum value. Expected a value >= 16.")
+    return None
+
+
+@pytest.mark.parametrize(
+    ("refuse", "form"),
+    [
+        (lambda body: None, RequestForm()),
+        (reasoning_model, RequestForm(renames_limit=True, left_out=("temperature", "stop"))),
+        (strict_server, RequestForm(left_out=("stop",))),
+        (
+            lambda body: refusal("", "Unable to submit: no stopSequences parameter") if "stop" in body else None,
+            RequestForm(left_out=("stop",)),
+        ),
+    ],
+)
+def test_an_endpoint_is_asked_as_it_wants(server: ScriptedEndpoint, refuse: Any, form: RequestForm) -> None:
+    server.refuse = refuse
+    found = find_endpoint(EndpointAddress(name="x", url=server.url, model=None), None)
+    assert found.form == form
+    table = planned_samples(["x"], prompts=["2 + 2?"])
+    columns = {"config": "{}", "method": ENDPOINT_DEFAULT, "stop": json.dumps([" ####"]), "max_tokens": 32}
+    rows = pa.Table.from_pylist([{**row, **columns} for row in table.to_pylist()], schema=table.schema)
+    with EndpointStage({"x": found}, {}, concurrency=1) as stage:
+        (row,) = stage(rows).to_pylist()
+    assert (row["error"], row["text"]) == (None, "Tom has"), "cut at the stop that the endpoint does not take"
+    assert len(endpoint_notes(found, {})) == 1 + len(form.left_out) + form.renames_limit
+    assert ("without a temperature" in endpoint_notes(found, {})[0]) == ("temperature" in form.left_out)
+
+
+def test_a_temperature_that_was_asked_for_is_not_left_out(server: ScriptedEndpoint) -> None:
+    address = EndpointAddress(name="x", url=server.url, model=None)
+    server.refuse = reasoning_model
+    with pytest.raises(ValueError, match=r"refuses temperature; .* leave out --temperature"):
+        find_endpoint(address, None, sampling=Sampling(temperature=0.7))
+    server.refuse = strict_server
+    found = find_endpoint(address, None, sampling=Sampling(temperature=0.7))
+    assert set(found.form.left_out) == {"seed", "top_p", "stop"}, "top_p 1 changes nothing"
+    with pytest.raises(ValueError, match=r"refuses top_p; .* leave out --top-p"):
+        find_endpoint(address, None, sampling=Sampling(temperature=0.7, top_p=0.9))
+    server.refuse = lambda body: refusal("model", "The model 'm' needs a licence.")
+    with pytest.raises(ValueError, match="answers 400: The model 'm' needs a licence"):
+        find_endpoint(address, None)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "text", "known"),
+    [
+        ({"content": None, "reasoning_content": "It is #### 4"}, "stop", "It is #### 4", "stop"),
+        ({"content": "", "reasoning": "It is #### 4"}, "end_turn", "It is #### 4", "stop"),
+        ({"content": None, "reasoning_content": "It is #### 4, or"}, "length", "", "length"),
+        ({"content": "#### 4", "reasoning_content": "Or #### 5"}, "STOP", "#### 4", "stop"),
+        ({"content": "#### 4"}, "MAX_TOKENS", "#### 4", "length"),
+        ({"content": "#### 4"}, None, "#### 4", None),
+        ({"content": None, "refusal": "No."}, "content_filter", "", "content_filter"),
+    ],
+)
+def test_other_words_for_an_answer_s_end_and_its_reasoning(
+    server: ScriptedEndpoint, message: dict[str, Any], reason: str | None, text: str, known: str | None
+) -> None:
+    choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", **message}}
+    server.script = lambda body: (200, {}, completion() | {"choices": [choice]})
+    (row,) = rows_of(server, ["2 + 2?"])
+    assert (row["text"], row["finish_reason"], row["error"]) == (text, known, None)
 
 
 def test_a_busy_endpoint_is_asked_again_when_it_says(server: ScriptedEndpoint) -> None:

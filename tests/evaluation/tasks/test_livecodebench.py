@@ -70,10 +70,72 @@ READING = "a, b = map(int, {read}.split())\nprint(a + b)"
         "def main():\n    print(sum(map(int, input().split())))\n    exit()\nif __name__ == '__main__':\n    main()",
         "with open('/dev/stdin') as file:\n    print(sum(map(int, file.read().split())), end='\\n\\n  ')",
         "print(reduce(operator.add, map(float, input().split())))",
+        "import sys\na, b = map(int, sys.stdin.buffer.read().split())\nsys.stdout.buffer.write(str(a + b).encode())",
+        "import sys\nfor line in sys.stdin.buffer:\n    sys.stdout.buffer.write(b'%d' % sum(map(int, line.split())))",
+        "import sys\nwrite = sys.stdout.buffer.write\nprint(end='')\nwrite(b'%d' % sum(map(int, input().split())))",
+        "import sys, io\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\n" + READING.format(read="input()"),
+        "import sys, io\nsys.stdin = io.TextIOWrapper(sys.stdin.buffer)\n" + READING.format(read="input()"),
+        "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 26)\n"
+        "def deep(n):\n    return n and deep(n - 1)\n"
+        "def main():\n    deep(20000)\n    print(sum(map(int, input().split())))\n"
+        "thread = threading.Thread(target=main)\nthread.start()\nthread.join()",
+        "import threading, time\ndef main():\n    time.sleep(0.1)\n    print(sum(map(int, input().split())))\n"
+        "threading.Thread(target=main).start()",
     ],
 )
 def test_a_program_that_reads_its_input_passes_every_test(program: str) -> None:
     assert graded(program, problem_of()).reason == "passed"
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "sys.stdin.buffer.read()",
+        "b''.join(sys.stdin.buffer)",
+        "b''.join(sys.stdin.buffer.readlines())",
+        "sys.stdin.buffer.read1() + sys.stdin.buffer.read(100)",
+        "sys.stdin.read()",
+        "''.join(sys.stdin)",
+        "open(0, 'rb').read()",
+    ],
+)
+@pytest.mark.parametrize(
+    "first", ["input()", "sys.stdin.readline()", "sys.stdin.buffer.readline()", "next(sys.stdin)"]
+)
+def test_text_and_bytes_of_the_input_have_one_place(first: str, rest: str) -> None:
+    problem = problem_of([("2\n10 20\n30 40\n", "100\n"), ("1\n5 5", "10\n")])
+    program = f"import sys\nn = int({first})\nprint(sum(map(int, ({rest}).split())))"
+    assert graded(program, problem).reason == "passed"
+
+
+def test_text_and_bytes_of_the_output_keep_their_order() -> None:
+    program = (
+        "from sys import stdout\nfor n in range(3):\n"
+        "    print(n)\n    stdout.buffer.write(b'b\\n')\n    stdout.write('t\\n')"
+    )
+    assert graded(program, problem_of([("", "0\nb\nt\n1\nb\nt\n2\nb\nt")])).reason == "passed"
+    assert graded("import sys\nsys.stdout.buffer.write(b'\\xff')", problem_of()).reason == "wrong"
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        "__import__('os').read(0, 1 << 20)",
+        "__import__('os').read(__import__('sys').stdin.fileno(), 1 << 20)",
+        "open(__import__('sys').stdin.fileno()).read()",
+        "__import__('mmap').mmap(0, 0).read()",
+    ],
+)
+def test_there_is_no_descriptor_of_the_input_as_in_the_benchmark(read: str) -> None:
+    assert graded(READING.format(read=read), problem_of()).reason == "error"
+
+
+def test_a_program_behind_the_benchmark_s_own_imports_has_no_future_import() -> None:
+    assert (
+        graded("from __future__ import annotations\n" + READING.format(read="input()"), problem_of()).reason == "error"
+    )
+    method = "from __future__ import annotations\nclass Solution:\n    def add(self, a, b):\n        return a + b"
+    assert graded(method, problem_of([("1\n2", "3")], function="add")).reason == "error"
 
 
 def test_every_wrong_input_is_named_and_counted() -> None:

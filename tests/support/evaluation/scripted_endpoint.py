@@ -22,7 +22,7 @@ def completion(
 class ScriptedEndpoint:
     """`script` gives the answer to a body; a request for one token, which asks whether it is there, is no part of
     `bodies`. With a `key` it refuses every other one. `is_dead`: its engine computes not even a token.
-    `health`: it is of this project, and says this of its models."""
+    `health`: it is of this project, and says this of its models. `refuse` gives the body of a refusal, if any."""
 
     def __init__(self, *, models: tuple[str, ...] = ("m",), key: str | None = None) -> None:
         self.models, self.key = models, key
@@ -30,6 +30,7 @@ class ScriptedEndpoint:
         self.health: list[dict[str, Any]] | None = None
         self.bodies: list[dict[str, Any]] = []
         self.script: Callable[[dict[str, Any]], Answer] = lambda body: (200, {}, completion())
+        self.refuse: Callable[[dict[str, Any]], Mapping[str, Any] | None] = lambda body: None
         self.most_at_once = self._at_once = 0
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -65,7 +66,10 @@ class ScriptedEndpoint:
             return 200, {}, {"models": self.health, "max_model_len": 256}
         if body is None or path not in ("/v1/chat/completions", "/v1/completions"):
             return 404, {}, {"error": {"message": f"no route {path}"}}
-        if body["max_tokens"] == 1:
+        refusal = self.refuse(body)
+        if refusal is not None:
+            return 400, {}, refusal
+        if body.get("max_tokens", body.get("max_completion_tokens")) == 1:
             if self.is_dead:
                 return 500, {"Retry-After": "0.01"}, {"error": {"message": "no engine"}}
             return 200, {}, completion() if self.health is None else completion(mbd={"num_forwards": 1})
