@@ -1,7 +1,8 @@
 """Conversion of checkpoints: single or stacked experts, Hugging Face folder or distributed checkpoint.
 
 All layouts store the same decoder tensors (`tensors.py`), so every tensor of the target is assembled from tensors of
-the source, a few in memory at a time. No value is changed or cast.
+the source, a few in memory at a time. Tensors that are not computed with (`Family.skipped`) are copied. No value is
+changed or cast.
 """
 
 import json
@@ -25,6 +26,7 @@ from mbd_core.checkpoint.tensors import (
     FLOAT32_ALWAYS,
     StoredTensor,
     TensorPieces,
+    TensorShape,
     WeightsFolder,
     decoder_shapes,
     match_tensors,
@@ -62,7 +64,8 @@ def convert(
 
     def make(name: str) -> Tensor:
         nonlocal bytes_written
-        tensor = plan.pieces.make(plan.wanted[name])
+        kept = plan.kept.get(name)
+        tensor = plan.pieces.make(plan.wanted[name]) if kept is None else kept.read(name)
         bytes_written += tensor.nbytes
         progress(bytes_written, plan.num_bytes)
         return tensor
@@ -76,11 +79,13 @@ def convert(
         else:
             _write_trained(new_folder, plan, plan.recipe)
         if plan.to == "dcp":
-            metas = {n: torch.empty(s.shape, dtype=plan.dtypes[n], device="meta") for n, s in plan.wanted.items()}
+            metas = {
+                name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.tensors.items()
+            }
             save_dcp(new_folder, metas, make, max_bytes=max_shard_bytes)
         else:
             writer = ShardWriter(new_folder, max_bytes=max_shard_bytes)
-            for name in plan.wanted:
+            for name in plan.tensors:
                 writer.add(name, make(name))
             writer.close()
 
@@ -89,7 +94,8 @@ def convert(
 class _Plan:
     """A checked conversion: the target's tensors by name, their dtypes, and the source to assemble them from.
 
-    `recipe` is our trainer's, if the source is a checkpoint of it; `config` then has the block size of the training.
+    `kept` has the folder of each tensor that is copied, by name. `recipe` is our trainer's, if the source is a
+    checkpoint of it; `config` then has the block size of the training.
     """
 
     config: ModelConfig
@@ -97,7 +103,16 @@ class _Plan:
     wanted: dict[str, StoredTensor]
     dtypes: dict[str, torch.dtype]
     pieces: TensorPieces
+    kept: dict[str, WeightsFolder]
     recipe: dict[str, Any] | None
+
+    @property
+    def tensors(self) -> dict[str, tuple[TensorShape, torch.dtype]]:
+        """The shapes and dtypes of all tensors of the target."""
+        infos = {name: folder.tensors[name] for name, folder in self.kept.items()}
+        return {name: (stored.shape, self.dtypes[name]) for name, stored in self.wanted.items()} | {
+            name: (info.shape, info.dtype) for name, info in infos.items()
+        }
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,7 +122,7 @@ class _Plan:
 
     @property
     def num_bytes(self) -> int:
-        return sum(torch.Size(s.shape).numel() * self.dtypes[n].itemsize for n, s in self.wanted.items())
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.tensors.values())
 
     @property
     def fused(self) -> bool:
@@ -144,8 +159,21 @@ def _plan(
         wanted=wanted,
         dtypes={name: pieces.dtype(target_stored) for name, target_stored in wanted.items()},
         pieces=pieces,
+        kept=_kept(config, weights, beside_weights),
         recipe=recipe,
     )
+
+
+def _kept(config: ModelConfig, weights: WeightsFolder, beside_weights: Path) -> dict[str, WeightsFolder]:
+    """The tensors to copy, by name: those that the source skips; for a source without any, its base's."""
+    skipped = FAMILIES[config.architecture].skipped
+    if not skipped:
+        return {}
+    kept = {name: weights for name in weights.tensors if name.startswith(skipped)}
+    if kept or not any(beside_weights.glob("*.safetensors")):
+        return kept
+    base = HfFolder(beside_weights)
+    return {name: base for name in base.tensors if name.startswith(skipped)}
 
 
 def _write_trained(folder: Path, plan: _Plan, recipe: dict[str, Any]) -> None:

@@ -37,7 +37,8 @@ class Family:
     switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` those of `MoEConfig`
     text                the key of config.json under which the text model's settings stand, where they are nested;
                         its layers differ then, and `gemma_keys` has the keys of `GemmaLayers` (`gemma_config.py`)
-    skipped             beginnings of the names of tensors that are not read: of other modalities
+    skipped             beginnings of the names of tensors that are not computed with: of other modalities. A folder
+                        that is made from theirs has them unchanged
     names               our module -> the checkpoint's name for it (`{i}` a layer, `{e}` an expert); modules with the
                         same name there are stored in one tensor, one after another
     published           ids of the released vocabulary, for folders whose files leave them out and whose `vocab_size`

@@ -3,17 +3,18 @@
 import hashlib
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
-from mbd_core.checkpoint.families import FAMILIES
+from mbd_core.checkpoint.families import FAMILIES, family_of
 from mbd_core.checkpoint.loading import refuse_dcp
-from mbd_core.checkpoint.safetensor_files import METADATA, list_tensors, read_json
+from mbd_core.checkpoint.safetensor_files import METADATA, HfFolder, list_tensors, read_json
 from mbd_core.checkpoint.tensors import match_tensors
 from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
@@ -165,11 +166,13 @@ MOST_BYTES = 2**29  # beside the weights; a training keeps them in memory
 
 @dataclass(frozen=True, kw_only=True)
 class BaseFiles:
-    """A base's config.json and generation_config.json, and the content of its other files by name."""
+    """A base's config.json and generation_config.json, the content of its other files by name, and its tensors that
+    are not computed with (`Family.skipped`)."""
 
     config: Mapping[str, Any]
     generation: Mapping[str, Any]
     others: dict[str, bytes]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def write_others(self, folder: Path) -> None:
         """Write the files that hold neither weights nor one of the two configurations."""
@@ -193,7 +196,11 @@ def read_base(folder: Path) -> BaseFiles:
             f"most {MOST_BYTES:,}: move what is not the model's, such as {largest}, to another folder"
         )
     own = ("config.json", "generation_config.json")
-    return replace(configs, others={name: path.read_bytes() for name, path in files.items() if name not in own})
+    others = {name: path.read_bytes() for name, path in files.items() if name not in own}
+    _, family = family_of(configs.config)
+    weights = HfFolder(folder) if family.skipped else None
+    skipped = [] if weights is None else [name for name in weights.tensors if name.startswith(family.skipped)]
+    return replace(configs, others=others, tensors={name: weights.read(name) for name in skipped if weights})
 
 
 def read_configs(folder: Path) -> BaseFiles:
@@ -239,8 +246,13 @@ def _is_never_carried(name: str) -> bool:
 def carried_config(base: Mapping[str, Any], written: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """A base's config.json with the fields that we write, for unquantized weights of `dtype`.
 
-    The padding id and the name of the key of the dtype stay the base's.
+    The padding id and the name of the key of the dtype stay the base's, and so do keys of a nested text model that we
+    do not write. Sections of other modalities stay as they are.
     """
+    section = family_of(written)[1].text
+    if section is not None and isinstance(base.get(section), Mapping):
+        text_dtype = dict.fromkeys({"torch_dtype", "dtype"} & base[section].keys(), dtype)
+        written = {**written, section: {**base[section], **written[section], **text_dtype}}
     base_fields = {
         key: value for key, value in base.items() if key not in ("quantization_config", "dtype", "torch_dtype")
     }

@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,10 +49,11 @@ def save_model(
 ) -> None:
     """Write a complete model folder; `extra` adds small text files (name -> content).
 
-    The folder takes over what `base`'s had beside the weights, its tokenizer too, where `tokenizer` is `None`.
-    Weights are cast to `dtype` (`None`: no cast), except the router's `expert_bias`, which is float32. Raises
-    `ValueError` for a part of a sharded model, for FP8 weights, and for a folder that exists and is not empty, unless
-    `overwrite` is given and the project wrote it (`files.check_target_folder`).
+    The folder takes over what `base`'s had beside the weights, its tokenizer too, where `tokenizer` is `None`, and its
+    tensors that are not computed with, as they are. Weights are cast to `dtype` (`None`: no cast), except the router's
+    `expert_bias`, which is float32. Raises `ValueError` for a part of a sharded model, for FP8 weights, and for a
+    folder that exists and is not empty, unless `overwrite` is given and the project wrote it
+    (`files.check_target_folder`).
     """
     check_target_folder(folder, MODEL_KIND, overwrite=overwrite)
     if model.shard.size > 1:
@@ -68,7 +70,9 @@ def save_model(
             base.write_others(new_folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(new_folder)
-        _write(new_folder, model.config, tensors, config_dtype, experts, max_shard_bytes, generation, base)
+        others = () if base is None else base.tensors.items()
+        every = chain(tensors, others)
+        _write(new_folder, model.config, every, config_dtype, experts, max_shard_bytes, generation, base)
         for name, text in (extra or {}).items():
             (new_folder / name).write_text(text)
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from mbd_core.checkpoint.config import read_config, write_config
 from mbd_core.checkpoint.conversion import convert
-from mbd_core.checkpoint.folder import with_method
+from mbd_core.checkpoint.folder import read_base, with_method
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.blocks.causal_config import Renoise
@@ -140,3 +140,69 @@ def test_a_folder_is_converted_there_and_back(folder: Path, tmp_path: Path) -> N
     convert(tmp_path / "dcp", tmp_path / "back", to="hf")
     before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "back"))
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+
+
+VISION = {
+    "model.encoder.vision_tower.encoder.layers.0.q_proj.weight": torch.randn(4, 4).bfloat16(),
+    "model.encoder.vision_tower.patch_embedder.position_embedding_table": torch.tensor([[torch.inf, -0.0, 1e-40]]),
+    "model.encoder.embed_vision.embedding_projection.weight": torch.randn(3, 4).half(),
+}
+SECTIONS = {
+    "vision_config": {"model_type": "gemma4_vision", "hidden_size": 4, "dtype": "bfloat16"},
+    "image_token_id": 5,
+    "boi_token_id": 6,
+    "vision_soft_tokens_per_image": 280,
+}
+TEXT = {"use_bidirectional_attention": "vision", "bos_token_id": 2, "dtype": "float32"}
+
+
+@pytest.fixture
+def seeing(folder: Path) -> Path:
+    """A folder with a vision tower, in shards, and what belongs to it in config.json."""
+    save_file(load_file(folder / "model.safetensors") | VISION, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    rewrite(folder / "config.json", **SECTIONS, text_config=config["text_config"] | TEXT)
+    (folder / "preprocessor_config.json").write_text("{}")
+    return folder
+
+
+def check_vision(made: Path) -> None:
+    """The tower's tensors are there byte for byte, its sections too, and the text model is read as before."""
+    weights = {name: tensor for file in made.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for name, tensor in VISION.items():
+        assert weights[name].dtype == tensor.dtype
+        assert torch.equal(weights[name].view(torch.uint8), tensor.view(torch.uint8))
+    config = json.loads((made / "config.json").read_text())
+    assert {key: config[key] for key in SECTIONS} == SECTIONS
+    assert config["text_config"].items() >= {key: value for key, value in TEXT.items() if key != "dtype"}.items()
+    assert (made / "preprocessor_config.json").exists()
+    assert load_model(made).config == GEMMA
+
+
+def test_a_converted_folder_keeps_its_vision_tower(seeing: Path, tmp_path: Path) -> None:
+    convert(seeing, tmp_path / "shards", max_shard_bytes=2000)
+    check_vision(tmp_path / "shards")
+    convert(tmp_path / "shards", tmp_path / "dcp", to="dcp")
+    convert(tmp_path / "dcp", tmp_path / "back", to="hf", config_from=seeing)
+    check_vision(tmp_path / "back")
+    before, after = load_file(seeing / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in after.items())
+
+
+def test_weights_alone_get_the_tower_of_their_base(seeing: Path, tmp_path: Path) -> None:
+    save_model(tmp_path / "text", gemma(seed=1))
+    convert(tmp_path / "text", tmp_path / "dcp", to="dcp")
+    convert(tmp_path / "dcp", tmp_path / "whole", to="hf", config_from=seeing)
+    check_vision(tmp_path / "whole")
+    found, wanted = load_model(tmp_path / "whole").state_dict(), gemma(seed=1).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_a_model_that_is_saved_from_a_base_keeps_its_vision_tower(seeing: Path, tmp_path: Path) -> None:
+    base = read_base(seeing)
+    shutil.rmtree(seeing)  # as where a base was fetched to a temporary folder
+    save_model(tmp_path / "made", gemma(), base=base, dtype=torch.bfloat16)
+    check_vision(tmp_path / "made")
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert (config["dtype"], config["text_config"]["dtype"]) == ("bfloat16", "bfloat16")
