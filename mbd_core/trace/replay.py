@@ -23,14 +23,15 @@ TEMPLATE = Path(__file__).with_name("replay.html")
 class ReplaySlot:
     """A slot in one forward: `state` and `mask_ratio` before it, tokens and confidences after it (-1 = masked).
 
-    `block` counts from 1, the request's first block. `new` and `edited` are offsets into the block.
+    `block` counts from 1, the request's first block. `new` and `edited` are offsets into the block. Frames of a server
+    have no confidences (`None`).
     """
 
     block: int
     state: str
     mask_ratio: float
     tokens: tuple[int, ...]
-    confidences: tuple[float, ...]
+    confidences: tuple[float, ...] | None
     new: tuple[int, ...]
     edited: tuple[int, ...]
 
@@ -68,6 +69,13 @@ def write_replay(
     sides: Sequence[ReplaySide], path: Path, *, title: str, note: str = "", texts: Mapping[int, str] | None = None
 ) -> None:
     """Write the page; `texts` maps token ids to their text (without it the page shows ids), `note` is the prompt."""
+    write_text(path, replay_page(sides, title=title, note=note, texts=texts))
+
+
+def replay_page(
+    sides: Sequence[ReplaySide], *, title: str, note: str = "", texts: Mapping[int, str] | None = None
+) -> str:
+    """The page as a text; as `write_replay`."""
     data = {
         "title": title,
         "note": note,
@@ -75,7 +83,7 @@ def write_replay(
         "sides": [asdict(s) for s in sides],
     }
     page = Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True)
-    write_text(path, page.render(title=title, data=script_json(data)))
+    return str(page.render(title=title, data=script_json(data)))
 
 
 def shared_request(runs: Sequence[TracedRun]) -> str | None:
@@ -150,7 +158,7 @@ def replay_side(request: RequestTrace, *, name: str, eos_token_ids: Sequence[int
         end=end,
         frames=tuple(
             ReplayFrame(
-                caption=_caption(slots),
+                caption=caption(slots),
                 store_only=bool(request.store_only_T[t]),
                 slots=tuple(slots),
                 num_tokens=int((useful & (after.ravel() >= 0)).sum()),
@@ -182,7 +190,7 @@ def _end(committed: np.ndarray, num_prompt: int, eos_token_ids: Sequence[int]) -
     return num_prompt + int(at[0]) if len(at) else None
 
 
-def _caption(slots: Sequence[ReplaySlot]) -> str:
+def caption(slots: Sequence[ReplaySlot]) -> str:
     """What a forward does, for example 'Store B1 + decode B2, B3'."""
     stores = [s for s in slots if s.state == STATES[TO_CACHE]]
     active = [s for s in slots if s.state == STATES[ACTIVE]]

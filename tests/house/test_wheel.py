@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ("pyproject.toml", "README.md", "LICENSE", "mbd_core", "actors", "cluster", "jobs")
+SOURCE = ("pyproject.toml", "README.md", "LICENSE", "mbd_core", "mbd_api", "actors", "cluster", "jobs")
 
 
 def test_a_wheel_holds_the_shipped_models_and_works_outside_the_repository(tmp_path: Path) -> None:
@@ -37,6 +37,8 @@ def test_a_wheel_holds_the_shipped_models_and_works_outside_the_repository(tmp_p
         "print(mbd_core.__file__, model_folder('tiny-mbd'), sep='\\n')\n"
         "from jobs.__main__ import main\n"
         "assert main(['--version']) == 0 and main(['bench']) == 2\n"
+        "from mbd_core import LLM\n"
+        "assert LLM('tiny-mbd').chat('Tom has 3 apples.', max_tokens=4).finish_reason\n"
         "for name in ('serve', 'train', 'sweep', 'report', 'demo'): assert main([name, '--help']) == 0"
     )
     done = subprocess.run(

@@ -187,12 +187,14 @@ class Answer:
         self._stream.close()
         self._on_close()
 
-    async def whole(self) -> Completion:
-        """The whole answer in one object, its choices in the order of the requests."""
+    async def whole(self, on_step: Callable[[TextStep], None] = lambda step: None) -> Completion:
+        """The whole answer in one object, its choices in the order of the requests; `on_step` is called with each step
+        as it comes."""
         texts = {r.request_id: echo for r, echo in zip(self._stream.requests, self._echoes, strict=True)}
         outputs: dict[str, Output] = {}
         weights: list[tuple[int, int]] = []
         async for step in self._steps:
+            on_step(step)
             texts[step.request_id] += step.text
             if step.output is not None:
                 outputs[step.request_id] = step.output

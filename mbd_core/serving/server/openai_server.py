@@ -193,6 +193,17 @@ class OpenAIServer:
         """The answer to a chat request; as `complete`."""
         return (await self._answer(ChatRequest, body, key=key, limited=limited))[1]
 
+    async def check(self, kind: type[CompletionRequest] | type[ChatRequest], body: bytes) -> None:
+        """Raise what `complete` or `chat` would raise of the body before its first token."""
+        api_request = parse(kind, body)
+        self.model(api_request.model)
+        route = await self._route(api_request.model)
+        check_number(api_request, route.model.capacity)
+        api_request = route.with_defaults(api_request)
+        call = partial(route.requests, api_request, seed=0)
+        requests, _, _ = await self._tokenizing.run(call, characters=api_request.num_characters(len(body)))
+        await route.check_grammar(api_request, requests)
+
     async def respond(self, body: Body, *, key: str = "", limited: bool = True) -> ResponseAnswer:
         """The answer to a request of `/v1/responses`; as `complete`."""
         return ResponseAnswer(*await self._answer(ResponsesRequest, body, key=key, limited=limited))

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from mbd_core.serving.api.replies import Reply, ReplyChoice
 from mbd_core.serving.api.requests import CompletionRequest
 from mbd_core.serving.api.shapes import Completion, TokenFields
 from mbd_core.serving.server.answer import Answer
-from mbd_core.serving.server.text_stream import TextStream
+from mbd_core.serving.server.text_stream import TextStep, TextStream
 from mbd_core.serving.text.committed import Decode
 from mbd_core.serving.text.logprobs import LEAST_LOGPROB, ChoiceLogprobs, TokenTexts
 from mbd_core.serving.tokens.served_model import ServedModel
@@ -75,10 +75,11 @@ class ScoredAnswer(Answer):
         super().__init__(reply, stream, **fields)
         self._api_request, self._token_texts, self._decode = api_request, texts, decode
 
-    async def whole(self) -> Completion:
+    async def whole(self, on_step: Callable[[TextStep], None] = lambda step: None) -> Completion:
         outputs: dict[str, Output] = {}
         weights: list[tuple[int, int]] = []
         async for step in self._steps:
+            on_step(step)
             if step.output is not None:
                 outputs[step.request_id] = step.output
                 weights.append(step.weights)

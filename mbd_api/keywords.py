@@ -1,0 +1,268 @@
+"""What the keywords of `LLM` mean: settings of the model and its engine, fields of a request, fields of a decoding.
+
+The names are those of `EngineConfig`, `DecodingConfig` and of the endpoint's requests. A name of another library that
+means the same here is refused with ours, an unknown name with the nearest one.
+"""
+
+import difflib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Literal, TypedDict
+
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.engine.config import EngineConfig
+from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
+
+DECODING = frozenset(field.name for field in fields(DecodingConfig))
+ENGINE = frozenset(field.name for field in fields(EngineConfig))
+ENDPOINT = ("name", "fp8", "generation_config", "tensor_parallel")
+STRUCTURED = ("schema", "regex", "choice")
+HANDLED = frozenset(
+    ("model", "messages", "prompt", "stream", "stream_options", "frames", "resumable", "resume", "user", "n")
+)
+"""Fields of a request that `LLM` fills in itself."""
+SAME = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
+"""Other names of a field, which are taken."""
+INSTEAD = {
+    "do_sample": "give temperature: 0 takes the likeliest token, more draws",
+    "eos_token_id": "give stop_token_ids",
+    "frames": "give trace=True",
+    "functions": "give tools",
+    "json_schema": "give schema",
+    "max_length": "give max_tokens, which counts the answer alone",
+    "num_beams": "there is no beam search; give n for several answers",
+    "num_return_sequences": "give n",
+    "sampling_params": "give its fields, as temperature=0.7",
+    "stop_strings": "give stop",
+    "stop_sequences": "give stop",
+    "stream": "call LLM.stream",
+    "use_tqdm": "leave it out",
+}
+SETTING_INSTEAD = {
+    "device": "the GPU is taken if there is one; choose by CUDA_VISIBLE_DEVICES",
+    "device_map": "the GPU is taken if there is one; choose by CUDA_VISIBLE_DEVICES",
+    "dtype": "weights stay as they are stored, and a CPU computes in float32",
+    "enable_prefix_caching": "give prefix_caching",
+    "enforce_eager": "give graphs=False",
+    "gpu_memory_utilization": "give kv_memory_fraction",
+    "load_in_8bit": "give fp8",
+    "max_num_batched_tokens": "give max_prefill_tokens",
+    "max_num_seqs": "give max_rows",
+    "quantization": "give fp8",
+    "served_model_name": "give name",
+    "swap_space": "give host_kv_bytes",
+    "tensor_parallel_size": "give tensor_parallel",
+    "tokenizer": "the model folder's own is taken",
+    "torch_dtype": "weights stay as they are stored, and a CPU computes in float32",
+    "trust_remote_code": "no code of a model folder is run; leave it out",
+}
+
+
+class DecodingFields(TypedDict, total=False):
+    """Fields of the decoding, as docs/reference/decoding.md has them."""
+
+    adaptive: bool
+    block_size: int
+    buffer_size: int
+    canvas: Mapping[str, Any] | None
+    carry: bool
+    causal: Mapping[str, Any] | None
+    edit: Mapping[str, Any] | None
+    entropy: Mapping[str, Any] | None
+    fallback: str
+    prefix_cache: bool
+    prompt_attention: str
+    renoise: Mapping[str, Any] | None
+    soft: Mapping[str, Any] | None
+    sub_block: int | None
+    t2t: Mapping[str, Any] | None
+    tau_add: float
+    tau_m2t: float
+    tau_semi: float
+    tau_stable: float | None
+    tokens_per_step: int | None
+
+
+class Settings(DecodingFields, total=False):
+    """What `LLM(model, ...)` takes: how it decodes unless a call says otherwise, and the engine's sizes."""
+
+    method: str
+    name: str
+    fp8: Literal["experts", "all", "blocks"]
+    generation_config: Literal["model", "ignore"]
+    tensor_parallel: int
+    attention: str
+    batch_invariant: bool
+    block_budget: int
+    graphs: bool
+    host_kv_bytes: int
+    kv_memory_fraction: float
+    max_adapters: int
+    max_model_len: int
+    max_prefill_tokens: int
+    max_rank: int
+    max_rows: int
+    max_step_seconds: float
+    num_pages: int
+    overlap: bool
+    page_size: int
+    prefix_caching: bool
+    static_shapes: bool
+
+
+class Keywords(DecodingFields, total=False):
+    """What a call takes beside its prompt: the fields of docs/reference/requests.md, and those of the decoding."""
+
+    max_tokens: int
+    max_new_tokens: int
+    max_completion_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    min_tokens: int
+    ignore_eos: bool
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[str, float]
+    logprobs: bool | int
+    schema: Mapping[str, Any] | type | str
+    regex: str
+    choice: Sequence[str]
+    decoding: Mapping[str, Any]
+    method: str
+    speed: float
+
+
+class ChatKeywords(Keywords, total=False):
+    """What a chat takes beside its messages."""
+
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    chat_template_kwargs: Mapping[str, Any]
+    reasoning_effort: str
+
+
+def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The settings of a decoding, of the engine, and of the model; `ValueError` for a name that is none of them.
+
+    `buffer_size` is the decoding's, `block_size` the engine's, which must be the model's own if that has one.
+    """
+    decoding = {name: value for name, value in settings.items() if name in DECODING - {"block_size"}}
+    engine = {name: value for name, value in settings.items() if name in ENGINE - DECODING | {"block_size"}}
+    model = {name: value for name, value in settings.items() if name in ENDPOINT}
+    for name in settings.keys() - decoding.keys() - engine.keys() - model.keys():
+        if name in SETTING_INSTEAD:
+            raise ValueError(f"unknown setting '{name}': {SETTING_INSTEAD[name]}")
+        if name in request_fields(ChatRequest) or name in SAME:
+            raise ValueError(f"'{name}' belongs to a call: give it to chat, generate or stream")
+        raise unknown("setting", name, {*DECODING, *ENGINE, *ENDPOINT, "method"})
+    return decoding, engine, model
+
+
+def request_fields(kind: type[ChatRequest | CompletionRequest]) -> frozenset[str]:
+    """The keywords that are fields of such a request."""
+    return frozenset({*kind.model_fields, *STRUCTURED} - HANDLED)
+
+
+def split_keywords(
+    kind: type[ChatRequest | CompletionRequest], keywords: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of a request's body, and those of its decoding; `ValueError` for a name that is neither."""
+    body: dict[str, Any] = {}
+    decoding: dict[str, Any] = {}
+    known = request_fields(kind)
+    for name, value in keywords.items():
+        if name in SAME:
+            if keywords.get(SAME[name], value) != value or body.get(SAME[name], value) != value:
+                raise ValueError(f"{name}={value!r} is {SAME[name]}, which is given otherwise; give one of them")
+            body[SAME[name]] = value
+        elif name in known:
+            body[name] = value
+        elif name in DECODING:
+            decoding[name] = value
+        elif name in INSTEAD:
+            raise ValueError(f"unknown keyword '{name}': {INSTEAD[name]}")
+        elif name in ENGINE:
+            raise ValueError(f"'{name}' belongs to the model: give it to LLM(...)")
+        else:
+            raise unknown("keyword", name, {*known, *DECODING, *SAME, "method", "trace", "n"})
+    return _structured(_tools(_logprobs(kind, body))), decoding
+
+
+def unknown(noun: str, name: str, known: Collection[str]) -> ValueError:
+    """The refusal of an unknown name, with the nearest one that is known."""
+    nearest = difflib.get_close_matches(name, sorted(known), n=1)
+    hint = f"is '{nearest[0]}' meant?" if nearest else f"known: {', '.join(sorted(known))}"
+    return ValueError(f"unknown {noun} '{name}'; {hint}")
+
+
+def json_body(body: Mapping[str, Any]) -> bytes:
+    """A body as the endpoint reads it; arrays and numbers of other libraries become lists and numbers."""
+    try:
+        return json.dumps(body, default=_plain).encode()
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # of numpy and torch
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Collection):
+        return list(value)
+    raise TypeError(f"{value!r} of type {type(value).__name__} has no form in JSON")
+
+
+def _logprobs(kind: type, body: dict[str, Any]) -> dict[str, Any]:
+    """`logprobs` as a number, which a chat calls `top_logprobs`; as a bool, which a completion calls 0."""
+    given = body.get("logprobs")
+    if kind is ChatRequest and isinstance(given, int) and not isinstance(given, bool):
+        return {"top_logprobs": given, **body, "logprobs": True}
+    if kind is CompletionRequest and isinstance(given, bool):
+        return {**body, "logprobs": 0 if given else None}
+    return body
+
+
+def _tools(body: dict[str, Any]) -> dict[str, Any]:
+    """Tools that are Python functions, by their signatures and docstrings."""
+    tools = body.get("tools")
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        return body
+    return {**body, "tools": [_tool(tool) if callable(tool) else tool for tool in tools]}
+
+
+def _tool(function: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    name = getattr(function, "__name__", repr(function))
+    try:
+        described = get_json_schema(function)["function"]
+    except Exception as error:  # transformers has types of its own for what a docstring lacks
+        raise ValueError(f"tools: {name} cannot be described: {' '.join(str(error).split())}") from None
+    described.pop("return", None)
+    return {"type": "function", "function": described}
+
+
+def _structured(body: dict[str, Any]) -> dict[str, Any]:
+    """`schema`, `regex` and `choice` as the endpoint's fields."""
+    body = dict(body)
+    schema = body.pop("schema", None)
+    if schema is not None:
+        if isinstance(schema, type) and hasattr(schema, "model_json_schema"):  # a pydantic class
+            schema = schema.model_json_schema()
+        if not isinstance(schema, Mapping | str):
+            raise ValueError(f"schema: {schema!r} is no JSON schema; give an object, its text, or a pydantic class")
+        body["guided_json"] = schema
+    for name in ("regex", "choice"):
+        value = body.pop(name, None)
+        if value is not None:
+            body[f"guided_{name}"] = value
+    return body

@@ -1,0 +1,379 @@
+"""A model in this process: `LLM("tiny-mbd").chat("...")`. No Ray, no HTTP, and the answers of the endpoint."""
+
+import asyncio
+import secrets
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn, Self, Unpack, overload
+
+from transformers import PreTrainedTokenizerBase
+
+from cluster.storage import fetch_model
+from mbd_api.answers import Answer, Trace
+from mbd_api.keywords import ChatKeywords, Keywords, Settings, json_body, split_keywords, split_settings, unknown
+from mbd_api.session import LOOK_SECONDS, Kind, Reply, Session, plain_error
+from mbd_core.checkpoint.chat import decode_text
+from mbd_core.checkpoint.folder import read_folder
+from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
+from mbd_core.decoding.blocks.methods import METHODS, NAMED_METHODS
+from mbd_core.engine.config import EngineConfig
+from mbd_core.json_text import merge_fields
+from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
+from mbd_core.serving.server.text_stream import TextStep
+from mbd_core.serving.text.committed import CallReader
+from mbd_core.serving.tokens.endpoint_args import EndpointArgs
+from mbd_core.serving.tokens.load import decoding_defaults
+
+Message = Mapping[str, Any]
+SEEDS = 2**63  # of a seed, which has a sign
+
+
+class LLM:
+    """A model folder with its engine. Threads may share it; `close()` or `with` frees what it holds.
+
+    model     a shipped model's name, a model folder, or its URL
+    settings  how it decodes unless a call says otherwise: a method's name (`method="single"`), fields of
+              `DecodingConfig` (`buffer_size=4`); and the engine's, as `EngineConfig` has them (`max_rows=32`)
+
+    Raises `ValueError`, in the words of the commands, for a model or a setting that cannot be honoured.
+    """
+
+    def __init__(self, model: str | Path, **settings: Unpack[Settings]) -> None:
+        self.settings = dict(settings)
+        own, engine_fields, model_fields = split_settings({k: v for k, v in settings.items() if k != "method"})
+        self._fields = _with_method(settings.get("method"), own)
+        engine = EngineConfig(**engine_fields)
+        args = EndpointArgs(model=fetch_model(str(model)), engine=engine, **model_fields).checked()
+        folder = read_folder(Path(args.model))
+        block_size = engine.block_size or folder.config.block_size
+        defaults = decoding_defaults(folder, engine)
+        self.decoding: DecodingConfig = decoding_config(defaults, self._fields, block_size=block_size)
+        slots = max(args.engine.num_slots, self.decoding.buffer_size)
+        self._name = args.served_name
+        session = Session(replace(args, engine=replace(args.engine, buffer_size=slots)))
+        self._session = session
+        self._end = weakref.finalize(self, session.close)
+        try:
+            session.check(self.decoding)
+        except ValueError:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"LLM({', '.join([repr(self._name), *(f'{k}={v!r}' for k, v in self.settings.items())])})"
+
+    def close(self) -> None:
+        """End the engine and its threads, as the end of the process does; requests that run raise `RuntimeError`."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an LLM holds an engine and cannot be pickled; make one in each process")
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        return self._session.service.loaded.tokenizer
+
+    def describe(self) -> str:
+        """One line: what computes, how much it holds, how it decodes."""
+        return self._session.service.describe()
+
+    # -- chats --------------------------------------------------------------------------------------------------
+
+    @overload
+    def chat(
+        self, messages: str | list[Message], *, n: None = None, trace: bool = False, **keywords: Unpack[ChatKeywords]
+    ) -> Answer: ...
+    @overload
+    def chat(
+        self, messages: str | list[Message], *, n: int, trace: bool = False, **keywords: Unpack[ChatKeywords]
+    ) -> list[Answer]: ...
+    @overload
+    def chat(
+        self,
+        messages: list[str] | list[list[Message]],
+        *,
+        n: None = None,
+        trace: bool = False,
+        **keywords: Unpack[ChatKeywords],
+    ) -> list[Answer]: ...
+    @overload
+    def chat(
+        self,
+        messages: list[str] | list[list[Message]],
+        *,
+        n: int,
+        trace: bool = False,
+        **keywords: Unpack[ChatKeywords],
+    ) -> list[list[Answer]]: ...
+    def chat(
+        self, messages: Any, *, n: int | None = None, trace: bool = False, **keywords: Unpack[ChatKeywords]
+    ) -> Any:
+        """The answer to a text or to the messages of a chat; of a list of these, a list of answers.
+
+        n         so many answers to each, as a list
+        trace     record how each answer's blocks fill
+        keywords  fields of the endpoint's chat request, `schema`, `regex` or `choice`, and fields of the decoding
+
+        Raises `ValueError`, in the endpoint's words, for what cannot be honoured; no answer is decoded then.
+        """
+        several = _conversations(messages)
+        given = [messages] if several is None else several
+        answers = self._answers(ChatRequest, "messages", list(map(_turns, given)), n, trace, keywords)
+        return answers[0] if several is None else answers
+
+    # -- prompts ------------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(
+        self, prompts: str | list[int], *, n: None = None, trace: bool = False, **keywords: Unpack[Keywords]
+    ) -> Answer: ...
+    @overload
+    def generate(
+        self, prompts: str | list[int], *, n: int, trace: bool = False, **keywords: Unpack[Keywords]
+    ) -> list[Answer]: ...
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]],
+        *,
+        n: None = None,
+        trace: bool = False,
+        **keywords: Unpack[Keywords],
+    ) -> list[Answer]: ...
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]],
+        *,
+        n: int,
+        trace: bool = False,
+        **keywords: Unpack[Keywords],
+    ) -> list[list[Answer]]: ...
+    def generate(
+        self, prompts: Any, *, n: int | None = None, trace: bool = False, **keywords: Unpack[Keywords]
+    ) -> Any:
+        """What follows a prompt, a text or token ids, without a chat template; of several prompts a list.
+
+        As `chat`. The prompts of a list are decoded together, as many at once as the engine has rows.
+        """
+        several = _several_prompts(prompts)
+        given = [_prompt(prompts)] if several is None else several
+        answers = self._answers(CompletionRequest, "prompt", given, n, trace, keywords)
+        return answers[0] if several is None else answers
+
+    # -- streams ------------------------------------------------------------------------------------------------
+
+    def stream(
+        self, messages: str | Sequence[Message], *, trace: bool = False, **keywords: Unpack[ChatKeywords]
+    ) -> "AnswerStream":
+        """The pieces of an answer's text as they are committed; as `chat`, of one text or one chat.
+
+        After the last piece `stream.answer` is the whole answer. A stream that is left half-way is ended by `close()`
+        or `with`, and by the end of its last reference.
+        """
+        if _conversations(messages) is not None:
+            raise ValueError("stream takes one text or one chat; call chat for several")
+        body = {**self._body(ChatRequest, keywords), "messages": _turns(messages)}
+        return AnswerStream(self, self._session, body, trace=trace)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def _body(self, kind: Kind, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """A request's body, but for its prompt."""
+        given = {name: value for name, value in keywords.items() if value is not None}
+        method = given.pop("method", None)
+        body, own = split_keywords(kind, given)
+        fields = _with_method(method, {}) if method is not None else self._fields
+        decoding = body.get("decoding", {})
+        if not isinstance(decoding, Mapping):
+            raise ValueError(f"decoding={decoding!r} must be an object of decoding fields")
+        fields = merge_fields(merge_fields(fields, decoding), own)
+        body |= {"model": self._name, "return_token_ids": True}
+        return body | ({"decoding": fields} if fields else {})
+
+    def _answers(
+        self, kind: Kind, field: str, prompts: list[Any], n: int | None, trace: bool, keywords: Mapping[str, Any]
+    ) -> list[Any]:
+        """For each prompt its answer, or the list of its `n` answers."""
+        body = self._body(kind, keywords)
+        number = 1 if n is None else n
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"n={n!r} must be a whole number of at least 1")
+        seed = body.get("seed")
+        if seed is None and number > 1:
+            seed = secrets.randbits(32)
+        if trace:
+            body |= {"stream": True, "frames": True}
+        bodies = [
+            {**body, field: prompt, **({"seed": _nth_seed(seed, i)} if seed is not None else {})}
+            for prompt in prompts
+            for i in range(number)
+        ]
+        if not bodies:
+            return []
+        work = self._session.ask_all(kind, [*map(json_body, bodies)], n=number, field=field, trace=trace)
+        replies = self._session.call(work)
+        answers = [self._answer(reply, body[field]) for reply, body in zip(replies, bodies, strict=True)]
+        return answers if n is None else [answers[start : start + n] for start in range(0, len(answers), n)]
+
+    def _answer(self, reply: Reply, prompt: Any) -> Answer:
+        answer, loaded = Answer.of(reply.completion), self._session.service.loaded
+        trace = Trace.of(
+            reply.frames,
+            name=self._name,
+            note=_note(prompt),
+            block_size=loaded.engine.block_size,
+            prompt=answer.prompt_tokens,
+            num_tokens=len(answer.tokens),
+            ended=answer.finish_reason != "length",
+            decode=partial(decode_text, loaded.tokenizer, special=True),
+        )
+        return replace(answer, trace=trace)
+
+
+class AnswerStream:
+    """The pieces of one answer's text, as they are committed; made by `LLM.stream`.
+
+    answer  the whole answer, `None` before the last piece was read
+    """
+
+    def __init__(self, llm: LLM, session: Session, body: dict[str, Any], *, trace: bool) -> None:
+        self.answer: Answer | None = None
+        self._llm, self._prompt = llm, body["messages"]
+        self._pieces: SimpleQueue[str | Reply | BaseException] = SimpleQueue()
+        body = {**body, "stream": True} | ({"frames": True} if trace else {})
+        work = _feed(self._pieces, session, json_body(body), trace=trace, calls="tools" in body)
+        self._cancel = weakref.finalize(self, session.start(work))
+        first = self._next()  # what cannot be honoured is refused here, and not at the first piece
+        self._first = first if isinstance(first, str | Reply) else self._refuse(first)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> str:
+        while self.answer is None and self._cancel.alive:
+            item, self._first = self._first or self._next(), ""
+            if isinstance(item, Reply):
+                self.answer = self._llm._answer(item, self._prompt)
+                self._cancel()
+            elif isinstance(item, BaseException):
+                self._refuse(item)
+            elif item:
+                return item
+        raise StopIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the request where it stands; no piece follows. Does nothing after the last."""
+        self._cancel()
+
+    def _next(self) -> str | Reply | BaseException:
+        while True:
+            with suppress(Empty):
+                return self._pieces.get(timeout=LOOK_SECONDS)
+
+    def _refuse(self, error: BaseException) -> NoReturn:
+        self._cancel()
+        raise error
+
+
+async def _feed(
+    pieces: "SimpleQueue[str | Reply | BaseException]", session: Session, body: bytes, *, trace: bool, calls: bool
+) -> None:
+    """Put the texts of a request's steps into a queue, then its reply, or why there is none."""
+    reader = CallReader() if calls else None
+
+    def put(step: TextStep) -> None:
+        text = step.text
+        if reader is not None:
+            text = reader.push(text, ends=step.output is not None).content
+        pieces.put(text)
+
+    try:
+        pieces.put(await session.ask(ChatRequest, body, trace=trace, on_step=put))
+    except ApiError as error:
+        pieces.put(plain_error(error))
+    except asyncio.CancelledError:
+        pieces.put(RuntimeError("this LLM was closed meanwhile"))
+        raise
+    except Exception as error:  # whatever it is, the reader waits for it
+        pieces.put(error)
+
+
+def _with_method(method: str | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a decoding, beside those of a method by its name."""
+    if method is None:
+        return dict(fields)
+    if method not in NAMED_METHODS:
+        raise unknown("method", method, METHODS)
+    return merge_fields(NAMED_METHODS[method], fields)
+
+
+def _nth_seed(seed: Any, number: int) -> Any:
+    """The seed of choice `number`, as the endpoint counts them; anything else is left to be refused."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        return seed
+    return (seed + number + SEEDS) % (2 * SEEDS) - SEEDS if -SEEDS <= seed < SEEDS else seed
+
+
+def _conversations(messages: Any) -> list[Any] | None:
+    """The texts or chats of a list of several, `None` for one text or one chat."""
+    if isinstance(messages, list | tuple) and messages and not isinstance(messages[0], Mapping):
+        return list(messages)
+    return None
+
+
+def _turns(messages: Any) -> list[Any]:
+    """The messages of a text or a chat."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if isinstance(messages, Mapping):
+        return [messages]
+    if not isinstance(messages, Sequence) or isinstance(messages, bytes):
+        raise ValueError(
+            f"messages are of type {type(messages).__name__}; give a text, or a list of messages as "
+            '{"role": "user", "content": "..."}'
+        )
+    return list(messages)
+
+
+def _several_prompts(prompts: Any) -> list[Any] | None:
+    """The prompts of a list of several, `None` for one text or one list of token ids."""
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if isinstance(prompts, list | tuple) and (not prompts or not isinstance(prompts[0], int)):
+        return list(map(_prompt, prompts))
+    return None
+
+
+def _prompt(prompt: Any) -> Any:
+    """A text or token ids, as the endpoint takes them."""
+    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(prompt, str) or (isinstance(prompt, list | tuple) and not any(isinstance(i, str) for i in prompt)):
+        return prompt
+    raise ValueError(f"a prompt is of type {type(prompt).__name__}; give a text, or a list of token ids")
+
+
+def _note(prompt: Any) -> str:
+    """A prompt as the page of a trace shows it."""
+    if isinstance(prompt, str):
+        return prompt
+    last = prompt[-1] if prompt and isinstance(prompt[-1], Mapping) else {}
+    return str(last.get("content") or "")

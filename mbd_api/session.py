@@ -1,0 +1,157 @@
+"""An engine and the endpoint's API over it in this process, without HTTP: an event loop in a thread of its own.
+
+What is asked here is parsed, templated, admitted and decoded by the code of the endpoint. So the answers are its own.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import wait
+from contextlib import nullcontext, suppress
+from typing import Any, NamedTuple, TypeVar
+
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Frame, Request
+from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
+from mbd_core.serving.api.shapes import Completion
+from mbd_core.serving.server.engine_service import EngineService
+from mbd_core.serving.server.openai_server import OpenAIServer
+from mbd_core.serving.server.text_stream import TextStep
+from mbd_core.serving.tokens.endpoint_args import EndpointArgs
+from mbd_core.serving.tokens.served_model import ServedModel
+from mbd_core.serving.tokens.stream import EngineFailed, TooManyRequests
+
+T = TypeVar("T")
+LOOK_SECONDS = 0.5  # after which a wait looks for Ctrl-C, whose signal another thread may have got
+AGAIN_SECONDS = 0.1  # between two tries of a request for which there was no room
+Kind = type[ChatRequest] | type[CompletionRequest]
+
+
+class Reply(NamedTuple):
+    """The endpoint's reply to a body, and the frames of its forwards where they were asked for."""
+
+    completion: Completion
+    frames: list[Frame]
+
+
+class Session:
+    """A loaded model. Any thread may call it; `close()` ends what it started."""
+
+    def __init__(self, args: EndpointArgs) -> None:
+        self.service = EngineService(args)
+        self.server = OpenAIServer({args.served_name: self._model})
+        self._loop = asyncio.new_event_loop()
+        self._closing = threading.Lock()
+        self.closed = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"LLM {args.served_name}", daemon=True)
+        self._thread.start()
+
+    async def _model(self) -> ServedModel:
+        return self.service.served_model()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine returns on the loop; whatever interrupts the wait (Ctrl-C) cancels it.
+
+        Raises `ValueError` for what a request cannot have, and `RuntimeError` where the engine fails or is closed.
+        """
+        if self.closed:
+            work.close()
+            raise RuntimeError("this LLM is closed; make another one")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            while not future.done():
+                wait([future], LOOK_SECONDS)
+            return future.result()
+        except ApiError as error:
+            raise plain_error(error) from None
+        except EngineFailed as error:
+            raise RuntimeError("this LLM was closed meanwhile" if self.closed else str(error)) from error
+        finally:
+            future.cancel()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> Callable[[], Any]:
+        """Run a coroutine on the loop, without waiting; what is returned cancels it."""
+        if self.closed:
+            work.close()
+            raise RuntimeError("this LLM is closed; make another one")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).cancel
+
+    def check(self, decoding: DecodingConfig) -> None:
+        """Raise `ValueError` for a decoding that the model or its engine cannot honour."""
+        self.service.limits.admission.check(Request(request_id="", prompt=(0,), max_tokens=1, decoding=decoding))
+
+    async def ask_all(self, kind: Kind, bodies: Sequence[bytes], *, n: int, field: str, trace: bool) -> list[Reply]:
+        """The replies to bodies, of which `n` each ask the same; all are checked before the first is decoded.
+
+        `field` is that of the prompts: an error of one names its number.
+        """
+        for number, body in enumerate(bodies[::n] if len(bodies) > 1 else (), start=1):
+            try:
+                await self.server.check(kind, body)
+            except ApiError as error:
+                of_prompt = len(bodies) > n and (error.param or "").partition(".")[0] == field
+                raise ValueError(error.message + f" (number {number} of {len(bodies) // n})" * of_prompt) from None
+        turns = asyncio.Lock()
+        tasks = [asyncio.create_task(self.ask(kind, body, trace=trace, turns=turns)) for body in bodies]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def ask(
+        self,
+        kind: Kind,
+        body: bytes,
+        *,
+        trace: bool = False,
+        on_step: Callable[[TextStep], None] | None = None,
+        turns: asyncio.Lock | None = None,
+    ) -> Reply:
+        """The endpoint's reply to a body, and with `trace` its frames; `on_step` is called with each step.
+
+        Bodies that share `turns` are sent one after the other, each as soon as the engine has a place for it.
+        """
+        complete = self.server.chat if kind is ChatRequest else self.server.complete
+        frames: list[Frame] = []
+        while True:
+            try:
+                async with turns or nullcontext():
+                    answer = await complete(body, limited=False)
+                    break
+            except TooManyRequests:  # of other threads
+                await asyncio.sleep(AGAIN_SECONDS)
+
+        def see(step: TextStep) -> None:
+            if step.frame is not None:
+                frames.append(step.frame)
+            if on_step is not None:
+                on_step(step)
+
+        try:
+            return Reply(await (answer.whole(see) if trace or on_step is not None else answer.whole()), frames)
+        finally:
+            answer.close()
+
+    def close(self) -> None:
+        """End the engine, its threads and processes; requests that run raise `RuntimeError`. May be called again."""
+        with self._closing:
+            if self.closed:
+                return
+            self.closed = True
+            with suppress(RuntimeError):  # at the end of the interpreter no thread takes work any more
+                asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+            self.service.loaded.close()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _stop(self) -> None:
+        await self.service.stop()
+        await self.server.stop()
+
+
+def plain_error(error: ApiError) -> Exception:
+    """An error of the endpoint as a caller in this process gets it."""
+    return ValueError(error.message) if error.status < 500 else RuntimeError(error.message)
