@@ -1,5 +1,6 @@
 """Log-probabilities of an answer's tokens in OpenAI's two shapes: chat's objects and completions' columns."""
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from mbd_core.serving.text.committed import BROKEN, CommittedText, Decode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # of a tokenizer that falls back to bytes; elsewhere it is plain text
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI writes this
 
 
@@ -59,6 +61,8 @@ class TokenTexts:
         if piece is None:  # of the model's vocabulary, and not of the tokenizer's
             return "", b""
         assert isinstance(text, str) and isinstance(piece, str)
+        if (byte := BYTE_PIECE.fullmatch(piece)) is not None and text != piece:
+            return text, bytes.fromhex(byte[1])
         if all(letter in LETTERS for letter in piece):
             raw = bytes(LETTERS[letter] for letter in piece)
             if raw.decode("utf-8", "replace") == text:

@@ -163,6 +163,8 @@ def test_the_author_is_heard_unless_the_server_ignores_the_file(tiny_model_dir: 
     assert in_force(folder, generation_config="ignore") == in_force(tiny_model_dir) == (0, None, None, 256)
     rewrite(folder / "generation_config.json", do_sample=False)
     assert in_force(folder) == (0, None, 1.3, 11)
+    rewrite(folder / "generation_config.json", do_sample=True, top_k=-1)
+    assert in_force(folder) == (1.0, 0, 1.3, 11), "no limit, as vLLM and SGLang write it"
 
 
 def names(entry: dict[str, Any]) -> list[str]:
