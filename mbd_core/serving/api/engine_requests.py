@@ -52,7 +52,7 @@ def engine_requests(
     `added_tokens` are what the tokenizer has as tokens beside its own pieces. Raises `FieldError`.
     """
     samplings = api_request.samplings(seed)
-    budget, grammar = api_request.budget, _grammar(api_request, added_tokens)
+    budget, grammar = api_request.budget, grammar_of(api_request, added_tokens)
     if template is not None:
         budget = len(template.tokens)
     if template is not None or grammar is not None or samplings[0].penalises:
@@ -95,7 +95,8 @@ def engine_requests(
     return requests
 
 
-def _grammar(api_request: GenerationRequest, added_tokens: Mapping[str, int]) -> Grammar | None:
+def grammar_of(api_request: GenerationRequest, added_tokens: Mapping[str, int]) -> Grammar | None:
+    """What the answers must match; `added_tokens` as of `engine_requests`. Raises `FieldError`."""
     rule = api_request.call_rule if isinstance(api_request, ChatRequest) else None
     try:
         return api_request.grammar if rule is None else rule.grammar(added_tokens)

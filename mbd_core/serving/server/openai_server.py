@@ -26,6 +26,7 @@ from mbd_core.serving.api.engine_requests import (
     committed_texts,
     detokenize,
     engine_requests,
+    grammar_of,
     text_ids,
     tokenize,
     tokenizer_info,
@@ -254,7 +255,12 @@ class OpenAIServer:
             api_request = route.with_defaults(api_request)
             seed = _seed(api_request)
             call = partial(route.requests, api_request, seed=seed)
-            requests, template, echoes = await self._tokenizing.run(call, characters=characters)
+            try:
+                requests, template, echoes = await self._tokenizing.run(call, characters=characters)
+            except FieldError as error:
+                if error.code == "context_length_exceeded":
+                    await route.check_long_form(api_request)
+                raise
             await route.check_grammar(api_request, requests)
             rule = api_request.call_rule if isinstance(api_request, ChatRequest) else None
             decode = route.decode if rule is None else route.decode_all
@@ -448,6 +454,15 @@ class _Route:
             await self._compile(min(requests, key=lambda r: r.max_tokens))
         except RequestRefused as error:
             raise FieldError(api_request.grammar_field or "", str(error), code=error.code) from None
+
+    async def check_long_form(self, api_request: GenerationRequest) -> None:
+        """As `check_grammar`, of a request whose prompt is too long: a shorter one would not help a wrong grammar."""
+        grammar = grammar_of(api_request, self.model.tokenizer.get_added_vocab())
+        if grammar is not None:
+            length = self.model.limits.admission.max_length
+            decoding = self._decoding(api_request)
+            request = Request(request_id="", prompt=(0,), max_tokens=length, decoding=decoding, grammar=grammar)
+            await self.check_grammar(api_request, [request])
 
     def _plain_prompts(self, api_request: CompletionRequest) -> list[list[int]]:
         encode = partial(

@@ -88,9 +88,15 @@ def test_what_is_refused_as_a_form_is_refused_of_a_tool_by_its_name(
 def test_one_tool_of_many_is_named(plain: Path) -> None:
     tools = [tool(f"t{i}", needing(a={"type": "string"})) for i in range(12)]
     wrong = tool("tags", needing(a={"type": "array", "items": {"type": "string"}, "uniqueItems": True}))
-    [error] = answers(plain, ("chat", {"tools": [*tools, wrong]}), num_pages=512)
-    assert isinstance(error, ApiError) and error.param == "tools"
-    assert error.message.startswith("tools: the parameters of tags cannot be honoured at properties.a: ")
+    long = [{"role": "user", "content": "word " * 5000}]
+    for error in answers(
+        plain,
+        ("chat", {"tools": [*tools, wrong]}),
+        ("chat", {"tools": [*tools, wrong], "messages": long}),
+        num_pages=512,
+    ):
+        assert isinstance(error, ApiError) and error.param == "tools"
+        assert error.message.startswith("tools: the parameters of tags cannot be honoured at properties.a: ")
 
 
 def test_what_says_nothing_to_a_grammar_is_left_out() -> None:
