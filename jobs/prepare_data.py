@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mbd_core.evaluation.sweep.decoding import DecodingModel
     from mbd_core.evaluation.sweep.model_answers import Answering, DecodeParts, ModelAnswers
     from mbd_core.multitf.data.row_summary import RowSummary
+    from mbd_core.tables import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +215,10 @@ def run(
             default="in this process, without Ray",
         ),
     ] = None,
-    out: Annotated[str, Option("Folder to write.", OUTPUT, metavar="DIR|URL")],
+    out: Annotated[
+        str | None,
+        Option("Folder to write.", OUTPUT, metavar="DIR|URL", default="with --show none: nothing is written"),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Make a folder of training samples of conversations: templated, tokenised, filtered, compared with benchmarks.
@@ -225,15 +229,20 @@ def run(
     from mbd_core.multitf.data.benchmark_overlap import Benchmark
     from mbd_core.multitf.data.conversation_rows import Columns
     from mbd_core.multitf.data.data_files import find_files
-    from mbd_core.multitf.data.preparation import Preparation, check_prompts, prepare_data
+    from mbd_core.multitf.data.preparation import Preparation, check_prompts, prepare_data, preview
     from mbd_core.multitf.data.prepared import DATA_KIND
     from mbd_core.multitf.data.row_summary import RowSummary
 
-    target = Folder.at(out)
-    target.check_target(DATA_KIND, overwrite=overwrite)
+    if out is None and (not show or answering.answers_from is not None):
+        raise ValueError("--out is missing: name the folder to write; --show alone prints rows and writes nothing")
+    target = None if out is None else Folder.at(out)
+    if target is not None:
+        target.check_target(DATA_KIND, overwrite=overwrite)
     if drop_overlap and not against:
         raise ValueError("--drop-overlap needs the benchmarks' files: name them with --against")
-    answerer = None if answering.answers_from is None else Answerer.find(answering.answers_from, target, answering)
+    answerer = None
+    if target is not None and answering.answers_from is not None:
+        answerer = Answerer.find(answering.answers_from, target, answering)
     if weight and len(weight) != len(sources):
         raise ValueError(f"--weight is given {len(weight)} times for {len(sources)} sources: give one for each")
     columns = Columns(
@@ -264,6 +273,13 @@ def run(
         skip_bad=skip_bad,
         readers=() if answerer is None else (folder_of_model.tokenizer, answerer.tokenizer),
     )
+    summary = RowSummary(num_shown=show, ignored=columns.ignored)
+    if target is None:
+        counts = preview(preparation, summary)
+        print_shown(summary, folder_of_model)
+        print_table(summary.columns_table)
+        print(f"the first {counts.num_read} rows were read; nothing is written without --out")
+        return
     actors = answering.actors
     with (
         cluster_of(workers, actors),
@@ -279,10 +295,10 @@ def run(
             num_rows = check_prompts(preparation)
             decoded = stack.enter_context(answerer.begin(num_rows, num_actors=actors))
             preparation = replace(preparation, answers=decoded)
-        summary = RowSummary(num_shown=show, ignored=columns.ignored)
         counts = prepare_data(preparation, folder, overwrite=overwrite, encode=encode, summary=summary)
     print_shown(summary, folder_of_model)
-    print_summary(summary)
+    print_table(summary.columns_table)
+    print_table(summary.samples_table)
     print(counts)
     for benchmark in preparation.benchmarks:
         overlap = benchmark.report()
@@ -308,10 +324,9 @@ def print_shown(summary: RowSummary, model: ModelFolder) -> None:
         print(show(sample, model.tokenizer, eos, colour=sys.stdout.isatty()), end="\n\n")
 
 
-def print_summary(summary: RowSummary) -> None:
-    """What was understood of the rows."""
-    width = shutil.get_terminal_size().columns
-    print("\n\n".join(plain(table, width=width) for table in summary.tables()), end="\n\n")
+def print_table(table: Table) -> None:
+    """A table as wide as the terminal, and a blank line."""
+    print(plain(table, width=shutil.get_terminal_size().columns), end="\n\n")
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.decoding import DecodingModel
 from mbd_core.evaluation.sweep.model_answers import Answering, Line, PartDecoder, Parts
-from mbd_core.multitf.data.encoding import Chat, EncodedChat, EncodedRow
+from mbd_core.multitf.data.chats import Chat
+from mbd_core.multitf.data.encoding import EncodedChat, EncodedRow
 from mbd_core.multitf.data.preparation import Encode, encoder
 from mbd_core.serving.tokens.load import load_engine
 

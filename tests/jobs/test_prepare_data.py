@@ -249,7 +249,7 @@ def test_what_was_understood_is_a_table(prepare: Callable[..., int], capsys: pyt
         "unseen 0 no row has it",
         "turns user 15, assistant 15, system 4",
         "rows by turns 2: 3, 3: 2, 4: 3, 5: 2",
-        "samples 10 with 14 trained answers",
+        "answers 14 trained, in 10 samples",
     ):
         assert cells in printed
     record = json.loads(Path("data", RECORD).read_text())
@@ -304,3 +304,16 @@ def test_parquet_arrow_and_json_lines_of_the_same_rows_give_the_same_bytes(prepa
     for name in names:
         assert prepare(name, out=f"of-{name}") == 0
     assert len({Path(f"of-{name}", SAMPLES).read_bytes() for name in names}) == 1
+
+
+def test_rows_are_shown_before_anything_is_written(
+    prepare: Callable[..., int], tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(Path("rows.jsonl"), [chat(n) for n in range(600)])
+    command = ["rows.jsonl", "--model", str(tiny_model_dir)]
+    assert prepare_data.main([*command, "--show", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("--- rows.jsonl line") == 2 and "the first 256 rows were read; nothing is written" in printed
+    assert prepare_data.main(command) == 2
+    assert "--out is missing" in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["rows.jsonl"]

@@ -29,7 +29,7 @@ from mbd_core.engine.engine import Engine
 from mbd_core.evaluation.sweep.decoding import DecodingModel, fit_request
 from mbd_core.files import PartsFolder, durable_file, write_json
 from mbd_core.json_text import differing_fields, parse_json
-from mbd_core.multitf.data.encoding import Chat, prompt_text
+from mbd_core.multitf.data.chats import Chat, prompt_text
 from mbd_core.multitf.data.preparation import ModelAnswer
 
 ANSWERS_KIND = "decoded answers"  # the kind in its manifest

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mbd_core.multitf.data.encoding import Chat
+from mbd_core.multitf.data.chats import Chat
 from mbd_core.multitf.data.known_names import (
     CHATS,
     CONTEXTS,
@@ -22,6 +22,7 @@ from mbd_core.multitf.data.known_names import (
     RESPONSES,
     SYSTEMS,
     TOOLS,
+    is_content,
     says_nothing,
 )
 from mbd_core.multitf.data.tool_calls import Messages, as_list, parsed, tools_of, without_padding
@@ -180,7 +181,7 @@ class _RowReader:
                 self.notes.append((name, ANSWERED))
             elif self._repeats(name, value, texts):
                 self.notes.append((name, REPEATED))
-            elif says_nothing(name):
+            elif says_nothing(name) and not is_content(name, value) and not (name == "source" and self._translates()):
                 self.notes.append((name, LEFT_OUT))
             else:
                 unknown.append(name)
@@ -214,6 +215,10 @@ class _RowReader:
             return any(value.strip() in text for text in texts)
         return any(value.strip() == text.strip() for text in texts)
 
+    def _translates(self) -> bool:
+        """Whether `source` is a text beside its `target`."""
+        return self.columns.response in ("target", "targets")
+
     def _has(self, name: str) -> bool:
         """Whether the row has something in a column that is not left out."""
         return name not in self.columns.ignored and self.row.get(name) not in (None, "", [], {})
@@ -234,6 +239,8 @@ class _RowReader:
         are_turns = isinstance(value, Mapping) or (isinstance(value, Sequence) and not isinstance(value, str))
         if are_turns and value and not _are_parts(value):
             return self._turns(name, fate, number)
+        if not isinstance(value, str) and not are_turns:
+            raise ValueError(f"its {name!r} is neither a text nor messages, but {value!r}")
         turn = text_turn(role, value, number)
         self._note(name, fate)
         return [turn]
@@ -265,7 +272,9 @@ class _RowReader:
         name = self.columns.system or next((name for name in SYSTEMS if self._has(name)), None)
         if name is None or not self._has(name):
             return turns
-        system = text_turn("system", self.row[name], 0).message["content"]
+        system = self.row[name]
+        if not isinstance(system, str):
+            raise ValueError(f"its {name!r} is no text of a system prompt")
         if not system.strip():
             return turns
         own = next((turn.message["content"] for turn in turns if turn.message["role"] == "system"), None)

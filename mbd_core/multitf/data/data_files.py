@@ -1,13 +1,15 @@
 """Data files that a user names: a file, or the files of one split in a folder, here or at a URL that fsspec knows."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import fsspec
 import pyarrow as pa
+import yaml
 
 from mbd_core.errors import error_sentence
 from mbd_core.json_text import parse_json
@@ -41,7 +43,8 @@ def reading(path: str) -> Iterator[None]:
 def find_files(path: str, *, split: str | None = None) -> list[str]:
     """The data files at a path or URL, in order: the file itself, or those of a folder's `split`.
 
-    A folder's splits are those of a saved dataset, or stand in the names of its files and folders. Raises `ValueError`
+    A folder's splits are those of a saved dataset or of a README's `configs`, or stand in the names of its files and
+    folders. Raises `ValueError`
     if there are no files, and for a folder of several splits without `split`.
     """
     with reading(path):
@@ -69,7 +72,8 @@ def _folder_files(system: Any, root: str, path: str, split: str | None) -> list[
         if split is not None:
             raise ValueError(f"{path} has no splits; leave --split out")
         return _saved_files(system, root, path)
-    return _split_files(_listing(system, root, path), path, split)
+    files = _listing(system, root, path)
+    return _split_files(_described_files(system, root, path, files) or files, path, split)
 
 
 def _saved_files(system: Any, root: str, path: str) -> list[str]:
@@ -141,6 +145,57 @@ def _listing(system: Any, root: str, path: str) -> list[DataFile]:
         if last.endswith((*SUFFIXES, *OTHER_FORMATS)):
             files.append(DataFile.of(name, inside))
     return files
+
+
+def _described_files(system: Any, root: str, path: str, files: Sequence[DataFile]) -> list[DataFile]:
+    """The files that the `configs` of a data set's README name, each with its split; none where it has no such list.
+
+    Of several configurations the default one. Raises `ValueError` if there is none.
+    """
+    if not system.exists(f"{root}/README.md"):
+        return []
+    configs = _card(system.cat_file(f"{root}/README.md").decode("utf-8", errors="replace")).get("configs")
+    described: dict[str, list[DataFile]] = {}
+    defaults = []
+    for config in configs if isinstance(configs, list) else ():
+        if not isinstance(config, Mapping) or "data_files" not in config:
+            continue
+        name = str(config.get("config_name", "default"))
+        for split, pattern in _patterns(config["data_files"]):
+            matches = [file for file in files if fnmatchcase(file.inside, pattern.removeprefix("./"))]
+            described.setdefault(name, []).extend(replace(file, split=split, configuration="") for file in matches)
+        if name == "default" or config.get("default"):
+            defaults.append(name)
+    found = [name for name, matches in described.items() if matches]
+    if not found:
+        return []
+    chosen = found[0] if len(found) == 1 else next((name for name in defaults if name in found), None)
+    if chosen is None:
+        example = described[found[0]][0].inside
+        raise ValueError(
+            f"{path} has the configurations {', '.join(found)} (README.md); name the files of one, as {path}/{example}"
+        )
+    return list(dict.fromkeys(described[chosen]))
+
+
+def _card(text: str) -> Mapping[str, Any]:
+    """What stands in YAML at the beginning of a README; nothing where it is none."""
+    parts = text.removeprefix("\ufeff").split("---\n", 2)
+    try:
+        card = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+    except yaml.YAMLError:
+        card = None
+    return card if isinstance(card, Mapping) else {}
+
+
+def _patterns(data_files: Any) -> Iterator[tuple[str, str]]:
+    """Splits and patterns of their files, in each of the forms that a README has."""
+    if isinstance(data_files, Mapping):
+        data_files = [{"split": split, "path": path} for split, path in data_files.items()]
+    for entry in [data_files] if isinstance(data_files, str) else data_files:
+        paths = entry.get("path", ()) if isinstance(entry, Mapping) else entry
+        split = str(entry.get("split", "train")) if isinstance(entry, Mapping) else "train"
+        yield from ((split, str(path)) for path in ([paths] if isinstance(paths, str) else paths))
 
 
 def _split_files(files: Sequence[DataFile], path: str, split: str | None) -> list[str]:

@@ -7,11 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from mbd_core.checkpoint.chat import chat_text, question, unknown_variables
+from mbd_core.checkpoint.chat import chat_text
 from mbd_core.checkpoint.literal_text import MaskedText, masking_of, token_ids
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.multitf.data.chats import Chat, for_template, is_empty
 from mbd_core.multitf.data.known_names import REASONING
 
 if TYPE_CHECKING:
@@ -108,19 +109,6 @@ class EncodedChat:
         return len(self.tokens) + 1 + sum(stop + 1 for _, stop in self.earlier)
 
 
-class Chat(NamedTuple):
-    """A row's name, its conversation, and the functions that it may call, as a chat template shows them.
-
-    `variables` are further ones of the template. `untrained` are the places of messages that are context alone.
-    """
-
-    name: str
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    variables: Mapping[str, Any] | None = None
-    untrained: Sequence[int] = ()
-
-
 @dataclass(frozen=True)
 class EncodedRow:
     """A conversation's samples; or none, because it is too long, or for what `error` says is wrong with it."""
@@ -178,7 +166,7 @@ def encode_rows(
         row = None
         try:
             ends = _answer_ends(chat.messages, every=every, untrained=chat.untrained)
-            shown_chat = _for_template(tokenizer, chat)
+            shown_chat = for_template(tokenizer, chat)
             answers = [_texts(tokenizer, shown_chat, end) for end in ends]
         except ValueError as error:
             row, answers = EncodedRow(error=str(error)), []
@@ -262,11 +250,6 @@ def _answer_ends(messages: Sequence[Mapping[str, Any]], *, every: bool, untraine
     return ends
 
 
-def is_empty(answer: Mapping[str, Any]) -> bool:
-    """Whether an assistant's turn has neither a text nor a call."""
-    return not answer["content"].strip() and not answer.get("tool_calls")
-
-
 def _ids_or_errors(tokenizer: PreTrainedTokenizerBase, texts: Sequence[MaskedText]) -> list[list[int] | str]:
     """The ids of each text, or why there are none."""
     try:
@@ -303,44 +286,6 @@ def _longest_token(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> int:
     return max(*map(len, plain), *(len(token.content.encode()) for token in added_tokens), 1)
 
 
-def _for_template(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> Chat:
-    """The chat with its reasoning under the name that the template shows; `ValueError` if it shows none, or has not a
-    variable of the chat."""
-    for variable in unknown_variables(tokenizer, chat.variables or ()):
-        raise ValueError(
-            f"its chat_template_kwargs have {variable!r}, and --model's chat template has no such variable; leave it "
-            f"out with --ignore-columns chat_template_kwargs.{variable}"
-        )
-    name = next((name for message in chat.messages for name in REASONING if name in message), None)
-    if name is None:
-        return chat
-    variables = json.dumps(chat.variables or {}, sort_keys=True)
-    shown_name = _reasoning_name(tokenizer, json.dumps(tokenizer.chat_template), variables)
-    if shown_name is None:
-        raise ValueError(
-            f"an answer has {name!r} beside its content, and --model's chat template shows no reasoning; write it "
-            f"into the content, or leave it out with --ignore-columns messages.{name}, or the turns' own column"
-        )
-    messages = [
-        {shown_name if key in REASONING else key: value for key, value in message.items()} for message in chat.messages
-    ]
-    return chat._replace(messages=messages)
-
-
-@lru_cache(maxsize=16)
-def _reasoning_name(tokenizer: PreTrainedTokenizerBase, template: str, variables: str) -> str | None:
-    """The name under which this template of the tokenizer shows an answer's reasoning: tried by rendering one."""
-    for name in REASONING if template != "null" else ():
-        answer = {"role": "assistant", "content": "4", name: "2 and 2"}
-        try:
-            text = chat_text(tokenizer, [*question("2+2?"), answer], answered=True, variables=json.loads(variables))
-        except ValueError:
-            continue
-        if "2 and 2" in text.text:
-            return name
-    return None
-
-
 def _texts(tokenizer: PreTrainedTokenizerBase, chat: Chat, end: int) -> tuple[MaskedText, MaskedText]:
     messages, variables = chat.messages[:end], dict(chat.variables or {})
     if is_empty(messages[-1]):
@@ -358,12 +303,6 @@ def _texts(tokenizer: PreTrainedTokenizerBase, chat: Chat, end: int) -> tuple[Ma
     if masking.masked(reasoning.strip()) not in conversation.text[len(prompt.text) :]:
         raise ValueError("the chat template does not show its answer's reasoning; leave the row out with --skip-bad")
     return prompt, conversation
-
-
-def prompt_text(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> MaskedText:
-    """A chat without its answer in the template, up to where the answer begins."""
-    shown = _for_template(tokenizer, chat)
-    return chat_text(tokenizer, shown.messages, tools=shown.tools, variables=shown.variables or {})
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, response: list[int], eos_token_id: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import re
 from functools import lru_cache
+from typing import Any
 
 CHATS = ("messages", "conversations", "conversation")
 PAIRS = (("prompt", "response"), ("question", "answer"), ("instruction", "output"), ("problem", "solution"))
@@ -29,9 +30,11 @@ LAST_WORDS = frozenset(LAST.split())
 """A name that ends with one of these words says nothing of a conversation, as `prompt_id` and `score`."""
 FIRST_WORDS = frozenset(("score", "scores", "rating", "source", "num"))
 """And one that begins with one of these, as `score_chosen`."""
+NOTES = frozenset(("meta", "metadata"))
+LONG = 300  # characters
 WHOLE = """
 created created_at updated_at create_time num_turns n_turns turn turns token_count char_count word_count
-full_topic topic_name task task_type task_name type avatar_url header turn_identifier
+full_topic topic_name task_type task_name type avatar_url header turn_identifier
 parallel_tool_calls tool_choice function_call skip_prompt_formatting
 """
 WHOLE_NAMES = frozenset(WHOLE.split())
@@ -49,6 +52,14 @@ def says_nothing(name: str, *, of_turn: bool = False) -> bool:
     return (
         snake in WHOLE_NAMES or words[-1] in LAST_WORDS or words[0] in FIRST_WORDS or words[:2] == ["index", "level"]
     )
+
+
+def is_content(name: str, value: Any) -> bool:
+    """Whether what a column says is too much for a name that says nothing: several lines, or a long text."""
+    if not isinstance(value, str) or name.lower().split("_")[-1] in NOTES:
+        return False
+    text = value.strip()
+    return "\n" in text or (len(text) > LONG and " " in text)
 
 
 HINTS = {

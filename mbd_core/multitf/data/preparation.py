@@ -13,16 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.checkpoint.folder import ModelFolder
 from mbd_core.files import folder_beside
 from mbd_core.multitf.data.benchmark_overlap import Benchmark
+from mbd_core.multitf.data.chats import Chat, prompt_text
 from mbd_core.multitf.data.conversation_rows import Columns
-from mbd_core.multitf.data.encoding import (
-    Chat,
-    EncodedChat,
-    EncodedRow,
-    encode_rows,
-    fill_token,
-    prompt_text,
-    tokenizer_fingerprint,
-)
+from mbd_core.multitf.data.encoding import EncodedChat, EncodedRow, encode_rows, fill_token, tokenizer_fingerprint
 from mbd_core.multitf.data.file_rows import read_rows
 from mbd_core.multitf.data.prepared import DATA_KIND, write_record, write_samples
 from mbd_core.multitf.data.row_summary import RowSummary
@@ -180,6 +173,19 @@ def prepare_data(
             why = f"; the first: {bad.first}" if bad.first else ""
             raise ValueError(f"{', '.join(preparation.files)}: no row is left of {counts}{why}")
         write_record(new_folder, record(preparation, counts, eos) | written)
+    return counts
+
+
+def preview(preparation: Preparation, summary: RowSummary) -> RowCounts:
+    """Read rows until `summary` has all that it shows, and write nothing; raises as `prepare_data`."""
+    counts = RowCounts()
+    bad = BadRows(None, counts)
+    encode = encoder(preparation.model, every=preparation.every, max_length=preparation.max_length)
+    for _ in _samples(preparation, encode, counts, bad, summary):
+        if summary.is_full:
+            break
+    if not preparation.skip_bad:
+        bad.refuse()
     return counts
 
 

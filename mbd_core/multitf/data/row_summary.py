@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.literal_text import control_tokens
-from mbd_core.multitf.data.encoding import Chat, EncodedChat
-from mbd_core.tables import Cell, Table
+from mbd_core.multitf.data.chats import Chat
+from mbd_core.multitf.data.encoding import EncodedChat
+from mbd_core.tables import PAIRS, Cell, Table
 
 MOST_TURN_COUNTS = 8  # in the table; rows with more turns are counted together
 
@@ -61,33 +62,40 @@ class RowSummary:
             self._rows_shown += 1
             self.shown += [ShownSample(chat.name, number, sample) for number, sample in enumerate(samples, start=1)]
 
-    def tables(self) -> list[Table]:
-        """The columns, then the messages and tokens."""
-        rows: list[list[Cell]] = [[name, count, fate] for (name, fate), count in self._in_order()]
+    @property
+    def is_full(self) -> bool:
+        """Whether all rows are there that are shown."""
+        return self._rows_shown >= self.num_shown
+
+    @property
+    def unread(self) -> list[str]:
+        """The columns and fields that are left out."""
+        return sorted({name for name, fate in self.fates if fate.startswith("left out")})
+
+    @property
+    def columns_table(self) -> Table:
+        """What became of each column and field, those that are read first."""
+        fates = sorted(self.fates.items(), key=lambda item: (item[0][1].startswith(("left out", "empty")), item[0]))
+        rows: list[list[Cell]] = [[name, count, fate] for (name, fate), count in fates]
         seen = {name for name, _ in self.fates}
         rows += [[name, 0, "no row has it (--ignore-columns)"] for name in sorted(self.ignored - seen)]
+        return Table(title="Columns", columns=("column", "times", "what became of it"), rows=rows)
+
+    @property
+    def samples_table(self) -> Table:
+        """Turns and tokens."""
         few = sorted(number for number in self.turns if number <= MOST_TURN_COUNTS)
         turns = [f"{number}: {self.turns[number]:,}" for number in few]
         if more := sum(count for number, count in self.turns.items() if number > MOST_TURN_COUNTS):
             turns.append(f"more: {more:,}")
         share = self.trained / self.tokens if self.tokens else 0.0
-        return [
-            Table(title="Columns", columns=("column", "times", "what became of it"), rows=rows),
-            Table(
-                title="Samples",
-                columns=("what", "value"),
-                rows=[
-                    ["turns", ", ".join(f"{role} {count:,}" for role, count in self.roles.most_common())],
-                    ["rows by turns", ", ".join(turns)],
-                    ["samples", f"{self.samples:,} with {self.answers:,} trained answers"],
-                    ["tokens", f"{self.tokens:,}, of which {self.trained:,} are trained ({share:.1%}); none is cut"],
-                ],
-            ),
+        rows: list[list[Cell]] = [
+            ["turns", ", ".join(f"{role} {count:,}" for role, count in self.roles.most_common())],
+            ["rows by turns", ", ".join(turns)],
+            ["answers", f"{self.answers:,} trained, in {self.samples:,} samples"],
+            ["tokens", f"{self.tokens:,}, of which {self.trained:,} are trained ({share:.1%}); none is cut"],
         ]
-
-    def _in_order(self) -> Iterable[tuple[tuple[str, str], int]]:
-        """What is read first, then what is left out."""
-        return sorted(self.fates.items(), key=lambda item: (item[0][1].startswith(("left out", "empty")), item[0]))
+        return Table(title="Samples", columns=PAIRS, rows=rows)
 
 
 def trained_tokens(sample: EncodedChat) -> int:

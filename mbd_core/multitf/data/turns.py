@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mbd_core.multitf.data.encoding import is_empty
+from mbd_core.multitf.data.chats import is_empty
 from mbd_core.multitf.data.known_names import FLAGS, REASONING, says_nothing
 from mbd_core.multitf.data.tool_calls import Messages, as_list, in_order_of_calls, parsed, read_call
 

@@ -16,8 +16,9 @@ from mbd_core.errors import error_sentence
 from mbd_core.multitf.config import ValidationOptions
 from mbd_core.multitf.data.data_files import SUFFIXES, find_files
 from mbd_core.multitf.data.encoding import filled_length, tokenizer_fingerprint
-from mbd_core.multitf.data.preparation import Preparation, RowCounts, prepare_data
+from mbd_core.multitf.data.preparation import Preparation, prepare_data
 from mbd_core.multitf.data.prepared import PreparedExamples, TinyData, num_held_out, read_record
+from mbd_core.multitf.data.row_summary import RowSummary
 from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.step.loss import BUCKETS, bucket_means
@@ -75,8 +76,9 @@ def are_conversations(validation: str) -> bool:
 FOLDER = "held-out"
 
 
-def prepare_held_out(file: str, start: StartingPoint, place: Path) -> RowCounts:
-    """Prepare a file of conversations, all of their answers, in a folder `FOLDER` of `place`; what became of its rows.
+def prepare_held_out(file: str, start: StartingPoint, place: Path) -> str:
+    """Prepare a file of conversations, all of their answers, in a folder `FOLDER` of `place`; what became of its rows
+    and columns, in words.
 
     Rows that the run has no room for are left out. Raises `ValueError` as `prepare_data`, and for a run without a
     base, whose tokenizer is not there before it.
@@ -89,12 +91,15 @@ def prepare_held_out(file: str, start: StartingPoint, place: Path) -> RowCounts:
     preparation = Preparation(
         files=find_files(file), model=start.base, max_length=start.sample_length // size * size, every=True
     )
+    summary = RowSummary()
     try:
-        return prepare_data(preparation, place / FOLDER)
+        counts = prepare_data(preparation, place / FOLDER, summary=summary)
     except ValueError as error:
         raise ValueError(
             f"--validation {file}: {error} (options of jobs/prepare_data.py, whose folder --validation takes too)"
         ) from None
+    unread = summary.unread
+    return f"{counts}" + (f"; columns that say nothing: {', '.join(unread)}" if unread else "")
 
 
 class Validation:
@@ -119,9 +124,9 @@ class Validation:
 
             def write(place: Path) -> None:
                 assert options.validation is not None
-                counts = prepare_held_out(options.validation, start, place)
+                read_rows = prepare_held_out(options.validation, start, place)
                 if workers.is_first:
-                    say(f"held out: {counts}")
+                    say(f"held out: {read_rows}")
 
             with workers.folder_of_machine(write) as place:  # what is mapped stays, without the file's name
                 self.examples = read(place / FOLDER)

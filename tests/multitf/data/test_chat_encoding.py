@@ -11,15 +11,9 @@ from mbd_core.checkpoint.chat import chat_prompt, chat_text, decode_text, questi
 from mbd_core.checkpoint.literal_text import token_ids
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
+from mbd_core.multitf.data.chats import Chat
 from mbd_core.multitf.data.conversation_rows import Columns
-from mbd_core.multitf.data.encoding import (
-    Chat,
-    EncodedChat,
-    encode_chats,
-    encode_rows,
-    fill_token,
-    tokenizer_fingerprint,
-)
+from mbd_core.multitf.data.encoding import EncodedChat, encode_chats, encode_rows, fill_token, tokenizer_fingerprint
 from mbd_core.multitf.data.known_names import REASONING
 from mbd_core.multitf.data.prepared import TinyData, conversations
 from mbd_core.multitf.data.tool_calls import tools_of

@@ -124,3 +124,33 @@ def test_values_of_the_type_json_keep_their_nulls(tmp_path: Path) -> None:
     pq.write_table(pa.table({"tools": listed, "one": one, "map": pairs}), tmp_path / "rows.parquet")
     rows = [row for _, row in read_rows([str(tmp_path / "rows.parquet")])]
     assert rows == [{"tools": tools, "one": {"a": 1}, "map": {"k": 1}}, {"tools": [], "one": None, "map": None}]
+
+
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: [a.jsonl, "more/*.jsonl"]
+  - split: exam
+    path: b.jsonl
+{other}---
+A card.
+"""
+
+
+def test_a_readme_says_which_files_are_a_split(tmp_path: Path) -> None:
+    make(tmp_path, "a.jsonl", "b.jsonl", "more/c.jsonl", "beside.jsonl", "README.md")
+    (tmp_path / "README.md").write_text(CARD.format(other=""))
+    with pytest.raises(ValueError, match="has the splits train, exam; name one with --split"):
+        find_files(str(tmp_path))
+    assert found(tmp_path, "train") == ["a.jsonl", "more/c.jsonl"] and found(tmp_path, "exam") == ["b.jsonl"]
+    other = "- config_name: second\n  data_files: beside.jsonl\n"
+    (tmp_path / "README.md").write_text(CARD.format(other=other))
+    with pytest.raises(ValueError, match=r"has the configurations main, second \(README.md\); name the files of one"):
+        find_files(str(tmp_path), split="train")
+    (tmp_path / "README.md").write_text(CARD.format(other=other + "  default: true\n"))
+    assert found(tmp_path) == ["beside.jsonl"]
+    for card in ("---\nconfigs: 3\n---\n", "---\n: [\n---\n", "no card", "---\nconfigs:\n- data_files: z*\n---\n"):
+        (tmp_path / "README.md").write_text(card)
+        assert found(tmp_path) == ["a.jsonl", "b.jsonl", "beside.jsonl", "more/c.jsonl"]
