@@ -249,7 +249,7 @@ def test_what_was_understood_is_a_table(prepare: Callable[..., int], capsys: pyt
         "unseen 0 no row has it",
         "turns user 15, assistant 15, system 4",
         "rows by turns 2: 3, 3: 2, 4: 3, 5: 2",
-        "answers 14 trained, in 10 samples",
+        "answers 14 trained of 15, in 10 samples",
     ):
         assert cells in printed
     record = json.loads(Path("data", RECORD).read_text())

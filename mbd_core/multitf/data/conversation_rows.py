@@ -87,17 +87,20 @@ class Columns:
         if not self.answered and not any(name in there for name in (*CHATS, *PROMPTS)):
             there += [name for name in ("chosen",) if name in row]
         chats = [name for name in CHATS if name in there]
-        if chats:
-            return replace(self, chat=next((name for name in chats if row[name] is not None), chats[0]))
+        with_turns = [name for name in chats if row[name] is not None]
+        if with_turns:
+            return replace(self, chat=with_turns[0])
         if self.answered:
             refuse_preferences(row, self)
         for prompt, response in (*PAIRS, *((prompt, response) for prompt in PROMPTS for response in RESPONSES)):
             if prompt in there and (response in there or not self.answered):
                 return replace(self, prompt=prompt, response=response)
+        if chats:
+            return replace(self, chat=chats[0])
         reasons = [f"{name!r}: {HINTS[name]}" for name in there if name in HINTS]
         raise ColumnRefused(
-            f"its columns {', '.join(map(repr, row))} are no conversation: name the column of messages, or those of "
-            "prompt and response" + "".join(f" ({reason})" for reason in reasons[:1])
+            f"its columns {', '.join(map(repr, row))} are no conversation: name that of messages (--messages), or "
+            "those of prompt and response (--prompt, --response)" + "".join(f" ({reason})" for reason in reasons[:1])
         )
 
     def messages(self, row: Mapping[str, Any]) -> Messages:

@@ -246,7 +246,7 @@ def _answer_ends(messages: Sequence[Mapping[str, Any]], *, every: bool, untraine
     ends = [end for end in (*earlier_ends, len(messages)) if end - 1 not in untrained]
     if not ends:
         which = "none of its answers" if every else "its last answer"
-        raise ValueError(f"{which} is to be trained, as its messages say; leave the row out with --skip-bad")
+        raise ValueError(f"{which} is to be trained, as its messages say")
     return ends
 
 
@@ -301,7 +301,7 @@ def _texts(tokenizer: PreTrainedTokenizerBase, chat: Chat, end: int) -> tuple[Ma
         )
     reasoning = next((messages[-1][name] for name in REASONING if name in messages[-1]), "")
     if masking.masked(reasoning.strip()) not in conversation.text[len(prompt.text) :]:
-        raise ValueError("the chat template does not show its answer's reasoning; leave the row out with --skip-bad")
+        raise ValueError("the chat template does not show its answer's reasoning")
     return prompt, conversation
 
 

@@ -40,6 +40,7 @@ class RowSummary:
     turns: Counter[int] = field(default_factory=Counter)
     samples: int = 0
     answers: int = 0
+    assistant_turns: int = 0
     tokens: int = 0
     trained: int = 0
     shown: list[ShownSample] = field(default_factory=list)
@@ -53,6 +54,7 @@ class RowSummary:
         """Count a row that is kept, so many times."""
         self.roles.update(message["role"] for message in chat.messages)
         self.turns[len(chat.messages)] += 1
+        self.assistant_turns += copies * sum(message["role"] == "assistant" for message in chat.messages)
         for sample in samples:
             self.samples += copies
             self.answers += copies * (1 + len(sample.earlier))
@@ -92,7 +94,7 @@ class RowSummary:
         rows: list[list[Cell]] = [
             ["turns", ", ".join(f"{role} {count:,}" for role, count in self.roles.most_common())],
             ["rows by turns", ", ".join(turns)],
-            ["answers", f"{self.answers:,} trained, in {self.samples:,} samples"],
+            ["answers", f"{self.answers:,} trained of {self.assistant_turns:,}, in {self.samples:,} samples"],
             ["tokens", f"{self.tokens:,}, of which {self.trained:,} are trained ({share:.1%}); none is cut"],
         ]
         return Table(title="Samples", columns=PAIRS, rows=rows)

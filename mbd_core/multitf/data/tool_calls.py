@@ -118,7 +118,8 @@ def _check_json(value: Any, what: str) -> None:
 def without_padding(messages: Messages, tools: Tools) -> int:
     """Take null arguments out of calls that the functions' schemas have no place for; returns how many.
 
-    Tools that write rows of many functions into one struct leave them: the other functions' arguments, as null.
+    Tools that write rows of many functions into one struct leave them: the other functions' arguments, as null. They
+    also make 1.0 of an integer that has another type in another row, so an integer of the schema is written as one.
     """
     properties = {tool["function"]["name"]: tool["function"]["parameters"].get("properties") for tool in tools}
     count = 0
@@ -130,8 +131,16 @@ def without_padding(messages: Messages, tools: Tools) -> int:
             padded = [name for name, value in arguments.items() if value is None and not _admits_null(known, name)]
             for name in padded:
                 del arguments[name]
+            for name, value in arguments.items():
+                if isinstance(value, float) and value.is_integer() and _kind(known, name) == "integer":
+                    arguments[name] = int(value)
             count += len(padded)
     return count
+
+
+def _kind(properties: Mapping[str, Any], name: str) -> Any:
+    schema = properties.get(name)
+    return schema.get("type") if isinstance(schema, Mapping) else None
 
 
 def _admits_null(properties: Mapping[str, Any], name: str) -> bool:

@@ -26,7 +26,6 @@ ROLES = {
 """Roles by the names that data sets give them; `call` is an assistant's turn whose text is a call."""
 TARGETS = ("system", "user", "assistant", "tool", "function_call")
 TEXT_PARTS = ("text", "input_text", "output_text")
-NO_CONVERSATION = "its conversation is no list of messages, each with a role and a content"
 
 Notes = list[tuple[str, str]]
 """Names of columns and of fields, as `messages.weight`, each with what became of it."""
@@ -48,9 +47,9 @@ class TurnReader:
 
     def read(self, value: Any, notes: Notes, *, first: int = 1) -> list["Turn"]:
         """The turns of a list of messages, in which each or all may be JSON texts; `first` numbers them."""
-        turns = as_list(value, "its conversation") if value is not None else None
+        turns = as_list(value, f"its {self.column!r}") if value is not None else None
         if not isinstance(turns, Sequence) or isinstance(turns, str) or not all(isinstance(t, Mapping) for t in turns):
-            raise ValueError(NO_CONVERSATION)
+            raise ValueError(f"its {self.column!r} is no list of messages, each with a role and a content")
         results: list[Turn] = []
         for number, turn in enumerate(turns, start=first):
             self._add(results, turn, number, notes)
@@ -142,8 +141,10 @@ class TurnReader:
         if not found:
             return {}
         name, text = next(iter(found.items()))
-        if role != "assistant" or not isinstance(text, str):
-            raise ValueError(f"its message {number} has {name!r}, a text, which only an assistant's turn has")
+        if role != "assistant":
+            raise ValueError(f"its message {number}, of the role {role}, has {name!r}, which only an assistant has")
+        if not isinstance(text, str):
+            raise ValueError(f"its message {number} has {name!r} that is no text")
         if any(other != text for other in found.values()):
             raise ColumnRefused(
                 f"its message {number} has {' and '.join(map(repr, found))}, which differ; leave one out with "

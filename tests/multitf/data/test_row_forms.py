@@ -61,6 +61,7 @@ HI_YO = [("user", "Hi"), ("assistant", "Yo")]
         ({"messages": json.dumps([USER, ANSWER])}, HI_YO),
         ({"messages": [json.dumps(USER), json.dumps(ANSWER)]}, HI_YO),
         ({"query": "Hi", "response": "Yo"}, HI_YO),
+        ({"messages": None, "conversations": None, "query": "Hi", "response": "Yo"}, HI_YO),
         ({"conversation": [USER, ANSWER]}, HI_YO),
         ({"messages": [USER, {"role": "assistant", "content": [{"type": "output_text", "text": "Yo"}]}]}, HI_YO),
     ],
@@ -280,8 +281,8 @@ def test_tools_that_are_no_functions_are_refused(value: Any, sentence: str) -> N
 
 
 def test_null_arguments_that_a_function_has_no_place_for_are_left_out() -> None:
-    schema = {"properties": {"a": {"type": ["number", "null"]}, "b": {"type": "number"}}}
-    call = {"function": {"name": "f", "arguments": {"a": None, "b": None, "c": None}}}
+    schema = {"properties": {"a": {"type": ["number", "null"]}, "b": {"type": "number"}, "n": {"type": "integer"}}}
+    call = {"function": {"name": "f", "arguments": {"a": None, "b": None, "c": None, "n": 2.0}}}
     turns = [
         USER,
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -289,12 +290,13 @@ def test_null_arguments_that_a_function_has_no_place_for_are_left_out() -> None:
         ANSWER,
     ]
     messages, notes = read({"messages": turns, "tools": [{"name": "f", "parameters": schema}]})
-    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None, "n": 2}
     assert "null arguments of calls" in notes
     assert read({"messages": turns})[0][1]["tool_calls"][0]["function"]["arguments"] == {
         "a": None,
         "b": None,
         "c": None,
+        "n": 2.0,
     }
 
 
