@@ -22,7 +22,7 @@ KIND = "grades"
 def run(
     *,
     task: Annotated[str, Option(f"Task: {', '.join(TASKS)}.", DATA, metavar="NAME")],
-    samples: Annotated[Path, Option("JSON lines, one sample each.", DATA, metavar="FILE")],
+    samples: Annotated[Path, Option("One sample a row, in any format that --data has.", DATA, metavar="FILE")],
     data: Annotated[
         str | None,
         Option(

@@ -19,7 +19,7 @@ from mbd_core.evaluation.tasks.livecodebench import ContestProblem
 from mbd_core.evaluation.tasks.math_answers import same_answer
 from mbd_core.evaluation.tasks.problems import ProblemSet
 from mbd_core.files import write_json, write_text
-from mbd_core.json_text import parse_json
+from mbd_core.row_files import read_row_files
 
 # The second stage of a sweep: every decoded row of a table is graded.
 
@@ -102,29 +102,23 @@ class SampleGrade:
 
 
 def load_samples(path: Path, problem_set: ProblemSet) -> list[Sample]:
-    """The samples of a file; `ValueError` names the line that is none, and why."""
+    """The samples of a file, of any format that `read_row_files` reads; `ValueError` names the row that is none."""
     by_id = {problem.problem_id: problem for problem in problem_set.problems}
     samples: list[Sample] = []
-    try:
-        with path.open("rb") as file:
-            for line, raw in enumerate(file, start=1):
-                if raw.strip():
-                    samples.append(_sample(line, raw, problem_set, by_id))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}, line {line}: {error}") from None
+    for number, place, row in read_row_files(str(path)):
+        try:
+            samples.append(_sample(number, row, problem_set, by_id))
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
     if not samples:
         raise ValueError(f"{path} holds no samples")
     return samples
 
 
-def _sample(line: int, raw: bytes, problem_set: ProblemSet, by_id: dict[str, Problem]) -> Sample:
-    row = parse_json(raw, "it")
-    if not isinstance(row, dict):
-        raise ValueError(f"a {type(row).__name__}, not a JSON object")
+def _sample(line: int, row: dict[str, Any], problem_set: ProblemSet, by_id: dict[str, Problem]) -> Sample:
     is_code = runs_programs(problem_set.task)
     forms = [form for form in FORMS if form == "text" or (is_code and (form, problem_set.task.rule) != NO_COMPLETION)]
+    row = {column: value for column, value in row.items() if value is not None}  # tables pad rows with null
     form = next((form for form in forms if form in row), None)
     if form is None:
         fields = " or ".join(f"'{field}'" for field in forms)

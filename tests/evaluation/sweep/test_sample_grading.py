@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from actors.evaluation.graded_parts import grade_part, pack
@@ -115,6 +116,22 @@ def test_math_samples_and_one_that_breaks_a_grader(tmp_path: Path) -> None:
     assert main(["--task", "gsm8k", "--data", str(data), "--samples", str(samples), "--out", str(out)]) == 0
     rows = lines_of(out / "grades.jsonl")
     assert [(row["correct"], row["strict_correct"]) for row in rows] == [(True, False), (False, False)]
+
+
+def test_samples_are_read_in_the_formats_of_benchmarks(tmp_path: Path) -> None:
+    rows = [
+        {"task_id": "HumanEval/900", "completion": "    return x / 2"},
+        {"task_id": "HumanEval/900", "text": "No."},
+    ]
+    problem_set = load_problems(find_task("humaneval-plus"), data=str(write_lines(tmp_path / "he.jsonl", [PLUS_ROW])))
+    as_list, as_table = tmp_path / "samples.json", tmp_path / "samples.parquet"
+    as_list.write_text(json.dumps(rows))
+    pq.write_table(pa.Table.from_pylist([dict.fromkeys(("completion", "text")) | row for row in rows]), as_table)
+    from_lines, from_list, from_table = (
+        load_samples(path, problem_set) for path in (write_lines(tmp_path / "s.jsonl", rows), as_list, as_table)
+    )
+    assert from_lines == from_list == from_table
+    assert [(sample.form, sample.line) for sample in from_lines] == [("completion", 1), ("text", 2)]
 
 
 @pytest.mark.parametrize(
