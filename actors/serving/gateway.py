@@ -69,11 +69,20 @@ class ModelRoute:
     ) -> ServedModel:
         """The model as the API sees it, with an adapter or without.
 
-        A replica is asked for its limits; where there is none, one is started, and waited for.
+        A replica is asked for its limits; where there is none, one is started, and waited for. Raises `ApiError` (503)
+        at once for a folder that no replica could load.
         """
-        limits = await self._limits()
-        args = await asyncio.to_thread(self.model.checked)
-        folder = await asyncio.to_thread(read_folder, Path(args.model))
+        asking = asyncio.ensure_future(self._limits())
+        try:
+            args = await asyncio.to_thread(self.model.checked)
+            folder = await asyncio.to_thread(read_folder, Path(args.model))
+            limits = await asking
+        except ValueError as error:
+            log.error("%s cannot be served", self.model.served_name, exc_info=error)
+            message = f"model '{self.model.served_name}' cannot be served: {clip(str(error))}"
+            raise ApiError(503, message, code="no_replica") from error
+        finally:
+            asking.cancel()
         return ServedModel(
             name=adapter or self.model.served_name,
             tokenizer=folder.tokenizer,
@@ -83,6 +92,7 @@ class ModelRoute:
             ),
             num_engines=self.model.most_replicas,
             adapter=adapter,
+            may_grow=self.model.least_replicas < self.model.most_replicas,
         )
 
     async def _limits(self) -> EngineLimits:

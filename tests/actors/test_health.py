@@ -13,6 +13,7 @@ from gateway_in_process import Handle, running_gateway
 
 from actors.serving import gateway
 from actors.serving.args import ServingArgs
+from mbd_core.serving.api.errors import ApiError
 
 LIMIT = 300
 MODEL, KEY = "tiny", "ann-0123456789abcdef"
@@ -129,3 +130,19 @@ def test_the_document_declares_the_keys(guarded: tuple[str, list[Handle]]) -> No
     assert all(value == [{"key": []}] for value in others.values()) and len(others) >= 10
     for path in ("/v1/models", "/tokenizer_info", "/metrics"):
         assert httpx.get(guarded[0] + path, timeout=LIMIT).status_code == 401
+
+
+def test_a_folder_that_no_replica_could_load_is_said_at_once(tmp_path: Path) -> None:
+    """Of a model without a replica (`min: 0`), where the first request would wait for one to the end of its time."""
+    model = {"model": str(tmp_path / "nowhere"), "name": "gone", "replicas": {"min": 0, "max": 1}}
+    (args,) = ServingArgs.read({"device": "cpu", "models": [model]}).models
+    never = SimpleNamespace(limits=SimpleNamespace(remote=lambda: asyncio.Event().wait()))
+    route = gateway.ModelRoute(model=args, handle=never)  # type: ignore[arg-type]
+
+    async def ask() -> None:
+        async with asyncio.timeout(LIMIT):
+            await route.served_model(None, retry_seconds=1.0, on_loss=lambda: None)
+
+    with pytest.raises(ApiError, match=r"model 'gone' cannot be served: unknown model '.*nowhere'") as refused:
+        asyncio.run(ask())
+    assert (refused.value.status, refused.value.code) == (503, "no_replica")

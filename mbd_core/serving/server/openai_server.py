@@ -272,7 +272,13 @@ class OpenAIServer:
             )
         with route.choices.opening(client, len(requests)):
             stream = await TextStream.open(
-                route.model.source, requests, texts=texts, key=client, places=route.places, limit=limit
+                route.model.source,
+                requests,
+                texts=texts,
+                key=client,
+                places=route.places,
+                limit=limit,
+                waits=route.model.may_grow,
             )
             route.choices.add(client, stream)
         chat = isinstance(api_request, ChatRequest)

@@ -57,11 +57,12 @@ class TextStream:
         key: str = "",
         places: "Places | None" = None,
         limit: TimeLimit | None = None,
+        waits: bool = False,
     ) -> None:
         """Submit `requests` of the client `key`, as its `places` allow; `texts` are the text of each so far."""
         self.requests = tuple(requests)
         self.unfinished = {r.request_id for r in requests}
-        self._source, self._key, self._limit = source, key, limit or TimeLimit(None)
+        self._source, self._key, self._limit, self._waits = source, key, limit or TimeLimit(None), waits
         self._queue: asyncio.Queue[TextStep | Exception] = asyncio.Queue()
         self._unread_frames = 0
         num_first = len(requests) if places is None else 1  # the others may wait long for a place
@@ -83,10 +84,12 @@ class TextStream:
         key: str = "",
         places: "Places | None" = None,
         limit: TimeLimit | None = None,
+        waits: bool = False,
     ) -> Self:
         """A stream whose requests the source has taken, all or none; with `places` the first of them, and the others
-        wait where there is no room. Raises as `TokenSource.open` does, and `RequestTimedOut`."""
-        stream = cls(source, requests, texts=texts, key=key, places=places, limit=limit)
+        wait where there is no room. With `waits` every one waits. Raises as `TokenSource.open` does, and
+        `RequestTimedOut`."""
+        stream = cls(source, requests, texts=texts, key=key, places=places, limit=limit, waits=waits)
         try:
             async with stream._limit.watch():
                 await asyncio.gather(*stream._first)
@@ -128,7 +131,7 @@ class TextStream:
         a request for which `open` waits."""
         try:
             async with nullcontext() if places is None else places.place(self._key, request.group):
-                stream = await self._open(request, places, waits=opening is None)
+                stream = await self._open(request, places, waits=self._waits or opening is None)
                 try:
                     if opening is not None:
                         opening.set_result(None)

@@ -40,7 +40,8 @@ class EngineLimits:
 class ServedModel:
     """`limits` are those of one engine, `num_engines` how many take the requests, at most.
 
-    adapter  the LoRA adapter that stands behind the name
+    adapter    the LoRA adapter that stands behind the name
+    may_grow   whether there may be fewer engines now: what they refuse waits, up to the number that all would take
     """
 
     name: str
@@ -49,6 +50,7 @@ class ServedModel:
     source: TokenSource
     num_engines: int = 1
     adapter: str | None = None
+    may_grow: bool = False
 
     @property
     def capacity(self) -> int:

@@ -338,6 +338,29 @@ def test_a_client_has_no_more_choices_under_way_than_it_may(tiny_model_dir: Path
     run(server, scenario)
 
 
+@pytest.mark.parametrize("may_grow", [True, False])
+def test_what_one_engine_refuses_waits_where_others_may_come(tiny_model_dir: Path, may_grow: bool) -> None:
+    """Of two engines of 3 requests each one is there: up to 6 wait for it if the other may yet come."""
+    server = server_of(tiny_model_dir, max_waiting=1)
+    server.served = replace(server.served, num_engines=2, may_grow=may_grow)
+
+    async def answered() -> bool:
+        try:
+            answer = await server.complete(body(prompt="x", max_tokens=4))
+        except TooManyRequests:
+            return False
+        await answer.whole()
+        answer.close()
+        return True
+
+    async def scenario() -> None:
+        async with asyncio.timeout(LIMIT):
+            ends = await asyncio.gather(*(answered() for _ in range(8)))
+        assert ends.count(True) == (6 if may_grow else 3)
+
+    run(server, scenario)
+
+
 def test_a_body_with_more_choices_than_a_client_may_have_says_so(tiny_model_dir: Path) -> None:
     server = server_of(tiny_model_dir, client_requests=4)
     messages = [{"role": "user", "content": "x"}]
