@@ -36,7 +36,8 @@ from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.multitf.step.workers import Workers
 from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.executor import LearnerLost, LearnerState
-from mbd_core.rl.rewards import RewardConfig, RewardFailed, score_table
+from mbd_core.rl.parts import RewardFailed
+from mbd_core.rl.rewards import RewardConfig, score_table
 from mbd_core.rl.rollouts import RolloutEngine
 
 RETRIES = 3  # of a part whose engine's process was lost

@@ -128,6 +128,15 @@ class RLRecipe:
         Schedule, Option("Rollouts and updates in turn (sync), or side by side (one-step-off).", CLUSTER)
     ] = "sync"
     iterations: Annotated[int, Option("Iterations.", UPDATES, at_least=1)] = 30
+    most_idle: Annotated[
+        int,
+        Option(
+            "The run ends after so many iterations in a row that taught nothing; 0: it never does.",
+            UPDATES,
+            at_least=0,
+            metavar="N",
+        ),
+    ] = 5
     checkpoint_every: Annotated[
         int, Option("Iterations between two checkpoints of the learner.", OUTPUT, at_least=1, metavar="N")
     ] = 1
@@ -165,14 +174,16 @@ class RLRecipe:
 
 
 def as_recorded(recipe: RLRecipe) -> dict[str, Any]:
-    """The recipe as JSON gives it back."""
-    recorded = json.loads(json.dumps(asdict(recipe), default=str))
+    """The recipe as JSON gives it back, with the filters of groups that hold."""
+    filled = replace(recipe, groups=recipe.groups.filled(recipe.rewards.weights))
+    recorded = json.loads(json.dumps(asdict(filled), default=str))
     assert isinstance(recorded, dict)
     return recorded
 
 
-FREE = ("iterations", "checkpoint_every", "samples_every")
-"""What a run that goes on may change."""
+FREE = ("iterations", "checkpoint_every", "samples_every", "most_idle")
+FREE_OF_REWARDS = ("reward_seconds", "judge_patience", "judge_concurrency", "judge_key", "on_reward_error")
+"""What a run that goes on may change: of itself, and of how its rewards are asked for."""
 
 
 def other_settings(recorded: Mapping[str, Any], recipe: RLRecipe) -> str:
@@ -182,5 +193,6 @@ def other_settings(recorded: Mapping[str, Any], recipe: RLRecipe) -> str:
         theirs.pop(name, None)
         ours.pop(name, None)
     for fields in (theirs, ours):
+        fields["rewards"] = {n: value for n, value in fields["rewards"].items() if n not in FREE_OF_REWARDS}
         fields["train"] = {name: value for name, value in fields["train"].items() if name != "steps"}
     return differing_fields(theirs, ours)

@@ -18,7 +18,7 @@ from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.multitf.step.learner import Learner
 from mbd_core.multitf.step.workers import ALONE, Workers
 from mbd_core.rl.config import RLRecipe
-from mbd_core.rl.rewards import score_table
+from mbd_core.rl.rewards import Scorer
 from mbd_core.rl.rollouts import RolloutEngine
 
 
@@ -34,7 +34,7 @@ class Executor(Protocol):
         Engines beside this process begin at once."""
 
     def scores(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
-        """`score_table` of parts, as they come."""
+        """`SCORES` of parts, as they come."""
 
     def sweep(self, tables: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
         """Parts of a sweep, decoded with the weights of the last `swap` and graded, in any order."""
@@ -120,8 +120,9 @@ class LocalExecutor:
             yield number, self._engine.decode(table)
 
     def scores(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
-        for number, table in tables:
-            yield number, score_table(table, self._recipe.rewards, isolated=self._isolated)
+        with Scorer(self._recipe.rewards, isolated=self._isolated) as scorer:
+            for number, table in tables:
+                yield number, scorer(table)
 
     def sweep(self, tables: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
         for number, table in tables:

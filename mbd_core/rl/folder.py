@@ -105,6 +105,11 @@ class RunFolder(PartsFolder):
         with durable_file(self._place(iteration, kind, number)) as beside:
             pq.write_table(table, beside)
 
+    def drop_scores(self, iteration: int) -> None:
+        """Remove the scores of an iteration's rollouts."""
+        for path in self._place(iteration, "scores", 0).parent.glob("scores-*.parquet"):
+            path.unlink()
+
     def has(self, iteration: int, kind: Table, number: int) -> bool:
         """Whether they are there."""
         return self._place(iteration, kind, number).exists()

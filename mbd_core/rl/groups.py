@@ -2,20 +2,26 @@
 
 Facts and formulas: LightningRL (decoupled z-scores, the group filter), TraceRL (z-scored rewards, shares of 0.2 to
 0.8). A z-score is `(x - mean) / std` over the population, and 0 where all are equal.
+
+A part of the reward that does not apply to an answer (`None`) leaves the answer out of that part's mean and deviation,
+counts as a z-score of 0, and adds nothing to the weighted sum.
 """
 
 import random
+import typing
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 from typing import Annotated, Literal
 
 from mbd_core.options import UPDATES, Option, check
+from mbd_core.rl.parts import CORRECT, TPF
 
 AdvantageRule = Literal["decoupled", "joint", "correct", "shuffled"]
-Reason = Literal["undecoded", "too_few_right", "too_many_right", "even_tpf"]
-REASONS: tuple[Reason, ...] = ("undecoded", "too_few_right", "too_many_right", "even_tpf")
+Reason = Literal["undecoded", "unrewarded", "too_few_right", "too_many_right", "even_tpf"]
+REASONS: tuple[Reason, ...] = typing.get_args(Reason)
+LIGHTNING_RL = 0.01  # the filter of LightningRL: some answer is right, and TPF differs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,49 +39,83 @@ class GroupConfig:
         AdvantageRule, Option("How a group's rewards become advantages.", UPDATES, metavar="NAME")
     ] = "decoupled"
     least_right: Annotated[
-        float,
+        float | None,
         Option(
             "Groups are kept whose share of right answers is at least this; 0 keeps those that are all wrong.",
             UPDATES,
             at_least=0,
             at_most=1,
+            default="0.01 where correct is rewarded, beside nothing but tpf; else 0",
         ),
-    ] = 0.01
+    ] = None
     most_right: Annotated[
         float, Option("And at most this; 1 keeps groups that are all right.", UPDATES, at_least=0, at_most=1)
     ] = 1.0
     least_tpf_range: Annotated[
-        float,
-        Option("Groups are kept whose TPF differs by at least this.", UPDATES, at_least=0),
-    ] = 0.01
+        float | None,
+        Option(
+            "Groups are kept whose TPF differs by at least this; 0 keeps those of one TPF.",
+            UPDATES,
+            at_least=0,
+            default="0.01 where tpf is rewarded, beside nothing but correct; else 0",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check(self)
-        if self.least_right > self.most_right:
+        if self.least_right is not None and self.least_right > self.most_right:
             raise ValueError(f"least_right={self.least_right} must be at most most_right={self.most_right}")
+
+    def filled(self, weights: Mapping[str, float]) -> "GroupConfig":
+        """With the filters that were not given, by what is rewarded: a group is judged by that alone."""
+        is_own = not weights.keys() <= {CORRECT, TPF}  # a part of the user's own teaches by itself
+        needs_right = self.advantages == "correct" or (CORRECT in weights and not is_own)
+        needs_range = TPF in weights and not is_own
+        right, tpf_range = self.least_right, self.least_tpf_range
+        if right is None:
+            right = min(LIGHTNING_RL, self.most_right) if needs_right else 0.0
+        if tpf_range is None:
+            tpf_range = LIGHTNING_RL if needs_range else 0.0
+        return replace(self, least_right=right, least_tpf_range=tpf_range)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredAnswer:
-    """What a group's filter and its advantages look at; `rewards` are the parts of the reward by name."""
+    """What a group's filter and its advantages look at; `rewards` are the parts of the reward by name, `None` for a
+    part that does not apply, and no parts at all for an answer that got no reward."""
 
     group: int
     correct: bool
     tpf: float
-    rewards: Mapping[str, float]
+    rewards: Mapping[str, float | None]
+
+    @property
+    def is_rewarded(self) -> bool:
+        """Whether a part applies."""
+        return any(value is not None for value in self.rewards.values())
 
 
-def drop_reason(answers: Sequence[ScoredAnswer], config: GroupConfig) -> Reason | None:
+def drop_reason(answers: Sequence[ScoredAnswer], weights: Mapping[str, float], config: GroupConfig) -> Reason | None:
     """Why a group teaches nothing, `None` where it does; a group of one answer has nothing to compare it with."""
     if len(answers) < 2:
         return "undecoded"
-    right = fmean(answer.correct for answer in answers)
+    rewarded = [answer for answer in answers if answer.is_rewarded]
+    if len(rewarded) < 2:
+        return "unrewarded"
+    config = config.filled(weights)
+    assert config.least_right is not None and config.least_tpf_range is not None
+    right = fmean(answer.correct for answer in rewarded)
     if right < config.least_right:
         return "too_few_right"
     if right > config.most_right:
         return "too_many_right"
-    tpfs = [answer.tpf for answer in answers]
+    tpfs = [answer.tpf for answer in rewarded]
     return "even_tpf" if max(tpfs) - min(tpfs) < config.least_tpf_range else None
+
+
+def weighted_sum(rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
+    """The weighted sum of the parts that apply."""
+    return sum(weight * (rewards[name] or 0.0) for name, weight in weights.items())
 
 
 def advantages(
@@ -89,21 +129,19 @@ def advantages(
     dropped: Counter[Reason] = Counter()
     kept: list[list[int]] = []
     for places in groups.values():
-        reason = drop_reason([answers[place] for place in places], config)
+        reason = drop_reason([answers[place] for place in places], weights, config)
         if reason is None:
-            kept.append(places)
+            kept.append([place for place in places if answers[place].is_rewarded])
         else:
             dropped[reason] += 1
     if config.advantages == "correct":
         return {place: 1.0 for places in kept for place in places if answers[place].correct}, dropped
     values: dict[int, float] = {}
     for places in kept:
-        parts = {name: [answers[place].rewards[name] for place in places] for name in weights}
         if config.advantages == "joint":
-            sums = [sum(weights[name] * parts[name][at] for name in weights) for at in range(len(places))]
-            of_group = z_scores(sums)
+            of_group = z_scores([weighted_sum(answers[place].rewards, weights) for place in places])
         else:
-            scores = {name: z_scores(parts[name]) for name in weights}
+            scores = {name: _applying_z_scores([answers[place].rewards[name] for place in places]) for name in weights}
             of_group = [sum(weights[name] * scores[name][at] for name in weights) for at in range(len(places))]
         values |= dict(zip(places, of_group, strict=True))
     if config.advantages != "joint":
@@ -117,9 +155,45 @@ def advantages(
     return values, dropped
 
 
+def _applying_z_scores(values: Sequence[float | None]) -> list[float]:
+    """`z_scores` of the values that there are, and 0 for the others."""
+    scores = iter(z_scores([value for value in values if value is not None]))
+    return [0.0 if value is None else next(scores) for value in values]
+
+
 def z_scores(values: Sequence[float]) -> list[float]:
     """Each value's distance from the mean in standard deviations; zeros where all are equal."""
     if not values or max(values) == min(values):
         return [0.0] * len(values)
     mean, deviation = fmean(values), pstdev(values)
     return [(value - mean) / deviation for value in values]
+
+
+def num_even(answers: Sequence[ScoredAnswer], values: Mapping[int, float]) -> int:
+    """How many groups were kept in which no answer is better than another: all their advantages are 0."""
+    largest: dict[int, float] = {}
+    for place, value in values.items():
+        group = answers[place].group
+        largest[group] = max(largest.get(group, 0.0), abs(value))
+    return sum(value == 0.0 for value in largest.values())
+
+
+def why_idle(reasons: Mapping[Reason, int], num_even: int, weights: Mapping[str, float], config: GroupConfig) -> str:
+    """Why groups taught nothing, and what changes that, in words; the most frequent reason first."""
+    filled, helps = config.filled(weights), "other problems, a larger --group or another part in --rewards helps"
+    needs_right = set(weights) == {CORRECT} or config.advantages == "correct"
+    keeps_right = helps if needs_right else "--least-right 0 keeps them"
+    texts: dict[str, str] = {
+        "undecoded": "had fewer than two decoded answers",
+        "unrewarded": "had fewer than two answers that got a reward",
+        "too_few_right": f"were dropped, since their share of right answers is below {filled.least_right:g} "
+        f"({keeps_right})",
+        "too_many_right": f"were dropped, since their share of right answers is above {filled.most_right:g} "
+        "(--most-right 1 keeps them)",
+        "even_tpf": f"were dropped, since their TPF differs by less than {filled.least_tpf_range:g} "
+        "(--least-tpf-range 0 keeps them)",
+        "even_rewards": f"had the same {' and '.join(weights)} in all answers ({helps})",
+    }
+    counts = {str(name): number for name, number in reasons.items()} | {"even_rewards": num_even}
+    named = sorted((name for name in texts if counts.get(name)), key=lambda name: -counts[name])
+    return ", ".join(f"{counts[name]} {texts[name]}" for name in named) or f"had no right answer ({helps})"

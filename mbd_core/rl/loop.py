@@ -35,8 +35,17 @@ from mbd_core.multitf.run.log_targets import open_logs
 from mbd_core.rl.config import RLRecipe, as_recorded
 from mbd_core.rl.executor import Executor, LearnerLost
 from mbd_core.rl.folder import HELD_OUT, ITERATIONS, PLOT, RunFolder
-from mbd_core.rl.groups import ScoredAnswer, advantages
-from mbd_core.rl.record import draw_progress, front_line, group_numbers, progress_line, rollout_numbers
+from mbd_core.rl.groups import REASONS, ScoredAnswer, advantages, weighted_sum, why_idle
+from mbd_core.rl.parts import RewardFailed
+from mbd_core.rl.record import (
+    draw_progress,
+    failure_texts,
+    failures_text,
+    front_line,
+    group_numbers,
+    progress_line,
+    rollout_numbers,
+)
 from mbd_core.rl.rollouts import RolloutPlan, decided, replayed
 from mbd_core.rl.samples import write_samples
 
@@ -80,28 +89,45 @@ class RLRun:
         try:
             self._hold_out(done, fronts)
             waiting = self._begin(done) if done < recipe.iterations else iter(())
+            num_idle, ends = 0, False
             for iteration in range(done, recipe.iterations):
                 line, waiting = self._iterate(iteration, waiting)
                 lines.append(line)
                 folder.write_lines(ITERATIONS, lines)
                 after = iteration + 1
-                if after % recipe.checkpoint_every == 0 or after == recipe.iterations:
+                num_idle = num_idle + 1 if line["idle"] else 0
+                ends = num_idle == recipe.most_idle > 0
+                if after % recipe.checkpoint_every == 0 or after == recipe.iterations or ends:
                     executor.save(folder.state_after(after))
                     folder.drop_older_states()
                 seconds = fmean(line["seconds"] for line in lines[done:])
                 say(progress_line(line, recipe.iterations, seconds))
-                values = {name: float(value) for name, value in line.items() if name != "iteration"}
+                if num_idle:
+                    say(f"iteration {after} taught nothing: {self._why_idle([line])}")
+                values = {name: float(value) for name, value in line.items() if name not in ("iteration", "failures")}
                 for logger in loggers:
                     logger.add(iteration, values)
                 new_points = self._hold_out(after, fronts)
                 for logger in loggers:
                     logger.amend(iteration, new_points) if new_points else None
                     logger.flush()
+                if ends:
+                    break
         finally:
             for logger in loggers:
                 logger.close()
         if lines:
             draw_progress(lines, fronts, folder.path / PLOT, title=f"{recipe.name}: {len(lines)} iterations")
+        if ends:
+            raise RuntimeError(
+                f"{num_idle} iterations in a row taught nothing (--most-idle {recipe.most_idle}): "
+                f"{self._why_idle(lines[-num_idle:])}"
+            )
+        if all(line.get("idle") for line in lines):
+            raise RuntimeError(
+                f"none of its {len(lines)} iterations taught anything, and the model is as it was: "
+                f"{self._why_idle(lines)}; going on needs more --iterations"
+            )
         return self._write_model()
 
     def _iterate(
@@ -115,6 +141,7 @@ class RLRun:
         if not usable:
             why = next((row["error"] for row in rows if row["error"]), "no forward decided a token")
             raise RuntimeError(f"no answer of iteration {iteration + 1} was decoded: {why}")
+        self._check_failures(iteration, usable)
         waiting = iter(())
         is_last = iteration + 1 == recipe.iterations
         if recipe.lag and not is_last:
@@ -147,13 +174,38 @@ class RLRun:
         line = {
             "iteration": iteration,
             **rollout_numbers(rows, answers, recipe.rewards.weights),
-            **group_numbers(dropped, list(taught.values()), num_groups=recipe.rollouts.prompts),
+            **group_numbers(answers, dropped, taught, num_groups=recipe.rollouts.prompts),
+            "idle": not (any(taught.values()) or (recipe.objective.nll and any(each.correct for each in lessons))),
             "version_lag": fmean(iteration - row["version"] for row in rows),
             **report,
             **{f"seconds_{name}": round(value, 3) for name, value in seconds.items()},
             "seconds": round(time.perf_counter() - began, 3),
         }
         return line, waiting
+
+    def _check_failures(self, iteration: int, rows: Rows) -> None:
+        """Say which rewards of decoded answers failed. Where all did, the scores are removed, so that a run that goes
+        on asks anew: `RewardFailed`."""
+        failures = failure_texts(rows)
+        if not failures:
+            return
+        num_failed = sum(failures.values())
+        if num_failed == len(rows):
+            self.folder.drop_scores(iteration)
+            raise RewardFailed(
+                f"no answer of iteration {iteration + 1} got a reward, {num_failed} of {num_failed} failed: "
+                f"{failures_text(failures)}"
+            )
+        say(
+            f"iteration {iteration + 1}: {num_failed} of {len(rows)} answers are dropped, since their reward failed "
+            f"(--on-reward-error stop ends the run there): {failures_text(failures)}"
+        )
+
+    def _why_idle(self, lines: Rows) -> str:
+        """Why iterations taught nothing, and what changes that."""
+        reasons = {reason: sum(line[f"groups_dropped_{reason}"] for line in lines) for reason in REASONS}
+        even, groups = (sum(line[name] for line in lines) for name in ("groups_even", "groups"))
+        return f"of {groups} groups, {why_idle(reasons, even, self.recipe.rewards.weights, self.recipe.groups)}"
 
     # Rollouts and their scores
 
@@ -232,8 +284,7 @@ class RLRun:
     def _write_samples(self, iteration: int, rows: Rows) -> None:
         every = self.recipe.samples_every
         if every and (iteration % every == 0 or iteration + 1 == self.recipe.iterations):
-            weights = self.recipe.rewards.weights
-            rewards = [None if row["rewards"] is None else total_reward(row, weights) for row in rows]
+            rewards = [total_reward(row, self.recipe.rewards.weights) if decided(row) else None for row in rows]
             path = self.folder.path / "samples" / f"{iteration:05d}.html"
             write_samples(rows, rewards, path, decode=self._decoder)
 
@@ -283,11 +334,11 @@ def scored_answer(row: Mapping[str, Any]) -> ScoredAnswer:
         group=row["group"],
         correct=row["correct"],
         tpf=row["num_tokens"] / max(1, row["num_forwards"]),
-        rewards=json.loads(row["rewards"]),
+        rewards=json.loads(row["rewards"] or "{}"),
     )
 
 
-def total_reward(row: Mapping[str, Any], weights: Mapping[str, float]) -> float:
-    """The weighted sum of the parts of a row's reward."""
-    rewards = json.loads(row["rewards"])
-    return sum(weight * rewards[name] for name, weight in weights.items())
+def total_reward(row: Mapping[str, Any], weights: Mapping[str, float]) -> float | None:
+    """The weighted sum of the parts of a row's reward, `None` where it has none."""
+    answer = scored_answer(row)
+    return weighted_sum(answer.rewards, weights) if answer.is_rewarded else None

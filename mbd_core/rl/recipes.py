@@ -6,7 +6,8 @@ from mbd_core.multitf.config import TrainConfig
 from mbd_core.multitf.step.objective import OBJECTIVES
 from mbd_core.rl.config import HeldOutConfig, RLRecipe, RolloutConfig
 from mbd_core.rl.groups import GroupConfig
-from mbd_core.rl.rewards import CORRECT, TPF, RewardConfig
+from mbd_core.rl.parts import CORRECT, TPF
+from mbd_core.rl.rewards import RewardConfig
 
 ADAMW = TrainConfig(
     steps=1,

@@ -1,6 +1,7 @@
 """The numbers of an iteration, the line that shows its progress, and the picture of a run."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,18 +12,20 @@ from matplotlib.figure import Figure
 from mbd_core.evaluation.measures.rates import Summary
 from mbd_core.files import file_beside
 from mbd_core.multitf.run.log import COLOURS
-from mbd_core.rl.groups import REASONS, ScoredAnswer
+from mbd_core.rl.groups import REASONS, Reason, ScoredAnswer, num_even, weighted_sum
 
 Row = Mapping[str, Any]
+MOST_SHOWN = 3  # reasons for answers without a reward, in a sentence
 
 
 def rollout_numbers(
     rows: Sequence[Row], answers: Sequence[ScoredAnswer], weights: Mapping[str, float]
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """What an iteration's rollouts are like; `rows` have their scores, and `answers` are those that were decoded, at
-    least one.
+    least one of them with a reward.
 
-    reward         the mean of the weighted sum; `reward_*` its parts
+    reward         the mean of the weighted sum; `reward_*` its parts, where they apply
+    unrewarded     answers without any reward; `failed` those whose function or service failed, with its sentences
     correct, tpf   means over answers; `tpf_range` the mean over groups of the largest less the smallest
     tokens         useful tokens of an answer; `eos` and `overlong` are shares, `undecoded` is a count
     """
@@ -30,12 +33,17 @@ def rollout_numbers(
     groups: dict[int, list[float]] = {}
     for answer in answers:
         groups.setdefault(answer.group, []).append(answer.tpf)
-    parts = {name: fmean(answer.rewards[name] for answer in answers) for name in weights}
+    rewarded = [answer for answer in answers if answer.is_rewarded]
+    given = {name: [value for answer in rewarded if (value := answer.rewards[name]) is not None] for name in weights}
+    failures = failure_texts(rows)
     return {
         "rollouts": len(rows),
         "undecoded": len(rows) - len(decoded),
-        "reward": sum(weights[name] * parts[name] for name in weights),
-        **{f"reward_{_plain(name)}": value for name, value in parts.items()},
+        "unrewarded": len(answers) - len(rewarded),
+        "failed": sum(failures.values()),
+        **({"failures": failures} if failures else {}),
+        "reward": fmean(weighted_sum(answer.rewards, weights) for answer in rewarded) if rewarded else 0.0,
+        **{f"reward_{_plain(name)}": fmean(values) for name, values in given.items() if values},
         "correct": fmean(answer.correct for answer in answers),
         "tpf": fmean(answer.tpf for answer in answers),
         "tpf_range": fmean(max(tpfs) - min(tpfs) for tpfs in groups.values()),
@@ -46,13 +54,29 @@ def rollout_numbers(
     }
 
 
-def group_numbers(dropped: Mapping[Any, int], advantages: Sequence[float], *, num_groups: int) -> dict[str, float]:
-    """How many groups were dropped, by reason, and what is left to learn from."""
+def failure_texts(rows: Iterable[Row]) -> dict[str, int]:
+    """Why answers got no reward, without the answers' names, and how many each."""
+    texts = (row["failure"].rpartition(", for an answer to ")[0] for row in rows if row.get("failure"))
+    return dict(Counter(texts).most_common())
+
+
+def failures_text(failures: Mapping[str, int]) -> str:
+    """The same in words; the rarer ones are counted alone."""
+    shown = [text + (f" ({number} times)" if number > 1 else "") for text, number in failures.items()]
+    more = len(shown) - MOST_SHOWN
+    return "; ".join(shown[:MOST_SHOWN]) + (f"; and {more} other reasons" if more > 0 else "")
+
+
+def group_numbers(
+    answers: Sequence[ScoredAnswer], dropped: Mapping[Reason, int], taught: Mapping[int, float], *, num_groups: int
+) -> dict[str, float]:
+    """How many groups were dropped, by reason, and what is left to learn from; `even` ones teach nothing either."""
     return {
         "groups": num_groups,
         **{f"groups_dropped_{reason}": dropped.get(reason, 0) for reason in REASONS},
-        "answers_learned": len(advantages),
-        "advantage_max": max(advantages, default=0.0),
+        "groups_even": num_even(answers, taught),
+        "answers_learned": len(taught),
+        "advantage_max": max(taught.values(), default=0.0),
     }
 
 

@@ -40,6 +40,7 @@ from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.evaluation.tasks.recipes import find_recipe
 from mbd_core.multitf.states.answer import ReplayedAnswer, replay_refused
 from mbd_core.rl.config import RLRecipe
+from mbd_core.rl.rewards import check_judges
 from mbd_core.serving.tokens.load import load_engine
 
 PLACE = (pa.field("iteration", pa.int64()), pa.field("group", pa.int64()))
@@ -74,6 +75,7 @@ class RolloutPlan:
     @classmethod
     def of(cls, recipe: RLRecipe, engine: EngineConfig) -> Self:
         """Load and check all that a run asks; `ValueError`, one sentence, for what cannot be honoured."""
+        check_judges(recipe.rewards)
         contents = read_folder(model_folder(recipe.model))
         rollouts = recipe.rollouts
         task, prompt_recipe = find_task(rollouts.task), find_recipe(rollouts.prompt_recipe)

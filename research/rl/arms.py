@@ -13,14 +13,20 @@ from mbd_core.multitf.recipes.shipped import LEDGER_MBD
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.groups import GroupConfig
+from mbd_core.rl.parts import CORRECT
 from mbd_core.rl.recipes import LEDGER_RL
-from mbd_core.rl.rewards import CORRECT, RewardConfig
+from mbd_core.rl.rewards import RewardConfig
 
 ITERATIONS = 5
 A = replace(LEDGER_RL, name="rl-A", iterations=ITERATIONS)
 """Exact replay, correctness and TPF: LightningRL's reward, groups and objective in the states of the engine."""
 
-B = replace(A, name="rl-B", rewards=RewardConfig(rewards={CORRECT: 1.0}))
+B = replace(
+    A,
+    name="rl-B",
+    rewards=RewardConfig(rewards={CORRECT: 1.0}),
+    groups=replace(A.groups, least_right=0.01, least_tpf_range=0.01),  # A's, also where TPF is not rewarded
+)
 """Correctness alone."""
 
 C = replace(A, name="rl-C", states="all-masked")

@@ -27,7 +27,8 @@ from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.folder import RunFolder
 from mbd_core.rl.loop import RLRun
-from mbd_core.rl.rewards import RewardConfig, RewardFailed
+from mbd_core.rl.parts import RewardFailed
+from mbd_core.rl.rewards import RewardConfig
 from mbd_core.rl.rollouts import RolloutPlan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,11 +55,15 @@ def test_a_run_on_ray_is_the_run_without_it(ray_cluster: Any, tiny_model_dir: Pa
     _, wanted = finish(recipe, tmp_path / "plain")
     assert same(finish_on_ray(recipe, tmp_path / "ray", engines=2), wanted)
     assert rollout_rows(tmp_path / "ray") == rollout_rows(tmp_path / "plain")
-    broken = replace(recipe, rewards=RewardConfig(rewards={"rl_rewards:broken": 1.0}))
+    broken = replace(recipe, rewards=RewardConfig(rewards={"rl_rewards:broken": 1.0}, on_reward_error="stop"))
     with pytest.raises(
         RewardFailed, match=r"^reward 'rl_rewards:broken' raised KeyError: .* for an answer to gsm-mini"
     ):
         finish_on_ray(broken, tmp_path / "broken")
+    with pytest.raises(
+        RewardFailed, match=r"^no answer of iteration 1 got a reward, 8 of 8 failed: reward 'rl_rewards:b"
+    ):
+        finish_on_ray(replace(broken, rewards=replace(broken.rewards, on_reward_error="drop")), tmp_path / "dropped")
     with pytest.raises(ValueError, match=r"--share .* needs the schedule sync"):
         Layout.of(
             replace(recipe, schedule="one-step-off", objective=OFF_POLICY),

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,8 +19,9 @@ from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.config import HeldOutConfig, RLRecipe, RolloutConfig
 from mbd_core.rl.folder import HELD_OUT, ITERATIONS
 from mbd_core.rl.groups import GroupConfig
+from mbd_core.rl.parts import RewardFailed
 from mbd_core.rl.recipes import RL_RECIPES, rl_recipe_named
-from mbd_core.rl.rewards import RewardConfig, RewardFailed
+from mbd_core.rl.rewards import RewardConfig
 from mbd_core.rl.rollouts import RolloutPlan, replayed
 
 
@@ -146,27 +147,92 @@ def test_one_step_off_learns_from_the_weights_before(tiny_model_dir: Path, tmp_p
     assert rollout_rows(tmp_path / "killed") == rollout_rows(tmp_path / "run")
 
 
-def test_a_reward_that_fails_loses_nothing(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("on_error", ["drop", "stop"])
+def test_a_reward_that_always_fails_loses_nothing(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: Literal["drop", "stop"]
 ) -> None:
+    """It ends the run in its first iteration; the answers are scored anew."""
     monkeypatch.setenv("RL_REWARD_SWITCH", str(tmp_path / "switch"))
-    recipe = tiny_run(tiny_model_dir, iterations=1, rewards=RewardConfig(rewards={"rl_rewards:broken_once": 1.0}))
-    with pytest.raises(RewardFailed, match="raised RuntimeError: the switch is off, for an answer to gsm-mini/train/"):
+    rewards = RewardConfig(rewards={"rl_rewards:broken_once": 1.0}, on_reward_error=on_error)
+    recipe = tiny_run(tiny_model_dir, iterations=1, rewards=rewards)
+    says = (
+        "^no answer of iteration 1 got a reward, 8 of 8 failed: reward 'rl_rewards:broken_once' raised RuntimeError: "
+    )
+    if on_error == "stop":
+        says = "raised RuntimeError: the switch is off, for an answer to gsm-mini/train/"
+    with pytest.raises(RewardFailed, match=says):
         finish(recipe, tmp_path / "run")
     drawn = rollout_rows(tmp_path / "run")
-    assert len(drawn) == 1
+    assert len(drawn) == (1 if on_error == "stop" else 2)
+    assert not list((tmp_path / "run").glob("rollouts/*/scores-*"))
     (tmp_path / "switch").touch()
     executor, _ = finish(recipe, tmp_path / "run", resume=True)
-    assert executor.calls.count("rollouts") == 1  # the part that was not there
+    assert executor.calls.count("rollouts") == 2 - len(drawn)  # the parts that were not there
     assert rollout_rows(tmp_path / "run") == rollout_rows(tmp_path / "run") | drawn
 
 
-def test_groups_that_teach_nothing_leave_the_weights(tiny_model_dir: Path, tmp_path: Path) -> None:
-    recipe = tiny_run(tiny_model_dir, iterations=2, groups=GroupConfig())
-    executor, _ = finish(recipe, tmp_path / "run")
-    assert not executor.taught
+def test_answers_whose_reward_fails_are_dropped_and_counted(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewards = RewardConfig(rewards={"tpf": 1.0, "rl_rewards:fails_for_some": 1.0, "rl_rewards:only_long": 1.0})
+    recipe = tiny_run(tiny_model_dir, iterations=2, rewards=rewards, samples_every=1)
+    finish(recipe, tmp_path / "run", ends_at=5)
+    finish(recipe, tmp_path / "run", resume=True)
+    finish(recipe, tmp_path / "whole")
+    drawn, whole = ({path: path.read_bytes() for path in place} for place in score_files(tmp_path, "run", "whole"))
+    assert len(drawn) == 4 and list(drawn.values()) == list(whole.values())
+    (first, second) = lines(tmp_path / "run")
+    sentence = "reward 'rl_rewards:fails_for_some' raised ValueError: an odd answer"
+    assert 0 < first["failed"] == first["unrewarded"] < 8 and first["failures"] == {sentence: first["failed"]}
+    assert first["answers_learned"] <= 8 - first["failed"]
+    number = int(first["failed"])
+    assert f"iteration 1: {number} of 8 answers are dropped, since their reward failed" in capsys.readouterr().out
+    assert "reward_rl_rewards_fails_for_some" in second
+
+
+def score_files(folder: Path, *names: str) -> list[list[Path]]:
+    return [sorted((folder / name).glob("rollouts/*/scores-*")) for name in names]
+
+
+NEVER_RIGHT = RewardConfig(rewards={"correct": 1.0, "tpf": 1.0})
+
+
+def test_groups_that_teach_nothing_leave_the_weights_and_the_run_says_so(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_run(tiny_model_dir, iterations=2, groups=GroupConfig(), rewards=NEVER_RIGHT)
+    with pytest.raises(RuntimeError, match=r"none of its 2 iterations taught .*: of 4 groups, 4 were dropped"):
+        finish(recipe, tmp_path / "run")
+    why = "of 2 groups, 2 were dropped, since their share of right answers is below 0.01 (--least-right 0 keeps them)"
+    said = capsys.readouterr().out
+    assert f"iteration 1 taught nothing: {why}" in said and f"iteration 2 taught nothing: {why}" in said
     for line in lines(tmp_path / "run"):
         assert line["groups_dropped_too_few_right"] == 2 and line["answers_learned"] == 0 and "loss" not in line
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_run_without_a_lesson_ends_early_and_goes_on(tiny_model_dir: Path, tmp_path: Path) -> None:
+    recipe = tiny_run(
+        tiny_model_dir, iterations=9, checkpoint_every=9, groups=GroupConfig(), rewards=NEVER_RIGHT, most_idle=2
+    )
+    with pytest.raises(
+        RuntimeError, match=r"^2 iterations in a row taught nothing \(--most-idle 2\): of 4 groups, 4 "
+    ):
+        finish(recipe, tmp_path / "run")
+    with pytest.raises(RuntimeError, match=r"^3 iterations in a row taught nothing"):
+        finish(replace(recipe, most_idle=3), tmp_path / "run", resume=True)
+    assert [line["iteration"] for line in lines(tmp_path / "run")] == [0, 1, 2, 3, 4]
+
+
+def test_groups_are_judged_by_what_is_rewarded(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """A model that is never right, and one token a forward: TPF is equal."""
+    asked = RolloutConfig(
+        task="gsm-mini", prompts=2, group=4, part_rows=4, max_tokens=8, decoding={"buffer_size": 1, "tau_m2t": 1.0}
+    )
+    short = RewardConfig(rewards={"correct": 0.0, "tpf": 0.0, "rl_rewards:short": 1.0})
+    recipe = tiny_run(tiny_model_dir, iterations=1, groups=GroupConfig(), rewards=short, rollouts=asked)
+    executor, _ = finish(recipe, tmp_path / "run")
+    assert executor.taught and lines(tmp_path / "run")[0]["answers_learned"] > 0
 
 
 def test_groups_without_an_answer_are_counted_and_a_run_without_any_ends(
@@ -255,14 +321,19 @@ def test_a_command_whose_reward_fails_goes_on_once_it_is_mended(
     size = ["--iterations", "1", "--prompts", "1", "--group", "2", "--max-tokens", "16", "--evaluate-every", "0"]
     model = ["--local", "--model", str(tiny_model_dir), "--storage", str(tmp_path), "--log-to", "none"]
     command = [*model, *size, "--run-name", "run", "--rewards", '{"mended:reward": 1}']
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "reward 'mended:reward' raised ModuleNotFoundError: No module named 'mended'" in said
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "mended.py").write_text("def reward(prompt, text, reference): raise KeyError('reward')\n")
     assert main(command) == 1
     said = capsys.readouterr().err
-    assert "raised ModuleNotFoundError: No module named 'mended'" in said and "Traceback" not in said
+    assert "raised KeyError: 'reward'" in said and "--resume" in said and "Traceback" not in said
     part, failure = tmp_path / "run" / "rollouts" / "00000" / "part-000.parquet", tmp_path / "run" / "failure.txt"
     drawn = part.read_bytes()
     assert "Traceback" in failure.read_text()
-    (tmp_path / "mended.py").write_text("def reward(prompt, text, reference): return len(text)\n")
-    assert main([*command, "--resume"]) == 0
+    (tmp_path / "mended.py").write_text("def reward(prompt, text, reference): return hash(text) % 97\n")
+    assert main([*command, "--resume", "--reward-seconds", "20"]) == 0
     assert part.read_bytes() == drawn and not failure.exists()
 
 

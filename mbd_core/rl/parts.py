@@ -1,0 +1,52 @@
+"""The parts of a reward: a part gives an answer a number, nothing where it does not apply, or fails."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+CORRECT, TPF = "correct", "tpf"  # the parts that are no function and no service
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A part gave no reward for an answer; `why` is the rest of a sentence that begins with the part."""
+
+    why: str
+
+
+Outcome = float | None | Failure
+"""`None`: the part does not apply to this answer."""
+
+
+class RewardFailed(RuntimeError):
+    """A part of the reward cannot be computed."""
+
+
+def outcome_of(value: Any) -> Outcome:
+    """What a part gave, as an outcome: a finite number or `None`, any other value is a failure."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):
+        return Failure(f"gave {str(value)[:80]}, which is no finite number")
+    return float(value)
+
+
+def is_finite(value: float) -> bool:
+    """Whether a float holds it; an integer may be too large for one."""
+    return abs(value) <= sys.float_info.max
+
+
+def question(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a function or a service is asked about an answer."""
+    return {name: row[name] for name in ("prompt", "text", "reference", "problem_id")}
+
+
+def failed(name: str, failure: Failure, row: Mapping[str, Any]) -> RewardFailed:
+    return RewardFailed(f"reward '{name}' {failure.why}, for an answer to {row['problem_id']}")
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error in a group, which others followed."""
+    error = group.exceptions[0]
+    return first_error(error) if isinstance(error, BaseExceptionGroup) else error

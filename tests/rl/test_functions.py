@@ -1,0 +1,103 @@
+"""A user's function: in processes of its own, many answers at once, in the forms that others write."""
+
+import time
+from pathlib import Path
+
+import pytest
+from scored_rows import rewards_of, scores
+
+from mbd_core.rl import functions
+from mbd_core.rl.rewards import RewardConfig, check_judges
+
+NUMBERS = [str(number) for number in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("broken", "raised KeyError: 'no such"),
+        ("nan", "gave nan, which is no finite number"),
+        ("words", "gave good, which is no finite number"),
+        ("hangs", "did not answer within 1 s"),
+        ("ends", "ended its process"),
+        ("leaves_a_child", "did not answer within 1 s"),
+        ("too_few", "gave a list of 1, not a list of 2 rewards"),
+        ("of_trl_messages", "raised TypeError: string indices must be integers"),
+    ],
+)
+def test_a_function_that_gives_no_reward_is_one_sentence(name: str, says: str) -> None:
+    began = time.monotonic()
+    for sentence in rewards_of(f"rl_rewards:{name}", ["a", "b"], reward_seconds=1.0):
+        assert sentence.startswith(f"reward 'rl_rewards:{name}' {says}") and sentence.endswith(", for an answer to p1")
+        assert "\n" not in sentence
+    assert time.monotonic() - began < 60  # no child of the function's process is waited for
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("absent:f", "raised ModuleNotFoundError: No module named 'absent'"),
+        ("absent.py:f", "raised FileNotFoundError: "),
+        ("rl_rewards:absent", "raised AttributeError: "),
+        ("rl_rewards:no_function", "is a str, which cannot be called; write no_function(prompt, text, reference) for"),
+        ("rl_rewards:of_others", "takes a parameter 'query' that nothing here has; it is called by name with prompt,"),
+        (
+            "rl_rewards:of_trl_solution",
+            "takes a parameter 'solution' that .* called by name with prompts, completions",
+        ),
+        ("builtins:len", "takes a parameter 'obj' that nothing here has"),
+        ("rl_rewards:constant", "takes none of what it is given; it is called by name with prompt, text"),
+    ],
+)
+def test_a_function_that_cannot_be_asked_is_found_before_any_work(name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=f"^reward '{name}' {says}".replace("(", r"\(").replace(")", r"\)")) as error:
+        check_judges(RewardConfig(rewards={name: 1.0}))
+    assert "\n" not in str(error.value)
+    check_judges(RewardConfig(rewards={name: 0.0, "rl_rewards:digits": 1.0}))
+
+
+def test_functions_of_other_libraries_and_callables_are_taken(tmp_path: Path) -> None:
+    assert rewards_of("rl_rewards:of_trl", ["12", "1234", ""]) == [0.5, 1.0, None]
+    assert rewards_of("rl_rewards:of_verl", ["so 5", "6"]) == [1.0, 0.0]
+    assert rewards_of("rl_rewards:Judge", ["5", "6"]) == rewards_of("rl_rewards:judge", ["5", "6"]) == [1.0, 0.0]
+    assert rewards_of("rl_rewards:judge.together", ["5"]) == [3.0]
+    (tmp_path / "a file.py").write_text("import beside\ndef f(text): return beside.NUMBER\n")
+    (tmp_path / "beside.py").write_text("NUMBER = 7\n")
+    assert rewards_of(f"{tmp_path}/a file.py:f", ["5"]) == [7.0]
+
+
+def test_a_function_of_lists_is_given_the_answers_to_one_prompt() -> None:
+    rows = [{"text": text, "group": group} for text, group in (("1", 0), ("22", 0), ("333", 1), ("333", 1))]
+    found = scores(rows, rewards={"rl_rewards:of_trl": 1.0})
+    assert [row["rewards"]["rl_rewards:of_trl"] for row in found] == [0.5, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["waits", "waits_together"])
+def test_a_function_that_waits_is_asked_about_many_answers_at_once(name: str) -> None:
+    began = time.monotonic()
+    assert rewards_of(f"rl_rewards:{name}", NUMBERS) == [float(number) for number in NUMBERS]
+    assert time.monotonic() - began < 7.5  # 8 seconds in turn
+    began = time.monotonic()
+    assert rewards_of(f"rl_rewards:{name}", NUMBERS[:4], judge_concurrency=1) == [0.0, 1.0, 2.0, 3.0]
+    assert time.monotonic() - began > 2.0
+
+
+def test_a_function_that_computes_keeps_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    start = functions.FunctionProcess.start
+
+    async def counted(process: functions.FunctionProcess) -> None:
+        started.append(process)
+        await start(process)
+
+    monkeypatch.setattr(functions.FunctionProcess, "start", counted)
+    assert rewards_of("rl_rewards:digits", NUMBERS) == [1.0] * 16
+    assert len(started) == 1
+
+
+def test_one_answer_of_an_async_function_does_not_cost_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = rewards_of("rl_rewards:hangs_for_one", NUMBERS[:6], reward_seconds=1.0)
+    assert hanging[:3] == [0.0, 1.0, 2.0] and hanging[4:] == [4.0, 5.0]
+    assert hanging[3].startswith("reward 'rl_rewards:hangs_for_one' did not answer within 1 s")
+    ending = rewards_of("rl_rewards:ends_for_one", NUMBERS[:6], judge_concurrency=2)
+    assert "ended its process" in ending[3] and (ending[0], ending[5]) == (0.0, 5.0)
