@@ -20,11 +20,18 @@ from cluster.local import ROOT
 from cluster.storage import Folder
 from mbd_core.evaluation.sweep.endpoint import EndpointAddress, client_of, find_endpoint
 from mbd_core.proxies import is_own, keep_direct, proxy_note
-from mbd_core.rl.rewards import HttpReward, RewardFailed
+from mbd_core.rl.parts import Failure, Outcome
+from mbd_core.rl.services import HttpReward
 
 DEAD = "http://127.0.0.1:9"
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 ROW = {"prompt": "p", "text": "t", "reference": "r", "problem_id": "1"}
+
+
+def judged(url: str) -> Outcome:
+    """What a reward service gives for `ROW`, asked for at most a second."""
+    (outcome,) = asyncio.run(HttpReward(url, seconds=5, patience=1, concurrency=1).judge([ROW]))
+    return outcome
 
 
 @pytest.fixture
@@ -125,7 +132,7 @@ def test_a_reward_and_an_endpoint_of_this_machine_need_no_exception(
 ) -> None:
     """Called as functions, without `keep_direct`; a proxy that the client cannot even read stands in no way."""
     proxies(http_proxy=DEAD, all_proxy="socks5://127.0.0.1:9", no_proxy="fe80::/10,[::1]")
-    assert HttpReward(f"{service}/score", seconds=5)(ROW) == 0.5
+    assert judged(f"{service}/score") == 0.5
     with ScriptedEndpoint() as server:
         server.models = ("m",)
         found = find_endpoint(EndpointAddress(name="x", url=server.url, model=None), None)
@@ -143,16 +150,15 @@ def test_a_reward_and_an_endpoint_of_this_machine_need_no_exception(
     ],
 )
 def test_a_proxy_before_another_machine_is_named(
-    proxies: Callable[..., None], settings: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+    proxies: Callable[..., None], settings: dict[str, str], says: str
 ) -> None:
     proxies(**settings)
-    monkeypatch.setattr("mbd_core.rl.rewards.PAUSE", 0.0)
     url = "http://elsewhere.invalid/v1"
-    with pytest.raises(RewardFailed) as failed:
-        HttpReward(url, seconds=5)(ROW)
+    failure = judged(url)
+    assert isinstance(failure, Failure)
     with pytest.raises(ValueError, match="cannot be reached") as refused:
         find_endpoint(EndpointAddress(name="x", url=url, model=None), None)
-    for sentence in (str(failed.value), str(refused.value)):
+    for sentence in (failure.why, str(refused.value)):
         assert says in sentence and "secret" not in sentence and "\n" not in sentence
 
 
