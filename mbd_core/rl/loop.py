@@ -123,7 +123,7 @@ class RLRun:
                 f"{num_idle} iterations in a row taught nothing (--most-idle {recipe.most_idle}): "
                 f"{self._why_idle(lines[-num_idle:])}"
             )
-        if all(line.get("idle") for line in lines):
+        if lines and all(line.get("idle") for line in lines):
             raise RuntimeError(
                 f"none of its {len(lines)} iterations taught anything, and the model is as it was: "
                 f"{self._why_idle(lines)}; going on needs more --iterations"
