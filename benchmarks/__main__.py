@@ -30,6 +30,7 @@ COMMANDS = {
     "fp8": ("benchmarks.commands:fp8", "the error of a model's logits with FP8 weights"),
     "sweep": ("benchmarks.evaluation:sweep", "a sweep on Ray beside the engine called directly"),
     "sandbox": ("benchmarks.evaluation:sandbox", "what the sandbox costs a program that does nothing"),
+    "graders": ("benchmarks.graders:graders", "wrong verdicts on right and wrong answers, beside math-verify alone"),
     "serve": ("benchmarks.load.serve", "an endpoint under load, beside its engine alone"),
     "bystander": ("benchmarks.load.bystander", "a short request's latency while a crowd attacks"),
     "soak": ("benchmarks.load.soak", "load, kills and bad requests for minutes: what was lost"),

@@ -38,7 +38,7 @@ class Problem:
 class Task:
     """A benchmark: its columns and their types, how a row becomes a problem, and the rule that grades an answer.
 
-    rule        `strict` (the number after `####`), `flexible` (the answer that math-verify finds, a number), `math`
+    rule        `strict` (the number after `####`), `flexible` (the answer that the text states last, a number), `math`
                 (that answer, any expression), `code` (the tests pass), `plus` (EvalPlus's base and plus inputs pass),
                 `contest` (LiveCodeBench's public and private tests pass) or `harness` (lm-evaluation-harness's own
                 filters and metrics, `harness_tasks.py`)

@@ -16,7 +16,6 @@ from mbd_core.evaluation.tasks.evalplus import OracleFailure, judge_program
 from mbd_core.evaluation.tasks.harness_tasks import harness_metrics, is_right
 from mbd_core.evaluation.tasks.livecodebench import extract_code, judge_contest
 from mbd_core.evaluation.tasks.math_answers import (
-    Mark,
     boxed,
     flexible_number,
     judge_answer,
@@ -99,11 +98,6 @@ def grade_program(task: Task, problem: Problem, program: str, *, limits: Limits 
     return Grade(correct=verdict.reason == "passed", reason=verdict.reason, detail=verdict.detail)
 
 
-def _from_mark(text: str, mark: Mark) -> str:
-    """A text from its last mark on, unless it boxes its answer: what comes before is no answer."""
-    return text if boxed(text) is not None or mark not in text else text[text.rindex(mark) :]
-
-
 def _is_utf8(text: str) -> bool:
     try:
         text.encode()
@@ -113,8 +107,8 @@ def _is_utf8(text: str) -> bool:
 
 
 def _grade_math(task: Task, problem: Problem, text: str) -> Grade:
-    """Strict: the number after the task's mark, or for expressions what the last `\\boxed` holds. Flexible: what
-    math-verify finds in the text, for GSM8K from the last mark on; for the project's own tasks the last number."""
+    """Strict: the number after the task's mark, or for expressions what the last `\\boxed` holds. Flexible: the answer
+    that the text states last (`stated_answers.py`); for the project's own tasks the last number."""
     failure = ""
     if task.rule == "math":
         strict, answer = boxed(text), None
@@ -129,7 +123,7 @@ def _grade_math(task: Task, problem: Problem, text: str) -> Grade:
         flexible = flexible_number(text)
         flexible_correct = same_number(flexible, problem.reference)
     else:
-        judgement = judge_answer(problem.reference, _from_mark(text, task.mark) if task.rule == "flexible" else text)
+        judgement = judge_answer(problem.reference, text)
         flexible, flexible_correct, failure = judgement.answer, judgement.correct, failure or judgement.failure
     correct = strict_correct if task.rule == "strict" else flexible_correct
     return Grade(

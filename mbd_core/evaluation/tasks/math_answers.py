@@ -1,4 +1,4 @@
-"""Mathematical answers: the mark by which one stands in a text, and whether it is right, by math-verify."""
+"""Mathematical answers: the number behind a mark, and whether a text gives the right answer, by a worker process."""
 
 import atexit
 import json
@@ -16,11 +16,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
+from mbd_core.evaluation.tasks.exact_numbers import LONGEST_NUMBER
+
 # The answer in a worked solution by its mark, and the exact value of a number.
 #
 # `strict_number` is the strict rule of lm-eval's `gsm8k`, the number after the first `#### `, and of its `gsm8k_cot`,
 # the number after the first `The answer is `. `flexible_number`, the last number of a text, is for the project's own
-# tasks, whose answers are plain numbers; the answers of GSM8K and MATH are found by math-verify (`math_answers.py`).
+# tasks, whose answers are plain numbers; `stated_answers.py` finds those of GSM8K and MATH.
 # Each rule takes one answer: further guesses in the text do not count.
 
 Mark = Literal["####", "The answer is"]
@@ -29,7 +31,6 @@ BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*(-?\d[\d.,]*)")
 _BRACE = re.compile(r"\\(?:f|frame)?box(?:ed)?\s*\{|\\[\\{}]|[{}]")
 _STRICT = re.compile(r" *(-?\$?[0-9.,]*[0-9][0-9.,]*)")
 _FLEXIBLE = re.compile(r"-?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
-LONGEST_NUMBER = 1000  # characters; Python itself refuses to convert more than 4,300 digits
 _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 
 
@@ -95,7 +96,7 @@ def _closed_boxes(text: str) -> Iterator[tuple[int, int, int]]:
             yield *box, match.start()
 
 
-# Whether a text gives a mathematical answer, by math-verify in a worker process that can be killed.
+# Whether a text gives a mathematical answer, by `math_worker.py`, a process that can be killed.
 
 START_SECONDS = 60.0
 JUDGE_SECONDS = 10.0
@@ -181,7 +182,7 @@ def judge_answer(gold: str, text: str) -> MathAnswer:
 
 
 def same_answer(first: str, second: str) -> bool:
-    """Whether two answers count as one: the same text or number, or equal by math-verify."""
+    """Whether two answers count as one: the same text or number, or equal mathematics."""
     numbers = parse_number(first), parse_number(second)
     if first == second or None not in numbers:
         return first == second or numbers[0] == numbers[1]

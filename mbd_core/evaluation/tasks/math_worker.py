@@ -1,4 +1,7 @@
-"""Judges mathematical answers with math-verify, one JSON line in, one out. Started by `math_answers.py`.
+"""Judges mathematical answers, one JSON line in, one out. Started by `math_answers.py`.
+
+Where the answer stands, its form and its numbers are this project's (`stated_answers.py`, `answer_forms.py`,
+`exact_numbers.py`). Every other expression is read by math-verify, and its numbers are compared exactly too.
 
 It is a process of its own because an answer like `9^{9^{9^9}}` can take any time and memory, inside one operation that
 no signal interrupts.
@@ -6,87 +9,128 @@ no signal interrupts.
 
 import json
 import logging
+import random
 import re
 import resource
 import sys
+from fractions import Fraction
 from typing import Any
 
-from mbd_core.evaluation.tasks.math_answers import BARE_BOX, outermost_boxes
+from mbd_core.evaluation.tasks.answer_forms import same_answer_form
+from mbd_core.evaluation.tasks.exact_numbers import read_quantity
+from mbd_core.evaluation.tasks.stated_answers import stated_answer
 
 MEMORY_BYTES = 4 << 30
-MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
-SIGN = re.compile(r"((?:^|[#:=(]|[^\W\d]{2})\s*)-\s+(?=\\?\$?\.?\d)", re.MULTILINE)
-SPACE = r"(?:\\[,;:!> ]|\\q?quad(?![A-Za-z])|[~\s])"
-EDGES = re.compile(rf"^(?:{SPACE}|\\(?:display|text)style(?![A-Za-z]))+|{SPACE}+$")
-THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;:! ]|\{,\}|~|,\\!\s*|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
-MOST_LAYERS = 20  # that are taken off, one around the other
-COMMAS = re.compile(r"^(?:-|\\?\$)*\d{1,3}(?:,\d{3})+(?=(?:\\,|[^\d,])(?:\\,|[^,])*$)")
-DOLLAR_TEXT = re.compile(r"\\(?:text|mathrm|mbox)\{\\\$\}")
-DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
-FONTS = tuple(rf"\{name}{{" for name in ("mathbf", "boldsymbol", "bm", "pmb", "boxed", "fbox", "framebox"))
-NUMBER_IN_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([-+\d.,\s]*\d[-+\d.,\s]*)\}")
-ELLIPSIS = ("..", r"\.")
-
-
-def normalized(text: str) -> str:
-    """The text with one kind of minus sign, which stands at its number unless it follows an operand, and with boxes
-    that hold their answers alone."""
-    return _boxes_undressed(SIGN.sub(r"\1-", text.translate(MINUS_SIGNS)))
-
-
-def _boxes_undressed(text: str) -> str:
-    """The text with every box as `\\boxed{...}`, which math-verify reads, around its undressed content."""
-    text = BARE_BOX.sub(r"\\boxed{\1}", text)
-    parts, end_of_last = list[str](), 0
-    for start, begin, end in outermost_boxes(text):
-        parts += [text[end_of_last:start], r"\boxed{", undressed(text[begin:end]), "}"]
-        end_of_last = end + 1
-    return "".join([*parts, text[end_of_last:]])
-
-
-def undressed(content: str) -> str:
-    """A box's content without what changes no value: spaces and marks of thousands, bold letters, a formula's
-    delimiters or braces around all of it, and the sentence's last mark behind it."""
-    content = DOLLAR_TEXT.sub(r"\\$", THOUSANDS.sub("", content))
-    for _ in range(MOST_LAYERS):
-        content = EDGES.sub("", content)
-        if content.endswith((".", ",", ";", ":")) and not content.endswith(ELLIPSIS):
-            content = content[:-1]
-        for opening, closing in DELIMITERS:
-            inner = content[len(opening) : -len(closing)]
-            if (
-                content.startswith(opening)
-                and content.endswith(closing)
-                and inner
-                and opening not in inner.replace(r"\$", "")
-            ):
-                content = inner
-        for opening in (*FONTS, "{"):
-            if content.startswith(opening) and _closes_at_end(content, len(opening)):
-                content = content[len(opening) : -1]
-        if match := NUMBER_IN_TEXT.fullmatch(content):
-            content = match[1]
-    return COMMAS.sub(lambda number: number[0].replace(",", ""), content)
-
-
-def _closes_at_end(content: str, start: int) -> bool:
-    """Whether the brace that was opened before `start` is closed by the last character."""
-    depth = 1
-    for match in re.finditer(r"\\.|[{}]", content[start:], re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(match[0], 0)
-        if depth == 0:
-            return start + match.end() == len(content)
-    return False
+DIGITS = 60  # by which two constants that are written otherwise are compared
+NUM_POINTS = 3  # at which two expressions with variables are
 
 
 def judge(gold: str, text: str) -> dict[str, Any]:
-    """What math-verify finds in the text, as it understands it, and whether that equals the gold answer."""
-    from math_verify import parse, verify
+    """The last answer that the text states, and whether it is the gold one."""
+    answer = stated_answer(text, gold=gold)
+    if answer is None:
+        return {"answer": None, "correct": False}
+    quantity = read_quantity(answer)
+    shown = answer if quantity is None or quantity.percent or quantity.base else _as_written(quantity.value)
+    return {"answer": shown[:200], "correct": same_answer_form(gold, answer, same_expression)}
 
-    answer = parse(normalized(text), parsing_timeout=None, raise_on_error=True)
-    gold_answer = parse(f"\\boxed{{{undressed(gold)}}}", parsing_timeout=None, raise_on_error=True)
-    correct = bool(answer) and verify(gold_answer, answer, timeout_seconds=None, raise_on_error=True)
-    return {"answer": str(answer[0])[:200] if answer else None, "correct": bool(correct)}
+
+def _as_written(value: Fraction) -> str:
+    """A number as a decimal if it has a short one, else as a fraction."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    return f"{float(value):.12g}" if Fraction(f"{float(value):.12g}") == value else str(value)
+
+
+# Expressions that are no plain numbers.
+
+
+def same_expression(gold: str, answer: str) -> bool:
+    """Whether two expressions, equations or sets are equal: by math-verify's reading of both, without tolerance."""
+    wanted, given = _read(gold), _read(answer)
+    if wanted is None or given is None:
+        return False
+    from sympy import Eq, Expr
+    from sympy.core.relational import Relational
+
+    if isinstance(wanted, Eq) and isinstance(given, Eq):
+        return _same_equation(wanted, given)
+    if isinstance(wanted, Expr) and isinstance(given, Expr):
+        return _same_at_points(wanted, given)
+    if isinstance(wanted, Relational) != isinstance(given, Relational):
+        return False
+    from math_verify import verify
+
+    return bool(verify(_exact(wanted), _exact(given), timeout_seconds=None, raise_on_error=True))
+
+
+# math-verify reads `2(73)` as the mixed number 2 + 73
+PRODUCT = re.compile(r"((?<![\w.^_])(?<![_^]\{)[0-9]+(?:\.[0-9]+)?|\))\s*(?=\()")
+
+
+def _read(latex: str) -> Any:
+    """The sympy object of a LaTeX expression, by math-verify; `None` where it finds none."""
+    from math_verify import parse
+
+    latex = PRODUCT.sub(r"\1 \\cdot ", latex)
+    found = parse(f"\\boxed{{{latex}}}", parsing_timeout=None, raise_on_error=True)
+    return found[0] if found and not isinstance(found[0], str) else None
+
+
+def _exact(value: Any) -> Any:
+    """The object with fractions for its decimals, and the letter i as the imaginary unit."""
+    from sympy import Float, I, Rational
+
+    if not hasattr(value, "replace") or not hasattr(value, "free_symbols"):
+        return value
+    value = value.replace(lambda part: isinstance(part, Float), lambda part: Rational(str(part)))
+    return value.subs({symbol: I for symbol in value.free_symbols if symbol.name == "i"})
+
+
+def _same_at_points(wanted: Any, given: Any) -> bool:
+    """Whether two expressions have the same value at some points, for constants the one there is."""
+    wanted, given = _exact(wanted), _exact(given)
+    return wanted == given or all(_equal(_at(wanted, point), _at(given, point)) for point in _points(wanted, given))
+
+
+def _same_equation(wanted: Any, given: Any) -> bool:
+    """Whether two equations say the same: the one's difference of sides is a constant times the other's."""
+    from sympy import fraction, together
+
+    first, second = (fraction(together(_exact(side.lhs - side.rhs)))[0] for side in (wanted, given))
+    if first == 0 or second == 0:
+        return False
+    ratios = [_at(first, point) / _at(second, point) for point in _points(first, second)]
+    return all(_equal(ratio, ratios[0]) for ratio in ratios) and not _equal(ratios[0], 0 * ratios[0])
+
+
+def _points(*expressions: Any) -> list[dict[str, Any]]:
+    """Values for the variables of expressions, the same in each run: by name, because math-verify may give one letter
+    two kinds of symbol."""
+    from sympy import Rational
+
+    draw = random.Random(0)
+    names = sorted({symbol.name for expression in expressions for symbol in expression.free_symbols})
+    return [
+        {name: Rational(draw.randint(2, 10**6), 10**5) for name in names} for _ in range(NUM_POINTS if names else 1)
+    ]
+
+
+def _at(expression: Any, point: dict[str, Any]) -> Any:
+    return expression.subs({symbol: point[symbol.name] for symbol in expression.free_symbols}).doit()
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """Whether two constants are equal: rational ones exactly, others to `DIGITS` digits."""
+    if first.is_Rational and second.is_Rational:
+        return bool(first == second)
+    from sympy import Abs, Float, Max, N
+
+    values = [N(value, DIGITS) for value in (first, second)]
+    if not all(value.is_finite for value in values):
+        return bool(first == second)
+    distance = Float(Abs(values[0] - values[1]), DIGITS)
+    return bool(distance <= Max(*map(Abs, values)) * Float(10) ** (10 - DIGITS))
 
 
 def main() -> None:

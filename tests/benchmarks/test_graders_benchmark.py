@@ -1,0 +1,36 @@
+"""The grader gives no wrong verdict on right and wrong texts of our own golds; the command counts what it gives."""
+
+import pytest
+
+from benchmarks.graded_texts import OWN_GOLDS
+from benchmarks.graders import count, kinds_of, totals
+from mbd_core.evaluation.tasks.math_answers import MathAnswer, MathJudge
+
+KINDS = {task: list(kinds_of(task, golds, number=6, seed=1)) for task, golds in OWN_GOLDS.items()}
+
+
+@pytest.mark.parametrize("task", KINDS)
+def test_no_verdict_is_wrong(task: str) -> None:
+    judge = MathJudge()
+    failures = [(kind.name, *failure) for kind in KINDS[task] for failure in count(kind, judge, alone=False)[1]]
+    judge.close()
+    assert not failures
+
+
+def test_every_kind_of_right_and_wrong_text_has_the_texts_that_the_seed_draws() -> None:
+    kinds = KINDS["math500"]
+    assert len(kinds) > 80 and all(len(kind.texts) == 6 for kind in kinds)
+    assert kinds == list(kinds_of("math500", OWN_GOLDS["math500"], number=6, seed=1))
+    assert kinds != list(kinds_of("math500", OWN_GOLDS["math500"], number=6, seed=2))
+
+
+class _SaysRight(MathJudge):
+    def judge(self, gold: str, text: str) -> MathAnswer:
+        return MathAnswer(answer=gold, correct=True)
+
+
+def test_false_rights_and_false_wrongs_are_counted_apart() -> None:
+    rows = [count(kind, _SaysRight(), alone=False)[0] for kind in KINDS["gsm8k"]]
+    sums = totals(rows, "gsm8k")
+    assert (sums["false_wrongs"], sums["false_wrongs_alone"]) == (0, None)
+    assert sums["false_rights"] == sums["wrong"] > 0
