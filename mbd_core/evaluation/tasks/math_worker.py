@@ -31,8 +31,13 @@ def judge(gold: str, text: str) -> dict[str, Any]:
     if answer is None:
         return {"answer": None, "correct": False}
     quantity = read_quantity(answer)
-    shown = answer if quantity is None or quantity.percent or quantity.base else _as_written(quantity.value)
+    is_plain = quantity is not None and not quantity.percent and quantity.base is None
+    shown = _as_written(quantity.value) if quantity and is_plain and _is_short(quantity.value) else answer
     return {"answer": shown[:200], "correct": same_answer_form(gold, answer, same_expression)}
+
+
+def _is_short(value: Fraction) -> bool:
+    return max(abs(value.numerator), value.denominator) < 10**100
 
 
 def _as_written(value: Fraction) -> str:
