@@ -25,7 +25,7 @@ from mbd_core.multitf.data.known_names import (
     is_content,
     says_nothing,
 )
-from mbd_core.multitf.data.tool_calls import Messages, as_list, parsed, tools_of, without_padding
+from mbd_core.multitf.data.tool_calls import Messages, as_objects, parsed, tools_of, without_padding
 from mbd_core.multitf.data.turns import (
     BY_OPTION,
     LEFT_OUT,
@@ -84,8 +84,6 @@ class Columns:
         if self.chat is not None or self.prompt is not None:
             return self
         there = [name for name in row if name not in self.ignored]
-        if not self.answered and not any(name in there for name in (*CHATS, *PROMPTS)):
-            there += [name for name in ("chosen",) if name in row]
         chats = [name for name in CHATS if name in there]
         with_turns = [name for name in chats if row[name] is not None]
         if with_turns:
@@ -143,14 +141,16 @@ class _RowReader:
             turns = self._turns(columns.chat, "the conversation")
         else:
             assert columns.prompt is not None
-            turns = [*self._history(), *self._prompt(columns.prompt)]
+            history = self._history()
+            turns = [*history, *self._prompt(columns.prompt, len(history) + 1)]
             if columns.answered:
                 assert columns.response is not None
                 turns += self._part(columns.response, "assistant", "the answer", len(turns) + 1)
         return self._with_system(turns)
 
     def functions(self) -> list[dict[str, Any]]:
-        name = self.columns.tools or next((name for name in TOOLS if self._has(name)), None)
+        names = TOOLS if self.columns.tools is None else (self.columns.tools,)
+        name = next((name for name in names if self._has(name)), None)
         if name is None:
             return []
         tools = tools_of(self.row, name, self.columns.ignored)
@@ -248,8 +248,7 @@ class _RowReader:
         self._note(name, fate)
         return [turn]
 
-    def _prompt(self, name: str) -> list[Turn]:
-        number = 1 + 2 * len(self.row.get("history") or ())
+    def _prompt(self, name: str, number: int) -> list[Turn]:
         turns = self._part(name, "user", "the prompt", number)
         for context in CONTEXTS if name == "instruction" and len(turns) == 1 else ():
             if self._has(context) and context != self.columns.response:
@@ -265,7 +264,7 @@ class _RowReader:
         if not self._has("history"):
             return []
         pairs = parsed(self.row["history"], "its 'history'")
-        if isinstance(pairs, str) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
             raise ValueError("its 'history' is no list of pairs, a user's text and its answer")
         self._note("history", "earlier turns")
         texts = [text for pair in pairs for text in pair]
@@ -300,8 +299,11 @@ def _are_parts(value: Any) -> bool:
 
 def _plain(value: Any) -> list[tuple[Any, Any]] | None:
     """The roles and contents of a list of messages, whatever their fields are called."""
-    turns = as_list(value, "its conversation")
-    if isinstance(turns, str) or not all(isinstance(turn, Mapping) for turn in turns):
+    try:
+        turns = as_objects(value, "its conversation")
+    except ValueError:  # a text that begins as JSON does
+        turns = None
+    if turns is None:
         return None
     names = [str(turn.get("role") or turn.get("from")) for turn in turns]
     return [(ROLES.get(name), t.get("content") or t.get("value")) for name, t in zip(names, turns, strict=True)]
@@ -312,8 +314,7 @@ def refuse_preferences(row: Mapping[str, Any], columns: Columns) -> None:
     if "rejected" in columns.ignored or not row.get("chosen") or not row.get("rejected"):
         return
     prompt = next((name for name in (*PROMPTS, *CHATS) if row.get(name) and name not in columns.ignored), None)
-    turns = as_list(row["chosen"], "its 'chosen'")
-    roles = [] if isinstance(turns, str) else [role for role, _ in _plain(turns) or ()]
+    roles = [role for role, _ in _plain(row["chosen"]) or ()]
     if "user" in roles:
         remedy = "--messages chosen --ignore-columns rejected"
     elif prompt is not None:

@@ -1,7 +1,7 @@
 """Functions that a conversation may call, and its calls, from a user's row: as chat templates are shown them."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mbd_core.json_text import parse_json
@@ -23,14 +23,16 @@ def parsed(value: Any, what: str) -> Any:
     return parse_json(value, what) if is_json else value
 
 
-def as_list(value: Any, what: str) -> Any:
-    """A list of objects, some or all of which may be JSON texts; an object alone is a list of one."""
+def as_objects(value: Any, what: str) -> list[Mapping[str, Any]] | None:
+    """A list of objects, all or each of which may be a JSON text; an object alone is a list of one. `None` for any
+    other value."""
     value = parsed(value, what)
     if isinstance(value, Mapping):
         return [value]
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [parsed(item, what) for item in value]
-    return value
+    if not isinstance(value, list | tuple):
+        return None
+    items = [parsed(item, what) for item in value]
+    return items if all(isinstance(item, Mapping) for item in items) else None
 
 
 def tools_of(row: Mapping[str, Any], column: str = "tools", ignored: Collection[str] = ()) -> Tools:
@@ -41,8 +43,8 @@ def tools_of(row: Mapping[str, Any], column: str = "tools", ignored: Collection[
     value = row.get(column)
     if value is None or (isinstance(value, str) and value.strip() in ("", "null")):
         return []
-    tools = as_list(value, f"its {column!r}")
-    if isinstance(tools, str) or not all(isinstance(tool, Mapping) for tool in tools):
+    tools = as_objects(value, f"its {column!r}")
+    if tools is None:
         raise ValueError(f"its {column!r} are no list of functions, each with a name")
     return [_tool(tool, column, ignored) for tool in tools]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mbd_core.multitf.data.chats import is_empty
 from mbd_core.multitf.data.known_names import FLAGS, REASONING, says_nothing
-from mbd_core.multitf.data.tool_calls import Messages, as_list, in_order_of_calls, parsed, read_call
+from mbd_core.multitf.data.tool_calls import Messages, as_objects, in_order_of_calls, parsed, read_call
 
 ROLES = {
     "human": "user",
@@ -47,8 +47,8 @@ class TurnReader:
 
     def read(self, value: Any, notes: Notes, *, first: int = 1) -> list["Turn"]:
         """The turns of a list of messages, in which each or all may be JSON texts; `first` numbers them."""
-        turns = as_list(value, f"its {self.column!r}") if value is not None else None
-        if not isinstance(turns, Sequence) or isinstance(turns, str) or not all(isinstance(t, Mapping) for t in turns):
+        turns = as_objects(value, f"its {self.column!r}")
+        if turns is None:
             raise ValueError(f"its {self.column!r} is no list of messages, each with a role and a content")
         results: list[Turn] = []
         for number, turn in enumerate(turns, start=first):
@@ -63,8 +63,8 @@ class TurnReader:
         content = self._one_of(fields, ("content", "value"), number)
         if kind == "call":
             what = f"its message {number} has a call whose text"
-            parsed_calls = as_list(parsed(content, what), what)
-            if isinstance(parsed_calls, str) or not parsed_calls:
+            parsed_calls = as_objects(content, what)
+            if not parsed_calls:
                 raise ValueError(f"its message {number} is a call whose text is not JSON with a name and arguments")
             calls, content = [read_call(call, number) for call in parsed_calls], ""
         message: dict[str, Any] = {
@@ -96,7 +96,7 @@ class TurnReader:
 
     def _role(self, fields: Mapping[str, Any], number: int, turns: Sequence["Turn"]) -> str:
         name = self._one_of(fields, ("role", "from"), number)
-        role = self.roles.get(name, ROLES.get(name)) if isinstance(name, str) else None
+        role = ROLES.get(self.roles.get(name, name)) if isinstance(name, str) else None
         if role is None:
             unknown = isinstance(name, str) and name.strip() != ""
             raise ValueError(
@@ -122,13 +122,13 @@ class TurnReader:
         return next(iter(values.values()), None)
 
     def _calls(self, fields: Mapping[str, Any], number: int, role: str) -> list[dict[str, Any]]:
-        calls = as_list(fields.get("tool_calls") or [], f"its message {number} has calls whose text")
-        if isinstance(calls, str):
+        calls = as_objects(fields.get("tool_calls") or [], f"its message {number} has calls whose text")
+        if calls is None:
             raise ValueError(f"its message {number} has 'tool_calls' that are no list of calls")
         if old := fields.get("function_call"):
             if calls:
                 raise ValueError(f"its message {number} has both 'tool_calls' and 'function_call'; remove one")
-            calls = [old]
+            calls = as_objects(old, f"its message {number} has a call whose text") or []
         if calls and role != "assistant":
             raise ValueError(
                 f"its message {number} needs a role ({', '.join(sorted(ROLES))}); only an assistant calls"
@@ -155,7 +155,7 @@ class TurnReader:
     def _flag(self, fields: Mapping[str, Any], number: int, role: str, notes: Notes) -> bool | None:
         """Whether the turn is to be trained; `None` if it does not say."""
         verdicts: dict[str, bool] = {}
-        for name in FLAGS.keys() & fields.keys():
+        for name in [name for name in FLAGS if name in fields]:
             value = fields[name]
             if not isinstance(value, bool | int | float) or value not in (0, 1):
                 raise ValueError(

@@ -1,5 +1,6 @@
 """Rows in the forms that people bring: each column and each field of a turn is read, left out by name, or refused."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -177,6 +178,22 @@ def test_preferences_are_refused_with_the_options_that_take_the_chosen_side(row:
     assert texts(read(row, **given, ignored=frozenset(("rejected",)))[0]) == HI_YO
 
 
+@pytest.mark.parametrize("value", [5, 1.5, True, "[x", "{", ["x"], [None], {"a": 1}])
+@pytest.mark.parametrize(
+    "column",
+    ["messages", "prompt", "response", "tools", "history", "system", "input", "chosen", "chat_template_kwargs"],
+)
+def test_values_of_odd_types_are_read_or_refused(column: str, value: Any) -> None:
+    row = {"instruction": "Hi", "prompt": "Hi", "response": "Yo", "rejected": "No", column: value}
+    columns = Columns(prompt="prompt", response="response", ignored=frozenset(("instruction",)))
+    for named in (columns, Columns(prompt="instruction", response="response"), Columns()):
+        with contextlib.suppress(ValueError):
+            named.found(row).conversation("row", row, [])
+    for field in ("tool_calls", "function_call", "reasoning", "weight", "content", "role", "tool_call_id", "name"):
+        with contextlib.suppress(ValueError):
+            read({"messages": [USER | {field: value}, ANSWER | {field: value}]})
+
+
 def test_preferences_without_turns_say_so() -> None:
     with pytest.raises(ColumnRefused, match="make messages of the text of the chosen one"):
         read({"chosen": "Human: Hi", "rejected": "Human: Hi"})
@@ -244,6 +261,13 @@ def test_roles_of_other_names_are_given_by_an_option() -> None:
     with pytest.raises(ValueError, match="not 'bing'; --roles bing=assistant"):
         read(row)
     assert texts(read(row, roles={"bing": "assistant"})[0]) == HI_YO
+    row["conversations"][1:] = [
+        {"from": "do", "value": '{"name": "f", "arguments": {}}'},
+        {"from": "gpt", "value": "x"},
+    ]
+    row["conversations"].insert(2, {"from": "did", "value": "1"})
+    messages, _ = read(row, roles={"do": "function_call", "did": "tool"})
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
     with pytest.raises(ValueError, match="--roles bing=bot: a role is one of system, user"):
         Columns(roles={"bing": "bot"})
 
@@ -271,6 +295,8 @@ def test_tools_are_taken_as_lists_and_texts_without_null_keywords() -> None:
     ("value", "sentence"),
     [
         ("a text", "no list of functions"),
+        (5, "no list of functions"),
+        ([None], "no list of functions"),
         ([{"name": "f", "parameters": [1]}], "'parameters' that are no JSON schema"),
         ([{"name": "f", "returns": {"type": "string"}}], "'returns'.*--ignore-columns tools.returns"),
     ],
