@@ -71,7 +71,13 @@ def check_target_folder(folder: Path, kind: str, *, overwrite: bool = False, in_
 
 @contextmanager
 def file_beside(path: Path) -> Iterator[Path]:
-    """A file to write, beside `path`, which takes its place if the body succeeds and vanishes if it does not."""
+    """A file to write, beside `path`, which takes its place if the body succeeds and vanishes if it does not.
+
+    A device or a pipe, such as /dev/null, is written itself: a rename would replace it for the whole machine.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        yield path
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     new_file = path.with_name(f".{path.name}.{os.getpid()}.partial{path.suffix}")
     try:

@@ -1,6 +1,8 @@
 """Nothing that is there is lost, and what is there is whole."""
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -178,3 +180,13 @@ def test_a_folder_whose_first_manifest_a_killed_process_did_not_finish_is_claime
     (tmp_path / f".{MANIFEST}.77.partial.json").write_text("{")
     with PartsFolder(tmp_path, "sweep", (".lock", "part-*"), lock=".lock"):
         assert {path.name for path in tmp_path.iterdir()} == {MANIFEST, ".lock"}
+
+
+def test_a_pipe_or_a_device_is_written_and_stays_what_it_is(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_json(pipe, {"a": 1})
+    assert os.read(reader, 100) == b'{\n  "a": 1\n}\n' and stat.S_ISFIFO(pipe.stat().st_mode)
+    os.close(reader)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
