@@ -12,7 +12,7 @@ from mbd_core.options import Option, check
 Syntax = Literal["json_schema", "regex", "lark"]
 NAMES: dict[Syntax, str] = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 MAX_CHARACTERS = 65_536
-MAX_SCHEMAS = 262_144  # characters of the schemas in a grammar, what says nothing to it not counted
+MAX_SCHEMAS = 131_072  # characters of the schemas in a grammar, what says nothing to it not counted
 MAX_LOOKS = 20_000  # at a schema's parts, those that they refer to included
 MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords whose values are schemas by name
 INNER = ("items", "additionalProperties", "prefixItems", "allOf", "anyOf", "oneOf")  # a schema, or a list of them

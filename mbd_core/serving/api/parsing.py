@@ -172,7 +172,7 @@ NO_ITEM = {
 
 
 def is_form(label: Any) -> bool:
-    """Whether a step of pydantic's path to a value is no key of the client's, and names a form (`form`) of it."""
+    """Whether a step of pydantic's path to a value is no key of the client's, but the value's form, as `(list)`."""
     return isinstance(label, str) and label.startswith("(")
 
 

@@ -406,9 +406,7 @@ class ChatRequest(GenerationRequest, OtherChatFields, ToolFields, TemplateFields
         notes = super().template_notes(unknown)
         first = next((number for number, message in enumerate(self.messages) if message.reasoned), None)
         if first is not None and unknown(REASONING) == list(REASONING):
-            notes.append(
-                f"messages.{first}.reasoning has no effect: the chat template shows none; its text does not count"
-            )
+            notes.append(f"messages.{first}.reasoning has no effect: the chat template shows none")
         return notes
 
     @property

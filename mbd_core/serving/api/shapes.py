@@ -245,7 +245,7 @@ class Response(TypedDict):
     tool_choice: str | dict[str, Any]
     """as in the request"""
     tools: list[dict[str, Any]]
-    """as in the request"""
+    """the functions of the request"""
     top_p: float | None
     """as in the request"""
     truncation: Literal["auto", "disabled"]
