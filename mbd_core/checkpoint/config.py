@@ -46,7 +46,7 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
             f"config.json scales rotary frequencies ({_scaling_name(scaling)}), which {architecture} does not; "
             "take a release without it"
         )
-    config = {key: value for key, value in config.items() if value is not None}
+    config = _in_one_spelling({key: value for key, value in config.items() if value is not None}, family.spellings)
     if config.get("model_type", family.model_types[0]) not in family.model_types:
         raise ValueError(f"config.json has model_type={config['model_type']!r}, which is not {architecture}'s")
     for key, value in family.fixed.items():
@@ -73,8 +73,13 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
         head_dim = field_value(ModelConfig, "head_dim", "head_dim")
         rotary_dim = _rotary_dim(config, head_dim)
         values["rotary_dim"] = None if rotary_dim == head_dim else rotary_dim
-    sizes = {ours: field_value(ModelConfig, ours, theirs) for ours, theirs in family.keys.items()}
-    if "head_dim" not in family.keys:
+    head_dim_follows = "head_dim" not in family.keys or (family.head_dim_follows and "head_dim" not in values)
+    sizes = {
+        ours: field_value(ModelConfig, ours, theirs)
+        for ours, theirs in family.keys.items()
+        if ours != "head_dim" or not head_dim_follows
+    }
+    if head_dim_follows:
         sizes["head_dim"], rest = divmod(sizes["hidden_size"], sizes["num_heads"])
         if rest:
             raise ValueError(
@@ -98,6 +103,16 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
     except ValueError as error:
         files = "config.json with generation_config.json" if elsewhere else "config.json"
         raise ValueError(f"{files}: {error}") from None
+
+
+def _in_one_spelling(config: Json, spellings: Mapping[str, str]) -> dict[str, Any]:
+    """`config` with the keys that the family is read by; `ValueError` where two spellings of one have two values."""
+    spelled: dict[str, Any] = {}
+    for key, value in config.items():
+        name = spellings.get(key, key)
+        if spelled.setdefault(name, value) != value:
+            raise ValueError(f"config.json has {name} and its other spelling with two values; remove one of them")
+    return spelled
 
 
 def _typed(hint: Any, value: Any, subject: str, least: int) -> Any:

@@ -26,6 +26,7 @@ class Family:
     model_types         the `model_type`s of published checkpoints; we write the first
     expert_model_types  if given, the `model_type` to write for single ("per_expert") and stacked ("fused") experts
     keys, moe_keys      the config.json key of each field of `ModelConfig` and of `MoEConfig`
+    spellings           other names of keys, as transformers 5 writes them
     defaults            values of keys (by config.json name) that published files leave out
     fixed               settings of config.json for which only this value is supported
     harmless            keys that are not read because none of their values changes what the network computes: they
@@ -34,6 +35,7 @@ class Family:
                         any of them. Every key that is in none of these is refused (`check_keys`)
     rope_scaling        whether its files may scale rotary frequencies, in `rope_scaling` or `rope_parameters`
     rope_parameters     whether we write transformers 5's `rope_parameters`, instead of `rope_theta` and `rope_scaling`
+    head_dim_follows    a head's size that files leave out is the hidden size over the heads
     switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` those of `MoEConfig`
     text                the key of config.json under which the text model's settings stand, where they are nested;
                         its layers differ then, and `gemma_keys` has the keys of `GemmaLayers` (`gemma_config.py`)
@@ -49,12 +51,14 @@ class Family:
 
     model_types: tuple[str, ...]
     keys: Mapping[str, str]
+    spellings: Mapping[str, str] = field(default_factory=dict)
     defaults: Json = field(default_factory=dict)
     fixed: Json = field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     rope_scaling: bool = True
     rope_parameters: bool = False
+    head_dim_follows: bool = False
     switches: Json = field(default_factory=dict)
     moe_keys: Mapping[str, str] | None = None
     moe_switches: Json = field(default_factory=dict)
@@ -428,6 +432,50 @@ NEMOTRON_LABS_DIFFUSION = replace(
     decoding={"causal": {}},
 )
 
+# Autoregressive models: the base of an adapted model, and the baseline of every table. They decode token by token.
+AUTOREGRESSIVE: dict[str, Any] = {"mask_token_id": NO_MASK, "attention": "causal", "block_size": 1}
+AR_KEYS = {ours: theirs for ours, theirs in QWEN_KEYS.items() if ours not in ("mask_token_id", "block_size")}
+AR_DECODING = {"causal": {"method": "ar"}}
+
+QWEN3 = replace(
+    SDAR,
+    model_types=("qwen3",),
+    keys=AR_KEYS,
+    accepted=EVERYWHERE,
+    switches=AUTOREGRESSIVE,
+    vocab_sizes=(),
+    published={},
+    decoding=AR_DECODING,
+)
+QWEN3_MOE = replace(
+    QWEN3,
+    model_types=("qwen3_moe",),
+    spellings={"num_local_experts": "num_experts"},
+    head_dim_follows=True,
+    defaults={**SDAR_MOE.defaults, "norm_topk_prob": False},
+    moe_keys=SDAR_MOE.moe_keys,
+    moe_switches=SDAR_MOE.moe_switches,
+    names=PER_EXPERT,
+)
+LLAMA = replace(
+    QWEN3,
+    model_types=("llama",),
+    defaults={"tie_word_embeddings": False, "rope_theta": 10000.0},
+    fixed={"attention_bias": False, "hidden_act": "silu", "mlp_bias": False},
+    head_dim_follows=True,
+    switches={**AUTOREGRESSIVE, "qk_norm": False},
+)
+MISTRAL = replace(
+    LLAMA, model_types=("mistral",), fixed={"hidden_act": "silu", "sliding_window": None}, harmless=OF_ANY_MODEL
+)
+QWEN2 = replace(
+    LLAMA,
+    model_types=("qwen2",),
+    fixed={"hidden_act": "silu", "use_sliding_window": False},
+    accepted={**EVERYWHERE, "use_mrope": (False,)},
+    switches={**AUTOREGRESSIVE, "qk_norm": False, "qkv_bias": True},
+)
+
 # Of its encoder and decoder, which share all weights but one number a layer, the text alone is read.
 GEMMA_LAYER = (
     *(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
@@ -512,6 +560,11 @@ FAMILIES: dict[str, Family] = {
     "Fast_dLLM_QwenForCausalLM": FAST_DLLM_V2,
     "NemotronLabsDiffusionModel": NEMOTRON_LABS_DIFFUSION,
     "DiffusionGemmaForBlockDiffusion": DIFFUSION_GEMMA,
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": MISTRAL,
+    "Qwen2ForCausalLM": QWEN2,
+    "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
 
 

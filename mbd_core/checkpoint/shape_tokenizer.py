@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from mbd_core.checkpoint.families import FAMILIES
-from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.model_config import NO_MASK, ModelConfig
 from mbd_core.tasks.generated import GENERATED_TASKS
 from mbd_core.tasks.tiny_tokenizer import ASSISTANT, EOS, MASK, USER, train_tokenizer
 
@@ -40,21 +40,31 @@ class ChatTokens:
 QWEN_IDS = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
 
 
-def _chat_ml(mask: str, mask_id: int, ends: tuple[str, ...], ids: dict[str, int] = QWEN_IDS) -> ChatTokens:
+def _chat_ml(mask: str | None, mask_id: int, ends: tuple[str, ...], ids: dict[str, int] = QWEN_IDS) -> ChatTokens:
     """Qwen's form."""
     return ChatTokens(
         mask,
         ends,
-        {**ids, mask: mask_id},
+        ids if mask is None else {**ids, mask: mask_id},
         "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     )
 
 
+QWEN_TOKENS = _chat_ml(None, NO_MASK, ("<|im_end|>", "<|endoftext|>"))
+# the names are ours; SmolLM2's chats have this form, Mistral's another
+LLAMA_TOKENS = _chat_ml(
+    None, NO_MASK, ("<|im_end|>", "<|endoftext|>"), {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+)
 SDAR_TOKENS = _chat_ml("<|MASK|>", 151669, ("<|im_end|>", "<|endoftext|>"))
 CHAT_TOKENS = {
     "SDARForCausalLM": SDAR_TOKENS,
     "SDARMoeForCausalLM": SDAR_TOKENS,
+    "LlamaForCausalLM": LLAMA_TOKENS,
+    "MistralForCausalLM": LLAMA_TOKENS,
+    "Qwen2ForCausalLM": QWEN_TOKENS,
+    "Qwen3ForCausalLM": QWEN_TOKENS,
+    "Qwen3MoeForCausalLM": QWEN_TOKENS,
     "DreamModel": _chat_ml("<|mask|>", 151666, ("<|endoftext|>", "<|im_end|>")),
     "Fast_dLLM_QwenForCausalLM": _chat_ml("|<MASK>|", 151665, ("<|im_end|>", "<|endoftext|>")),
     # its ids are those of the configuration; the names are ours

@@ -339,10 +339,16 @@ class Admission:
 
     def _check_causal(self, decoding: DecodingConfig, causal: Causal) -> None:
         self._check_prefix_cache(decoding)
-        if self._model.attention != "causal" or not self._model.has_mask:
+        methods = self._model.prefix_methods
+        if "ar" not in methods:
             raise ValueError(
-                f"causal needs a model with a mask that stores its keys by causal rows; {self._model.architecture} is "
-                "none"
+                f"causal needs a model that predicts the next token behind causal rows; {self._model.architecture} "
+                "does not"
+            )
+        if causal.method != "ar" and "dlm" not in methods:
+            raise ValueError(
+                f"causal.method={causal.method!r} needs a model with a mask token; {self._model.architecture} is "
+                'autoregressive: take {"method": "ar"}'
             )
         length, most = causal.row_length(decoding.block_size), self._buffer_size * self._page_size
         if length > most:
@@ -365,7 +371,7 @@ class Admission:
         if self._model.attention == "causal":
             raise ValueError(
                 f"{self._model.architecture} stores its keys by causal rows and decodes with "
-                f"{'causal' if self._model.has_mask else 'renoise'}, not block by block in a buffer"
+                f"{' or '.join(self._model.prefix_methods)}, not block by block in a buffer"
             )
         if decoding.block_size != self._block_size:
             raise ValueError(f"block_size={decoding.block_size} differs from the model's {self._block_size}")

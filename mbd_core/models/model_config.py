@@ -275,6 +275,15 @@ class ModelConfig:
             raise ValueError(f"global layers {gemma.global_layers} must be ascending and below {self.num_layers}")
 
     @property
+    def prefix_methods(self) -> tuple[str, ...]:
+        """The methods (names of `METHODS`) of a model that stores its keys by causal rows; empty for other models."""
+        if self.attention != "causal":
+            return ()
+        if self.gemma is not None:
+            return ("renoise",)
+        return ("ar", "linear-spec", "dlm") if self.has_mask else ("ar",)
+
+    @property
     def has_mask(self) -> bool:
         """Whether the model has a mask token."""
         return self.mask_token_id != NO_MASK

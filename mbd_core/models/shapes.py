@@ -171,6 +171,64 @@ NEMOTRON_8B = ModelConfig(
     attention="causal",
 )
 
+# Autoregressive models, which block-diffusion models are made of.
+AUTOREGRESSIVE: dict[str, Any] = {"mask_token_id": NO_MASK, "block_size": 1, "attention": "causal"}
+QWEN3_8B = replace(
+    SDAR_8B, architecture="Qwen3ForCausalLM", max_positions=40960, eos_token_ids=(151645,), **AUTOREGRESSIVE
+)
+QWEN3_06B = replace(
+    QWEN3_8B,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=28,
+    num_heads=16,
+    tie_word_embeddings=True,
+)
+QWEN2_7B = replace(
+    FAST_DLLM_V2_7B, architecture="Qwen2ForCausalLM", shift_logits=False, eos_token_ids=(151645,), **AUTOREGRESSIVE
+)
+SMOLLM2_135M = replace(
+    QWEN3_8B,
+    architecture="LlamaForCausalLM",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rope_theta=1e5,
+    rms_norm_eps=1e-5,
+    max_positions=8192,
+    tie_word_embeddings=True,
+    eos_token_ids=(2,),
+    qk_norm=False,
+)
+MISTRAL_7B = replace(
+    SMOLLM2_135M,
+    architecture="MistralForCausalLM",
+    vocab_size=32768,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=1e6,
+    max_positions=32768,
+    tie_word_embeddings=False,
+)
+QWEN3_30B_A3B = replace(
+    QWEN3_8B,
+    architecture="Qwen3MoeForCausalLM",
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    moe=MoEConfig(num_experts=128, experts_per_token=8, intermediate_size=768, score="softmax", norm_topk_prob=True),
+)
+
 DIFFUSION_GEMMA = ModelConfig(
     architecture="DiffusionGemmaForBlockDiffusion",
     vocab_size=262144,
@@ -209,7 +267,8 @@ def _tiny(config: ModelConfig, *, num_kv_heads: int = 2) -> ModelConfig:
     if moe is not None:
         capacity = min(moe.expert_capacity, 6)
         moe = replace(moe, num_experts=16, experts_per_token=4, intermediate_size=32, expert_capacity=capacity)
-        moe = moe if gemma is not None else replace(moe, num_groups=4, topk_groups=2)
+        has_groups = gemma is None and moe.num_groups > 1
+        moe = replace(moe, num_groups=4, topk_groups=2) if has_groups else moe
     return replace(
         config,
         vocab_size=256,
@@ -271,6 +330,12 @@ SHAPES: dict[str, ModelConfig] = {
     "nemotron-8b": NEMOTRON_8B,
     "nemotron-14b": replace(NEMOTRON_8B, hidden_size=5120, intermediate_size=16384, num_layers=40, rope_theta=1e9),
     "diffusion-gemma": DIFFUSION_GEMMA,
+    "qwen3-0.6b": QWEN3_06B,
+    "qwen3-8b": QWEN3_8B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen2.5-7b": QWEN2_7B,
+    "smollm2-135m": SMOLLM2_135M,
+    "mistral-7b": MISTRAL_7B,
     "tiny-sdar": _tiny(SDAR_8B),
     "tiny-llada2": _tiny(LLADA2_MINI),
     "tiny-llada2.2": _tiny(LLADA22_MINI),
@@ -279,6 +344,11 @@ SHAPES: dict[str, ModelConfig] = {
     "tiny-fast-dllm-v2": _tiny(FAST_DLLM_V2_7B),
     "tiny-diffusion-gemma": _tiny(DIFFUSION_GEMMA),
     "tiny-nemotron": _tiny(NEMOTRON_8B),
+    "tiny-qwen3": _tiny(QWEN3_8B),
+    "tiny-qwen3-moe": _tiny(QWEN3_30B_A3B),
+    "tiny-qwen2": _tiny(QWEN2_7B),
+    "tiny-llama": _tiny(SMOLLM2_135M),
+    "tiny-mistral": _tiny(MISTRAL_7B),
 }
 
 

@@ -329,6 +329,13 @@ class DecodingConfig:
         return self.canvas is None and self.planned is None
 
     @property
+    def prefix_method(self) -> str | None:
+        """Its name among `ModelConfig.prefix_methods`, if it decodes behind causal rows."""
+        if self.renoise is not None:
+            return "renoise"
+        return None if self.causal is None else self.causal.method.replace("_", "-")
+
+    @property
     def planned(self) -> PlannedRows | None:
         """How its requests lie in the cache, if a decoder plans their rows behind a stored prefix."""
         part = self.renoise or self.causal

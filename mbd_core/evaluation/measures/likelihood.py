@@ -52,12 +52,12 @@ def log_likelihood(
     """
     if model.shard.size != 1:
         raise ValueError("log-likelihoods need a model that is not cut among tensor-parallel ranks")
-    if not model.config.has_mask:
+    is_causal = "ar" in model.config.prefix_methods
+    if not model.config.has_mask and not is_causal:
         raise ValueError(f"{model.config.architecture} has no mask token, by which log-likelihoods are estimated")
     length = len(prefix) + len(target)
     if length > model.config.max_positions:
         raise ValueError(f"a text of {length} tokens exceeds the model's {model.config.max_positions} positions")
-    is_causal = model.config.attention == "causal"
     if (model.config.shift_logits or is_causal) and not prefix:
         raise ValueError("the model predicts each token at the position before it, and the text has none before it")
     if not target:

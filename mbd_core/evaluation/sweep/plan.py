@@ -353,9 +353,7 @@ def _model_settings(folder: Path, *, on_gpu: bool) -> dict[str, Any]:
 
 def _default_methods(config: ModelConfig) -> tuple[str, ...]:
     """What a model decodes with where no method is named."""
-    if config.attention != "causal":
-        return SINGLE, MULTI
-    return ("ar", "linear-spec", "dlm") if config.has_mask else ("renoise",)
+    return config.prefix_methods or (SINGLE, MULTI)
 
 
 def _model_variants(
@@ -381,12 +379,10 @@ def _model_variants(
             raise ValueError(
                 f"method '{variant.method}' needs a model with full attention; '{name}' has {folder.config.attention}"
             )
-        has_rows, is_causal = variant.decoding.planned is not None, folder.config.attention == "causal"
-        if has_rows != is_causal or (is_causal and (variant.decoding.causal is not None) != folder.config.has_mask):
-            raise ValueError(
-                f"method '{variant.method}' does not fit '{name}': a model that stores its keys by causal rows, and "
-                "only such a model, decodes with `causal` (ar, linear-spec, dlm), or with `renoise` if it has no mask"
-            )
+        method, fitting = variant.decoding.prefix_method, folder.config.prefix_methods
+        if method not in fitting if fitting else method is not None:
+            by = f"decodes with {', '.join(fitting)}" if fitting else "stores no keys by causal rows"
+            raise ValueError(f"method '{variant.method}' does not fit '{name}', which {by}")
     return variants
 
 

@@ -1,0 +1,176 @@
+"""Autoregressive folders as transformers writes them: the same logits, and the same greedy tokens by any batch."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from thread_ranks import ThreadRanks
+from torch import Tensor
+
+from mbd_core.checkpoint.config import load_config, read_config, write_config
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.decoding.blocks.causal_config import Causal
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.shard import Shard
+from mbd_core.ops.attention.whole import DenseAttention
+
+LENGTH = 48
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 32
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": True}),
+    "llama, head size": ("Llama", {"head_dim": 16}),
+    "llama, llama3": ("Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"sliding_window": 16, "use_sliding_window": False}),
+    "qwen2, linear": ("Qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3, yarn": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 1e4,
+            },
+        },
+    ),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "qwen3 moe, dense layers": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder that transformers wrote, and its own model of it."""
+    kind, changes = CONFIGS[request.param]
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **changes)
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, tensor in theirs.state_dict().items():
+            tensor.normal_(0.0, 0.3) if tensor.ndim > 1 else tensor.normal_("norm" in name, 0.1)
+    folder = tmp_path_factory.mktemp("model")
+    theirs.save_pretrained(folder)
+    return folder, theirs
+
+
+def logits_of(model: Decoder, ids_T: Tensor) -> Tensor:
+    causal = DenseAttention(torch.ones(1, 1, len(ids_T), len(ids_T), dtype=torch.bool).tril())
+    return model.logits(model(ids_T[None], torch.arange(len(ids_T))[None], causal)[0])
+
+
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(case: tuple[Path, Any]) -> None:
+    folder, theirs = case
+    ids_T = torch.randint(3, 96, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    expected = theirs(ids_T[None]).logits[0]
+    torch.testing.assert_close(logits_of(load_model(folder), ids_T), expected, rtol=1e-4, atol=1e-4)
+    ranks = ThreadRanks(2)
+
+    @torch.inference_mode()
+    def part(rank: int) -> Tensor:
+        return logits_of(load_model(folder, shard=Shard(rank=rank, size=2), reduce=ranks.reduce(rank)), ids_T)
+
+    torch.testing.assert_close(ranks.run(part)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_greedy_tokens_are_those_of_transformers(case: tuple[Path, Any]) -> None:
+    """One by one, together, with prompts in chunks, from a warm prefix cache, after a preemption."""
+    folder, theirs = case
+    model, decoding = load_model(folder), DecodingConfig(block_size=1, causal=Causal(method="ar"))
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (5, 17, 40, 33)]
+    expected = []
+    for prompt in prompts:
+        ids = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, min_new_tokens=24)
+        expected.append(tuple(ids[0, len(prompt) :].tolist()))
+    requests = [
+        Request(request_id=str(n), prompt=tuple(p), max_tokens=24, decoding=decoding, min_tokens=24)
+        for n, p in enumerate(prompts)
+    ]
+    for rows, chunk in ((4, 4096), (1, 16), (3, 16)):
+        engine = Engine(model, EngineConfig(max_rows=rows, num_pages=64, max_prefill_tokens=chunk))
+        for _ in range(2):  # the second time from the prefix cache
+            outputs = engine.generate(requests)
+            assert [o.tokens for o in outputs] == expected
+            assert {o.counts.num_forwards for o in outputs} == {24}, "one token a forward"
+    engine = Engine(model, EngineConfig(max_rows=4, num_pages=64))
+    for request in requests:
+        engine.add(request)
+    tokens = {}
+    for number in range(200):
+        tokens |= {step.request_id: step.output.tokens for step in engine.step() if step.output is not None}
+        if number % 7 == 3:
+            engine.preempt()
+    assert [tokens[request.request_id] for request in requests] == expected
+
+
+def test_a_config_is_written_as_it_is_read(case: tuple[Path, Any]) -> None:
+    config = load_config(case[0])
+    assert config.block_size == 1 and not config.has_mask and config.prefix_methods == ("ar",)
+    assert read_config(write_config(config)) == config
+
+
+def test_what_an_autoregressive_model_cannot_do_is_refused(case: tuple[Path, Any]) -> None:
+    engine = Engine(load_model(case[0]), EngineConfig(max_rows=1, num_pages=16))
+    plain = Request(request_id="0", prompt=(5,), max_tokens=4, decoding=DecodingConfig(block_size=1))
+    with pytest.raises(RequestRefused, match="decodes with ar, not block by block"):
+        engine.add(plain)
+    drafts = DecodingConfig(block_size=1, causal=Causal(method="dlm"))
+    with pytest.raises(RequestRefused, match=r"needs a model with a mask token.*\"method\": \"ar\""):
+        engine.add(replace(plain, decoding=drafts))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("Mistral", {"sliding_window": 4096}, "sliding_window=4096"),
+        ("Qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("Llama", {"attention_bias": True}, "attention_bias=True"),
+        ("Llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type='longrope'"),
+        ("Llama", {"hidden_size": 30}, "30 has no 4 equal heads"),
+    ],
+)
+def test_another_network_is_refused(kind: str, changes: dict[str, Any], message: str) -> None:
+    written = json.loads(getattr(transformers, f"{kind}Config")(**SIZES).to_json_string())
+    written |= {"architectures": [f"{kind}ForCausalLM"], **changes}
+    written = {key: value for key, value in written.items() if key != "head_dim" or kind != "Llama"}
+    with pytest.raises(ValueError, match=message):
+        read_config(written)
