@@ -88,12 +88,14 @@ def local_cluster(*, num_cpus: int = 8, start_seconds: float = START_SECONDS) ->
 
 def connect(
     *,
+    address: str | None = None,
     num_cpus: int = 4,
     worker_logs: bool = True,
     start_seconds: float = START_SECONDS,
     answer_seconds: float = ANSWER_SECONDS,
 ) -> bool:
-    """Join the cluster at `RAY_ADDRESS` (set inside a submitted job); without it, start one that ends with us.
+    """Join the cluster at `address`, by default at `RAY_ADDRESS` (set inside a submitted job); without it, or at
+    "local", start one that ends with us.
 
     `worker_logs` shows what workers print. Returns whether there is now a connection to end with `ray.shutdown()`,
     which is not so for a caller who was connected before. A cluster that was started here ends when this process does;
@@ -106,12 +108,13 @@ def connect(
         return False
     keep_direct()
     log_settings = {"logging_level": "warning", "log_to_driver": worker_logs}
-    address = address_to_join()
+    named = "RAY_ADDRESS" if address is None else "cluster"
+    address = address_to_join(address)
     if address is None:
         _connect_to_own(num_cpus=num_cpus, start_seconds=start_seconds, **log_settings)
         _print_own_lines()
         return True
-    check_answer(address, seconds=answer_seconds)
+    check_answer(address, named=named, seconds=answer_seconds)
     if starts_workers_by_uv():
         print(
             "uv run: Ray sends this folder to the cluster, which starts each worker by uv in its copy; with "
@@ -124,7 +127,7 @@ def connect(
             ray.init(address, **log_settings)
     except Exception as error:  # Ray has no narrower type for it
         ray.shutdown()
-        raise RuntimeError(f"the Ray cluster at RAY_ADDRESS={address} does not answer: {_one_line(error)}") from error
+        raise RuntimeError(f"the Ray cluster at {named}={address} does not answer: {_one_line(error)}") from error
     keep_direct(_node_addresses())
     print(f"on the Ray cluster at {address}", file=sys.stderr, flush=True)
     _print_own_lines()
@@ -181,31 +184,32 @@ def _node_addresses() -> Iterator[str]:
         yield from (node["NodeManagerAddress"], node["NodeManagerHostname"])
 
 
-def address_to_join() -> str | None:
-    """The cluster that `connect` joins, None where it starts one; `ValueError` for a `RAY_ADDRESS` that names no one
-    cluster."""
-    address = os.environ.get("RAY_ADDRESS")
-    return None if not address or address == "local" else _one_cluster(address)
+def address_to_join(given: str | None = None) -> str | None:
+    """The cluster that `connect` joins, None where it starts one; `ValueError` for an address, by default that of
+    `RAY_ADDRESS`, that names no one cluster."""
+    address = given or os.environ.get("RAY_ADDRESS")
+    noun = "RAY_ADDRESS" if given is None else "cluster"
+    return None if not address or address == "local" else _one_cluster(address, noun)
 
 
-def _one_cluster(address: str) -> str:
-    """The address of the one cluster that `RAY_ADDRESS` names.
+def _one_cluster(address: str, noun: str) -> str:
+    """The address of the one cluster that is named, by `noun` in sentences.
 
     Ray takes "auto" for the cluster that was started last, or for any; other users' clusters are among them.
     """
     if address.startswith(("http://", "https://")):
         raise ValueError(
-            f"RAY_ADDRESS={address} is a dashboard, which takes jobs: submit this one there (ray job submit --address "
+            f"{noun}={address} is a dashboard, which takes jobs: submit this one there (ray job submit --address "
             f"{address} --working-dir . -- python jobs/...), or give the cluster's own address, host:port"
         )
     if address != "auto":
         return address
     addresses = cluster_addresses()
     if not addresses:
-        raise ValueError("RAY_ADDRESS=auto finds no Ray cluster on this machine; give its address, host:port")
+        raise ValueError(f"{noun}=auto finds no Ray cluster on this machine; give its address, host:port")
     if len(addresses) > 1:
         raise ValueError(
-            f"RAY_ADDRESS=auto could mean any of {len(addresses)} Ray clusters on this machine: "
+            f"{noun}=auto could mean any of {len(addresses)} Ray clusters on this machine: "
             f"{', '.join(addresses)}; set it to one of them"
         )
     return addresses[0]
@@ -237,7 +241,7 @@ def _start_head(stack: ExitStack, *, num_cpus: int, start_seconds: float) -> tup
     return cluster, _wait_until_started(head, cluster, seconds=start_seconds)
 
 
-def check_answer(address: str, *, seconds: float = ANSWER_SECONDS) -> None:
+def check_answer(address: str, *, named: str = "RAY_ADDRESS", seconds: float = ANSWER_SECONDS) -> None:
     """Raise `RuntimeError` if no cluster answers there; a child asks, since `ray.init` would try for minutes.
 
     The address of a client's server (`ray://`) is not asked.
@@ -257,7 +261,7 @@ def check_answer(address: str, *, seconds: float = ANSWER_SECONDS) -> None:
             if child.returncode == 0:
                 return
             reason = f"as it should: {_last_line(errors or output)}"
-    raise RuntimeError(f"the Ray cluster at RAY_ADDRESS={address} does not answer {reason}")
+    raise RuntimeError(f"the Ray cluster at {named}={address} does not answer {reason}")
 
 
 def start_ray(*, start_seconds: float = START_SECONDS, **settings: Any) -> None:

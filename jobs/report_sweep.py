@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from jobs.command_line import JsonFile, Main, Overwrite, command, with_default
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.evaluation.sweep.best import By
+from mbd_core.evaluation.sweep.best import BEST, By
 from mbd_core.files import check_target_folder, folder_beside, write_json
 from mbd_core.options import DATA, DECODING, MODEL, OUTPUT, Option
 
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from mbd_core.tables import Table
 
 KIND = "sweep report"
-BEST = (
-    "the most accurate one, the one of the highest TPS at most 5 points below, or the knee of the front of accuracy "
-    "against TPF. It is chosen on half of the problems, and its accuracy on the others is printed."
-)
 Folders = Annotated[
     tuple[Path, ...], Option("--out folders of sweeps or of their shards.", DATA, positional=True, metavar="DIR...")
 ]

@@ -4,12 +4,12 @@ The names are those of `EngineConfig`, `DecodingConfig` and of the endpoint's re
 means the same here is refused with ours, an unknown name with the nearest one.
 """
 
-import difflib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, TypedDict
 
+from mbd_api.call_options import plain_value, unknown
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.engine.config import EngineConfig
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
@@ -192,33 +192,17 @@ def split_keywords(
         elif name in ENGINE:
             raise ValueError(f"'{name}' belongs to the model: give it to LLM(...)")
         else:
-            raise unknown("keyword", name, {*known, *DECODING, *SAME, "method", "trace", "n"})
+            hints = ChatKeywords if kind is ChatRequest else Keywords
+            raise unknown("keyword", name, {*hints.__annotations__, "trace", "n"})
     return _structured(_tools(_logprobs(kind, body))), decoding
-
-
-def unknown(noun: str, name: str, known: Collection[str]) -> ValueError:
-    """The refusal of an unknown name, with the nearest one that is known."""
-    nearest = difflib.get_close_matches(name, sorted(known), n=1)
-    hint = f"is '{nearest[0]}' meant?" if nearest else f"known: {', '.join(sorted(known))}"
-    return ValueError(f"unknown {noun} '{name}'; {hint}")
 
 
 def json_body(body: Mapping[str, Any]) -> bytes:
     """A body as the endpoint reads it; arrays and numbers of other libraries become lists and numbers."""
     try:
-        return json.dumps(body, default=_plain).encode()
+        return json.dumps(body, default=plain_value).encode()
     except TypeError as error:
         raise ValueError(str(error)) from None
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):  # of numpy and torch
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Collection):
-        return list(value)
-    raise TypeError(f"{value!r} of type {type(value).__name__} has no form in JSON")
 
 
 def _logprobs(kind: type, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,32 +1,28 @@
 """A model in this process: `LLM("tiny-mbd").chat("...")`. No Ray, no HTTP, and the answers of the endpoint."""
 
-import asyncio
 import secrets
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any, NoReturn, Self, Unpack, overload
+from typing import Any, Self, Unpack, overload
 
 from transformers import PreTrainedTokenizerBase
 
 from cluster.storage import fetch_model
+from mbd_api.answer_stream import AnswerStream
 from mbd_api.answers import Answer, Trace
-from mbd_api.keywords import ChatKeywords, Keywords, Settings, json_body, split_keywords, split_settings, unknown
-from mbd_api.session import LOOK_SECONDS, Kind, Reply, Session, plain_error
+from mbd_api.call_options import unknown
+from mbd_api.keywords import ChatKeywords, Keywords, Settings, json_body, split_keywords, split_settings
+from mbd_api.session import Kind, Reply, Session
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
 from mbd_core.decoding.blocks.methods import METHODS, NAMED_METHODS
 from mbd_core.engine.config import EngineConfig
 from mbd_core.json_text import merge_fields
-from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
-from mbd_core.serving.server.text_stream import TextStep
-from mbd_core.serving.text.committed import CallReader
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
 from mbd_core.serving.tokens.load import decoding_defaults
 
@@ -178,7 +174,7 @@ class LLM:
 
     def stream(
         self, messages: str | Sequence[Message], *, trace: bool = False, **keywords: Unpack[ChatKeywords]
-    ) -> "AnswerStream":
+    ) -> AnswerStream:
         """The pieces of an answer's text as they are committed; as `chat`, of one text or one chat.
 
         After the last piece `stream.answer` is the whole answer. A stream that is left half-way is ended by `close()`
@@ -187,7 +183,8 @@ class LLM:
         if _conversations(messages) is not None:
             raise ValueError("stream takes one text or one chat; call chat for several")
         body = {**self._body(ChatRequest, keywords), "messages": _turns(messages)}
-        return AnswerStream(self, self._session, body, trace=trace)
+        answer_of = partial(self._answer, prompt=body["messages"])
+        return AnswerStream(self._session, body, trace=trace, answer_of=answer_of)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -242,80 +239,6 @@ class LLM:
             decode=partial(decode_text, loaded.tokenizer, special=True),
         )
         return replace(answer, trace=trace)
-
-
-class AnswerStream:
-    """The pieces of one answer's text, as they are committed; made by `LLM.stream`.
-
-    answer  the whole answer, `None` before the last piece was read
-    """
-
-    def __init__(self, llm: LLM, session: Session, body: dict[str, Any], *, trace: bool) -> None:
-        self.answer: Answer | None = None
-        self._llm, self._prompt = llm, body["messages"]
-        self._pieces: SimpleQueue[str | Reply | BaseException] = SimpleQueue()
-        body = {**body, "stream": True} | ({"frames": True} if trace else {})
-        work = _feed(self._pieces, session, json_body(body), trace=trace, calls="tools" in body)
-        self._cancel = weakref.finalize(self, session.start(work))
-        first = self._next()  # what cannot be honoured is refused here, and not at the first piece
-        self._first = first if isinstance(first, str | Reply) else self._refuse(first)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> str:
-        while self.answer is None and self._cancel.alive:
-            item, self._first = self._first or self._next(), ""
-            if isinstance(item, Reply):
-                self.answer = self._llm._answer(item, self._prompt)
-                self._cancel()
-            elif isinstance(item, BaseException):
-                self._refuse(item)
-            elif item:
-                return item
-        raise StopIteration
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the request where it stands; no piece follows. Does nothing after the last."""
-        self._cancel()
-
-    def _next(self) -> str | Reply | BaseException:
-        while True:
-            with suppress(Empty):
-                return self._pieces.get(timeout=LOOK_SECONDS)
-
-    def _refuse(self, error: BaseException) -> NoReturn:
-        self._cancel()
-        raise error
-
-
-async def _feed(
-    pieces: "SimpleQueue[str | Reply | BaseException]", session: Session, body: bytes, *, trace: bool, calls: bool
-) -> None:
-    """Put the texts of a request's steps into a queue, then its reply, or why there is none."""
-    reader = CallReader() if calls else None
-
-    def put(step: TextStep) -> None:
-        text = step.text
-        if reader is not None:
-            text = reader.push(text, ends=step.output is not None).content
-        pieces.put(text)
-
-    try:
-        pieces.put(await session.ask(ChatRequest, body, trace=trace, on_step=put))
-    except ApiError as error:
-        pieces.put(plain_error(error))
-    except asyncio.CancelledError:
-        pieces.put(RuntimeError("this LLM was closed meanwhile"))
-        raise
-    except Exception as error:  # whatever it is, the reader waits for it
-        pieces.put(error)
 
 
 def _with_method(method: str | None, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mbd_api.grading import grade
     from mbd_api.llm import LLM
+    from mbd_api.preparing import prepare
+    from mbd_api.sweeping import sweep
+    from mbd_api.training import train
 
-__all__ = ["LLM"]
+__all__ = ["LLM", "grade", "prepare", "sweep", "train"]
 
-PLACES = {"LLM": "mbd_api.llm"}
+PLACES = {
+    "LLM": "mbd_api.llm",
+    "grade": "mbd_api.grading",
+    "prepare": "mbd_api.preparing",
+    "sweep": "mbd_api.sweeping",
+    "train": "mbd_api.training",
+}
 
 
 def __getattr__(name: str) -> Any:

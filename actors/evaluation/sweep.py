@@ -103,9 +103,12 @@ def ray_executor(
     concurrency: int,
     urls: Mapping[str, str] | None = None,
     isolated: bool = False,
+    address: str | None = None,
 ) -> Iterator["RayExecutor"]:
-    """An executor on the cluster of `RAY_ADDRESS`, or on one of its own, which ends with the block."""
-    is_ours = local.connect(num_cpus=max(4, num_engines * sweep.tensor_parallel + 2), worker_logs=False)
+    """An executor on the cluster at `address`, by default of `RAY_ADDRESS`, or on one of its own, which ends with the
+    block."""
+    num_cpus = max(4, num_engines * sweep.tensor_parallel + 2)
+    is_ours = local.connect(address=address, num_cpus=num_cpus, worker_logs=False)
     try:
         yield RayExecutor(sweep, num_engines=num_engines, concurrency=concurrency, urls=urls, isolated=isolated)
     finally:

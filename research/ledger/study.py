@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from cluster.storage import Folder, fetch_model
 from jobs.command_line import command
-from jobs.eval_sweep import Subjects, run_work
-from jobs.train_multitf import train_on_cluster
+from mbd_api.call_options import OF_VARIABLE
+from mbd_api.sweep_work import Subjects, run_work
+from mbd_api.training import train_on_cluster
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.parts import SweepShard, Timing
@@ -189,7 +190,8 @@ class Study:
             engine=EngineConfig(max_rows=MAX_ROWS),
         )
         work = SweepRun.of(plan_sweep(options), shard=SweepShard(), timing=Timing(problems=0))
-        run_work(Folder.at(str(place)), work, subjects, num_actors=actors)
+        done = run_work(Folder.at(str(place)), work, subjects, num_actors=actors, cluster=OF_VARIABLE)
+        print(f"{done.headlines}\nThe report is in {place}")
 
 
 def train_all(runs: list[TrainingRun], *, at_once: int) -> None:

@@ -20,7 +20,7 @@ JOBS = (
 )
 # Each is imported where it is used: openai for endpoints, datasets for a data set of the hub, lm_eval by its backend,
 # peft where a recipe trains an adapter, bitsandbytes where its base has 4 bits, mlflow and wandb where a run is logged
-# to them, the others where a GPU is.
+# to them, pandas for a result's table, the others where a GPU is.
 OPTIONAL = {
     "bitsandbytes",
     "datasets",
@@ -30,6 +30,7 @@ OPTIONAL = {
     "lm_eval",
     "mlflow",
     "openai",
+    "pandas",
     "peft",
     "triton",
     "vllm",

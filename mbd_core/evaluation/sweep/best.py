@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from mbd_core.evaluation.sweep.timed_runs import Speed
 
 By = Literal["accuracy", "tps", "knee"]
+BEST = (
+    "the most accurate one, the one of the highest TPS at most 5 points below, or the knee of the front of accuracy "
+    "against TPF. It is chosen on half of the problems, and its accuracy on the others is printed."
+)
+"""What each of them means, for helps."""
 FLOOR = 5.0  # points of accuracy
 
 Samples = Mapping[ReportKey, Sequence[GradedSample]]

@@ -1,7 +1,7 @@
 """Grading of rows: the second stage of a sweep, and samples from other sources."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -115,7 +115,19 @@ def load_samples(path: Path, problem_set: ProblemSet) -> list[Sample]:
     return samples
 
 
-def _sample(line: int, row: dict[str, Any], problem_set: ProblemSet, by_id: dict[str, Problem]) -> Sample:
+def read_samples(rows: Sequence[Mapping[str, Any]], problem_set: ProblemSet) -> list[Sample]:
+    """The samples of rows; `ValueError` names the row that is none, and why."""
+    by_id = {problem.problem_id: problem for problem in problem_set.problems}
+    samples: list[Sample] = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            samples.append(_sample(number, row, problem_set, by_id))
+        except ValueError as error:
+            raise ValueError(f"samples, row {number}: {error}") from None
+    return samples
+
+
+def _sample(line: int, row: Mapping[str, Any], problem_set: ProblemSet, by_id: dict[str, Problem]) -> Sample:
     is_code = runs_programs(problem_set.task)
     forms = [form for form in FORMS if form == "text" or (is_code and (form, problem_set.task.rule) != NO_COMPLETION)]
     row = {column: value for column, value in row.items() if value is not None}  # tables pad rows with null

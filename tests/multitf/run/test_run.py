@@ -17,6 +17,7 @@ from mbd_core.checkpoint.shipped import SHIPPED
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, with_precision
 from mbd_core.multitf.run import __main__ as run
+from mbd_core.multitf.run import alone
 from mbd_core.multitf.run.checkpoints import MARKER
 from mbd_core.multitf.run.log import LOSSES, SPEEDS
 from mbd_core.multitf.step import compute as precision
@@ -56,7 +57,7 @@ def test_a_run_says_what_it_logs_and_where(recipe: str, capsys: pytest.CaptureFi
 def test_a_folder_that_is_there_is_refused_before_a_sample_is_generated(
     recipe: str, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "train_worker", lambda *_, **__: pytest.fail("training must not begin"))
+    monkeypatch.setattr(alone, "train_worker", lambda *_, **__: pytest.fail("training must not begin"))
     mine = Path("out") / recipe / "mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
@@ -85,7 +86,7 @@ def test_no_recipe_writes_into_the_package_by_default(
         targets.append(folder.resolve())
         raise ValueError("far enough")
 
-    monkeypatch.setattr(run, "check_target_folder", check)
+    monkeypatch.setattr(alone, "check_target_folder", check)
     assert run.main(["--recipe", name]) == 2
     assert targets == [tmp_path / "out" / name]
     assert SHIPPED not in targets[0].parents
@@ -256,7 +257,7 @@ def test_checkpoints_of_an_older_version_are_refused(recipe: str, capsys: pytest
 def test_a_plan_is_printed_and_nothing_begins(
     recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "train_worker", lambda *_, **__: pytest.fail("training must not begin"))
+    monkeypatch.setattr(alone, "train_worker", lambda *_, **__: pytest.fail("training must not begin"))
     assert run.main(["--recipe", recipe, "--plan", "4"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 4 and "4 GPUs, replicated: " in printed[0] and "4 GPUs, sharded: " in printed[2]
@@ -266,8 +267,8 @@ def test_a_plan_is_printed_and_nothing_begins(
 def test_a_training_that_does_not_fit_is_refused(
     recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "free_host_memory", lambda: 10**6)
-    monkeypatch.setattr(run, "train_worker", lambda *_, **__: pytest.fail("training must not begin"))
+    monkeypatch.setattr(alone, "free_host_memory", lambda: 10**6)
+    monkeypatch.setattr(alone, "train_worker", lambda *_, **__: pytest.fail("training must not begin"))
     assert run.main(["--recipe", recipe]) == 2
     assert (
         "multitf.run: training takes 0.3 GB on each CPU, and 0.0 GB of its 0.0 are for it; choose"
@@ -312,7 +313,7 @@ def test_what_cannot_be_trained_or_written_is_refused_before_it_begins(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(run, "train_worker", lambda *_, **__: pytest.fail("training must not begin"))
+    monkeypatch.setattr(alone, "train_worker", lambda *_, **__: pytest.fail("training must not begin"))
     Path("file").write_text("")
     Path("folder").mkdir()
     assert run.main(["--recipe", recipe, *options]) == 2

@@ -1,0 +1,92 @@
+"""A stream of an answer's text: what `LLM.stream` returns."""
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn, Self
+
+from mbd_api.answers import Answer
+from mbd_api.keywords import json_body
+from mbd_api.session import LOOK_SECONDS, Reply, Session, plain_error
+from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.api.requests import ChatRequest
+from mbd_core.serving.server.text_stream import TextStep
+from mbd_core.serving.text.committed import CallReader
+
+
+class AnswerStream:
+    """The pieces of one answer's text, as they are committed; made by `LLM.stream`.
+
+    answer  the whole answer, `None` before the last piece was read
+    """
+
+    def __init__(
+        self, session: Session, body: dict[str, Any], *, trace: bool, answer_of: Callable[[Reply], Answer]
+    ) -> None:
+        self.answer: Answer | None = None
+        self._answer_of = answer_of
+        self._pieces: SimpleQueue[str | Reply | BaseException] = SimpleQueue()
+        body = {**body, "stream": True} | ({"frames": True} if trace else {})
+        work = _feed(self._pieces, session, json_body(body), trace=trace, calls="tools" in body)
+        self._cancel = weakref.finalize(self, session.start(work))
+        first = self._next()  # what cannot be honoured is refused here, and not at the first piece
+        self._first = first if isinstance(first, str | Reply) else self._refuse(first)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> str:
+        while self.answer is None and self._cancel.alive:
+            item, self._first = self._first or self._next(), ""
+            if isinstance(item, Reply):
+                self.answer = self._answer_of(item)
+                self._cancel()
+            elif isinstance(item, BaseException):
+                self._refuse(item)
+            elif item:
+                return item
+        raise StopIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the request where it stands; no piece follows. Does nothing after the last."""
+        self._cancel()
+
+    def _next(self) -> str | Reply | BaseException:
+        while True:
+            with suppress(Empty):
+                return self._pieces.get(timeout=LOOK_SECONDS)
+
+    def _refuse(self, error: BaseException) -> NoReturn:
+        self._cancel()
+        raise error
+
+
+async def _feed(
+    pieces: "SimpleQueue[str | Reply | BaseException]", session: Session, body: bytes, *, trace: bool, calls: bool
+) -> None:
+    """Put the texts of a request's steps into a queue, then its reply, or why there is none."""
+    reader = CallReader() if calls else None
+
+    def put(step: TextStep) -> None:
+        text = step.text
+        if reader is not None:
+            text = reader.push(text, ends=step.output is not None).content
+        pieces.put(text)
+
+    try:
+        pieces.put(await session.ask(ChatRequest, body, trace=trace, on_step=put))
+    except ApiError as error:
+        pieces.put(plain_error(error))
+    except asyncio.CancelledError:
+        pieces.put(RuntimeError("this LLM was closed meanwhile"))
+        raise
+    except Exception as error:  # whatever it is, the reader waits for it
+        pieces.put(error)

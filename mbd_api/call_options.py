@@ -1,0 +1,64 @@
+"""What the calls share: options from keywords, refusals of unknown names, remarks, and the cluster that is named."""
+
+import difflib
+import os
+from collections.abc import Callable, Collection, Mapping
+from importlib.util import find_spec
+from typing import Annotated, Any, Literal, TypeVar
+
+from mbd_core.options import ENGINE, Option, read
+
+T = TypeVar("T")
+Say = Callable[[str], object]
+"""Is called with each remark."""
+Isolation = Annotated[
+    Literal["any", "required"],
+    Option(
+        "What must contain programs; required: bubblewrap or Landlock, or nothing is graded.",
+        ENGINE,
+        flag="--isolation",
+    ),
+]
+OF_VARIABLE = "RAY_ADDRESS"
+"""As a cluster's name: the one that the variable names, or one of the call's own where it names none."""
+
+
+def silent(text: str) -> None:
+    """Say nothing."""
+
+
+def options_from(kind: type[T], values: Mapping[str, Any]) -> T:
+    """A dataclass of options from keywords; `ValueError`, in the words of the commands, for what it refuses."""
+    return read(kind, {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in values.items()})
+
+
+def unknown(noun: str, name: str, known: Collection[str]) -> ValueError:
+    """The refusal of an unknown name, with the nearest one that is known."""
+    nearest = difflib.get_close_matches(name, sorted(known), n=1)
+    hint = f"is '{nearest[0]}' meant?" if nearest else f"known: {', '.join(sorted(known))}"
+    return ValueError(f"unknown {noun} '{name}'; {hint}")
+
+
+def plain_value(value: Any) -> Any:
+    """What JSON has for a value of another library; `TypeError` for what it has not."""
+    if hasattr(value, "tolist"):  # of numpy and torch
+        return value.tolist()
+    if hasattr(value, "isoformat"):  # dates
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Collection) and not isinstance(value, bytes):
+        return list(value)
+    raise TypeError(f"{value!r} of type {type(value).__name__} has no form in JSON")
+
+
+def ray_address(cluster: str) -> str | None:
+    """The address that `cluster.local.connect` takes for a call's `cluster`, `None` for `OF_VARIABLE`.
+
+    Raises `ValueError` where Ray is not installed, and for what is no text.
+    """
+    if not isinstance(cluster, str) or not cluster:
+        raise ValueError(f"cluster={cluster!r} must be an address as host:port, local, auto or {OF_VARIABLE}")
+    if find_spec("ray") is None:
+        raise ValueError(f"cluster={cluster} needs Ray, which is not installed: install mbd-cluster[ray]")
+    return None if cluster == OF_VARIABLE else cluster

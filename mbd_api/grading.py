@@ -1,0 +1,150 @@
+"""`grade(task, samples)`: anybody's samples graded without a model. The command `mbd grade` is this function."""
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict, Unpack
+
+from tqdm import tqdm
+
+from mbd_api.call_options import Isolation, Say, options_from, silent
+from mbd_api.rows import rows_of, table_of
+from mbd_core.evaluation.sandbox.processes import describe_isolation, hide_memory
+from mbd_core.evaluation.sweep.grading import (
+    SampleGrade,
+    grade_samples,
+    load_samples,
+    read_samples,
+    summary,
+    write_grades,
+)
+from mbd_core.evaluation.tasks.benchmarks import TASKS, Task, find_task, runs_programs
+from mbd_core.evaluation.tasks.problems import load_problems
+from mbd_core.files import check_target_folder, folder_beside
+from mbd_core.options import DATA, ENGINE, OUTPUT, Option, check
+from mbd_core.tasks.split import Split
+
+KIND = "grades"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grades:
+    """Graded samples.
+
+    report  the counts, and what they depend on: what report.json has
+    folder  where they were written, if anywhere
+    """
+
+    task: Task = field(repr=False)
+    report: dict[str, Any]
+    grades: tuple[SampleGrade, ...] = field(repr=False)
+    folder: Path | None = None
+
+    @property
+    def accuracy(self) -> float:
+        """The share of right samples."""
+        return float(self.report["accuracy_of_samples"])
+
+    @property
+    def table(self) -> Any:
+        """A row for each sample, in their order: a pandas table where pandas is installed, else a list."""
+        return table_of(
+            [
+                {"line": item.sample.line, "problem_id": item.sample.problem.problem_id, **asdict(item.grade)}
+                for item in self.grades
+            ]
+        )
+
+    @property
+    def text(self) -> str:
+        """The counts in two lines at most."""
+        report = self.report
+        parts = [f"{name} {report[name]}" for name in report if name.endswith("_correct")]
+        share = f"{report['correct']} of {report['samples']} samples right ({100 * self.accuracy:.2f} %"
+        low, high = report["wilson_interval"]
+        share += f", 95 % Wilson interval {100 * low:.1f} to {100 * high:.1f})"
+        text = "; ".join([f"{self.task.label}: {share}", *parts])
+        if report["problems_without_a_sample"]:
+            text += f"\n{report['problems_without_a_sample']} of {report['problems']} problems have no sample"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradeOptions:
+    """How samples are graded."""
+
+    task: Annotated[str, Option(f"Task: {', '.join(TASKS)}.", DATA, metavar="NAME")]
+    data: Annotated[
+        str | None,
+        Option(
+            "The task's problems, as their upstream or the hub has them; not for generated tasks.",
+            DATA,
+            metavar="PATH|URL",
+        ),
+    ] = None
+    limit: Annotated[int | None, Option("Problems of a generated task.", DATA, at_least=1)] = None
+    split: Annotated[Split, Option("Split of a generated task.", DATA)] = "test"
+    seed: Annotated[int, Option("Of a generated task.", DATA, at_least=0)] = 0
+    workers: Annotated[int | None, Option("Samples graded at once.", ENGINE, at_least=1, default="the CPUs")] = None
+    isolation: Isolation = "any"
+    overwrite: Annotated[bool, Option("Replace a folder that this command wrote before.", OUTPUT)] = False
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+class GradeKeywords(TypedDict, total=False):
+    """The fields of `GradeOptions`, for editors."""
+
+    data: str | Path | None
+    limit: int | None
+    split: Split
+    seed: int
+    workers: int | None
+    isolation: Literal["any", "required"]
+    overwrite: bool
+
+
+def grade(
+    task: str,
+    samples: Any,
+    *,
+    out: str | Path | None = None,
+    say: Say = silent,
+    **options: Unpack[GradeKeywords],
+) -> Grades:
+    """Grade samples of a task's problems; the options are those of the command `mbd grade`.
+
+    samples  a file of JSON lines, or rows: a list of dictionaries, or a table of pandas, polars, Arrow or datasets.
+             A sample has `problem_id`, `task_id` or `doc_id`, and `text`, `completion` or `solution`
+    out      a folder to write: grades.jsonl, report.json; default none
+    say      is called with each remark, before the work that it is about
+
+    Raises `ValueError` for a task that is unknown, and for samples that are none.
+    """
+    own = options_from(GradeOptions, {"task": task, **options})
+    return grade_chosen(own, samples, folder=None if out is None else Path(out), say=say)
+
+
+def grade_chosen(own: GradeOptions, samples: Any, *, folder: Path | None, say: Say) -> Grades:
+    """`grade` of options that are built."""
+    if folder is not None:
+        check_target_folder(folder, KIND, overwrite=own.overwrite)
+    found = find_task(own.task)
+    problem_set = load_problems(found, split=own.split, seed=own.seed, limit=own.limit, data=own.data)
+    if isinstance(samples, str | Path):
+        task_samples = load_samples(Path(samples), problem_set)
+    else:
+        task_samples = read_samples(rows_of(samples, "samples"), problem_set)
+    if runs_programs(found):
+        say(f"Programs run under {describe_isolation(own.isolation)}")
+        hide_memory()
+    graded = grade_samples(found, task_samples, workers=own.workers or os.cpu_count() or 1)
+    grades = list(tqdm(graded, total=len(task_samples), unit="sample", disable=None))
+    if folder is None:
+        report = summary(problem_set, grades)
+    else:
+        with folder_beside(folder, KIND, overwrite=own.overwrite) as new_folder:
+            report = write_grades(new_folder, problem_set, grades)
+    ordered = sorted(grades, key=lambda item: item.sample.line)
+    return Grades(task=found, report=report, grades=tuple(ordered), folder=folder)

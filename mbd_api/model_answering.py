@@ -1,0 +1,183 @@
+"""A model that answers the rows of a data set: how, where the answers are kept, and on what it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cluster.storage import Folder, fetch_model
+from mbd_api.call_options import OF_VARIABLE, ray_address
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.blocks.config import decoding_config
+from mbd_core.decoding.blocks.methods import METHODS, MULTI
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.engine.config import EngineConfig
+from mbd_core.files import check_target_folder, folder_kind
+from mbd_core.json_text import merge_fields
+from mbd_core.options import CLUSTER, DECODING, OUTPUT, Option, check
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mbd_core.evaluation.sweep.decoding import DecodingModel
+    from mbd_core.evaluation.sweep.model_answers import Answering, DecodeParts, ModelAnswers
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """How a model answers the rows; none has a meaning without the model."""
+
+    answers_from: Annotated[
+        str | None,
+        Option(
+            "Let this model answer the rows: a shipped model's name, a model folder, or its URL.",
+            DECODING,
+            metavar="MODEL",
+        ),
+    ] = None
+    method: Annotated[
+        str | None,
+        Option(
+            f"How it decodes: one of {', '.join(METHODS)}.",
+            DECODING,
+            metavar="NAME",
+            default="as its folder recommends",
+        ),
+    ] = None
+    decoding: Annotated[
+        dict[str, Any] | None, Option('Fields of the method, as {"tau_m2t": 0.8}.', DECODING, metavar="JSON")
+    ] = None
+    max_tokens: Annotated[
+        int | None, Option("Tokens of an answer, at most.", DECODING, at_least=1, default="1024")
+    ] = None
+    temperature: Annotated[float | None, Option("0 takes the likeliest token, more draws.", DECODING, default="0")] = (
+        None
+    )
+    seed: Annotated[int | None, Option("Of drawn answers.", DECODING, at_least=0, default="0")] = None
+    keep_unfinished: Annotated[
+        bool | None,
+        Option("Keep answers that did not end within --max-tokens, as they are.", DECODING, flag="--keep-unfinished"),
+    ] = None
+    max_rows: Annotated[int | None, Option("Answers decoded at once.", DECODING, at_least=1, default="16")] = None
+    answers: Annotated[
+        str | None,
+        Option(
+            "Where answers are kept as they come; the same command goes on from them.",
+            OUTPUT,
+            metavar="DIR",
+            default="OUT.answers",
+        ),
+    ] = None
+    actors: Annotated[
+        int | None,
+        Option(
+            "Engines that answer at once, actors with a GPU each if there are any, on the cluster of RAY_ADDRESS or "
+            "on one of its own.",
+            CLUSTER,
+            at_least=1,
+            default="one in this process, without Ray",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        names = [name for name, value in vars(self).items() if value is not None]
+        if self.answers_from is None and names:
+            option = names[0].replace("_", "-")
+            raise ValueError(f"--{option} has no meaning without --answers-from: nothing is decoded")
+
+
+@contextmanager
+def cluster_of(cluster: str | None, workers: int | None, actors: int | None) -> Iterator[None]:
+    """A connection to a cluster, if one is needed. Ray takes seconds to import."""
+    if workers is None and actors is None:
+        if cluster not in (None, OF_VARIABLE):
+            raise ValueError(f"cluster={cluster} has no work: give workers that tokenise, or actors that answer")
+        yield
+        return
+    if cluster is None:
+        raise ValueError("workers and actors need a cluster: name one, or leave them out")
+    address = ray_address(cluster)
+    import ray
+
+    from cluster.failures import CLUSTER_FAILURES, reason
+    from cluster.local import connect
+
+    is_ours = connect(address=address, num_cpus=(workers or 0) + (actors or 0) + 1, worker_logs=False)
+    try:
+        yield
+    except CLUSTER_FAILURES as error:
+        raise RuntimeError(f"it failed on the cluster: {reason(error)}; the same command begins it again") from error
+    finally:
+        if is_ours:
+            ray.shutdown()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answerer:
+    """A model that answers, as the user named it, and its tokenizer; how it answers, and where answers are kept."""
+
+    model: str
+    tokenizer: PreTrainedTokenizerBase
+    answering: Answering
+    folder: Path
+
+    @classmethod
+    def find(cls, model: str, target: Folder, options: AnswerOptions) -> Answerer:
+        """Check everything before anything is decoded; `ValueError` for what cannot be."""
+        from mbd_core.checkpoint.folder import model_digest, read_folder
+        from mbd_core.evaluation.sweep.model_answers import ANSWERS_KIND, PART, Answering
+
+        answers = Folder.at(options.answers or f"{target}.answers")
+        if answers.is_remote:
+            raise ValueError(
+                f"{answers} is a URL: name a folder here that keeps the answers as they come with --answers"
+            )
+        if folder_kind(answers.path) != ANSWERS_KIND:
+            check_target_folder(answers.path, ANSWERS_KIND, in_place=True)
+        name = options.method or MULTI
+        if name not in METHODS:
+            raise ValueError(f"--method {name}: known are {', '.join(METHODS)}")
+        if (options.max_rows or 1) > PART:
+            raise ValueError(f"--max-rows {options.max_rows} must be at most {PART}")
+        fields = merge_fields(METHODS[name], options.decoding or {})
+        folder = read_folder(model_folder(fetch_model(model)))
+        answering = Answering(
+            model=model,
+            digest=model_digest(folder.path),
+            decoding=decoding_config(folder.defaults, fields, block_size=folder.config.block_size),
+            sampling=Sampling(temperature=options.temperature or 0.0, seed=options.seed or 0),
+            max_tokens=options.max_tokens or 1024,
+            keep_unfinished=bool(options.keep_unfinished),
+            max_rows=options.max_rows or Answering.max_rows,
+        )
+        return cls(model=model, tokenizer=folder.tokenizer, answering=answering, folder=answers.path)
+
+    @contextmanager
+    def begin(self, num_rows: int, *, num_actors: int | None) -> Iterator[ModelAnswers]:
+        """The answers of so many rows, by an engine here or by `num_actors` on the cluster; a model is loaded when the
+        first answer is missing."""
+        from mbd_core.evaluation.sweep.model_answers import PART, ModelAnswers, PartDecoder
+
+        engine = EngineConfig(max_rows=self.answering.max_rows, buffer_size=self.answering.decoding.buffer_size)
+
+        def load() -> DecodingModel:
+            from mbd_core.evaluation.sweep.decoding import DecodingModel
+            from mbd_core.serving.tokens.load import load_engine
+
+            loaded = load_engine(model_folder(fetch_model(self.model)), engine)
+            return DecodingModel(loaded.engine, loaded.tokenizer)
+
+        decode: DecodeParts
+        if num_actors is not None:
+            from actors.training.data import AnswerPool
+
+            decode, rows = AnswerPool(self.model, self.answering, engine, num_actors=num_actors), 4 * PART * num_actors
+        else:
+            decode, rows = PartDecoder(self.answering, load), PART
+        answers = ModelAnswers(self.answering, decode, self.folder, rows_at_once=rows, num_rows=num_rows)
+        with closing(answers), closing(decode):
+            yield answers

@@ -1,0 +1,334 @@
+"""`prepare(rows, model=...)`: training samples of conversations. The command `mbd prepare` is this function."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import fsspec
+
+from cluster.storage import Folder, fetch_model
+from mbd_api.call_options import options_from, plain_value, unknown
+from mbd_api.model_answering import Answerer, AnswerOptions, cluster_of
+from mbd_api.rows import names_of, rows_of
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.options import CLUSTER, DATA, MODEL, OUTPUT, Option, check
+from mbd_core.row_files import read_row_files
+from mbd_core.tables import Table, markdown
+
+if TYPE_CHECKING:
+    from mbd_core.checkpoint.folder import ModelFolder
+    from mbd_core.multitf.data.preparation import RowCounts
+    from mbd_core.multitf.data.row_summary import RowSummary
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """How rows are read, filtered and tokenised."""
+
+    model: Annotated[str, Option("A shipped model's name, or a model folder.", MODEL, flag="--model")]
+    split: Annotated[
+        str | None, Option("Of a folder with several splits, as train and test, read this one.", DATA, metavar="NAME")
+    ] = None
+    messages: Annotated[
+        str | None,
+        Option("Where the conversations are.", DATA, metavar="COLUMN", default="messages, conversations"),
+    ] = None
+    prompt: Annotated[
+        str | None,
+        Option(
+            "Where the prompts are, if not in conversations.",
+            DATA,
+            metavar="COLUMN",
+            default="prompt, question, instruction, problem, query, input, inputs",
+        ),
+    ] = None
+    response: Annotated[
+        str | None,
+        Option(
+            "Where their answers are.",
+            DATA,
+            metavar="COLUMN",
+            default="response, answer, output, solution, completion, target, targets",
+        ),
+    ] = None
+    system: Annotated[
+        str | None,
+        Option("Where the system prompts are.", DATA, metavar="COLUMN", default="system, system_prompt"),
+    ] = None
+    tools: Annotated[
+        str | None,
+        Option("Where the functions are that may be called.", DATA, metavar="COLUMN", default="tools, functions"),
+    ] = None
+    roles: Annotated[
+        Sequence[str],
+        Option(
+            "What the data's own names of roles are: bot=assistant,narrator=system.",
+            DATA,
+            metavar="NAME=ROLE,...",
+            separator=",",
+        ),
+    ] = ()
+    ignore_columns: Annotated[
+        Sequence[str],
+        Option(
+            "Columns that are not read, and fields of turns, as messages.weight.",
+            DATA,
+            metavar="NAME,...",
+            separator=",",
+        ),
+    ] = ()
+    max_length: Annotated[
+        int, Option("Rows of more tokens, with their EOS, are counted and left out.", DATA, at_least=2)
+    ] = 2048
+    answers_trained: Annotated[
+        Literal["every", "last"] | None,
+        Option(
+            "Train every answer of a conversation, or the last one alone.",
+            DATA,
+            default="every; with --answers-from last",
+        ),
+    ] = None
+    weight: Annotated[
+        Sequence[float],
+        Option(
+            "How often the rows of a source are in the data, 0.5 for every second row. One for each source, in order.",
+            DATA,
+            above=0,
+            default="1",
+        ),
+    ] = ()
+    show: Annotated[
+        int, Option("Print so many rows as the model sees them, with what is trained marked.", OUTPUT, at_least=0)
+    ] = 0
+    skip_bad: Annotated[
+        bool, Option("Leave rows out that cannot be trained on; OUT/skipped.txt lists them.", DATA)
+    ] = False
+    limit: Annotated[int | None, Option("Read only so many rows.", DATA, at_least=1)] = None
+    against: Annotated[
+        Sequence[str],
+        Option(
+            "A benchmark's file, of any format that sweeps read; rows that repeat its problems are reported. May be "
+            "given again.",
+            DATA,
+            metavar="FILE",
+        ),
+    ] = ()
+    drop_overlap: Annotated[bool, Option("Leave out the rows that --against reports.", DATA)] = False
+    workers: Annotated[
+        int | None,
+        Option(
+            "Tokenise by so many tasks of Ray Data, on the cluster of RAY_ADDRESS or one of its own; the same bytes.",
+            CLUSTER,
+            at_least=1,
+            default="in this process, without Ray",
+        ),
+    ] = None
+    overwrite: Annotated[bool, Option("Replace a folder that this command wrote before.", OUTPUT)] = False
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.drop_overlap and not self.against:
+            raise ValueError("--drop-overlap needs the benchmarks' files: name them with --against")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A folder of training samples; `train(data=prepared)` learns from it.
+
+    folder   its path or URL; none where rows were shown alone
+    counts   rows that were read, kept and left out
+    tables   what was understood of the rows
+    overlap  for each benchmark of `against` the rows that repeat its problems
+    answers  where a model's answers are kept, if one answered
+    """
+
+    folder: str | None
+    counts: RowCounts
+    tables: tuple[Table, ...] = field(repr=False)
+    overlap: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    answers: Path | None = None
+    summary: RowSummary = field(repr=False)
+    model: ModelFolder = field(repr=False)
+
+    def __fspath__(self) -> str:
+        if self.folder is None:
+            raise ValueError("rows were shown, and no training data written; give out")
+        return self.folder
+
+    def __str__(self) -> str:
+        return f"{markdown(self.tables)}\n{self.counts}"
+
+    def shown(self, *, colour: bool = False) -> list[str]:
+        """The rows of `show` as the model sees them, with what is trained marked."""
+        from mbd_core.multitf.data.encoding import fill_token
+        from mbd_core.multitf.data.row_summary import show
+
+        eos = fill_token(self.model.tokenizer, self.model.config)
+        return [show(sample, self.model.tokenizer, eos, colour=colour) for sample in self.summary.shown]
+
+
+def prepare(
+    rows: Any,
+    model: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str] | None = None,
+    cluster: str | None = None,
+    **options: Any,
+) -> Prepared:
+    """Make a folder of training samples of conversations: templated, tokenised, filtered.
+
+    rows     a list of dictionaries, a table of pandas, polars, Arrow or datasets, or a path or URL, or several paths
+    model    whose template and tokenizer are used: a shipped model's name, or a model folder
+    out      the folder to write; default a new one for temporary files
+    cluster  default none: this process alone. Else a Ray cluster for `workers` that tokenise and `actors` that answer:
+             its address, `auto` for the one on this machine, `local` for one of the call's own, `RAY_ADDRESS` for
+             that of the variable
+    options  those of the command `mbd prepare`, with `_` for `-`, as `max_length=1024`, `split="train"`, `show=2`
+
+    Raises `ValueError`, in the command's words, for rows that cannot be trained on and for what cannot be honoured.
+    """
+    answer_names, own_names = AnswerOptions.__dataclass_fields__, PrepareOptions.__dataclass_fields__
+    for name in options:
+        if name not in own_names and name not in answer_names:
+            raise unknown("keyword", name, {*own_names, *answer_names, "out", "cluster"})
+    values = {name: value for name, value in options.items() if name in own_names} | {"model": os.fspath(model)}
+    if isinstance(values.get("roles"), Mapping):
+        values["roles"] = [f"{name}={role}" for name, role in values["roles"].items()]
+    if isinstance(values.get("weight"), int | float):
+        values["weight"] = [values["weight"]]
+    for name in ("ignore_columns", "against"):
+        if isinstance(values.get(name), str):
+            values[name] = names_of(values[name], name)
+    own = options_from(PrepareOptions, values)
+    answering = options_from(AnswerOptions, {name: value for name, value in options.items() if name in answer_names})
+    place = Folder.at(os.path.join(tempfile.mkdtemp(prefix="mbd-data-"), "data") if out is None else os.fspath(out))
+    with sources_of(rows) as sources:
+        return prepare_chosen(own, answering, sources, place=place, cluster=cluster)
+
+
+def prepare_chosen(
+    own: PrepareOptions, answering: AnswerOptions, sources: Sequence[str], *, place: Folder | None, cluster: str | None
+) -> Prepared:
+    """`prepare` of files, with options that are built; without a place the rows to show are read, and nothing is
+    written."""
+    from mbd_core.checkpoint.folder import read_folder
+    from mbd_core.multitf.data.benchmark_overlap import Benchmark
+    from mbd_core.multitf.data.conversation_rows import Columns
+    from mbd_core.multitf.data.data_files import find_files
+    from mbd_core.multitf.data.preparation import Preparation, check_prompts, prepare_data, preview
+    from mbd_core.multitf.data.prepared import DATA_KIND
+    from mbd_core.multitf.data.row_summary import RowSummary
+
+    if place is None and (not own.show or answering.answers_from is not None):
+        raise ValueError("--out is missing: name the folder to write; --show alone prints rows and writes nothing")
+    if place is not None:
+        place.check_target(DATA_KIND, overwrite=own.overwrite)
+    answerer = None
+    if place is not None and answering.answers_from is not None:
+        answerer = Answerer.find(answering.answers_from, place, answering)
+    if own.weight and len(own.weight) != len(sources):
+        raise ValueError(f"--weight is given {len(own.weight)} times for {len(sources)} sources: give one for each")
+    columns = Columns(
+        chat=own.messages,
+        prompt=own.prompt,
+        response=own.response,
+        system=own.system,
+        tools=own.tools,
+        roles=dict(map(role_name, own.roles)),
+        ignored=frozenset(own.ignore_columns),
+        answered=not answerer,
+    )
+    groups = [find_files(source, split=own.split) for source in sources]
+    files = [file for group in groups for file in group]
+    weight = own.weight
+    weights = [number for number, group in zip(weight, groups, strict=True) for _ in group] if weight else None
+    every = own.answers_trained == "every" or (own.answers_trained is None and answerer is None)
+    model = read_folder(model_folder(fetch_model(own.model)))
+    preparation = Preparation(
+        files=files,
+        model=model,
+        max_length=own.max_length,
+        columns=columns,
+        benchmarks=[Benchmark.of(n, ((source, row) for _, source, row in read_row_files(n))) for n in own.against],
+        drop_overlap=own.drop_overlap,
+        limit=own.limit,
+        weights=weights,
+        every=every,
+        skip_bad=own.skip_bad,
+        readers=() if answerer is None else (model.tokenizer, answerer.tokenizer),
+    )
+    summary = RowSummary(num_shown=own.show, ignored=columns.ignored)
+    if place is None:
+        counts = preview(preparation, summary)
+        return Prepared(folder=None, counts=counts, tables=(summary.columns_table,), summary=summary, model=model)
+    with (
+        cluster_of(cluster, own.workers, answering.actors),
+        place.staged(DATA_KIND, overwrite=own.overwrite) as folder,
+        ExitStack() as stack,
+    ):
+        encode = None
+        if own.workers is not None:
+            from actors.training.data import encode_on_cluster
+
+            encode = encode_on_cluster(own.model, num_workers=own.workers, every=every, max_length=own.max_length)
+        if answerer is not None:
+            num_rows = check_prompts(preparation)
+            decoded = stack.enter_context(answerer.begin(num_rows, num_actors=answering.actors))
+            preparation = replace(preparation, answers=decoded)
+        counts = prepare_data(preparation, folder, overwrite=own.overwrite, encode=encode, summary=summary)
+    return Prepared(
+        folder=str(place),
+        counts=counts,
+        tables=(summary.columns_table, summary.samples_table),
+        overlap={benchmark.name: benchmark.report() for benchmark in preparation.benchmarks},
+        answers=None if answerer is None else answerer.folder,
+        summary=summary,
+        model=model,
+    )
+
+
+def role_name(text: str) -> tuple[str, str]:
+    """A data set's name of a role, and the role; `ValueError` for another form than `NAME=ROLE`."""
+    name, sign, role = text.partition("=")
+    if not (name and sign and role):
+        raise ValueError(f"--roles {text} must be NAME=ROLE, as bot=assistant")
+    return name, role
+
+
+@contextmanager
+def sources_of(rows: Any) -> Iterator[list[str]]:
+    """The files of `prepare`: those that are named, or one in memory that holds the rows, as long as the block lasts.
+
+    Its name depends on the rows alone, so that the same rows give the same bytes; sentences call it "rows".
+    """
+    if isinstance(rows, str | os.PathLike):
+        yield [os.fspath(rows)]
+        return
+    if isinstance(rows, list | tuple) and rows and all(isinstance(row, str | os.PathLike) for row in rows):
+        yield [os.fspath(row) for row in rows]
+        return
+    lines = []
+    for number, row in enumerate(rows_of(rows, "rows"), start=1):
+        try:
+            lines.append(json.dumps(row, default=plain_value, ensure_ascii=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"rows, row {number}: {error}") from None
+    content = "".join(lines).encode("utf-8", errors="surrogatepass")
+    system, path = fsspec.filesystem("memory"), f"/rows-{hashlib.sha256(content).hexdigest()[:12]}/rows.jsonl"
+    system.pipe_file(path, content)
+    url = f"memory:/{path}"
+    try:
+        yield [url]
+    except ValueError as error:
+        raise ValueError(str(error).replace(url, "rows")) from None
+    finally:
+        if system.exists(path):
+            system.rm_file(path)

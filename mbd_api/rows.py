@@ -1,0 +1,58 @@
+"""Rows that Python holds: lists of dictionaries, and the tables of pandas, polars, Arrow and Hugging Face's datasets.
+
+A result's rows go back as a pandas table where pandas is installed, else as a list of dictionaries.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
+
+Rows = "list[dict[str, Any]] | pandas.DataFrame"
+
+
+def rows_of(value: Any, noun: str) -> list[dict[str, Any]]:
+    """The rows of a value as dictionaries; `ValueError`, with what the value is called, for one that has none."""
+    rows: Iterable[Any]
+    if hasattr(value, "to_json") and hasattr(value, "columns"):  # pandas, whose missing values are no JSON
+        rows = json.loads(value.to_json(orient="records", date_format="iso", double_precision=15))
+    elif hasattr(value, "to_dicts"):  # polars
+        rows = value.to_dicts()
+    elif hasattr(value, "to_pylist"):  # Arrow
+        rows = value.to_pylist()
+    elif isinstance(value, Mapping):
+        names = ", ".join(map(str, list(value)[:5]))
+        raise ValueError(f"{noun} are one object with {names}; give a list of rows, or one split of a data set")
+    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        rows = value
+    else:
+        raise ValueError(f"{noun} are of type {type(value).__name__}; give a list of rows, a table, or a path")
+    dictionaries = []
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"{noun}, row {number}: a {type(row).__name__}, not a dictionary")
+        dictionaries.append(dict(row))
+    if not dictionaries:
+        raise ValueError(f"{noun} have no row")
+    return dictionaries
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """The rows as a pandas table, or a list of dictionaries where pandas is not installed."""
+    if find_spec("pandas") is None:
+        return [dict(row) for row in rows]
+    import pandas
+
+    return pandas.DataFrame.from_records(list(map(dict, rows)))
+
+
+def names_of(value: Any, noun: str) -> list[str]:
+    """Names that are given as one text, with commas between them, or as a list."""
+    names = [value] if isinstance(value, str | os.PathLike) else value
+    if not isinstance(names, Iterable) or not all(isinstance(name, str | os.PathLike) for name in names):
+        raise ValueError(f"{noun} must be a list of names, or one text with commas between them")
+    return [part.strip() for name in names for part in os.fspath(name).split(",") if part.strip()]

@@ -1,0 +1,207 @@
+"""`sweep(models, tasks, grid)`: models x methods x thresholds over tasks. The command `mbd sweep` is this function."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, TypedDict, Unpack
+
+from cluster.storage import Folder
+from mbd_api.call_options import Isolation, Say, options_from, silent
+from mbd_api.rows import names_of
+from mbd_api.sweep_work import Subjects, SweepResult, run_work
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.sweep.best import BEST, By
+from mbd_core.evaluation.sweep.options import SweepOptions
+from mbd_core.evaluation.sweep.parts import SweepShard, Timing
+from mbd_core.evaluation.tasks.benchmarks import runs_programs
+from mbd_core.options import CLUSTER, DATA, ENGINE, MODEL, OUTPUT, Option, check
+
+ENGINE_FIELDS = ("max_rows", "num_pages", "kv_memory_fraction")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepWork:
+    """Beside models, methods and tasks: what is asked over HTTP, timed, computed at once, and written."""
+
+    endpoint: Annotated[
+        Sequence[str],
+        Option(
+            "An OpenAI endpoint that is asked instead of an engine, as mine=http://host:8000/v1; repeatable.",
+            MODEL,
+            metavar="NAME=URL[#MODEL]",
+        ),
+    ] = ()
+    endpoint_key: Annotated[
+        Sequence[str],
+        Option(
+            "The environment variable that holds an endpoint's API key; repeatable.", MODEL, metavar="NAME=VARIABLE"
+        ),
+    ] = ()
+    shard: Annotated[
+        str, Option("Compute the I-th of N shards; jobs/report_sweep.py joins their folders.", DATA, metavar="I/N")
+    ] = "1/1"
+    timed: Annotated[
+        int,
+        Option(
+            "Problems a task on which each configuration is timed by itself, after the sweep; 0: none. The p99 of "
+            "latency takes 100 timed requests, and is a dash below.",
+            DATA,
+            at_least=0,
+        ),
+    ] = Timing.problems
+    concurrency: Annotated[
+        int, Option("Requests under way at an endpoint, and where throughput is timed.", ENGINE, at_least=1)
+    ] = Timing.concurrency
+    actors: Annotated[int, Option("Engines in parallel, with a CPU a rank.", CLUSTER, at_least=1)] = 1
+    isolation: Isolation = "any"
+    write_best: Annotated[
+        By | None,
+        Option(f"Write each model's best configuration into its generation_config.json: {BEST}", OUTPUT),
+    ] = None
+    overwrite: Annotated[bool, Option("Replace a folder that this command wrote before.", OUTPUT)] = False
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+class SweepKeywords(TypedDict, total=False):
+    """The fields of `SweepOptions` and `SweepWork`, and the engine's, for editors."""
+
+    recipe: str
+    examples: Sequence[str] | Mapping[str, str | Path]
+    data: str | Path | Sequence[str] | Mapping[str, str | Path]
+    methods: str | Sequence[str]
+    definitions: Sequence[str] | Mapping[str, Mapping[str, Any]]
+    max_tokens: int
+    samples: int
+    temperature: float
+    top_p: float
+    mc_num: int
+    limit: int
+    seed: int
+    split: str
+    include_path: str | Path
+    form: str
+    tensor_parallel: int
+    endpoint: str | Sequence[str]
+    endpoint_key: str | Sequence[str]
+    shard: str
+    timed: int
+    concurrency: int
+    actors: int
+    isolation: str
+    write_best: By
+    overwrite: bool
+    max_rows: int
+    num_pages: int
+    kv_memory_fraction: float
+
+
+def sweep(
+    models: str | Sequence[str | Path],
+    tasks: str | Sequence[str],
+    grid: str | Mapping[str, Any] = "",
+    *,
+    out: str | Path | None = None,
+    cluster: str | None = None,
+    say: Say = silent,
+    **options: Unpack[SweepKeywords],
+) -> SweepResult:
+    """Sweep models x methods x thresholds over tasks, and report accuracy, TPF, AUP and speed.
+
+    models   shipped models' names, model folders, or their URLs; none where an `endpoint` is asked
+    grid     decoding fields and their values, all combined: {"tau_m2t": [0.7, 0.9], "buffer_size": [2, 4]}, or as the
+             command takes it
+    out      where samples and report lie; default a new folder for temporary files. The same call again computes what
+             is missing there
+    cluster  default none: one engine in this process. Else a Ray cluster: its address, `auto` for the one on this
+             machine, `local` for one of the call's own, `RAY_ADDRESS` for that of the variable
+    say      is called with each remark, as it comes
+    options  those of the command `mbd sweep`, with `_` for `-`
+
+    Raises `ValueError`, in the command's words, for what cannot be honoured, and `RuntimeError` if the sweep fails.
+    """
+    place = Folder.at(tempfile.mkdtemp(prefix="mbd-sweep-") if out is None else out)
+    values: dict[str, Any] = dict(options)
+    engine_values = {name: values.pop(name) for name in ENGINE_FIELDS if name in values}
+    own_values = {name: values.pop(name) for name in SweepWork.__dataclass_fields__ if name in values}
+    for name in ("endpoint", "endpoint_key"):
+        if isinstance(own_values.get(name), str):
+            own_values[name] = [own_values[name]]
+    for name in ("data", "examples"):
+        values[name] = _pairs(values.get(name, ()))
+    if isinstance(values.get("definitions"), Mapping):
+        values["definitions"] = [f"{name}={json.dumps(fields)}" for name, fields in values["definitions"].items()]
+    if values.get("methods") is not None:
+        values["methods"] = names_of(values["methods"], "methods")
+    values |= {"models": names_of(models, "models"), "tasks": names_of(tasks, "tasks"), "grid": _grid_text(grid)}
+    return sweep_chosen(
+        options_from(SweepOptions, values),
+        options_from(EngineConfig, engine_values),
+        options_from(SweepWork, own_values),
+        place=place,
+        cluster=cluster,
+        say=say,
+    )
+
+
+def sweep_chosen(
+    options: SweepOptions, engine: EngineConfig, own: SweepWork, *, place: Folder, cluster: str | None, say: Say
+) -> SweepResult:
+    """`sweep` of options that are built."""
+    from mbd_core.evaluation.sandbox.processes import describe_isolation
+    from mbd_core.evaluation.sweep.best_folder import edit_notes
+    from mbd_core.evaluation.sweep.plan import plan_sweep
+    from mbd_core.evaluation.sweep.run import SweepRun
+
+    if cluster is None and own.actors > 1:
+        raise ValueError(f"actors={own.actors} engines need a cluster: name one, or leave actors out")
+    place.check_writable()
+    sampling = Sampling(temperature=options.temperature, top_p=options.top_p)
+    subjects = Subjects.find(options.models, own.endpoint, own.endpoint_key, sampling)
+    models = list(subjects.fetched.values())
+    options = replace(options, models=models, endpoints=subjects.endpoints, engine=engine)
+    planned = plan_sweep(options)
+    edits = edit_notes({name: model_folder(model) for name, model in planned.models.items()})
+    planned = replace(planned, notes=[*planned.notes, *edits])
+    if any(runs_programs(problem_set.task) for problem_set in planned.problem_sets):
+        say(f"programs run, on this machine, under {describe_isolation(own.isolation)}")
+    timing = Timing(problems=own.timed, concurrency=own.concurrency)
+    work = SweepRun.of(planned, shard=SweepShard.parse(own.shard), timing=timing)
+    return run_work(
+        place,
+        work,
+        subjects,
+        num_actors=own.actors,
+        cluster=cluster,
+        isolated=own.isolation == "required",
+        write_best=own.write_best,
+        overwrite=own.overwrite,
+        say=say,
+    )
+
+
+def _pairs(value: Any) -> Any:
+    """`data` and `examples` as the command takes them: TASK=PATH, or a path alone."""
+    if isinstance(value, Mapping):
+        return [f"{task}={os.fspath(path)}" for task, path in value.items()]
+    return [os.fspath(value)] if isinstance(value, str | Path) else value
+
+
+def _grid_text(grid: str | Mapping[str, Any]) -> str:
+    """A grid as the command takes it."""
+    if not isinstance(grid, Mapping):
+        return grid
+    values = {name: value if isinstance(value, list | tuple) else [value] for name, value in grid.items()}
+    return ";".join(f"{name}={','.join(map(_value_text, each))}" for name, each in values.items())
+
+
+def _value_text(value: Any) -> str:
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)

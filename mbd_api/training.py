@@ -1,0 +1,269 @@
+"""`train(recipe)`: a recipe, trained in this process or on a cluster. The command `mbd train` is this function."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cluster.storage import Folder, fetch_model
+from cluster.topology import Device
+from mbd_api.call_options import OF_VARIABLE, Say, options_from, ray_address, silent, unknown
+from mbd_api.rows import table_of
+from mbd_core.json_text import merge_fields, merge_paths
+from mbd_core.multitf.recipes.choice import ChosenRecipe, RecipeChoice, choose_recipe
+from mbd_core.multitf.recipes.recipe import TrainingRecipe
+from mbd_core.multitf.run.log_targets import chosen_targets
+from mbd_core.multitf.run.options import RunOptions, build_options, options_inside
+from mbd_core.options import CLUSTER, OUTPUT, Option, OptionField, changes_of, check, flag, value_text
+
+if TYPE_CHECKING:
+    from actors.training.run import TrainingRun
+    from mbd_core.multitf.run.start import StartingPoint
+
+DEFAULT = "tiny-mbd"
+FAILURE = "failure.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions:
+    """How a run lies on a cluster, and where."""
+
+    workers: Annotated[int, Option("Training processes.", CLUSTER, at_least=1)] = 2
+    device: Annotated[
+        Device | None, Option("What workers compute on.", CLUSTER, default="a GPU each, if there are any")
+    ] = None
+    plan: Annotated[bool, Option("Print what a step takes of each worker's memory, and end.", CLUSTER)] = False
+    schema: Annotated[bool, Option("Print the JSON Schema of --config files, for editors, and end.", OUTPUT)] = False
+    max_failures: Annotated[int, Option("Lost workers the run survives.", CLUSTER, at_least=0)] = 3
+    storage: Annotated[
+        str,
+        Option(
+            "Where runs lie: a folder that every worker reaches, or a URL as s3://bucket/path.",
+            OUTPUT,
+            metavar="DIR|URL",
+        ),
+    ] = "~/mbd-runs"
+    run_name: Annotated[
+        str | None, Option("The run's folder in --storage.", OUTPUT, metavar="NAME", default="the recipe's")
+    ] = None
+    resume: Annotated[bool, Option("Go on with the run of this name.", OUTPUT)] = False
+    checkpoint_every: Annotated[int, Option("Steps between checkpoints.", OUTPUT, at_least=1, metavar="N")] = 100
+    out: Annotated[
+        str | None, Option("Model folder to write.", OUTPUT, metavar="DIR|URL", default="STORAGE/NAME/model")
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A trained model; `LLM(trained)` loads it.
+
+    model    the model folder's path or URL
+    recipe   as it was trained
+    changes  what differs in it from the recipe that was named
+    run      the run's folder on a cluster's storage
+    """
+
+    model: str
+    recipe: TrainingRecipe = field(repr=False)
+    changes: tuple[str, ...] = ()
+    run: str | None = None
+    points: tuple[Mapping[str, float], ...] = field(default=(), repr=False)
+
+    def __fspath__(self) -> str:
+        return self.model
+
+    def __str__(self) -> str:
+        return self.model
+
+    @property
+    def table(self) -> Any:
+        """The numbers of each update: a pandas table where pandas is installed, else a list."""
+        return table_of(self.points)
+
+
+OF_CLUSTER = tuple(name for name in RayOptions.__dataclass_fields__ if name not in ("plan", "schema", "out"))
+ALONE = ("checkpoints", "every")
+
+
+def train(
+    recipe: str = DEFAULT,
+    *,
+    base: str | os.PathLike[str] | None = None,
+    data: str | os.PathLike[str] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    cluster: str | None = None,
+    say: Say = silent,
+    **changes: Any,
+) -> Trained:
+    """Train a recipe, and write a model folder.
+
+    recipe   its name, or one of your own as FILE.py:NAME
+    base     start from this model: a shipped model's name, a model folder, or its URL
+    data     what `prepare` returned, or the folder that it wrote
+    out      the model folder to write; default out/RECIPE, on a cluster STORAGE/RECIPE/model
+    cluster  default none: this process alone. Else a Ray cluster: its address, `auto` for the one on this machine,
+             `local` for one of the call's own, `RAY_ADDRESS` for that of the variable
+    say      is called with each remark, as it comes
+    changes  fields of the recipe, by the names of the command's options (`steps=200`, `lr=1e-4`) or inside its parts
+             (`train={"lr": 1e-4}`); options of the run (`checkpoints`, `every`, `validation`, `overwrite`, ...); on a
+             cluster `workers`, `storage`, `run_name`, `resume` and others
+
+    Raises `ValueError`, in the command's words, for what cannot be honoured, and `RuntimeError` if the training fails.
+    """
+    from mbd_core.multitf.run.alone import (  # which takes seconds, and a command's --help none
+        PlainOptions,
+        train_alone,
+    )
+
+    given = {"base": base, "data": data, "out": out, "recipe": recipe}
+    names = Names(cluster is not None)
+    values = {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in changes.items()}
+    for name in values:
+        names.check(name)
+    choice_values = {n: v for n, v in (given | values).items() if n in RecipeChoice.__dataclass_fields__}
+    choice = options_from(RecipeChoice, {name: value for name, value in choice_values.items() if value is not None})
+    named = {item.name: values.get(item.name, item.default) for item in options_inside(RunOptions)}
+    for item in options_inside(RunOptions):
+        if (refusal := item.refusal(named[item.name])) is not None:
+            raise ValueError(f"{item.name}={value_text(named[item.name])} {refusal}")
+    options: RunOptions = build_options(RunOptions, named)
+    changed_fields = merge_fields(
+        {name: value for name, value in values.items() if name in names.parts},
+        merge_paths({}, {names.paths[name]: value for name, value in values.items() if name in names.paths}),
+    )
+    own = {name: value for name, value in values.items() if name in (OF_CLUSTER if names.on_cluster else ALONE)}
+    if out is not None:
+        own["out"] = os.fspath(out)
+    if cluster is not None:
+        return train_on_ray(choice, changed_fields, options, options_from(RayOptions, own), cluster=cluster, say=say)
+    done = train_alone(choice, changed_fields, options, options_from(PlainOptions, own))
+    return Trained(
+        model=str(done.model), recipe=done.recipe, changes=done.changes, points=tuple(dict(p) for p in done.curve)
+    )
+
+
+class Names:
+    """The keywords of `train`: where each belongs."""
+
+    def __init__(self, on_cluster: bool) -> None:
+        self.on_cluster = on_cluster
+        self.paths = {_keyword(item): item.name for item in changes_of(TrainingRecipe)}
+        self.parts = {name for name in TrainingRecipe.__dataclass_fields__ if name not in self.paths}
+        self._others = {item.name for item in options_inside(RunOptions)} | {*RecipeChoice.__dataclass_fields__}
+
+    def check(self, name: str) -> None:
+        """Raise `ValueError` for a name that is unknown, or belongs to the other place."""
+        known = {*self.paths, *self.parts, *self._others, *(OF_CLUSTER if self.on_cluster else ALONE)}
+        if name in known:
+            return
+        if name in OF_CLUSTER:
+            raise ValueError(f"{name} belongs to a run on a cluster: name one with cluster, or leave {name} out")
+        if name in ALONE:
+            raise ValueError(f"{name} belongs to a run without a cluster: give storage and checkpoint_every instead")
+        raise unknown("keyword", name, known)
+
+
+def _keyword(item: OptionField) -> str:
+    return flag(item).partition("/")[0].removeprefix("--").replace("-", "_")
+
+
+def train_on_ray(
+    choice: RecipeChoice,
+    changes: Mapping[str, Any],
+    options: RunOptions,
+    own: RayOptions,
+    *,
+    cluster: str = OF_VARIABLE,
+    say: Say = silent,
+) -> Trained:
+    """Train a recipe on a Ray cluster, whose name `ray_address` reads. Raises as `train`."""
+    from actors.training.run import TrainingRun, check_run, fetched, validation_at
+    from mbd_core.evaluation.tasks.benchmarks import find_task
+    from mbd_core.evaluation.tasks.problems import load_problems
+    from mbd_core.multitf.run.log import LOSSES
+    from mbd_core.multitf.run.start import StartingPoint
+    from mbd_core.multitf.run.validation import check_held_out
+
+    address = ray_address(cluster)
+    chosen = chosen_on_ray(choice, changes)
+    recipe = chosen.recipe
+    runs, name = Folder.at(os.path.expanduser(own.storage)), recipe.name if own.run_name is None else own.run_name
+    training = TrainingRun(
+        recipe=recipe,
+        changes=chosen.changes,
+        name=name,
+        storage=runs,
+        out=runs / name / "model" if own.out is None else Folder.at(own.out),
+        written=options.write,
+        overwrite=options.overwrite,
+        num_workers=own.workers,
+        device=own.device,
+        sharding=options.sharding,
+        checkpoint_every=own.checkpoint_every,
+        max_failures=own.max_failures,
+        log_targets=chosen_targets(options.log_to),
+        measuring=options.measuring,
+        validation=validation_at(options.held_out),
+        sweeping=options.sweeping,
+    )
+    if options.sweeping.sweep_every:
+        task = find_task(options.sweeping.task)
+        load_problems(task, limit=options.sweeping.limit, data=options.sweeping.sweep_data)  # refused before the run
+    check_run(training, resume=own.resume)
+    start = StartingPoint.read(recipe, fetch=fetch_model)
+    start.check_written(options.write)
+    check_held_out(fetched(training.validation), start, None if start.base is None else start.base.tokenizer)
+    if note := start.note():
+        say(f"note: {note}")
+    train_on_cluster(training, start, resume=own.resume, address=address)
+    lines = (training.folder.read_text(LOSSES) or "").splitlines()
+    return Trained(
+        model=str(training.out),
+        recipe=recipe,
+        changes=chosen.changes,
+        run=str(training.folder),
+        points=tuple(map(json.loads, lines)),
+    )
+
+
+def chosen_on_ray(choice: RecipeChoice, changes: Mapping[str, Any]) -> ChosenRecipe:
+    """The recipe, its base and its data where all workers find them."""
+    from actors.training.run import named_base, prepared_data_at
+
+    return choose_recipe(choice, changes, default=DEFAULT, named_base=named_base, named_data=prepared_data_at)
+
+
+def train_on_cluster(
+    training: TrainingRun,
+    start: StartingPoint,
+    *,
+    resume: bool,
+    address: str | None = None,
+    go_on: str = "the same command and --resume",
+) -> None:
+    """Train until the model is written. Raises `RuntimeError`, one sentence, if that fails or no cluster starts.
+
+    `address` is as `cluster.local.connect` takes it, `go_on` what goes on with a training that failed.
+    """
+    from actors.training.run import begin
+    from actors.training.worker import fit, plan_run  # Ray takes seconds to import: bad input is refused before that
+    from cluster.failures import CLUSTER_FAILURES, record_failure
+    from cluster.local import connect
+
+    connect(address=address, num_cpus=max(4, training.num_workers + 1))
+    training = plan_run(training, start)
+    begin(training, resume=resume)
+    try:
+        fit(training)
+    except CLUSTER_FAILURES as error:
+        reason = record_failure(error, training.folder, FAILURE)
+        raise RuntimeError(
+            f"the training failed: {reason}; the run lies in {training.folder}; go on with {go_on}; the traceback is "
+            f"in {FAILURE} there"
+        ) from error

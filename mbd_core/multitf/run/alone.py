@@ -1,0 +1,151 @@
+"""A recipe trained without Ray: in this process alone, or in those that torchrun started."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import fsspec
+import torch
+
+from mbd_core.checkpoint.saving import MODEL_KIND
+from mbd_core.checkpoint.shipped import named_model
+from mbd_core.errors import error_sentence
+from mbd_core.files import check_target_folder, check_writable, probe_folder
+from mbd_core.multitf import config
+from mbd_core.multitf.data.prepared import named_data
+from mbd_core.multitf.recipes.choice import ChosenRecipe, RecipeChoice, choose_recipe
+from mbd_core.multitf.recipes.recipe import TrainingRecipe
+from mbd_core.multitf.run.checkpoints import Checkpoints
+from mbd_core.multitf.run.log import Point, say
+from mbd_core.multitf.run.log_targets import chosen_targets
+from mbd_core.multitf.run.options import RunOptions
+from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.run.validation import check_held_out
+from mbd_core.multitf.run.worker import settle_precision, train_worker
+from mbd_core.multitf.step.memory import fitting, plan_lines
+from mbd_core.multitf.step.workers import Workers, torchrun_workers
+from mbd_core.ops.machine import free_host_memory
+from mbd_core.options import CLUSTER, OUTPUT, Option, check
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainOptions:
+    """What this command alone has."""
+
+    plan: Annotated[
+        int | None, Option("Print what N GPUs would need of memory, and end.", CLUSTER, at_least=1, metavar="N")
+    ] = None
+    out: Annotated[str | None, Option("Model folder to write.", OUTPUT, metavar="DIR", default="out/RECIPE")] = None
+    checkpoints: Annotated[
+        str | None,
+        Option("Where checkpoints and losses.jsonl lie; if one is there, go on.", OUTPUT, metavar="DIR|URL"),
+    ] = None
+    every: Annotated[int, Option("Steps between two checkpoints.", OUTPUT, at_least=1)] = 500
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedAlone:
+    """The model folder that was written, the recipe as it was trained, what differs in it from the one that was named,
+    and the numbers of each update."""
+
+    model: Path
+    recipe: TrainingRecipe
+    changes: tuple[str, ...]
+    curve: list[Point]
+
+
+def chosen_here(choice: RecipeChoice, changes: Mapping[str, Any]) -> ChosenRecipe:
+    """The recipe of a command's options, its base and its data on this machine."""
+    return choose_recipe(choice, changes, named_base=named_model, named_data=lambda folder: named_data(Path(folder)))
+
+
+def train_alone(
+    choice: RecipeChoice, changes: Mapping[str, Any], options: RunOptions, plain: PlainOptions
+) -> TrainedAlone:
+    """Train a recipe and write its model; every process of torchrun's calls it. Raises `ValueError`, before any work,
+    for what cannot be honoured."""
+    chosen = chosen_here(choice, changes)
+    recipe = chosen.recipe
+    if options.sweeping.sweep_every:
+        raise ValueError(
+            f"--sweep-every {options.sweeping.sweep_every} needs a Ray cluster, whose engines sweep beside the run: "
+            "train with jobs/train_multitf.py, or leave it out"
+        )
+    config.check_best(options.held_out, options.sweeping)
+    log_targets = chosen_targets(options.log_to)
+    if options.log_to is not None and plain.checkpoints is None:
+        raise ValueError(f"--log-to {options.log_to} needs a folder for the run: name it with --checkpoints")
+    if (options.measuring.profile or options.measuring.memory_snapshot) and plain.checkpoints is None:
+        raise ValueError("--profile and --memory-snapshot need a folder for the run: name it with --checkpoints")
+    if plain.checkpoints is not None:
+        check_checkpoints(plain.checkpoints)
+    folder = model_target(f"out/{recipe.name}" if plain.out is None else plain.out, overwrite=options.overwrite)
+    start = StartingPoint.read(recipe)
+    start.check_written(options.write)
+    check_held_out(options.held_out, start, None if start.base is None else start.base.tokenizer)
+    with torchrun_workers() as workers:
+        if workers.is_first and (note := start.note()):
+            print(f"note: {note}")
+        checkpoints = None if plain.checkpoints is None else Checkpoints(plain.checkpoints, workers, recipe=recipe)
+        start = settle_precision(start, workers, checkpoints)
+        way = chosen_sharding(start, options.sharding, workers)
+        run = train_worker(
+            start,
+            workers,
+            way,
+            checkpoints,
+            every=plain.every,
+            log_targets=log_targets,
+            changes=chosen.changes,
+            measuring=options.measuring,
+            validation=options.held_out,
+        )
+        run.write(folder if workers.is_first else None, written=options.write, overwrite=options.overwrite)
+        if workers.is_first:
+            say(f"wrote {folder}")
+    return TrainedAlone(model=folder, recipe=start.recipe, changes=chosen.changes, curve=run.curve)
+
+
+def model_target(out: str, *, overwrite: bool) -> Path:
+    """The model folder to write; `ValueError` if it cannot be written, so that no run trains for nothing."""
+    if not out.strip():
+        raise ValueError("--out is empty; name a folder, or leave it out")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", out):
+        raise ValueError(f"{out} is a URL: this command writes here; jobs/train_multitf.py writes to URLs")
+    check_target_folder(Path(out), MODEL_KIND, overwrite=overwrite)
+    return Path(out)
+
+
+def check_checkpoints(location: str) -> None:
+    """Raise `ValueError` for a place that cannot be written; at a URL a file is made and removed."""
+    if not location.strip():
+        raise ValueError("--checkpoints is empty; name a folder or a URL, or leave it out")
+    if "://" not in location:
+        if Path(location).is_file():
+            raise ValueError(f"{location} is a file; give a folder for checkpoints")
+        check_writable(Path(location), Path(location))
+        return
+    try:
+        system, path = fsspec.core.url_to_fs(location)
+        probe_folder(system, location, path)
+    except Exception as error:  # each storage raises types of its own
+        raise ValueError(f"{location} cannot be written: {error_sentence(error)}") from error
+
+
+def chosen_sharding(start: StartingPoint, choice: config.ShardingChoice, workers: Workers) -> config.Sharding:
+    """How the weights lie on the workers, whose memory plan is printed; `ValueError` if they do not fit."""
+    if workers.device.type == "cuda":
+        available, device = torch.cuda.get_device_properties(workers.device).total_memory, "GPU"
+    else:
+        available, device = free_host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "CPU"
+    workloads = start.workloads(choice, num_workers=workers.size, device=device)
+    workload, plan = fitting(workloads, workers.least(available), device=device)
+    if workers.is_first:
+        print("\n".join(plan_lines(workload, plan, device=device)))
+    return workload.sharding
