@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from mbd_core.checkpoint.literal_text import MaskedText, Masking, literal, masking_of, token_ids
-from mbd_core.decoding.grammar.grammar import Grammar
+from mbd_core.decoding.grammar.grammar import FORM, Grammar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +35,7 @@ INSTRUCTION = (
     "To call functions, end your answer with one block like this for each call:\n"
     '<tool_call>\n{{"name": "the function", "arguments": {{...}}}}\n</tool_call>'
 )
+COMPACT = {"whitespace_flexible": False}  # as an answer of a form alone
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # those of templates
 
 
@@ -91,17 +92,20 @@ class CallRule:
     functions  names of functions, and the JSON schemas of their arguments
     must       the answer is a call; otherwise it is text, which calls may follow
     several    more calls than one may follow one another
+    form       the JSON schema of an answer that is no call
     """
 
     functions: tuple[tuple[str, Mapping[str, Any]], ...]
     must: bool
     several: bool
+    form: Mapping[str, Any] | None = None
 
     def grammar(self, vocabulary: Mapping[str, int]) -> Grammar:
         """The grammar of such answers; of `vocabulary` it matters which marks are tokens of their own. Raises
         `GrammarRefused`.
 
-        Text ends where a call begins, however its mark was written; a text may be cut by the budget, a call not.
+        Text ends where a call begins, however its mark was written; a text may be cut by the budget, a call not. Text
+        of a form has no call behind it, and is not cut either.
         """
         begin, end = (mark if mark in vocabulary else json.dumps(mark) for mark in (BEGIN, END))
         lines = [
@@ -111,8 +115,12 @@ class CallRule:
         ]
         lines += [f"f{i}: {json.dumps(name + ARGUMENTS)} %json @{i}" for i, (name, _) in enumerate(self.functions)]
         others = ' ("\\n" call)*' if self.several else ""
+        schemas = [(name, {**schema, "x-guidance": SEPARATORS}) for name, schema in self.functions]
         if self.must:
             lines.insert(0, f"start: call{others}")
+        elif self.form is not None:
+            lines[:0] = [f"start: form | call{others}", f"form: %json @{len(schemas)}"]
+            schemas.append((FORM, {**self.form, "x-guidance": COMPACT}))
         else:
             head = "spelled" if begin != BEGIN else f"spelled | TEXT {begin}"
             lines[:0] = [
@@ -121,8 +129,12 @@ class CallRule:
                 f"spelled[lazy]: /(?s:.*)/ {json.dumps(BEGIN)}",
                 "TEXT: /(?s:.*)/",
             ]
-        schemas = tuple((name, json.dumps({**schema, "x-guidance": SEPARATORS})) for name, schema in self.functions)
-        return Grammar(syntax="lark", text="\n".join(lines), may_be_cut=not self.must, schemas=schemas)
+        return Grammar(
+            syntax="lark",
+            text="\n".join(lines),
+            may_be_cut=not self.must and self.form is None,
+            schemas=tuple((name, json.dumps(schema)) for name, schema in schemas),
+        )
 
 
 def chat_text(

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
+from pydantic_core import SchemaError, SchemaValidator
+from pydantic_core.core_schema import str_schema
+
 from mbd_core.options import Option, check
 
 Syntax = Literal["json_schema", "regex", "lark"]
@@ -19,6 +22,7 @@ INNER = ("items", "additionalProperties", "prefixItems", "allOf", "anyOf", "oneO
 _BOUNDS = {"exclusiveMinimum": max, "minimum": max, "exclusiveMaximum": min, "maximum": min}
 
 
+FORM = ""  # in place of a tool's name
 EBNF_RULE = re.compile(r"^\s*[\w.-]+\s*::=", re.MULTILINE)
 
 
@@ -34,7 +38,8 @@ class Grammar:
     syntax      what `text` is: a JSON schema (as JSON), a regular expression (Rust's syntax), or a grammar in
                 llguidance's variant of Lark
     may_be_cut  the answer may also end without an EOS at `max_tokens`, where the grammar accepts the text so far
-    schemas     names of tools, and the JSON schemas of their parameters, which `text` has as `%json @NUMBER`
+    schemas     names of tools, and the JSON schemas of their parameters, which `text` has as `%json @NUMBER`; that of
+                a text beside calls has the name `FORM`
 
     A schema is kept as `plain_schema` makes it.
     """
@@ -58,11 +63,15 @@ class Grammar:
             )
         lengths = {name: len(schema) for name, schema in self.schemas}
         if (whole := sum(lengths.values())) > MAX_SCHEMAS:
-            largest = max(lengths, key=lambda name: lengths[name])
+            largest = max(lengths.keys() - {FORM}, key=lambda name: lengths[name])
             raise GrammarRefused(
-                f"the parameters of {len(lengths)} tools have {whole} characters without their descriptions, those of "
-                f"{largest} {lengths[largest]}; at most {MAX_SCHEMAS} are taken, so give fewer or simpler tools"
+                f"the parameters of {self.num_tools} tools have {whole} characters without their descriptions, those "
+                f"of {largest} {lengths[largest]}; at most {MAX_SCHEMAS} are taken, so give fewer or simpler tools"
             )
+
+    @property
+    def num_tools(self) -> int:
+        return sum(name != FORM for name, _ in self.schemas)
 
     @property
     def whole(self) -> str:
@@ -79,6 +88,8 @@ class Grammar:
 
     def subject(self, tool: str | None = None) -> str:
         """What a sentence calls the grammar, or the parameters of a tool."""
+        if tool == FORM:
+            return "the JSON schema of the text"
         if tool is not None:
             return f"the parameters of {tool}"
         return "the tools" if self.schemas else f"the {NAMES[self.syntax]}"
@@ -171,19 +182,46 @@ def _plain(schema: Any, references: set[str]) -> Any:
 
 
 def _exclude_each_other(options: Any) -> bool:
-    """Whether these are schemas of constants, and no constant stands in two of them."""
-    if not isinstance(options, list):
+    """Whether these are schemas of constants, but for one at most, and no constant is valid under two of them."""
+    if not isinstance(options, list) or not all(type(option) is dict for option in options):
         return False
     constants = set[Any]()
+    others: list[dict[str, Any]] = []
     for option in options:
-        values = option.get("enum", [option["const"]] if "const" in option else None) if type(option) is dict else None
+        values = option.get("enum", [option["const"]] if "const" in option else None)
+        if values is None:
+            others.append(option)
+            continue
         if not isinstance(values, list) or any(isinstance(value, list | dict) for value in values):
             return False
         own_constants = {(isinstance(value, bool), value) for value in values}
         if own_constants & constants:
             return False
         constants |= own_constants
-    return True
+    return not others or (len(others) == 1 and not any(_may_hold(others[0], value) for _, value in constants))
+
+
+def _may_hold(schema: dict[str, Any], value: Any) -> bool:
+    """Whether a string, a number, a truth value or null may be valid under a schema; what cannot be told may be."""
+    if isinstance(value, str) and schema.get("type") == "string":
+        least, most = _number(schema, "minLength"), _number(schema, "maxLength")
+        if (least is not None and len(value) < least) or (most is not None and len(value) > most):
+            return False
+        return not isinstance(schema.get("pattern"), str) or _matches(schema["pattern"], value)
+    number = ("integer", "number")
+    own_kinds = {str: ("string",), bool: ("boolean",), int: number, float: number, type(None): ("null",)}[type(value)]
+    types = schema.get("type", own_kinds)
+    return not isinstance(types, str | list | tuple) or any(kind in types for kind in own_kinds)
+
+
+def _matches(pattern: str, text: str) -> bool:
+    """Whether a text has a match of a pattern in Rust's syntax, whose engine takes no long time on any; true for a
+    pattern that cannot be read."""
+    try:
+        validator = SchemaValidator(str_schema(pattern=pattern, regex_engine="rust-regex"))
+    except SchemaError:
+        return True
+    return validator.isinstance_python(text)
 
 
 def check_bounds(schema: str) -> None:

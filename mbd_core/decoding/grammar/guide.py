@@ -488,7 +488,7 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
             _check_part(tokenizer, subject, schema)
         if grammar.schemas:
             why = f"their parameters are too many to be followed together ({reason})"
-            raise GrammarRefused(f"the {len(grammar.schemas)} tools cannot be honoured: {why}; give fewer tools")
+            raise GrammarRefused(f"the {grammar.num_tools} tools cannot be honoured: {why}; give fewer tools")
         raise GrammarRefused(f"{grammar.subject()} cannot be honoured: {reason}")
     for subject, schema in grammar.parts:
         try:

@@ -95,8 +95,8 @@ class StructuredFields(Strict):
     """OpenAI's `response_format`, and the fields of vLLM and SGLang that say the same; a request gives one at most."""
 
     response_format: ResponseFormat | None = None
-    """what the answer must match; not beside `guided_*`, `template`, tools that may be called, `t2t`, `soft`,
-    `canvas`"""
+    """what the answer must match; beside tools that may be called it is calls, or text that matches; not beside
+    `guided_*`, `template`, `t2t`, `soft`, `canvas`"""
     structured_outputs: StructuredOutputs | None = None
     """what the answer must match; otherwise as `response_format`, of which a request gives one"""
     guided_json: Schema | None = None
@@ -135,6 +135,17 @@ class StructuredFields(Strict):
             why = f"{given[0]} says already what the answer must match"
             raise FieldError(given[1], why, remedy="give one of them")
         return self
+
+    @property
+    def schema_form(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer must match, if it is one, and an object."""
+        schema = next((value for kind, value in self._forms.values() if kind == "schema"), None)
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError):
+                return None
+        return schema if isinstance(schema, dict) else None
 
     @property
     def grammar_field(self) -> str | None:

@@ -179,6 +179,7 @@ class OtherResponseFields(OtherFields):
     context_management: Annotated[Any, Ignored("nothing is dropped from input", silent=([],))] = None
     access_programs: Annotated[dict[str, Any] | None, Ignored()] = None
     image: Annotated[dict[str, Any] | None, Ignored()] = None
+    client_metadata: Annotated[dict[str, Any] | None, Ignored()] = None  # of Codex
     # of vLLM
     enable_response_messages: Annotated[Any, Only(False, instead="POST /tokenize gives the prompt's tokens")] = None
     previous_input_messages: Annotated[Any, Only([], instead=WHOLE_INPUT)] = None

@@ -7,10 +7,12 @@ docs/reference/api.md.
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from mbd_core.checkpoint.chat import CallRule
 from mbd_core.decoding.blocks.request import MAX_TOPS
 from mbd_core.decoding.blocks.sampling_config import (
     LEAST,
@@ -418,10 +420,24 @@ class ChatRequest(GenerationRequest, OtherChatFields, ToolFields, TemplateFields
         check_calls(self.messages)
         self.check_continued(self.messages)
         other = super().grammar_field
-        if self.call_rule is not None and other is not None:
-            why = "tools hold the answer to their form"
+        if self.call_rule is not None and other is not None and self.schema_form is None:
+            why = "tools hold the answer to their form, beside which its text may have a JSON schema"
             raise FieldError(other, why, remedy="give one of them, or tool_choice none")
         return self
+
+    @property
+    def call_rule(self) -> CallRule | None:
+        rule = super().call_rule
+        return None if rule is None else replace(rule, form=self.schema_form)
+
+    @property
+    def notes(self) -> list[str]:
+        notes, rule = super().notes, self.call_rule
+        if rule is not None and rule.must and rule.form is not None:
+            notes.append(
+                f"{super().grammar_field} has no effect: tool_choice asks for a call, and the answer is no text"
+            )
+        return notes
 
     @model_validator(mode="after")
     def _tops_with_logprobs(self) -> "ChatRequest":

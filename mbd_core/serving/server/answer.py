@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from mbd_core.checkpoint.chat import CallRule
 from mbd_core.decoding.blocks.request import (
     Counts,
     FinishReason,
@@ -147,7 +148,7 @@ class Answer:
     streamed       whether the client asked for `events()`; otherwise it gets `whole()`
     logprobs       one for each choice, where the client asked for log-probabilities
     details        what is said of tokens beside their text
-    calls          whether the answers were held to a `CallRule`, and have calls
+    calls          the rule that the answers were held to, if they may have calls
     echoes         the text before each choice's own, if any
     texts          the text of each token, for frames
     resumable      whether each commit of a stream ends with its place, from which it can go on (`Resume`)
@@ -164,7 +165,7 @@ class Answer:
         streamed: bool = False,
         logprobs: Sequence[ChoiceLogprobs] | None = None,
         details: TokenDetails | None = None,
-        calls: bool = False,
+        calls: CallRule | None = None,
         echoes: Sequence[str] = (),
         texts: TokenTexts | None = None,
         resumable: bool = False,
@@ -176,7 +177,7 @@ class Answer:
         self._steps: AsyncIterable[TextStep] = stream if watch is None else watch.steps(stream)
         self._reply, self._stream, self._logprobs, self._usage = reply, stream, logprobs, usage
         self._details, self._texts, self._resumable = details or TokenDetails(), texts, resumable
-        self._calls = [CallReader() if calls else None for _ in stream.requests]
+        self._calls = [None if calls is None else CallReader(form=calls.form is not None) for _ in stream.requests]
         self._echoes = list(echoes) or [""] * len(stream.requests)
         self._num_tokens = [len(request.committed) for request in stream.requests]  # of each choice's chunks so far
 

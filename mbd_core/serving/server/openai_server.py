@@ -317,7 +317,7 @@ class OpenAIServer:
             streamed=bool(api_request.stream),
             logprobs=logprobs,
             details=token_details(api_request, template, route.decode),
-            calls=rule is not None,
+            calls=rule,
             echoes=() if api_request.resume else echoes,
             texts=route.token_texts if api_request.frames else None,
             resumable=bool(api_request.resumable),

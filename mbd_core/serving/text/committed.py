@@ -153,12 +153,13 @@ class TextPiece:
 class CallReader:
     """Reads one answer that was held to a `CallRule`; its text is pushed in any pieces.
 
-    A line's end right before the first call belongs to neither content nor call: templates put it back.
+    A line's end right before the first call belongs to neither content nor call: templates put it back. An answer that
+    is calls or a `form` is text to its end where it does not begin with a call, whatever it spells.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, form: bool = False) -> None:
         self._buffer = ""
-        self._place = "content"  # or "name", "arguments", "between"
+        self._place = "beginning" if form else "content"  # or "form", "name", "arguments", "between"
         self.num_calls = 0
 
     def push(self, text: str, *, ends: bool) -> TextPiece:
@@ -175,6 +176,10 @@ class CallReader:
 
     def _step(self, ends: bool) -> tuple[str, dict[str, Any]] | None:
         """Content, and a part of the current call; `None` where more text is needed."""
+        if self._place == "beginning" and self._buffer:
+            self._place = "content" if BEGIN.startswith(self._buffer[0]) else "form"
+        if self._place in ("beginning", "form"):
+            return self._give(len(self._buffer))
         if self._place == "content":
             content, mark, tail = self._buffer.partition(BEGIN)
             if mark:

@@ -162,7 +162,8 @@ def said(*calls: dict[str, Any]) -> dict[str, Any]:
         ({"tool_choice": "required"}, "tool_choice", "no tools are given"),
         ({"tools": TOOLS, "stop": "x"}, "stop", "would cut an answer that tools holds to its form"),
         ({"tools": TOOLS, "guided_regex": "x"}, "guided_regex", "tools hold the answer to their form"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "tools hold"),
+        ({"tools": TOOLS, "guided_json": "{"}, "guided_json", "tools hold the answer to their form"),
+        ({"tools": TOOLS, "guided_json": {"not": {}}}, "tools", "the JSON schema of the text cannot be honoured"),
         ({"tools": TOOLS, "decoding": {"t2t": {}}}, "tools", "t2t changes tokens"),
         ({"messages": [{"role": "tool", "content": "5"}]}, "messages.0.tool_call_id", "id of the call"),
         ({"messages": [{"role": "tool", "content": "5", "tool_call_id": "a"}]}, "messages.0.tool_call_id", "no open"),
@@ -335,6 +336,49 @@ def test_under_auto_the_model_decides_and_what_it_calls_fits(
     if mark is not None and wants in expected:
         assert choice["token_ids"].count(mark) == len(calls), "a mark that is a token is written as that"
         assert choice["token_ids"] == tokenizer.encode(WANTS[wants], add_special_tokens=False)
+
+
+TOWN = {
+    "type": "object",
+    "properties": {"town": {"type": "string"}},
+    "required": ["town"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "town", "schema": TOWN}}
+BESIDE_A_FORM = {
+    '{"town":"Oslo"}': ('{"town":"Oslo"}', []),
+    '{"town":"<tool_call>"}': ('{"town":"<tool_call>"}', []),  # no call
+    WANTS["two"]: (None, [("now", "{}"), ("order", '{"items": ["cups"]}')]),
+}
+
+
+@pytest.mark.parametrize("wants", BESIDE_A_FORM)
+def test_an_answer_with_tools_and_a_form_is_calls_or_text_of_the_form(
+    plain: Path, monkeypatch: pytest.MonkeyPatch, wants: str
+) -> None:
+    monkeypatch.setattr(steering, "_picker", wanting(wants, AutoTokenizer.from_pretrained(plain)))
+    fields = {"tools": TOOLS, "max_tokens": 200, "response_format": FORM}
+    whole, events = asked_of(plain, ("chat", fields), ("chat", fields | {"stream": True}))
+    message = whole[0]["choices"][0]["message"]
+    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", ())]
+    assert (message["content"], calls) == BESIDE_A_FORM[wants]
+    assert joined(events) == (message["content"] or "", calls)
+
+
+def test_a_form_does_not_bend_what_the_model_draws(folder: Path) -> None:
+    """Drawn answers are calls that fit, or text that does; where a call must come, the form has no effect."""
+    fields = DRAWN | {"response_format": FORM, "n": 2}
+    free, must = asked_of(folder, ("chat", fields), ("chat", fields | {"tool_choice": NAMED}))
+    for choice in free[0]["choices"]:
+        message = choice["message"]
+        check_calls(message.get("tool_calls", ()))
+        if message["content"] is not None:
+            jsonschema.validate(json.loads(message["content"]), TOWN)
+    assert all(check_calls(choice["message"]["tool_calls"]) == ["order"] for choice in must[0]["choices"])
+    assert (
+        "response_format has no effect: tool_choice asks for a call, and the answer is no text"
+        in must[0]["mbd"]["notes"]
+    )
 
 
 @pytest.mark.parametrize("number", [1, 12, 57])

@@ -44,6 +44,8 @@ def verdicts(folder: Path, schema: dict[str, Any]) -> list[Any]:
 TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"type": "array", "items": {"type": "integer"}, "maxItems": 2, "uniqueItems": False}, {}),
     ({"oneOf": [{"const": "cm"}, {"const": "inch"}]}, {}),
+    ({"oneOf": [{"enum": ["all"]}, {"type": "string", "pattern": "^[1-9][0-9]?$"}]}, {}),
+    ({"oneOf": [{"const": "auto"}, {"type": "integer", "minimum": 0, "maximum": 9}]}, {}),
     ({"type": "string", "format": "regex", "maxLength": 3, "default": "a", "x-order": 1}, {}),
     ({"$ref": "#/$defs/side"}, {"$defs": {"side": {"enum": ["left"], "title": "A side"}}}),
     ({"type": "integer", "minimum": 0, "exclusiveMinimum": True, "maximum": 2}, {}),
@@ -70,6 +72,8 @@ REFUSED = [
     ({"$ref": "https://example.org/a.json"}, "put its schema into $defs"),
     ({"type": "string", "pattern": "^(?!a)"}, "look-around"),
     ({"oneOf": [{"type": "object"}, {"type": "object", "minProperties": 1}]}, "give anyOf"),
+    ({"oneOf": [{"const": "12"}, {"type": "string", "pattern": "^[1-9][0-9]?$"}]}, "give anyOf"),
+    ({"oneOf": [{"const": 1.0}, {"type": "integer"}]}, "give anyOf"),
 ]
 
 
