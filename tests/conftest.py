@@ -70,6 +70,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=ROOT / "tests" / "parity" / "fixtures",
         help="folder of golden fixtures (default: tests/parity/fixtures, seed 0)",
     )
+    group.addoption(
+        "--write-clients",
+        action="store_true",
+        help="write what tests/clients found: the table of docs/reference/clients.md and the bodies that were sent",
+    )
 
 
 # Rooms whose tests start Ray or ask what a machine has one of: under pytest-xdist they run in one process, in turn.

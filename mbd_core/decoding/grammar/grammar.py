@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
@@ -22,6 +23,7 @@ INNER = ("items", "additionalProperties", "prefixItems", "allOf", "anyOf", "oneO
 _BOUNDS = {"exclusiveMinimum": max, "minimum": max, "exclusiveMaximum": min, "maximum": min}
 
 
+MAX_PATTERN = 64  # characters of a pattern that constants are compared with
 FORM = ""  # in place of a tool's name
 EBNF_RULE = re.compile(r"^\s*[\w.-]+\s*::=", re.MULTILINE)
 
@@ -215,13 +217,19 @@ def _may_hold(schema: dict[str, Any], value: Any) -> bool:
 
 
 def _matches(pattern: str, text: str) -> bool:
-    """Whether a text has a match of a pattern in Rust's syntax, whose engine takes no long time on any; true for a
-    pattern that cannot be read."""
+    """Whether a text has a match of a pattern in Rust's syntax, whose engine takes no long time on any text; true for
+    a pattern that cannot be read, or that may take long to compile."""
+    if len(pattern) > MAX_PATTERN or re.search(r"[{\\]", re.sub(r"\\[d\W]", "", pattern)):
+        return True
     try:
-        validator = SchemaValidator(str_schema(pattern=pattern, regex_engine="rust-regex"))
+        return _pattern_validator(pattern).isinstance_python(text)
     except SchemaError:
         return True
-    return validator.isinstance_python(text)
+
+
+@lru_cache(maxsize=256)
+def _pattern_validator(pattern: str) -> SchemaValidator:
+    return SchemaValidator(str_schema(pattern=pattern, regex_engine="rust-regex"))
 
 
 def check_bounds(schema: str) -> None:
