@@ -12,7 +12,7 @@ from recording_proxy import Exchange
 FILE = Path(__file__).resolve().parents[2] / "serving" / "api" / "client_bodies.jsonl"
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 LONGEST = 48  # characters of a text that is kept
-TEXTS = frozenset({"description", "instructions"})  # which are never kept
+TEXTS = frozenset({"content", "description", "input", "instructions", "prompt", "text"})  # which are never kept
 WHOLE = frozenset({"pattern", "regex", "ebnf"})  # which mean something at any length
 ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|[0-9a-f]{24,}")
 
