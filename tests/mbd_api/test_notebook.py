@@ -22,7 +22,7 @@ def test_jupyter_executes_the_notebook(tmp_path: Path) -> None:
     pytest.importorskip("nbclient")
     executed = tmp_path / "python.ipynb"
     executed.write_text(NOTEBOOK.read_text())
-    command = [sys.executable, "-m", "nbclient.cli", "--inplace", str(executed)]
+    command = [Path(sys.executable).with_name("jupyter-execute"), "--inplace", str(executed)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stderr
     cells = json.loads(executed.read_text())["cells"]
