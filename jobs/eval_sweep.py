@@ -6,9 +6,9 @@ import sys
 from typing import Annotated
 
 from cluster.storage import Folder
+from jobs.api.call_options import OF_VARIABLE
+from jobs.api.sweeping import ENGINE_FIELDS, SweepWork, sweep_chosen
 from jobs.command_line import Fields, command
-from mbd_api.call_options import OF_VARIABLE
-from mbd_api.sweeping import ENGINE_FIELDS, SweepWork, sweep_chosen
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.options import OUTPUT, Option

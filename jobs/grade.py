@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from jobs.api.grading import GradeOptions, grade_chosen
 from jobs.command_line import OutFolder, command
-from mbd_api.grading import GradeOptions, grade_chosen
 from mbd_core.options import DATA, Option
 
 

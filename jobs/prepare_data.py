@@ -17,10 +17,10 @@ if __name__ == "__main__":  # run by its path, it finds the project's packages b
     sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from cluster.storage import Folder
+from jobs.api.call_options import OF_VARIABLE
+from jobs.api.model_answering import AnswerOptions
+from jobs.api.preparing import PrepareOptions, prepare_chosen
 from jobs.command_line import command
-from mbd_api.call_options import OF_VARIABLE
-from mbd_api.model_answering import AnswerOptions
-from mbd_api.preparing import PrepareOptions, prepare_chosen
 from mbd_core.options import DATA, OUTPUT, Option
 from mbd_core.tables import plain
 

@@ -25,8 +25,8 @@ if __name__ == "__main__":  # run by its path, it finds the project's packages b
 
 from cluster.storage import Folder
 from cluster.topology import Device
+from jobs.api.training import RayOptions
 from jobs.command_line import Changes, Fields, IsolationText, command
-from mbd_api.training import RayOptions
 from mbd_core.checkpoint.shipped import named_model
 from mbd_core.engine.config import EngineConfig
 from mbd_core.files import write_text

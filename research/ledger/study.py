@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cluster.storage import Folder, fetch_model
+from jobs.api.call_options import OF_VARIABLE
+from jobs.api.sweep_work import Subjects, run_work
+from jobs.api.training import train_on_cluster
 from jobs.command_line import command
-from mbd_api.call_options import OF_VARIABLE
-from mbd_api.sweep_work import Subjects, run_work
-from mbd_api.training import train_on_cluster
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.parts import SweepShard, Timing

@@ -26,7 +26,7 @@ DOCUMENTS = [
     *(ROOT / f"{room}README.md" for room in ROOMS),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-ROOTS = "mbd_core|mbd_api|actors|cluster|jobs|benchmarks|research|tests|docs|k8s"
+ROOTS = "mbd_core|actors|cluster|jobs|benchmarks|research|tests|docs|k8s"
 NAMED = re.compile(rf"(?<![\w/.-])((?:{ROOTS})/[\w/.-]*\w)")
 MODULE = re.compile(r"(?:from|-m) (mbd_core(?:\.\w+)+)")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("mbd_core", "mbd_api", "actors", "cluster", "jobs", "benchmarks", "research")
+PACKAGES = ("mbd_core", "actors", "cluster", "jobs", "benchmarks", "research")
 GPU_ONLY = {"flash_attn", "flashinfer", "triton", "vllm", "kernels"}
 
 

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("mbd_core", "mbd_api", "actors", "cluster", "jobs", "benchmarks", "research")
+PACKAGES = ("mbd_core", "actors", "cluster", "jobs", "benchmarks", "research")
 VAGUE = {"utils", "util", "helper", "helpers", "common", "misc", "final", "v2"}
 
 

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ("pyproject.toml", "README.md", "LICENSE", "mbd_core", "mbd_api", "actors", "cluster", "jobs")
+SOURCE = ("pyproject.toml", "README.md", "LICENSE", "mbd_core", "actors", "cluster", "jobs")
 
 
 def test_a_wheel_holds_the_shipped_models_and_works_outside_the_repository(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainingRun
     """The runs that were handed to a cluster."""
     runs: list[TrainingRun] = []
 
-    monkeypatch.setattr("mbd_api.training.train_on_cluster", lambda training, *_, **__: runs.append(training))
+    monkeypatch.setattr("jobs.api.training.train_on_cluster", lambda training, *_, **__: runs.append(training))
     monkeypatch.chdir(tmp_path)
     return runs
 

@@ -233,7 +233,7 @@ def test_the_image_begins_with_the_python_of_the_lock_and_ends_as_a_user() -> No
 
 def test_the_context_holds_what_runs_and_nothing_else() -> None:
     tops = {path.parts[0] for path in in_context()}
-    packages = {"actors", "cluster", "jobs", "mbd_api", "mbd_core"}
+    packages = {"actors", "cluster", "jobs", "mbd_core"}
     assert tops == {".ci", "LICENSE", "README.md", "pyproject.toml", *packages}
     assert not [path for path in in_context() if "__pycache__" in path.parts]
     assert Path("mbd_core/checkpoint/shipped/tiny-mbd/config.json") in in_context()

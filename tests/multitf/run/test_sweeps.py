@@ -177,7 +177,7 @@ def test_sweeps_that_cannot_be_made_are_refused(
 ) -> None:
     monkeypatch.setitem(RECIPES, tiny_recipe.name, tiny_recipe)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mbd_api.training.train_on_cluster", lambda *_, **__: pytest.fail("nothing is to begin"))
+    monkeypatch.setattr("jobs.api.training.train_on_cluster", lambda *_, **__: pytest.fail("nothing is to begin"))
     ray = ["--recipe", tiny_recipe.name, "--storage", str(tmp_path / "runs")]
     for main, arguments, named in (
         (plain.main, ["--recipe", tiny_recipe.name, "--sweep-every", "5"], "jobs/train_multitf.py"),

@@ -165,7 +165,7 @@ def test_both_commands_measure_what_their_options_name(
     capsys.readouterr()
 
     runs: list[TrainingRun] = []
-    monkeypatch.setattr("mbd_api.training.train_on_cluster", lambda training, *_, **__: runs.append(training))
+    monkeypatch.setattr("jobs.api.training.train_on_cluster", lambda training, *_, **__: runs.append(training))
     command = [*recipe, "--workers", "1", "--storage", str(tmp_path / "runs"), "--validate-every", "7"]
     assert train_multitf.main([*command, "--validation", "held-out", "--keep-best", "none"]) == 0
     assert train_multitf.main([*command, "--validation", "0.25"]) == 0

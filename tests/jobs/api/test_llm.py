@@ -290,7 +290,7 @@ def test_closing_ends_what_runs(tiny_model_dir: Path) -> None:
 
 
 def test_the_keywords_of_editors_are_those_that_are_taken() -> None:
-    from mbd_api import keywords
+    from jobs.api import keywords
 
     decoding = set(DecodingConfig.__dataclass_fields__)
     assert set(keywords.DecodingFields.__annotations__) == decoding

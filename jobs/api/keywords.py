@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, TypedDict
 
-from mbd_api.call_options import plain_value, unknown
+from jobs.api.call_options import plain_value, unknown
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.engine.config import EngineConfig
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cluster.storage import Folder, fetch_model
-from mbd_api.call_options import OF_VARIABLE, ray_address
+from jobs.api.call_options import OF_VARIABLE, ray_address
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.config import decoding_config
 from mbd_core.decoding.blocks.methods import METHODS, MULTI

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from cluster.storage import Folder, fetch_model
-from mbd_api.call_options import Say, ray_address, silent
-from mbd_api.rows import table_of
+from jobs.api.call_options import Say, ray_address, silent
+from jobs.api.rows import table_of
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig

@@ -11,11 +11,11 @@ from typing import Any, Self, Unpack, overload
 from transformers import PreTrainedTokenizerBase
 
 from cluster.storage import fetch_model
-from mbd_api.answer_stream import AnswerStream
-from mbd_api.answers import Answer, Trace
-from mbd_api.call_options import unknown
-from mbd_api.keywords import ChatKeywords, Keywords, Settings, json_body, split_keywords, split_settings
-from mbd_api.session import Kind, Reply, Session
+from jobs.api.answer_stream import AnswerStream
+from jobs.api.answers import Answer, Trace
+from jobs.api.call_options import unknown
+from jobs.api.keywords import ChatKeywords, Keywords, Settings, json_body, split_keywords, split_settings
+from jobs.api.session import Kind, Reply, Session
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config

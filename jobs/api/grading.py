@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 from tqdm import tqdm
 
-from mbd_api.call_options import Isolation, Say, options_from, silent
-from mbd_api.rows import rows_of, table_of
+from jobs.api.call_options import Isolation, Say, options_from, silent
+from jobs.api.rows import rows_of, table_of
 from mbd_core.evaluation.sandbox.processes import describe_isolation, hide_memory
 from mbd_core.evaluation.sweep.grading import (
     SampleGrade,

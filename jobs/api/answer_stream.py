@@ -7,9 +7,9 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, Self
 
-from mbd_api.answers import Answer
-from mbd_api.keywords import json_body
-from mbd_api.session import LOOK_SECONDS, Reply, Session, plain_error
+from jobs.api.answers import Answer
+from jobs.api.keywords import json_body
+from jobs.api.session import LOOK_SECONDS, Reply, Session, plain_error
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.requests import ChatRequest
 from mbd_core.serving.server.text_stream import TextStep

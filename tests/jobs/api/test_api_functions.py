@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from jobs import prepare_data
-from mbd_api.preparing import AnswerOptions, PrepareOptions
-from mbd_api.rows import rows_of, table_of
+from jobs.api.preparing import AnswerOptions, PrepareOptions
+from jobs.api.rows import rows_of, table_of
 from mbd_core import grade, prepare, sweep, train
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import fsspec
 
 from cluster.storage import Folder, fetch_model
-from mbd_api.call_options import options_from, plain_value, unknown
-from mbd_api.model_answering import Answerer, AnswerOptions, cluster_of
-from mbd_api.rows import names_of, rows_of
+from jobs.api.call_options import options_from, plain_value, unknown
+from jobs.api.model_answering import Answerer, AnswerOptions, cluster_of
+from jobs.api.rows import names_of, rows_of
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.options import CLUSTER, DATA, MODEL, OUTPUT, Option, check
 from mbd_core.row_files import read_row_files

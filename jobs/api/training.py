@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cluster.storage import Folder, fetch_model
 from cluster.topology import Device
-from mbd_api.call_options import OF_VARIABLE, Say, options_from, ray_address, silent, unknown
-from mbd_api.rows import table_of
+from jobs.api.call_options import OF_VARIABLE, Say, options_from, ray_address, silent, unknown
+from jobs.api.rows import table_of
 from mbd_core.json_text import merge_fields, merge_paths
 from mbd_core.multitf.recipes.choice import ChosenRecipe, RecipeChoice, choose_recipe
 from mbd_core.multitf.recipes.recipe import TrainingRecipe

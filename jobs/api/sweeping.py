@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack
 
 from cluster.storage import Folder
-from mbd_api.call_options import Isolation, Say, options_from, silent
-from mbd_api.rows import names_of
-from mbd_api.sweep_work import Subjects, SweepResult, run_work
+from jobs.api.call_options import Isolation, Say, options_from, silent
+from jobs.api.rows import names_of
+from jobs.api.sweep_work import Subjects, SweepResult, run_work
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
