@@ -110,8 +110,9 @@ def _in_one_spelling(config: Json, spellings: Mapping[str, str]) -> dict[str, An
     spelled: dict[str, Any] = {}
     for key, value in config.items():
         name = spellings.get(key, key)
-        if spelled.setdefault(name, value) != value:
+        if name in spelled and spelled[name] != value:
             raise ValueError(f"config.json has {name} and its other spelling with two values; remove one of them")
+        spelled[name] = value
     return spelled
 
 

@@ -213,7 +213,10 @@ def test_two_ranks_decode_as_one(model: Decoder, alone: list[Output], tmp_path: 
         ({"decoding": DecodingConfig(block_size=L)}, r"decodes with renoise, not block by block in a buffer"),
         ({"decoding": DecodingConfig(block_size=L, buffer_size=2)}, r"decodes with renoise, not block by block"),
         ({"decoding": DecodingConfig(block_size=L, canvas=Canvas())}, r"canvas needs a model with full attention"),
-        ({"decoding": DecodingConfig(block_size=L, causal=Causal())}, r"causal needs a model with a mask"),
+        (
+            {"decoding": DecodingConfig(block_size=L, causal=Causal())},
+            r"causal needs a model that predicts the next token",
+        ),
         ({"decoding": DecodingConfig(block_size=4, renoise=Renoise())}, r"differs from the canvas of 8 tokens"),
     ],
 )

@@ -157,7 +157,10 @@ def test_what_cannot_be_had_is_refused_in_a_sentence(model: Decoder) -> None:
     rng, served, blocks = random.Random(4), engine(model), build()
     plain = asked(rng, Causal(), "a", sampling=Sampling())
     for changes, message in (
-        ({"decoding": DecodingConfig(block_size=B, buffer_size=2)}, "decodes with causal, not block by block"),
+        (
+            {"decoding": DecodingConfig(block_size=B, buffer_size=2)},
+            "decodes with ar or linear-spec or dlm, not block by block",
+        ),
         ({"grammar": Grammar(syntax="regex", text="a*"), "ignore_eos": False}, "no guide follows drafts"),
         ({"frames": True}, "causal has not"),
         ({"rollout": True}, "with causal"),

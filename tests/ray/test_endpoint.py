@@ -270,7 +270,7 @@ REFUSED = [
     ("completions", complete(temperature=1, top_p=1.1), 400, "top_p"),
     ("completions", complete(temperature=1, top_p=[0.5]), 400, "top_p"),
     ("completions", complete(min_p=1.1), 400, "min_p"),
-    ("completions", complete(temperature=1, top_k=-1), 400, "top_k"),
+    ("completions", complete(temperature=1, top_k=-2), 400, "top_k"),
     ("completions", complete(temperature=1, top_k=2.5), 400, "top_k"),
     ("completions", complete(temperature=1, top_k=10**30), 400, "top_k"),
     ("completions", complete(seed="7"), 400, "seed"),

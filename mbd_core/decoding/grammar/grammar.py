@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import unquote
 
-from pydantic_core import SchemaError, SchemaValidator
-from pydantic_core.core_schema import str_schema
-
 from mbd_core.options import Option, check
+
+if TYPE_CHECKING:
+    from pydantic_core import SchemaValidator
 
 Syntax = Literal["json_schema", "regex", "lark"]
 NAMES: dict[Syntax, str] = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
@@ -221,6 +221,8 @@ def _matches(pattern: str, text: str) -> bool:
     a pattern that cannot be read, or that may take long to compile."""
     if len(pattern) > MAX_PATTERN or re.search(r"[{\\]", re.sub(r"\\[d\W]", "", pattern)):
         return True
+    from pydantic_core import SchemaError  # here: an engine alone, as on a GPU, needs no pydantic
+
     try:
         return _pattern_validator(pattern).isinstance_python(text)
     except SchemaError:
@@ -228,7 +230,10 @@ def _matches(pattern: str, text: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _pattern_validator(pattern: str) -> SchemaValidator:
+def _pattern_validator(pattern: str) -> "SchemaValidator":
+    from pydantic_core import SchemaValidator
+    from pydantic_core.core_schema import str_schema
+
     return SchemaValidator(str_schema(pattern=pattern, regex_engine="rust-regex"))
 
 

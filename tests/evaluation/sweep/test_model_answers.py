@@ -12,6 +12,7 @@ from chat_rows import chat, write_rows
 from jobs import prepare_data
 from mbd_core.checkpoint.chat import chat_prompt, decode_text
 from mbd_core.checkpoint.folder import model_digest
+from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep import model_answers
@@ -89,8 +90,8 @@ def test_the_answers_are_the_engine_s(prepare: Callable[..., int], capsys: pytes
     assert record["samples"] == len(finished) and record["rows"]["unfinished"] == left_out
     said = record["answers"]
     assert (said["model"], said["max_tokens"], said["decoding"]["tau_m2t"]) == ("tiny-bd", 64, 0.8)
-    with load_engine(prepare_data.model_folder("tiny-bd"), EngineConfig(max_rows=1)) as loaded:
-        assert said["digest"] == model_digest(prepare_data.model_folder("tiny-bd"))
+    with load_engine(model_folder("tiny-bd"), EngineConfig(max_rows=1)) as loaded:
+        assert said["digest"] == model_digest(model_folder("tiny-bd"))
         prompt = chat_prompt(loaded.tokenizer, questions(10)[3]["messages"])
         decoding = loaded.decoding({"buffer_size": 1, "tau_m2t": 0.8})
         (output,) = loaded.engine.generate(
@@ -244,7 +245,7 @@ def test_kept_answers_serve_more_rows_fewer_rows_and_other_benchmarks(
 def test_an_answer_that_cannot_be_encoded_is_none(
     prepare: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(prepare_data.model_folder("tiny-bd"), "model")
+    shutil.copytree(model_folder("tiny-bd"), "model")
     template = Path("model/chat_template.jinja")
     refusal = "{% if messages[-1].content == 'STOP' %}{{ raise_exception('no STOP') }}{% endif %}"
     template.write_text(refusal + template.read_text())
@@ -260,7 +261,7 @@ def test_an_answer_that_cannot_be_encoded_is_none(
 def test_a_prompt_that_the_template_refuses_is_named_before_anything_is_decoded(
     prepare: Callable[..., int], loads: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(prepare_data.model_folder("tiny-bd"), "model")
+    shutil.copytree(model_folder("tiny-bd"), "model")
     template = Path("model/chat_template.jinja")
     refusal = "{% if messages[-1].content == 'STOP' %}{{ raise_exception('no STOP') }}{% endif %}"
     template.write_text(refusal + template.read_text())

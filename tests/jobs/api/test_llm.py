@@ -22,7 +22,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.engine.config import EngineConfig
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 QUESTION = "Tom has 12 pens. Tom buys 3 bags with 4 pens each. Tom sells 5 pens. How many pens does Tom have now?"
 SHORT = {"max_tokens": 8}
 

@@ -85,11 +85,13 @@ def test_the_propositions_hold_on_a_model(tiny_model_dir: Path) -> None:
             caches.append(cache.positions(q.lane).double().numpy().ravel())
             if q.lane == 0:
                 now = cache.positions(0).double().numpy()
-                errors.append(float(np.linalg.norm(now - full_refresh(decoder.branches[0].lane.tokens))))
+                errors.append(
+                    float(np.linalg.norm(now - full_refresh(torch.from_numpy(decoder.branches[0].lane.tokens))))
+                )
                 kinds[0].append("block" if len(q.tokens) < length else "refresh")
         if checked < 2 and len(plan.queries) > 1 and len(plan.queries[0].tokens) < length:
             checked += 1
-            now, tokens = cache.positions(0).double().numpy(), decoder.branches[0].lane.tokens.clone()
+            now, tokens = cache.positions(0).double().numpy(), torch.tensor(decoder.branches[0].lane.tokens)
             tokens[8 + checked :] = 17  # a step further on, so that there is something to correct
             updates = []
             for start in range(0, length, 4):

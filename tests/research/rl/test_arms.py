@@ -15,7 +15,7 @@ from research.rl.arms import LONG, LOW_A, LOW_E, A, E
 ARMS = Path(__file__).resolve().parents[3] / "research" / "rl" / "arms.py"
 SUBJECTS = {
     "A": set(),
-    "B": {"rewards"},
+    "B": {"rewards", "groups"},  # its groups are filtered as A's, by name
     "C": {"states"},
     "E": {"groups", "objective"},
     "F": {"groups"},
