@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mbd_core.checkpoint.families import FAMILIES, Json, check_keys, family_of
 from mbd_core.checkpoint.gemma_config import flat_config, nested_config
@@ -14,7 +14,7 @@ from mbd_core.models.model_config import ROPE_SCALINGS, GemmaLayers, ModelConfig
 # Reads a Hugging Face config.json as a `ModelConfig`, and writes it back.
 
 # Keys that generation_config.json may have instead of config.json.
-DECODING_KEYS = ("mask_token_id", "eos_token_id", "block_size")
+DECODING_KEYS = ("mask_token_id", "eos_token_id", "block_size", "attention")
 # The least value of each whole number that may be less than 1, and the greatest value of any whole number.
 LEAST = {
     "mask_token_id": 0,
@@ -124,6 +124,8 @@ def _typed(hint: Any, value: Any, subject: str, least: int) -> Any:
 
     if hint is bool:
         fits, rule = type(value) is bool, "true or false"
+    elif get_origin(hint) is Literal:
+        fits, rule = value in get_args(hint), f"one of {', '.join(get_args(hint))}"
     elif hint is float:
         fits, rule = type(value) in (int, float) and 0 < value < math.inf, "a number above 0"
     elif hint == tuple[int, ...]:
@@ -275,10 +277,26 @@ def load_config(folder: Path) -> ModelConfig:
     two files have different mask ids.
     """
     config, generation = read_json(folder / "config.json"), load_generation_defaults(folder)
+    named = {"mask_token_id": None, **generation, **config}["mask_token_id"]
     try:
+        family = family_of(config)[1]
+        if named is None and "mask_token_id" in family.keys and not family.published:
+            generation = {**generation, "mask_token_id": _mask_of_tokenizer(folder)}
         return _with_eos_ids(read_config(config, generation), generation)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
+
+
+def _mask_of_tokenizer(folder: Path) -> int | None:
+    """The id of the mask token that the tokenizer's files name, `None` without one."""
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.exists() else {}
+    token = settings.get("mask_token")
+    name = token.get("content") if isinstance(token, dict) else token
+    added = [{"id": int(n), **entry} for n, entry in settings.get("added_tokens_decoder", {}).items()]
+    if (folder / "tokenizer.json").exists():
+        added += read_json(folder / "tokenizer.json").get("added_tokens", [])
+    return next((entry["id"] for entry in added if name is not None and entry.get("content") == name), None)
 
 
 def _with_eos_ids(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:

@@ -441,6 +441,7 @@ QWEN3 = replace(
     SDAR,
     model_types=("qwen3",),
     keys=AR_KEYS,
+    harmless=SDAR.harmless | {"mask_token_id"},  # what such a model never sees; its conversion may have written it
     accepted=EVERYWHERE,
     switches=AUTOREGRESSIVE,
     vocab_sizes=(),
@@ -466,7 +467,10 @@ LLAMA = replace(
     switches={**AUTOREGRESSIVE, "qk_norm": False},
 )
 MISTRAL = replace(
-    LLAMA, model_types=("mistral",), fixed={"hidden_act": "silu", "sliding_window": None}, harmless=OF_ANY_MODEL
+    LLAMA,
+    model_types=("mistral",),
+    fixed={"hidden_act": "silu", "sliding_window": None},
+    harmless=OF_ANY_MODEL | {"mask_token_id"},
 )
 QWEN2 = replace(
     LLAMA,
@@ -475,6 +479,22 @@ QWEN2 = replace(
     accepted={**EVERYWHERE, "use_mrope": (False,)},
     switches={**AUTOREGRESSIVE, "qk_norm": False, "qkv_bias": True},
 )
+
+
+def _adapted(base: Family, model_type: str) -> Family:
+    """dllm's A2D folder of an adapted base: the base's keys and tensors. Its files say neither the mask, which is the
+    tokenizer's, nor block size and attention; a folder of ours does."""
+    own = ("mask_token_id", "block_size", "attention")
+    return replace(
+        base,
+        model_types=(model_type,),
+        keys={**base.keys, **{name: name for name in own}},
+        defaults={**base.defaults, "block_size": 32, "attention": "block_causal"},
+        harmless=base.harmless - {"mask_token_id"},
+        switches={name: value for name, value in base.switches.items() if name not in own},
+        decoding={},
+    )
+
 
 # Of its encoder and decoder, which share all weights but one number a layer, the text alone is read.
 GEMMA_LAYER = (
@@ -565,7 +585,15 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "A2DLlamaLMHeadModel": _adapted(LLAMA, "a2d-llama"),
+    "A2DQwen2LMHeadModel": _adapted(QWEN2, "a2d-qwen2"),
+    "A2DQwen3LMHeadModel": _adapted(QWEN3, "a2d-qwen3"),
 }
+
+
+def default_method(architecture: str, attention: str) -> Json:
+    """The method of folders whose generation_config.json names none, as fields of `DecodingConfig`."""
+    return FAMILIES[architecture].decoding or ({"canvas": {}} if attention == "full" else {})
 
 
 def family_of(config: Json) -> tuple[str, Family]:

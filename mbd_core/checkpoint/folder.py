@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
-from mbd_core.checkpoint.families import FAMILIES, family_of
+from mbd_core.checkpoint.families import FAMILIES, default_method, family_of
 from mbd_core.checkpoint.loading import refuse_dcp
 from mbd_core.checkpoint.safetensor_files import METADATA, HfFolder, list_tensors, read_json
 from mbd_core.checkpoint.tensors import match_tensors
@@ -79,8 +79,9 @@ def with_method(defaults: Mapping[str, Any], config: ModelConfig) -> dict[str, A
         return dict(defaults)
     settings = {ours: _value_at(defaults, theirs) for theirs, ours in family.generation.items()}
     settings = {name: value for name, value in settings.items() if value is not None}
-    part = next(iter(family.decoding), "")
-    return {**defaults, **family.decoding, **({part: {**family.decoding[part], **settings}} if settings else {})}
+    method = default_method(config.architecture, config.attention)
+    part = next(iter(method), "")
+    return {**defaults, **method, **({part: {**method[part], **settings}} if settings else {})}
 
 
 def _value_at(values: Any, path: str) -> Any:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from mbd_core.checkpoint import adapter
 from mbd_core.checkpoint.config import write_config
-from mbd_core.checkpoint.families import FAMILIES, ExpertLayout
+from mbd_core.checkpoint.families import ExpertLayout, default_method
 from mbd_core.checkpoint.folder import BaseFiles, carried_config, carried_generation
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, ShardWriter
 from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, StoredTensor, decoder_shapes, stored_tensors
@@ -126,7 +126,7 @@ def random_generation(config: ModelConfig) -> dict[str, Any]:
     """
     if config.attention != "block_causal":
         return {}
-    method = FAMILIES[config.architecture].decoding
+    method = default_method(config.architecture, config.attention)
     return {**method, "buffer_size": 2, "tokens_per_step": min(4, config.block_size)}
 
 

@@ -8,7 +8,7 @@ one word.
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -65,6 +65,9 @@ CHAT_TOKENS = {
     "Qwen2ForCausalLM": QWEN_TOKENS,
     "Qwen3ForCausalLM": QWEN_TOKENS,
     "Qwen3MoeForCausalLM": QWEN_TOKENS,
+    "A2DLlamaLMHeadModel": replace(LLAMA_TOKENS, mask="<|mask|>", ids={**LLAMA_TOKENS.ids, "<|mask|>": 16}),
+    "A2DQwen2LMHeadModel": replace(QWEN_TOKENS, mask="<|mask|>", ids={**QWEN_IDS, "<|mask|>": 16}),
+    "A2DQwen3LMHeadModel": replace(QWEN_TOKENS, mask="<|mask|>", ids={**QWEN_IDS, "<|mask|>": 16}),
     "DreamModel": _chat_ml("<|mask|>", 151666, ("<|endoftext|>", "<|im_end|>")),
     "Fast_dLLM_QwenForCausalLM": _chat_ml("|<MASK>|", 151665, ("<|im_end|>", "<|endoftext|>")),
     # its ids are those of the configuration; the names are ours

@@ -229,6 +229,9 @@ QWEN3_30B_A3B = replace(
     moe=MoEConfig(num_experts=128, experts_per_token=8, intermediate_size=768, score="softmax", norm_topk_prob=True),
 )
 
+# What dllm's adaptation makes of them; the mask is an id of their tokenizers.
+A2D: dict[str, Any] = {"mask_token_id": 16, "block_size": 32, "attention": "block_causal"}
+
 DIFFUSION_GEMMA = ModelConfig(
     architecture="DiffusionGemmaForBlockDiffusion",
     vocab_size=262144,
@@ -349,6 +352,9 @@ SHAPES: dict[str, ModelConfig] = {
     "tiny-qwen2": _tiny(QWEN2_7B),
     "tiny-llama": _tiny(SMOLLM2_135M),
     "tiny-mistral": _tiny(MISTRAL_7B),
+    "tiny-a2d-llama": _tiny(replace(SMOLLM2_135M, architecture="A2DLlamaLMHeadModel", **A2D)),
+    "tiny-a2d-qwen2": _tiny(replace(QWEN2_7B, architecture="A2DQwen2LMHeadModel", **A2D)),
+    "tiny-a2d-qwen3": _tiny(replace(QWEN3_8B, architecture="A2DQwen3LMHeadModel", **A2D)),
 }
 
 

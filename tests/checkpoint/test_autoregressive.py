@@ -1,6 +1,7 @@
 """Autoregressive folders as transformers writes them: the same logits, and the same greedy tokens by any batch."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from thread_ranks import ThreadRanks
 from torch import Tensor
 
 from mbd_core.checkpoint.config import load_config, read_config, write_config
+from mbd_core.checkpoint.folder import with_method
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import DecodingConfig
@@ -174,3 +176,73 @@ def test_another_network_is_refused(kind: str, changes: dict[str, Any], message:
     written = {key: value for key, value in written.items() if key != "head_dim" or kind != "Llama"}
     with pytest.raises(ValueError, match=message):
         read_config(written)
+
+
+OF_ADAPTED = pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "qwen3, yarn"], indirect=True)
+ADAPTED = {"llama": "A2DLlamaLMHeadModel", "qwen2": "A2DQwen2LMHeadModel", "qwen3": "A2DQwen3LMHeadModel"}
+
+
+def adapted(base: Path, folder: Path, *, generation: dict[str, Any] | None = None) -> Path:
+    """The folder of an adapted base as dllm leaves it: another architecture, and a mask token in the tokenizer."""
+    config = json.loads((base / "config.json").read_text())
+    kind = config["model_type"]
+    shutil.copytree(base, folder)
+    written = {**config, "model_type": f"a2d-{kind}", "architectures": [ADAPTED[kind]]}
+    (folder / "config.json").write_text(json.dumps(written))
+    added = {"90": {"content": "<|mask|>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"mask_token": "<|mask|>", "added_tokens_decoder": added})
+    )
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+@torch.inference_mode()
+@OF_ADAPTED
+@pytest.mark.parametrize("attention", ["block_causal", "full"])
+def test_an_adapted_folder_is_its_base_under_another_mask(
+    case: tuple[Path, Any], tmp_path: Path, attention: str
+) -> None:
+    """dllm's A2D layout: the logits of the same modules of transformers, which take the mask."""
+    base, theirs = case
+    generation = {"block_size": 8, "attention": attention}
+    folder = adapted(base, tmp_path / "a2d", generation=generation)
+    config = load_config(folder)
+    assert config.mask_token_id == 90, "the tokenizer's"
+    assert (config.block_size, config.attention, config.shift_logits) == (8, attention, False)
+    assert with_method({}, config) == ({"canvas": {}} if attention == "full" else {})
+    ids_T = torch.randint(3, 96, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    block_T = torch.arange(LENGTH) // 8
+    mask = block_T[:, None] >= block_T if attention == "block_causal" else torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    expected = theirs(ids_T[None], attention_mask=mask[None, None]).logits[0]
+    model = load_model(folder)
+    hidden = model(ids_T[None], torch.arange(LENGTH)[None], DenseAttention(mask[None, None]))
+    torch.testing.assert_close(model.logits(hidden[0]), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["qwen3"], indirect=True)  # SDAR is Qwen3 with a mask
+def test_an_adapted_folder_decodes_as_the_same_weights_in_sdars_layout(case: tuple[Path, Any], tmp_path: Path) -> None:
+    a2d = load_model(adapted(case[0], tmp_path / "a2d", generation={"block_size": 8}))
+    sdar = Decoder(replace(a2d.config, architecture="SDARForCausalLM")).eval()
+    sdar.load_state_dict(a2d.state_dict())
+    decoding = DecodingConfig(block_size=8, buffer_size=2, tau_m2t=0.5)
+    requests = [
+        Request(request_id=str(n), prompt=tuple(range(4, 9 + n)), max_tokens=20, decoding=decoding) for n in range(3)
+    ]
+    tokens = [
+        [o.tokens for o in Engine(model, EngineConfig(max_rows=2, num_pages=32)).generate(requests)]
+        for model in (a2d, sdar)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+@OF_ADAPTED
+def test_an_adapted_folder_without_a_mask_is_refused(case: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = adapted(case[0], tmp_path / "a2d")
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match=r"have no 'mask_token_id'.*add it to generation_config\.json"):
+        load_config(folder)
+    (folder / "generation_config.json").write_text('{"mask_token_id": 90, "attention": "sideways"}')
+    with pytest.raises(ValueError, match="attention='sideways'; it must be one of block_causal, full, causal"):
+        load_config(folder)
