@@ -7,6 +7,7 @@ at every row of the section, the kernels are to be deleted; if not, they stay.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ Row = dict[str, Any]
 MOST_COST = 1.03
 
 
-@torch.compile(fullgraph=True)
 def _before_forward(
     buffer: BlockBuffer, tables_RP: Tensor, adapters_R: Tensor | None, layout: SlotLayout, kind: StepKind, page: int
 ) -> tuple[StepView, StepRows, Batch]:
@@ -43,10 +43,15 @@ def _before_forward(
     return view, rows, pack(rows.groups, page_size=page)
 
 
-@torch.compile(fullgraph=True)
 def _after_forward(buffer: BlockBuffer, prediction: Prediction, view: StepView, work: Work) -> tuple[Tensor, Tensor]:
     commit = buffer.commit(prediction, work)
     return commit.num_blocks_R, pack_report(view, commit, buffer)
+
+
+@cache
+def _compiled(half: Callable[..., Any]) -> Callable[..., Any]:
+    """A half of the step, compiled at its first call: the compiler's import takes packages that a day may lack."""
+    return torch.compile(half, fullgraph=True)
 
 
 def compiled_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor:
@@ -56,7 +61,7 @@ def compiled_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor
     tables_RP = state.tables_RP[: kind.num_rows, :num_pages]
     adapters_R = None if state.adapters_R is None or not work.adapts else state.adapters_R[: kind.num_rows]
     layout = SlotLayout(shift=runner.model.config.shift_logits, softens=work.softens)
-    view, rows, batch = _before_forward(buffer, tables_RP, adapters_R, layout, kind, state.page_size)
+    view, rows, batch = _compiled(_before_forward)(buffer, tables_RP, adapters_R, layout, kind, state.page_size)
     hidden_AD = runner.forward(batch)
     prediction = predict(
         state.logits_of(hidden_AD, batch, work),
@@ -70,7 +75,7 @@ def compiled_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor
         fallback_P=buffer.fallback_at(rows.at_A) if work.scores else None,
         num_tops=state.num_tops if work.tops else 0,
     )
-    num_blocks_R, report_X = _after_forward(buffer, replace(prediction, tops_A2K=None), view, work)
+    num_blocks_R, report_X = _compiled(_after_forward)(buffer, replace(prediction, tops_A2K=None), view, work)
     runner.remember_committed(rows.slot_end_RN, num_blocks_R)
     return with_tops(report_X, prediction.tops_A2K, rows.at_A, buffer)
 
