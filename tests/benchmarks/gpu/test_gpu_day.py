@@ -82,6 +82,7 @@ PACKAGES = {"torch", "triton", "transformers", "psutil", "pyarrow", "pytest"} | 
     "numpy",
     "safetensors",
     "setuptools",
+    "sympy",
     "tokenizers",
     "tqdm",
     "typer",
