@@ -12,22 +12,29 @@ HALF = re.compile("[\ud800-\udfff]")
 MISSING = object()
 
 
-def parse_json(content: str | bytes, where: str) -> Any:
+class RepeatedName(ValueError):
+    """An object of a JSON text has a name twice, with values that differ."""
+
+
+def parse_json(content: str | bytes, where: str, *, unique: bool = False) -> Any:
     """The value of a JSON text, which may begin with a byte-order mark.
 
     Raises `ValueError`, a sentence that begins with `where`: for what is not UTF-8 or not JSON, has an integer or a
-    depth that Python refuses, or half of a surrogate pair, which no tokenizer and no UTF-8 file takes.
+    depth that Python refuses, or half of a surrogate pair, which no tokenizer and no UTF-8 file takes. With `unique`
+    also for an object that has a name twice, with values that differ.
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is not UTF-8: {error.reason} at byte {error.start}") from None
     try:
-        value = json.loads(text.removeprefix("\ufeff"))
+        value = json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_with_unique_names if unique else None)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from None
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply to be read: lists or objects in about 1,000 others") from None
+    except RepeatedName as error:
+        raise ValueError(f"{where} has {error.args[0]!r} twice in one object, with values that differ") from None
     except ValueError:  # Python's own bound on digits
         raise ValueError(f"{where} holds an integer of more than 4,300 digits, which is not read") from None
     if ESCAPED_HALF.search(text):
@@ -35,6 +42,15 @@ def parse_json(content: str | bytes, where: str) -> Any:
         if half is not None:
             raise ValueError(f"{where} holds \\u{ord(half[0]):04x}, half of a surrogate pair, which is no character")
     return value
+
+
+def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        for name, value in pairs:
+            if value != values[name]:
+                raise RepeatedName(name)
+    return values
 
 
 def merge_fields(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

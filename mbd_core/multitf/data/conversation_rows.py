@@ -26,6 +26,7 @@ from mbd_core.multitf.data.known_names import (
     says_nothing,
 )
 from mbd_core.multitf.data.tool_calls import Messages, as_objects, parsed, tools_of, without_padding
+from mbd_core.multitf.data.turn_forms import as_messages
 from mbd_core.multitf.data.turns import (
     BY_OPTION,
     LEFT_OUT,
@@ -138,7 +139,7 @@ class _RowReader:
     def turns(self) -> list[Turn]:
         columns = self.columns
         if columns.chat is not None:
-            turns = self._turns(columns.chat, "the conversation")
+            turns = self._chat(columns.chat)
         else:
             assert columns.prompt is not None
             history = self._history()
@@ -184,7 +185,7 @@ class _RowReader:
                 self.notes.append((name, ANSWERED))
             elif self._repeats(name, value, texts):
                 self.notes.append((name, REPEATED))
-            elif says_nothing(name) and not is_content(name, value) and not (name == "source" and self._translates()):
+            elif self._says_nothing(name, value):
                 self.notes.append((name, LEFT_OUT))
             else:
                 unknown.append(name)
@@ -218,6 +219,10 @@ class _RowReader:
             return any(value.strip() in text for text in texts)
         return any(value.strip() == text.strip() for text in texts)
 
+    def _says_nothing(self, name: str, value: Any) -> bool:
+        is_read = name in HINTS or (name == "source" and self._translates())
+        return says_nothing(name) and not is_content(name, value) and not is_read
+
     def _translates(self) -> bool:
         """Whether `source` is a text beside its `target`."""
         return self.columns.response in ("target", "targets")
@@ -230,9 +235,13 @@ class _RowReader:
         self._read.add(name)
         self.notes.append((name, fate))
 
-    def _turns(self, name: str, fate: str, first: int = 1) -> list[Turn]:
+    def _chat(self, name: str) -> list[Turn]:
+        value, form = as_messages(self.row[name], f"its {name!r}")
+        return self._turns(name, "the conversation" + (f"; {form}" if form else ""), value=value)
+
+    def _turns(self, name: str, fate: str, first: int = 1, *, value: Any = None) -> list[Turn]:
         reader = TurnReader(name, self.columns.roles, self.columns.ignored)
-        turns = reader.read(self.row[name], self.notes, first=first)
+        turns = reader.read(self.row[name] if value is None else value, self.notes, first=first)
         self._note(name, fate)
         return turns
 
@@ -255,7 +264,8 @@ class _RowReader:
                 text = text_turn("user", self.row[context], number).message["content"]
                 if text.strip():
                     self._texts += [text, turns[0].message["content"]]
-                    turns[0].message["content"] += "\n" + text
+                    instruction = turns[0].message["content"]
+                    turns[0].message["content"] = f"{instruction}\n{text}" if instruction.strip() else text
                     turns[0].joins = True
                     self._note(context, "the prompt's second part")
         return turns

@@ -57,7 +57,7 @@ def _json_list(path: str, name: str) -> Iterator[Row]:
     with fsspec.open(path, "rb") as file:
         content = file.read()
     try:
-        rows = parse_json(content, path)
+        rows = parse_json(content, path, unique=True)
     except ValueError as error:
         raise ValueError(f"{error}; rows one a line are a .jsonl file") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -66,7 +66,7 @@ def _json_list(path: str, name: str) -> Iterator[Row]:
 
 
 def _object(line: bytes, source: str) -> Mapping[str, Any]:
-    row = parse_json(line, source)
+    row = parse_json(line, source, unique=True)
     if not isinstance(row, dict):
         raise ValueError(f"{source} must be a JSON object")
     return row

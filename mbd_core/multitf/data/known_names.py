@@ -66,6 +66,13 @@ HINTS = {
     "text": "it is a text whose turns are not told apart: make messages of it, or a prompt and a response",
     "label": "it says which answers are wanted: leave the rows of the others out of the file first",
     "kto_tag": "it says which answers are wanted: leave the rows of the others out of the file first",
+    **dict.fromkeys(
+        ("rejected_response", "rejected_messages", "non_preferred_output"), "it is an answer that is not wanted"
+    ),
+    "answers": "it has several answers, or calls: make messages of it, calls as 'tool_calls' of the assistant",
+    "contents": "it has Gemini's form: make messages of it, each with a role and a content",
+    "segments": "its texts are templated: make messages of them, each with a role and a content",
+    "chat": "make messages of it, each with a role and a content",
     "completions": "it has several answers to a prompt: make a row of each that is to be trained",
     "input_ids": "tokens are not taken, since --model's own tokenizer makes them",
     **dict.fromkeys(

@@ -170,8 +170,7 @@ def prepare_data(
         if not preparation.skip_bad:
             bad.refuse()
         if not counts.num_kept:
-            why = f"; the first: {bad.first}" if bad.first else ""
-            raise ValueError(f"{', '.join(preparation.files)}: no row is left of {counts}{why}")
+            raise ValueError(_none_left(preparation, counts, bad))
         write_record(new_folder, record(preparation, counts, eos) | written)
     return counts
 
@@ -186,7 +185,14 @@ def preview(preparation: Preparation, summary: RowSummary) -> RowCounts:
             break
     if not preparation.skip_bad:
         bad.refuse()
+    if not counts.num_kept:
+        raise ValueError(_none_left(preparation, counts, bad))
     return counts
+
+
+def _none_left(preparation: Preparation, counts: RowCounts, bad: BadRows) -> str:
+    why = f"; the first: {bad.first}" if bad.first else ""
+    return f"{', '.join(preparation.files)}: no row is left of {counts}{why}"
 
 
 def record(preparation: Preparation, counts: RowCounts, eos_token_id: int) -> dict[str, Any]:

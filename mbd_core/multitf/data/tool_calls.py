@@ -20,7 +20,7 @@ Tools = list[dict[str, Any]]
 def parsed(value: Any, what: str) -> Any:
     """A value, or what a JSON text of a list or an object says."""
     is_json = isinstance(value, str) and value.lstrip("\ufeff \t\r\n")[:1] in ("[", "{")
-    return parse_json(value, what) if is_json else value
+    return parse_json(value, what, unique=True) if is_json else value
 
 
 def as_objects(value: Any, what: str) -> list[Mapping[str, Any]] | None:
@@ -61,6 +61,11 @@ def _tool(tool: Mapping[str, Any], column: str, ignored: Collection[str]) -> dic
                 f"with --ignore-columns {column}.{field}"
             )
     parameters = parsed(function.get("parameters"), f"its function {name!r}: the text of its 'parameters'")
+    if isinstance(parameters, Mapping) and (loose := _loose_properties(parameters)):
+        raise ValueError(
+            f"its function {name!r} has 'parameters' that are no JSON schema, since {loose} stands where a keyword "
+            "does; write the parameters under 'properties'"
+        )
     if not isinstance(parameters, Mapping | None):
         raise ValueError(f"its function {name!r} has 'parameters' that are no JSON schema, an object")
     description = {} if function.get("description") is None else {"description": function["description"]}
@@ -68,6 +73,14 @@ def _tool(tool: Mapping[str, Any], column: str, ignored: Collection[str]) -> dic
     shown = {"type": "function", "function": {"name": name, **description, "parameters": schema}}
     _check_json(shown, f"its function {name!r}")
     return shown
+
+
+def _loose_properties(schema: Mapping[str, Any]) -> str:
+    """The first parameter of an object that has parameters in place of a JSON Schema's keywords; "" for a schema."""
+    is_schema = any(isinstance(schema.get(name), str) for name in ("type", "$ref"))
+    if is_schema or any(name in schema for name in (*MAPS_OF_SCHEMAS, "anyOf", "oneOf", "allOf", "required")):
+        return ""
+    return next((repr(name) for name, part in schema.items() if isinstance(part, Mapping)), "")
 
 
 def _without_nulls(schema: Any) -> Any:
@@ -93,7 +106,9 @@ def read_call(call: Any, number: int) -> dict[str, Any]:
     function = parsed(whole.get("function") or whole, "its call") if isinstance(whole, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if isinstance(arguments, str):
-        arguments = parse_json(arguments or "{}", f"its message {number} has a call whose arguments' text")
+        arguments = parse_json(
+            arguments or "{}", f"its message {number} has a call whose arguments' text", unique=True
+        )
     if (
         not isinstance(function, Mapping)
         or not isinstance(function.get("name"), str)

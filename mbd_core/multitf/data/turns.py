@@ -26,6 +26,12 @@ ROLES = {
 """Roles by the names that data sets give them; `call` is an assistant's turn whose text is a call."""
 TARGETS = ("system", "user", "assistant", "tool", "function_call")
 TEXT_PARTS = ("text", "input_text", "output_text")
+PART_REMEDIES = {
+    "tool_use": "write calls as the message's 'tool_calls'",
+    "tool_result": "write each result as a message of the role tool, with its 'tool_call_id'",
+    "thinking": "write it as the message's 'reasoning_content'",
+    "reasoning": "write it as the message's 'reasoning_content'",
+}
 
 Notes = list[tuple[str, str]]
 """Names of columns and of fields, as `messages.weight`, each with what became of it."""
@@ -49,6 +55,9 @@ class TurnReader:
         """The turns of a list of messages, in which each or all may be JSON texts; `first` numbers them."""
         turns = as_objects(value, f"its {self.column!r}")
         if turns is None:
+            items = parsed(value, f"its {self.column!r}")
+            if isinstance(items, list | tuple) and None in items:
+                raise ValueError(f"its message {first + items.index(None)} is null, no message")
             raise ValueError(f"its {self.column!r} is no list of messages, each with a role and a content")
         results: list[Turn] = []
         for number, turn in enumerate(turns, start=first):
@@ -67,6 +76,9 @@ class TurnReader:
             if not parsed_calls:
                 raise ValueError(f"its message {number} is a call whose text is not JSON with a name and arguments")
             calls, content = [read_call(call, number) for call in parsed_calls], ""
+        if content is None and not calls:
+            others = ", ".join(repr(name) for name in fields if name not in ("role", "from"))
+            raise ValueError(f"its message {number} needs a content" + (f", and has {others}" if others else ""))
         message: dict[str, Any] = {
             "role": role,
             "content": _text("" if content is None and calls else content, number),
@@ -96,12 +108,13 @@ class TurnReader:
 
     def _role(self, fields: Mapping[str, Any], number: int, turns: Sequence["Turn"]) -> str:
         name = self._one_of(fields, ("role", "from"), number)
-        role = ROLES.get(self.roles.get(name, name)) if isinstance(name, str) else None
+        role = ROLES.get(self.roles.get(name, name).lower()) if isinstance(name, str) else None
         if role is None:
             unknown = isinstance(name, str) and name.strip() != ""
+            likely = "assistant" if turns and turns[-1].message["role"] in ("user", "tool") else "user"
             raise ValueError(
                 f"its message {number} needs a role ({', '.join(sorted(ROLES))})"
-                + (f", not {name!r}; --roles {name}=assistant says what it is" if unknown else "")
+                + (f", not {name!r}; --roles {name}={likely} says what it is" if unknown else "")
             )
         if role != "function":
             return role
@@ -216,11 +229,16 @@ def _text(content: Any, number: int) -> str:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if isinstance(parts, Sequence) and not isinstance(parts, str):
         parts = [parsed(part, f"its message {number} has a part whose text") for part in parts]
-    if not isinstance(parts, Sequence) or not all(
-        isinstance(part, Mapping) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
-        for part in parts
-    ):
-        raise ValueError(f"its message {number} needs a content that is text, or a list of text parts")
+    needs = f"its message {number} needs a content that is text, or a list of text parts"
+    if not isinstance(parts, Sequence):
+        raise ValueError(needs)
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind not in TEXT_PARTS:
+            remedy = f"; {PART_REMEDIES[kind]}" if kind in PART_REMEDIES else ""
+            raise ValueError(f"{needs}, not a part of the type {kind!r}{remedy}")
+        if kind is None or not isinstance(part.get("text"), str):
+            raise ValueError(needs)
     for part in parts:
         extra = [name for name, value in part.items() if value and name not in ("type", "text", "cache_control")]
         if extra:
