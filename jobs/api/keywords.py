@@ -199,10 +199,12 @@ def split_keywords(
 
 def json_body(body: Mapping[str, Any]) -> bytes:
     """A body as the endpoint reads it; arrays and numbers of other libraries become lists and numbers."""
-    try:
-        return json.dumps(body, default=plain_value).encode()
-    except TypeError as error:
-        raise ValueError(str(error)) from None
+    for name, value in body.items():
+        try:
+            json.dumps(value, default=plain_value)
+        except TypeError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return json.dumps(body, default=plain_value).encode()
 
 
 def _logprobs(kind: type, body: dict[str, Any]) -> dict[str, Any]:
@@ -218,6 +220,8 @@ def _logprobs(kind: type, body: dict[str, Any]) -> dict[str, Any]:
 def _tools(body: dict[str, Any]) -> dict[str, Any]:
     """Tools that are Python functions, by their signatures and docstrings."""
     tools = body.get("tools")
+    if callable(tools):
+        raise ValueError(f"tools={tools!r} must be a list of functions")
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         return body
     return {**body, "tools": [_tool(tool) if callable(tool) else tool for tool in tools]}

@@ -182,6 +182,8 @@ class LLM:
         """
         if _conversations(messages) is not None:
             raise ValueError("stream takes one text or one chat; call chat for several")
+        if keywords.get("n") is not None:
+            raise ValueError("stream gives one answer; call chat with n for several")
         body = {**self._body(ChatRequest, keywords), "messages": _turns(messages)}
         answer_of = partial(self._answer, prompt=body["messages"])
         return AnswerStream(self._session, body, trace=trace, answer_of=answer_of)
@@ -245,6 +247,8 @@ def _with_method(method: str | None, fields: Mapping[str, Any]) -> dict[str, Any
     """The fields of a decoding, beside those of a method by its name."""
     if method is None:
         return dict(fields)
+    if not isinstance(method, str):
+        raise ValueError(f"method={method!r} must be a method's name: {', '.join(METHODS)}")
     if method not in NAMED_METHODS:
         raise unknown("method", method, METHODS)
     return merge_fields(NAMED_METHODS[method], fields)

@@ -113,6 +113,8 @@ def test_the_pieces_of_a_stream_join_to_the_answer(llm: LLM) -> None:
         llm.stream(QUESTION, temperature=-1)
     with pytest.raises(ValueError, match="one text or one chat"):
         llm.stream(["a", "b"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="stream gives one answer; call chat with n for several"):
+        llm.stream("a", n=2)  # type: ignore[call-arg]
 
 
 def busy(llm: LLM) -> int:
@@ -214,6 +216,9 @@ def test_structured_answers_and_tools(llm: LLM) -> None:
         ({"temprature": 1}, "unknown keyword 'temprature'; is 'temperature' meant?"),
         ({"do_sample": True}, "unknown keyword 'do_sample': give temperature"),
         ({"num_return_sequences": 2}, "unknown keyword 'num_return_sequences': give n"),
+        ({"method": 3}, "method=3 must be a method's name"),
+        ({"tools": len}, "tools=<built-in function len> must be a list of functions"),
+        ({"guided_regex": {1j}}, "guided_regex: 1j of type complex has no form in JSON"),
         ({"max_rows": 2}, "'max_rows' belongs to the model"),
         ({"temperature": "hot"}, "temperature: "),
         ({"buffer_size": 0}, "buffer_size=0 must be a whole number of at least 1"),
