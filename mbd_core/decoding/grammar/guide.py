@@ -498,6 +498,18 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     return matcher
 
 
+_REMEDIES = {
+    "Unimplemented keys": "leave them out, and check them yourself",
+    "look-around": "write the pattern without it, or leave it out and check it yourself",
+    "lookarounds": "give ^ and $ at the pattern's ends alone",
+    "backreferences": "write the pattern without them, or leave it out and check it yourself",
+    "Invalid type": "give string, number, integer, boolean, array, object or null, in small letters",
+    "type must be": "leave it out for any value",
+    "intersection stack level": "a reference leads to itself; give the schema that it stands for",
+}
+"""By a part of llguidance's message: what to do."""
+
+
 def _check_part(tokenizer: LLTokenizer, subject: str, schema: str) -> None:
     """Raise `GrammarRefused` for a schema that llguidance does not take, with the place of its least part."""
     matcher, reason = _matcher_of(tokenizer, "json_schema", schema)
@@ -524,8 +536,8 @@ def _check_part(tokenizer: LLTokenizer, subject: str, schema: str) -> None:
         reason = "oneOf needs alternatives that exclude each other by type or by constants; give anyOf"
     elif "Default retriever" in reason:
         reason = "a reference to another document is not followed; put its schema into $defs"
-    elif reason.startswith("Unimplemented keys"):
-        reason += "; leave them out, and check them yourself"
+    else:
+        reason += next((f"; {remedy}" for found, remedy in _REMEDIES.items() if found in reason), "")
     raise GrammarRefused(f"{subject} cannot be honoured{at(path)}: {reason}")
 
 

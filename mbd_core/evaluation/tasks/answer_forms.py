@@ -205,7 +205,7 @@ def _interval_of_relation(text: str) -> Form | None:
 # Comparing.
 
 _WRAPPED = re.compile(rf"{_TEXT}\{{([^{{}}]*)\}}")
-_LETTER = re.compile(r"\(?\s*([A-Z])(?:[).:\s].*)?", re.DOTALL)
+_LETTER = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?\(?\s*([A-Z])(?:[).:\s].*)?", re.DOTALL)
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _NAME = re.compile(
     rf"\(?(?:\\angle|\\triangle|\\overline|m|\||{_TEXT}|\{{|\\left)*\s*(?:[A-Za-z]+'*|\\[a-z]+)[\s\w|{{}}'^]*(?:\([^()]*\))?\)?"
@@ -307,9 +307,12 @@ def _same_in_any_order(wanted: Sequence[str], given: Sequence[str], same_express
     return are_in(wanted, given, turned=False) and are_in(given, wanted, turned=True)
 
 
+_SPACE_OF_NO_NUMBER = re.compile(r"(?<!\d) | (?!\d)")  # `1 8` is not 18
+
+
 def _same_part(gold: str, answer: str, same_expression: SameExpression) -> bool:
     """Whether two answers without parts are the same: numbers, expressions and equations."""
-    if gold.replace(" ", "") == answer.replace(" ", ""):
+    if _SPACE_OF_NO_NUMBER.sub("", gold) == _SPACE_OF_NO_NUMBER.sub("", answer):
         return True
     wanted, given = read_quantity(gold), read_quantity(answer)
     if wanted is not None and given is not None:

@@ -61,6 +61,12 @@ _SIGNS = str.maketrans(
         "\uff05": "%",
         "\uff04": "$",
         "\uff0c": ",",
+        "\u3002": ". ",
+        "\uff0e": ".",
+        "\uff1a": ":",
+        "\uff1b": ";",
+        "\uff08": "(",
+        "\uff09": ")",
         "\u2032": "'",
     }
 )
@@ -86,7 +92,8 @@ THOUSANDS = re.compile(
 )
 _FRACTION_NAME = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _ROMAN_LETTER = re.compile(r"\\(?:mathrm|text|mathit|rm)\s*\{([ie])\}")
-_SHORT_FRACTION = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+_ARGUMENT = r"\s*(?:\{([^{}]*)\}|(\d|\\pi|[A-Za-z]))"
+_SHORT_FRACTION = re.compile(rf"\\frac{_ARGUMENT}{_ARGUMENT}")
 _SIZES = re.compile(r"\\(?:left|right|big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\.?|\\(?:display|text)style(?![A-Za-z])")
 
 
@@ -139,7 +146,7 @@ MAGNITUDE = rf"""(?:
       (?P<whole>\d+|\d{{1,3}}(?:,\d{{3}})+)\s*(?:and\s+)?\\frac\{{\s*(?P<top>\d+)\s*\}}\{{\s*(?P<bottom>\d+)\s*\}}
     | (?P<whole_2>\d+)\s+(?:and\s+)?(?P<top_2>\d+)\s*/\s*(?P<bottom_2>\d+)
     | \\frac\{{\s*(?P<numerator>{_SIGNED})\s*\}}\{{\s*(?P<denominator>{_SIGNED})\s*\}}
-    | (?P<before>\d*)\.(?P<lead>\d*)\\(?:overline|bar)\s*\{{?(?P<cycle>\d+)\}}?
+    | (?P<before>\d*)\.(?P<lead>\d*)\\(?:overline|bar|dot)\s*\{{?(?P<cycle>\d+)\}}?
     | (?P<over>{DECIMAL})\s*/\s*\{{?(?P<under>{DECIMAL})\}}?
     | (?P<decimal>{DECIMAL}){POWER}?
     | 10\s*\^\s*\{{?\s*(?P<ten>[+-]?\d{{1,4}})\s*\}}?

@@ -25,7 +25,9 @@ def stated_answer(text: str, *, gold: str) -> str | None:
     text = text.rpartition("</think>")[2].strip() or text
     emphasised = _emphasised(text)
     kind = _Kind.of(gold)
-    text = BARE_BOX.sub(r"\\boxed{\1}", SIGN.sub(r"\1-", ascii_notation(without_markdown(text))))
+    text = BARE_BOX.sub(
+        r"\\boxed{\1}", SIGN.sub(lambda sign: f"{sign[1] or sign[2] or ''}-", ascii_notation(without_markdown(text)))
+    )
     boxes = list(_boxes(text))
     marked = boxes + [item for item in _marked(text, kind) if not any(box.holds(item) for box in boxes)]
     marked = [item for item in marked if item.is_boxed or kind.takes(item.content)]
@@ -193,7 +195,11 @@ def _joined(text: str, parts: list[_Statement]) -> list[_Statement]:
 
 # Marks of an answer.
 
-SIGN = re.compile(r"((?:^|[#:=(]|[^\W\d]{2})[ \t]*)-[ \t]+(?=\\?\$?\.?\d)", re.MULTILINE)
+SIGN = re.compile(
+    r"((?:^|[#:=(]|[^\W\d]{2})[ \t]*)-[ \t]+(?=\\?\$?\.?\d)"
+    r"|((?:^|[#:=(]|\b(?:is|are|be|equals))[ \t]*)\b(?:minus|negative)[ \t]+(?=\\?\$?\.?\d)",
+    re.MULTILINE | re.I,
+)
 _FINAL = (
     r"(?:therefore|thus|then|hence|so|simply|just|indeed|now|still|approximately|about|around|roughly|exactly|equal to"
     r"|given by|found to be|option|choice|that is|i\.e\.|:|,)"
@@ -312,7 +318,9 @@ def _value_at(text: str, start: int, kind: _Kind) -> _Statement | None:
 
 # The last value of a text.
 
-_NUMBER_START = re.compile(rf"(?<![\w.\\])(?:[+-]\s?)?(?:{CURRENCY}\s?)?[+-]?(?=[0-9]|\.[0-9]|\\frac)", re.ASCII)
+_NUMBER_START = re.compile(
+    rf"(?<![\w.\\^])(?<!\^\{{)(?:[+-]\s?)?(?:{CURRENCY}\s?)?[+-]?(?=[0-9]|\.[0-9]|\\frac)", re.ASCII
+)
 _DENIED = re.compile(r"\b(?:is not|isn't|not)\s+(?:equal to\s+)?[$]?-?[0-9][0-9.,]*", re.I)
 _BRACKETS = re.compile(r"[(\[][^()\[\]\n]{1,200},[^()\[\]\n]{1,200}[)\]]")
 _ORDINAL = re.compile(r"(?:st|nd|rd|th)\b")

@@ -24,7 +24,10 @@ RIGHT = (
     (r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}", r"\begin{bmatrix} \frac{1}{5} \\ -3.6 \end{bmatrix}"),
     (r"\text{Evelyn}", "Evelyn"),
     (r"\text{ellipse}", r"\text{an Ellipse}"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"(r,\theta) = (3, \frac\pi2)"),
+    (r"\frac13", r"0.\dot{3}"),
     (r"\text{(C)}", r"\textbf{(C)}\ 5"),
+    (r"\text{(C)}", r"\text{Option C}"),
     ("5:30", r"5:30 \text{ p.m.}"),
     ("x=5", "5"),
     ("y = 2x + 3", "y - 2x = 3"),
@@ -71,6 +74,9 @@ WRONG = (
     ("5x - 7y + 11z + 4 = 0", "0"),
     ("6-5i", "6+5i"),
     ("0", "10^{-9}"),
+    ("18", "1 8"),
+    (r"\frac{12}{99}", r"0.\dot{1}\dot{3}"),
+    (r"\text{(C)}", "Option B"),
     ("5", ""),
 )
 

@@ -32,6 +32,10 @@ RIGHT = (
     "#### 2. Count the books\n40 + 33 = 73",
     r"It is \boxed{73}. Let us check our answer: $73 - 33 = 40$.",
     "The shelves have 40 and 33 books, so 73.",
+    "The shelves have 40 and 33 cm^2, so it is 73 cm².",
+    "40 + 33\n\n73 cm^{2}",
+    "答案：73。",
+    "40 books. 答案（books）：７３。",
 )
 
 
@@ -51,6 +55,10 @@ def test_the_last_statement_counts(text: str) -> None:
         (r"\text{(C)}", "The correct option is **C**", "C"),
         ("28", r"$\boxed{28}$ percent", r"28\%"),
         ("-5", "The answer is - 5.", "-5"),
+        ("-5", "The answer is minus 5.", "-5"),
+        ("-5", "Negative 5", "-5"),
+        ("5", "10 minus 5", "5"),
+        ("5", "The answer is 10 minus 5 = 5.", "5"),
         ("5", "It costs $4 and then $5.", "$5"),
         ("5", "Which one it is, nobody knows.", None),
         ("5", "", None),
