@@ -174,6 +174,8 @@ class Admission:
             reason = f"{changes} changes tokens that the grammar has accepted; decode without it"
             if changes == "causal":
                 reason = "no guide follows drafts, or blocks that are filled in any order; decode a model in blocks"
+                if self._model.prefix_methods == ("ar",):
+                    reason = "a model that decodes token by token takes no grammar yet; leave it out"
             if changes == "renoise":
                 reason = "a canvas is drawn anew in each forward, and no guide follows it; decode with another model"
             if changes == "canvas":

@@ -18,6 +18,7 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.grammar.grammar import Grammar
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
@@ -158,6 +159,12 @@ def test_what_an_autoregressive_model_cannot_do_is_refused(case: tuple[Path, Any
     drafts = DecodingConfig(block_size=1, causal=Causal(method="dlm"))
     with pytest.raises(RequestRefused, match=r"needs a model with a mask token.*\"method\": \"ar\""):
         engine.add(replace(plain, decoding=drafts))
+    token_by_token, digits = (
+        DecodingConfig(block_size=1, causal=Causal(method="ar")),
+        Grammar(syntax="regex", text="1"),
+    )
+    with pytest.raises(RequestRefused, match="takes no grammar yet; leave it out"):
+        engine.add(replace(plain, decoding=token_by_token, grammar=digits))
 
 
 @pytest.mark.parametrize(

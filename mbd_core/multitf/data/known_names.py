@@ -19,7 +19,7 @@ FLAGS |= {"masked": False}
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 LAST = """
-id ids idx index uuid guid key hash sha sha1 sha256 md5 ip source sources origin dataset subset config split
+id ids idx index uuid guid key hash sha sha1 sha256 md5 ip source sources origin dataset subset config
 url urls uri link license licence language languages lang locale country date time timestamp year version
 score scores rating ratings rank quality reward likes upvotes views votes difficulty level
 tag tags topic topics category categories subject domain genre author annotator annotators creator username
@@ -70,6 +70,7 @@ HINTS = {
         ("rejected_response", "rejected_messages", "non_preferred_output"), "it is an answer that is not wanted"
     ),
     "answers": "it has several answers, or calls: make messages of it, calls as 'tool_calls' of the assistant",
+    "split": "it says which rows are held out: leave those out of the file first",
     "contents": "it has Gemini's form: make messages of it, each with a role and a content",
     "segments": "its texts are templated: make messages of them, each with a role and a content",
     "chat": "make messages of it, each with a role and a content",
