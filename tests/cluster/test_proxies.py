@@ -45,6 +45,7 @@ def proxies(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for name, value in values.items():
             monkeypatch.setenv(name, value)
 
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it keeps the proxies that stood when it was made
     put()
     return put
 

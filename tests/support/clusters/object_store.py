@@ -59,7 +59,9 @@ def only_known_keys(environment: dict[str, str]) -> Iterator[None]:
     def set_free_actions(number: str) -> None:
         request = urllib.request.Request(f"{environment['AWS_ENDPOINT_URL']}/moto-api/reset-auth", number.encode())
         request.add_header("Content-Type", "text/plain")
-        urllib.request.urlopen(request, timeout=START_SECONDS).close()
+        # not `urlopen`, whose opener keeps the proxies of the first test that called it
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        opener.open(request, timeout=START_SECONDS).close()
 
     set_free_actions("0")
     try:
