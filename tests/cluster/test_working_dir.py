@@ -49,7 +49,4 @@ def test_what_the_guides_write_here_is_left_behind() -> None:
     targets = set(re.findall(r"--(?:out|storage|checkpoints) ([A-Za-z][\w.-]*)", text)) - {"DIR"}
     ignored = (ROOT / ".rayignore").read_text().splitlines()
     assert {"data", "out", "runs"} <= targets
-    assert {f"/{target.partition('/')[0]}" for target in targets} - {*ignored} == {
-        "/research",
-        "/tasks",
-    }  # reports and files of tasks, not runs
+    assert {f"/{target.partition('/')[0]}" for target in targets} - {*ignored} == {"/research"}  # reports, not runs
