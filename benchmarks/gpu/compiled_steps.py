@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu.checks import CheckFailed
 from benchmarks.step_timing import StepCase, filled_engine
-from mbd_core.decoding.blocks.acceptance import Prediction, predict
+from mbd_core.decoding.blocks.acceptance import Prediction
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.work import Work
 from mbd_core.engine.batch import Batch, pack
@@ -63,18 +63,7 @@ def compiled_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor
     layout = SlotLayout(shift=runner.model.config.shift_logits, softens=work.softens)
     view, rows, batch = _compiled(_before_forward)(buffer, tables_RP, adapters_R, layout, kind, state.page_size)
     hidden_AD = runner.forward(batch)
-    prediction = predict(
-        state.logits_of(hidden_AD, batch, work),
-        rows.num_asked,
-        rows.at_A,
-        state.shared_vocab,
-        shape=buffer.masked_RNB.shape,
-        chunk=state.logits_chunk,
-        draw=buffer.draw(rows.at_A, truncates=work.truncates) if work.draws else None,
-        adjust=buffer.adjust(rows.at_A) if work.adjusts else None,
-        fallback_P=buffer.fallback_at(rows.at_A) if work.scores else None,
-        num_tops=state.num_tops if work.tops else 0,
-    )
+    prediction = state.predict(rows, buffer, state.logits_of(hidden_AD, batch, work), work)
     num_blocks_R, report_X = _compiled(_after_forward)(buffer, replace(prediction, tops_A2K=None), view, work)
     runner.remember_committed(rows.slot_end_RN, num_blocks_R)
     return with_tops(report_X, prediction.tops_A2K, rows.at_A, buffer)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mbd_core.decoding.blocks.acceptance import predict
+from mbd_core.decoding.blocks.acceptance import Prediction, predict
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.request import MAX_TOPS
 from mbd_core.decoding.blocks.sampling import Vocab
@@ -50,18 +50,7 @@ def decode_step(
     if steering is not None:
         assert rows.at_A is not None
         logits_of = steering.watch(logits_of, rows.at_A, buffer)
-    prediction = predict(
-        logits_of,
-        rows.num_asked,
-        rows.at_A,
-        state.shared_vocab,
-        shape=buffer.masked_RNB.shape,
-        chunk=state.logits_chunk,
-        draw=buffer.draw(rows.at_A, truncates=work.truncates) if work.draws else None,
-        adjust=buffer.adjust(rows.at_A) if work.adjusts else None,
-        fallback_P=buffer.fallback_at(rows.at_A) if work.scores else None,
-        num_tops=state.num_tops if work.tops else 0,
-    )
+    prediction = state.predict(rows, buffer, logits_of, work)
     chosen = None if steering is None else steering.choose(prediction, buffer, state.vocab)
     commit = buffer.commit(prediction, work, chosen=chosen)
     runner.remember_prompts(rows.prompt_ends)
@@ -111,6 +100,23 @@ class StepState:
         """The logits of a range of `hidden_AD`; of a step that takes likeliest tokens alone, each rank's own part."""
         whole = has_steering or work.draws or work.scores or work.adjusts or work.tops
         return self.runner.blockwise_logits(hidden_AD, batch, block_size=self.buffer.block_size, whole=whole)
+
+    def predict(
+        self, rows: StepRows, buffer: BlockBuffer, logits_of: Callable[[slice], Tensor], work: Work
+    ) -> Prediction:
+        """The token of each position of `rows` that gets logits, in its place of the buffer."""
+        return predict(
+            logits_of,
+            rows.num_asked,
+            rows.at_A,
+            self.shared_vocab,
+            shape=buffer.masked_RNB.shape,
+            chunk=self.logits_chunk,
+            draw=buffer.draw(rows.at_A, truncates=work.truncates) if work.draws else None,
+            adjust=buffer.adjust(rows.at_A) if work.adjusts else None,
+            fallback_P=buffer.fallback_at(rows.at_A) if work.scores else None,
+            num_tops=self.num_tops if work.tops else 0,
+        )
 
     @property
     def num_tops(self) -> int:
