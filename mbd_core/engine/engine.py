@@ -21,16 +21,17 @@ from mbd_core.engine.collector import Collector, LaunchedStep, StepAhead, StepPl
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.kinds import StepKind
 from mbd_core.engine.measures import EngineCounts, EngineMeasures, measure
+from mbd_core.engine.ranks import Alone, EngineCall, Ranks, on_all_ranks, with_next_step
 from mbd_core.engine.report import HostCopy, Report
 from mbd_core.engine.rows import SlotLayout, StepRows, packed_rows
 from mbd_core.engine.runner import ModelRunner
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.sequence import SequenceState
-from mbd_core.engine.steering import Decision
 from mbd_core.engine.step import decode_step, store_step
 from mbd_core.engine.weights import (
     AdapterInUse,
     DormantMemory,
+    NotEnoughMemory,
     StagedWeights,
     SwapMode,
     WeightSource,
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
     from mbd_core.trace.recorder import TraceRecorder
 
 
-NOT_ASLEEP = "wake_up() needs an engine that sleeps"
-
-
 class Engine:
     """Requests in, committed tokens out; `step()` is one forward: schedule, launch, collect."""
 
@@ -61,11 +59,14 @@ class Engine:
         vocab_limit: int | None = None,
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        ranks: Ranks | None = None,
     ) -> None:
         """`vocab_limit` is the tokenizer's size: ids from there on are padding and never predicted. `grammars` are
-        needed for requests with a grammar. `clock` measures steps, in seconds."""
+        needed for requests with a grammar. `clock` measures steps, in seconds. `ranks` are those that hold the model
+        together, of which this is one; the default is this one alone."""
         parts = build_parts(model, config, vocab_limit=vocab_limit, grammars=grammars is not None)
         self.model, self.config, self._grammars = model, config, grammars
+        self.ranks: Ranks = Alone() if ranks is None else ranks
         self.block_size, self.page_size, self.num_pages = parts.block_size, parts.page_size, parts.num_pages
         self.static_shapes, self.overlap = parts.static_shapes, parts.overlap
         self.admission, self.adapters, self.ahead = parts.admission, parts.adapters, StepAhead()
@@ -138,6 +139,10 @@ class Engine:
             rows=self._seating.ledger.sequences,
         )
 
+    def order(self, call: EngineCall) -> Any:
+        """Let every rank make a call."""
+        return call.apply(self)
+
     # -- requests -----------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
@@ -167,6 +172,7 @@ class Engine:
         assert self._grammars is not None, "its admission refuses a grammar"
         return compile_guide(self._grammars, request)
 
+    @with_next_step
     def abort(self, request_id: str) -> Output | None:
         """Stop a request and free all it holds; `None` if it is not known (any more)."""
         held_outputs = [o.output for o in self._unsent_steps if o.request_id == request_id]
@@ -188,6 +194,7 @@ class Engine:
                 outputs.append(aborted_step(output, weights=sequence.weights or (0, 0)))
         return outputs
 
+    @with_next_step
     def preempt(self) -> str | None:
         """Take its pages from the youngest running request, which goes on later; its id, `None` if none runs."""
         self._unsent_steps += self.land()
@@ -238,6 +245,7 @@ class Engine:
             num_unfinished = self.num_known + sum(o.output is not None for o in self._unsent_steps)
             raise ValueError(f"{method}() needs an idle engine; {num_unfinished} requests are still being served")
 
+    @on_all_ranks
     @torch.inference_mode()
     def prepare(self, decoding: DecodingConfig) -> int:
         """Capture graphs for greedy requests with `decoding`, and larger ones for all others; how many there are.
@@ -248,6 +256,7 @@ class Engine:
         self.check_idle("prepare")
         return self._graphs.capture(self._kinds.to_capture(decoding) if decoding.in_buffer else ())
 
+    @on_all_ranks
     def forget_prefixes(self) -> None:
         """Empty the prefix cache. Raises `ValueError` while requests are being served."""
         self.check_idle("forget_prefixes")
@@ -259,13 +268,15 @@ class Engine:
 
     # -- adapters and weights, between two steps ----------------------------------------------------------------
 
+    @on_all_ranks
     def load_adapter(self, name: str, folder: Path) -> None:
         """Load a LoRA adapter, a folder in PEFT's layout; from now on requests can name it as their `adapter`.
 
         `ValueError`, and nothing has changed, if there is no place for it, or it does not fit (`checkpoint.adapter`).
         """
-        self.adapters.place(name, self.adapters.read(name, folder))
+        self.adapters.place(name, self.ranks.agree(lambda: self.adapters.read(name, folder)))
 
+    @on_all_ranks
     def unload_adapter(self, name: str) -> None:
         """Free an adapter's place; `ValueError` for one that is not loaded, `AdapterInUse` where requests use it."""
         if self.adapters.get(name) is None:
@@ -275,6 +286,7 @@ class Engine:
             raise AdapterInUse(f"adapter '{name}' cannot be unloaded while {users} requests use it")
         self.adapters.remove(name)
 
+    @on_all_ranks
     def update_weights(self, source: WeightSource, *, mode: SwapMode = "preempt", version: int | None = None) -> None:
         """Put other weights of the same shapes in the place of the model's: a model folder's, or the decoder's tensors
         by name. No request is lost.
@@ -284,20 +296,26 @@ class Engine:
         steps go on meanwhile. Whatever was cached of prefixes is forgotten; adapters stay. `weights_version` becomes
         `version`, by default one more. `ValueError` for what does not fit, while others wait, and asleep.
         """
-        self.swap_weights(replace(self.stage_weights(source, mode), version=version))
-
-    def stage_weights(self, source: WeightSource, mode: SwapMode) -> StagedWeights:
-        """The first half of `update_weights`: read and check, change nothing."""
-        if self.asleep:
-            raise ValueError("the engine sleeps, and its weights have no place; wake it up first")
-        if self._staged_weights is not None:
-            raise ValueError("other weights still wait for the requests that run; try again when they are in place")
-        return stage_weights(self.model, source, mode)
-
-    def swap_weights(self, weights: StagedWeights) -> None:
-        """The second half of `update_weights`."""
-        self._staged_weights, self.scheduler.closed = weights, True
+        weights = self.ranks.agree(lambda: self._stage(source, mode))
+        self._staged_weights, self.scheduler.closed = replace(weights, version=version), True
         self._swap_if_due()
+
+    def _stage(self, source: WeightSource, mode: SwapMode) -> StagedWeights:
+        """Read and check other weights; change nothing."""
+        if not isinstance(source, Path):
+            source = self.ranks.each(source)
+        try:
+            if self.asleep:
+                raise ValueError("the engine sleeps, and its weights have no place; wake it up first")
+            if self._staged_weights is not None:
+                raise ValueError(
+                    "other weights still wait for the requests that run; try again when they are in place"
+                )
+            return stage_weights(self.model, source, mode)
+        finally:
+            if not isinstance(source, Path):
+                for _ in source:  # a rank that refuses them takes the rest too: the others still send or wait
+                    pass
 
     @property
     def swap_waits(self) -> bool:
@@ -324,27 +342,33 @@ class Engine:
         """Whether its memory is given back; it takes no requests."""
         return self._dormant is not None
 
+    @on_all_ranks
     def sleep(self) -> int:
         """Give back the memory of KV pages, graphs, and on a GPU of the weights, which wait on the host; the bytes.
         Cached prefixes are forgotten. `ValueError` while requests are being served, and asleep."""
-        self.check_sleep()
+        self.check_idle("sleep")
+        if self.asleep:
+            raise ValueError("the engine sleeps already")
+        return self.ranks.total(self._give_memory_back())
+
+    def _give_memory_back(self) -> int:
         self._graphs.release()
         self.scheduler.weights_changed(self.weights_version)  # as if: what pages hold is of no use any more
         cache = self.runner.cache
         self._dormant = DormantMemory(caches=(cache.k, cache.v), weights=gpu_tensors(self.model))
         return self._dormant.num_bytes
 
-    def check_sleep(self) -> None:
-        """Raise `ValueError` where `sleep` would."""
-        self.check_idle("sleep")
-        if self.asleep:
-            raise ValueError("the engine sleeps already")
-
+    @on_all_ranks
     def wake_up(self) -> None:
         """Take the memory again; `prepare` captures graphs anew. `ValueError` awake, torch's where memory is short."""
         if self._dormant is None:
-            raise ValueError(NOT_ASLEEP)
-        self._dormant.restore()
+            raise ValueError("wake_up() needs an engine that sleeps")
+        try:
+            self.ranks.agree(self._dormant.restore)
+        except ValueError as error:
+            if not self._dormant.num_bytes:  # this rank has its memory, another has not
+                self._give_memory_back()
+            raise NotEnoughMemory(f"there is not enough memory to wake up: {error}") from error
         self._dormant = None
 
     # -- the loop -----------------------------------------------------------------------------------------------
@@ -461,13 +485,9 @@ class Engine:
             return LaunchedStep(plan=plan, report=None, planned=store_step(self._state, lay_out(None)))
         tries = math.inf if self.config.batch_invariant else STEP_TRIES  # a row must not wait for others there
         ids = self.model.config.edit_token_ids
-        steering = self._seating.ledger.steering(self.share, tries=tries, ids=EditTokens(*ids) if ids else None)
+        steering = self._seating.ledger.steering(self.ranks.share, tries=tries, ids=EditTokens(*ids) if ids else None)
         report, planned_part = decode_step(self._state, plan.kind, lay_out, steering)
         return LaunchedStep(plan=plan, report=HostCopy(report), planned=planned_part)
-
-    def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
-        """What the host decides within a step, the same on all ranks where there are several."""
-        return decide()
 
     def collect(self, step: LaunchedStep) -> list[StepOutput]:
         """A step's third part, on the host again: count it, hand out what was committed, let finished sequences go."""

@@ -208,6 +208,10 @@ def _copy(place: Tensor, source: Tensor) -> None:
 # bytes for a while. Addresses may differ afterwards, so nothing that holds one (a CUDA graph) may outlive the sleep.
 
 
+class NotEnoughMemory(torch.OutOfMemoryError):
+    """An engine cannot wake up because a rank lacks memory; every rank sleeps on."""
+
+
 class DormantMemory:
     """Storages whose bytes are given back, with copies on the host of those that must come again as they were."""
 

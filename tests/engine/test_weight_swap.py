@@ -426,5 +426,5 @@ def run_follower_on_a_bad_disk(folder: Path, rank: Rank, dtype: torch.dtype | No
     def no_weights(*_: Any) -> None:
         raise OSError("the disk is gone")
 
-    Engine.stage_weights = no_weights  # type: ignore[method-assign, assignment]
+    Engine._stage = no_weights  # type: ignore[method-assign, assignment]
     run_follower(folder, rank, dtype, fp8)

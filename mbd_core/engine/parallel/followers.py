@@ -14,26 +14,23 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as connection_wait
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.engine.admission import AdmittedRequest
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.pacing import Pace
 from mbd_core.engine.parallel.group import Group, Rank, init_group, sized_alike
 from mbd_core.engine.parallel.shared_sums import load_shard
-from mbd_core.engine.steering import Decision
-from mbd_core.engine.weights import StagedWeights, SwapMode, WeightSource
+from mbd_core.engine.ranks import EngineCall
+from mbd_core.engine.weights import NotEnoughMemory
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig, Parts
 from mbd_core.models.quantize import quantized_parts
@@ -57,117 +54,28 @@ class Setup:
     num_threads: int
 
 
-@dataclass(frozen=True)
-class Add:
-    admitted_request: AdmittedRequest
-
-
-@dataclass(frozen=True)
-class Abort:
-    request_id: str
-
-
-@dataclass(frozen=True)
-class Preempt:
-    pass
-
-
-@dataclass(frozen=True)
-class Prepare:
-    decoding: DecodingConfig
-
-
-@dataclass(frozen=True)
-class ForgetPrefixes:
-    pass
-
-
-@dataclass(frozen=True)
-class LoadAdapter:
-    name: str
-    folder: Path
-
-
-@dataclass(frozen=True)
-class UnloadAdapter:
-    name: str
-
-
-@dataclass(frozen=True)
-class UpdateWeights:
-    """`folder` is `None` where rank 0 sends the tensors themselves."""
-
-    folder: Path | None
-    mode: SwapMode
-    version: int | None
-
-
-@dataclass(frozen=True)
-class Sleep:
-    pass
-
-
-@dataclass(frozen=True)
-class WakeUp:
-    pass
-
-
-Change = LoadAdapter | UpdateWeights | WakeUp
-Command = Add | Abort | Preempt | Prepare | ForgetPrefixes | UnloadAdapter | Sleep | Change
-
-
 @dataclass(frozen=True, kw_only=True)
 class Orders:
     """Every later message.
 
-    commands     the calls that rank 0's engine received since the last message, in their order
-    action       what follows them: one step, nothing ("wait"), or the end. "wait" without commands is a sign of life
+    calls        that rank 0's engine received since the last message, in their order
+    action       what follows them: one step, nothing ("wait"), or the end. "wait" without calls is a sign of life
     fingerprint  of rank 0's engine before the step; a follower's own must be equal
     pace         of the step's prompt chunks, which rank 0 has measured
     drafts       whether requests that may draft do, by rank 0's measures
     """
 
     action: Literal["step", "wait", "stop"]
-    commands: tuple[Command, ...] = ()
+    calls: tuple[EngineCall, ...] = ()
     fingerprint: int = 0
     pace: Pace | None = None
     drafts: bool = True
 
 
-def change(engine: Engine, command: Change, group: Group, tensors: Iterable[tuple[str, Tensor]] = ()) -> None:
-    """What may fail on one rank alone, as each reads its own part of a file or takes memory of its own device: all
-    raise `ValueError` then, and none has changed. `engine` is this rank's, of which only `Engine`'s part is meant;
-    `tensors` are rank 0's, where it has them."""
-    match command:
-        case LoadAdapter(name, folder):
-            engine.adapters.place(name, group.agree(lambda: engine.adapters.read(name, folder)))
-        case UpdateWeights(weights_folder, mode, version):
-            source = group.each(tensors) if weights_folder is None else weights_folder
-            staged = group.agree(lambda: _stage(engine, source, mode))
-            engine.swap_weights(replace(staged, version=version))
-        case WakeUp():
-            try:
-                group.agree(lambda: _wake_up(engine))
-            except ValueError:
-                if not engine.asleep:
-                    Engine.sleep(engine)
-                raise
-
-
-def _stage(engine: Engine, source: WeightSource, mode: SwapMode) -> StagedWeights:
-    try:
-        return engine.stage_weights(source, mode)
-    finally:
-        if not isinstance(source, Path):
-            for _ in source:  # a rank that refuses them takes the rest too: the others still send or wait
-                pass
-
-
-def _wake_up(engine: Engine) -> None:
-    try:
-        Engine.wake_up(engine)
-    except torch.OutOfMemoryError as error:
-        raise ValueError(f"there is not enough memory to wake up: {error}") from error
+REFUSALS = (
+    ValueError,
+    NotEnoughMemory,
+)  # of a call between two steps: all ranks raise them alike, and nothing changed
 
 
 def fingerprint(engine: Engine) -> int:
@@ -185,18 +93,6 @@ def fingerprint(engine: Engine) -> int:
 # A follower: the engine of rank 1, 2, ..., which repeats what rank 0's engine does.
 
 
-class FollowingEngine(Engine):
-    """The engine of a rank that follows: what the host decides within a step comes from rank 0."""
-
-    def __init__(self, model: Decoder, config: EngineConfig, *, group: Group, vocab_limit: int | None) -> None:
-        super().__init__(model, config, vocab_limit=vocab_limit)
-        self._group = group
-
-    def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
-        decisions: list[Decision] = self._group.receive()
-        return decisions
-
-
 class OutOfStep(RuntimeError):
     """A follower's state is not rank 0's: hardware, libraries or weights differ, or the engine has a defect."""
 
@@ -210,8 +106,9 @@ def follow(model: Decoder, group: Group) -> None:
     engine = _build(model, group)
     group.barrier()
     while (orders := group.receive()).action != "stop":
-        for command in orders.commands:
-            _obey(engine, command, group)
+        for call in orders.calls:
+            with suppress(*(() if call.waits else REFUSALS)):  # rank 0 raises them too
+                call.apply(engine)
         if orders.action == "wait":
             continue
         if fingerprint(engine) != orders.fingerprint:
@@ -234,28 +131,7 @@ def _build(model: Decoder, group: Group) -> Engine:
     if group.rank.kind == "cpu":
         torch.set_num_threads(setup.num_threads)
     config = sized_alike(model, setup.engine, group)
-    return FollowingEngine(model, config, group=group, vocab_limit=setup.vocab_limit)
-
-
-def _obey(engine: Engine, command: Command, group: Group) -> None:
-    match command:
-        case Add(admitted_request):
-            engine.add_admitted(admitted_request)
-        case Abort(request_id):
-            engine.abort(request_id)
-        case Preempt():
-            engine.preempt()
-        case Prepare(decoding):
-            engine.prepare(decoding)
-        case ForgetPrefixes():
-            engine.forget_prefixes()
-        case UnloadAdapter(name):
-            engine.unload_adapter(name)
-        case Sleep():
-            group.total(engine.sleep())
-        case LoadAdapter() | UpdateWeights() | WakeUp():
-            with suppress(ValueError):  # rank 0 raises it too
-                change(engine, command, group)
+    return Engine(model, config, vocab_limit=setup.vocab_limit, ranks=group)
 
 
 def run_follower(folder: Path, rank: Rank, dtype: torch.dtype | None = None, fp8: Parts | None = None) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from mbd_core.engine.build import fitting_pages
 from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.steering import Decision
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shard import Shard
 
@@ -117,7 +118,7 @@ class Group:
             raise self._loss("hear rank 0") from error
         return pickle.loads(torch.cat((frame, tail))[_LENGTH : _LENGTH + size].numpy().tobytes())
 
-    def each(self, tensors: Iterable[tuple[str, Tensor]] = ()) -> Iterator[tuple[str, Tensor]]:
+    def each(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Rank 0's tensors by name, one after the other, on every rank, on the host; every rank takes them all.
 
         The other ranks give none.
@@ -162,7 +163,7 @@ class Group:
         own_reason: str | None = None
         try:
             value = prepare()
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, torch.OutOfMemoryError) as error:
             own_reason = str(error)
         reasons: list[str | None] = [None] * self.rank.size
         try:
@@ -175,6 +176,15 @@ class Group:
             if reason is not None:
                 raise ValueError(f"rank {rank}: {reason}")
         return value
+
+    def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
+        """What rank 0 decides, on every rank; the others decide nothing."""
+        if self.rank.rank != 0:
+            decisions: list[Decision] = self.receive()
+            return decisions
+        decisions = decide()
+        self.broadcast(decisions)
+        return decisions
 
     def barrier(self) -> None:
         """Wait until every rank has reached this call."""

@@ -11,7 +11,7 @@ rank whose own differs is out of step, and ends.
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,40 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.loading import check_blocks
-from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.decoding.blocks.request import Output, StepOutput
+from mbd_core.decoding.blocks.request import StepOutput
 from mbd_core.decoding.grammar.guide import Grammars, GuideState
 from mbd_core.engine.admission import AdmittedRequest
 from mbd_core.engine.config import EngineConfig
-from mbd_core.engine.engine import NOT_ASLEEP, Engine
-from mbd_core.engine.parallel.followers import (
-    Abort,
-    Add,
-    Change,
-    Command,
-    Followers,
-    ForgetPrefixes,
-    LoadAdapter,
-    Orders,
-    Preempt,
-    Prepare,
-    Setup,
-    Sleep,
-    UnloadAdapter,
-    UpdateWeights,
-    WakeUp,
-    change,
-    fingerprint,
-    run_follower,
-)
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.parallel.followers import REFUSALS, Followers, Orders, Setup, fingerprint, run_follower
 from mbd_core.engine.parallel.group import Group, Rank, RankLost, init_group, num_arrived, open_store, sized_alike
 from mbd_core.engine.parallel.shared_sums import GroupSums, SharedSums, load_shard
-from mbd_core.engine.steering import Decision
-from mbd_core.engine.weights import SwapMode, WeightSource
+from mbd_core.engine.ranks import EngineCall
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig, Parts
 from mbd_core.models.quantize import quantized_parts
@@ -104,9 +82,9 @@ class ParallelEngine(Engine):
             )
         )
         sized_config = sized_alike(model, config, group)
-        super().__init__(model, sized_config, trace=trace, vocab_limit=vocab_limit, grammars=grammars)
+        super().__init__(model, sized_config, trace=trace, vocab_limit=vocab_limit, grammars=grammars, ranks=group)
         self.followers, self._group = followers, group
-        self._commands: list[Command] = []
+        self._calls: list[EngineCall] = []
         self._lock = threading.Lock()  # of the group: a step and the signs of life exclude each other
         self._failure: str | None = None  # why no step can follow; never taken back
         self._step_deadline = math.inf  # from when on the step under way counts as hanging
@@ -129,17 +107,21 @@ class ParallelEngine(Engine):
         sequence = self.scheduler.find(admitted_request.request.request_id)
         guide = None if sequence is None else sequence.guide
         state = None if guide is None else GuideState(list(guide.pending), guide.ended)
-        self._commands.append(Add(replace(admitted_request, guide=state)))
+        shared_request = replace(admitted_request, guide=state)  # a compiled grammar stays on rank 0
+        self._calls.append(EngineCall(method="add_admitted", named={"admitted_request": shared_request}, waits=True))
 
-    def abort(self, request_id: str) -> Output | None:
-        output = super().abort(request_id)
-        if output is not None:
-            self._commands.append(Abort(request_id))
-        return output
-
-    def preempt(self) -> str | None:
-        self._commands.append(Preempt())  # also where nothing runs: `preempt` collects the step under way
-        return super().preempt()
+    def order(self, call: EngineCall) -> Any:
+        """Make a call on every rank: at once between two steps, or with the next step if it `waits`."""
+        if call.waits:
+            result = call.apply(self)
+            self._calls.append(call)
+            return result
+        with self._on_all_ranks(Orders(action="wait", calls=(*self._calls, call.sent()))):
+            try:
+                return call.apply(self)
+            except REFUSALS as error:
+                refusal = error
+        raise refusal
 
     def step(self) -> list[StepOutput]:
         """`Engine.step`, on all ranks at once. Raises `RankLost` where one of them is gone."""
@@ -147,71 +129,13 @@ class ParallelEngine(Engine):
             return []
         orders = Orders(
             action="step",
-            commands=tuple(self._commands),
+            calls=tuple(self._calls),
             fingerprint=fingerprint(self),
             pace=self.pacer.pace(),
             drafts=self.drafts(),
         )
         with self._on_all_ranks(orders):
             return super().step()
-
-    def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
-        decisions = super().share(decide)
-        self._group.broadcast(decisions)
-        return decisions
-
-    def prepare(self, decoding: DecodingConfig) -> int:
-        self.check_idle("prepare")  # before the order is sent: a refusal must not reach the followers
-        with self._on_all_ranks(Orders(action="wait", commands=(*self._commands, Prepare(decoding)))):
-            return super().prepare(decoding)
-
-    def forget_prefixes(self) -> None:
-        super().forget_prefixes()
-        self._commands.append(ForgetPrefixes())
-
-    def load_adapter(self, name: str, folder: Path) -> None:
-        """`Engine.load_adapter`, on all ranks or on none."""
-        self._change(LoadAdapter(name, folder))
-
-    def unload_adapter(self, name: str) -> None:
-        super().unload_adapter(name)
-        self._commands.append(UnloadAdapter(name))
-
-    def update_weights(self, source: WeightSource, *, mode: SwapMode = "preempt", version: int | None = None) -> None:
-        """`Engine.update_weights`, between the same steps of all ranks, or on none.
-
-        Each rank reads its part of a model folder; tensors are sent to all of them one by one, and each keeps its
-        part.
-        """
-        if isinstance(source, Path):
-            self._change(UpdateWeights(source, mode, version))
-        else:
-            self._change(UpdateWeights(None, mode, version), tensors=source)
-
-    def sleep(self) -> int:
-        """`Engine.sleep` on all ranks; the bytes of all."""
-        self.check_sleep()
-        with self._on_all_ranks(Orders(action="wait", commands=(*self._commands, Sleep()))):
-            return self._group.total(super().sleep())
-
-    def wake_up(self) -> None:
-        """`Engine.wake_up` on all ranks, or on none."""
-        if not self.asleep:
-            raise ValueError(NOT_ASLEEP)
-        try:
-            self._change(WakeUp())
-        except ValueError as error:
-            raise torch.OutOfMemoryError(str(error)) from error
-
-    def _change(self, command: Change, *, tensors: Iterable[tuple[str, Tensor]] = ()) -> None:
-        refusal: ValueError | None = None
-        with self._on_all_ranks(Orders(action="wait", commands=(*self._commands, command))):
-            try:
-                change(self, command, self._group, tensors)
-            except ValueError as error:
-                refusal = error
-        if refusal is not None:
-            raise refusal
 
     @contextmanager
     def _on_all_ranks(self, orders: Orders) -> Iterator[None]:
@@ -223,7 +147,7 @@ class ParallelEngine(Engine):
                 if orders.action == "step" and self._group.rank.kind == "cuda":
                     self._step_deadline = time.monotonic() + LONGEST_STEP
                 self._group.broadcast(orders)
-                self._commands.clear()
+                self._calls.clear()
                 yield
                 if self._failure is not None:  # the heartbeat's: what was computed since is of no use
                     raise RankLost(self._failure)

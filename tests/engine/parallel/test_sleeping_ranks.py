@@ -8,6 +8,7 @@ import torch
 from small_groups import LIMIT, SIZES, gist, requests
 
 from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.engine import Engine
 from mbd_core.engine.parallel import leader
 from mbd_core.engine.parallel.followers import run_follower
 from mbd_core.engine.parallel.group import Rank
@@ -41,10 +42,10 @@ def test_ranks_sleep_and_wake_up_together_or_not_at_all(
             with pytest.raises(ValueError, match="sleeps already"):
                 engine.sleep()
             if number == 0:
-                with pytest.raises(torch.OutOfMemoryError, match=r"rank 1: .* wake up: full"):
+                with pytest.raises(torch.OutOfMemoryError, match="wake up: rank 1: full"):
                     engine.wake_up()
                 assert engine.asleep and cache.k.untyped_storage().nbytes() == 0
-            engine.wake_up()
+            Engine.wake_up(engine)  # as `AsyncEngine.call` does it
             assert not engine.asleep
             assert list(map(gist, engine.generate(requests(3)))) == list(map(gist, before))
 

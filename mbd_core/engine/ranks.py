@@ -1,0 +1,111 @@
+"""Calls that every rank of an engine makes, and what the ranks settle together; an engine alone is its only rank.
+
+A method of `Engine` that changes more than one rank's state is marked here once: `on_all_ranks` or `with_next_step`.
+Rank 0 sends each call of it to the others (`parallel/leader.py`), which make the same call (`parallel/followers.py`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+
+from torch import Tensor
+
+from mbd_core.engine.steering import Decision
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCall:
+    """A call of one of `Engine`'s methods, as it goes from rank 0 to the other ranks.
+
+    waits  whether it goes with the next step: rank 0 has made it already, and none can refuse it
+    """
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+    named: Mapping[str, Any]
+    waits: bool
+
+    def apply(self, engine: "Ordered") -> Any:
+        """Make the call on this rank alone."""
+        method = getattr(type(engine), self.method)
+        return getattr(method, "__wrapped__", method)(engine, *self.arguments, **self.named)
+
+    def sent(self) -> Self:
+        """The call for the other ranks, without tensors: they take rank 0's, one by one (`Ranks.each`)."""
+        named = {name: () if _holds_tensors(value) else value for name, value in self.named.items()}
+        return replace(self, arguments=tuple(() if _holds_tensors(a) else a for a in self.arguments), named=named)
+
+
+class Ordered(Protocol):
+    """`Engine`, or `ParallelEngine`."""
+
+    def order(self, call: EngineCall) -> Any:
+        """Let every rank make a call."""
+
+
+E = TypeVar("E", bound=Ordered)
+Method = Callable[Concatenate[E, P], R]
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str)
+
+
+def on_all_ranks(method: Method[E, P, R]) -> Method[E, P, R]:
+    """Mark a method that all ranks call at once, between two steps.
+
+    A refusal (`ValueError`, `NotEnoughMemory`) must be one of every rank: it follows from what all ranks know alike,
+    or from `Ranks.agree`.
+    """
+    return _ordered(method, waits=False)
+
+
+def with_next_step(method: Method[E, P, R]) -> Method[E, P, R]:
+    """Mark a method that rank 0 calls at once, and the other ranks before the next step."""
+    return _ordered(method, waits=True)
+
+
+def _ordered(method: Method[E, P, R], *, waits: bool) -> Method[E, P, R]:
+    @wraps(method)
+    def call(engine: E, *arguments: P.args, **named: P.kwargs) -> R:
+        result: R = engine.order(EngineCall(method=method.__name__, arguments=arguments, named=named, waits=waits))
+        return result
+
+    return call
+
+
+class Ranks(Protocol):
+    """What the ranks of an engine settle together: `Alone`, or a `parallel.group.Group`. All make the same calls."""
+
+    def agree(self, prepare: Callable[[], T]) -> T:
+        """What `prepare` returns here, if it succeeds on all ranks; `ValueError` on all if it fails on one."""
+
+    def total(self, value: int) -> int:
+        """The sum of the ranks' values."""
+
+    def each(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Rank 0's tensors by name, one after the other, on every rank; every rank takes them all."""
+
+    def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
+        """What rank 0's host decides within a step, on every rank."""
+
+
+class Alone:
+    """The only rank."""
+
+    def agree(self, prepare: Callable[[], T]) -> T:
+        return prepare()
+
+    def total(self, value: int) -> int:
+        return value
+
+    def each(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return iter(tensors)
+
+    def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
+        return decide()
