@@ -97,9 +97,10 @@ def connect(
     """Join the cluster at `address`, by default at `RAY_ADDRESS` (set inside a submitted job); without it, or at
     "local", start one that ends with us.
 
-    `worker_logs` shows what workers print. Returns whether there is now a connection to end with `ray.shutdown()`,
-    which is not so for a caller who was connected before. A cluster that was started here ends when this process does;
-    one that is joined is named on stderr.
+    `worker_logs` shows what workers print. Returns whether the caller must end the connection with `ray.shutdown()`:
+    a caller who was connected before must not. A cluster that was started here ends when this process does. A cluster
+    that is joined is named on stderr.
+
     Raises `RuntimeError`, one sentence, if the cluster at `RAY_ADDRESS` does not answer within `answer_seconds`, or if
     none starts within `start_seconds`; no process is left behind then. Raises `ValueError` for a `RAY_ADDRESS` that
     names no one cluster.

@@ -69,6 +69,7 @@ def run(
     ordering: the base, the control and MBD (Table 1 in small). ablation: the rows of Table 2b. alignment: distances of
     each row's training states from inference (Figure 2), and noise that is fitted to traces as one row more.
     thresholds: the base under SingleBD at low thresholds, beside MBD.
+
     The same command goes on with what is missing; experiments of one --out share their trained models.
     """
     from actors.training.run import named_base

@@ -44,6 +44,27 @@ def test_files_modules_and_links_exist(document: Path) -> None:
         assert (document.parent / link).exists(), f"{document.name} links to {link}"
 
 
+SOURCES = sorted(
+    path
+    for room in ROOTS.split("|")
+    if room not in ("docs", "tests")
+    for path in (ROOT / room).rglob("*")
+    if path.suffix in (".py", ".yaml", ".toml", ".json", ".sh") and "shipped" not in path.parts
+)
+"""Not the shipped models' files: they name the documents of their time, and their bytes stay."""
+NAMED_FILE = re.compile(rf"(?<![\w/.-])((?:{ROOTS})/[\w/.-]*\.(?:md|py|yaml|json|svg|png))\b")
+
+
+def test_the_files_that_sources_name_exist() -> None:
+    missing = {
+        f"{source.relative_to(ROOT)} names {name}"
+        for source in SOURCES
+        for name in NAMED_FILE.findall(source.read_text())
+        if not (ROOT / name).exists() and not Path(name).stem.isupper()
+    }
+    assert not missing
+
+
 ASKED = re.compile(r'"((?:Tom|Mia) has [^"{]*\?)".*?ends in: (#### \d+)', re.DOTALL)
 
 

@@ -8,6 +8,7 @@ A draft counts as far as each token is the one that the row before it predicts. 
 counts too, and is the next token. Everything behind it is overwritten by the next row. A token is a function of the
 tokens before it, drawn with the noise of its position alone: so drafts change no token, only the number of forwards
 (but with `thinking`, whose end is put in between two drafts).
+
 A request that the engine's budget leaves no block, or that does not gain by drafts, goes on plainly meanwhile.
 """
 

@@ -5,6 +5,7 @@
 `answer`: defines the program and calls its function, with the order's inputs or with those that come on IN_FD. Only
 the results leave the process, on OUT_FD, as plain data; what they should be never enters it. So whatever the program
 does to this process, it can send other data at most.
+
 `test`: runs a benchmark's tests. The function that they call is a stand-in which asks the program's process: calls go
 out on OUT_FD, answers come on IN_FD, and the verdict goes to VERDICT_FD.
 """

@@ -121,7 +121,7 @@ LEDGER_BD = TrainingRecipe(
     train=TrainConfig(steps=1_000, batch_size=8, lr=3e-3, decay=1 / 6),
     max_length=320,
     generation={"buffer_size": 1, **TINY_THRESHOLDS, "trained_with": "teacher_forcing"},
-    source="this project's study on ledger-mini (docs/studies.md)",  # as the shipped models' files have it
+    source="this project's study on ledger-mini (research/README.md)",
 )
 
 LEDGER_MBD = replace(

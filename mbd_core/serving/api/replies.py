@@ -65,8 +65,7 @@ class Reply:
 
     Choices are numbered prompt by prompt, `num_choices` of each. `seed` is set where tokens are drawn, `speed` where
     the client chose a point of the model's front: the speed at which it stands. `notes` name fields that were taken
-    and have no effect. Counts are those of all choices, in
-    their order.
+    and have no effect. Counts are those of all choices, in their order.
     """
 
     id: str

@@ -1,6 +1,7 @@
 """The nodes of a decoding step are counted, and their number is a budget: a step that launches more fails here."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +60,13 @@ def test_operations_of_several_kernels_are_named() -> None:
         torch.empty(4, 300, device=CUDA).sort()
     counted = counting.StepNodes(step=device.nodes, layer=device.nodes, num_bytes=device.num_bytes)
     assert counted.inexact == {"sort"} < MULTI_KERNEL
+
+
+def test_the_published_table_names_the_nodes_of_a_step() -> None:
+    text = (Path(__file__).resolve().parents[3] / "benchmarks" / "README.md").read_text()
+    published = text.partition("| greedy: node |")[2].partition("\n\n")[0]
+    for name in step_nodes(SHAPES["llada2-mini"], WORKS["greedy"]).step:
+        assert name.removeprefix("triton: ") in published, name
 
 
 def test_the_command_prints_every_node(capsys: pytest.CaptureFixture[str]) -> None:
