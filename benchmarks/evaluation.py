@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 from benchmarks.measuring import markdown, run_seconds
 from cluster.storage import Folder
 from jobs.command_line import Fields, ModelName, command
+from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sandbox.processes import Limits, describe_isolation
 from mbd_core.evaluation.sandbox.programs import Call, Verdict, run_calls, run_tests
-from mbd_core.evaluation.sweep.parts import SweepShard, Timing
+from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.options import CLUSTER, DATA, DECODING, ENGINE, Option
 
 if TYPE_CHECKING:
-    from mbd_core.evaluation.sweep.decoding import DecodingModel
+    from mbd_core.batch.decoding_model import DecodingModel
     from mbd_core.evaluation.sweep.plan import Sweep
 
 # The same samples by the engine and by a sweep, and the ratio of their wall times.
@@ -107,7 +108,7 @@ def run_sweep(
     """
     import torch
 
-    from mbd_core.evaluation.sweep.decoding import DecodingModel
+    from mbd_core.batch.decoding_model import DecodingModel
     from mbd_core.evaluation.sweep.options import SweepOptions
     from mbd_core.evaluation.sweep.plan import plan_sweep
     from mbd_core.serving.tokens.load import load_engine
@@ -158,9 +159,10 @@ def problems_in(seconds: float, *, trial: float) -> int:
 
 def decode_all(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> tuple[float, Texts]:
     """The seconds in which an engine decodes all rows at once, and their texts by the number of the sample."""
+    from mbd_core.batch.answer_ends import generate_until
+    from mbd_core.batch.decoding import sample_requests, sample_stops
+    from mbd_core.batch.rows import before_stop
     from mbd_core.checkpoint.chat import decode_text
-    from mbd_core.evaluation.sweep.decoding import generate_until, sample_requests, sample_stops
-    from mbd_core.evaluation.sweep.parts import before_stop
 
     model.engine.forget_prefixes()
     start = time.perf_counter()

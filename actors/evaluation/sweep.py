@@ -13,18 +13,23 @@ import ray.data
 from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
-from actors.evaluation.graded_parts import grade_part, pack, unpack
+from actors.evaluation.packed_parts import pack, process_part, unpack
 from cluster import local
 from cluster.failures import CLUSTER_FAILURES, failure_text, reason
 from cluster.storage import fetch_model
 from cluster.topology import plan_topology
+from mbd_core.batch.deaths import NO_SAMPLES, Attempts
+from mbd_core.batch.decoding import DecodeStage
+from mbd_core.batch.decoding_model import DecodingModel, ModelRefused
+from mbd_core.batch.executor import ExecutorFailed
+from mbd_core.batch.parts import NumberedTable
+from mbd_core.batch.postprocess import Postprocess
+from mbd_core.batch.timed_cases import TimedCase
+from mbd_core.batch.timing import TimedStage, timing_engine
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.decoding import DecodeStage, DecodingModel, ModelRefused
-from mbd_core.evaluation.sweep.executor import NO_SAMPLES, Attempts, ExecutorFailed, NumberedTable
-from mbd_core.evaluation.sweep.parts import TimedCase
+from mbd_core.evaluation.sweep.grading import Grading
 from mbd_core.evaluation.sweep.plan import Sweep
-from mbd_core.evaluation.sweep.timed_runs import TimedStage, timing_engine
 from mbd_core.serving.tokens.load import load_engine
 
 Load = Callable[[str, EngineConfig], DecodingModel]
@@ -110,7 +115,9 @@ def ray_executor(
     num_cpus = max(4, num_engines * sweep.tensor_parallel + 2)
     is_ours = local.connect(address=address, num_cpus=num_cpus, worker_logs=False)
     try:
-        yield RayExecutor(sweep, num_engines=num_engines, concurrency=concurrency, urls=urls, isolated=isolated)
+        yield RayExecutor(
+            sweep, Grading(isolated=isolated), num_engines=num_engines, concurrency=concurrency, urls=urls
+        )
     finally:
         if is_ours:
             ray.shutdown()
@@ -120,36 +127,35 @@ class RayExecutor:
     """An executor on the connected cluster, whose engines take a GPU a rank if it has GPUs.
 
     Engines on CPUs may share a machine's memory, so each sizes its KV pages from its part of it. `urls` maps the
-    folders of models that were fetched to where they come from: each node fetches them for itself. With `isolated` a
-    machine without bubblewrap and Landlock refuses to grade programs. Raises `ClusterTooSmall` if not all engines find
-    room, or if they leave no CPU for grading: Ray would wait forever.
+    folders of models that were fetched to where they come from: each node fetches them for itself. Raises
+    `ClusterTooSmall` if not all engines find room, or if they leave no CPU for `postprocess`: Ray would wait forever.
     """
 
     def __init__(
         self,
         sweep: Sweep,
+        postprocess: Postprocess,
         *,
         num_engines: int,
         concurrency: int = 1,
         urls: Mapping[str, str] | None = None,
-        isolated: bool = False,
     ) -> None:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self.topology = plan_topology(nodes, processes=num_engines, ranks=sweep.tensor_parallel, spare_cpus=1)
-        self.engine, self.num_engines = sweep.engine, num_engines
+        self.engine, self.postprocess, self.num_engines = sweep.engine, postprocess, num_engines
         self.on_gpu = self.topology.num_gpus > 0
         if not self.on_gpu:
             self.engine = replace(self.engine, kv_memory_fraction=self.engine.kv_memory_fraction / num_engines)
         self.cluster_cpus: float | None = sum(node.get("CPU", 0.0) for node in nodes)
         self._models = {name: (urls or {}).get(folder, folder) for name, folder in sweep.models.items()}
-        self._concurrency, self._isolated = concurrency, isolated
+        self._concurrency = concurrency
 
     def decode(self, tables: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
         ray.data.DataContext.get_current().enable_progress_bars = False  # the sweep shows one for all its parts
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         engines = self.topology
         attempts = ray.remote(Attempts).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
-        graded_parts = (
+        processed_parts = (
             ray.data.from_arrow([pack(number, table) for number, table in tables])
             .map_batches(
                 DecodeActor,
@@ -162,23 +168,23 @@ class RayExecutor:
                 num_gpus=engines.num_gpus,
             )
             .map_batches(
-                grade_part,
-                fn_kwargs={"isolated": self._isolated},
+                process_part,
+                fn_args=(self.postprocess,),
                 batch_size=1,
                 batch_format="pyarrow",
                 num_cpus=1,
             )
         )
         with cluster_errors():
-            for packed in graded_parts.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=0):
+            for packed in processed_parts.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=0):
                 yield unpack(packed)
 
-    def grade(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
-        grade = ray.remote(num_cpus=1)(grade_part)
+    def process(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
+        process = ray.remote(num_cpus=1)(process_part)
         waiting: list[Any] = []
         with cluster_errors():
             for number, table in tables:
-                waiting.append(grade.remote(pack(number, table), isolated=self._isolated))
+                waiting.append(process.remote(pack(number, table), self.postprocess))
                 ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
                 yield from (unpack(ray.get(part)) for part in ready)
             yield from (unpack(ray.get(part)) for part in waiting)

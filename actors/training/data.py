@@ -15,11 +15,11 @@ from ray.util import ActorPool
 
 from cluster.storage import fetch_model
 from cluster.topology import plan_topology
+from mbd_core.batch.decoding_model import DecodingModel
+from mbd_core.batch.model_answers import Answering, Line, PartDecoder, Parts
 from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.decoding import DecodingModel
-from mbd_core.evaluation.sweep.model_answers import Answering, Line, PartDecoder, Parts
 from mbd_core.multitf.data.chats import Chat
 from mbd_core.multitf.data.encoding import EncodedChat, EncodedRow
 from mbd_core.multitf.data.preparation import Encode, encoder

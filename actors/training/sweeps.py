@@ -16,16 +16,18 @@ from actors.evaluation.sweep import loader
 from actors.training.run import TrainingRun
 from cluster.failures import task_sentence
 from cluster.storage import fetch_model
+from mbd_core.batch.executor import LocalExecutor
+from mbd_core.batch.timed_cases import Timing
 from mbd_core.decoding.blocks.methods import MULTI
 from mbd_core.engine.config import EngineConfig
 from mbd_core.errors import error_sentence
 from mbd_core.evaluation.measures.rates import summarize
-from mbd_core.evaluation.sweep.executor import LocalExecutor
 from mbd_core.evaluation.sweep.folder import graded_sample
+from mbd_core.evaluation.sweep.grading import Grading
 from mbd_core.evaluation.sweep.options import SweepOptions
-from mbd_core.evaluation.sweep.parts import SweepShard, Timing
 from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.evaluation.sweep.run import SweepRun
+from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.multitf.config import Sweeping
 from mbd_core.multitf.run.checkpoints import Checkpoints
 from mbd_core.multitf.run.start import StartingPoint
@@ -84,7 +86,8 @@ def sweep_model(folder: Path, sweeping: Sweeping, *, on_gpu: bool) -> dict[str, 
         )
     )
     parts = SweepRun.of(sweep, shard=SweepShard(), timing=Timing(problems=0)).parts
-    executor = LocalExecutor(loader(sweep.models, tensor_parallel=1), sweep.engine, concurrency=1, on_gpu=on_gpu)
+    load = loader(sweep.models, tensor_parallel=1)
+    executor = LocalExecutor(load, sweep.engine, Grading(), concurrency=1, on_gpu=on_gpu)
     tables = executor.decode([(part.number, part.table()) for part in parts])
     rows = [row for _, table in tables for row in table.to_pylist()]
     if all(row["error"] is not None for row in rows):

@@ -22,8 +22,8 @@ from mbd_core.options import CLUSTER, DECODING, OUTPUT, Option, check
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mbd_core.evaluation.sweep.decoding import DecodingModel
-    from mbd_core.evaluation.sweep.model_answers import Answering, DecodeParts, ModelAnswers
+    from mbd_core.batch.decoding_model import DecodingModel
+    from mbd_core.batch.model_answers import Answering, DecodeParts, ModelAnswers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +128,8 @@ class Answerer:
     @classmethod
     def find(cls, model: str, target: Folder, options: AnswerOptions) -> Answerer:
         """Check everything before anything is decoded; `ValueError` for what cannot be."""
+        from mbd_core.batch.model_answers import ANSWERS_KIND, PART, Answering
         from mbd_core.checkpoint.folder import model_digest, read_folder
-        from mbd_core.evaluation.sweep.model_answers import ANSWERS_KIND, PART, Answering
 
         answers = Folder.at(options.answers or f"{target}.answers")
         if answers.is_remote:
@@ -160,12 +160,12 @@ class Answerer:
     def begin(self, num_rows: int, *, num_actors: int | None) -> Iterator[ModelAnswers]:
         """The answers of so many rows, by an engine here or by `num_actors` on the cluster; a model is loaded when the
         first answer is missing."""
-        from mbd_core.evaluation.sweep.model_answers import PART, ModelAnswers, PartDecoder
+        from mbd_core.batch.model_answers import PART, ModelAnswers, PartDecoder
 
         engine = EngineConfig(max_rows=self.answering.max_rows, buffer_size=self.answering.decoding.buffer_size)
 
         def load() -> DecodingModel:
-            from mbd_core.evaluation.sweep.decoding import DecodingModel
+            from mbd_core.batch.decoding_model import DecodingModel
             from mbd_core.serving.tokens.load import load_engine
 
             loaded = load_engine(model_folder(fetch_model(self.model)), engine)

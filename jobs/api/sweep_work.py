@@ -19,9 +19,9 @@ from mbd_core.evaluation.sweep.best import By
 from mbd_core.evaluation.sweep.endpoint import Endpoint, EndpointAddress, find_endpoint, read_keys, try_decoding
 
 if TYPE_CHECKING:
+    from mbd_core.batch.decoding_model import DecodingModel
+    from mbd_core.batch.executor import Executor
     from mbd_core.evaluation.report.summary import SweepSummary
-    from mbd_core.evaluation.sweep.decoding import DecodingModel
-    from mbd_core.evaluation.sweep.executor import Executor
     from mbd_core.evaluation.sweep.plan import Sweep
     from mbd_core.evaluation.sweep.run import SweepRun
 
@@ -194,8 +194,9 @@ def local_executor(planned: Sweep, *, concurrency: int, isolated: bool) -> Itera
     """One engine in this process, without Ray."""
     import torch
 
-    from mbd_core.evaluation.sweep.decoding import DecodingModel
-    from mbd_core.evaluation.sweep.executor import LocalExecutor
+    from mbd_core.batch.decoding_model import DecodingModel
+    from mbd_core.batch.executor import LocalExecutor
+    from mbd_core.evaluation.sweep.grading import Grading
     from mbd_core.serving.tokens.load import load_engine
 
     def load(name: str, engine: EngineConfig) -> DecodingModel:
@@ -205,4 +206,4 @@ def local_executor(planned: Sweep, *, concurrency: int, isolated: bool) -> Itera
         return DecodingModel(loaded.engine, loaded.tokenizer)
 
     on_gpu = torch.cuda.is_available()
-    yield LocalExecutor(load, planned.engine, concurrency=concurrency, on_gpu=on_gpu, isolated=isolated)
+    yield LocalExecutor(load, planned.engine, Grading(isolated=isolated), concurrency=concurrency, on_gpu=on_gpu)

@@ -14,12 +14,13 @@ from cluster.storage import Folder
 from jobs.api.call_options import Isolation, Say, options_from, silent
 from jobs.api.rows import names_of
 from jobs.api.sweep_work import Subjects, SweepResult, run_work
+from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.best import BEST, By
 from mbd_core.evaluation.sweep.options import SweepOptions
-from mbd_core.evaluation.sweep.parts import SweepShard, Timing
+from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.evaluation.tasks.benchmarks import runs_programs
 from mbd_core.options import CLUSTER, DATA, ENGINE, MODEL, OUTPUT, Option, check
 

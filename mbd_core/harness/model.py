@@ -17,6 +17,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
+from mbd_core.batch.answer_ends import fit_request, generate_until
+from mbd_core.batch.inputs import NUM_DRAWS, hidden_controls
+from mbd_core.batch.likelihood import Draws, log_likelihood
+from mbd_core.batch.rows import before_stop
+from mbd_core.batch.scoring import is_greedy
 from mbd_core.checkpoint.chat import chat_text, decode_text
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.literal_text import Masking, evaluated_ids, fixed_masking
@@ -26,12 +31,8 @@ from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.measures.likelihood import Draws, log_likelihood
-from mbd_core.evaluation.sweep.decoding import fit_request, generate_until, is_greedy
 from mbd_core.evaluation.sweep.grid import DEFAULT_SLOTS, parse_grid
-from mbd_core.evaluation.sweep.parts import before_stop
 from mbd_core.evaluation.tasks.generation_fields import Generation, read_generation
-from mbd_core.evaluation.tasks.scored_texts import NUM_DRAWS, hidden_controls
 from mbd_core.files import check_new_file, write_text
 from mbd_core.harness.scoring import CountedText
 from mbd_core.json_text import merge_fields, merge_paths

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Self
 
+from mbd_core.batch.rows import PROBLEM_COLUMNS
 from mbd_core.decoding.blocks.request import Counts, FinishReason
-from mbd_core.evaluation.sweep.parts import PROBLEM_COLUMNS
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task, find_task
 from mbd_core.evaluation.tasks.graders import grade
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mbd_core.evaluation.sweep.parts import PROBLEM_COLUMNS
+from mbd_core.batch.rows import PROBLEM_COLUMNS
 from mbd_core.evaluation.tasks.asking import examples_of
 from mbd_core.evaluation.tasks.benchmarks import runs_programs
 from mbd_core.evaluation.tasks.problems import ProblemSet

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mbd_core.batch.parts import NumberedTable
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.executor import NumberedTable
 from mbd_core.evaluation.sweep.grading import grade_table
 from mbd_core.files import durable_file
 from mbd_core.multitf.config import Sharding

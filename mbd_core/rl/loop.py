@@ -21,15 +21,14 @@ from typing import Any
 
 import torch
 
+from mbd_core.batch.parts import NumberedTable, cut
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.folder import read_base, read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.measures.rates import Summary, summarize
-from mbd_core.evaluation.sweep.executor import NumberedTable
 from mbd_core.evaluation.sweep.folder import graded_sample
-from mbd_core.evaluation.sweep.parts import cut
 from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.log_targets import open_logs
 from mbd_core.rl.config import RLRecipe, as_recorded

@@ -14,6 +14,10 @@ from typing import Any, Self
 import pyarrow as pa
 from torch import Tensor
 
+from mbd_core.batch.decoding import DecodeStage, sample_requests
+from mbd_core.batch.decoding_model import DecodingModel, ModelRefused
+from mbd_core.batch.parts import NumberedTable, cut, in_turns
+from mbd_core.batch.rows import DECODED_COLUMNS, DRAWN_COLUMNS, PLANNED_COLUMNS, PROBLEM_COLUMNS
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.shipped import model_folder
@@ -21,18 +25,8 @@ from mbd_core.decoding.blocks.config import decoding_config, read_decoding
 from mbd_core.decoding.blocks.request import ForwardExperts, Output, Rollout
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.decoding import DecodeStage, DecodingModel, ModelRefused, sample_requests
-from mbd_core.evaluation.sweep.executor import NumberedTable
 from mbd_core.evaluation.sweep.grid import Variant
 from mbd_core.evaluation.sweep.options import SweepOptions
-from mbd_core.evaluation.sweep.parts import (
-    DECODED_COLUMNS,
-    DRAWN_COLUMNS,
-    PLANNED_COLUMNS,
-    PROBLEM_COLUMNS,
-    cut,
-    in_turns,
-)
 from mbd_core.evaluation.sweep.plan import Sweep, plan_sweep
 from mbd_core.evaluation.tasks.asking import TaskInputs, ask
 from mbd_core.evaluation.tasks.benchmarks import Problem, find_task

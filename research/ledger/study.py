@@ -12,9 +12,10 @@ from jobs.api.call_options import OF_VARIABLE
 from jobs.api.sweep_work import Subjects, run_work
 from jobs.api.training import train_on_cluster
 from jobs.command_line import command
+from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.parts import SweepShard, Timing
+from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.multitf.recipes.shipped import LEDGER_BD
 from mbd_core.options import CLUSTER, DATA, MODEL, OUTPUT, Option
 from research.ledger.plan import (

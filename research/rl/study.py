@@ -148,9 +148,9 @@ class Study:
 
     def evaluate(self, model: Path, name: str, seed: int) -> pa.Table:
         """The rows of a model on its seed's problems: the rollouts' decoding, greedily, at each threshold."""
+        from mbd_core.batch.parts import cut
         from mbd_core.evaluation.sweep.grading import grade_table
         from mbd_core.evaluation.sweep.options import SweepOptions
-        from mbd_core.evaluation.sweep.parts import cut
         from mbd_core.evaluation.sweep.plan import plan_sweep
         from mbd_core.rl.rollouts import RolloutEngine
         from research.ledger.rows import study_rows

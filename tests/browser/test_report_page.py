@@ -12,9 +12,10 @@ from chromium_pages import check_small_and_dark, watched_pages
 from playwright.sync_api import Browser, Page
 from written_sweeps import graded_table, planned_rows, sweep_record, timed_table
 
+from mbd_core.batch.parts import Part, cut
 from mbd_core.evaluation.report.summary import write_summary
 from mbd_core.evaluation.sweep.folder import SweepFolder, read_report
-from mbd_core.evaluation.sweep.parts import GRADED_COLUMNS, Part, cut
+from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS
 
 EVIL = "</script><img src=x onerror=document.title='evil'><b>'\"&"
 PIECES = ["Tom", " has", "\n", EVIL, "12", ""]

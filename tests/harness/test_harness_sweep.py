@@ -12,17 +12,19 @@ pytest.importorskip("lm_eval", reason="the package lm_eval is not installed")
 import lm_eval
 from lm_eval import simple_evaluate
 
+from mbd_core.batch.decoding_model import DecodingModel
+from mbd_core.batch.executor import LocalExecutor
+from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.report.summary import write_summary
-from mbd_core.evaluation.sweep.decoding import DecodingModel
 from mbd_core.evaluation.sweep.endpoint import EndpointStage
-from mbd_core.evaluation.sweep.executor import LocalExecutor
 from mbd_core.evaluation.sweep.folder import SweepFolder, read_samples
+from mbd_core.evaluation.sweep.grading import Grading
 from mbd_core.evaluation.sweep.options import SweepOptions
-from mbd_core.evaluation.sweep.parts import SweepShard, Timing
 from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.evaluation.sweep.run import SweepRun
+from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.evaluation.tasks.harness_tasks import manager_of
 from mbd_core.harness.model import HarnessModel
 from mbd_core.serving.tokens.load import load_engine
@@ -124,7 +126,7 @@ def swept(place: Path, chosen: SweepOptions) -> dict[str, Any]:
     work = SweepRun.of(sweep, shard=SweepShard(), timing=Timing(problems=0))
     work.run(
         place,
-        lambda: nullcontext(LocalExecutor(load, sweep.engine, concurrency=1)),
+        lambda: nullcontext(LocalExecutor(load, sweep.engine, Grading(), concurrency=1)),
         stage=EndpointStage({}, {}, concurrency=1),
         report=write_summary,
     )

@@ -120,7 +120,8 @@ def test_the_core_loads_without_ray_or_a_web_framework() -> None:
 @pytest.mark.parametrize(
     ("module", "packages"),
     [
-        ("actors.evaluation.graded_parts", ("torch", "transformers")),  # what a process that grades needs
+        ("actors.evaluation.packed_parts", ("torch", "transformers")),  # these two: what a process that grades needs
+        ("mbd_core.evaluation.sweep.grading", ("torch", "transformers")),
         (
             "mbd_core.serving.tokens.load",
             ("torch.distributed.tensor", "sympy", "ray", "matplotlib"),

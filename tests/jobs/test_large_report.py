@@ -12,8 +12,8 @@ import pytest
 import written_sweeps
 from written_sweeps import graded_table, planned_rows, sweep_record
 
+from mbd_core.batch.parts import cut
 from mbd_core.evaluation.sweep.folder import SweepFolder
-from mbd_core.evaluation.sweep.parts import cut
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_ROWS = 100_000

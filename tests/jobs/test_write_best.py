@@ -14,6 +14,7 @@ from written_sweeps import graded_table, planned_rows, sweep_record, timed_table
 
 from jobs import report_sweep
 from jobs.eval_sweep import main as eval_main
+from mbd_core.batch.parts import cut
 from mbd_core.checkpoint.folder import CHOSEN as KEY
 from mbd_core.checkpoint.folder import METHOD_FIELDS, model_digest, read_folder
 from mbd_core.decoding.blocks.canvas_config import Canvas
@@ -21,7 +22,6 @@ from mbd_core.decoding.blocks.config import T2T, DecodingConfig, decoding_config
 from mbd_core.evaluation.sweep.best_folder import FILE, author_defaults, edit_notes
 from mbd_core.evaluation.sweep.folder import SweepFolder
 from mbd_core.evaluation.sweep.options import SweepOptions
-from mbd_core.evaluation.sweep.parts import cut
 from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.serving.tokens.load import load_engine
 

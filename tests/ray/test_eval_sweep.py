@@ -27,7 +27,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig, read_decoding
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.evaluation.sweep.folder import read_report, read_samples
-from mbd_core.evaluation.sweep.grading import grade_table
+from mbd_core.evaluation.sweep.grading import Grading, grade_table
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep
 
@@ -331,8 +331,8 @@ def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_clust
     """The tests' cluster has 8 CPUs and no GPU."""
     options = SweepOptions(models=[str(tiny_model_dir)], tasks=["gsm-mini"], limit=1, tensor_parallel=2)
     sweep = plan_sweep(options)
-    assert RayExecutor(sweep, num_engines=1).engine == sweep.engine
-    pool = RayExecutor(sweep, num_engines=3)
+    assert RayExecutor(sweep, Grading(), num_engines=1).engine == sweep.engine
+    pool = RayExecutor(sweep, Grading(), num_engines=3)
     assert pool.engine.kv_memory_fraction == pytest.approx(sweep.engine.kv_memory_fraction / 3)
     assert (pool.topology.processes, pool.topology.bundle) == (3, {"CPU": 2, "GPU": 0})
     assert pool.cluster_cpus == 8
@@ -340,7 +340,7 @@ def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_clust
         r"^4 x 2 tensor-parallel ranks need 2 CPUs .*, with 1 CPU to spare; the cluster's nodes have 8 CPUs; ask"
     )
     with pytest.raises(ClusterTooSmall, match=sentence):
-        RayExecutor(sweep, num_engines=4)
+        RayExecutor(sweep, Grading(), num_engines=4)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ import pytest
 from actors.evaluation import sweep as evaluation
 from actors.evaluation.sweep import DecodeActor, TimingActor
 from jobs.eval_sweep import main
-from mbd_core.evaluation.sweep.executor import DEATH_TEXT
+from mbd_core.batch.deaths import DEATH_TEXT
+from mbd_core.batch.timed_cases import TimedCase
 from mbd_core.evaluation.sweep.folder import read_report, read_samples
-from mbd_core.evaluation.sweep.parts import TimedCase
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "ray::MapWorker(MapBatches(DecodeActor))"

@@ -1,6 +1,6 @@
 """Rates computed from raw counts: accuracy, TPF and NFE over the samples of one configuration.
 
-Samples have no seconds: their batches mix configurations. `timed_runs.py` has those of timed runs.
+Samples have no seconds: their batches mix configurations. `batch/timing.py` has those of timed runs.
 """
 
 from collections.abc import Mapping, Sequence

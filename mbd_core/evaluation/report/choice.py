@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
 from mbd_core.checkpoint.folder import model_digest
 from mbd_core.decoding.blocks.methods import KEY, SpeedFront, SpeedPoint, pareto_points, read_front
@@ -13,8 +14,8 @@ from mbd_core.evaluation.report.summary import joinable_records, planned_samples
 from mbd_core.evaluation.sweep.best import BestPoint, By, check_halves, choose_best
 from mbd_core.evaluation.sweep.best_folder import FILE, check_best_folder, write_best
 from mbd_core.evaluation.sweep.folder import load_samples, read_record
-from mbd_core.evaluation.sweep.parts import SweepShard, Timing
 from mbd_core.evaluation.sweep.plan import Sweep
+from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.files import write_json
 
 # The choice of each model's best configuration from the rows of its sweep, and where it is to be written.

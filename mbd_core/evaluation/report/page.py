@@ -16,12 +16,12 @@ from jinja2 import Environment
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from mbd_core.batch.rows import COUNTS, REPLAY
 from mbd_core.decoding.blocks.methods import SpeedPoint, pareto_points
 from mbd_core.evaluation.measures.summary import ReportKey, ReportRow
 from mbd_core.evaluation.report.metrics import ACCURACY, NFE, TPF
 from mbd_core.evaluation.report.tables import SETTINGS
 from mbd_core.evaluation.sweep.folder import part_files, read_record
-from mbd_core.evaluation.sweep.parts import COUNTS, REPLAY
 from mbd_core.tables import Table, anchor, cell_text, script_json
 
 # The samples that a report's page shows: a bounded choice, the same for the same rows, made without reading the rest.

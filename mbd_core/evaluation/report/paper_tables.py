@@ -13,7 +13,7 @@ from mbd_core.evaluation.measures.statistics import Z_95, Interval, mean, spread
 from mbd_core.evaluation.measures.summary import AupMean, AupRow, ReportKey, ReportRow
 from mbd_core.evaluation.report.metrics import METRICS
 from mbd_core.evaluation.report.paper_figures import MODELS, PAPER_TABLES, Figure, PaperRow, PaperTable
-from mbd_core.evaluation.sweep.timed_runs import Speed
+from mbd_core.evaluation.sweep.speed import Speed
 from mbd_core.tables import Cell, Table
 
 Verdict = Literal["inside", "outside", "not judged"]

@@ -15,7 +15,7 @@ from mbd_core.evaluation.measures.summary import ReportKey, ReportRow, best_row
 from mbd_core.evaluation.report.metrics import METRICS, SUBJECT
 from mbd_core.evaluation.sweep.endpoint import is_endpoint
 from mbd_core.evaluation.sweep.folder import read_record, read_samples
-from mbd_core.evaluation.sweep.timed_runs import Speed
+from mbd_core.evaluation.sweep.speed import Speed
 from mbd_core.tables import Table
 
 TPS, DECODE_TPS, FORWARD, THROUGHPUT = (METRICS[name] for name in ("tps", "decode_tps", "forward_ms", "throughput"))

@@ -45,9 +45,8 @@ from mbd_core.evaluation.report.tables import (
 from mbd_core.evaluation.sandbox.processes import MEANING
 from mbd_core.evaluation.sweep.endpoint import is_endpoint
 from mbd_core.evaluation.sweep.folder import SweepFolder, isolations, load_samples, read_record, read_times
-from mbd_core.evaluation.sweep.parts import config_of
 from mbd_core.evaluation.sweep.record import SweepRecord
-from mbd_core.evaluation.sweep.timed_runs import Speed, speeds
+from mbd_core.evaluation.sweep.speed import Speed, config_of, speeds
 from mbd_core.tables import Table, markdown
 
 # The files of a report: Markdown, JSON, a page and the plot, as bytes that depend on the rows and settings alone.

@@ -24,7 +24,7 @@ from mbd_core.evaluation.measures.statistics import mean
 from mbd_core.evaluation.measures.summary import ReportKey
 
 if TYPE_CHECKING:
-    from mbd_core.evaluation.sweep.timed_runs import Speed
+    from mbd_core.evaluation.sweep.speed import Speed
 
 By = Literal["accuracy", "tps", "knee"]
 BEST = (

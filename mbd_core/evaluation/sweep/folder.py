@@ -20,11 +20,11 @@ from typing import Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mbd_core.batch.rows import COUNTS, LIKELIHOOD
 from mbd_core.evaluation.measures.rates import RULES, GradedSample, SampleCounts
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT
-from mbd_core.evaluation.sweep.grid import LIKELIHOOD
-from mbd_core.evaluation.sweep.parts import COUNTS, ISOLATION
+from mbd_core.evaluation.sweep.graded_rows import ISOLATION
 from mbd_core.evaluation.sweep.record import SweepRecord, difference
 from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, LIVE_CODE_BENCH, TASKS
 from mbd_core.files import (

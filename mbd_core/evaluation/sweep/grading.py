@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from mbd_core.batch.rows import PROBLEM_COLUMNS
 from mbd_core.evaluation.measures.statistics import wilson_interval
 from mbd_core.evaluation.sandbox.processes import available_isolation, describe_isolation
-from mbd_core.evaluation.sweep.parts import GRADED_COLUMNS, ISOLATION, PROBLEM_COLUMNS, VOTE, with_draws
+from mbd_core.evaluation.sweep.graded_rows import ISOLATION, VOTE, graded_schema
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task, find_task, runs_programs
 from mbd_core.evaluation.tasks.graders import Grade, grade, grade_program, program_of, ungradable
 from mbd_core.evaluation.tasks.livecodebench import ContestProblem
@@ -44,7 +45,7 @@ def grade_table(table: pa.Table, *, isolated: bool = False) -> pa.Table:
             problem = Problem(**{name: row[name] for name in PROBLEM_COLUMNS})
             grades[key] = grade(find_task(row["task"]), problem, row["text"])
         row.update(asdict(grades[key]))
-    table_of_grades = with_votes(pa.Table.from_pylist(rows, schema=with_draws(GRADED_COLUMNS, rows)))
+    table_of_grades = with_votes(pa.Table.from_pylist(rows, schema=graded_schema(rows)))
     if not any(runs_programs(find_task(task)) for task, *_ in grades):
         return table_of_grades
     return table_of_grades.replace_schema_metadata({ISOLATION: available_isolation()})
@@ -71,6 +72,21 @@ def with_votes(samples: pa.Table) -> pa.Table:
         if answer is not None and row["vote"] not in answers:
             answers.append(answer)
     return pa.Table.from_pylist(rows, schema=samples.schema)
+
+
+@dataclass(frozen=True)
+class Grading:
+    """A batch's `Postprocess`: `grade_table` on each decoded table."""
+
+    isolated: bool = False
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        return grade_table(table, isolated=self.isolated)
+
+    def join(self, tables: Sequence[pa.Table]) -> pa.Table:
+        """The samples of a part, voted again, with what the graded ones say of how programs were contained."""
+        metadata = next((table.schema.metadata for table in tables if table.schema.metadata), None)
+        return with_votes(pa.concat_tables(tables)).replace_schema_metadata(metadata)
 
 
 # Grades samples from other sources: a JSON-lines file and a task's problems in, rows and a summary out.

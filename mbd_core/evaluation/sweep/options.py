@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from mbd_core.batch.inputs import NUM_DRAWS
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.endpoint import Endpoint
 from mbd_core.evaluation.tasks.benchmarks import TASKS
 from mbd_core.evaluation.tasks.prompts import Form
 from mbd_core.evaluation.tasks.recipes import OWN_CHAT, RECIPES
-from mbd_core.evaluation.tasks.scored_texts import NUM_DRAWS
 from mbd_core.options import CLUSTER, DATA, DECODING, MODEL, Option, check
 from mbd_core.tasks.split import Split
 

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mbd_core.batch.inputs import NUM_DRAWS
+from mbd_core.batch.rows import LIKELIHOOD, PROBLEM_COLUMNS
 from mbd_core.checkpoint.folder import ModelFolder, edit_note, read_folder, with_method
 from mbd_core.checkpoint.shipped import SHIPPED, model_folder
 from mbd_core.decoding.blocks.config import decoding_config
@@ -18,23 +20,13 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.best_folder import author_defaults
 from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT, Endpoint
-from mbd_core.evaluation.sweep.grid import (
-    LIKELIHOOD,
-    Grid,
-    Methods,
-    Variant,
-    parse_grid,
-    parse_methods,
-    plan_variants,
-)
+from mbd_core.evaluation.sweep.grid import Grid, Methods, Variant, parse_grid, parse_methods, plan_variants
 from mbd_core.evaluation.sweep.options import SweepOptions
-from mbd_core.evaluation.sweep.parts import PROBLEM_COLUMNS
 from mbd_core.evaluation.tasks.asking import TaskInputs, ask_tasks, check_positions
 from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, find_task
 from mbd_core.evaluation.tasks.harness_tasks import load_harness_problems
 from mbd_core.evaluation.tasks.problems import ProblemSet, load_problems
 from mbd_core.evaluation.tasks.recipes import Recipe, find_recipe
-from mbd_core.evaluation.tasks.scored_texts import NUM_DRAWS
 from mbd_core.models.model_config import ModelConfig
 
 # The packages on which tokens, grades and their speed depend.

@@ -7,13 +7,15 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any, Self
 
+from mbd_core.batch.parts import Part
+from mbd_core.batch.rows import LIKELIHOOD, Row
+from mbd_core.batch.timed_cases import Timing, timed_cases
 from mbd_core.checkpoint.folder import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoint import is_endpoint
-from mbd_core.evaluation.sweep.grid import LIKELIHOOD
-from mbd_core.evaluation.sweep.parts import Part, Row, SweepShard, Timing, timed_cases
 from mbd_core.evaluation.sweep.plan import Sweep
+from mbd_core.evaluation.sweep.shard import SweepShard
 
 VERSIONS = ("mbd-cluster", "torch", "transformers", "math-verify")  # those on which tokens and grades depend
 # The form of the rows: raised when how parts are batched, or the columns of their rows, change, since the rows of a

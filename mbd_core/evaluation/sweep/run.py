@@ -17,13 +17,17 @@ from typing import Self, TypeVar
 import pyarrow as pa
 from tqdm import tqdm
 
-from mbd_core.evaluation.sweep.decoding import ModelRefused
+from mbd_core.batch.deaths import DEATH_TEXT, decode_parts
+from mbd_core.batch.decoding_model import ModelRefused
+from mbd_core.batch.executor import Executor, ExecutorFailed
+from mbd_core.batch.parts import NumberedTable, Part, cut, part_size
+from mbd_core.batch.rows import Row
+from mbd_core.batch.timed_cases import TimedCase, Timing, timed_cases
 from mbd_core.evaluation.sweep.endpoint import EndpointLost, EndpointStage
-from mbd_core.evaluation.sweep.executor import Executor, ExecutorFailed, NumberedTable, dead_samples, decode_parts
-from mbd_core.evaluation.sweep.folder import FAILURE, SweepFolder, is_computed
-from mbd_core.evaluation.sweep.parts import Part, Row, SweepShard, TimedCase, Timing, cut, part_size, timed_cases
+from mbd_core.evaluation.sweep.folder import FAILURE, SweepFolder, is_computed, read_samples
 from mbd_core.evaluation.sweep.plan import Sweep
 from mbd_core.evaluation.sweep.record import SweepRecord, record_of, timed_rows
+from mbd_core.evaluation.sweep.shard import SweepShard
 
 Report = TypeVar("Report")
 
@@ -137,7 +141,7 @@ def ask_parts(parts: Sequence[Part], executor: Executor, stage: EndpointStage) -
                 losses.append(error)
                 return
 
-    yield from executor.grade(ask_each())
+    yield from executor.process(ask_each())
     if losses:
         raise losses[0]
 
@@ -181,6 +185,11 @@ def collect_times(tables: Iterable[tuple[int, pa.Table]], folder: SweepFolder, c
                 folder.write_case(number, table)
             for error in errors:
                 bar.write(f"{table['method'][0]} on {table['task'][0]} cannot be timed: {error}", file=sys.stderr)
+
+
+def dead_samples(folder: Path) -> set[int]:
+    """The samples of a sweep's folder that killed the engine."""
+    return {row["sample"] for row in read_samples(folder, columns=("sample", "error")) if row["error"] == DEATH_TEXT}
 
 
 # How far a sweep is: for each model and task the problems that all its configurations have done, and the time left.

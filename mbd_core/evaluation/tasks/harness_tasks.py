@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mbd_core.batch.inputs import ScoredTexts
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.errors import error_line
 from mbd_core.evaluation.tasks.asking import TaskInputs
@@ -23,7 +24,6 @@ from mbd_core.evaluation.tasks.generation_fields import Generation, read_generat
 from mbd_core.evaluation.tasks.problems import ProblemSet
 from mbd_core.evaluation.tasks.prompts import Form, Wording
 from mbd_core.evaluation.tasks.recipes import TaskPrompt
-from mbd_core.evaluation.tasks.scored_texts import ScoredTexts
 
 FEW_SHOT_SEED = 1234  # of the harness, as the next two
 RANDOM_SEED, NUMPY_SEED = 0, 1234

@@ -1,20 +1,14 @@
 """What a model is given: a problem in the words of a recipe, after the examples chosen for it."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from mbd_core.checkpoint.chat import chat_prompts, plain_prompts, question
+from mbd_core.checkpoint.chat import question
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task
 from mbd_core.evaluation.tasks.problems import read_rows
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 Form = Literal["turn", "turns", "plain"]
 
@@ -67,16 +61,6 @@ def prompt_content(wording: Wording, problem: Problem, examples: Sequence[FewSho
         return json.dumps([*system, *messages, *question(query)])
     prompt_text = wording.separator.join([*(text + wording.joint + answer for text, answer in example_texts), query])
     return json.dumps(prompt_text if wording.form == "plain" else [*system, *question(prompt_text)])
-
-
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, inputs: Sequence[str]) -> list[list[int]]:
-    """Token ids of `prompt_content`'s results: a chat in the model's template, a text with the tokenizer's own special
-    tokens before it. Raises `ValueError` for a chat if the tokenizer has no template."""
-    contents: list[Any] = [json.loads(text) for text in inputs]
-    chats = iter(chat_prompts(tokenizer, [content for content in contents if not isinstance(content, str)]))
-    texts = [content for content in contents if isinstance(content, str)]
-    plain = iter(plain_prompts(tokenizer, texts))
-    return [list(next(plain if isinstance(content, str) else chats)) for content in contents]
 
 
 # The examples of a few-shot prompt: read from the user's file, and chosen for every problem.

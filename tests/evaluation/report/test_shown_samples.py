@@ -9,10 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 from written_sweeps import graded_table, planned_rows, sweep_record, write_parts, write_rows
 
+from mbd_core.batch.parts import cut
+from mbd_core.batch.rows import REPLAY
 from mbd_core.evaluation.report import page as shown_samples
 from mbd_core.evaluation.report.page import choose_samples
 from mbd_core.evaluation.sweep.folder import SweepFolder
-from mbd_core.evaluation.sweep.parts import GRADED_COLUMNS, REPLAY, SweepShard, cut
+from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS
+from mbd_core.evaluation.sweep.shard import SweepShard
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
 

@@ -11,7 +11,7 @@ from mbd_core.evaluation.measures.summary import ReportKey, token_efficiency
 from mbd_core.evaluation.report.page import ShownSamples
 from mbd_core.evaluation.report.speeds import SpeedGain, gain_table, speed_gains
 from mbd_core.evaluation.report.summary import report_files, report_tables
-from mbd_core.evaluation.sweep.timed_runs import Speed, speeds
+from mbd_core.evaluation.sweep.speed import Speed, speeds
 from mbd_core.tables import markdown
 
 NOTHING_SHOWN = ShownSamples(samples={}, prompts=[], total=0, each=0, left_out=0)

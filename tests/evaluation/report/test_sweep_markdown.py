@@ -13,7 +13,7 @@ from mbd_core.evaluation.measures.summary import build_aup, build_rows, with_int
 from mbd_core.evaluation.report.comparisons import accuracy_gaps
 from mbd_core.evaluation.report.metrics import METRICS
 from mbd_core.evaluation.report.summary import report_tables
-from mbd_core.evaluation.sweep.timed_runs import speeds
+from mbd_core.evaluation.sweep.speed import speeds
 from mbd_core.evaluation.tasks.recipes import RECIPES
 from mbd_core.tables import Table, markdown
 

@@ -11,10 +11,13 @@ import pytest
 from written_sweeps import WHOLE, graded_table, planned_rows, sweep_record, timed_table, write_parts
 
 from jobs.report_sweep import main
+from mbd_core.batch.parts import cut
+from mbd_core.batch.timed_cases import Timing
 from mbd_core.evaluation.report.summary import summarize_sweeps
 from mbd_core.evaluation.sandbox.processes import MEANING
 from mbd_core.evaluation.sweep.folder import REPORT, SweepFolder, read_report
-from mbd_core.evaluation.sweep.parts import GRADED_COLUMNS, ISOLATION, SweepShard, Timing, cut
+from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS, ISOLATION
+from mbd_core.evaluation.sweep.shard import SweepShard
 
 ASKED = {"form": "turn", "prompt": "{question}", "examples": 1, "examples_sha256": "0", "stop": ["Q:"]}
 NAMES = (REPORT, "report.md", "report.html", "plot.png")

@@ -9,7 +9,7 @@ from written_sweeps import timed_table
 
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.best import By, Samples, check_halves, choose_best, is_for_choice, knee
-from mbd_core.evaluation.sweep.timed_runs import Speed, speeds
+from mbd_core.evaluation.sweep.speed import Speed, speeds
 
 IDS = [f"p{number}" for number in range(40)]
 CHOICE, OTHER = [p for p in IDS if is_for_choice(p)], [p for p in IDS if not is_for_choice(p)]

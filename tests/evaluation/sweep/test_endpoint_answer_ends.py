@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from mbd_core.batch.answer_ends import fit_request, generate_until, output_at
+from mbd_core.batch.rows import before_stop
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Counts, Request, StepOutput
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.evaluation.sweep.decoding import fit_request, generate_until, output_at
-from mbd_core.evaluation.sweep.parts import before_stop
 from mbd_core.serving.tokens.load import LoadedModel, load_engine
 
 

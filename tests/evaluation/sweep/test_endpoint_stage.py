@@ -12,6 +12,7 @@ import pytest
 from scripted_endpoint import ANSWER, Answer, ScriptedEndpoint, completion
 from sweep_rows import planned_samples
 
+from mbd_core.batch.rows import DECODED_COLUMNS
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.evaluation.measures.rates import summarize
 from mbd_core.evaluation.sweep import endpoint as endpoint_room
@@ -26,7 +27,6 @@ from mbd_core.evaluation.sweep.endpoint import (
 )
 from mbd_core.evaluation.sweep.folder import graded_sample
 from mbd_core.evaluation.sweep.grading import grade_table
-from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS
 from mbd_core.evaluation.sweep.plan import endpoint_notes
 from mbd_core.evaluation.sweep.request_form import RequestForm
 

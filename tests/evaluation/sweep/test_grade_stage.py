@@ -6,10 +6,11 @@ import pyarrow as pa
 import pytest
 from sweep_rows import planned_samples
 
+from mbd_core.batch.rows import DECODED_COLUMNS
 from mbd_core.evaluation.sandbox.processes import available_isolation
 from mbd_core.evaluation.sweep import grading as grade_stage
+from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS, ISOLATION
 from mbd_core.evaluation.sweep.grading import grade_table
-from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, GRADED_COLUMNS, ISOLATION
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task
 from mbd_core.evaluation.tasks.graders import Grade, grade
 

@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from actors.evaluation.graded_parts import grade_part, pack
+from actors.evaluation.packed_parts import pack, process_part
 from jobs.eval_sweep import main as eval_sweep
 from jobs.grade import main
 from mbd_core.evaluation.sandbox import processes as sandbox
 from mbd_core.evaluation.sandbox.processes import MEANING, describe_isolation
-from mbd_core.evaluation.sweep.grading import load_samples
+from mbd_core.evaluation.sweep.grading import Grading, load_samples
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.problems import load_problems
 
@@ -181,4 +181,4 @@ def test_programs_are_graded_behind_walls_only_where_these_are_required(
         assert MEANING[weaker] in error and error.count("\n") == 1 and not out.exists()
         table = pa.table({"task": ["code-mini"], "text": ["x"]})
         with pytest.raises(ValueError, match="neither bubblewrap nor Landlock"):
-            grade_part(pack(0, table), isolated=True)
+            process_part(pack(0, table), Grading(isolated=True))

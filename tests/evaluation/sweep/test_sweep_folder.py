@@ -14,6 +14,9 @@ import pytest
 from written_sweeps import graded_table, planned_rows, sweep_record, timed_table, write_parts
 
 from mbd_core import files as files_room
+from mbd_core.batch.parts import cut
+from mbd_core.batch.timed_cases import Timing
+from mbd_core.batch.timing import TIMED_COLUMNS
 from mbd_core.evaluation.report.summary import rewrite_summary, write_summary
 from mbd_core.evaluation.sweep.folder import (
     FAILURE,
@@ -27,8 +30,7 @@ from mbd_core.evaluation.sweep.folder import (
     read_samples,
     read_times,
 )
-from mbd_core.evaluation.sweep.parts import SweepShard, Timing, cut
-from mbd_core.evaluation.sweep.timed_runs import TIMED_COLUMNS
+from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.files import MANIFEST, is_named, write_json
 
 ROWS = planned_rows()

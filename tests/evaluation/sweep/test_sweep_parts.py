@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 from written_sweeps import planned_rows
 
-from mbd_core.evaluation.sweep.parts import SweepShard, cut, in_turns, part_size
+from mbd_core.batch.parts import cut, in_turns, part_size
+from mbd_core.evaluation.sweep.shard import SweepShard
 
 
 def test_every_row_is_in_one_part_with_the_others_of_its_problem_and_model() -> None:

@@ -9,10 +9,11 @@ import pyarrow as pa
 import pytest
 
 from jobs.convert_checkpoint import main
+from mbd_core.batch.parts import cut
+from mbd_core.batch.rows import PLANNED_COLUMNS
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.options import SweepOptions
-from mbd_core.evaluation.sweep.parts import PLANNED_COLUMNS, cut
 from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.evaluation.sweep.record import plan_of
 

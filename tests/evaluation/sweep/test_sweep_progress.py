@@ -2,7 +2,7 @@
 
 from written_sweeps import planned_rows
 
-from mbd_core.evaluation.sweep.parts import cut
+from mbd_core.batch.parts import cut
 from mbd_core.evaluation.sweep.run import SECONDS, SweepProgress
 
 

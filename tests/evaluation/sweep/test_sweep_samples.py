@@ -9,20 +9,24 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from mbd_core.batch.decoding import DecodeStage
+from mbd_core.batch.decoding_model import DecodingModel
+from mbd_core.batch.executor import LocalExecutor
+from mbd_core.batch.parts import Part, cut
+from mbd_core.batch.rows import DECODED_COLUMNS
+from mbd_core.batch.timed_cases import Timing
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.measures.rates import summarize
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.report.summary import write_summary
-from mbd_core.evaluation.sweep.decoding import DecodeStage, DecodingModel
 from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT, Endpoint, EndpointStage
-from mbd_core.evaluation.sweep.executor import LocalExecutor
 from mbd_core.evaluation.sweep.folder import SweepFolder, load_samples, read_report, read_samples
-from mbd_core.evaluation.sweep.grading import grade_table
+from mbd_core.evaluation.sweep.grading import Grading, grade_table
 from mbd_core.evaluation.sweep.options import SweepOptions
-from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, Part, SweepShard, Timing, cut
 from mbd_core.evaluation.sweep.plan import Sweep, plan_sweep
 from mbd_core.evaluation.sweep.record import SweepRecord, difference, record_of
 from mbd_core.evaluation.sweep.run import SweepRun, collect_samples
+from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.serving.tokens.load import load_engine
 
 ENGINE = EngineConfig(max_rows=4, num_pages=128, max_prefill_tokens=8)
@@ -131,7 +135,7 @@ def test_a_plain_loop_in_this_process_runs_a_sweep(
         loaded = load_engine(tiny_model_dir, engine)
         return DecodingModel(loaded.engine, loaded.tokenizer)
 
-    executor = LocalExecutor(load, sweep.engine, concurrency=TIMING.concurrency)
+    executor = LocalExecutor(load, sweep.engine, Grading(), concurrency=TIMING.concurrency)
     run = SweepRun.of(sweep, shard=SweepShard(), timing=TIMING)
     for start in (lambda: nullcontext(executor), lambda: pytest.fail("all is there")):
         with EndpointStage({}, {}, concurrency=1) as stage:
@@ -175,7 +179,7 @@ def test_a_killed_sweep_of_several_answers_goes_on_and_has_each_once(
 
     def swept(place: Path) -> list[dict[str, Any]]:
         run = SweepRun.of(sweep, shard=SweepShard(), timing=Timing(problems=0))
-        executor = LocalExecutor(load, sweep.engine, concurrency=1)
+        executor = LocalExecutor(load, sweep.engine, Grading(), concurrency=1)
         with EndpointStage({}, {}, concurrency=1) as stage:
             run.run(place, lambda: nullcontext(executor), stage=stage, report=lambda _: None)
         return sorted(read_samples(place), key=lambda row: row["sample"])

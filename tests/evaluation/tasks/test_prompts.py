@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from mbd_core.batch.inputs import prompt_ids
 from mbd_core.checkpoint.chat import chat_prompt, question
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.evaluation.tasks.benchmarks import Problem
-from mbd_core.evaluation.tasks.prompts import FewShotExample, Form, Wording, prompt_content, prompt_ids
+from mbd_core.evaluation.tasks.prompts import FewShotExample, Form, Wording, prompt_content
 
 ASKED = Problem(problem_id="p", prompt="What is {x} + 1?", reference="2")
 SOLVED = (FewShotExample(question="One?", answer="#### 1"), FewShotExample(question="Two?", answer="#### 2"))

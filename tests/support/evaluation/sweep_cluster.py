@@ -9,9 +9,11 @@ import pytest
 
 from actors.evaluation import sweep as evaluation
 from cluster import local
-from mbd_core.evaluation.sweep.decoding import ModelRefused
-from mbd_core.evaluation.sweep.executor import ExecutorFailed, LocalExecutor, NumberedTable
-from mbd_core.evaluation.sweep.parts import TimedCase
+from mbd_core.batch.decoding_model import ModelRefused
+from mbd_core.batch.executor import ExecutorFailed, LocalExecutor
+from mbd_core.batch.parts import NumberedTable
+from mbd_core.batch.timed_cases import TimedCase
+from mbd_core.evaluation.sweep.grading import Grading
 from mbd_core.evaluation.sweep.plan import Sweep
 
 
@@ -31,7 +33,7 @@ class Cluster:
     ) -> Iterator["FaultyExecutor"]:
         self.starts += 1
         load = evaluation.loader(sweep.models, tensor_parallel=1)
-        executor = FaultyExecutor(load, sweep.engine, concurrency=concurrency, isolated=isolated)
+        executor = FaultyExecutor(load, sweep.engine, Grading(isolated=isolated), concurrency=concurrency)
         executor.cluster, executor.num_engines = self, num_engines
         yield executor
 
@@ -48,8 +50,8 @@ class FaultyExecutor(LocalExecutor):
             self.cluster.parts.append(table[0])
             yield table
 
-    def grade(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
-        for number, table in super().grade(tables):
+    def process(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
+        for number, table in super().process(tables):
             self.cluster.parts.append(number)
             yield number, table
 

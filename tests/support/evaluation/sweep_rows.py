@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
+from mbd_core.batch.rows import PLANNED_COLUMNS
 from mbd_core.checkpoint.chat import question
 from mbd_core.evaluation.measures.rates import GradedSample, SampleCounts
 from mbd_core.evaluation.measures.summary import ReportKey, ReportRow, build_rows
-from mbd_core.evaluation.sweep.parts import PLANNED_COLUMNS
 
 
 def graded_sample(*, tokens: int, forwards: int, correct: bool = True, problem: str = "p") -> GradedSample:

@@ -10,11 +10,15 @@ from typing import Any
 
 import pyarrow as pa
 
+from mbd_core.batch.parts import Part, cut
+from mbd_core.batch.rows import COUNTS
+from mbd_core.batch.timed_cases import Timing
+from mbd_core.batch.timing import TIMED_COLUMNS
 from mbd_core.evaluation.report.summary import write_summary
 from mbd_core.evaluation.sweep.folder import SweepFolder
-from mbd_core.evaluation.sweep.parts import COUNTS, GRADED_COLUMNS, Part, SweepShard, Timing, cut
+from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS
 from mbd_core.evaluation.sweep.record import ROWS, SweepRecord
-from mbd_core.evaluation.sweep.timed_runs import TIMED_COLUMNS
+from mbd_core.evaluation.sweep.shard import SweepShard
 
 WHOLE = SweepShard()
 TIMING = Timing(problems=2, concurrency=3)

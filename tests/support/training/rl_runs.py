@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mbd_core.batch.parts import NumberedTable
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.executor import NumberedTable
 from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.rl.config import HeldOutConfig, RLRecipe, RolloutConfig
 from mbd_core.rl.executor import LocalExecutor

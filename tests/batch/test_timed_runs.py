@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from sweep_rows import planned_samples
 
+from mbd_core.batch import timing
+from mbd_core.batch.decoding_model import DecodingModel, ModelRefused
+from mbd_core.batch.timed_cases import TimedCase, Timing, timed_cases
+from mbd_core.batch.timing import ALONE, TIMED_COLUMNS, TOGETHER, TimedStage
 from mbd_core.decoding.blocks.request import Request, StepOutput
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.evaluation.sweep import timed_runs
-from mbd_core.evaluation.sweep.decoding import DecodingModel, ModelRefused
-from mbd_core.evaluation.sweep.parts import TimedCase, Timing, timed_cases
-from mbd_core.evaluation.sweep.timed_runs import ALONE, TIMED_COLUMNS, TOGETHER, TimedStage
 from mbd_core.serving.tokens.load import load_engine
 
 PROMPTS = [f"Tom has {number} pens." for number in range(6)]
@@ -143,7 +143,7 @@ def test_a_stop_string_ends_a_timed_request_as_it_ends_a_sample(
     (case,) = cases(Timing(problems=2, concurrency=2), buffer_sizes=[2])
     whole = timed(TimedStage(Loader(tiny_model_dir, monkeypatch), concurrency=2), [case])
     assert max(row["num_tokens"] for row in whole) > 3
-    monkeypatch.setattr(timed_runs, "decode_text", lambda _tokenizer, tokens: "x" * len(tokens))
+    monkeypatch.setattr(timing, "decode_text", lambda _tokenizer, tokens: "x" * len(tokens))
     stopped = replace(case, rows=[{**row, "stop": '["xxx"]'} for row in case.rows])
     rows = timed(TimedStage(Loader(tiny_model_dir, monkeypatch), concurrency=2), [stopped])
     assert len(rows) == 6 and {row["num_tokens"] for row in rows} == {3}

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from mbd_core.batch.likelihood import Draws, log_likelihood
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.evaluation.measures.likelihood import Draws, log_likelihood
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.multitf.states.mask import block_causal_mask

@@ -1,14 +1,14 @@
-"""Parts of a sweep as Ray Data carries them, and their grading. Processes that grade import this, without PyTorch."""
+"""Parts of a batch as Ray Data carries them. Processes that grade import this, without PyTorch."""
 
 import pyarrow as pa
 
-from mbd_core.evaluation.sweep.grading import grade_table
+from mbd_core.batch.postprocess import Postprocess
 
 
-def grade_part(packed: pa.Table, *, isolated: bool = False) -> pa.Table:
-    """`grade_table` on a packed part."""
+def process_part(packed: pa.Table, postprocess: Postprocess) -> pa.Table:
+    """A packed part, processed."""
     number, decoded = unpack(packed)
-    return pack(number, grade_table(decoded, isolated=isolated))
+    return pack(number, postprocess(decoded))
 
 
 def pack(number: int, table: pa.Table) -> pa.Table:

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from mbd_core.batch.answer_ends import fit_request
+from mbd_core.batch.decoding_model import DecodingModel
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.literal_text import token_ids
 from mbd_core.decoding.blocks.config import DecodingConfig
@@ -26,7 +28,6 @@ from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
-from mbd_core.evaluation.sweep.decoding import DecodingModel, fit_request
 from mbd_core.files import PartsFolder, durable_file, write_json
 from mbd_core.json_text import differing_fields, parse_json
 from mbd_core.multitf.data.chats import Chat, prompt_text

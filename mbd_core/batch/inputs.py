@@ -1,4 +1,4 @@
-"""Texts that a task scores: continuations after contexts, as a sweep's row holds them, and their tokens."""
+"""What a row's `input` holds, and its tokens: a prompt, or texts to score, continuations after contexts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from mbd_core.checkpoint.chat import chat_text
+from mbd_core.checkpoint.chat import chat_prompts, chat_text, plain_prompts
 from mbd_core.checkpoint.literal_text import Masking, evaluated_ids, fixed_masking
 
 if TYPE_CHECKING:
@@ -17,6 +17,16 @@ NUM_DRAWS = 128
 """Of each estimate, as in LLaDA's own evaluation."""
 Context = str | list[dict[str, str]]
 """A text, or the messages of a chat, which the model's template renders."""
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, inputs: Sequence[str]) -> list[list[int]]:
+    """Token ids of prompts, given as JSON: a chat's messages in the model's template, a text with the tokenizer's own
+    special tokens before it. Raises `ValueError` for a chat if the tokenizer has no template."""
+    contents: list[Any] = [json.loads(text) for text in inputs]
+    chats = iter(chat_prompts(tokenizer, [content for content in contents if not isinstance(content, str)]))
+    texts = [content for content in contents if isinstance(content, str)]
+    plain = iter(plain_prompts(tokenizer, texts))
+    return [list(next(plain if isinstance(content, str) else chats)) for content in contents]
 
 
 @dataclass(frozen=True, kw_only=True)

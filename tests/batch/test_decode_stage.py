@@ -14,12 +14,13 @@ import pytest
 import torch
 from sweep_rows import planned_samples
 
+from mbd_core.batch.decoding import DecodeStage
+from mbd_core.batch.decoding_model import DecodingModel, ModelRefused
+from mbd_core.batch.rows import COUNTS, PLANNED_COLUMNS
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.blocks.request import Counts, Output, Request, Rollout
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.evaluation.sweep.decoding import DecodeStage, DecodingModel, ModelRefused
-from mbd_core.evaluation.sweep.parts import COUNTS, PLANNED_COLUMNS
 from mbd_core.serving.text.committed import CommittedText
 from mbd_core.serving.tokens.load import load_engine
 

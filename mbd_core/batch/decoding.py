@@ -1,5 +1,4 @@
-"""The first stage of a sweep: every row of a table is decoded by the engine of its model, to where its answer ends, or
-its texts are scored by the model."""
+"""Every row of a table is decoded by the engine of its model, to where its answer ends, or its texts are scored."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -8,100 +7,18 @@ from functools import lru_cache, partial
 from typing import Any
 
 import pyarrow as pa
-from transformers import PreTrainedTokenizerBase
 
+from mbd_core.batch.answer_ends import Stops, fit_request, generate_until
+from mbd_core.batch.decoding_model import DecodingModel, ModelRefused
+from mbd_core.batch.inputs import prompt_ids
+from mbd_core.batch.parts import in_turns
+from mbd_core.batch.rows import DECODED_COLUMNS, LIKELIHOOD, before_stop, with_draws
+from mbd_core.batch.scoring import scores_of
 from mbd_core.checkpoint.chat import decode_text
-from mbd_core.decoding.blocks.config import DecodingConfig, read_decoding
-from mbd_core.decoding.blocks.request import Output, Request, Rollout, StepOutput
+from mbd_core.decoding.blocks.config import read_decoding
+from mbd_core.decoding.blocks.request import Output, Request, Rollout
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.decoding.canvas.canvas_decoder import canvas_max_tokens
 from mbd_core.engine.admission import RequestRefused
-from mbd_core.engine.engine import Engine
-from mbd_core.evaluation.measures.likelihood import Draws, log_likelihood
-from mbd_core.evaluation.sweep.grid import LIKELIHOOD
-from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, before_stop, in_turns, with_draws
-from mbd_core.evaluation.tasks.prompts import prompt_ids
-from mbd_core.evaluation.tasks.scored_texts import ScoredTexts
-
-# Where answers end: at a stop string, which ends the decoding of its request, or at the limit of their tokens.
-
-Decode = Callable[[Sequence[int]], str]
-Stops = Mapping[str, Sequence[str]]
-
-
-def fit_request(request: Request, positions: int) -> Request:
-    """The request with as many tokens as a model of `positions` holds behind its prompt, at most its own number. Where
-    nothing fits it stays as it is, and the engine refuses it."""
-    max_tokens = positions - len(request.prompt)
-    if max_tokens < 1:
-        return request
-    canvas = request.decoding.canvas
-    if canvas is None:
-        return replace(request, max_tokens=min(request.max_tokens, max_tokens))
-    return replace(request, max_tokens=canvas_max_tokens(canvas, preferred=request.max_tokens, most=max_tokens))
-
-
-def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, decode: Decode) -> list[Output]:
-    """The outputs of `requests`, in their order; raises as `Engine.generate` does.
-
-    A request ends where its text holds one of its stop strings (`stops`, by the request's id). Its reason is then
-    `stop`, its tokens and their count end with the token that completes the string, and its forwards are those up to
-    the step that committed it. A rollout that was asked for ends with its tokens, and has no tail.
-    """
-    if not any(stops.get(request.request_id) for request in requests):
-        return engine.generate(list(requests))
-    engine.check_idle("generate_until")
-    for checked_request in [engine.admission.check(request) for request in requests]:
-        engine.add_admitted(checked_request)
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    rollouts: dict[str, Rollout] = {}
-    outputs: dict[str, Output] = {}
-    with engine.pacer.without_streams():
-        while engine.has_work:
-            for step in engine.step():
-                if step.request_id in outputs:
-                    continue  # the step after an abort
-                so_far = tokens[step.request_id]
-                so_far += step.new_tokens
-                if step.rollout is not None:
-                    rollouts[step.request_id] = rollouts.get(step.request_id, Rollout()).then(step.rollout)
-                output = output_at(step, so_far, stops.get(step.request_id, ()), decode)
-                if output is not None:
-                    if output is not step.output and step.request_id in rollouts:
-                        rollout = rollouts[step.request_id].cut(tuple(so_far), len(output.tokens), room=0)
-                        output = replace(output, rollout=rollout)
-                    outputs[step.request_id] = output
-                    if step.output is None:
-                        engine.abort(step.request_id)
-    return [outputs[request.request_id] for request in requests]
-
-
-def output_at(step: StepOutput, tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> Output | None:
-    """The output if a request with these tokens ends with this step: at a stop string, or by itself."""
-
-    def has_stop(number: int) -> bool:
-        text = decode(tokens[:number])
-        return any(s in text for s in stop)
-
-    if not stop or not has_stop(len(tokens)):
-        return step.output
-    number = len(tokens) - len(step.new_tokens) + 1
-    while not has_stop(number):
-        number += 1
-    return Output(
-        request_id=step.request_id,
-        tokens=tuple(tokens[:number]),
-        finish_reason="stop",
-        counts=replace(step.counts, num_tokens=number),
-    )
-
-
-@dataclass(frozen=True)
-class DecodingModel:
-    """An engine, and the tokenizer of its model."""
-
-    engine: Engine
-    tokenizer: PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -137,39 +54,6 @@ def _replay(tokens: Sequence[int], rollout: Rollout, piece: Callable[[int], str]
     """The columns `REPLAY` of an answer."""
     edits = [{"index": edit.index, "step": edit.step, "piece": piece(edit.token)} for edit in rollout.edits]
     return {"pieces": list(map(piece, tokens)), "steps": list(rollout.steps), "edits": edits or None}
-
-
-def scores_of(model: DecodingModel, row: Mapping[str, Any]) -> list[tuple[float, bool]]:
-    """Of each text that a row scores its log-likelihood in nats, and whether greedy decoding gives the same tokens;
-    false where that is not asked. Raises `ValueError` for a text that the model does not hold."""
-    texts = ScoredTexts.of_input(row["input"])
-    assert texts is not None
-    engine, draws = model.engine, Draws(number=texts.draws, seed=texts.seed)
-    decoding = read_decoding(json.loads(row["config"]))
-    scores = []
-    for context, continuation in texts.ids(model.tokenizer, prefix_id=engine.model.config.eos_token_ids[0]):
-        nats = log_likelihood(engine.model, context, continuation, block_size=engine.block_size, draws=draws)
-        scores.append((nats, texts.greedy and is_greedy(engine, context, continuation, decoding)))
-    return scores
-
-
-def is_greedy(engine: Engine, context: Sequence[int], continuation: Sequence[int], decoding: DecodingConfig) -> bool:
-    """Whether decoding after the context gives these tokens; of none it is true."""
-    if not continuation:
-        return True
-    request = Request(
-        request_id="greedy",
-        prompt=tuple(context),
-        max_tokens=len(continuation),
-        decoding=decoding,
-        ignore_eos=True,
-    )
-    (output,) = engine.generate([request])
-    return output.tokens == tuple(continuation)
-
-
-class ModelRefused(ValueError):
-    """A model cannot be loaded with the engine's configuration, for example without memory for a KV page."""
 
 
 class DecodeStage:

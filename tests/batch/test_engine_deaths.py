@@ -6,17 +6,11 @@ import pyarrow as pa
 import pytest
 from sweep_rows import planned_samples
 
-from mbd_core.evaluation.sweep.executor import (
-    DEATH_TEXT,
-    MOST_LOST,
-    NO_SAMPLES,
-    Attempts,
-    DeathWatch,
-    DividedParts,
-    ModelDies,
-)
-from mbd_core.evaluation.sweep.grading import grade_table
-from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, GRADED_COLUMNS, ISOLATION, Part, cut
+from mbd_core.batch.deaths import DEATH_TEXT, MOST_LOST, NO_SAMPLES, Attempts, DeathWatch, DividedParts, ModelDies
+from mbd_core.batch.parts import Part, cut
+from mbd_core.batch.rows import DECODED_COLUMNS
+from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS, ISOLATION
+from mbd_core.evaluation.sweep.grading import Grading, grade_table
 
 
 def parts_of(num_problems: int) -> list[Part]:
@@ -40,7 +34,7 @@ def test_work_is_begun_twice_and_again_once_it_was_done() -> None:
 
 def test_a_divided_part_comes_whole_with_the_reason_in_the_row_of_the_sample_that_kills() -> None:
     parts = parts_of(2)
-    divided = DividedParts(parts, DeathWatch(()))
+    divided = DividedParts(parts, DeathWatch(()), Grading())
     killer = parts[0].rows[1]["sample"]
     come: dict[int, pa.Table] = {}
     for number, planned in divided.samples():
@@ -66,7 +60,7 @@ def test_a_divided_part_says_how_its_programs_were_contained_though_its_first_sa
     (part,) = parts_of(1)
     killer, other = part.rows
     contained = decoded(other).replace_schema_metadata({ISOLATION: b"limits"})
-    divided = DividedParts([part], DeathWatch(()))
+    divided = DividedParts([part], DeathWatch(()), Grading())
     assert divided.add(killer["sample"], grade_table(NO_SAMPLES)) == []
     ((_, whole),) = divided.add(other["sample"], contained)
     assert whole.schema.metadata == {ISOLATION: b"limits"}
@@ -74,7 +68,7 @@ def test_a_divided_part_says_how_its_programs_were_contained_though_its_first_sa
 
 def test_a_part_of_which_nothing_is_decoded_waits_until_its_model_decodes_something() -> None:
     first, second = parts_of(2)
-    divided = DividedParts([first, second], DeathWatch(()))
+    divided = DividedParts([first, second], DeathWatch(()), Grading())
     for row in first.rows:
         assert divided.add(row["sample"], grade_table(NO_SAMPLES)) == []
     (whole,) = divided.add(second.rows[0]["sample"], decoded(second.rows[0]))
@@ -89,7 +83,7 @@ def test_a_model_that_decodes_nothing_is_one_sentence_after_a_few_deaths_or_at_t
         watch.note_lost("m", f"part {MOST_LOST - 1}")
 
     (part,) = parts_of(1)
-    divided = DividedParts([part], DeathWatch(()))
+    divided = DividedParts([part], DeathWatch(()), Grading())
     for row in part.rows:
         assert divided.add(row["sample"], grade_table(NO_SAMPLES)) == []
     with pytest.raises(ModelDies, match="sample 0 of part 0, sample 1 of part 0"):
@@ -101,7 +95,7 @@ def test_a_model_that_decoded_something_never_ends_the_sweep() -> None:
     known, came = DeathWatch({"m"}), DeathWatch(())
     came.note_decoded("m")
     for watch in (known, came):
-        divided = DividedParts(parts, watch)
+        divided = DividedParts(parts, watch, Grading())
         whole = [number for part in parts for row in part.rows for number, _ in divided.add(row["sample"], NO_SAMPLES)]
         divided.check_end()
         assert whole == [part.number for part in parts]

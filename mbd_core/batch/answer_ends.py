@@ -1,0 +1,78 @@
+"""Where answers end: at a stop string, which ends the decoding of its request, or at the limit of their tokens."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from mbd_core.decoding.blocks.request import Output, Request, Rollout, StepOutput
+from mbd_core.decoding.canvas.canvas_decoder import canvas_max_tokens
+from mbd_core.engine.engine import Engine
+
+Decode = Callable[[Sequence[int]], str]
+Stops = Mapping[str, Sequence[str]]
+
+
+def fit_request(request: Request, positions: int) -> Request:
+    """The request with as many tokens as a model of `positions` holds behind its prompt, at most its own number. Where
+    nothing fits it stays as it is, and the engine refuses it."""
+    max_tokens = positions - len(request.prompt)
+    if max_tokens < 1:
+        return request
+    canvas = request.decoding.canvas
+    if canvas is None:
+        return replace(request, max_tokens=min(request.max_tokens, max_tokens))
+    return replace(request, max_tokens=canvas_max_tokens(canvas, preferred=request.max_tokens, most=max_tokens))
+
+
+def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, decode: Decode) -> list[Output]:
+    """The outputs of `requests`, in their order; raises as `Engine.generate` does.
+
+    A request ends where its text holds one of its stop strings (`stops`, by the request's id). Its reason is then
+    `stop`, its tokens and their count end with the token that completes the string, and its forwards are those up to
+    the step that committed it. A rollout that was asked for ends with its tokens, and has no tail.
+    """
+    if not any(stops.get(request.request_id) for request in requests):
+        return engine.generate(list(requests))
+    engine.check_idle("generate_until")
+    for checked_request in [engine.admission.check(request) for request in requests]:
+        engine.add_admitted(checked_request)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    rollouts: dict[str, Rollout] = {}
+    outputs: dict[str, Output] = {}
+    with engine.pacer.without_streams():
+        while engine.has_work:
+            for step in engine.step():
+                if step.request_id in outputs:
+                    continue  # the step after an abort
+                so_far = tokens[step.request_id]
+                so_far += step.new_tokens
+                if step.rollout is not None:
+                    rollouts[step.request_id] = rollouts.get(step.request_id, Rollout()).then(step.rollout)
+                output = output_at(step, so_far, stops.get(step.request_id, ()), decode)
+                if output is not None:
+                    if output is not step.output and step.request_id in rollouts:
+                        rollout = rollouts[step.request_id].cut(tuple(so_far), len(output.tokens), room=0)
+                        output = replace(output, rollout=rollout)
+                    outputs[step.request_id] = output
+                    if step.output is None:
+                        engine.abort(step.request_id)
+    return [outputs[request.request_id] for request in requests]
+
+
+def output_at(step: StepOutput, tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> Output | None:
+    """The output if a request with these tokens ends with this step: at a stop string, or by itself."""
+
+    def has_stop(number: int) -> bool:
+        text = decode(tokens[:number])
+        return any(s in text for s in stop)
+
+    if not stop or not has_stop(len(tokens)):
+        return step.output
+    number = len(tokens) - len(step.new_tokens) + 1
+    while not has_stop(number):
+        number += 1
+    return Output(
+        request_id=step.request_id,
+        tokens=tuple(tokens[:number]),
+        finish_reason="stop",
+        counts=replace(step.counts, num_tokens=number),
+    )

@@ -1,0 +1,139 @@
+"""What becomes of a batch's work that the engine's process dies of: rows with the reason, or the batch's end.
+
+A part that was begun `MOST_DEATHS` times and never ended is put aside. Once the other parts are decoded, its samples
+are decoded one by one, and a sample that was begun as often and never ended is a row with the reason. A model that
+decodes nothing at all ends the batch.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import pyarrow as pa
+
+from mbd_core.batch.executor import Executor
+from mbd_core.batch.parts import NumberedTable, Part
+from mbd_core.batch.postprocess import Postprocess
+from mbd_core.batch.rows import DECODED_COLUMNS, PLANNED_COLUMNS, Row, with_draws
+
+MOST_DEATHS = 2  # of one part, then of one sample by itself
+MOST_LOST = 4  # parts, or samples, of a model that decodes none
+DEATH_TEXT = f"the engine's process died {MOST_DEATHS} times while it decoded this sample"
+NO_SAMPLES = DECODED_COLUMNS.empty_table()  # in the place of what an engine's process died of too often
+
+
+class Attempts:
+    """How often each piece of work was begun and not ended. It outlives the processes that do the work."""
+
+    def __init__(self) -> None:
+        self._num_begun = Counter[int]()
+
+    def begin(self, number: int) -> bool:
+        """Begin a piece of work, by its number; false if it was begun too often, and is not to be done again."""
+        if self._num_begun[number] == MOST_DEATHS:
+            return False
+        self._num_begun[number] += 1
+        return True
+
+    def end(self, number: int) -> None:
+        """The work was done. Where its result is lost later, it may be done again."""
+        del self._num_begun[number]
+
+
+class ModelDies(RuntimeError):
+    """An engine's process dies of whatever a model is to decode."""
+
+
+class DeathWatch:
+    """What engines died of, by model; `decoding` are the models that are known to decode something."""
+
+    def __init__(self, decoding: Iterable[str]) -> None:
+        self.decoding = set(decoding)
+        self._losses: dict[str, list[str]] = {}
+
+    def note_decoded(self, model: str) -> None:
+        self.decoding.add(model)
+
+    def note_lost(self, model: str, work: str) -> None:
+        """Note what an engine died of too often. Raises `ModelDies` if the model decodes nothing else either."""
+        self._losses.setdefault(model, []).append(work)
+        if len(self._losses[model]) == MOST_LOST:
+            self.check(model)
+
+    def check(self, model: str) -> None:
+        """Raise `ModelDies` if nothing of the model was decoded."""
+        if model not in self.decoding:
+            raise ModelDies(
+                f"model '{model}' cannot be decoded: the engine's process died {MOST_DEATHS} times on each of "
+                f"{', '.join(self._losses[model])}, and decoded nothing else; try one method with --limit 1"
+            )
+
+
+class DividedParts:
+    """Parts that were put aside, while their samples come one by one."""
+
+    def __init__(self, parts: Iterable[Part], watch: DeathWatch, postprocess: Postprocess) -> None:
+        self._waiting, self._watch, self._postprocess = list(parts), watch, postprocess
+        self._part_of = {row["sample"]: part for part in self._waiting for row in part.rows}
+        self._row_of = {row["sample"]: row for part in self._waiting for row in part.rows}
+        self._tables: dict[int, pa.Table] = {}
+
+    def samples(self) -> list[NumberedTable]:
+        """Each sample by itself (`PLANNED_COLUMNS`), with its number."""
+        return [
+            (sample, pa.Table.from_pylist([dict(row)], schema=with_draws(PLANNED_COLUMNS, [row])))
+            for sample, row in self._row_of.items()
+        ]
+
+    def add(self, sample: int, table: pa.Table) -> list[NumberedTable]:
+        """The numbers and tables of the parts that are whole with this sample; one without rows killed the engine.
+
+        A part waits until its model has decoded something. Raises `ModelDies`.
+        """
+        part = self._part_of[sample]
+        if len(table):
+            self._watch.note_decoded(part.model)
+            self._tables[sample] = table
+        else:
+            self._watch.note_lost(part.model, f"sample {sample} of part {part.number}")
+            self._tables[sample] = self._postprocess(_dead(self._row_of[sample]))
+        whole_parts = [part for part in self._waiting if self._is_whole(part)]
+        self._waiting = [part for part in self._waiting if part not in whole_parts]
+        return [
+            (part.number, self._postprocess.join([self._tables[row["sample"]] for row in part.rows]))
+            for part in whole_parts
+        ]
+
+    def check_end(self) -> None:
+        """Raise `ModelDies` if parts still wait for their model to decode something."""
+        for part in self._waiting:
+            self._watch.check(part.model)
+
+    def _is_whole(self, part: Part) -> bool:
+        return part.model in self._watch.decoding and all(row["sample"] in self._tables for row in part.rows)
+
+
+def _dead(row: Row) -> pa.Table:
+    """A sample's decoded row, with the reason why it has no text."""
+    return pa.Table.from_pylist([{**row, "error": DEATH_TEXT}], schema=with_draws(DECODED_COLUMNS, [row]))
+
+
+def decode_parts(parts: Sequence[Part], executor: Executor, *, decoding: Collection[str]) -> Iterator[NumberedTable]:
+    """The numbers and processed tables of parts, in any order; `decoding` are the models that are known to decode.
+
+    Raises `ModelDies`, and as the executor does.
+    """
+    by_number, lost_parts, watch = {part.number: part for part in parts}, list[Part](), DeathWatch(decoding)
+    for number, table in executor.decode([(part.number, part.table()) for part in parts]):
+        part = by_number[number]
+        if len(table):
+            watch.note_decoded(part.model)
+            yield number, table
+        else:
+            watch.note_lost(part.model, f"part {number}")
+            lost_parts.append(part)
+    lost_parts.sort(key=lambda part: part.number)
+    divided = DividedParts(lost_parts, DeathWatch(watch.decoding), executor.postprocess)
+    if lost_parts:
+        for sample, table in executor.decode(divided.samples()):
+            yield from divided.add(sample, table)
+        divided.check_end()

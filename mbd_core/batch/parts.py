@@ -1,0 +1,74 @@
+"""A batch cut into parts, each of which is decoded and written whole or not at all.
+
+How a batch is cut follows from its plan and from the size of a part alone, and an engine decodes a part from an empty
+state. So a part has the same rows and the same numbers whenever, wherever and after whatever interruption it is made.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pyarrow as pa
+
+from mbd_core.batch.rows import PLANNED_COLUMNS, Row, with_draws
+
+NumberedTable = tuple[int, pa.Table]
+"""The number of a part, and its table."""
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a sweep's plan (`PLANNED_COLUMNS`), of one model, with all configurations of each problem."""
+
+    number: int
+    rows: Sequence[Row]
+
+    @property
+    def model(self) -> str:
+        return str(self.rows[0]["model"])
+
+    def table(self) -> pa.Table:
+        return pa.Table.from_pylist([dict(row) for row in self.rows], schema=with_draws(PLANNED_COLUMNS, self.rows))
+
+
+def part_size(num_rows: int, *, max_rows: int) -> int:
+    """The rows of a part: four batches of `max_rows`, fewer in a small sweep, so that it too has parts for several
+    engines, but at least one. It depends on nothing but the plan, so that all shards are cut alike."""
+    return max(max_rows, min(4 * max_rows, -(-num_rows // 16)))
+
+
+def cut(rows: Iterable[Row], *, rows_per_part: int) -> list[Part]:
+    """The parts, in the order in which they are best decoded: of each model the longest prompts first.
+
+    A part has at most `rows_per_part` rows, or the rows of one problem. Long prompts first, so that what is left at
+    the end, when engines run out of parts, is short.
+    """
+    problems: dict[str, dict[tuple[str, str], list[Row]]] = {}
+    for row in rows:
+        problems.setdefault(row["model"], {}).setdefault((row["task"], row["problem_id"]), []).append(row)
+    parts: list[list[Row]] = []
+    for of_model in problems.values():
+        current: list[Row] = []
+        for group in sorted(of_model.values(), key=lambda group: -len(group[0]["prompt"])):
+            if current and len(current) + len(group) > rows_per_part:
+                parts.append(current)
+                current = []
+            current = [*current, *group]
+        parts.append(current)
+    return [Part(number, part) for number, part in enumerate(parts)]
+
+
+def in_turns(rows: Sequence[AnyRow]) -> list[AnyRow]:
+    """The rows in the order in which they share prefixes best: the first of each prompt, then the second of each.
+
+    Requests that begin in one forward find nothing of each other in the cache; those that begin later do.
+    """
+    turns: Counter[str] = Counter()
+    places = []
+    for row in rows:
+        places.append(turns[row["input"]])
+        turns[row["input"]] += 1
+    return [row for _, row in sorted(zip(places, rows, strict=True), key=lambda pair: pair[0])]

@@ -1,0 +1,78 @@
+"""What a batch times: every configuration by itself on some problems of each task, one engine and nothing beside it.
+
+The batch's own parts mix configurations, so their seconds tell nothing about any of them, and its rows have none.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mbd_core.batch.rows import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How a configuration is timed on a task.
+
+    problems     requests that are sent one at a time; 0: nothing is timed
+    concurrency  requests that are always under way in the second run, which has twice as many and at least `problems`
+    """
+
+    problems: int = 10
+    concurrency: int = 8
+
+    def __str__(self) -> str:
+        return f"--timed {self.problems} --concurrency {self.concurrency}"
+
+    @property
+    def together(self) -> int:
+        """Requests of the run at `concurrency`, where the task has as many problems."""
+        return max(self.problems, 2 * self.concurrency)
+
+
+@dataclass(frozen=True)
+class TimedCase:
+    """One configuration of a model on one task: rows of the plan, the first `num_alone` of them also for requests that
+    are sent one at a time."""
+
+    number: int
+    rows: Sequence[Row]
+    num_alone: int
+
+    @property
+    def model(self) -> str:
+        return str(self.rows[0]["model"])
+
+    @property
+    def buffer_size(self) -> int:
+        return int(json.loads(self.rows[0]["config"])["buffer_size"])
+
+
+def timed_cases(rows: Sequence[Row], timing: Timing) -> list[TimedCase]:
+    """The cases of a sweep's rows: those of one model and buffer size stand together, since an engine is built for
+    them. The problems are spread evenly over the task's, so that all configurations are timed on the same ones."""
+    if not timing.problems:
+        return []
+    groups: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["method"], row["config"], row["task"]), []).append(row)
+    cases = [
+        TimedCase(0, _timed_rows(of_case, timing), min(timing.problems, len(of_case))) for of_case in groups.values()
+    ]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    cases.sort(key=lambda case: (models.index(case.model), case.buffer_size))
+    return [replace(case, number=number) for number, case in enumerate(cases)]
+
+
+def _timed_rows(rows: Sequence[Row], timing: Timing) -> list[Row]:
+    """Those that are sent one at a time, evenly spread, then the further ones, evenly spread over the rest."""
+    lone_rows = spread(rows, timing.problems)
+    samples = {row["sample"] for row in lone_rows}
+    other_rows = [row for row in rows if row["sample"] not in samples]
+    return [*lone_rows, *spread(other_rows, timing.together - len(lone_rows))]
+
+
+def spread(rows: Sequence[Row], count: int) -> list[Row]:
+    """At most `count` rows, evenly spread."""
+    count = min(count, len(rows))
+    return [rows[number * len(rows) // count] for number in range(count)]

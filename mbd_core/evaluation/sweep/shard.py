@@ -1,0 +1,26 @@
+"""Which parts of a sweep one of several jobs computes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SweepShard:
+    """The part of a sweep that one of several jobs computes: every `count`-th part, from the `index`-th, from 1."""
+
+    index: int = 1
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "SweepShard":
+        """`i/n`; `ValueError` for anything else."""
+        first, slash, second = text.partition("/")
+        if not (slash and first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
+            raise ValueError(f"--shard {text} must be i/n, the i-th of n shards, i from 1 to n")
+        return cls(int(first), int(second))
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def holds(self, number: int) -> bool:
+        """Whether the part with this number is of this shard."""
+        return number % self.count == self.index - 1
