@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from benchmarks.measuring import interleaved, markdown, median_times, timed
-from benchmarks.plain_loops import PlainRun, multi_bd, prefix_row, run_planned
 from mbd_core.checkpoint.chat import chat_prompts, question
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
@@ -32,6 +31,7 @@ from mbd_core.json_text import merge_fields
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import SHAPES, random_model
+from mbd_core.plain_loops import PlainRun, multi_bd, prefix_row, run_planned
 from mbd_core.tasks import gsm_mini
 
 SHIPPED_MODELS = ("tiny-bd", "tiny-mbd")

@@ -169,7 +169,7 @@ class RayExecutor:
             )
             .map_batches(
                 process_part,
-                fn_args=(self.postprocess,),
+                fn_kwargs={"postprocess": self.postprocess},
                 batch_size=1,
                 batch_format="pyarrow",
                 num_cpus=1,
@@ -184,7 +184,7 @@ class RayExecutor:
         waiting: list[Any] = []
         with cluster_errors():
             for number, table in tables:
-                waiting.append(process.remote(pack(number, table), self.postprocess))
+                waiting.append(process.remote(pack(number, table), postprocess=self.postprocess))
                 ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
                 yield from (unpack(ray.get(part)) for part in ready)
             yield from (unpack(ray.get(part)) for part in waiting)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.plain_loops import ContiguousCache, GridAttention
 from benchmarks.roofline import Machine, StepCost, floor_seconds, measure_bandwidth, step_cost
 from benchmarks.step_timing import StepCase, filled_engine, without_forward
 from mbd_core.decoding.blocks.config import DecodingConfig
@@ -29,6 +28,7 @@ from mbd_core.models.model_config import ModelConfig, matrix_flops, pair_flops
 from mbd_core.models.shapes import SHAPES
 from mbd_core.ops.attention import cpu
 from mbd_core.ops.machine import measure_flops
+from mbd_core.plain_loops import ContiguousCache, GridAttention
 from mbd_core.serving.tokens.prefix_affinity import leading_pages
 
 CHUNK = EngineConfig().max_prefill_tokens

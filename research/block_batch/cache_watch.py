@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.plain_loops import ContiguousCache, forward_canvas
 from mbd_core.decoding.canvas.branch import BranchStats
 from mbd_core.decoding.canvas.branches import BranchedCanvas
 from mbd_core.decoding.canvas.plan import CanvasPlan, Query
 from mbd_core.models.decoder import Decoder
+from mbd_core.plain_loops import ContiguousCache, forward_canvas
 from research.block_batch.bounds import Array, BlockMovement, projected_energy, projected_norm_bound
 from research.block_batch.caches import (
     BranchedRun,

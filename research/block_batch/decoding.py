@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.plain_loops import PlainRun, run_planned
 from mbd_core.checkpoint.chat import question_prompt
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import decoding_config
@@ -21,6 +20,7 @@ from mbd_core.decoding.canvas.plan import PlannedDecoder
 from mbd_core.json_text import merge_fields, parse_json
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.plain_loops import PlainRun, run_planned
 from research.block_batch.cache_watch import BranchWatch, SingleWatch, Sketch
 from research.block_batch.caches import record_caches
 from research.block_batch.outputs import BranchStudy, DecodedPrompt, StudiedPrompt

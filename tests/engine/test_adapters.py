@@ -16,7 +16,6 @@ from fake_device import fake_device
 from small_engines import EOS, MASK, VOCAB, B, build, engine, gist, request, run_with_preemption
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.plain_loops import prefix_row, run_planned
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import DecodingConfig
@@ -35,6 +34,7 @@ from mbd_core.engine.parallel.leader import start_parallel
 from mbd_core.models.decoder import Decoder
 from mbd_core.ops.attention import choice as attention
 from mbd_core.ops.attention import flash
+from mbd_core.plain_loops import prefix_row, run_planned
 
 pytestmark = pytest.mark.usefixtures("warm_followers")
 

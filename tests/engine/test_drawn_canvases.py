@@ -10,7 +10,6 @@ from small_engines import gist, run_with_preemption
 from thread_ranks import ThreadRanks
 from torch import Tensor
 
-from benchmarks.plain_loops import run_renoise
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.blocks.canvas_config import Canvas
@@ -25,6 +24,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shard import Shard
+from mbd_core.plain_loops import run_renoise
 from mbd_core.trace.recorder import TraceRecorder
 
 L = GEMMA.block_size

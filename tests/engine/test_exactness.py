@@ -29,12 +29,12 @@ from small_engines import (
     run_with_preemption,
 )
 
-from benchmarks.plain_loops import multi_bd, prefix_row, run_planned
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, uniform
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.causal.planned import planned_decoder
 from mbd_core.models.decoder import Decoder
+from mbd_core.plain_loops import multi_bd, prefix_row, run_planned
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.plain_loops import run_edits
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.config import DecodingConfig, EntropyBound, EntropyRule, Levenshtein, Soft
 from mbd_core.decoding.blocks.levenshtein import VARIANTS, EditTokens
@@ -17,6 +16,7 @@ from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.models.decoder import Decoder
+from mbd_core.plain_loops import run_edits
 
 
 def check_sdar_generation(folder: Path, case: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ The references fill the whole canvas; where an EOS ends the request, tokens are 
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plain_loops import ContiguousCache, run_planned
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock
 from mbd_core.decoding.blocks.sampling import Vocab
@@ -14,6 +13,7 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
 from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
 from mbd_core.decoding.canvas.plan import CanvasPlan, PlannedDecoder
+from mbd_core.plain_loops import ContiguousCache, run_planned
 
 SCORES = {"entropy": "neg_entropy", "maskgit_plus": "confidence", "topk_margin": "margin"}
 

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from benchmarks.plain_loops import PlainRun, run_renoise
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.causal_config import Renoise
 from mbd_core.decoding.blocks.config import DecodingConfig
@@ -31,6 +30,7 @@ from mbd_core.engine.runner import ModelRunner
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.gemma import Denoising, GemmaRouter
 from mbd_core.ops.attention.choice import resolve
+from mbd_core.plain_loops import PlainRun, run_renoise
 
 PAGE, PAGES = 8, (5, 2, 9, 1, 7, 4, 3, 11, 6, 10, 12, 8, 13)
 ATOL = {"layer": 1e-4, "router": 1e-5, "keys": 1e-4, "values": 1e-4, "embedded": 1e-5, "conditioned": 1e-5}

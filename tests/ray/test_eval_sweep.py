@@ -241,7 +241,7 @@ def test_a_sweep_that_fails_is_one_sentence_and_its_traceback_a_file(
     def grade_nothing(_: Any, **__: Any) -> Any:
         raise OSError("no space left")
 
-    monkeypatch.setattr(evaluation, "grade_part", grade_nothing)
+    monkeypatch.setattr(evaluation, "process_part", grade_nothing)
     out = tmp_path / "out"
     command = [*sweep_command(tiny_model_dir, out), "--limit", "1", "--timed", "0"]
     assert main(command) == 1

@@ -10,11 +10,11 @@ import pytest
 import torch
 from full_attention_folder import MAX_TOKENS, decoder_of, make_folder
 
-from benchmarks.plain_loops import run_planned
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
 from mbd_core.files import MANIFEST
+from mbd_core.plain_loops import run_planned
 from research.block_batch.outputs import BranchStudy, DecodedPrompt, StudiedPrompt, oracle_of
 from research.block_batch.report import method_means
 from research.block_batch.study import main

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.plain_loops import ContiguousCache, forward_canvas, run_planned
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
 from mbd_core.decoding.canvas.plan import CanvasPlan, Query
+from mbd_core.plain_loops import ContiguousCache, forward_canvas, run_planned
 from research.block_batch.bounds import (
     BlockMovement,
     Bound,

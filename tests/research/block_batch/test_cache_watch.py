@@ -7,11 +7,11 @@ import pytest
 import torch
 from full_attention_folder import MAX_TOKENS, decoder_of, make_folder
 
-from benchmarks.plain_loops import ContiguousCache, run_planned
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
 from mbd_core.decoding.canvas.branches import BranchedCanvas
 from mbd_core.decoding.canvas.plan import CanvasPlan
+from mbd_core.plain_loops import ContiguousCache, run_planned
 from research.block_batch.cache_watch import BranchWatch, Sketch
 from research.block_batch.caches import dispersion
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.plain_loops import multi_bd, run_planned
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Refresh
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
@@ -20,6 +19,7 @@ from mbd_core.engine.engine import Engine
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.ops.attention.whole import DenseAttention
+from mbd_core.plain_loops import multi_bd, run_planned
 
 PROMPT = [5, 9, 14, 33, 21, 8, 77]
 
