@@ -24,7 +24,7 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
-from actors.serving.administration import Administration, Standing
+from actors.serving.administration import Administration
 from actors.serving.args import GatewayContent, ModelArgs, ServingArgs
 from actors.serving.data_rows import ROWS_KEY, answer_row
 from actors.serving.http import HANDLERS, HEADERS, check_query, client_key, playground_file, read_body, reply, respond
@@ -34,11 +34,11 @@ from actors.serving.replica_source import ReplicaSource
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.serving.api.access import ApiKeys
 from mbd_core.serving.api.errors import ASLEEP_SECONDS, ApiError, clip
-from mbd_core.serving.api.openapi import openapi_document
+from mbd_core.serving.api.openapi import PAGES, ROUTES, openapi_document
+from mbd_core.serving.api.orders import ORDERS, Standing
 from mbd_core.serving.api.parsing import parse
 from mbd_core.serving.api.reference import docs_page
-from mbd_core.serving.api.requests import ModelOrder, SleepOrder, WeightsUpdate
-from mbd_core.serving.api.shapes import Completion, Health, ModelState, Order, Ready, ReplicaState
+from mbd_core.serving.api.shapes import Completion, Health, ModelState, Ready, ReplicaState
 from mbd_core.serving.server.openai_server import OpenAIServer, served_name
 from mbd_core.serving.tokens.resumable import ResumingSource
 from mbd_core.serving.tokens.served_model import EngineLimits, ServedModel
@@ -50,7 +50,7 @@ STATE_SECONDS = 5.0  # for all replicas to answer `/health`
 LEARN_SECONDS = 2.0  # for replicas to tell their limits to a list of models
 RECENT_SECONDS = 1.0  # for which their answers hold, for whoever is not told the whole of them
 STOP_SECONDS = 10.0
-Kind = TypeVar("Kind", bound=ModelOrder)
+Class = TypeVar("Class", bound=type)
 
 
 @dataclass(kw_only=True)
@@ -145,9 +145,26 @@ def _state_response(body: Ready | Health) -> Response:
 api = FastAPI(openapi_url=None, redirect_slashes=False, exception_handlers=HANDLERS)
 
 
+def _path(request: Request) -> str:
+    """The path of the route that a request has taken."""
+    path: str = request.scope["route"].path
+    return path
+
+
+def add_routes(gateway: Class) -> Class:
+    """Let `api` answer `ROUTES` and `PAGES` by the class's methods, and each order by `order`."""
+    for route in (*ROUTES, *PAGES):
+        path = route.path.replace("{name}", "{name:path}")  # a model's name may have slashes
+        endpoint = getattr(gateway, "order" if path in ORDERS else route.operation)
+        for method in (route.method, *(["head"] if route.head else [])):
+            api.add_api_route(path, endpoint, methods=[method.upper()])
+    return gateway
+
+
 # `serve.ingress` copies the class while this module is being imported: what its methods use must stand above it.
 @serve.deployment
 @serve.ingress(api)
+@add_routes
 class Gateway:
     """One `OpenAIServer` and its routes."""
 
@@ -229,8 +246,6 @@ class Gateway:
         async for answer in answer_row(lambda body: self.server.complete(body, key=ROWS_KEY, limited=False), row):
             yield answer
 
-    @api.head("/health")
-    @api.get("/health")
     async def health(self, request: Request) -> Response:
         """The whole state for whoever may ask the models, for others whether it serves."""
         whole = self._keys is None or self._keys.has(_authorization(request))
@@ -256,37 +271,23 @@ class Gateway:
             "models": models,
         }
 
-    @api.head("/ping")
-    @api.get("/ping")
-    @api.head("/ready")
-    @api.get("/ready")
     async def ready(self) -> Response:
         body = await self._health(recent=True)
         return _state_response({"ready": body["ready"], "asleep": body["asleep"]})
 
-    @api.get("/version")
+    ping = ready
+
     async def version(self) -> Response:
         return JSONResponse({"version": version("mbd-cluster")})
 
-    @api.get("/openapi.json")
     async def openapi(self) -> Response:
         return JSONResponse(self._document)
 
-    @api.get("/docs")
     async def docs(self) -> Response:
         return Response(docs_page(), media_type="text/html", headers=HEADERS)
 
-    @api.get("/")
-    async def playground(self) -> Response:
-        return playground_file("index.html")
-
-    @api.get("/playground.css")
-    async def playground_style(self) -> Response:
-        return playground_file("playground.css")
-
-    @api.get("/playground.js")
-    async def playground_script(self) -> Response:
-        return playground_file("playground.js")
+    async def playground(self, request: Request) -> Response:
+        return playground_file(_path(request).removeprefix("/") or "index.html")
 
     # What follows needs an API key, where keys are set.
 
@@ -296,14 +297,12 @@ class Gateway:
             return client_key(request)
         return self._keys.client(_authorization(request))
 
-    @api.get("/v1/models")
-    async def models(self, request: Request) -> Response:
+    async def list_models(self, request: Request) -> Response:
         self._client(request)
         await self._learn_limits()
         return JSONResponse(self.server.models())
 
-    @api.get("/v1/models/{name:path}")
-    async def model(self, name: str, request: Request) -> Response:
+    async def get_model(self, name: str, request: Request) -> Response:
         self._client(request)
         await self._learn_limits()
         return JSONResponse(self.server.model(name))
@@ -313,60 +312,33 @@ class Gateway:
         names = [name for name, base in self._bases.items() if self._routes[base].model.least_replicas]
         await self.server.learn_limits(names, seconds=LEARN_SECONDS)
 
-    @api.post("/v1/completions")
-    async def completions(self, request: Request) -> Response:
+    async def complete(self, request: Request) -> Response:
         key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
         return await respond(lambda: self.server.complete(read, key=key))
 
-    @api.post("/v1/chat/completions")
-    async def chat_completions(self, request: Request) -> Response:
+    async def chat(self, request: Request) -> Response:
         key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
         return await respond(lambda: self.server.chat(read, key=key))
 
-    @api.post("/v1/responses")
-    async def responses(self, request: Request) -> Response:
+    async def respond(self, request: Request) -> Response:
         key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
         return await respond(lambda: self.server.respond(read, key=key))
 
-    @api.post("/tokenize")
     async def tokenize(self, request: Request) -> Response:
         self._client(request)
         body = await read_body(request, self._args.body_bytes)
         return await reply(self.server.tokenize(body))
 
-    @api.post("/detokenize")
     async def detokenize(self, request: Request) -> Response:
         self._client(request)
         body = await read_body(request, self._args.body_bytes)
         return await reply(self.server.detokenize(body))
 
-    @api.get("/tokenizer_info")
     async def tokenizer_info(self, request: Request) -> Response:
         self._client(request)
         return await reply(self.server.tokenizer_info(request.query_params.get("model")))
 
     # What follows needs an administrator's key, and is not offered without keys.
-
-    async def _administration(self, request: Request, kind: type[Kind]) -> tuple[Kind, Administration]:
-        """The order in a request, and the model that it is for; `ApiError` for one who may not give it."""
-        self._administrator(request)
-        check_query(request, allowed={"level": "1"} if kind is SleepOrder else {})
-        order = parse(kind, await read_body(request, self._args.body_bytes) or b"{}")
-        route = self._routes[served_name(order.model, self._routes)]
-        return order, Administration(
-            route.handle,
-            route.standing,
-            turn=route.turn,
-            lasting=self._args.gateways == 1,
-            may_be_empty=route.model.least_replicas == 0,
-        )
-
-    async def _carried_out(self, order: Awaitable[Order]) -> Order:
-        try:
-            return await order
-        finally:
-            for route in self._routes.values():
-                route.forget_states()
 
     def _administrator(self, request: Request) -> None:
         if self._keys is None:
@@ -374,29 +346,28 @@ class Gateway:
             raise ApiError(403, message, code="not_an_administrator")
         log.info("%s %s by %s", request.method, request.url.path, self._keys.administrator(_authorization(request)))
 
-    @api.get("/metrics")
     async def metrics(self, request: Request) -> Response:
         self._administrator(request)
         nodes = await asyncio.to_thread(ray.nodes)
         page = await metrics_page(nodes, application=serve.get_replica_context().app_name)
         return PlainTextResponse(page, media_type=CONTENT_TYPE)
 
-    @api.post("/update_weights")
-    async def update_weights(self, request: Request) -> Response:
-        order, administration = await self._administration(request, WeightsUpdate)
-        return await reply(self._carried_out(administration.update_weights(order)))
-
-    @api.post("/sleep")
-    async def sleep(self, request: Request) -> Response:
-        order, administration = await self._administration(request, SleepOrder)
-        return await reply(self._carried_out(administration.sleep(order)))
-
-    @api.post("/wakeup")
-    async def wakeup(self, request: Request) -> Response:
-        _, administration = await self._administration(request, ModelOrder)
-        return await reply(self._carried_out(administration.wake_up()))
-
-    @api.post("/abort_requests")
-    async def abort_requests(self, request: Request) -> Response:
-        _, administration = await self._administration(request, ModelOrder)
-        return await reply(self._carried_out(administration.abort()))
+    async def order(self, request: Request) -> Response:
+        """Any of `ORDERS`."""
+        self._administrator(request)
+        kind = ORDERS[_path(request)]
+        check_query(request, allowed=kind.query)
+        order = parse(kind, await read_body(request, self._args.body_bytes) or b"{}")
+        route = self._routes[served_name(order.model, self._routes)]
+        administration = Administration(
+            route.handle,
+            route.standing,
+            turn=route.turn,
+            lasting=self._args.gateways == 1,
+            may_be_empty=route.model.least_replicas == 0,
+        )
+        try:
+            return await reply(administration.carry_out(order))
+        finally:
+            for model in self._routes.values():
+                model.forget_states()

@@ -20,7 +20,7 @@ from actors.serving.logs import log_failure
 from cluster.ray_private import llm_types
 from mbd_core.options import read
 from mbd_core.serving.api.errors import ApiError
-from mbd_core.serving.api.requests import SleepOrder
+from mbd_core.serving.api.orders import SleepOrder, WakeUpOrder
 from mbd_core.serving.server.answer import Answer
 from mbd_core.serving.server.engine_service import EngineService
 from mbd_core.serving.server.openai_server import OpenAIServer
@@ -186,12 +186,12 @@ class DiffusionServer:
         order = SleepOrder.model_validate(options)
         if level != 1:
             raise ValueError(f"level={level} is not supported: weights wait in the host's memory (level 1)")
-        await self.service.sleep(seconds=order.seconds, abort=order.requests == "abort")
+        await order.apply(self.service)
 
     async def wakeup(self, **options: Any) -> None:
         if options:
             raise ValueError(f"wakeup takes no options, it wakes up everything; given: {', '.join(sorted(options))}")
-        await self.service.wake_up()
+        await WakeUpOrder().apply(self.service)
 
     async def pause(self, **_: Any) -> None:
         refuse("pause")

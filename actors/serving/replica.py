@@ -16,7 +16,6 @@ import torch
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from actors.serving.administration import WeightsOrder
 from actors.serving.args import EngineContent, ModelArgs, ServingArgs
 from actors.serving.logs import join_core_logs, keep_to_loopback
 from actors.serving.metrics import EngineExporter, ExportTimer
@@ -25,6 +24,7 @@ from actors.serving.tracing import annotate
 from cluster.storage import fetch_model
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput
 from mbd_core.engine.parallel.group import RankLost
+from mbd_core.serving.api.orders import ModelOrder, WeightsUpdate
 from mbd_core.serving.api.shapes import ReplicaState
 from mbd_core.serving.server.engine_service import EngineService
 from mbd_core.serving.tokens.served_model import EngineLimits
@@ -67,7 +67,7 @@ class EngineReplica:
         join_core_logs()
         keep_to_loopback()
         trace = None if args.trace is None else self._recorder(args.trace)
-        self.service = EngineService(args, trace=trace)
+        self.service = EngineService(args, trace=trace, fetch=fetch_model)
         self._exports = ExportTimer(EngineExporter(self.service.measures, model=args.served_name))
         self._ending = self._serves = False
         self._refusal: str | None = None  # why the newest content was not taken over
@@ -91,13 +91,7 @@ class EngineReplica:
         """
         try:
             new_content = EngineContent.read(content)
-            weights = (
-                None
-                if new_content.weights is None
-                else Path(await asyncio.to_thread(fetch_model, new_content.weights))
-            )
-            adapters = {n: Path(await asyncio.to_thread(fetch_model, f)) for n, f in new_content.adapters.items()}
-            await self.service.arrange(weights=weights, adapters=adapters)
+            await self.service.arrange(weights=new_content.weights, adapters=new_content.adapters)
         except ValueError as error:
             if not self._serves:
                 raise
@@ -107,7 +101,7 @@ class EngineReplica:
             self._serves, self._refusal = True, None
 
     async def generate(
-        self, request: Request, key: str = "", weights: WeightsOrder | None = None
+        self, request: Request, key: str = "", weights: WeightsUpdate | None = None
     ) -> AsyncIterator[StepOutput | None]:
         """The request's steps; before them `None`, once the engine has taken it. `weights` are those that replicas
         were ordered to decode with: one that started later takes them over now.
@@ -116,7 +110,7 @@ class EngineReplica:
         it cannot take the weights over.
         """
         try:
-            if weights is not None and weights.version > self.service.weights_version:
+            if weights is not None and (weights.version or 0) > self.service.weights_version:
                 await self._follow(weights)
             stream = await self.service.engine.open(request, key=key)
             try:
@@ -131,28 +125,16 @@ class EngineReplica:
             self._end(error)
             raise ReplicaLost(str(error)) from error
 
-    async def _follow(self, weights: WeightsOrder) -> None:
+    async def _follow(self, weights: WeightsUpdate) -> None:
         try:
-            await self.update_weights(weights)
+            await self.apply(weights)
         except ValueError as error:
             log.error("weights that were ordered before this replica started cannot be taken over", exc_info=error)
             raise ReplicaLost(str(error)) from error
 
-    # -- orders of administrators, which every replica gets ------------------------------------------------------
-
-    async def update_weights(self, order: WeightsOrder) -> None:
-        """As `EngineService.update_weights`; the folder is fetched where it is a URL."""
-        folder = Path(await asyncio.to_thread(fetch_model, order.folder))
-        await self.service.update_weights(folder, version=order.version, mode=order.mode)
-
-    async def abort_all(self) -> int:
-        return await self.service.abort_all()
-
-    async def sleep(self, seconds: float) -> int:
-        return await self.service.sleep(seconds=seconds)
-
-    async def wake_up(self) -> None:
-        await self.service.wake_up()
+    async def apply(self, order: ModelOrder) -> Any:
+        """Carry out an administrator's order, which every replica gets."""
+        return await order.apply(self.service)
 
     # -- what it says of itself ---------------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from actors.serving.administration import Standing
 from mbd_core.decoding.blocks.request import Request, StepOutput
 from mbd_core.engine.admission import RequestRefused
+from mbd_core.serving.api.orders import Standing
 from mbd_core.serving.tokens.stream import Asleep, EngineFailed, ReplicaLost, TokenStream, TooManyRequests
 
 

@@ -15,19 +15,19 @@ import pytest
 import torch
 from gateway_in_process import Handle, new_replica, running_gateway
 
-from actors.serving.administration import Administration, Standing, WeightsOrder
+from actors.serving.administration import Administration
 from actors.serving.args import ServingArgs
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.openapi import openapi_document
-from mbd_core.serving.api.requests import WeightsUpdate
+from mbd_core.serving.api.orders import ORDERS, ModelOrder, Standing, WeightsUpdate
 
 LIMIT = 300
 MODEL, ADMIN, BEN = "tiny", "ann-0123456789abcdef", "ben-0123456789abcdef"
 SLOW = {"max_tokens": 400, "decoding": {"buffer_size": 1, "tau_m2t": 1.0}, "prompt": [9, 9, 9]}
-ORDERS = ("/update_weights", "/sleep", "/wakeup", "/abort_requests")
+LASTING = [path for path, order in ORDERS.items() if order.lasts]
 
 
 def serving_args(folder: Path, keys: Path | None, **changes: Any) -> ServingArgs:
@@ -144,7 +144,7 @@ def test_a_packed_body_is_refused_as_such(url: str) -> None:
 
 def test_several_gateways_take_no_order_that_must_last(tiny_model_dir: Path, keys: Path) -> None:
     with running_gateway(serving_args(tiny_model_dir, keys, gateways=2)) as (url, _):
-        for route in ORDERS[:3]:
+        for route in LASTING:
             body = {"folder": "x"} if route == "/update_weights" else {}
             assert error(post(url, route, **body), 409)["code"] == "several_gateways"
         assert order(url, "/abort_requests") == {"aborted": 0, "replicas": 1}
@@ -240,7 +240,8 @@ class Replica:
     async def state(self) -> dict[str, Any]:
         return {"weights": {"version": self.version}}
 
-    async def update_weights(self, asked: WeightsOrder) -> None:
+    async def apply(self, asked: ModelOrder) -> None:
+        assert isinstance(asked, WeightsUpdate) and asked.version is not None
         await self.let_go.wait()
         if self.fails:
             raise RuntimeError("out of memory")
@@ -258,7 +259,7 @@ def test_orders_for_weights_that_come_together_are_carried_out_one_after_the_oth
     async def run() -> None:
         replicas = [Replica(), Replica()]
         orders, standing = administration(*replicas)
-        done = await asyncio.gather(*(orders.update_weights(WeightsUpdate(folder=folder)) for folder in "ab"))
+        done = await asyncio.gather(*(orders.carry_out(WeightsUpdate(folder=folder)) for folder in "ab"))
         assert [one["version"] for one in done] == [1, 2]
         assert standing.weights is not None and standing.weights.folder == "b"
         assert [(r.version, r.folder) for r in replicas] == [(2, "b")] * 2
@@ -271,12 +272,12 @@ def test_an_order_whose_client_leaves_is_carried_out_to_its_end() -> None:
         replica = Replica()
         replica.let_go.clear()
         orders, standing = administration(replica)
-        asked = asyncio.create_task(orders.update_weights(WeightsUpdate(folder="a")))
+        asked = asyncio.create_task(orders.carry_out(WeightsUpdate(folder="a")))
         await asyncio.sleep(0.01)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         replica.let_go.set()
-        await orders.update_weights(WeightsUpdate(folder="b"))  # comes after it
+        await orders.carry_out(WeightsUpdate(folder="b"))  # comes after it
         assert standing.weights is not None and standing.weights.version == 2
 
     asyncio.run(run())
@@ -288,13 +289,13 @@ def test_an_order_that_some_replicas_have_not_carried_out_can_be_repeated() -> N
         orders, standing = administration(*replicas)
         replicas[1].fails = True
         with pytest.raises(ApiError, match="1 of 2 replicas"):
-            await orders.update_weights(WeightsUpdate(folder="a", version=7))
+            await orders.carry_out(WeightsUpdate(folder="a", version=7))
         replicas[1].fails = False
         with pytest.raises(ApiError, match="must be at least 7"):
-            await orders.update_weights(WeightsUpdate(folder="a", version=6))
-        assert (await orders.update_weights(WeightsUpdate(folder="a", version=7)))["version"] == 7
+            await orders.carry_out(WeightsUpdate(folder="a", version=6))
+        assert (await orders.carry_out(WeightsUpdate(folder="a", version=7)))["version"] == 7
         with pytest.raises(ApiError, match="must be at least 8"):
-            await orders.update_weights(WeightsUpdate(folder="a", version=7))
+            await orders.carry_out(WeightsUpdate(folder="a", version=7))
         assert standing.weights is not None and [r.version for r in replicas] == [7, 7]
 
     asyncio.run(run())
@@ -304,7 +305,7 @@ def test_weights_that_no_replica_can_check_are_refused() -> None:
     async def run() -> None:
         orders, standing = administration(may_be_empty=True)
         with pytest.raises(ApiError, match="no replica runs") as refused:
-            await orders.update_weights(WeightsUpdate(folder="mistyped"))
+            await orders.carry_out(WeightsUpdate(folder="mistyped"))
         assert refused.value.status == 409 and standing.weights is None
 
     asyncio.run(run())

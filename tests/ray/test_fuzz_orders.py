@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from schema_bounds import SchemaBounds
 from schemathesis import checks
 
-from mbd_core.serving.api.openapi import ROUTES, openapi_document
-from mbd_core.serving.api.requests import MAX_VERSION, ModelOrder
+from mbd_core.serving.api.openapi import openapi_document
+from mbd_core.serving.api.orders import MAX_VERSION, ORDERS
 
 MODEL, APP = "ordered", "ordered"
 LIMIT = 300  # seconds to wait for what comes by itself, however busy the machine is
@@ -24,7 +24,6 @@ CHECKED = [
     checks.response_schema_conformance,
     checks.negative_data_rejection,
 ]
-ORDERS = [route.path for route in ROUTES if route.body is not None and issubclass(route.body, ModelOrder)]
 SCHEMA = schemathesis.openapi.from_dict(openapi_document()).include(path=[*ORDERS, "/metrics"])
 
 
@@ -77,7 +76,7 @@ def test_orders_answer_as_the_schema_says(client: httpx.Client, tiny_model_dir: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ORDERS)
+@pytest.mark.parametrize("path", list(ORDERS))
 def test_every_field_of_an_order_at_its_bounds(client: httpx.Client, tiny_model_dir: Path, path: str) -> None:
     document = openapi_document()
     bounds = SchemaBounds(document)

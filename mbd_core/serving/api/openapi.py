@@ -1,4 +1,7 @@
-"""The routes of the endpoint, and its OpenAPI document from the types of their requests and replies."""
+"""The routes of the endpoint, and its OpenAPI document from the types of their requests and replies.
+
+The gateway adds them to FastAPI from these tables (`actors/serving/gateway.py`).
+"""
 
 from copy import deepcopy
 from functools import cache
@@ -8,15 +11,13 @@ from pydantic import ConfigDict, TypeAdapter
 
 from mbd_core.serving.api import shapes
 from mbd_core.serving.api.errors import ERRORS
+from mbd_core.serving.api.orders import ORDERS, ModelOrder
 from mbd_core.serving.api.parsing import MAX_PROMPTS, Strict
 from mbd_core.serving.api.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ModelOrder,
-    SleepOrder,
     TokenizeRequest,
-    WeightsUpdate,
 )
 from mbd_core.serving.api.responses import ResponsesRequest
 
@@ -29,7 +30,11 @@ RESPONSES = {status: " ".join(kind.meaning for kind in ERRORS if kind.status == 
 
 
 class Route(NamedTuple):
-    """A route: whose key it asks for, its body, its reply with 200, its errors, and what else it takes."""
+    """A route: whose key it asks for, its body, its reply with 200, its errors, and what else it takes.
+
+    operation  the method of `Gateway` that answers it, except for the path of an order
+    head       whether HEAD is answered too
+    """
 
     method: Literal["get", "post"]
     path: str
@@ -40,6 +45,7 @@ class Route(NamedTuple):
     errors: tuple[int, ...] = ALL
     parameters: tuple[dict[str, Any], ...] = ()
     note: str = ""
+    head: bool = False
 
     @property
     def may_be_empty(self) -> bool:
@@ -47,6 +53,11 @@ class Route(NamedTuple):
         if self.body is None or not issubclass(self.body, ModelOrder):
             return False
         return not any(field.is_required() for field in self.body.model_fields.values())
+
+
+def _body(order: type[ModelOrder]) -> type[ModelOrder]:
+    """The type that has an order's fields in the document."""
+    return ModelOrder if order.model_fields.keys() == ModelOrder.model_fields.keys() else order
 
 
 NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -74,15 +85,25 @@ ROUTES = (
         (MODEL,),
         "`?model=NAME` where several models are served",
     ),
-    Route("get", "/health", "health", "none", None, shapes.Health, (503,), note=f"{SHORT}; {UNREADY}"),
-    Route("get", "/ready", "ready", "none", None, shapes.Ready, (503,), note=UNREADY),
-    Route("get", "/ping", "ping", "none", None, shapes.Ready, (503,), note="as `/ready`"),
+    Route("get", "/health", "health", "none", None, shapes.Health, (503,), note=f"{SHORT}; {UNREADY}", head=True),
+    Route("get", "/ready", "ready", "none", None, shapes.Ready, (503,), note=UNREADY, head=True),
+    Route("get", "/ping", "ping", "none", None, shapes.Ready, (503,), note="as `/ready`", head=True),
     Route("get", "/version", "version", "none", None, shapes.Version, ()),
     Route("get", "/metrics", "metrics", "administrator's", None, None, (401, 403, 503), note="Prometheus text"),
-    Route("post", "/update_weights", "update_weights", "administrator's", WeightsUpdate, shapes.Order),
-    Route("post", "/sleep", "sleep", "administrator's", SleepOrder, shapes.Order),
-    Route("post", "/wakeup", "wakeup", "administrator's", ModelOrder, shapes.Order),
-    Route("post", "/abort_requests", "abort_requests", "administrator's", ModelOrder, shapes.Order),
+    *(
+        Route("post", path, path.removeprefix("/"), "administrator's", _body(order), shapes.Order)
+        for path, order in ORDERS.items()
+    ),
+)
+PAGES = tuple(  # of the server itself, which the document leaves out
+    Route("get", path, operation, "none", None, None, ())
+    for path, operation in (
+        ("/openapi.json", "openapi"),
+        ("/docs", "docs"),
+        ("/", "playground"),
+        ("/playground.css", "playground"),
+        ("/playground.js", "playground"),
+    )
 )
 EVENTS: dict[Any, type[Any]] = {shapes.Completion: shapes.Event, shapes.Response: shapes.ResponseEvent}
 STREAMED = (shapes.ResponseEvent, shapes.Event, shapes.Chunk, shapes.FrameEvent, shapes.Error)

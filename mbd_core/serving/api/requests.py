@@ -24,7 +24,6 @@ from mbd_core.decoding.blocks.sampling_config import (
     PENALTIES,
     Sampling,
 )
-from mbd_core.engine.weights import SwapMode
 from mbd_core.serving.api.chat_fields import (
     REASONING,
     Messages,
@@ -43,8 +42,6 @@ MAX_STOP_LENGTH = 1024
 MAX_TOKENS_DEFAULT = 256
 MAX_CHOICES = 128
 MAX_DETOKENIZED = 2**17  # tokens of a text that is asked for
-MAX_VERSION = 2**53  # numbers that every reader of JSON keeps
-SLEEP_SECONDS = 600.0
 
 TokenId = Annotated[int, Field(ge=0)]
 PromptIds = Annotated[list[TokenId], items(MAX_IDS)]
@@ -519,30 +516,3 @@ class DetokenizeRequest(Strict):
     """needed where several models are served"""
     tokens: Annotated[list[TokenId], items(MAX_DETOKENIZED)]
     """an id outside the vocabulary is refused"""
-
-
-# What administrators ask of a server that runs.
-
-
-class ModelOrder(Strict):
-    model: str | None = None
-    """needed where several models are served"""
-
-
-class WeightsUpdate(ModelOrder):
-    """Other weights of the same shapes."""
-
-    folder: Annotated[str, Field(min_length=1)]
-    """a model folder on every machine with a replica, or a storage URL; one that does not fit is refused (409)"""
-    mode: SwapMode = "preempt"
-    """`preempt`: the weights take their place at once, and requests that run go on with them; `wait`: when these have
-    ended, and no other begins before"""
-    version: Annotated[int, Field(ge=1, lt=MAX_VERSION)] | None = None
-    """their number, larger than the last; default one more"""
-
-
-class SleepOrder(ModelOrder):
-    requests: Literal["finish", "abort"] = "finish"
-    """those that run and wait end by themselves, or at once with what they have committed"""
-    seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = SLEEP_SECONDS
-    """how long `finish` waits; 409 after it, and the server goes on"""

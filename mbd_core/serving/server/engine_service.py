@@ -1,50 +1,39 @@
-"""One engine that serves: loaded, stepped behind asyncio, and asked how it is. What a replica's process runs."""
+"""One engine that serves, asked how it is: its limits, health, measures and state. What a replica's process runs."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
-
-from torch import Tensor
+from typing import Any, cast
 
 from mbd_core.decoding.blocks.methods import read_front
-from mbd_core.engine.engine import Engine
 from mbd_core.engine.measures import EngineMeasures
 from mbd_core.engine.parallel.group import RankLost
 from mbd_core.engine.parallel.leader import ParallelEngine
-from mbd_core.engine.weights import AdapterInUse, SwapMode, WeightSource
 from mbd_core.serving.api.requests import MAX_TOKENS_DEFAULT
 from mbd_core.serving.api.shapes import Front, ReplicaState
-from mbd_core.serving.tokens.async_engine import AsyncEngine
+from mbd_core.serving.tokens.changing_engine import ChangingEngine
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
-from mbd_core.serving.tokens.load import load_engine
 from mbd_core.serving.tokens.served_model import EngineLimits, ServedModel
 from mbd_core.serving.tokens.stream import EngineFailed
 from mbd_core.trace.recorder import TraceRecorder
 
-UNLOAD_SECONDS = 600.0  # for the requests that use an adapter to end
-UNLOAD_PAUSE = 0.2
-LOOK_SECONDS = 0.05  # between two looks at an engine whose requests are to end
 
+class EngineService(ChangingEngine):
+    """A model's engine as a `TokenSource`, and what it says of itself. `stop()` ends what it started."""
 
-class EngineService:
-    """A model's engine as a `TokenSource`. Its methods belong to one event loop; `stop()` ends what it started."""
-
-    def __init__(self, args: EndpointArgs, *, trace: TraceRecorder | None = None) -> None:
-        """Load the model and capture its graphs. Steps are recorded in `trace`; `stop()` closes it."""
-        self.args, self._trace = args, trace
-        self.loaded = load_engine(
-            Path(args.model), args.engine, trace=trace, fp8=args.fp8, tensor_parallel=args.tensor_parallel
-        )
+    def __init__(
+        self,
+        args: EndpointArgs,
+        *,
+        trace: TraceRecorder | None = None,
+        fetch: Callable[[str], str | Path] = Path,
+    ) -> None:
+        """As `ChangingEngine`; `stop()` closes `trace`."""
+        super().__init__(args, trace=trace, fetch=fetch)
+        self._trace = trace
         self._sampling = args.sampling(self.loaded.defaults)
         self._front = read_front(self.loaded.defaults, block_size=self.loaded.engine.block_size)
-        self.loaded.prepare()
-        self._weights: Path | Literal["tensors"] | None = None
-        self._adapters: dict[str, Path] = {}
-        self._changes = asyncio.Lock()  # of weights, adapters and sleep: one after the other
-        self.engine = AsyncEngine(self.loaded.engine, max_waiting=args.max_waiting)
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -70,115 +59,6 @@ class EngineService:
         return ServedModel(
             name=self.args.served_name, tokenizer=self.loaded.tokenizer, limits=self.limits, source=self.engine
         )
-
-    async def arrange(self, *, weights: Path | None, adapters: Mapping[str, Path]) -> None:
-        """Decode with a folder's weights (`None`: the model's own) and with these adapters, from the next step on.
-
-        Requests that run go on. An adapter that requests use stays until they have ended. Raises `ValueError` for
-        what does not fit; what was arranged before then is as it was, but for adapters that were loaded or unloaded.
-        """
-        async with self._changes:
-            await self._arrange(weights, adapters)
-
-    async def _arrange(self, weights: Path | None, adapters: Mapping[str, Path]) -> None:
-        for name in self._adapters.keys() - {n for n, folder in adapters.items() if self._adapters.get(n) == folder}:
-            await self._unload(name)
-        for name, folder in adapters.items():
-            if name not in self._adapters:
-                await self.engine.call(partial(Engine.load_adapter, name=name, folder=folder))
-                self._adapters[name] = folder
-        if weights != self._weights:
-            source = weights or Path(self.args.model)
-            await self.engine.call(partial(Engine.update_weights, source=source))
-            self._weights = weights
-
-    async def update_weights(
-        self, source: Path | Mapping[str, Tensor], *, version: int, mode: SwapMode = "preempt"
-    ) -> None:
-        """Decode with a folder's weights, or the decoder's tensors by name, number `version`; returns when they are in
-        place, which with "wait" is after the requests that run: each answer is of one version then. Weights of that
-        number or a newer one stay.
-
-        Raises `ValueError` for what does not fit, for weights from elsewhere of the same number, and asleep; nothing
-        has changed then.
-        """
-        async with self._changes:
-            origin: Path | Literal["tensors"] = source if isinstance(source, Path) else "tensors"
-            if version == self.weights_version and origin != self._weights:
-                raise ValueError(f"version {version} is the number of the weights of {self._weights or 'the model'}")
-            if version <= self.weights_version:
-                return
-            weights: WeightSource = source if isinstance(source, Path) else source.items()
-            await self.engine.call(partial(Engine.update_weights, source=weights, mode=mode, version=version))
-            while await self.engine.call(lambda engine: engine.swap_waits):
-                await asyncio.sleep(LOOK_SECONDS)
-            self._weights = origin
-
-    async def abort_all(self) -> int:
-        """End every request that runs or waits; how many."""
-        return await self.engine.abort_all()
-
-    async def sleep(self, *, seconds: float, abort: bool = False) -> int:
-        """Take no more requests, let those that run end (or end them: `abort`), and give the engine's memory back; how
-        many bytes.
-
-        Raises `ValueError`, and goes on serving, where they have not ended after `seconds`, and where the engine
-        cannot sleep.
-        """
-
-        def try_to(engine: Engine) -> int | None:
-            return None if engine.has_work else engine.sleep()
-
-        async with self._changes:
-            if self.asleep:
-                return 0
-            self.engine.closed = True
-            try:
-                if abort:
-                    await self.engine.abort_all()
-                end = asyncio.get_running_loop().time() + seconds
-                while (num_bytes := await self.engine.call(try_to)) is None:
-                    if asyncio.get_running_loop().time() > end:
-                        raise ValueError(
-                            f"requests still run after {seconds:g} s; the server goes on. Abort them first"
-                        )
-                    await asyncio.sleep(LOOK_SECONDS)
-            except BaseException:
-                self.engine.closed = False
-                raise
-            return num_bytes
-
-    async def wake_up(self) -> None:
-        """Take the memory again, and requests; does nothing awake. Raises torch's error where the memory is taken."""
-        async with self._changes:
-            if not self.engine.closed:
-                return
-            if self.asleep:
-                await self.engine.call(Engine.wake_up)
-            await self.engine.call(lambda _: self.loaded.prepare())
-            self.engine.closed = False
-
-    @property
-    def weights_version(self) -> int:
-        return self.loaded.engine.weights_version
-
-    @property
-    def asleep(self) -> bool:
-        return self.loaded.engine.asleep
-
-    async def _unload(self, name: str) -> None:
-        """Unload an adapter as soon as no request uses it; `ValueError` where one still does after a long time."""
-        end = asyncio.get_running_loop().time() + UNLOAD_SECONDS
-        while True:
-            try:
-                await self.engine.call(partial(Engine.unload_adapter, name=name))
-            except AdapterInUse:
-                if asyncio.get_running_loop().time() > end:
-                    raise
-                await asyncio.sleep(UNLOAD_PAUSE)
-            else:
-                del self._adapters[name]
-                return
 
     async def stop(self) -> None:
         """End the engine and its threads, and write the end of the trace."""
@@ -229,10 +109,10 @@ class EngineService:
             "ready": self.healthy and not self.engine.closed,
             "asleep": self.asleep,
             "weights": {
-                "folder": None if self._weights == "tensors" else str(self._weights or self.args.model),
+                "folder": None if self.weights == "tensors" else str(self.weights or self.args.model),
                 "version": engine.weights_version,
             },
-            "adapters": {name: str(folder) for name, folder in self._adapters.items()},
+            "adapters": {name: str(folder) for name, folder in self.adapters.items()},
             "forwards": sum(engine.counts.forwards.values()),
             "running": load.running,
             "waiting": load.waiting,

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.openapi import RESPONSES, openapi_document
+from mbd_core.serving.api.orders import SleepOrder, WeightsUpdate
 from mbd_core.serving.api.parsing import Strict, parse
 from mbd_core.serving.api.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    SleepOrder,
     TokenizeRequest,
-    WeightsUpdate,
 )
 from mbd_core.serving.api.responses import ResponsesRequest
 

@@ -411,7 +411,7 @@ def test_a_call_that_is_aborted_says_so(plain: Path) -> None:
                 (choice,) = json.loads(event.removeprefix("data: "))["choices"]
                 reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
                 if choice["delta"].get("tool_calls") and not aborted:
-                    aborted = await server.service.abort_all() > 0
+                    aborted = await server.service.engine.abort_all() > 0
         await server.stop()
         return reasons
 

@@ -13,8 +13,9 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.weights import SwapMode
-from mbd_core.serving.server import engine_service
+from mbd_core.serving.api.orders import AbortOrder, SleepOrder, WakeUpOrder
 from mbd_core.serving.server.engine_service import EngineService
+from mbd_core.serving.tokens import changing_engine
 from mbd_core.serving.tokens.async_engine import EngineStream
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
 from mbd_core.serving.tokens.stream import Asleep
@@ -34,11 +35,11 @@ def test_an_adapter_leaves_when_its_last_request_has_ended_and_no_wait_is_for_ev
     async def scenario() -> None:
         async with asyncio.timeout(LIMIT):
             try:
-                await service.arrange(weights=None, adapters={"tuned": folder})
+                await service.arrange(weights=None, adapters={"tuned": str(folder)})
                 stream = await service.engine.open(request)
                 await anext(stream)
                 with monkeypatch.context() as patched:
-                    patched.setattr(engine_service, "UNLOAD_SECONDS", 0.0)
+                    patched.setattr(changing_engine, "UNLOAD_SECONDS", 0.0)
                     with pytest.raises(ValueError, match="while 1 requests use it"):
                         await service.arrange(weights=None, adapters={})
                 assert service.state()["adapters"] == {"tuned": str(folder)}
@@ -89,19 +90,19 @@ def test_a_service_sleeps_when_its_requests_have_ended_and_wakes_up(tiny_model_d
         (whole,) = await outputs(await service.engine.open(asked("a", 60)))
         streams = [await service.engine.open(asked(name, 60)) for name in ("b", "c")]
         with pytest.raises(ValueError, match="requests still run after 0 s"):
-            await service.sleep(seconds=0)
+            await SleepOrder(seconds=0).apply(service)
         assert not service.asleep and service.state()["ready"]
-        sleeping = asyncio.create_task(service.sleep(seconds=LIMIT))
+        sleeping = asyncio.create_task(SleepOrder(seconds=LIMIT).apply(service))
         assert [o.tokens for o in await outputs(*streams)] == [whole.tokens] * 2
         cache = service.loaded.engine.runner.cache
         assert await sleeping == cache.k.nbytes + cache.v.nbytes
-        assert service.asleep and await service.sleep(seconds=0) == 0
+        assert service.asleep and await SleepOrder(seconds=0).apply(service) == 0
         state = service.state()
         assert state["asleep"] and not state["ready"] and service.healthy
         with pytest.raises(Asleep):
             await service.engine.open(asked("d"))
         for _ in range(2):
-            await service.wake_up()
+            await WakeUpOrder().apply(service)
         assert service.state()["ready"]
         assert (await outputs(await service.engine.open(asked("a", 60))))[0].tokens == whole.tokens
 
@@ -122,12 +123,12 @@ def test_a_service_that_could_not_wake_up_wholly_is_woken_again(
         return 0
 
     async def scenario() -> None:
-        await service.sleep(seconds=LIMIT)
+        await SleepOrder(seconds=LIMIT).apply(service)
         monkeypatch.setattr(type(service.loaded), "prepare", prepare)
         with pytest.raises(RuntimeError, match="no memory"):
-            await service.wake_up()
+            await WakeUpOrder().apply(service)
         assert not service.state()["ready"]
-        await service.wake_up()
+        await WakeUpOrder().apply(service)
         assert service.state()["ready"]
         assert (await outputs(await service.engine.open(asked("a", 6))))[0].tokens
 
@@ -141,9 +142,9 @@ def test_weights_of_one_number_are_of_one_folder(tiny_model_dir: Path, tmp_path:
 
     async def scenario() -> None:
         for _ in range(2):  # an order may be repeated
-            await service.update_weights(tiny_model_dir, version=3)
+            await service.take_weights(str(tiny_model_dir), version=3)
         with pytest.raises(ValueError, match="version 3 is the number of the weights of"):
-            await service.update_weights(tmp_path, version=3)
+            await service.take_weights(str(tmp_path), version=3)
         assert service.weights_version == 3
 
     run(service, scenario)
@@ -157,13 +158,13 @@ def test_every_request_can_be_ended_with_what_it_has(tiny_model_dir: Path) -> No
     async def scenario() -> None:
         streams = [await service.engine.open(asked(str(n), 400)) for n in range(5)]
         first = await anext(streams[0])
-        assert await service.abort_all() == 5
+        assert await AbortOrder().apply(service) == 5
         rest = [[step async for step in stream] for stream in streams]
         ended = [steps[-1].output for steps in rest]
         assert all(o is not None and o.finish_reason == "abort" for o in ended)
         given = first.new_tokens + tuple(t for step in rest[0] for t in step.new_tokens)
         assert ended[0] is not None and ended[0].tokens == given != ()
-        assert await service.abort_all() == 0
+        assert await AbortOrder().apply(service) == 0
         assert service.engine.load.waiting == 0
         assert (await outputs(await service.engine.open(asked("a"))))[0].finish_reason == "length"
 
@@ -182,7 +183,7 @@ def test_tensors_wait_for_the_answers_that_run_and_no_answer_mixes_versions(tiny
         before = (await outputs(await service.engine.open(asked("prefix", 40))))[0].tokens
         streams = [await service.engine.open(asked(str(n), 40)) for n in range(5)]
         begun = await anext(streams[0])
-        await service.update_weights(other, version=1, mode="wait")
+        await service.take_weights(other, version=1, mode="wait")
         assert service.state()["weights"] == {"folder": None, "version": 1}
         steps = [[step async for step in stream] for stream in streams]
         versions = [{step.weights for step in each} for each in steps]
@@ -191,12 +192,12 @@ def test_tensors_wait_for_the_answers_that_run_and_no_answer_mixes_versions(tiny
         tokens = [end.tokens for end in ends if end is not None]
         assert len(tokens) == 5 and tokens[0] == tokens[1] == before  # one prompt, greedy
         assert tokens[2] == tokens[3] == tokens[4] != before  # nothing is left of the old weights' prefixes
-        await service.update_weights(same, version=2, mode="wait")
+        await service.take_weights(same, version=2, mode="wait")
         assert (await outputs(await service.engine.open(asked("again", 40))))[0].tokens == before
         with pytest.raises(ValueError, match="lack tensor"):
-            await service.update_weights({"model.norm.weight": same["model.norm.weight"]}, version=3)
+            await service.take_weights({"model.norm.weight": same["model.norm.weight"]}, version=3)
         with pytest.raises(ValueError, match="version 2 is the number of the weights of tensors"):
-            await service.update_weights(tiny_model_dir, version=2)
+            await service.take_weights(str(tiny_model_dir), version=2)
         assert service.weights_version == 2
 
     run(service, scenario)
@@ -211,13 +212,13 @@ def test_requests_say_which_weights_decoded_them(tiny_model_dir: Path, mode: Swa
     async def scenario() -> None:
         running, waiting = [await service.engine.open(asked(name, 100)) for name in ("a", "b")]
         assert (await anext(running)).weights == (0, 0)
-        await service.update_weights(tiny_model_dir, version=7, mode=mode)
+        await service.take_weights(str(tiny_model_dir), version=7, mode=mode)
         assert service.state()["weights"] == {"folder": str(tiny_model_dir), "version": 7}
         last = [[step async for step in stream][-1] for stream in (running, waiting)]
         assert [step.weights for step in last] == [(0, 7 if mode == "preempt" else 0), (7, 7)]
-        await service.update_weights(tiny_model_dir, version=7)  # it has them
+        await service.take_weights(str(tiny_model_dir), version=7)  # it has them
         with pytest.raises(ValueError, match="nowhere"):
-            await service.update_weights(tiny_model_dir / "nowhere", version=8)
+            await service.take_weights(str(tiny_model_dir / "nowhere"), version=8)
         assert service.state()["weights"]["version"] == 7
 
     run(service, scenario)

@@ -218,7 +218,7 @@ def test_a_prompt_that_is_not_scored_to_its_end_is_an_error(tiny_model_dir: Path
     async def scenario() -> None:
         answer = await server.complete(body)
         whole = asyncio.create_task(answer.whole())
-        while await server.service.abort_all() == 0:
+        while await server.service.engine.abort_all() == 0:
             await asyncio.sleep(0)
         with pytest.raises(ApiError, match="before all of its prompt was scored") as refused:
             await whole

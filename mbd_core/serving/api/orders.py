@@ -1,0 +1,199 @@
+"""Orders of administrators: the route and body of each, what a replica does, and what the gateway does around it.
+
+A class here is the whole of an order. The gateway takes its body (`actors/serving/gateway.py`), calls `give`, which
+sends it to every replica (`actors/serving/administration.py`), and each replica calls `apply`.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+from pydantic import Field
+
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.weights import SwapMode
+from mbd_core.serving.api.errors import ApiError, FieldError
+from mbd_core.serving.api.parsing import Strict
+from mbd_core.serving.api.shapes import Order, ReplicaState
+from mbd_core.serving.tokens.changing_engine import LOOK_SECONDS, ChangingEngine
+from mbd_core.serving.tokens.stream import Asleep
+
+MAX_VERSION = 2**53  # numbers that every reader of JSON keeps
+SLEEP_SECONDS = 600.0
+
+
+class Replicas(Protocol):
+    """The replicas of a model, as a gateway has them."""
+
+    async def states(self) -> Sequence[ReplicaState]:
+        """The state of each. Raises `ApiError`."""
+
+    async def apply(self, order: "ModelOrder", *, undone: bool = False) -> list[Any]:
+        """What `order.apply` returns at each. Raises `ApiError` if one has not carried it out; with `undone` the order
+        is then taken back from the others."""
+
+
+@dataclass
+class Standing:
+    """What holds for a model's replicas, those included that start later.
+
+    weights  the newest weights that were ordered
+    asleep   whether they sleep, or are about to
+    """
+
+    weights: "WeightsUpdate | None" = None
+    asleep: bool = False
+
+    @property
+    def version(self) -> int:
+        """The number of the weights; 0 before any were ordered."""
+        return 0 if self.weights is None or self.weights.version is None else self.weights.version
+
+    def check_awake(self) -> None:
+        """Raise `Asleep`."""
+        if self.asleep:
+            raise Asleep("the server sleeps; ask again when it was woken up")
+
+
+class ModelOrder(Strict, ABC):
+    # lasts  whether it holds for replicas that start later, too
+    # query  parameters behind the route's `?` that are taken, each with its only value
+    path: ClassVar[str]
+    lasts: ClassVar[bool] = True
+    query: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    model: str | None = None
+    """needed where several models are served"""
+
+    @abstractmethod
+    async def apply(self, engine: ChangingEngine) -> Any:
+        """Carry it out at one replica. Raises `ValueError` if nothing has changed."""
+
+    @abstractmethod
+    async def give(self, replicas: Replicas, standing: Standing) -> Order:
+        """Let all replicas carry it out, one order that lasts at a time; the reply. Raises `ApiError`."""
+
+
+class WeightsUpdate(ModelOrder):
+    """Other weights of the same shapes."""
+
+    path = "/update_weights"
+
+    folder: Annotated[str, Field(min_length=1)]
+    """a model folder on every machine with a replica, or a storage URL; one that does not fit is refused (409)"""
+    mode: SwapMode = "preempt"
+    """`preempt`: the weights take their place at once, and requests that run go on with them; `wait`: when these have
+    ended, and no other begins before"""
+    version: Annotated[int, Field(ge=1, lt=MAX_VERSION)] | None = None
+    """their number, larger than the last; default one more"""
+
+    async def apply(self, engine: ChangingEngine) -> None:
+        assert self.version is not None, "`give` has numbered them"
+        await engine.take_weights(self.folder, version=self.version, mode=self.mode)
+
+    async def give(self, replicas: Replicas, standing: Standing) -> Order:
+        if standing.asleep:
+            raise ApiError(409, "the model sleeps, and its weights have no place; wake it up first", code="asleep")
+        versions = [state["weights"]["version"] for state in await replicas.states()]
+        if not versions:
+            raise ApiError(409, "no replica runs that could take the weights; ask when one does", code="no_replica")
+        own_version = standing.version
+        # A number that some replicas have and others have not is that of an order which is repeated.
+        least = max(*versions, min(versions) + 1, own_version + 1)
+        version = max(*versions, own_version) + 1 if self.version is None else self.version
+        if version < least:
+            why = f"must be at least {least}, more than the number of the newest weights"
+            raise FieldError("version", why, value=version)
+        numbered = self.model_copy(update={"version": version})
+        done = await replicas.apply(numbered)
+        standing.weights = numbered
+        return {"folder": self.folder, "version": version, "replicas": len(done)}
+
+
+class SleepOrder(ModelOrder):
+    path = "/sleep"
+    query = MappingProxyType({"level": "1"})
+
+    requests: Literal["finish", "abort"] = "finish"
+    """those that run and wait end by themselves, or at once with what they have committed"""
+    seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = SLEEP_SECONDS
+    """how long `finish` waits; 409 after it, and the server goes on"""
+
+    async def apply(self, engine: ChangingEngine) -> int:
+        """Take no more requests, let those that run end, and give the memory back; how many bytes.
+
+        Raises `ValueError`, and goes on serving, if requests still run after `seconds`, or if the engine cannot sleep.
+        """
+
+        def try_to(idle: Engine) -> int | None:
+            return None if idle.has_work else idle.sleep()
+
+        async with engine.changes:
+            if engine.asleep:
+                return 0
+            engine.engine.closed = True
+            try:
+                if self.requests == "abort":
+                    await engine.engine.abort_all()
+                end = asyncio.get_running_loop().time() + self.seconds
+                while (num_bytes := await engine.engine.call(try_to)) is None:
+                    if asyncio.get_running_loop().time() > end:
+                        raise ValueError(
+                            f"requests still run after {self.seconds:g} s; the server goes on. Abort them first"
+                        )
+                    await asyncio.sleep(LOOK_SECONDS)
+            except BaseException:
+                engine.engine.closed = False
+                raise
+            return num_bytes
+
+    async def give(self, replicas: Replicas, standing: Standing) -> Order:
+        """Returns when all replicas sleep; if one cannot, all are awake again."""
+        standing.asleep = True
+        try:
+            num_bytes = await replicas.apply(self, undone=True)
+        except BaseException:
+            standing.asleep = False
+            await replicas.apply(WakeUpOrder())
+            raise
+        return {"asleep": True, "freed_bytes": sum(num_bytes), "replicas": len(num_bytes)}
+
+
+class WakeUpOrder(ModelOrder):
+    path = "/wakeup"
+
+    async def apply(self, engine: ChangingEngine) -> None:
+        """Take the memory again, and requests; does nothing awake. Raises torch's error if the memory is taken."""
+        async with engine.changes:
+            if not engine.engine.closed:
+                return
+            if engine.asleep:
+                await engine.engine.call(Engine.wake_up)
+            await engine.engine.call(lambda _: engine.loaded.prepare())
+            engine.engine.closed = False
+
+    async def give(self, replicas: Replicas, standing: Standing) -> Order:
+        done = await replicas.apply(self)
+        standing.asleep = False
+        return {"asleep": False, "replicas": len(done)}
+
+
+class AbortOrder(ModelOrder):
+    path = "/abort_requests"
+    lasts = False
+
+    async def apply(self, engine: ChangingEngine) -> int:
+        """End every request that runs or waits; how many."""
+        return await engine.engine.abort_all()
+
+    async def give(self, replicas: Replicas, standing: Standing) -> Order:
+        aborted = await replicas.apply(self)
+        return {"aborted": sum(aborted), "replicas": len(aborted)}
+
+
+ORDERS: Mapping[str, type[ModelOrder]] = {
+    order.path: order for order in (WeightsUpdate, SleepOrder, WakeUpOrder, AbortOrder)
+}
