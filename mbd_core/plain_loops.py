@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mbd_core.decoding.blocks.acceptance import FALLBACKS, predicted
+from mbd_core.decoding.blocks.acceptance import FALLBACKS
+from mbd_core.decoding.blocks.acceptance import predict as predict_tokens
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.levenshtein import EditTokens, LevenshteinRun
 from mbd_core.decoding.blocks.literal_algorithms import Predictions, Tokens, Weights, naive_multibd
@@ -216,8 +217,12 @@ def multi_bd(
         logits, fallback_P = model.logits(shifted_logits), None
         if config.ranks_by_score:
             fallback_P = torch.full((len(ids),), FALLBACKS[config.ranking], device=device)
-        values, _ = predicted(lambda part: logits[part], len(ids), vocab, chunk=len(ids), fallback_P=fallback_P)
-        triples = list(zip(*(value.tolist() for value in values), strict=True))
+        shape = torch.Size((len(ids),))
+        found = predict_tokens(
+            lambda part: logits[part], len(ids), None, vocab, shape=shape, chunk=len(ids), fallback_P=fallback_P
+        )
+        values = found.token_RNB.tolist(), found.confidence_RNB.tolist(), found.score_RNB.tolist()
+        triples = list(zip(*values, strict=True))
         return [triples[i : i + size] for i in range(0, len(triples), size)]
 
     if num_stored:

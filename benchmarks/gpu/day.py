@@ -1,4 +1,4 @@
-"""A day on a GPU in four calls: `python -m benchmarks.gpu.day --part 1|2|3|4 --out DIR`.
+"""A day on a GPU in three calls: `python -m benchmarks.gpu.day --part 1|2|3 --out DIR`.
 
 Each call takes less than nine minutes. Every section runs in a process of its own with a time limit, so that one that
 hangs or fails costs only what it has not measured yet; only if the first one of part 1 fails does the part end. DIR
@@ -73,7 +73,6 @@ PARTS: dict[int, dict[str, Section]] = {
         "soak": Section(150, gpu_sections.soak),
         "clean exit": Section(50, gpu_sections.clean_exit),
     },
-    4: {"compiled steps": Section(500, gpu_sections.compiled_steps)},  # a spike: it goes with what it decides
 }
 PART_SECONDS = 525.0
 ROW = "row: "  # what a row's line begins with

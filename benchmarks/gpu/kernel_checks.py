@@ -11,8 +11,8 @@ import torch
 from benchmarks.gpu.checks import CheckFailed, Row, check_model
 from benchmarks.step_timing import StepCase, filled_engine
 from mbd_core.decoding.blocks.work import ALL_WORK, Work
-from mbd_core.engine.graphs import static_step
 from mbd_core.engine.kinds import StepKind
+from mbd_core.engine.static_step import static_step
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import fuse
 from mbd_core.models.mlp import Router
@@ -93,7 +93,7 @@ def layers_row(model: Decoder, case: StepCase) -> Row:
 
 
 def steps_row(model: Decoder, case: StepCase) -> Row:
-    """The same step done twice from the same state, by kernels and in torch's operations."""
+    """One step done twice from the same state: with its work on the Block Buffer compiled, and eagerly."""
     engine = filled_engine(model, replace(case, static=True, graphs=False))
     state, buffer = engine._state, engine.buffer
     for _ in range(case.steps):
@@ -101,12 +101,12 @@ def steps_row(model: Decoder, case: StepCase) -> Row:
         for work in WORKS:
             kind = StepKind(num_rows=case.rows, num_slots=case.buffer_size, num_asked=None, work=work)
             buffer_before, last_before, results = buffer.save_all(), state.runner.last_RD.clone(), []
-            for kernels in (True, False):
-                report = static_step(replace(state, kernels=kernels), kind, num_pages=state.tables_RP.shape[1])
+            for compiled in (True, False):
+                report = static_step(state, kind, num_pages=state.tables_RP.shape[1], compiled=compiled)
                 results.append([report.clone(), *buffer.save_all()])
                 buffer.restore_all(buffer_before)
                 state.runner.last_RD.copy_(last_before)
             if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
-                raise CheckFailed(f"{model.config.architecture}: a step by kernels is not the step ({work})")
+                raise CheckFailed(f"{model.config.architecture}: a compiled step is not the step ({work})")
     engine.close()
-    return {"kernel": "steps by kernels", "size": model.config.architecture, "largest_error": 0.0, "right": True}
+    return {"kernel": "compiled steps", "size": model.config.architecture, "largest_error": 0.0, "right": True}

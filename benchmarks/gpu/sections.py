@@ -22,7 +22,6 @@ from benchmarks.capacity.chips import Chip, chip_of
 from benchmarks.engine import StepBenchmark
 from benchmarks.gpu import checks as gpu_checks
 from benchmarks.gpu import kernel_checks
-from benchmarks.gpu.compiled_steps import compiled_rows, kernels_stay
 from benchmarks.measuring import device_name
 from benchmarks.roofline import Machine, measure_bandwidth, measure_machine, moe_layers, route_uniformly
 from benchmarks.step_timing import StepCase, filled_engine
@@ -253,24 +252,6 @@ def profile_call(run: Callable[[], object], device: torch.device, *, most: int =
     top = sorted(total.items(), key=lambda item: -item[1][1])[:most]
     rows = [{"kernel": name[:80], "count": count, "microseconds": seconds} for name, (count, seconds) in top]
     return (sum(count for count, _ in total.values()) if on_gpu else None), rows
-
-
-def compiled_steps(day: Day) -> Iterator[Row]:
-    """Steps compiled by torch beside steps by kernels (`compiled_steps.py`), for one row and many.
-
-    Raises `CheckFailed` after the last row if a row says that the kernels stay.
-    """
-    all_rows: list[Row] = []
-    shapes = (day.mini, day.dense) if day.on_gpu else (day.dense,)  # a CPU's compiler takes half a minute a kind
-    for shape in shapes:
-        model = random_model(SHAPES[shape], device=day.device, dtype=day.dtype)
-        for rows, buffer_size in ((1, 1), (1, 2), (day.many_rows, 2)) if day.on_gpu else ((2, 2),):
-            case = StepCase(rows=rows, buffer_size=buffer_size, prefix=day.prefixes[0], steps=day.steps)
-            for row in compiled_rows(model, shape, case):
-                all_rows.append(row)
-                yield row
-    if reason := kernels_stay(all_rows):
-        raise gpu_checks.CheckFailed(f"the kernels stay: {reason}")
 
 
 CANDIDATES = [

@@ -3,7 +3,7 @@
 The step's own code runs on tensors that have shapes and no values, with the kernels that a GPU of compute capability
 9.0 gets; a read of a value fails, as it would while a CUDA graph is captured. Each operation that computes something
 counts as one node; where torch launches several kernels for one (`MULTI_KERNEL`), the step has more nodes than are
-counted.
+counted. The work on the Block Buffer is counted apart: a GPU's step has it compiled, to fewer kernels than operations.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_map
 
 from benchmarks.measuring import markdown
 from mbd_core.decoding.blocks.work import Work
+from mbd_core.engine import static_step as static
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.config import EngineConfig
-from mbd_core.engine.graphs import static_step
 from mbd_core.engine.kinds import StepKind
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
@@ -185,10 +185,12 @@ MULTI_KERNEL = frozenset({"addmm", "sort", "topk", "argsort", "cumsum", "cumprod
 
 @dataclass(frozen=True, kw_only=True)
 class StepNodes:
-    """Nodes of one step, and of its last layer; the bytes of all tensors that the step makes."""
+    """Nodes of one step without its work on the Block Buffer, and of its last layer; the operations of that work; the
+    bytes of all tensors that the step makes."""
 
     step: Counter[str]
     layer: Counter[str]
+    compiled: Counter[str]
     num_bytes: int
 
     @property
@@ -202,12 +204,12 @@ def step_nodes(
 ) -> StepNodes:
     """The nodes of a static step in bfloat16; those of a layer are the difference that one more layer makes."""
     kind = StepKind(num_rows=num_rows, num_slots=num_slots, num_asked=num_asked, work=work)
-    step, num_bytes = _count(config, kind)
-    shorter, _ = _count(replace(config, num_layers=config.num_layers - 1), kind)
-    return StepNodes(step=step, layer=step - shorter, num_bytes=num_bytes)
+    step, compiled, num_bytes = _count(config, kind)
+    shorter, _, _ = _count(replace(config, num_layers=config.num_layers - 1), kind)
+    return StepNodes(step=step, layer=step - shorter, compiled=compiled, num_bytes=num_bytes)
 
 
-def _count(config: ModelConfig, kind: StepKind) -> tuple[Counter[str], int]:
+def _count(config: ModelConfig, kind: StepKind) -> tuple[Counter[str], Counter[str], int]:
     with torch.device("meta"):
         model = Decoder(config).to(torch.bfloat16).eval().requires_grad_(False)
     rows, slots = kind.num_rows, kind.num_slots
@@ -217,8 +219,29 @@ def _count(config: ModelConfig, kind: StepKind) -> tuple[Counter[str], int]:
         state = build_parts(model, sizes, vocab_limit=None).state
         device.nodes.clear()
         device.num_bytes = 0
-        static_step(state, kind, num_pages=state.tables_RP.shape[1])
-        return device.nodes.copy(), device.num_bytes
+        compiled: Counter[str] = Counter()
+        with _counted_apart(device, compiled):
+            static.static_step(state, kind, num_pages=state.tables_RP.shape[1])
+        return device.nodes - compiled, compiled, device.num_bytes
+
+
+@contextmanager
+def _counted_apart(device: ShapeDevice, nodes: Counter[str]) -> Iterator[None]:
+    """Inside, the operations of both halves of a static step's work on the Block Buffer are added to `nodes` too."""
+
+    def counted(half: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            before = device.nodes.copy()
+            result = half(*args, **options)
+            nodes.update(device.nodes - before)
+            return result
+
+        return run
+
+    with ExitStack() as stack:
+        for half in (static._before_forward, static._after_forward):
+            stack.enter_context(mock.patch.object(static, half.__name__, counted(half)))
+        yield
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -242,12 +265,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             "work": name,
             "layer": nodes.layer.total(),
             "step": nodes.step.total(),
+            "compiled": nodes.compiled.total(),
             "inexact": ", ".join(sorted(nodes.inexact)) or None,
             "megabytes": nodes.num_bytes / 1e6,
         }
         for name, nodes in nodes_by_work.items()
     ]
-    columns = {"work": "work", "layer": "a layer", "step": "a step", "inexact": "of them inexact"}
+    columns = {
+        "work": "work",
+        "layer": "a layer",
+        "step": "a step",
+        "inexact": "of them inexact",
+        "compiled": "compiled",
+    }
     print(markdown(rows, columns | {"megabytes": "results (MB)|.1f"}), "\n")
     greedy = nodes_by_work["greedy"]
     of_greedy = [{"node": name, "layer": greedy.layer[name], "step": n} for name, n in greedy.step.most_common()]

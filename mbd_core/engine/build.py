@@ -26,7 +26,6 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.models.lora import AdapterSlots
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.ops.attention.choice import AttentionKernel, resolve
-from mbd_core.ops.launch import triton_serves
 from mbd_core.ops.machine import free_host_memory
 
 # How many KV pages fit: from the device's free memory after the weights, less what the largest forward takes.
@@ -343,7 +342,6 @@ def _step_state(
         batch_invariant=config.batch_invariant,
         logits_chunk=logits_chunk,
         adapters_R=torch.zeros(config.max_rows, dtype=torch.int64, device=device) if config.max_adapters else None,
-        kernels=not config.batch_invariant and triton_serves(device, runner.cache.k.dtype),
     )
 
 

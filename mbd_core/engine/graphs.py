@@ -1,4 +1,4 @@
-"""Static steps as CUDA graphs, captured when the server starts, and the form of the step that Triton kernels compute.
+"""Static steps as CUDA graphs, captured when the server starts.
 
 A step of a kind that has no graph, and that no captured kind covers, runs kernel by kernel and is counted.
 """
@@ -10,90 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.blocks.acceptance import ENTROPY_UNITS, JETENGINE, LEFTMOST, MOST_ENTROPY, predicted
-from mbd_core.decoding.blocks.block_buffer import BlockBuffer
-from mbd_core.engine.batch import Batch
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.kinds import StepKind
-from mbd_core.engine.report import with_tops
-from mbd_core.engine.rows import SlotLayout, static_rows
-from mbd_core.engine.step import StepState, decode_step
+from mbd_core.engine.static_step import static_step
+from mbd_core.engine.step import StepState
 from mbd_core.ops.attention.choice import AttentionKernel
-from mbd_core.ops.buffer.after_forward import close_step
-from mbd_core.ops.buffer.before_forward import OpenStep, open_step
-
-# The static decode step whose work on the Block Buffer is done by Triton kernels: `step.decode_step`, to the bit.
-#
-#     open_step: activate, lay out rows | forward, logits, prediction | close_step: accept, slide, report
-#
-# Shape legend: R rows, T packed tokens, X numbers of a report.
-
-
-def kernel_step(state: StepState, kind: StepKind, tables_RP: Tensor, adapters_R: Tensor | None) -> Tensor:
-    """One static step; its report (X,). `tables_RP` and `adapters_R` are those of its batch rows."""
-    runner, work = state.runner, kind.work
-    buffer = state.buffer.head(kind.num_rows)
-    memory, shift = buffer.memory, runner.model.config.shift_logits
-    inputs = open_step(
-        memory,
-        tables_RP,
-        num_slots=kind.num_slots,
-        num_asked=kind.num_asked,
-        page_size=state.page_size,
-        shift=shift,
-    )
-    batch = batch_of(inputs, buffer, kind, adapters_R)
-    hidden_AD = runner.forward(batch)
-    values, tops_A2K = predicted(
-        state.logits_of(hidden_AD, batch, work),
-        len(hidden_AD),
-        state.shared_vocab,
-        chunk=state.logits_chunk,
-        draw=buffer.draw(inputs.at_A, truncates=work.truncates) if work.draws else None,
-        adjust=buffer.adjust(inputs.at_A) if work.adjusts else None,
-        fallback_P=buffer.fallback_at(inputs.at_A) if work.scores else None,
-        num_tops=state.num_tops if work.tops else 0,
-    )
-    num_blocks_R = close_step(
-        memory,
-        inputs,
-        *values,
-        num_slots=kind.num_slots,
-        leftmost=LEFTMOST,
-        jetengine=JETENGINE,
-        entropy_units=(ENTROPY_UNITS, MOST_ENTROPY),
-        revises=work.revises,
-        quotas=work.quotas,
-        by_parts=work.by_parts,
-    )
-    ends_RN = None
-    if shift:
-        ends_RN = (inputs.cu_seqlens_q[1:] - 1).long().view(kind.num_rows, kind.num_slots)
-    runner.remember_committed(ends_RN, num_blocks_R)
-    return with_tops(inputs.report_X, tops_A2K, inputs.at_A, buffer)
-
-
-def batch_of(inputs: OpenStep, buffer: BlockBuffer, kind: StepKind, adapters_R: Tensor | None) -> Batch:
-    """The forward of a step's rows."""
-    slots, size = kind.num_slots, buffer.block_size
-    adapter_T = None
-    if adapters_R is not None:
-        adapter_T = adapters_R.repeat_interleave(slots * size, output_size=len(inputs.tokens_T))
-    return Batch(
-        input_ids_T=inputs.tokens_T,
-        positions_T=inputs.positions_T,
-        cu_seqlens_q=inputs.cu_seqlens_q,
-        kv_lens_K=inputs.kv_lens_K,
-        pages_KP=inputs.pages_KP,
-        write_loc_T=inputs.write_loc_T,
-        logits_at_A=inputs.logits_at_A,
-        weight_T=buffer.weight_RNB[:, :slots].flatten() if kind.work.softens else None,
-        max_q=size,
-        adapter_T=adapter_T,
-        rows_each=slots,
-        live_T=inputs.live_T,
-    )
-
+from mbd_core.ops.launch import triton_serves
 
 T = TypeVar("T")
 
@@ -126,28 +48,6 @@ def capture(
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             result = run()
     return graph, result
-
-
-def static_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor:
-    """One static step, not as a graph; its report (X,). No batch row has more than `num_pages`
-    pages."""
-    tables_RP = state.tables_RP[: kind.num_rows, :num_pages]
-    adapters_R = None if state.adapters_R is None or not kind.work.adapts else state.adapters_R[: kind.num_rows]
-    if state.kernels:
-        return kernel_step(state, kind, tables_RP, adapters_R)
-    report, _ = decode_step(
-        state,
-        kind,
-        lambda buffer: static_rows(
-            buffer,
-            tables_RP,
-            SlotLayout(shift=state.runner.model.config.shift_logits, softens=kind.work.softens),
-            num_slots=kind.num_slots,
-            num_asked=kind.num_asked,
-            adapters_R=adapters_R,
-        ),
-    )
-    return report
 
 
 @dataclass
@@ -248,9 +148,10 @@ class CapturedStep:
             buffer.restore_all(buffer_copy)
             runner.last_RD.copy_(last_copy_RD)
 
+        device, num_pages = state.tables_RP.device, state.tables_RP.shape[1]
         self._graph, report_X = capture(
-            lambda: static_step(state, kind, num_pages=state.tables_RP.shape[1]),
-            device=state.tables_RP.device,
+            lambda: static_step(state, kind, num_pages=num_pages, compiled=triton_serves(device)),
+            device=device,
             restore=restore,
             pool=pool,
             stream=stream,

@@ -1,8 +1,7 @@
 """The one decode step: activate, lay out rows, forward, predict, commit, report.
 
-It is called in three ways. Packed: prompt chunks, resident slots and planned rows in one forward (Alg. 4). Static:
-every slot of the batch rows in use, resident or not (Alg. 5). Captured: the static call as a CUDA graph (`graphs.py`).
-They differ in the rows that are laid out and in who calls; what a step does stands here once.
+Here rows are packed: prompt chunks, resident slots and planned rows in one forward (Alg. 4). `static_step.py` sends
+every slot of the batch rows in use, resident or not (Alg. 5), and `graphs.py` captures that as a CUDA graph.
 
 Shape legend: R batch rows, A positions with logits, D hidden, V vocabulary, P pages of a row, X numbers of a report.
 """
@@ -35,8 +34,7 @@ def decode_step(
     """One forward of the first `kind.num_rows` batch rows and what follows from it: the report (X,), and what the
     planned rows gave (`StepState.planned`).
 
-    With static rows it reads nothing on the host, so that a CUDA graph can hold it. With `steering` the host decides
-    tokens of some rows, which must be packed.
+    With `steering` the host decides tokens of some rows.
     """
     runner, work = state.runner, kind.work
     buffer = state.buffer.head(kind.num_rows)
@@ -75,7 +73,6 @@ class StepState:
     vocab         for decisions of one rank alone; `shared_vocab` for those of all ranks together
     adapters_R    the slot of its LoRA adapter, 0 for none; `None` in an engine that loads no adapters
     logits_chunk  positions whose logits are held at once
-    kernels       static steps do the buffer's work by Triton kernels (`graphs.py`)
     """
 
     runner: ModelRunner
@@ -87,7 +84,6 @@ class StepState:
     batch_invariant: bool
     logits_chunk: int
     adapters_R: Tensor | None = None
-    kernels: bool = False
 
     def forward(self, rows: StepRows) -> tuple[Batch, Tensor]:
         """The packed rows and the hidden states (A, D) of the positions that they ask for."""

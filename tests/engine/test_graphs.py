@@ -91,7 +91,7 @@ def test_a_program_computes_logits_where_something_can_change(monkeypatch: pytes
         portions.add(1.0 if num_asked is None else num_asked / total)
         return static_rows(buffer, *args, num_asked=num_asked, **kwargs)
 
-    monkeypatch.setattr("mbd_core.engine.graphs.static_rows", spy)
+    monkeypatch.setattr("mbd_core.engine.static_step.static_rows", spy)
     batch = [request(f"r{i}", i, ("multi", "t2t", "soft", "single")[i % 4]) for i in range(8)]
     served = engine(build(), static_shapes=True, overlap=overlap, batch_invariant=False)
     served.generate(batch)

@@ -6,12 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from mbd_core.decoding.blocks.row_settings import RowSettings
 from mbd_core.ops.attention import paged_attention as attention_triton
-from mbd_core.ops.buffer import after_forward as buffer_close
-from mbd_core.ops.buffer import before_forward as buffer_open
 from mbd_core.ops.experts import expert_products as experts_triton
 from mbd_core.ops.experts import expert_tiles as expert_tiles
 from mbd_core.ops.layer import confidence, residual_norm
@@ -341,77 +337,3 @@ def test_the_routing_kernels_fit(capability: int, tmp_path: Path) -> None:
     }
     for block in (256, 512):  # 256 experts, and one more
         check(compiled(tiles, {**layout, "BLOCK_E": block}, capability, num_warps=8), capability, tmp_path)
-
-
-BUFFER = {
-    "tokens_ptr": "*i64",
-    "masked_ptr": "*i1",
-    "confidence_ptr": "*fp32",
-    "weight_ptr": "*fp32",
-    "state_ptr": "*i8",
-    "num_steps_ptr": "*i64",
-    "stability_ptr": "*fp64",
-    "positions_ptr": "*i64",
-    "editable_ptr": "*i1",
-    "num_editable_ptr": "*fp64",
-    "whole_ptr": "*i64",
-    "real_ptr": "*fp64",
-    "max_blocks_ptr": "*i64",
-    "eos_ptr": "*i64",
-    "tables_ptr": "*i64",
-    "report_ptr": "*fp64",
-    "out_tokens_ptr": "*i64",
-    "out_positions_ptr": "*i64",
-    "bounds_ptr": "*i32",
-    "kv_lens_ptr": "*i32",
-    "pages_ptr": "*i32",
-    "places_ptr": "*i64",
-    "live_ptr": "*i1",
-    "at_ptr": "*i64",
-    "logits_at_ptr": "*i64",
-    "asked_ptr": "*i32",
-    "new_token_ptr": "*i64",
-    "new_confidence_ptr": "*fp32",
-    "score_ptr": "*fp32",
-    "new_weight_ptr": "*fp32",
-    "kept_ptr": "*fp64",
-    "num_blocks_ptr": "*i64",
-}
-"""What the Block Buffer's kernels point to."""
-
-
-@pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_the_buffers_kernels_fit(capability: int, tmp_path: Path) -> None:
-    """For two and four slots of 32 positions, one of 128: everything that a step may have to do, and a greedy step."""
-    settings = RowSettings(1, torch.device("cpu"))
-    places = {name.upper(): column for name, column in settings.places.items()}
-    opens, lists = buffer_open.OPEN.compiled, buffer_open.LIST.compiled
-    settles, slides = buffer_close.SETTLE.compiled, buffer_close.SLIDE.compiled
-    for slots, size, most in ((2, 32, True), (4, 32, True), (1, 128, True), (2, 32, False)):
-        constants = {
-            **places,
-            "WHOLE": settings.columns[0].shape[1],
-            "REAL": settings.columns[1].shape[1],
-            "N": slots,
-            "SLOTS": slots,
-            "SIZE": size,
-            "PAGE": 32,
-            "PAGES": 128,
-            "BLOCK": size,
-            "LISTED": most,
-            "REVISES": most,
-            "QUOTAS": most,
-            "PARTS": most,
-            "LEFTMOST": 1,
-            "JETENGINE": 2,
-            "UNITS": 65536.0,
-            "MOST": 16 * 65536.0,
-            "ALL": not most,
-            "SHIFT": not most,
-        }
-        counts = dict.fromkeys(("R", "table_row", "P", "num_eos", "A", "mask_token"), "i32!")
-        for kernel in (opens, lists, settles, slides):
-            given = {**BUFFER, **counts, **constants, **({"BLOCK": buffer_open._LISTED} if kernel is lists else {})}
-            warps = buffer_open._LIST_WARPS if kernel is lists else max(1, min(4, size // 32))
-            arguments = {name: given[name] for name in kernel.arg_names}
-            check(compiled(kernel, arguments, capability, num_warps=warps), capability, tmp_path)

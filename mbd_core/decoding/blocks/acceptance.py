@@ -4,7 +4,7 @@ Shape legend: R rows, N slots, B block size, P positions with logits, A their pl
 vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
@@ -51,43 +51,13 @@ def predict(
     fallback_P: Tensor | None = None,
     num_tops: int = 0,
 ) -> Prediction:
-    """`predicted` at `num_asked` positions, written to places `at_A` of the flat `shape` (`None`: all).
-
-    `at_A` can have a fixed length: the sentinel `shape.numel()` marks padding.
-    """
-    values, tops_A2K = predicted(
-        logits_of,
-        num_asked,
-        vocab,
-        chunk=chunk,
-        draw=draw,
-        adjust=adjust,
-        fallback_P=fallback_P,
-        num_tops=num_tops,
-    )
-    if at_A is not None:
-        values = [value.new_zeros(shape.numel() + 1).scatter_(0, at_A, value)[:-1] for value in values]
-    token, confidence, score = (value.view(shape) for value in values)
-    return Prediction(token, confidence, score, tops_A2K)
-
-
-def predicted(
-    logits_of: Callable[[slice], Tensor],
-    num_asked: int,
-    vocab: Vocab,
-    *,
-    chunk: int,
-    draw: Draw | None = None,
-    adjust: Adjust | None = None,
-    fallback_P: Tensor | None = None,
-    num_tops: int = 0,
-) -> tuple[Sequence[Tensor], Tensor | None]:
-    """The result of `choose` at `num_asked` positions, and their scores: tokens, confidences, scores (A,) each; and
-    their `num_tops` likeliest tokens (A, 2 `num_tops`), if any are asked for.
+    """The result of `choose` at `num_asked` positions and their scores, written to places `at_A` of the flat `shape`
+    (`None`: all); and the `num_tops` likeliest tokens of each position (A, 2 `num_tops`), if any are asked for.
 
     `logits_of` returns the logits (P, V) of a range of the positions; it is called for at most `chunk` of them at a
     time, so that the logits of a large batch are never in memory together. `fallback_P` (a `FALLBACKS` number a
-    position) is needed if some request ranks by margin or entropy.
+    position) is needed if some request ranks by margin or entropy. `at_A` can have a fixed length: the sentinel
+    `shape.numel()` marks padding.
     """
     parts = []
     for start in range(0, max(num_asked, 1), chunk):
@@ -105,8 +75,12 @@ def predicted(
             score_P = torch.where(fallback_P[part] == NEG_ENTROPY, neg_entropy(logits_PV), score_P)
         tops = [top_tokens(logits_PV, vocab, num_tops)] if num_tops else []
         parts.append((token_P, confidence_P, score_P, *tops))
-    columns = parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
-    return columns[:3], columns[3] if num_tops else None
+    columns = [*parts[0]] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
+    values, tops_A2K = columns[:3], columns[3] if num_tops else None
+    if at_A is not None:
+        values = [value.new_zeros(shape.numel() + 1).scatter_(0, at_A, value)[:-1] for value in values]
+    token, confidence, score = (value.view(shape) for value in values)
+    return Prediction(token, confidence, score, tops_A2K)
 
 
 def placed_tops(tops_A2K: Tensor, at_A: Tensor | None, *, num_places: int) -> Tensor:

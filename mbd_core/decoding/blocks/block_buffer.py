@@ -35,7 +35,6 @@ from mbd_core.decoding.blocks.request import Request, SlotState
 from mbd_core.decoding.blocks.row_settings import RowSettings
 from mbd_core.decoding.blocks.sampling import Draw
 from mbd_core.decoding.blocks.work import ALL_WORK, Work
-from mbd_core.ops.buffer.before_forward import BufferMemory
 
 
 @dataclass(frozen=True)
@@ -160,20 +159,6 @@ class BlockBuffer:
         view.adjustments = None if self.adjustments is None else self.adjustments.head(num_rows)
         view._list_slot_tensors()
         return view
-
-    @property
-    def memory(self) -> BufferMemory:
-        """What the kernels of a step read and write (`mbd_core/ops/buffer`)."""
-        whole_RI, real_RF = self.settings.columns
-        return BufferMemory(
-            **{name: getattr(self, name) for name in (*_PER_SLOT, *_DERIVED)},
-            whole_RI=whole_RI,
-            real_RF=real_RF,
-            max_blocks=self._max_blocks,
-            eos=self._eos,
-            mask_token_id=self.mask_token_id,
-            columns=self.settings.places,
-        )
 
     def _derive(self) -> None:
         """Compute the tensors that change only when rows slide: the absolute position of every token, whether it may

@@ -115,11 +115,6 @@ class RowSettings:
             for column, setting in enumerate(table):
                 vars(self)[f"{setting.name}_R"] = values[:, column]
 
-    @property
-    def places(self) -> dict[str, int]:
-        """The column of each setting, in its own one of the two tensors."""
-        return {setting.name: column for table in _TABLES for column, setting in enumerate(table)}
-
     def head(self, num_rows: int) -> "RowSettings":
         """The first `num_rows` rows over the same memory."""
         view = copy.copy(self)

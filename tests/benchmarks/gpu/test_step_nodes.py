@@ -1,5 +1,6 @@
 """The nodes of a decoding step are counted, and their number is a budget: a step that launches more fails here."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from mbd_core.ops.layer.confidence import confidence
 pytest.importorskip("triton", reason="triton is not installed here; its launches are not counted")
 
 A_LAYER = 12
-A_STEP = {"greedy": 248, "T2T": 248, "DMax": 267}
+A_STEP = {"greedy": 252, "T2T": 252, "DMax": 271}
 MOST_BYTES = 340e6
 """Of what a step makes and reads again, 1.2 % of its weights and keys; a copy of the pages is far more."""
 
@@ -35,7 +36,9 @@ def test_each_work_and_each_form_of_logits_is_captured_by_kernels() -> None:
     for name in sorted(set(WORK_NAMES) - {"adapts"}):
         for asked in (48, None):
             nodes = step_nodes(config, Work(**{name: True}), num_asked=asked)
-            assert nodes.step["copy from the host"] == 0 and nodes.step["triton: after_forward.settle"] == 1
+            assert (
+                nodes.step["copy from the host"] == nodes.compiled["copy from the host"] == 0 < nodes.compiled.total()
+            )
 
 
 def test_what_is_launched_is_counted_and_views_are_not() -> None:
@@ -58,7 +61,7 @@ def test_what_is_launched_is_counted_and_views_are_not() -> None:
 def test_operations_of_several_kernels_are_named() -> None:
     with shape_device() as device:
         torch.empty(4, 300, device=CUDA).sort()
-    counted = counting.StepNodes(step=device.nodes, layer=device.nodes, num_bytes=device.num_bytes)
+    counted = counting.StepNodes(step=device.nodes, layer=device.nodes, compiled=Counter(), num_bytes=device.num_bytes)
     assert counted.inexact == {"sort"} < MULTI_KERNEL
 
 

@@ -1,10 +1,10 @@
 """A step whose work on the Block Buffer is compiled by torch gives the tokens of the eager step."""
 
 import shutil
+from functools import partial
 
 import pytest
 
-from benchmarks.gpu.compiled_steps import compiled_step
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
@@ -12,6 +12,7 @@ from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.static_step import static_step
 
 
 @pytest.mark.slow
@@ -42,5 +43,5 @@ def test_compiled_steps_decode_as_eager_ones(monkeypatch: pytest.MonkeyPatch) ->
         return [(o.tokens, o.counts.num_forwards) for o in engine.generate(requests)]
 
     expected = outputs()
-    monkeypatch.setattr("mbd_core.engine.graphs.static_step", compiled_step)
+    monkeypatch.setattr("mbd_core.engine.graphs.static_step", partial(static_step, compiled=True))
     assert outputs() == expected
