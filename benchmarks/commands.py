@@ -19,7 +19,7 @@ from benchmarks.measuring import device_name, markdown, usable_device
 from jobs.command_line import CommandText, Fields, JsonFile, MaxTokens, ModelName, OwnThreads, Seed, command
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.files import check_new_file, write_json
-from mbd_core.models.model_config import Parts
+from mbd_core.models.model_config import Fp8Parts
 from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.recipes.shipped import TINY_MODEL
 from mbd_core.options import DATA, DECODING, ENGINE, MODEL, OUTPUT, Option
@@ -138,7 +138,7 @@ def run_engine(
         Literal["float32", "bfloat16", "float16"] | None, Option("(default: bfloat16 on a GPU, else float32)", MODEL)
     ] = None,
     fp8: Annotated[
-        Parts | None,
+        Fp8Parts | None,
         Option(
             "Round these weights to FP8; blocks: the experts, with a scale for each block, an FP8 folder's own.", MODEL
         ),
@@ -405,7 +405,7 @@ def run_fp8(
     limit: Annotated[int, Option("Sequences that are compared.", DATA, at_least=1)] = 16,
     seed: Seed = 0,
     parts: Annotated[
-        Parts | None, Option("What is rounded (default: the experts, or all without any)", ENGINE)
+        Fp8Parts | None, Option("What is rounded (default: the experts, or all without any)", ENGINE)
     ] = None,
     measuring: Annotated[BenchmarkOptions, Fields("json")],
 ) -> None:

@@ -16,7 +16,7 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.build import attention_kernel
 from mbd_core.engine.config import EngineConfig
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.ops.machine import free_host_memory
@@ -86,7 +86,7 @@ class StepBenchmark:
     device: torch.device
     dtype: torch.dtype
     cases: list[StepCase]
-    fp8: Parts | None = None
+    fp8: Fp8Parts | None = None
     tpf: float | None = None
     uniform_routing: bool = False
 

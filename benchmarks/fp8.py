@@ -22,7 +22,7 @@ from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import quantize_weights, weight_bytes
 from mbd_core.ops.attention.whole import DenseAttention
 from mbd_core.tasks import code_mini, gsm_mini
@@ -88,7 +88,7 @@ class ComparedSequence:
 
 
 def fp8_rows(
-    folder: Path, *, parts: Parts | None, num_sequences: int, seed: int, device: torch.device
+    folder: Path, *, parts: Fp8Parts | None, num_sequences: int, seed: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """One row for clean inputs and one for masked inputs. `parts` is by default the experts, if the model has any.
 

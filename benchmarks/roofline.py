@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from mbd_core.models.decoder import Decoder
+from mbd_core.models.flops import head_flops, matrix_flops, pair_flops
 from mbd_core.models.mlp import MoE, Router, with_shared
-from mbd_core.models.model_config import ModelConfig, MoEConfig, head_flops, matrix_flops, pair_flops
+from mbd_core.models.model_config import ModelConfig, MoEConfig
 from mbd_core.ops.machine import best_seconds, measure_flops
 
 

@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from benchmarks.measuring import interleaved, medians, run_seconds
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.model_config import ModelConfig, matrix_flops, mlp_flops, pair_flops
+from mbd_core.models.flops import matrix_flops, mlp_flops, pair_flops
+from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.data.encoding import IGNORE, Example
 from mbd_core.multitf.data.prepared import PreparedExamples
 from mbd_core.multitf.states.layout import GroupLayout, StateConfig, layout_set

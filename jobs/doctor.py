@@ -263,15 +263,15 @@ def weights_by_precision(
     import torch
 
     from mbd_core.checkpoint.loading import has_blocks, planned_bytes
-    from mbd_core.models.model_config import Parts
+    from mbd_core.models.model_config import Fp8Parts
     from mbd_core.models.quantize import takes_fp8
 
     config, ranks = folder.config, endpoint.tensor_parallel
-    parts: list[Parts] = ["all"]
+    parts: list[Fp8Parts] = ["all"]
     parts += [] if config.moe is None else ["experts"]
     parts += ["blocks"] if config.moe is not None and has_blocks(folder.path) else []
     parts = parts if takes_fp8(config) else []
-    choices: list[tuple[torch.dtype, Parts | None]] = [(torch.float32, None), (torch.bfloat16, None)]
+    choices: list[tuple[torch.dtype, Fp8Parts | None]] = [(torch.float32, None), (torch.bfloat16, None)]
     choices += [(dtype, part) for part in parts]
     rows = [
         [

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from benchmarks.capacity.chips import CHIPS, Chip
-from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.shapes import SHAPES
 from mbd_core.options import ENGINE, MODEL, Option, check
 
@@ -151,7 +151,7 @@ class Deployment:
     chip: Annotated[
         str, Option(f"The GPU, {' or '.join(CHIPS)}, or {CPU}: this machine, measured on one thread.", MODEL)
     ] = "h100"
-    fp8: Annotated[Parts | None, Option("Weights that have one byte.", MODEL)] = None
+    fp8: Annotated[Fp8Parts | None, Option("Weights that have one byte.", MODEL)] = None
     tensor_parallel: Annotated[int, Option("GPUs of a replica.", ENGINE, at_least=1)] = 1
     memory_fraction: Annotated[
         float, Option("Share of a GPU's memory for weights, activations and pages.", ENGINE, above=0, at_most=1)
@@ -254,7 +254,7 @@ class Deployment:
         )
 
     def _what_fits(self, tokens: int) -> str:
-        parts: list[Parts | None] = [self.fp8]
+        parts: list[Fp8Parts | None] = [self.fp8]
         if self.fp8 is None:
             parts.append("all" if self.config.moe is None else "experts")
         for fp8 in parts:

@@ -24,7 +24,8 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.pages import PagePool, chain_root, page_hash
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import ModelConfig, matrix_flops, pair_flops
+from mbd_core.models.flops import matrix_flops, pair_flops
+from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import SHAPES
 from mbd_core.ops.attention import cpu
 from mbd_core.ops.machine import measure_flops

@@ -33,7 +33,7 @@ from mbd_core.engine.engine import Engine
 from mbd_core.engine.graphs import capture
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.mlp import MoE
-from mbd_core.models.model_config import MoEConfig, Parts
+from mbd_core.models.model_config import Fp8Parts, MoEConfig
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.ops.attention.choice import resolve
@@ -144,7 +144,7 @@ def graphs(day: Day) -> Iterator[Row]:
 
 
 def steps(
-    day: Day, *, shape: str, rows: int, parts: Parts | None = None, eager: bool = False, uniform: bool = True
+    day: Day, *, shape: str, rows: int, parts: Fp8Parts | None = None, eager: bool = False, uniform: bool = True
 ) -> Iterator[Row]:
     """The step of one shape at every prefix and buffer; with `eager` once more without graphs. Then what each of them
     runs on the device: a profiler that was on once may slow what is timed after it.
@@ -328,7 +328,7 @@ def _graph_seconds(day: Day, run: Callable[[], object]) -> float | None:
     return seconds
 
 
-def swept_steps(day: Day, *, rows: int, parts: Parts | None = None) -> Iterator[Row]:
+def swept_steps(day: Day, *, rows: int, parts: Fp8Parts | None = None) -> Iterator[Row]:
     """`steps` of the mixture with the tiles that the sweeps of this day found best."""
     path = day.out / TILES_FILE
     for line in path.read_text().splitlines() if path.exists() else ():

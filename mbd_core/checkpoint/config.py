@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from mbd_core.checkpoint.families import FAMILIES, Json, check_keys, family_of
 from mbd_core.checkpoint.gemma_config import flat_config, nested_config
 from mbd_core.checkpoint.safetensor_files import block_shape, read_json
-from mbd_core.models.model_config import ROPE_SCALINGS, GemmaLayers, ModelConfig, MoEConfig, RopeScaling
+from mbd_core.models.model_config import GemmaLayers, ModelConfig, MoEConfig
+from mbd_core.models.rope_scaling import ROPE_SCALINGS, RopeScaling
 
 # Reads a Hugging Face config.json as a `ModelConfig`, and writes it back.
 

@@ -31,7 +31,7 @@ from mbd_core.checkpoint.safetensor_files import (
 from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, StoredTensor, match_tensors
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.layer_parts import Reduce
-from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import check_fp8, quantize_weights, rounded_bytes, weight_bytes
 from mbd_core.models.shard import Shard, served_dim, split_dim
 from mbd_core.ops.experts.fp8 import Fp8Experts, Fp8Weight, empty_weight, fp8_obstacle
@@ -147,7 +147,7 @@ def load_model(
     device: str | torch.device = "cpu",
     shard: Shard | None = None,
     reduce: Reduce | None = None,
-    fp8: Parts | None = None,
+    fp8: Fp8Parts | None = None,
 ) -> Decoder:
     """The model of a checkpoint folder, in evaluation mode; raises `ValueError` naming the file and the tensor.
 
@@ -186,7 +186,7 @@ def load_model(
     return model.eval() if fp8 in (None, "blocks") else quantize_weights(model.eval(), fp8)
 
 
-def planned_bytes(config: ModelConfig, dtype: torch.dtype, *, fp8: Parts | None = None, num_ranks: int = 1) -> int:
+def planned_bytes(config: ModelConfig, dtype: torch.dtype, *, fp8: Fp8Parts | None = None, num_ranks: int = 1) -> int:
     """Bytes of the weights that `load_model` gives rank 0 of a model in `dtype`; nothing is read."""
     with torch.device("meta"):
         model = Decoder(config, shard=Shard(size=num_ranks)).to(dtype)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Protocol
 
-from mbd_core.models.model_config import ModelConfig, matrix_flops, pair_flops
+from mbd_core.models.flops import matrix_flops, pair_flops
+from mbd_core.models.model_config import ModelConfig
 
 LEAST_LIMIT = 0.05
 """Seconds of a step that nobody perceives as a pause: the least limit where none is given."""

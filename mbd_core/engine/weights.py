@@ -16,7 +16,7 @@ from mbd_core.checkpoint.loading import has_blocks, load_model
 from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.lora import Adapter, AdapterSlots
-from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import quantized_parts
 from mbd_core.models.shard import Shard, served_dim
 from mbd_core.ops.experts.fp8 import FP8, Block, Fp8Module, quantize
@@ -124,7 +124,7 @@ def stage_weights(model: Decoder, source: WeightSource, mode: SwapMode) -> Stage
     if isinstance(source, Path):
         try:
             keeps = quantized_parts(model) == "blocks" and has_blocks(source)
-            parts: Parts | None = "blocks" if keeps else None
+            parts: Fp8Parts | None = "blocks" if keeps else None
             source_model = load_model(source, dtype=dtype, shard=model.shard, reduce=model.reduce, fp8=parts)
         except OSError as error:
             raise ValueError(f"the folder of the weights cannot be read: {error}") from error

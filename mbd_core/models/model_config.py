@@ -1,16 +1,15 @@
-"""The configuration of a decoder stack, the same terms for every family; and the operations of its forward."""
+"""The configuration of a decoder stack, in the same terms for every model family."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-# The configuration of a decoder stack, in the same terms for every model family.
+from mbd_core.models.rope_scaling import ProportionalRotation, RopeScaling, YarnScaling
 
 NO_MASK = -1
 """The `mask_token_id` of a model that has no mask token."""
 
 # Which weights are FP8: `mbd_core/models/quantize.py`.
-Parts = Literal["experts", "all", "blocks"]
+Fp8Parts = Literal["experts", "all", "blocks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,84 +67,6 @@ class MoEConfig:
         """Whether layer number `layer` has experts."""
         may_be_sparse = layer >= self.first_dense_layers and layer not in self.dense_layers
         return may_be_sparse and (layer + 1) % self.sparse_step == 0
-
-
-# Rotary frequencies for contexts longer than those of training: what each `rope_type` of a config.json says beside it.
-# `models/rope.py` has the formulas. A factor is how many times longer contexts are; the names are transformers'.
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearScaling:
-    """Every frequency is divided by `factor`."""
-
-    factor: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class YarnScaling:
-    """YaRN: channels that turn more often than `beta_fast` over the positions of training keep their frequency, those
-    that turn less often than `beta_slow` have it divided; `truncate` rounds the bounds to whole channels.
-    `llama_4_scaling_beta`, if given, also scales queries by their positions (`rope.rotary`)."""
-
-    factor: float
-    original_max_position_embeddings: int
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    llama_4_scaling_beta: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.beta_fast < self.beta_slow:
-            raise ValueError(f"beta_fast={self.beta_fast} must be at least beta_slow={self.beta_slow}")
-
-    @property
-    def magnitude(self) -> float:
-        """What cosines and sines are multiplied by: `attention_factor`, or a value that follows from the rest."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
-        return self._growth(1.0)
-
-    def _growth(self, scale: float) -> float:
-        return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1's: waves that fit more than `high_freq_factor` times into the positions of training stay, those that
-    fit less than `low_freq_factor` times are divided by `factor`."""
-
-    factor: float
-    original_max_position_embeddings: int
-    low_freq_factor: float
-    high_freq_factor: float
-
-    def __post_init__(self) -> None:
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor={self.high_freq_factor} must exceed low_freq_factor={self.low_freq_factor}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProportionalRotation:
-    """Gemma's global layers: the first `share` of the pairs rotate, as fast as if all did; the others stay."""
-
-    share: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"partial_rotary_factor={self.share} must lie above 0 and be at most 1")
-
-
-RopeScaling = LinearScaling | YarnScaling | Llama3Scaling | ProportionalRotation
-ROPE_SCALINGS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "yarn": YarnScaling, "llama3": Llama3Scaling}
-
-# Layers of another form than the others': `models/gemma.py` has what it computes.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,40 +296,3 @@ class ModelConfig:
             moe=None if moe is None else replace(moe, intermediate_size=moe.intermediate_size // size),
             gemma=self.gemma and replace(self.gemma, global_kv_heads=self.gemma.global_kv_heads // size),
         )
-
-
-# Floating-point operations of a forward, counted from the model's shapes: two for each multiply-add.
-#
-# Counted are the matrices, the router and the attention; not norms, rotations and other work by element, nor the
-# attention of layers with a window, which does not grow with the depth.
-
-
-def matrix_flops(config: ModelConfig) -> float:
-    """Operations of one token in the layers' matrices: of a mixture of experts those that it activates."""
-    total = 0.0
-    for layer in range(config.num_layers):
-        c = config.of_layer(layer)
-        total += 2.0 * c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + mlp_flops(config, layer)
-    return total
-
-
-def mlp_flops(config: ModelConfig, layer: int) -> float:
-    """Operations of one token in the MLP of layer number `layer`: with experts the router and those it chooses, and
-    Gemma's dense MLP beside them."""
-    moe = config.moe if config.is_sparse(layer) else None
-    dense = 6.0 * config.hidden_size * config.intermediate_size
-    if moe is None:
-        return dense
-    width = moe.experts_per_token * moe.intermediate_size + moe.shared_size
-    return 2.0 * config.hidden_size * (moe.num_experts + 3 * width) + (0.0 if config.gemma is None else dense)
-
-
-def pair_flops(config: ModelConfig) -> float:
-    """Operations of one query with one key in all layers without a window: the score, and the sum over values."""
-    layers = [config.of_layer(n) for n in range(config.num_layers) if config.window_of(n) is None]
-    return 4.0 * sum(c.num_heads * c.head_dim for c in layers)
-
-
-def head_flops(config: ModelConfig) -> float:
-    """Operations of one position's logits."""
-    return 2.0 * config.hidden_size * config.vocab_size

@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.mlp import Experts
-from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.ops.experts import fp8
 from mbd_core.ops.experts.fp8 import Fp8Experts, Fp8Linear, fp8_obstacle
 
 
-def quantize_weights(model: Decoder, parts: Parts) -> Decoder:
+def quantize_weights(model: Decoder, parts: Fp8Parts) -> Decoder:
     """Round `model`'s experts ("experts", "blocks"), or all matrices of its layers, to FP8 in place; returns it.
 
     Wide tensors are freed one by one: the peak memory is the model and about one tensor. All checks run before the
     first change. Raises `ValueError` for unknown parts, a model without experts (but for "all") or with
     FP8 weights already, weights that are not finite, and a device or sizes that no FP8 product takes.
     """
-    if parts not in get_args(Parts):
-        raise ValueError(f"parts={parts!r} is unknown; choose one of {', '.join(get_args(Parts))}")
+    if parts not in get_args(Fp8Parts):
+        raise ValueError(f"parts={parts!r} is unknown; choose one of {', '.join(get_args(Fp8Parts))}")
     old_parts = quantized_parts(model)
     if old_parts is not None:
         raise ValueError(f"the model's weights are FP8 already (parts={old_parts!r}); load it again to round others")
@@ -44,7 +44,7 @@ def quantize_weights(model: Decoder, parts: Parts) -> Decoder:
     return model
 
 
-def quantized_parts(model: nn.Module) -> Parts | None:
+def quantized_parts(model: nn.Module) -> Fp8Parts | None:
     """Which of a model's weights are FP8, None if none are."""
     kinds = {type(module) for module in model.modules()}
     if Fp8Linear in kinds:
@@ -60,7 +60,7 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
-def rounded_bytes(model: Decoder, parts: Parts) -> int:
+def rounded_bytes(model: Decoder, parts: Fp8Parts) -> int:
     """`weight_bytes` of a model once these weights are FP8; it may have no values (on the meta device)."""
     block = fp8.RELEASED if parts == "blocks" else None
     wide = {id(p): p for name in _module_names(model, parts) for p in model.get_submodule(name).parameters()}
@@ -69,7 +69,7 @@ def rounded_bytes(model: Decoder, parts: Parts) -> int:
     return weight_bytes(model) - wide_bytes + sum(weight.num_bytes for weight in weights)
 
 
-def _module_names(model: Decoder, parts: Parts) -> list[str]:
+def _module_names(model: Decoder, parts: Fp8Parts) -> list[str]:
     """The modules to replace, by name: a list of the modules themselves would keep their memory in use. Raises
     `ValueError` for a model that has no FP8 form."""
     check_fp8(model.config, parts)
@@ -82,7 +82,7 @@ def takes_fp8(config: ModelConfig) -> bool:
     return config.gemma is None
 
 
-def check_fp8(config: ModelConfig, parts: Parts) -> None:
+def check_fp8(config: ModelConfig, parts: Fp8Parts) -> None:
     """Raise `ValueError` for a model that has no FP8 form."""
     if not takes_fp8(config):
         raise ValueError(
@@ -101,7 +101,7 @@ def _check(name: str, module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _round(module: nn.Module, parts: Parts) -> nn.Module:
+def _round(module: nn.Module, parts: Fp8Parts) -> nn.Module:
     if isinstance(module, nn.Linear):
         return Fp8Linear(module)
 

@@ -9,13 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mbd_core.models.model_config import (
-    LinearScaling,
-    Llama3Scaling,
-    ModelConfig,
-    ProportionalRotation,
-    YarnScaling,
-)
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.rope_scaling import LinearScaling, Llama3Scaling, ProportionalRotation, YarnScaling
 
 
 class Rope(NamedTuple):

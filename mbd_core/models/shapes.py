@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mbd_core.models.model_config import NO_MASK, GemmaLayers, ModelConfig, MoEConfig, YarnScaling
+from mbd_core.models.model_config import NO_MASK, GemmaLayers, ModelConfig, MoEConfig
+from mbd_core.models.rope_scaling import YarnScaling
 
 if TYPE_CHECKING:
     import torch

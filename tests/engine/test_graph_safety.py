@@ -31,7 +31,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.kinds import StepKind
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.model_config import Parts
+from mbd_core.models.model_config import Fp8Parts
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.models.shard import Shard
 from mbd_core.ops import launch as triton_launch
@@ -491,7 +491,7 @@ def test_a_kernels_layout_is_captured(device: FakeDevice, kernel: str) -> None:
     ],
 )
 def test_bfloat16_and_fp8_are_captured(
-    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, family: str, parts: Parts | None
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, family: str, parts: Fp8Parts | None
 ) -> None:
     attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
     model = device.move(build(**FAMILIES[family]).bfloat16())

@@ -15,7 +15,7 @@ from mbd_core.engine.batch import Batch
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.pacing import LEAST_LIMIT, LEAST_MEASURES, UNMEASURED_TOKENS, Pace, Pacer
-from mbd_core.models.model_config import matrix_flops, pair_flops
+from mbd_core.models.flops import matrix_flops, pair_flops
 from mbd_core.models.shapes import SHAPES
 
 MODEL = SHAPES["sdar-50m"]

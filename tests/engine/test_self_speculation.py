@@ -15,7 +15,7 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.model_config import YarnScaling
+from mbd_core.models.rope_scaling import YarnScaling
 
 PLAIN = Causal(method="ar")
 YARN = YarnScaling(factor=8.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.1)

@@ -28,7 +28,7 @@ from mbd_core.engine.parallel.followers import run_follower
 from mbd_core.engine.parallel.group import Rank
 from mbd_core.engine.parallel.leader import start_parallel
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import Parts
+from mbd_core.models.model_config import Fp8Parts
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.ops.attention import choice as attention
 from mbd_core.ops.attention import flash
@@ -142,7 +142,7 @@ def test_an_engine_with_other_weights_is_an_engine_of_these_weights(
 
 @pytest.mark.parametrize(("family", "parts"), [("sdar", "all"), ("dream", "all"), ("llada2", "experts")])
 def test_fp8_weights_are_rounded_anew(
-    models: dict[str, tuple[Decoder, Decoder]], folders: dict[str, Path], family: str, parts: Parts
+    models: dict[str, tuple[Decoder, Decoder]], folders: dict[str, Path], family: str, parts: Fp8Parts
 ) -> None:
     old, new = (quantize_weights(copy.deepcopy(model), parts) for model in models[family])
     served, fresh = engine(old), engine(new)
@@ -422,7 +422,7 @@ def test_weights_that_one_rank_cannot_read_change_none(
         assert len(served.generate(batch())) == 5
 
 
-def run_follower_on_a_bad_disk(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Parts | None) -> None:
+def run_follower_on_a_bad_disk(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Fp8Parts | None) -> None:
     def no_weights(*_: Any) -> None:
         raise OSError("the disk is gone")
 

@@ -15,7 +15,7 @@ from mbd_core.checkpoint.saving import save_model
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import Norm, fuse
 from mbd_core.models.layer_parts import RMSNorm
-from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.models.shard import Shard, served_dim
 from mbd_core.ops.attention.whole import DenseAttention
@@ -110,7 +110,7 @@ def test_partial_sums_of_ranks_are_reduced(family: str) -> None:
 
 
 @pytest.mark.parametrize("parts", ["experts", "all"])
-def test_fp8_products_are_left_alone(parts: Parts) -> None:
+def test_fp8_products_are_left_alone(parts: Fp8Parts) -> None:
     config = replace(FAMILIES["llada2"], hidden_size=32, intermediate_size=32, num_heads=4, num_kv_heads=2)
     model = random_model(config)
     quantize_weights(model, parts)

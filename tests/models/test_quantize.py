@@ -23,7 +23,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.mlp import Experts
-from mbd_core.models.model_config import ModelConfig, MoEConfig, Parts
+from mbd_core.models.model_config import Fp8Parts, ModelConfig, MoEConfig
 from mbd_core.models.quantize import quantize_weights, quantized_parts, weight_bytes
 from mbd_core.models.shard import Shard
 from mbd_core.ops.attention.whole import DenseAttention
@@ -120,7 +120,7 @@ def rounded_by_hand(model: Decoder) -> Decoder:
         (DENSE, "all", {f"{layer}.{n}" for layer in (0, 1) for n in ATTENTION | MLP}),
     ],
 )
-def test_only_what_was_asked_for_is_rounded(config: ModelConfig, parts: Parts, replaced: set[str]) -> None:
+def test_only_what_was_asked_for_is_rounded(config: ModelConfig, parts: Fp8Parts, replaced: set[str]) -> None:
     model, before = wide_model(config), wide_model(config).state_dict()
     assert quantized_parts(model) is None
     assert quantize_weights(model, parts) is model

@@ -10,8 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mbd_core.checkpoint.config import read_config, write_config
 from mbd_core.models.fused import fuse
-from mbd_core.models.model_config import LinearScaling, YarnScaling
 from mbd_core.models.rope import rope_frequencies
+from mbd_core.models.rope_scaling import LinearScaling, YarnScaling
 from mbd_core.ops.attention.whole import DenseAttention
 
 LENGTH, TRAINED = 640, 64

@@ -32,7 +32,7 @@ from mbd_core.engine.parallel.shared_sums import load_shard
 from mbd_core.engine.ranks import EngineCall
 from mbd_core.engine.weights import NotEnoughMemory
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import quantized_parts
 
 # The messages of rank 0 to the other ranks: one `Setup`, then `Orders` before each step.
@@ -48,7 +48,7 @@ class Setup:
     """
 
     model: ModelConfig
-    fp8: Parts | None
+    fp8: Fp8Parts | None
     engine: EngineConfig
     vocab_limit: int | None
     num_threads: int
@@ -134,7 +134,7 @@ def _build(model: Decoder, group: Group) -> Engine:
     return Engine(model, config, vocab_limit=setup.vocab_limit, ranks=group)
 
 
-def run_follower(folder: Path, rank: Rank, dtype: torch.dtype | None = None, fp8: Parts | None = None) -> None:
+def run_follower(folder: Path, rank: Rank, dtype: torch.dtype | None = None, fp8: Fp8Parts | None = None) -> None:
     """A follower's whole life, in a process of its own: join, load the shard, follow, leave.
 
     If it fails it does not leave the group: its process ends, and the other ranks learn the reason from that.

@@ -32,7 +32,7 @@ from mbd_core.engine.parallel.group import Group, Rank, RankLost, init_group, nu
 from mbd_core.engine.parallel.shared_sums import GroupSums, SharedSums, load_shard
 from mbd_core.engine.ranks import EngineCall
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import quantized_parts
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def start_parallel(
     size: int,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
-    fp8: Parts | None = None,
+    fp8: Fp8Parts | None = None,
     timeout: float = 120.0,
     trace: "TraceRecorder | None" = None,
     vocab_limit: int | None = None,

@@ -26,7 +26,7 @@ from mbd_core.engine.parallel.group import Group
 from mbd_core.errors import first_line
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.kernel_layer import Sum
-from mbd_core.models.model_config import Parts
+from mbd_core.models.model_config import Fp8Parts
 from mbd_core.ops.layer.residual_norm import RankParts
 
 MEETING_SECONDS = 20.0  # for the others to map a rank's memory, which takes milliseconds
@@ -157,7 +157,9 @@ def _waits(ranks: dist.ProcessGroup, seconds: float) -> Iterator[None]:
         store.set_timeout(old_timeout)
 
 
-def load_shard(folder: Path, group: Group, *, dtype: torch.dtype | None = None, fp8: Parts | None = None) -> Decoder:
+def load_shard(
+    folder: Path, group: Group, *, dtype: torch.dtype | None = None, fp8: Fp8Parts | None = None
+) -> Decoder:
     """This rank's part of the model in `folder`, on its device, its partial sums going over the group."""
     rank = group.rank
     return load_model(folder, dtype=dtype, device=rank.device, shard=rank.shard, reduce=sums_of(group), fp8=fp8)

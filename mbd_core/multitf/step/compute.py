@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from mbd_core.models.decoder import Attention, Decoder, DecoderLayer
+from mbd_core.models.flops import head_flops, matrix_flops, mlp_flops, pair_flops
 from mbd_core.models.layer_parts import Attend
 from mbd_core.models.mlp import MoE, SwiGLU
-from mbd_core.models.model_config import ModelConfig, head_flops, matrix_flops, mlp_flops, pair_flops
+from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.rope import Rope
 from mbd_core.multitf.config import Precision
 from mbd_core.multitf.data.encoding import IGNORE

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.sampling_config import sampling_defaults
 from mbd_core.engine.config import EngineConfig
-from mbd_core.models.model_config import Parts
+from mbd_core.models.model_config import Fp8Parts
 from mbd_core.options import CLUSTER, ENGINE, MODEL, OUTPUT, Option, check
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class EndpointArgs:
     ]
     name: Annotated[str | None, Option("What clients call it (default: the folder's name).", MODEL)] = None
     fp8: Annotated[
-        Parts | None,
+        Fp8Parts | None,
         Option(
             "FP8 weights: round the experts' or all layers', or keep the experts of an FP8 folder and their blocks.",
             MODEL,

@@ -15,7 +15,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.parallel.leader import ParallelEngine, start_parallel
-from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import quantized_parts
 from mbd_core.trace.recorder import TraceRecorder
 
@@ -76,7 +76,7 @@ def load_engine(
     *,
     trace: TraceRecorder | None = None,
     device: torch.device | None = None,
-    fp8: Parts | None = None,
+    fp8: Fp8Parts | None = None,
     tensor_parallel: int = 1,
     adapters: Mapping[str, Path] | None = None,
 ) -> LoadedModel:

@@ -12,7 +12,7 @@ from benchmarks.context.commands import affinity, context, turns
 from benchmarks.context.storing import CHUNK, counted_rows, gap_row, host_rows, storing_cost, storing_floor
 from benchmarks.context.turns import round_trip_rows
 from benchmarks.roofline import Machine, step_cost
-from mbd_core.models.model_config import head_flops
+from mbd_core.models.flops import head_flops
 from mbd_core.models.shapes import SHAPES, random_model
 
 SMALL = Traffic(conversations=12, turns=4, turn_tokens=256, system_tokens=128, think=2.0, rate=2.0)

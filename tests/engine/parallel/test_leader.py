@@ -41,7 +41,7 @@ from mbd_core.engine.parallel.leader import ParallelEngine, start_parallel
 from mbd_core.engine.parallel.shared_sums import load_shard
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import Parts
+from mbd_core.models.model_config import Fp8Parts
 from mbd_core.models.quantize import quantize_weights, quantized_parts
 from mbd_core.models.shard import Shard, served_dim
 from mbd_core.ops.experts.fp8 import Fp8Module, dequantize
@@ -113,7 +113,7 @@ def test_rank_0_says_how_long_prompt_chunks_are(folders: dict[str, Path], monkey
         assert {o.counts.num_prefill_forwards for i, o in outputs.items() if i != stream.request_id} == {60 // 12 - 1}
 
 
-def run_follower_with_slow_clock(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Parts | None) -> None:
+def run_follower_with_slow_clock(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Fp8Parts | None) -> None:
     observe = Pacer.observe
 
     def slow(pacer: Pacer, chunks: Sequence[PrefillChunk], *, decodes: bool, seconds: float) -> None:
@@ -123,7 +123,7 @@ def run_follower_with_slow_clock(folder: Path, rank: Rank, dtype: torch.dtype | 
     run_follower(folder, rank, dtype, fp8)
 
 
-def run_follower_with_little_memory(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Parts | None) -> None:
+def run_follower_with_little_memory(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Fp8Parts | None) -> None:
     def few_pages(model: Decoder, config: EngineConfig) -> int:
         assert config.kv_memory_fraction == 0.25, "two ranks share a machine's memory"
         return 17
@@ -264,7 +264,7 @@ def weights_of(model: Decoder) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "parts"), [("dense", "all"), ("sdar-moe", "experts")])
-def test_each_rank_rounds_what_it_holds(folders: dict[str, Path], name: str, parts: Parts) -> None:
+def test_each_rank_rounds_what_it_holds(folders: dict[str, Path], name: str, parts: Fp8Parts) -> None:
     """What is cut by output rows is rounded as in the whole model; what is cut by input columns by scales of its own,
     so two ranks compute the model that is put together from their rounded parts, and no other."""
     whole = weights_of(quantize_weights(load_model(folders[name]), parts))

@@ -14,7 +14,7 @@ from mbd_core.engine.parallel.followers import run_follower
 from mbd_core.engine.parallel.group import Rank
 from mbd_core.engine.parallel.leader import start_parallel
 from mbd_core.engine.weights import DormantMemory
-from mbd_core.models.model_config import Parts
+from mbd_core.models.model_config import Fp8Parts
 
 pytestmark = pytest.mark.usefixtures("warm_followers")
 
@@ -50,7 +50,7 @@ def test_ranks_sleep_and_wake_up_together_or_not_at_all(
             assert list(map(gist, engine.generate(requests(3)))) == list(map(gist, before))
 
 
-def run_follower_that_wakes_up_late(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Parts | None) -> None:
+def run_follower_that_wakes_up_late(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Fp8Parts | None) -> None:
     restore, refusals = DormantMemory.restore, ["full"]
 
     def restore_later(memory: DormantMemory) -> None:

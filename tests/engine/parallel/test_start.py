@@ -16,7 +16,7 @@ from mbd_core.engine.parallel.followers import Followers
 from mbd_core.engine.parallel.group import Rank, init_group
 from mbd_core.engine.parallel.leader import check_size, start_parallel
 from mbd_core.engine.parallel.shared_sums import load_shard
-from mbd_core.models.model_config import Parts
+from mbd_core.models.model_config import Fp8Parts
 
 
 def test_what_does_not_divide_is_named_before_anything_starts(folders: dict[str, Path]) -> None:
@@ -45,7 +45,7 @@ def unloadable(folders: dict[str, Path], folder: Path) -> Path:
     return folder
 
 
-def run_out_of_memory(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Parts | None) -> None:
+def run_out_of_memory(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Fp8Parts | None) -> None:
     group = init_group(rank)
     load_shard(folder, group, dtype=dtype)
     group.receive()

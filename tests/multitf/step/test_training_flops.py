@@ -9,7 +9,7 @@ from family_models import FAMILIES, random_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mbd_core.models.model_config import head_flops, matrix_flops, mlp_flops, pair_flops
+from mbd_core.models.flops import head_flops, matrix_flops, mlp_flops, pair_flops
 from mbd_core.multitf.data.encoding import IGNORE, Example
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.mask import dual_stream_mask

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.model_config import ModelConfig, MoEConfig, YarnScaling
+from mbd_core.models.model_config import ModelConfig, MoEConfig
+from mbd_core.models.rope_scaling import YarnScaling
 
 SIZES = {
     "architecture": "SDARForCausalLM",
