@@ -1,14 +1,15 @@
-"""The decoder stack of every family: pre-norm, GQA with RoPE, SwiGLU or experts; `ModelConfig` says what differs.
-Gemma's layers have a file of their own (`gemma.py`).
+"""The decoder stack of every family: pre-norm, GQA with RoPE, SwiGLU or experts. `ModelConfig` holds the differences.
+Gemma's layers are in `gemma.py`.
 
-The stack knows no mask, no cache and no decoding method: attention is a callable given to `forward`. Module names are
-those of Qwen3 (SDAR); `checkpoint.families` has the names of other families.
+The stack knows no mask, no cache and no decoding method: attention is a callable given to `forward`. Modules have
+Qwen3's (SDAR's) names; `checkpoint.families` maps other families' names.
 
 Shape legend: ... any leading shape (`B L` in training, `T` packed in the engine), D hidden, H query heads, K key/value
 heads, C head channels, V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,12 +69,11 @@ class DecoderLayer(nn.Module):
         kept: Tensor | None = None,
         experts: Tensor | None = None,
     ) -> list[Tensor]:
-        """The residual stream after this layer, in the same rows; only `attend` gets all rows in one tensor.
+        """The residual stream after this layer, in the same rows. Only `attend` gets all rows in one tensor.
 
-        `experts` (..., K), of one row alone: the experts of each token, in place of the router's choice.
-
-        With `kept` (N), places of the only row's tokens counted without its shape, it is these tokens' (N, D), and the
-        MLP runs on them alone, unless their experts depend on whole blocks.
+        `experts` (..., K) replaces the router's choice for the tokens of a single row. `kept` (N) are flat indices
+        into a single row's tokens: the result is (N, D), and the MLP runs on these tokens alone, unless experts depend
+        on whole blocks.
         """
         adapts = [None] * len(rows) if adapters is None else [a.of(layer) for a in adapters.split(split)]
         parts = [
@@ -120,13 +120,25 @@ class Stack(nn.Module):
         self.self_conditioning = None if config.gemma is None else SelfConditioning(config)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The part of a forward that a training step needs, of one row of tokens.
+
+    `kept` (N): flat indices into `input_ids`; only their hidden states (N, D) are computed to the end. `experts` (...,
+    M, K): each token's experts in the M layers that have experts; the routers weigh them and choose none.
+    """
+
+    kept: Tensor
+    experts: Tensor | None = None
+
+
 class Decoder(nn.Module):
     """A diffusion language model: token ids and positions in, hidden states out; `logits` is a call of its own.
 
-    With a `shard` of several ranks this is one rank's part: `config` then has that rank's sizes (`sharded`), as its
-    cache needs them, and `whole_config` all; `vocabulary` are the ids whose embeddings and logits it has. `reduce`
-    must sum a tensor over the ranks; it is applied to embeddings, to the partial sums after o_proj and after the MLP,
-    and to logits. Norms and router are whole on every rank.
+    With a `shard` of several ranks this is one rank's part. `config` then has that rank's sizes (`sharded`), as its
+    cache needs them; `whole_config` has the model's. `vocabulary` is the rank's range of token ids. `reduce` must sum
+    a tensor over the ranks. It is applied to embeddings, to the partial sums after o_proj and after the MLP, and to
+    logits. Norms and router are whole on every rank.
     """
 
     def __init__(self, config: ModelConfig, *, shard: Shard | None = None, reduce: Reduce | None = None) -> None:
@@ -153,20 +165,15 @@ class Decoder(nn.Module):
         soft_weight: Tensor | None = None,
         split: Sequence[int] | None = None,
         adapters: TokenAdapters | None = None,
-        kept: Tensor | None = None,
         denoising: Denoising | None = None,
-        experts: Tensor | None = None,
+        training: Training | None = None,
     ) -> Tensor:
-        """Final hidden states (..., D) of `input_ids` (...) at `positions` (...).
+        """Final hidden states (..., D) of `input_ids` (...) at `positions` (...), or of `training.kept` alone (N, D).
 
-        With `kept` (N), places in `input_ids` counted without its shape, those of these tokens alone (N, D): the last
-        layer's MLP and the norm run on no other.
-
-        `soft_weight` (...), float32 in [0, 1], mixes each token's embedding with the mask's (`embed`). With `split`,
-        the lengths of the rows that `input_ids` (T) packs, each row is computed in calls of its own. Its numbers then
-        do not depend on the other rows, if `attend` also computes each row by itself. `denoising` says which tokens
-        Gemma denoises; without it they are all context. `experts` (..., M, K) are each token's in each of the M layers
-        that have some: the routers weigh these and choose none.
+        `soft_weight` (...), float32 in [0, 1], mixes each token's embedding with the mask's (`embed`). `split` gives
+        the lengths of the rows packed in `input_ids` (T). Each row is then computed in its own calls, so its numbers
+        do not depend on the other rows, if `attend` also computes each row by itself. `denoising` marks the tokens
+        that Gemma denoises; without it all tokens are context.
         """
         ids = pieces(input_ids, split)
         weights = [None] * len(ids) if soft_weight is None else pieces(soft_weight, split)
@@ -175,24 +182,24 @@ class Decoder(nn.Module):
         if denoised is not None:
             rows = [self.condition(row, part) for row, part in zip(rows, denoised, strict=True)]
         ropes = [self.ropes(row) for row in pieces(positions, split)]
-        assert kept is None or (split is None and adapters is None), "kept places are of one row, in training"
-        assert experts is None or (split is None and self.config.gemma is None), "experts are given in training"
-        given = iter(() if experts is None else experts.unbind(-2))
+        assert training is None or (split is None and adapters is None and denoising is None), "training has one row"
+        kept = None if training is None else training.kept
+        experts = iter(() if training is None or training.experts is None else training.experts.unbind(-2))
         last = len(self.model.layers) - 1
         for index, layer in enumerate(self.model.layers):
             own_ropes, own_kept = [kinds[self.rope_kinds[index]] for kinds in ropes], kept if index == last else None
             more: tuple[Any, ...] = () if self.config.gemma is None else (denoised,)
-            if experts is not None and self.config.is_sparse(index):
-                more = (next(given),)
+            if self.config.is_sparse(index) and (chosen := next(experts, None)) is not None:
+                more = (chosen,)
             rows = layer(rows, own_ropes, attend, index, split, self.reduce, adapters, own_kept, *more)
         return join([self.model.norm(row) for row in rows])
 
     def ropes(self, positions: Tensor) -> list[Rope]:
-        """The rotations of `positions`, one for each kind of the stack's heads (`rope_kinds`)."""
+        """The rotations of `positions`, one for each kind of heads (`rope_kinds`)."""
         return [rotary(positions, config) for config in self._head_configs]
 
     def condition(self, embeddings: Tensor, denoising: Denoising) -> Tensor:
-        """Embeddings (..., D), with those of denoised tokens conditioned (`SelfConditioning`)."""
+        """Embeddings (..., D); denoised tokens' embeddings are conditioned (`SelfConditioning`)."""
         assert self.model.self_conditioning is not None, f"{self.config.architecture} denoises no drawn tokens"
         conditioned: Tensor = self.model.self_conditioning(embeddings, denoising, self.reduce)
         return conditioned
@@ -218,7 +225,7 @@ class Decoder(nn.Module):
         return torch.where(w == 1, hard, soft.to(hard.dtype))
 
     def _hard(self, input_ids: Tensor) -> Tensor:
-        """Rows of the embeddings (..., D); each is known to one rank."""
+        """Rows of the embeddings (..., D). Each row lies on one rank."""
         table, own_ids = self.model.embed_tokens, self.vocabulary
         if self.reduce is None:
             return self._scaled(table(input_ids))
@@ -240,8 +247,8 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
         """Raw logits (..., V) of hidden states (..., D), in the head's dtype.
 
-        The logits at a position predict its token, or with `config.shift_logits` the next position's token. Of several
-        ranks, all must call it together.
+        The logits at a position predict its token, or with `config.shift_logits` the next position's token. All ranks
+        must call it together.
         """
         own_logits_V = self.own_logits(hidden, split=split)
         if self.reduce is None:
@@ -251,7 +258,7 @@ class Decoder(nn.Module):
         return self.reduce(logits)
 
     def own_logits(self, hidden: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
-        """The logits of `vocabulary` alone, this rank's part: nothing crosses."""
+        """This rank's logits, of `vocabulary` alone, without communication."""
         logits = join([self.lm_head(row) for row in pieces(hidden, split)])
         if self.config.gemma is None:
             return logits

@@ -8,7 +8,7 @@ from mbd_core.models.model_config import ModelConfig
 
 
 def matrix_flops(config: ModelConfig) -> float:
-    """Operations of one token in the layers' matrices: of a mixture of experts those that it activates."""
+    """Operations of one token in the layers' matrices; of a mixture's experts only the activated ones count."""
     total = 0.0
     for layer in range(config.num_layers):
         c = config.of_layer(layer)
@@ -17,8 +17,10 @@ def matrix_flops(config: ModelConfig) -> float:
 
 
 def mlp_flops(config: ModelConfig, layer: int) -> float:
-    """Operations of one token in the MLP of layer number `layer`: with experts the router and those it chooses, and
-    Gemma's dense MLP beside them."""
+    """Operations of one token in the MLP of layer number `layer`.
+
+    With experts these are the router and the chosen experts, and in Gemma the dense MLP too.
+    """
     moe = config.moe if config.is_sparse(layer) else None
     dense = 6.0 * config.hidden_size * config.intermediate_size
     if moe is None:

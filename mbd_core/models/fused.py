@@ -1,7 +1,7 @@
 """The inference form of a decoder: the same numbers from fewer, larger operations.
 
-Its layers are `FusedLayer`s or, on a GPU with Triton, `KernelLayer`s. Weights are joined in memory, none is there
-twice, and the decoder itself still loads, saves and runs.
+Its layers are `FusedLayer`s or, on a GPU with Triton, `KernelLayer`s. Weights are joined in memory and none is stored
+twice. The decoder itself still loads, saves and runs.
 
 Shape legend: T packed tokens, D hidden.
 """
@@ -19,12 +19,12 @@ from mbd_core.ops.launch import triton_serves
 
 
 def fuse(model: Decoder, *, num_positions: int, kernels: bool | None = None) -> "FusedDecoder":
-    """The inference form of `model`, for positions below `num_positions`; `kernels` (`None`: where they can be used)
-    are the Triton kernels of `KernelLayer`.
+    """The inference form of `model`, for positions below `num_positions`.
 
-    The parameters of `model` move in memory: those that one product uses become adjacent. A second call moves nothing.
-    The peak memory is the model and one layer's joint weights. After weights are replaced, cast or moved to another
-    device, the model must be fused again; after they are overwritten in place, `FusedDecoder.refresh` is enough.
+    `kernels` chooses the Triton kernels of `KernelLayer`; `None` uses them where they run. Parameters of `model` move
+    in memory: the parameters of one product become adjacent. A second call moves nothing. The peak memory is the model
+    and one layer's joint weights. After weights are replaced, cast or moved to another device, the model must be fused
+    again. After weights are overwritten in place, `FusedDecoder.refresh` is enough.
     """
     with torch.inference_mode(False), torch.no_grad():
         return FusedDecoder(model, num_positions=num_positions, kernels=kernels)
@@ -49,7 +49,7 @@ class FusedDecoder:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Read the weights anew that stand here as copies, after the decoder's were overwritten."""
+        """Copies the weights that this form stores as copies, after the decoder's were overwritten."""
         for layer in self._layers:
             if isinstance(layer, FusedLayer):
                 layer.refresh()
@@ -67,7 +67,7 @@ class FusedDecoder:
     ) -> Tensor:
         """Final hidden states (T, D), equal to those of `Decoder.forward` except for rounding.
 
-        Tokens that are not `live` (T) go to no expert, and so read no expert's weights: nothing of them may be used.
+        Tokens that are not `live` (T) go to no expert and so read no expert's weights. Their results are undefined.
         """
         x_TD = self.decoder.embed(input_ids_T, soft_weight)
         if self._kernels:
@@ -83,7 +83,7 @@ class FusedDecoder:
     def _by_kernels(
         self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapters: TokenAdapters | None, live: Tensor | None
     ) -> Tensor:
-        """The layers and the last norm; a layer's last sum is left to the norm that follows it."""
+        """The layers and the last norm. A layer's last sum is added by the norm that follows it."""
         stream = Stream(x_TD)
         for index, layer in enumerate(self._layers):
             if isinstance(layer, KernelLayer):

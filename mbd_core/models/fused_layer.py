@@ -1,7 +1,7 @@
 """A decoder layer with fewer, larger operations: the same numbers, and the same weights, joined in memory.
 
-One product computes q, k and v, another gate and up; all heads share one norm and one rotation; a product adds the
-residual itself; cosines and sines come from a table. The modules' own parameters become slices of the joint weights,
+One product computes q, k and v, another gate and up. All heads share one norm and one rotation. A product adds the
+residual itself. Cosines and sines come from a table. The modules' own parameters become slices of the joint weights,
 so no weight is in memory twice.
 
 Shape legend: T packed tokens, D hidden, H query heads, K key/value heads, N = H + K, C head channels, F MLP channels,
@@ -49,7 +49,7 @@ class FusedLayer:
         self._swiglu = FusedSwiGLU(swiglu) if isinstance(swiglu, SwiGLU) else None
 
     def refresh(self) -> None:
-        """Read the gains of the heads anew, the only weights that are copies."""
+        """Copies the heads' gains again, the only weights stored as copies."""
         if self._head_norm is not None:
             torch.cat(self._head_gains, out=self._head_norm.gain)
 
@@ -94,7 +94,7 @@ class FusedSwiGLU:
     def add(
         self, to_TD: Tensor, x_TD: Tensor, reduce: Reduce | None, adapters: TokenAdapters | None, layer: int
     ) -> Tensor:
-        """`to_TD` and the MLP of `x_TD`."""
+        """`to_TD` plus the MLP of `x_TD`."""
         gate_up = F.linear(x_TD, self.gate_up)
         if adapters is not None:
             gate_up.addmm_(*adapters.joint(layer, "gate_up", x_TD))
@@ -134,8 +134,8 @@ class Rotation:
     """The half-split rotation of heads (T, N, C) at T positions: `x cos + partner(x) sin`; the sines carry the signs.
 
     A channel's partner is `half` channels away. A channel that does not rotate is its own partner, with cosine 1 and
-    sine 0. `partners_C` is None if all channels rotate. `in_one`: one fused multiply-add instead of two operations.
-    `query_scale_T11` is what queries are multiplied by, `None`: nothing.
+    sine 0. `partners_C` is `None` if all channels rotate. `in_one` uses one fused multiply-add instead of two
+    operations. `query_scale_T11` multiplies queries; `None` leaves them.
     """
 
     cos_T1C: Tensor
@@ -181,14 +181,14 @@ class Rotations:
         return Rotation(cos_T1C, sin_T1C, self._half, self._partners_C, self._in_one, scale_T11)
 
     def query_scale_at(self, positions_T: Tensor) -> Tensor | None:
-        """What queries at these positions are multiplied by (T, 1, 1), `None`: nothing."""
+        """The factors (T, 1, 1) of queries at these positions; `None` if queries are not scaled."""
         return None if self._query_scale_P11 is None else self._query_scale_P11.index_select(0, positions_T)
 
 
 def add_product(
     x: Tensor, left: Tensor, right: Tensor, reduce: Reduce | None, more: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """`x + left @ right`, plus the product of `more`; `reduce` sums both over the ranks if each rank has a part."""
+    """`x + left @ right`, plus the product of `more`. `reduce` sums both over the ranks if each rank has a part."""
     if reduce is None:
         x = torch.addmm(x, left, right)
         return x if more is None else x.addmm_(*more)

@@ -1,9 +1,9 @@
-"""DiffusionGemma's layers: norms around each part, a dense MLP beside experts, heads of two kinds; self-conditioning.
+"""DiffusionGemma's layers: norms around each part, a dense MLP beside experts, two kinds of heads, self-conditioning.
 
 One set of weights computes two kinds of tokens. Known tokens, of the prompt and of finished text, are embedded alone,
-and `context_scalar` scales the stream after each layer. Tokens that are being denoised (`Denoising`) are embedded
-together with what the forward before expected at their places, and `layer_scalar` scales them. The names of modules
-are the release's; `checkpoint.families` has the three that differ.
+and `context_scalar` scales the stream after each layer. Denoised tokens (`Denoising`) are embedded together with the
+last forward's expectation at their places, and `layer_scalar` scales them. Modules have the release's names;
+`checkpoint.families` has the three names that differ.
 
 Shape legend: ... any leading shape, D hidden, H query heads, K key/value heads, C head channels, T tokens, E experts.
 """
@@ -25,15 +25,17 @@ from mbd_core.ops.experts.choice import grouped_experts, loop_experts
 
 @dataclass(frozen=True)
 class Denoising:
-    """Which tokens of a forward are being denoised (...), bool; and the expected embedding (..., D) that
-    `Decoder.expected_embedding` made of the last forward's logits at their places, zeros where there was none. It is
-    read at these tokens alone."""
+    """The tokens (...) of a forward that are denoised, bool, and their expected embeddings (..., D).
+
+    `Decoder.expected_embedding` makes `expected` from the last forward's logits at the same places. It is zero where
+    there was no such forward, and is read at denoised tokens alone.
+    """
 
     at: Tensor
     expected: Tensor
 
     def pieces(self, split: Sequence[int] | None) -> "list[Denoising]":
-        """Those of each row of these lengths, copied as the rows are; `None`: all tokens are one row."""
+        """One `Denoising` for each row of these lengths, copied as the rows are; `None`: all tokens are one row."""
         return [Denoising(*row) for row in zip(pieces(self.at, split), pieces(self.expected, split), strict=True)]
 
 
@@ -56,7 +58,7 @@ class GemmaNorm(RMSNorm):
 
 
 class GemmaAttention(nn.Module):
-    """The attention of one layer; `config` has its heads (`ModelConfig.of_layer`)."""
+    """The attention of one layer. `config` has this layer's heads (`ModelConfig.of_layer`)."""
 
     def __init__(self, config: ModelConfig, *, has_values: bool) -> None:
         super().__init__()
@@ -69,8 +71,10 @@ class GemmaAttention(nn.Module):
         self.q_norm, self.k_norm = GemmaNorm(c, eps), GemmaNorm(c, eps)
 
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (..., H, C), keys and values (..., K, C) of `x` (..., D). Scores are not scaled in this model, so
-        queries are multiplied by C^1/2, which `Attend` takes back."""
+        """Queries (..., H, C), keys and values (..., K, C) of `x` (..., D).
+
+        This model does not scale scores. `Attend` divides by C^1/2, so queries are multiplied by it here.
+        """
         q, k = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj))
         v = k if self.v_proj is None else self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         q, k = (rotate(x, rope.cos, rope.sin) for x in (self.q_norm(q), self.k_norm(k)))
@@ -86,7 +90,7 @@ class GeGLU(SwiGLU):
 
 
 class GemmaRouter(Router):
-    """The choice by the normed and scaled residual stream itself; each expert's weight has a learned factor."""
+    """Chooses experts by the normed and scaled residual stream; each expert's weight has a learned factor."""
 
     def __init__(self, config: ModelConfig) -> None:
         assert config.moe is not None
@@ -102,12 +106,12 @@ class GemmaRouter(Router):
         return ids_TK, weights_TK * self.per_expert_scale.float()[ids_TK]
 
     def scaled(self, x_TD: Tensor) -> Tensor:
-        """What the router's matrix multiplies."""
+        """The router matrix's input."""
         return unit_rms(x_TD, self.eps).to(x_TD.dtype) * self.scale * x_TD.shape[-1] ** -0.5
 
 
 class GemmaExperts(Experts):
-    """Stacked experts, each a GeGLU. The Triton kernels compute SwiGLU, so they have no part here."""
+    """Stacked experts, each a GeGLU. The Triton kernels compute SwiGLU, so they are not used here."""
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
@@ -149,7 +153,7 @@ class GemmaLayer(nn.Module):
         kept: Tensor | None = None,
         denoising: Sequence[Denoising] | None = None,
     ) -> list[Tensor]:
-        """The residual stream after this layer, in the same rows; only `attend` gets all rows in one tensor."""
+        """The residual stream after this layer, in the same rows. Only `attend` gets all rows in one tensor."""
         assert adapters is None and kept is None, "Gemma is neither adapted nor trained here"
         parts = [self.self_attn.project(self.input_layernorm(x), rope) for x, rope in zip(rows, ropes, strict=True)]
         q, k, v = (join(part) for part in zip(*parts, strict=True))
@@ -158,7 +162,7 @@ class GemmaLayer(nn.Module):
         return [self._finish(x, out, reduce) * scalar for x, out, scalar in zip(rows, attended, scalars, strict=True)]
 
     def _scalar(self, denoised: Tensor | None) -> Tensor:
-        """What multiplies each token's stream."""
+        """The factor of each token's stream."""
         if denoised is None:
             return self.context_scalar
         return torch.where(denoised[..., None], self.layer_scalar, self.context_scalar)
@@ -185,7 +189,7 @@ class SelfConditioning(nn.Module):
         self.eps = config.rms_norm_eps
 
     def forward(self, x: Tensor, denoising: Denoising, reduce: Reduce | None) -> Tensor:
-        """Embeddings (..., D), with those of denoised tokens conditioned."""
+        """Embeddings (..., D); denoised tokens' embeddings are conditioned."""
         glu = self.mlp(self.pre_norm(denoising.expected))
         conditioned = unit_rms(x + (glu if reduce is None else reduce(glu)), self.eps)
         return torch.where(denoising.at[..., None], conditioned.to(x.dtype), x)

@@ -1,9 +1,9 @@
 """A decoder layer of few CUDA kernels: a `FusedLayer` whose work between the products is done by Triton kernels.
 
-    norm + residual | qkv | heads -> cache | attention | o_proj | norm + residual | router, choice, tiles, experts
+norm + residual | qkv | heads -> cache | attention | o_proj | norm + residual | router, choice, tiles, experts
 
-What a layer adds last is added by the norm that follows it, in the next layer or behind the last one. So are the parts
-of tensor-parallel ranks that read each other's memory.
+A layer's last sum is added by the norm that follows it, in the next layer or behind the last layer. If tensor-parallel
+ranks read each other's memory, that norm also adds the ranks' parts.
 
 Shape legend: T packed tokens, D hidden, H query heads, K key/value heads, C head channels, L places of a cache.
 """
@@ -28,21 +28,21 @@ Sum = Literal[0, 1]
 
 @runtime_checkable
 class SharedReduce(Protocol):
-    """A `Reduce` whose ranks can read each other's parts: the kernel that needs a sum adds them up itself."""
+    """A `Reduce` whose ranks can read each other's parts: the kernel that needs a sum adds the parts itself."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def place(self, number: Sum, like: Tensor) -> Tensor | None:
-        """Memory of the shape and dtype of `like` to write this rank's part into, `None` if it does not fit. A place
-        is free again when the parts of the other one have been shared."""
+        """Memory of the shape and dtype of `like` for this rank's part, `None` if it does not fit. A place is free
+        again when the parts of the other sum have been shared."""
 
     def share(self, number: Sum) -> RankParts:
-        """The parts of all ranks, when all have written theirs."""
+        """The parts of all ranks, once every rank has written its part."""
 
 
 @runtime_checkable
 class PagedAttend(Protocol):
-    """Attention over a cache into which the caller has written this forward's keys and values itself."""
+    """Attention over a cache into which the caller has already written this forward's keys and values."""
 
     def places(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values (L, K, C) of a layer, and the place (T,) of each token."""
@@ -53,7 +53,8 @@ class PagedAttend(Protocol):
 
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream: `x_TD` and, not added yet, `part_TD` and the sums of `ranks` and of `experts`."""
+    """The residual stream: `x_TD` plus the terms that are not added yet: `part_TD`, and the sums of `ranks` and
+    `experts`."""
 
     x_TD: Tensor
     part_TD: Tensor | None = None
@@ -117,12 +118,12 @@ class KernelLayer(FusedLayer):
         return self._mlp(x_TD, inner_TD, adapters, index, live_T)
 
     def _place(self, number: Sum, x_TD: Tensor) -> Tensor | None:
-        """Where this rank's part of a sum is to be written, if the other ranks are to read it there."""
+        """The memory for this rank's part of a sum, if the other ranks read it there."""
         return None if self._shared is None else self._shared.place(number, x_TD)
 
     def _over_ranks(self, number: Sum, x_TD: Tensor, part_TD: Tensor, place_TD: Tensor | None) -> Stream:
-        """The stream `x_TD` with the sum of the ranks' parts; `part_TD` is this rank's, in `place_TD` if there is
-        one."""
+        """The stream `x_TD` with the sum of the ranks' parts. `part_TD` is this rank's part, in `place_TD` if that is
+        given."""
         if place_TD is not None:
             assert self._shared is not None
             return Stream(x_TD, ranks=self._shared.share(number))
@@ -131,9 +132,9 @@ class KernelLayer(FusedLayer):
     def _mlp(
         self, x_TD: Tensor, inner_TD: Tensor, adapters: TokenAdapters | None, index: int, live_T: Tensor | None
     ) -> Stream:
-        """The stream with what the MLP of `inner_TD` adds to it; of a rank's part, summed over the ranks."""
+        """The stream with the MLP of `inner_TD` added, summed over the ranks where each has a part."""
         fuses = self._experts is not None and self._experts.fuses(len(inner_TD))
-        shares = fuses and self._swiglu is not None and adapters is None  # adapters are of the shared experts alone
+        shares = fuses and self._swiglu is not None and adapters is None  # adapters change the shared experts alone
         place_TD = self._place(1, x_TD)
         part_TD: Tensor | None = None
         if self._swiglu is not None and not shares:

@@ -1,4 +1,4 @@
-"""What layers are made of: attention and sums over ranks as callables, rows that are computed apart, the norm.
+"""The parts of layers: attention and sums over ranks as callables, rows computed apart, the norm.
 
 Shape legend: ... any leading shape, H query heads, K key/value heads, C head channels.
 """

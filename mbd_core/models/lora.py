@@ -1,16 +1,16 @@
 """LoRA adapters beside a decoder's weights: each token of a forward uses its own adapter, or none.
 
-A product `W x` becomes `W x + B A x`, with the A and B of the token's adapter. The resident adapters stand in slots of
-stacked tensors, so the shapes never change: A of all slots is one product, the results of the slots that are not the
-token's are multiplied by zero, and B of all slots is another. A token without an adapter gets exact zeros. Products
-that read the same input (q, k and v; gate and up) are stacked too: their B is one matrix, block-diagonal.
+A product `W x` becomes `W x + B A x`, with the A and B of the token's adapter. Resident adapters stand in slots of
+stacked tensors, so shapes never change. A of all slots is one product; the results of slots other than the token's are
+multiplied by zero; B of all slots is another product. A token without an adapter gets exact zeros. Products with the
+same input (q, k and v; gate and up) are stacked too: their B is one block-diagonal matrix.
 
-Adapted are the projections of the attention and of the dense MLP, or of the shared experts. A tensor-parallel rank
-holds what its part of W needs: rows of B or columns of A. Its product is a partial sum where W's is, so nothing else
-has to be summed.
+Adapters change the projections of the attention and of the dense MLP or the shared experts. A tensor-parallel rank
+holds the rows of B or the columns of A that belong to its part of W. Its product is a partial sum exactly where W's
+is, so no other sum is needed.
 
-Shape legend: ... or T tokens, S slots, J products that read the same input, R the largest rank, I input channels,
-O output channels of all J.
+Shape legend: ... or T tokens, S slots, J products that read the same input, R the largest rank, I input channels, O
+output channels of all J.
 """
 
 import itertools
@@ -25,11 +25,11 @@ from torch.nn import functional as F
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shard import Shard, split_dim
 
-Group = Literal["qkv", "out", "gate_up", "down"]
+ProductGroup = Literal["qkv", "out", "gate_up", "down"]
 Adapt = Callable[[str, Tensor], Tensor]
 """The adapters' part of a layer's product, by the product's name and its input."""
 
-PRODUCTS: dict[Group, tuple[str, ...]] = {
+PRODUCTS: dict[ProductGroup, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "out": ("o_proj",),
     "gate_up": ("gate_proj", "up_proj"),
@@ -40,16 +40,16 @@ PLACE = {product: (group, at) for group, products in PRODUCTS.items() for at, pr
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter of a whole model: A (r, I) and B (O, r) by the decoder's module, the scale being in B."""
+    """One adapter of a whole model: A (r, I) and B (O, r) by the decoder's module. B contains the scale."""
 
     rank: int
     factors: Mapping[str, tuple[Tensor, Tensor]]
 
 
 def adapted_modules(config: ModelConfig) -> Iterator[tuple[int, str, str]]:
-    """The modules that an adapter can change: the layer's number, the product, the module's name in the decoder.
+    """The modules that an adapter can change, each as layer number, product and module name in the decoder.
 
-    Raises `ValueError` for Gemma, whose layers take no adapters here.
+    Raises `ValueError` for Gemma, whose layers take no adapters.
     """
     if config.gemma is not None:
         raise ValueError(f"adapters cannot be loaded: the layers of {config.architecture} take none here")
@@ -65,7 +65,7 @@ def adapted_modules(config: ModelConfig) -> Iterator[tuple[int, str, str]]:
 
 
 def adapted(out: Tensor, adapt: Adapt | None, product: str, x: Tensor) -> Tensor:
-    """The product `out` of `x` with the adapters' part."""
+    """The product `out` of `x` plus the adapters' part."""
     return out if adapt is None else out + adapt(product, x)
 
 
@@ -90,13 +90,13 @@ class StackedFactors:
         self._b_JSRO[:, slot] = 0
 
     def inner(self, x: Tensor, chosen_S: Tensor) -> Tensor:
-        """What A makes of `x` (..., I), zero in the slots that are not chosen (..., S): (..., J S R), the input of
+        """A times `x` (..., I), as (..., J S R), zero in slots that are not chosen (..., S). It is the input of
         `right` (J S R, O)."""
         inner = F.linear(x, self._left).unflatten(-1, self._a_JSRI.shape[:3])
         return (inner * chosen_S[..., None, :, None]).flatten(-3)
 
     def product(self, at: int, x: Tensor, chosen_S: Tensor) -> Tensor:
-        """The adapters' part of product number `at` alone, the definition: (..., its output channels)."""
+        """The adapters' part of product number `at` alone (..., its output channels). This is the definition."""
         inner = F.linear(x, self._a_JSRI[at].flatten(0, 1)).unflatten(-1, self._a_JSRI.shape[1:3])
         return (inner * chosen_S[..., None]).flatten(-2) @ self._b_JSRO[at, ..., self._columns[at]].flatten(0, 1)
 
@@ -112,15 +112,15 @@ class AdapterSlots:
         self.num_slots, self.max_rank, self._shard = num_slots, max_rank, shard
         c = config
         attended = c.num_heads * c.head_dim
-        attention: dict[Group, tuple[int, tuple[int, ...]]] = {
+        attention: dict[ProductGroup, tuple[int, tuple[int, ...]]] = {
             "qkv": (c.hidden_size, (attended, *[c.num_kv_heads * c.head_dim] * 2)),
             "out": (attended, (c.hidden_size,)),
         }
         with torch.inference_mode(False):
-            self.layers: list[dict[Group, StackedFactors]] = []
+            self.layers: list[dict[ProductGroup, StackedFactors]] = []
             for layer in range(c.num_layers):
                 width = c.moe.shared_size if c.moe is not None and c.is_sparse(layer) else c.intermediate_size
-                mlp: dict[Group, tuple[int, tuple[int, ...]]] = {
+                mlp: dict[ProductGroup, tuple[int, tuple[int, ...]]] = {
                     "gate_up": (c.hidden_size, (width, width)),
                     "down": (width, (c.hidden_size,)),
                 }
@@ -160,13 +160,13 @@ class AdapterSlots:
 
 @dataclass(frozen=True)
 class TokenAdapters:
-    """Which adapter each token of a forward uses: `chosen_TS` is one in its slot and zero elsewhere."""
+    """The adapter of each token of a forward: `chosen_TS` is 1 in the token's slot and zero elsewhere."""
 
-    layers: Sequence[Mapping[Group, StackedFactors]]
+    layers: Sequence[Mapping[ProductGroup, StackedFactors]]
     chosen_TS: Tensor
 
     def split(self, lengths: Sequence[int] | None) -> "list[TokenAdapters]":
-        """Those of each row of these lengths; `None`: all tokens are one row."""
+        """The `TokenAdapters` of each row of these lengths; `None`: all tokens are one row."""
         rows = [self.chosen_TS] if lengths is None else [r.clone() for r in self.chosen_TS.split(list(lengths))]
         return [replace(self, chosen_TS=row) for row in rows]
 
@@ -179,7 +179,7 @@ class TokenAdapters:
 
         return adapt
 
-    def joint(self, layer: int, group: Group, x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    def joint(self, layer: int, group: ProductGroup, x_TI: Tensor) -> tuple[Tensor, Tensor]:
         """Two matrices whose product (T, O) is the adapters' part of a group's products, side by side."""
         factors = self.layers[layer][group]
         return factors.inner(x_TI, self.chosen_TS), factors.right

@@ -25,8 +25,6 @@ from mbd_core.ops.launch import triton_serves
 from mbd_core.ops.layer.residual_norm import ExpertParts
 from mbd_core.ops.layer.router import route
 
-# The dense MLP of a decoder layer: SwiGLU.
-
 
 class SwiGLU(nn.Module):
     """`down(silu(gate x) * up x)` on (..., D); `width` is the inner size."""
@@ -47,12 +45,11 @@ class SwiGLU(nn.Module):
         return F.silu(gate)
 
 
-# The mixture-of-experts MLP: a router, stacked experts, and the experts that every token shares.
-
-
 class Router(nn.Module):
-    """Chooses each token's experts and their weights. With an `expert_capacity` the tokens are whole blocks of
-    `block_size`, one after another, wherever each lies in its sequence."""
+    """Chooses each token's experts and their weights.
+
+    With an `expert_capacity` the tokens must be whole blocks of `block_size`, one after another.
+    """
 
     expert_bias: Tensor
 
@@ -64,7 +61,7 @@ class Router(nn.Module):
             self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move with the module, but stay float32: in bfloat16 the offset would change which experts are chosen."""
+        """Moves with the module but stays float32: in bfloat16 the offset would change the choice of experts."""
         original = self.expert_bias if self.config.expert_bias else None
         super()._apply(fn, recurse)
         if original is not None and self.expert_bias.dtype != torch.float32:
@@ -72,7 +69,7 @@ class Router(nn.Module):
         return self
 
     def check_blocks(self, num_tokens: int) -> None:
-        """Raise `ValueError` if tokens that choose together are not all there."""
+        """Raises ValueError if blocks are incomplete."""
         if self.config.expert_capacity and num_tokens % self.block_size:
             raise ValueError(
                 f"{num_tokens} tokens are no whole number of blocks of {self.block_size} tokens, which choose their "
@@ -86,9 +83,12 @@ class Router(nn.Module):
     def forward(
         self, x_TD: Tensor, live_T: Tensor | None = None, num_shared: int = 0, given_TK: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Expert ids (T, K + S) and their float32 weights (T, K + S), the last S = `num_shared` those of the experts
-        that every token shares, E to E + S - 1. Tokens that are not `live_T` go to the sentinel E + S, which is no
-        expert. With `given_TK` these are the ids, and the weights alone are this router's."""
+        """Expert ids (T, K + S) and their float32 weights (T, K + S).
+
+        The last S = `num_shared` columns are the shared experts, E to E + S - 1. Tokens that are not `live_T` go to
+        the sentinel E + S, which is no expert. `given_TK` replaces the choice of ids; this router then only weighs
+        them.
+        """
         c = self.config
         self.check_blocks(len(x_TD))
         if given_TK is None and torch.is_inference_mode_enabled() and triton_serves(x_TD.device, x_TD.dtype):
@@ -140,7 +140,7 @@ class Router(nn.Module):
 
 @contextmanager
 def recorded_experts(model: nn.Module) -> Iterator[list[list[Tensor]]]:
-    """Within it, the expert ids (T, K) that each router of `model` gives, call by call; the routers in layer order."""
+    """Inside it, collects the expert ids (T, K) of each call, one list for each router of `model`, in layer order."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
     calls: list[list[Tensor]] = [[] for _ in routers]
 
@@ -159,13 +159,13 @@ def recorded_experts(model: nn.Module) -> Iterator[list[list[Tensor]]]:
 
 
 def with_shared(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, num_shared: int) -> tuple[Tensor, Tensor]:
-    """Ids and weights (T, K + S) with the shared experts, each of weight 1, behind the chosen ones."""
+    """Ids and weights (T, K + S): the chosen experts, then the shared experts with weight 1."""
     shared = torch.arange(num_experts, num_experts + num_shared, device=ids_TK.device).expand(len(ids_TK), -1)
     return torch.cat((ids_TK, shared), 1), torch.cat((weights_TK, torch.ones_like(shared, dtype=torch.float32)), 1)
 
 
 def product_in_float32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """`x @ weight^T` (T, E) in float32; on CUDA narrow factors are not widened beforehand."""
+    """`x @ weight^T` (T, E) in float32. On CUDA, narrow factors are not widened first."""
     if x_TD.is_cuda and x_TD.dtype == weight_ED.dtype != torch.float32:
         return torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
     return F.linear(x_TD.float(), weight_ED.float())
@@ -181,7 +181,7 @@ def experts_kernel(
     differentiable: bool,
     gelu: bool = False,
 ) -> ExpertsKernel:
-    """`resolve_experts`, once for each setting. The Triton kernels have no backward pass; the others do."""
+    """`resolve_experts`, cached for each setting. The Triton kernels have no backward pass; the others do."""
     return resolve_experts(
         device,
         dtype,
@@ -193,7 +193,7 @@ def experts_kernel(
 
 
 def kernel_for(gate_EFD: Tensor) -> ExpertsKernel:
-    """The implementation that experts with these weights would use now."""
+    """The implementation for experts with these weights, in the current autocast and gradient mode."""
     _, width, hidden = gate_EFD.shape
     differentiable = torch.is_grad_enabled()
     return experts_kernel(gate_EFD.device, _product_dtype(gate_EFD), width, hidden, differentiable=differentiable)
@@ -209,7 +209,7 @@ def compute_experts(
 
 
 def _product_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype to compute `tensor`'s products in: grouped products and kernels ignore autocast by themselves."""
+    """The dtype of `tensor`'s products. Grouped products and kernels do not follow autocast themselves."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
@@ -233,13 +233,13 @@ class Experts(nn.Module):
         return compute_experts(x_TD, self.gate_proj, self.up_proj, self.down_proj, ids_TK, weights_TK)
 
     def fuses(self, num_assignments: int) -> bool:
-        """Whether the kernels for few tokens compute so many assignments, in inference."""
+        """Whether the kernels for few tokens compute this number of assignments, in inference."""
         return kernel_for(self.gate_proj).fuses(num_assignments, len(self.gate_proj))
 
     def parts(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, shared: SharedExperts | None = None
     ) -> ExpertParts:
-        """`forward` before the sum, and `shared` among the experts, where the kernels for few tokens compute it."""
+        """`forward` before the sum, with `shared` among the experts, where the kernels for few tokens compute it."""
         stacks = self.gate_proj, self.up_proj, self.down_proj
         return expert_parts(x_TD, *stacks, ids_TK, weights_TK, shared=shared)
 
@@ -256,17 +256,17 @@ class MoE(nn.Module):
         self.shared_experts = SwiGLU(config.hidden_size, shared) if shared else None
 
     def routed(self, x_TD: Tensor, live_T: Tensor | None = None, given_TK: Tensor | None = None) -> Tensor:
-        """The weighted experts alone; zero for tokens that are not `live_T`, which go to no expert."""
+        """The weighted experts alone. Tokens that are not `live_T` go to no expert and get zero."""
         given = {} if given_TK is None else {"given_TK": given_TK}
         out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD, live_T, **given))
         return out_TD
 
     def fuses(self, num_tokens: int) -> bool:
-        """Whether the kernels for few tokens compute the experts of so many, in inference."""
+        """Whether the kernels for few tokens compute this number of tokens, in inference."""
         return self.experts.fuses(num_tokens * self.gate.config.experts_per_token)
 
     def parts(self, x_TD: Tensor, live_T: Tensor | None, *, shares: bool) -> ExpertParts:
-        """Where the kernels for few tokens compute it: `routed` before the sum, with `shares` the whole layer."""
+        """`routed` before the sum, where the kernels for few tokens compute it; with `shares`, the whole layer."""
         if not shares:
             return self.experts.parts(x_TD, *self.gate(x_TD, live_T))
         mlp = self.shared_experts
@@ -276,7 +276,7 @@ class MoE(nn.Module):
         return self.experts.parts(x_TD, ids_TK, weights_TK, shared)
 
     def forward(self, x: Tensor, adapt: Adapt | None = None, given: Tensor | None = None) -> Tensor:
-        """`given` (..., K): the experts of each token, in place of those that the router would choose."""
-        self.gate.check_blocks(x.shape[-2])  # each sequence by itself
+        """The whole MLP (..., D); `given` (..., K) replaces the router's choice of experts."""
+        self.gate.check_blocks(x.shape[-2])  # each sequence alone
         out = self.routed(x.flatten(0, -2), given_TK=None if given is None else given.flatten(0, -2)).view_as(x)
         return out if self.shared_experts is None else out + self.shared_experts(x, adapt)

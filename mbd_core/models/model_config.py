@@ -8,21 +8,25 @@ from mbd_core.models.rope_scaling import ProportionalRotation, RopeScaling, Yarn
 NO_MASK = -1
 """The `mask_token_id` of a model that has no mask token."""
 
-# Which weights are FP8: `mbd_core/models/quantize.py`.
+# The weights that are FP8: `mbd_core/models/quantize.py`.
 Fp8Parts = Literal["experts", "all", "blocks"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The mixture-of-experts layers of a stack: which layers have experts, their widths, and the routing of tokens.
+    """The mixture-of-experts layers of a stack: their places, their widths, and the routing of tokens.
 
-    `intermediate_size` is one expert's width; the shared experts are one SwiGLU of `num_shared_experts` times that.
-    Routing: the function `score` gives the scores; with `num_groups` > 1 only the best `topk_groups` groups of experts
-    can be chosen (a group's score is the sum of its best two); weights are normalised if `norm_topk_prob` and scaled
-    by `routed_scaling`. `expert_bias` adds a learned float32 offset to the choice, never to the weights. With an
+    `intermediate_size` is one expert's width. The shared experts are one SwiGLU of `num_shared_experts` times that
+    width.
+
+    Routing: the function `score` gives the scores. With `num_groups` > 1 only experts of the best `topk_groups` groups
+    can be chosen; a group's score is the sum of its best two. Weights are normalised if `norm_topk_prob` and scaled by
+    `routed_scaling`. `expert_bias` adds a learned float32 offset to the choice, never to the weights. With an
     `expert_capacity` there are no groups: the tokens of a block choose among the block's `expert_capacity` best
-    experts, and an expert is as good as the best of its values over the block. A layer is dense if it is one of the
-    first `first_dense_layers`, or in `dense_layers`, or not every `sparse_step`-th.
+    experts, and an expert's rank is its best value in the block.
+
+    A layer is dense if it is one of the first `first_dense_layers`, or in `dense_layers`, or not every
+    `sparse_step`-th.
     """
 
     num_experts: int
@@ -71,11 +75,10 @@ class MoEConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaLayers:
-    """That a stack is Gemma's: dense MLP and experts side by side, norms before and after each part, and the rest of
-    `models/gemma.py`.
+    """Gemma's layers: dense MLP and experts side by side, norms before and after each part (`models/gemma.py`).
 
-    A layer attends in a sliding window: of the keys up to its own a token sees the last `window`. Those of
-    `global_layers` see all keys. They have heads of another size; the share `global_rotated` of a head's channels
+    A layer attends in a sliding window: a token sees the last `window` of the keys up to its own. Layers in
+    `global_layers` see all keys. Their heads have another size, the share `global_rotated` of a head's channels
     rotates, and values are the keys before norm and rotation. Logits l become `softcap * tanh(l / softcap)`.
     """
 
@@ -109,17 +112,21 @@ WHOLE_NUMBERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and switches of a decoder stack, its mask and EOS ids, and its diffusion block size.
+    """Sizes and switches of a decoder stack, its mask and EOS ids, and its diffusion block size. Defaults are SDAR's.
 
-    `architecture` is the Hugging Face class name in the checkpoint. `block_size` is the diffusion block that the
-    weights were trained with, or the canvas; full-attention families were trained without one, and there it is only a
-    default for decoding. `mask_token_id` is -1 for a model that has no mask. `rotary_dim` is how many of a head's
-    leading channels rotate (None: all), `rope_scaling` how their frequencies are changed. `attention`: who sees whom
-    where keys are stored: blocks their own and those before them, all positions each other, or each token those before
-    it ("causal"). `shift_logits`: the logits at a position predict the next one's token. `delete_token_id` and
-    `split_token_id` are the tokens by which a model edits (`Levenshtein`), both or neither. Where `gemma` is set,
-    heads and rotation are those of the layers with a window (`of_layer`). The defaults are SDAR's. Raises `ValueError`
-    where sizes contradict each other.
+    architecture     the Hugging Face class name in the checkpoint
+    block_size       the diffusion block of training, or the canvas; only a default for decoding if attention is "full"
+    mask_token_id    -1 for a model that has no mask
+    rotary_dim       the number of a head's leading channels that rotate (None: all)
+    rope_scaling     the change of their frequencies
+    attention        where keys are stored, blocks see themselves and earlier blocks ("block_causal"), all positions
+                     see each other ("full"), or each token sees the tokens before it ("causal")
+    shift_logits     the logits at a position predict the next position's token
+    delete_token_id, split_token_id
+                     the tokens by which a model edits (`Levenshtein`), both or neither
+    gemma            heads and rotation above are then those of the layers with a window (`of_layer`)
+
+    Raises ValueError if sizes contradict each other.
     """
 
     architecture: str
@@ -197,7 +204,7 @@ class ModelConfig:
 
     @property
     def prefix_methods(self) -> tuple[str, ...]:
-        """The methods (names of `METHODS`) of a model that stores its keys by causal rows; empty for other models."""
+        """The methods (names of `METHODS`) of a model that stores keys by causal rows; empty for other models."""
         if self.attention != "causal":
             return ()
         if self.gemma is not None:
@@ -223,12 +230,12 @@ class ModelConfig:
         )
 
     def window_of(self, layer: int) -> int | None:
-        """How many of the keys up to its own a token sees in layer number `layer`; `None`: all."""
+        """The number of keys, up to its own, that a token sees in layer number `layer`; `None`: all."""
         return None if self.gemma is None or layer in self.gemma.global_layers else self.gemma.window
 
     @property
     def edit_token_ids(self) -> tuple[int, int, int] | None:
-        """The mask and the tokens that delete and split, `None` for a model that does not edit so."""
+        """The mask, delete and split tokens; `None` for a model without edits."""
         if self.delete_token_id is None or self.split_token_id is None:
             return None
         return self.mask_token_id, self.delete_token_id, self.split_token_id
@@ -244,7 +251,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters: tied embeddings count once, and `expert_bias` is no parameter."""
+        """The number of parameters. Tied embeddings count once; `expert_bias` is a buffer and does not count."""
         if self.gemma is not None:
             return self._gemma_parameters(self.gemma)
         d, c = self.hidden_size, self.head_dim
@@ -259,7 +266,7 @@ class ModelConfig:
         return self.vocab_size * d * (1 if self.tie_word_embeddings else 2) + layers + d
 
     def _gemma_parameters(self, gemma: GemmaLayers) -> int:
-        """The self-conditioning's MLP and norm are counted too."""
+        """Counts the self-conditioning's MLP and norm too."""
         assert self.moe is not None
         d, moe = self.hidden_size, self.moe
         dense = 3 * d * self.intermediate_size
@@ -273,9 +280,10 @@ class ModelConfig:
         return total + self.vocab_size * d + d + dense + d
 
     def sharded(self, size: int) -> "ModelConfig":
-        """The sizes of one of `size` tensor-parallel ranks: fewer heads, narrower MLPs and experts, the rest whole.
+        """The sizes of one of `size` tensor-parallel ranks: fewer heads, narrower MLPs and experts, the rest
+        unchanged.
 
-        `vocab_size` is among the rest, although a rank has a part of its rows (`Decoder.vocabulary`). Raises
+        `vocab_size` is unchanged too, although a rank has a part of its rows (`Decoder.vocabulary`). Raises
         `ValueError` naming the size that does not divide.
         """
         moe = self.moe

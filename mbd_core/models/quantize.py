@@ -1,10 +1,11 @@
-"""FP8 weights in a model: those of its experts alone, or of all matrix products in its layers.
+"""FP8 weights in a model: its experts alone, or all matrix products of its layers.
 
 "experts" and "all" round with a scale per output channel. "blocks" are the experts with a scale per block of 128 x 128
-weights, as releases are stored; `checkpoint.loading` keeps the values and scales of such files instead of rounding.
-Embeddings, norms and lm_head are not rounded because they are few bytes; the router is not because it chooses experts.
-A batch-invariant forward stays batch-invariant. A tensor-parallel rank rounds its own part with scales of its own, so
-its rounding is never coarser than the whole model's.
+weights, as releases store them; `checkpoint.loading` keeps the values and scales of such files instead of rounding.
+
+Embeddings, norms and lm_head are few bytes, so they are not rounded. The router chooses experts, so it is not rounded
+either. A batch-invariant forward stays batch-invariant. A tensor-parallel rank rounds its own part with its own
+scales, so its rounding is never coarser than the whole model's.
 """
 
 from typing import get_args
@@ -20,11 +21,12 @@ from mbd_core.ops.experts.fp8 import Fp8Experts, Fp8Linear, fp8_obstacle
 
 
 def quantize_weights(model: Decoder, parts: Fp8Parts) -> Decoder:
-    """Round `model`'s experts ("experts", "blocks"), or all matrices of its layers, to FP8 in place; returns it.
+    """Rounds `model`'s experts ("experts", "blocks") or all matrices of its layers to FP8 in place, and returns the
+    model.
 
-    Wide tensors are freed one by one: the peak memory is the model and about one tensor. All checks run before the
-    first change. Raises `ValueError` for unknown parts, a model without experts (but for "all") or with
-    FP8 weights already, weights that are not finite, and a device or sizes that no FP8 product takes.
+    Wide tensors are freed one by one, so the peak memory is the model and about one tensor. All checks run before the
+    first change. Raises `ValueError` for unknown parts, a model without experts (but for "all") or with FP8 weights
+    already, weights that are not finite, and a device or sizes that no FP8 product takes.
     """
     if parts not in get_args(Fp8Parts):
         raise ValueError(f"parts={parts!r} is unknown; choose one of {', '.join(get_args(Fp8Parts))}")
@@ -45,7 +47,7 @@ def quantize_weights(model: Decoder, parts: Fp8Parts) -> Decoder:
 
 
 def quantized_parts(model: nn.Module) -> Fp8Parts | None:
-    """Which of a model's weights are FP8, None if none are."""
+    """The FP8 part of a model's weights; `None` without FP8 weights."""
     kinds = {type(module) for module in model.modules()}
     if Fp8Linear in kinds:
         return "all"
@@ -61,7 +63,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def rounded_bytes(model: Decoder, parts: Fp8Parts) -> int:
-    """`weight_bytes` of a model once these weights are FP8; it may have no values (on the meta device)."""
+    """`weight_bytes` of a model after rounding. Its tensors may lie on the meta device."""
     block = fp8.RELEASED if parts == "blocks" else None
     wide = {id(p): p for name in _module_names(model, parts) for p in model.get_submodule(name).parameters()}
     weights = [fp8.empty_weight(p.shape, block, "meta") for p in wide.values() if p.ndim > 1]
@@ -70,15 +72,14 @@ def rounded_bytes(model: Decoder, parts: Fp8Parts) -> int:
 
 
 def _module_names(model: Decoder, parts: Fp8Parts) -> list[str]:
-    """The modules to replace, by name: a list of the modules themselves would keep their memory in use. Raises
-    `ValueError` for a model that has no FP8 form."""
+    """The names of the modules to replace. Raises `ValueError` for a model that has no FP8 form."""
     check_fp8(model.config, parts)
     kinds = (Experts, nn.Linear) if parts == "all" else Experts
     return [f"model.layers.{name}" for name, m in model.model.layers.named_modules() if isinstance(m, kinds)]
 
 
 def takes_fp8(config: ModelConfig) -> bool:
-    """Whether FP8 products compute the model's layers: they gate by SiLU, and Gemma's by GELU."""
+    """Whether FP8 products compute the model's layers. They gate by SiLU; Gemma gates by GELU."""
     return config.gemma is None
 
 

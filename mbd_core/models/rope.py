@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies of a head's channels, scaled for longer contexts or not, and the rotation.
+"""Rotary positions: the frequencies of a head's channels, possibly scaled for longer contexts, and the rotation.
 
 Shape legend: ... any leading shape, C head channels.
 """
@@ -14,8 +14,10 @@ from mbd_core.models.rope_scaling import LinearScaling, Llama3Scaling, Proportio
 
 
 class Rope(NamedTuple):
-    """Cosines and sines (..., 1, rotated channels) of the half-split rotation at positions (...), in float32; and what
-    the queries there are multiplied by (..., 1, 1), `None`: nothing."""
+    """Cosines and sines (..., 1, rotated channels) of the half-split rotation at positions (...), in float32.
+
+    `query_scale` (..., 1, 1) multiplies the queries there; `None` leaves them.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -42,7 +44,7 @@ def rotary(positions: Tensor, config: ModelConfig) -> Rope:
 
 
 def query_scale(positions: Tensor, config: ModelConfig) -> Tensor | None:
-    """What queries at `positions` (...) are multiplied by (..., 1, 1), in float32; `None`: nothing."""
+    """The factors (..., 1, 1) of queries at `positions` (...), in float32; `None` if queries are not scaled."""
     scaling = config.rope_scaling
     if not isinstance(scaling, YarnScaling) or scaling.llama_4_scaling_beta is None:
         return None
@@ -51,7 +53,7 @@ def query_scale(positions: Tensor, config: ModelConfig) -> Tensor | None:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the leading channels of `x` (..., heads, C), as many as `cos` has; the other channels stay."""
+    """Rotates the leading channels of `x` (..., heads, C), as many channels as `cos` has. The other channels stay."""
     leading, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = leading.chunk(2, dim=-1)
     rotated = leading * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
@@ -80,12 +82,12 @@ def rope_frequencies(config: ModelConfig, *, device: torch.device | None = None)
 
 
 def _yarn(periods: Tensor, scaling: YarnScaling, config: ModelConfig) -> Tensor:
-    """YaRN (arXiv 2309.00071, Eq. 17 to 23): channels that turn often keep their frequency, slow ones are divided by
-    the factor, and those between are mixed along a ramp."""
+    """YaRN (arXiv 2309.00071, Eq. 17 to 23). Fast channels keep their frequency, slow ones are divided by the factor,
+    and channels between are mixed along a ramp."""
     width, num_pairs = config.num_rotated, len(periods)
 
     def channel(turns: float) -> float:
-        """The pair that turns this often over the positions of training."""
+        """The pair that makes this number of turns over the positions of training."""
         ratio = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return (width * math.log(ratio)) / (2 * math.log(config.rope_theta))
 
@@ -100,7 +102,7 @@ def _yarn(periods: Tensor, scaling: YarnScaling, config: ModelConfig) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Llama 3.1's: waves that fit often into the positions of training stay, long ones are divided by the factor."""
+    """Llama 3.1's: short waves keep their frequency, long waves are divided by the factor."""
     length, low, high = (
         scaling.original_max_position_embeddings,
         scaling.low_freq_factor,

@@ -16,9 +16,11 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN: channels that turn more often than `beta_fast` over the positions of training keep their frequency, those
-    that turn less often than `beta_slow` have it divided; `truncate` rounds the bounds to whole channels.
-    `llama_4_scaling_beta`, if given, also scales queries by their positions (`rope.rotary`)."""
+    """YaRN: channels that turn more often than `beta_fast` over the positions of training keep their frequency.
+
+    Channels that turn less often than `beta_slow` have it divided. `truncate` rounds the bounds to whole channels.
+    `llama_4_scaling_beta`, if given, also scales queries by their positions (`rope.rotary`).
+    """
 
     factor: float
     original_max_position_embeddings: int
@@ -36,7 +38,7 @@ class YarnScaling:
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied by: `attention_factor`, or a value that follows from the rest."""
+        """The factor of cosines and sines: `attention_factor`, or a value that follows from the other fields."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -49,8 +51,10 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1's: waves that fit more than `high_freq_factor` times into the positions of training stay, those that
-    fit less than `low_freq_factor` times are divided by `factor`."""
+    """Llama 3.1's: waves that fit more than `high_freq_factor` times into the positions of training stay.
+
+    Waves that fit less than `low_freq_factor` times are divided by `factor`.
+    """
 
     factor: float
     original_max_position_embeddings: int

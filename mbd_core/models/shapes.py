@@ -1,8 +1,8 @@
 """Model shapes by name, for benchmarks with random weights: the papers' models at real size, and small ones of ours.
 
-Sizes follow the published configurations, except for three: `sdar-50m` is SDAR's layout at 50 million parameters, for
-a CPU; `sdar-null` is so small that a step measures the engine's own work; the `tiny-*` shapes are each family at a few
-hundred thousand parameters.
+Sizes follow the published configurations, with three exceptions. `sdar-50m` is SDAR's layout at 50 million parameters,
+for a CPU. `sdar-null` is so small that a step measures the engine's own work. The `tiny-*` shapes are each family at a
+few hundred thousand parameters.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ LLADA2_FLASH = replace(
     num_heads=32,
     moe=replace(LLADA2_MINI.moe, intermediate_size=1024),
 )
-LLADA22: dict[str, Any] = {  # what LLaDA2.2 changes
+LLADA22: dict[str, Any] = {  # LLaDA2.2's changes
     "rope_theta": 3e6,
     "max_positions": 131072,
     "eos_token_ids": (156892, 156900),
@@ -172,7 +172,7 @@ NEMOTRON_8B = ModelConfig(
     attention="causal",
 )
 
-# Autoregressive models, which block-diffusion models are made of.
+# Autoregressive models, the origins of block-diffusion models.
 AUTOREGRESSIVE: dict[str, Any] = {"mask_token_id": NO_MASK, "block_size": 1, "attention": "causal"}
 QWEN3_8B = replace(
     SDAR_8B, architecture="Qwen3ForCausalLM", max_positions=40960, eos_token_ids=(151645,), **AUTOREGRESSIVE
@@ -230,7 +230,7 @@ QWEN3_30B_A3B = replace(
     moe=MoEConfig(num_experts=128, experts_per_token=8, intermediate_size=768, score="softmax", norm_topk_prob=True),
 )
 
-# What dllm's adaptation makes of them; the mask is an id of their tokenizers.
+# dllm's adaptation of them. The mask is an id of their tokenizers.
 A2D: dict[str, Any] = {"mask_token_id": 16, "block_size": 32, "attention": "block_causal"}
 
 DIFFUSION_GEMMA = ModelConfig(

@@ -1,8 +1,8 @@
-"""Which part of each tensor a tensor-parallel rank holds.
+"""The part of each tensor that a tensor-parallel rank holds.
 
 Projections into heads and MLP channels are cut by output rows, projections back (o_proj, down_proj) by input columns.
-Every rank holds a part of each expert's width, and, where a model is served, of the vocabulary: rows of the embeddings
-and of the lm_head. Everything else is whole on every rank.
+Every rank holds a part of each expert's width. In serving, a rank also holds a part of the vocabulary: rows of the
+embeddings and of the lm_head. All other tensors are whole on every rank.
 """
 
 from dataclasses import dataclass
@@ -33,13 +33,14 @@ class Shard:
             raise ValueError(f"rank {self.rank} of {self.size} tensor-parallel ranks does not exist")
 
     def part(self, length: int) -> range:
-        """Its part of `length` rows, as `Tensor.chunk` cuts them: the last rank has fewer if they do not divide."""
+        """The rank's part of `length` rows, cut as by `Tensor.chunk`: the last rank has fewer rows if they do not
+        divide."""
         rows = -(-length // self.size)
         return range(min(self.rank * rows, length), min((self.rank + 1) * rows, length))
 
 
 def split_dim(name: str) -> int | None:
-    """The dimension along which the tensor `name` of a decoder's layers is cut, None if every rank holds it whole."""
+    """The dimension along which the layer tensor `name` is cut, `None` if every rank holds it whole."""
     if name.endswith(ROWS):
         return 0
     if name.endswith(COLUMNS):
@@ -48,5 +49,5 @@ def split_dim(name: str) -> int | None:
 
 
 def served_dim(name: str) -> int | None:
-    """The dimension along which an engine's rank holds a part of the decoder's tensor `name`, None for all of it."""
+    """The dimension along which an engine's rank holds a part of the tensor `name`, `None` if it holds all of it."""
     return 0 if name.endswith(VOCABULARY) else split_dim(name)

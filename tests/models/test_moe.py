@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mbd_core.models.decoder import Decoder
+from mbd_core.models.decoder import Decoder, Training
 from mbd_core.models.mlp import Experts, MoE, Router, experts_kernel, kernel_for
 from mbd_core.models.model_config import ModelConfig, MoEConfig
 from mbd_core.ops.attention.whole import DenseAttention
@@ -119,7 +119,7 @@ def test_the_last_layer_of_a_training_forward_chooses_for_whole_blocks() -> None
     attend, kept = DenseAttention(torch.ones(1, 1, 12, 12).bool()), torch.tensor([1, 6, 7, 20])
     with torch.no_grad():
         whole = model(ids, positions, attend).flatten(0, 1)[kept]
-        torch.testing.assert_close(model(ids, positions, attend, kept=kept), whole)
+        torch.testing.assert_close(model(ids, positions, attend, training=Training(kept=kept)), whole)
     with pytest.raises(ValueError, match="6 tokens"):
         model(ids.view(4, 6), positions.reshape(4, 6), DenseAttention(torch.ones(1, 1, 6, 6).bool()))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mbd_core.models.decoder import Decoder
+from mbd_core.models.decoder import Decoder, Training
 from mbd_core.multitf.config import Distillation
 from mbd_core.multitf.data.encoding import IGNORE
 from mbd_core.multitf.states.layout import Weighting
@@ -183,10 +183,8 @@ def hidden_states(
     rows_N, places_N = tokens
     kept_N = rows_N * batch.input_ids.shape[1] + batch.source[rows_N, places_N]
     computed_N = kept_N if len(kept_N) else kept_N.new_zeros(1)
-    given = {} if experts is None else {"experts": experts}
-    hidden: Tensor = model(
-        batch.input_ids, batch.positions, attention.of(batch, whole=whole), kept=computed_N, **given
-    )
+    training = Training(kept=computed_N, experts=experts)
+    hidden: Tensor = model(batch.input_ids, batch.positions, attention.of(batch, whole=whole), training=training)
     return hidden[: len(kept_N)]
 
 
