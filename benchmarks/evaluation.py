@@ -19,7 +19,7 @@ from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sandbox.processes import Limits, describe_isolation
-from mbd_core.evaluation.sandbox.programs import Call, Verdict, run_calls, run_tests
+from mbd_core.evaluation.sandbox.programs import Call, RunVerdict, run_calls, run_tests
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.options import CLUSTER, DATA, DECODING, ENGINE, Option
 
@@ -243,7 +243,7 @@ def run_sandbox(
     print(markdown(rows, {"kind": "kind", "median": "median (ms)|.0f", "slowest": "slowest (ms)|.0f"}))
 
 
-def _check_passed(verdict: Verdict) -> None:
+def _check_passed(verdict: RunVerdict) -> None:
     """Raise `RuntimeError` for a program that did not end as it must."""
     if verdict.reason != "passed":
         raise RuntimeError(f"a program that returns its input ended as {verdict.reason}: {verdict.detail}")

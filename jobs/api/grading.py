@@ -18,7 +18,8 @@ from mbd_core.evaluation.sweep.grading import (
     summary,
     write_grades,
 )
-from mbd_core.evaluation.tasks.benchmarks import TASKS, Task, find_task, runs_programs
+from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task
+from mbd_core.evaluation.tasks.kinds.task import Task
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.options import DATA, ENGINE, OUTPUT, Option, check
@@ -136,7 +137,7 @@ def grade_chosen(own: GradeOptions, samples: Any, *, folder: Path | None, say: S
         task_samples = load_samples(Path(samples), problem_set)
     else:
         task_samples = read_samples(rows_of(samples, "samples"), problem_set)
-    if runs_programs(found):
+    if found.runs_programs:
         say(f"Programs run under {describe_isolation(own.isolation)}")
         hide_memory()
     graded = grade_samples(found, task_samples, workers=own.workers or os.cpu_count() or 1)

@@ -21,7 +21,6 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.best import BEST, By
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.shard import SweepShard
-from mbd_core.evaluation.tasks.benchmarks import runs_programs
 from mbd_core.options import CLUSTER, DATA, ENGINE, MODEL, OUTPUT, Option, check
 
 ENGINE_FIELDS = ("max_rows", "num_pages", "kv_memory_fraction")
@@ -172,7 +171,7 @@ def sweep_chosen(
     planned = plan_sweep(options)
     edits = edit_notes({name: model_folder(model) for name, model in planned.models.items()})
     planned = replace(planned, notes=[*planned.notes, *edits])
-    if any(runs_programs(problem_set.task) for problem_set in planned.problem_sets):
+    if any(problem_set.task.runs_programs for problem_set in planned.problem_sets):
         say(f"programs run, on this machine, under {describe_isolation(own.isolation)}")
     timing = Timing(problems=own.timed, concurrency=own.concurrency)
     work = SweepRun.of(planned, shard=SweepShard.parse(own.shard), timing=timing)

@@ -5,8 +5,8 @@ from typing import Any, Self
 
 from mbd_core.batch.rows import PROBLEM_COLUMNS
 from mbd_core.decoding.blocks.request import Counts, FinishReason
-from mbd_core.evaluation.tasks.benchmarks import Problem, Task, find_task
-from mbd_core.evaluation.tasks.graders import grade
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.kinds.task import Problem, Task
 
 
 class CountedText(str):
@@ -48,8 +48,7 @@ MEASURES = ("nfe", "tokens", "tpf", "tps", "cut")
 
 def metrics_of(task: Task) -> tuple[str, ...]:
     """The names of what `score` returns for a task, the accuracy first."""
-    kinds = {"code": (), "contest": (), "plus": ("base", "plus")}.get(task.rule, ("strict", "flexible"))
-    return ("accuracy", *kinds, *MEASURES)
+    return ("accuracy", *task.grader.judgements, *MEASURES)
 
 
 def score(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
@@ -58,7 +57,7 @@ def score(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
     An answer of another backend has no counts, and adds nothing to their means.
     """
     task, text = find_task(doc["task"]), results[0]
-    verdict = grade(task, Problem(**{name: doc[name] for name in PROBLEM_COLUMNS}), str(text))
+    verdict = task.grade(Problem(**{name: doc[name] for name in PROBLEM_COLUMNS}), str(text))
     metrics = {"accuracy": float(verdict.correct)}
     for name in ("strict", "flexible", "base", "plus"):
         right = getattr(verdict, f"{name}_correct")

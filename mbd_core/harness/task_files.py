@@ -10,7 +10,6 @@ from typing import Any
 
 from mbd_core.batch.rows import PROBLEM_COLUMNS
 from mbd_core.evaluation.tasks.asking import examples_of
-from mbd_core.evaluation.tasks.benchmarks import runs_programs
 from mbd_core.evaluation.tasks.problems import ProblemSet
 from mbd_core.evaluation.tasks.prompts import FewShotExample
 from mbd_core.evaluation.tasks.recipes import Recipe, TaskPrompt
@@ -61,7 +60,7 @@ def _problem_rows(problem_set: ProblemSet, prompt: TaskPrompt) -> list[dict[str,
         {
             "task": problem_set.task.name,
             "asked": prompt.wording.text.format(question=problem.text or problem.prompt, tests=problem.tests),
-            "target": problem.reference if not runs_programs(problem_set.task) else problem.entry_point,
+            "target": problem.reference if not problem_set.task.runs_programs else problem.entry_point,
             **{name: getattr(problem, name) for name in PROBLEM_COLUMNS},
         }
         for problem in problem_set.problems

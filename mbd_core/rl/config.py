@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, TASKS, find_task
+from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task
+from mbd_core.evaluation.tasks.kinds.harness import HARNESS_PREFIX
 from mbd_core.evaluation.tasks.recipes import OWN_CHAT
 from mbd_core.evaluation.tasks.recipes import RECIPES as PROMPT_RECIPES
 from mbd_core.json_text import differing_fields

@@ -29,7 +29,8 @@ from mbd_core.evaluation.sweep.grid import Variant
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import Sweep, plan_sweep
 from mbd_core.evaluation.tasks.asking import TaskInputs, ask
-from mbd_core.evaluation.tasks.benchmarks import Problem, find_task
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.kinds.task import Problem
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.evaluation.tasks.recipes import find_recipe
 from mbd_core.multitf.states.answer import ReplayedAnswer, replay_refused

@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from jobs.command_line import CommandText, MaxTokens, ModelName, OutFolder, Overwrite, Seed, command
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.evaluation.tasks.benchmarks import Problem, Task, find_task
-from mbd_core.evaluation.tasks.graders import grade
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.kinds.task import Problem, Task
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.options import DATA, DECODING, OUTPUT, Option
@@ -128,7 +128,7 @@ def _prompts_of_task(
     limit = limit or (GENERATED_LIMIT if task.generate is not None else None)
 
     def accuracy(problem: Problem, tokens: list[int]) -> float:
-        return float(grade(task, problem, decode_text(tokenizer, tokens)).correct)
+        return float(task.grade(problem, decode_text(tokenizer, tokens)).correct)
 
     return [
         StudyPrompt(

@@ -101,7 +101,6 @@ def measure_gate(
     from mbd_core.decoding.blocks.request import Request
     from mbd_core.engine.config import EngineConfig
     from mbd_core.evaluation.tasks.benchmarks import find_task
-    from mbd_core.evaluation.tasks.graders import grade
     from mbd_core.evaluation.tasks.problems import load_problems
     from mbd_core.multitf.recipes.shipped import LEDGER_TASK
     from mbd_core.serving.tokens.load import load_engine
@@ -126,7 +125,7 @@ def measure_gate(
             texts = [decode_text(loaded_model.tokenizer, output.tokens) for output in outputs]
         finally:
             loaded_model.close()
-        right = [grade(task, problem, text).correct for problem, text in zip(of_split, texts, strict=True)]
+        right = [task.grade(problem, text).correct for problem, text in zip(of_split, texts, strict=True)]
         counts = [output.counts for output in outputs]
         numbers.append(gate_numbers(right, counts, buffer_size=size, block_size=decoding.block_size))
     return numbers

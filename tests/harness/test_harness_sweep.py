@@ -25,7 +25,7 @@ from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.evaluation.sweep.run import SweepRun
 from mbd_core.evaluation.sweep.shard import SweepShard
-from mbd_core.evaluation.tasks.harness_tasks import manager_of
+from mbd_core.evaluation.tasks.kinds.harness import manager_of
 from mbd_core.harness.model import HarnessModel
 from mbd_core.serving.tokens.load import load_engine
 from mbd_core.tasks.generated import GENERATED_TASKS

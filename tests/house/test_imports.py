@@ -51,7 +51,7 @@ def test_the_contracts_hold() -> None:
         ("mbd_core/multitf/x.py", "from mbd_core.engine import step", "the rooms of mbd_core, by floor BROKEN"),
         (
             "mbd_core/evaluation/sandbox/x.py",
-            "from mbd_core.evaluation.tasks import graders",
+            "from mbd_core.evaluation.tasks.kinds import mathematics",
             "evaluation: sandbox < tasks; measures < sweep < report BROKEN",
         ),
         ("jobs/x.py", "import benchmarks.tables", "jobs over actors over the core and the cluster BROKEN"),

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mbd_core.evaluation.tasks.benchmarks import find_task
-from mbd_core.evaluation.tasks.graders import grade
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.tasks import code_mini, gsm_mini
 from mbd_core.tasks.split import distinct, split_of
@@ -25,8 +24,8 @@ def test_every_generated_answer_is_right_and_another_problem_s_is_not(
     rows = itertools.islice(generate(split="test", seed=1), 6)
     drawn = load_problems(find_task(task), seed=1, limit=6)
     for problem, row in zip(drawn.problems, rows, strict=True):
-        assert grade(drawn.task, problem, row[answer]).correct
-        assert not grade(drawn.task, problem, "    return None\n").correct
+        assert drawn.task.grade(problem, row[answer]).correct
+        assert not drawn.task.grade(problem, "    return None\n").correct
 
 
 @pytest.mark.parametrize("generate", [gsm_mini.generate, code_mini.generate])

@@ -5,7 +5,6 @@ import re
 
 from mbd_core.checkpoint.chat import chat_prompt, question
 from mbd_core.evaluation.tasks.benchmarks import find_task
-from mbd_core.evaluation.tasks.graders import grade
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.tasks import ledger_mini
 from mbd_core.tasks.split import Split, split_of
@@ -55,8 +54,8 @@ def test_what_is_carried_often_differs_from_what_was_carried_before() -> None:
 def test_the_grader_takes_its_answer_and_no_other_problem_s() -> None:
     problems = load_problems(find_task("ledger-mini"), seed=1, limit=6)
     for problem, row in zip(problems.problems, drawn(6, seed=1), strict=True):
-        assert grade(problems.task, problem, row["answer"]).correct
-        assert not grade(problems.task, problem, row["answer"] + "1").correct
+        assert problems.task.grade(problem, row["answer"]).correct
+        assert not problems.task.grade(problem, row["answer"] + "1").correct
 
 
 def test_chains_are_longer_than_a_page_and_several_begin_by_themselves() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.report.metrics import SUBJECT
 from mbd_core.evaluation.sweep.folder import read_samples
-from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX
-from mbd_core.evaluation.tasks.harness_tasks import Metrics, aggregate, aggregate_groups, group_tasks
+from mbd_core.evaluation.tasks.kinds.harness import HARNESS_PREFIX, Metrics, aggregate, aggregate_groups, group_tasks
 from mbd_core.tables import Table
 
 COLUMNS = ("sample", "model", "method", "task", "config", "reference", "detail", "text")

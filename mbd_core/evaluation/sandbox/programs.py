@@ -12,7 +12,7 @@ from mbd_core.evaluation.sandbox.child import PROGRAM_ENDED
 from mbd_core.evaluation.sandbox.plain_data import Value, decode
 from mbd_core.evaluation.sandbox.processes import Contained, Isolation, Limits, contained
 
-Reason = Literal["passed", "wrong", "error", "timeout", "memory"]
+RunReason = Literal["passed", "wrong", "error", "timeout", "memory"]
 Conversion = Literal["", "set", "given", "printed"]
 DEFINE_SECONDS = 10.0
 LONGEST_VERDICT = 4096
@@ -21,10 +21,10 @@ FURTHER_SECONDS = 5.0  # for the inputs after the first wrong one, which change 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class RunVerdict:
     """The result of a run; `detail` is for people (the exception's name, the exit status)."""
 
-    reason: Reason
+    reason: RunReason
     detail: str = ""
 
 
@@ -46,7 +46,7 @@ def run_calls(
     limits: Limits,
     convert: Conversion = "",
     isolation: Isolation | None = None,
-) -> Verdict:
+) -> RunVerdict:
     """Define the program, call its function, and pass every answer to `accept`. The verdict is that of the first one
     that is refused; the detail also names the others, as far as the program comes within `FURTHER_SECONDS`.
 
@@ -77,10 +77,10 @@ def run_calls(
                     wrong, num_run = _wrong_inputs_from(process, number, calls, accept, limits)
                     return replace(refusal, detail=refusal.detail + _wrong_text(wrong, num_run, len(calls)))
         except TimeoutError:
-            return Verdict(reason="timeout", detail="over its time")
+            return RunVerdict(reason="timeout", detail="over its time")
         except OverflowError:
-            return Verdict(reason="wrong", detail="an answer is far longer than the right one")
-    return Verdict(reason="passed")
+            return RunVerdict(reason="wrong", detail="an answer is far longer than the right one")
+    return RunVerdict(reason="passed")
 
 
 def _wrong_inputs_from(
@@ -114,30 +114,30 @@ def _wrong_text(wrong: Sequence[int], num_run: int, num_calls: int) -> str:
 
 def _judge(
     process: Contained, number: int, line: bytes | None, accept: Callable[[int, Value], bool]
-) -> Verdict | None:
+) -> RunVerdict | None:
     if line is None or line[:1] != b"=":
         return _failure_verdict(process, line)
     try:
         right = accept(number, decode(line[1:]))
     except ValueError as error:
-        return Verdict(reason="error", detail=str(error))
-    return None if right else Verdict(reason="wrong", detail=f"input {number}")
+        return RunVerdict(reason="error", detail=str(error))
+    return None if right else RunVerdict(reason="wrong", detail=f"input {number}")
 
 
-def _failure(process: Contained, *, seconds: float) -> Verdict | None:
+def _failure(process: Contained, *, seconds: float) -> RunVerdict | None:
     line = process.read_line(seconds=seconds, longest=LONGEST_VERDICT)
     return None if line == b"=" else _failure_verdict(process, line)
 
 
-def _failure_verdict(process: Contained, line: bytes | None) -> Verdict:
+def _failure_verdict(process: Contained, line: bytes | None) -> RunVerdict:
     """Why there is no value: the process ended, or an exception."""
     if line is not None:
         name = line[1:].decode(errors="replace")[:100]
-        return Verdict(reason="memory" if name == "MemoryError" else "error", detail=name)
+        return RunVerdict(reason="memory" if name == "MemoryError" else "error", detail=name)
     status = process.wait_briefly()
     if status == -signal.SIGXCPU:
-        return Verdict(reason="timeout", detail="over its CPU time")
-    return Verdict(reason="error", detail=f"the process ended early with status {status}")
+        return RunVerdict(reason="timeout", detail="over its CPU time")
+    return RunVerdict(reason="error", detail=f"the process ended early with status {status}")
 
 
 def run_tests(
@@ -149,7 +149,7 @@ def run_tests(
     preamble: str = "",
     check: str = "",
     isolation: Isolation | None = None,
-) -> Verdict:
+) -> RunVerdict:
     """Run a benchmark's tests against the program, both in processes of their own, which meet in plain data only.
 
     `tests` follow `preamble`; the function `check` of theirs, if named, is called with the program's function.
@@ -172,9 +172,9 @@ def run_tests(
         try:
             line = process.read_line(seconds=limits.wall_seconds, longest=LONGEST_VERDICT, others=[answerer])
         except TimeoutError:
-            return Verdict(reason="timeout", detail=f"over {limits.wall_seconds:g} s of wall time")
+            return RunVerdict(reason="timeout", detail=f"over {limits.wall_seconds:g} s of wall time")
         except OverflowError:
-            return Verdict(reason="error", detail="the tests' verdict is no verdict")
+            return RunVerdict(reason="error", detail="the tests' verdict is no verdict")
         verdict = _test_verdict(process, answerer, line)
         if verdict.reason in ("passed", "timeout") or line is None:
             return verdict
@@ -194,12 +194,12 @@ def _further_failures(process: Contained, answerer: Contained, limits: Limits) -
     return _wrong_text([int(number) for number in failures.split(",")], int(num_run), int(total))
 
 
-def _test_verdict(process: Contained, answerer: Contained, line: bytes | None) -> Verdict:
+def _test_verdict(process: Contained, answerer: Contained, line: bytes | None) -> RunVerdict:
     if line is None:
-        return Verdict(reason="error", detail=f"the tests ended early with status {process.end()}")
+        return RunVerdict(reason="error", detail=f"the tests ended early with status {process.end()}")
     reason, _, detail = line.decode(errors="replace").partition(" ")
     if detail == PROGRAM_ENDED:
         return _failure_verdict(answerer, None)
     if reason == "error":
-        return Verdict(reason="memory" if detail == "MemoryError" else "error", detail=detail)
-    return Verdict(reason="passed" if reason == "passed" else "wrong", detail=detail)
+        return RunVerdict(reason="memory" if detail == "MemoryError" else "error", detail=detail)
+    return RunVerdict(reason="passed" if reason == "passed" else "wrong", detail=detail)

@@ -26,7 +26,9 @@ from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT
 from mbd_core.evaluation.sweep.graded_rows import ISOLATION
 from mbd_core.evaluation.sweep.record import SweepRecord, difference
-from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, LIVE_CODE_BENCH, TASKS
+from mbd_core.evaluation.tasks.benchmarks import TASKS
+from mbd_core.evaluation.tasks.kinds.harness import HARNESS_PREFIX
+from mbd_core.evaluation.tasks.kinds.livecodebench import NAME as LIVE_CODE_BENCH
 from mbd_core.files import (
     MANIFEST,
     PartsFolder,

@@ -1,7 +1,7 @@
 """Grading of rows: the second stage of a sweep, and samples from other sources."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -14,9 +14,8 @@ from mbd_core.batch.rows import PROBLEM_COLUMNS
 from mbd_core.evaluation.measures.statistics import wilson_interval
 from mbd_core.evaluation.sandbox.processes import available_isolation, describe_isolation
 from mbd_core.evaluation.sweep.graded_rows import ISOLATION, VOTE, graded_schema
-from mbd_core.evaluation.tasks.benchmarks import Problem, Task, find_task, runs_programs
-from mbd_core.evaluation.tasks.graders import Grade, grade, grade_program, program_of, ungradable
-from mbd_core.evaluation.tasks.livecodebench import ContestProblem
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.kinds.task import Grade, Problem, Task, ungradable
 from mbd_core.evaluation.tasks.math_answers import same_answer
 from mbd_core.evaluation.tasks.problems import ProblemSet
 from mbd_core.files import write_json, write_text
@@ -33,7 +32,7 @@ def grade_table(table: pa.Table, *, isolated: bool = False) -> pa.Table:
     bubblewrap and Landlock refuses to run any: `ValueError`.
     """
     rows = table.to_pylist()
-    if isolated and any(runs_programs(find_task(task)) for task in {row["task"] for row in rows}):
+    if isolated and any(find_task(task).runs_programs for task in {row["task"] for row in rows}):
         describe_isolation("required")
     grades: dict[tuple[str, str, str], Grade] = {}
     for row in rows:
@@ -43,10 +42,10 @@ def grade_table(table: pa.Table, *, isolated: bool = False) -> pa.Table:
         key = (row["task"], row["problem_id"], row["text"])
         if key not in grades:
             problem = Problem(**{name: row[name] for name in PROBLEM_COLUMNS})
-            grades[key] = grade(find_task(row["task"]), problem, row["text"])
+            grades[key] = find_task(row["task"]).grade(problem, row["text"])
         row.update(asdict(grades[key]))
     table_of_grades = with_votes(pa.Table.from_pylist(rows, schema=graded_schema(rows)))
-    if not any(runs_programs(find_task(task)) for task, *_ in grades):
+    if not any(find_task(task).runs_programs for task, *_ in grades):
         return table_of_grades
     return table_of_grades.replace_schema_metadata({ISOLATION: available_isolation()})
 
@@ -60,7 +59,7 @@ def with_votes(samples: pa.Table) -> pa.Table:
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         task = find_task(row["task"])
-        answer = None if runs_programs(task) else row["strict" if task.rule == "strict" else "flexible"]
+        answer = None if task.grader.vote is None else row[task.grader.vote]
         answers = groups.setdefault(
             tuple(row[name] for name in ("model", "method", "config", "task", "problem_id")), []
         )
@@ -93,7 +92,6 @@ class Grading:
 
 Form = Literal["text", "completion", "solution"]
 FORMS: tuple[Form, ...] = ("solution", "completion", "text")
-NO_COMPLETION = ("completion", "contest")  # its prompts are no code
 IDS = ("problem_id", "task_id", "question_id", "doc_id")
 
 
@@ -144,8 +142,10 @@ def read_samples(rows: Sequence[Mapping[str, Any]], problem_set: ProblemSet) -> 
 
 
 def _sample(line: int, row: Mapping[str, Any], problem_set: ProblemSet, by_id: dict[str, Problem]) -> Sample:
-    is_code = runs_programs(problem_set.task)
-    forms = [form for form in FORMS if form == "text" or (is_code and (form, problem_set.task.rule) != NO_COMPLETION)]
+    programs = problem_set.task.grader.programs
+    forms = FORMS if programs else FORMS[-1:]
+    if programs and not programs.completes:
+        forms = tuple(form for form in forms if form != "completion")
     row = {column: value for column, value in row.items() if value is not None}  # tables pad rows with null
     form = next((form for form in forms if form in row), None)
     if form is None:
@@ -179,13 +179,13 @@ def grade_samples(task: Task, samples: Sequence[Sample], *, workers: int) -> Ite
 
 
 def _grade_sample(task: Task, sample: Sample) -> SampleGrade:
-    if not runs_programs(task):
-        return SampleGrade(sample=sample, grade=grade(task, sample.problem, sample.content), solution=None)
+    if not task.runs_programs:
+        return SampleGrade(sample=sample, grade=task.grade(sample.problem, sample.content), solution=None)
     solution = sample.content if sample.form != "completion" else sample.problem.prompt + sample.content
     try:
         if sample.form == "text":
-            solution = program_of(task, sample.problem, sample.content)
-        outcome = grade_program(task, sample.problem, solution)
+            solution = task.program_in(sample.problem, sample.content)
+        outcome = task.grade_program(sample.problem, solution)
     except Exception as error:  # one sample, or a broken problem, must not lose what all others cost
         outcome = ungradable(error)
     return SampleGrade(sample=sample, grade=outcome, solution=solution)
@@ -193,6 +193,7 @@ def _grade_sample(task: Task, sample: Sample) -> SampleGrade:
 
 def summary(problem_set: ProblemSet, sample_grades: Sequence[SampleGrade]) -> dict[str, Any]:
     """The counts, and what they depend on."""
+    programs = problem_set.task.grader.programs
     grades = [item.grade for item in sample_grades]
     counts = {
         name: sum(bool(getattr(grade, name)) for grade in grades)
@@ -203,7 +204,7 @@ def summary(problem_set: ProblemSet, sample_grades: Sequence[SampleGrade]) -> di
     reasons = [str(grade.reason) for grade in grades]
     return {
         "task": problem_set.task.name,
-        "rule": problem_set.task.rule,
+        "rule": problem_set.task.grader.rule,
         "source": problem_set.source,
         "problems": len(problem_set.problems),
         "problems_sha256": problem_set.sha256,
@@ -214,19 +215,20 @@ def summary(problem_set: ProblemSet, sample_grades: Sequence[SampleGrade]) -> di
         "accuracy_of_samples": correct / len(grades),
         "wilson_interval": wilson_interval(correct, len(grades)),
         **counts,
-        **({"by": _by_kind(sample_grades)} if problem_set.task.rule == "contest" else {}),
+        **({"by": _by_kind(programs.kinds, sample_grades)} if programs and programs.kinds else {}),
         "reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
-        "isolation": available_isolation() if runs_programs(problem_set.task) else None,
+        "isolation": available_isolation() if problem_set.task.runs_programs else None,
         "versions": {name: version(name) for name in ("math-verify", "sympy", "numpy")},
     }
 
 
-def _by_kind(sample_grades: Sequence[SampleGrade]) -> dict[str, dict[str, int]]:
-    """LiveCodeBench's samples, and the right ones, of each difficulty, platform and month."""
+def _by_kind(
+    kinds: Callable[[Problem], tuple[str, ...]], sample_grades: Sequence[SampleGrade]
+) -> dict[str, dict[str, int]]:
+    """The samples of each kind of problem, and the right ones."""
     counts: dict[str, dict[str, int]] = {}
     for item in sample_grades:
-        problem = ContestProblem.unpack(item.sample.problem.reference)
-        for kind in (problem.difficulty, problem.platform, problem.date[:7]):
+        for kind in kinds(item.sample.problem):
             count = counts.setdefault(kind, {"samples": 0, "correct": 0})
             count["samples"] += 1
             count["correct"] += item.grade.correct
@@ -242,9 +244,10 @@ def write_grades(folder: Path, problem_set: ProblemSet, sample_grades: Sequence[
         for item in grades
     ]
     write_text(folder / "grades.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    if problem_set.task.rule == "plus":
-        programs = [{"task_id": item.sample.problem.problem_id, "solution": item.solution} for item in grades]
-        write_text(folder / "evalplus.jsonl", "".join(json.dumps(row) + "\n" for row in programs))
+    programs = problem_set.task.grader.programs
+    if programs and programs.sample_file:
+        samples = [{"task_id": item.sample.problem.problem_id, "solution": item.solution} for item in grades]
+        write_text(folder / programs.sample_file, "".join(json.dumps(row) + "\n" for row in samples))
     report = summary(problem_set, grades)
     write_json(folder / "report.json", report)
     return report

@@ -23,8 +23,9 @@ from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT, Endpoint
 from mbd_core.evaluation.sweep.grid import Grid, Methods, Variant, parse_grid, parse_methods, plan_variants
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.tasks.asking import TaskInputs, ask_tasks, check_positions
-from mbd_core.evaluation.tasks.benchmarks import HARNESS_PREFIX, find_task
-from mbd_core.evaluation.tasks.harness_tasks import load_harness_problems
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.harness_requests import load_harness_problems
+from mbd_core.evaluation.tasks.kinds.harness import HARNESS_PREFIX
 from mbd_core.evaluation.tasks.problems import ProblemSet, load_problems
 from mbd_core.evaluation.tasks.recipes import Recipe, find_recipe
 from mbd_core.models.model_config import ModelConfig
@@ -175,7 +176,7 @@ class Sweep:
             "grid": self.grid,
             "tasks": {
                 problem_set.task.name: {
-                    "rule": problem_set.task.rule,
+                    "rule": problem_set.task.grader.rule,
                     "source": problem_set.source,
                     "n": len(problem_set.problems),
                     "sha256": problem_set.sha256,

@@ -93,7 +93,7 @@ def plan_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
         "tasks": {
             problem_set.task.name: {
                 "problems": len(problem_set.problems),
-                "rule": problem_set.task.rule,
+                "rule": problem_set.task.grader.rule,
                 "max_tokens": next(row["max_tokens"] for row in rows if row["task"] == problem_set.task.name),
                 "sha256": _problems_digest(rows, problem_set.task.name),
                 **({"scores": True} if sweep.inputs[problem_set.task.name].scores else {}),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mbd_core.evaluation.tasks.benchmarks import Task
+from mbd_core.evaluation.tasks.kinds.task import Task
 from mbd_core.evaluation.tasks.problems import ProblemSet
 from mbd_core.evaluation.tasks.prompts import FewShotExample, choose_examples, load_examples, prompt_content
 from mbd_core.evaluation.tasks.recipes import Recipe, TaskPrompt

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
 
 from mbd_core.evaluation.tasks.exact_numbers import LONGEST_NUMBER
 
@@ -25,8 +24,6 @@ from mbd_core.evaluation.tasks.exact_numbers import LONGEST_NUMBER
 # tasks, whose answers are plain numbers; `stated_answers.py` finds those of GSM8K and MATH.
 # Each rule takes one answer: further guesses in the text do not count.
 
-Mark = Literal["####", "The answer is"]
-
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*(-?\d[\d.,]*)")
 _BRACE = re.compile(r"\\(?:f|frame)?box(?:ed)?\s*\{|\\[\\{}]|[{}]")
 _STRICT = re.compile(r" *(-?\$?[0-9.,]*[0-9][0-9.,]*)")
@@ -34,7 +31,7 @@ _FLEXIBLE = re.compile(r"-?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 
 
-def strict_number(text: str, mark: Mark = "####") -> str | None:
+def strict_number(text: str, mark: str = "####") -> str | None:
     """The N of the first `#### N`, or behind another mark, as written; `None` without one."""
     for place in re.finditer(re.escape(mark), text):
         match = _STRICT.match(text, place.end())

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mbd_core.errors import error_line
-from mbd_core.evaluation.tasks.benchmarks import Problem, Task
+from mbd_core.evaluation.tasks.kinds.task import Problem, Task
 from mbd_core.proxies import connection_note
 from mbd_core.row_files import FORMATS, NumberedRow, read_row_files
 from mbd_core.tasks.split import Split

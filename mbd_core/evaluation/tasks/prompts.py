@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mbd_core.checkpoint.chat import question
-from mbd_core.evaluation.tasks.benchmarks import Problem, Task
+from mbd_core.evaluation.tasks.kinds.task import Problem, Task
 from mbd_core.evaluation.tasks.problems import read_rows
 
 Form = Literal["turn", "turns", "plain"]
@@ -86,8 +86,9 @@ def _example(task: Task, place: str, row: dict[str, Any]) -> FewShotExample:
     if question is None or answer is None:
         missing_name, names = ("question", QUESTIONS) if question is None else ("answer", ANSWERS)
         raise ValueError(f"{place}: an example needs its {missing_name} in one of the columns {', '.join(names)}")
-    if task.rule == "flexible" and task.mark not in answer:
-        raise ValueError(f"{place}: the example's answer lacks '{task.mark}', from which {task.name} reads a number")
+    mark = task.grader.mark
+    if mark is not None and mark not in answer:
+        raise ValueError(f"{place}: the example's answer lacks '{mark}', from which {task.name} reads a number")
     tests = row.get("test_list") or []
     # MBPP's code has the line ends of another system
     return FewShotExample(

@@ -7,14 +7,16 @@ ours and the prompt says so (`text_by="this project"`); nobody else's text is ma
 benchmark files that the projects released.
 
 Every recipe decodes greedily. Which value grades an answer does not depend on the recipe, so that scores of different
-recipes compare: `Task.rule` decides, and strict and flexible values are recorded side by side. `extraction` says what
-the source counts.
+recipes compare: `Task.grader` decides, and strict and flexible values are recorded side by side. `extraction` says
+what the source counts.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mbd_core.evaluation.tasks.benchmarks import LIVE_CODE_BENCH, Task, find_task
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.kinds.livecodebench import NAME as LIVE_CODE_BENCH
+from mbd_core.evaluation.tasks.kinds.task import Task
 from mbd_core.evaluation.tasks.prompts import ExampleChoice, Wording
 
 LONGEST_ANSWER = 4096  # MBD-LMs, Table 4: "Max New" of every row

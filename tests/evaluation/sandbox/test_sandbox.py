@@ -11,7 +11,7 @@ import pytest
 from mbd_core.evaluation.sandbox import programs
 from mbd_core.evaluation.sandbox.plain_data import Value
 from mbd_core.evaluation.sandbox.processes import Isolation, Limits, available_isolation, contained, landlock_version
-from mbd_core.evaluation.sandbox.programs import Call, Verdict, run_calls, run_tests
+from mbd_core.evaluation.sandbox.programs import Call, RunVerdict, run_calls, run_tests
 from mbd_core.evaluation.sandbox.system_calls import filter_program
 
 QUICK = Limits(wall_seconds=1.0, cpu_seconds=1)
@@ -33,11 +33,11 @@ def isolation(request: pytest.FixtureRequest) -> Isolation:
     return request.param  # type: ignore[no-any-return]
 
 
-def by_tests(program: str, isolation: Isolation) -> Verdict:
+def by_tests(program: str, isolation: Isolation) -> RunVerdict:
     return run_tests(program, tests=TESTS, check="check", entry_point="f", limits=QUICK, isolation=isolation)
 
 
-def by_calls(program: str, isolation: Isolation) -> Verdict:
+def by_calls(program: str, isolation: Isolation) -> RunVerdict:
     def accept(number: int, out: Value) -> bool:
         return bool(out.value == 3 + number)
 
@@ -162,7 +162,7 @@ ATTACKS = {
 }
 
 
-def attack(name: str, isolation: Isolation) -> list[Verdict]:
+def attack(name: str, isolation: Isolation) -> list[RunVerdict]:
     import textwrap
 
     program = textwrap.dedent(ATTACKS[name]) + "\n"

@@ -13,7 +13,7 @@ import pytest
 
 from mbd_core.evaluation.sandbox import processes as sandbox
 from mbd_core.evaluation.sandbox.processes import DEVICES, ISOLATED, THREADS, Isolation, Limits, available_isolation
-from mbd_core.evaluation.sandbox.programs import Call, Verdict, run_calls
+from mbd_core.evaluation.sandbox.programs import Call, RunVerdict, run_calls
 from mbd_core.evaluation.sandbox.system_calls import CALLS, CONDITIONS, READING, WRITES, filter_program
 from mbd_core.evaluation.sandbox.system_calls import THREADS as CLONE
 
@@ -42,7 +42,7 @@ def returned(program: str, argument: Any, isolation: Isolation) -> Any:
 
     calls = [Call(arguments=[argument], seconds=50.0, longest=1 << 24)]
     verdict = run_calls(textwrap.dedent(program), "f", calls, keep, limits=PATIENT, isolation=isolation)
-    assert verdict == Verdict(reason="passed"), verdict
+    assert verdict == RunVerdict(reason="passed"), verdict
     return found[0]
 
 

@@ -8,11 +8,9 @@ from sweep_rows import planned_samples
 
 from mbd_core.batch.rows import DECODED_COLUMNS
 from mbd_core.evaluation.sandbox.processes import available_isolation
-from mbd_core.evaluation.sweep import grading as grade_stage
 from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS, ISOLATION
 from mbd_core.evaluation.sweep.grading import grade_table
-from mbd_core.evaluation.tasks.benchmarks import Problem, Task
-from mbd_core.evaluation.tasks.graders import Grade, grade
+from mbd_core.evaluation.tasks.kinds.task import Grade, Problem, Task
 
 
 def decoded(*texts: str | None) -> pa.Table:
@@ -45,11 +43,13 @@ def test_a_part_says_how_its_programs_were_contained_where_any_ran() -> None:
 def test_equal_texts_of_a_problem_are_graded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
 
+    grade = Task.grade
+
     def counting(task: Task, problem: Problem, text: str) -> Grade:
         texts.append(text)
         return grade(task, problem, text)
 
-    monkeypatch.setattr(grade_stage, "grade", counting)
+    monkeypatch.setattr(Task, "grade", counting)
     rows = grade_table(decoded("#### 4", "#### 5", "#### 4")).to_pylist()
     assert [row["correct"] for row in rows] == [True, False, True]
     assert texts == ["#### 4", "#### 5"]

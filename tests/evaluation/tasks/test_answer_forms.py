@@ -2,8 +2,8 @@
 
 import pytest
 
-from mbd_core.evaluation.tasks.benchmarks import TASKS, Problem
-from mbd_core.evaluation.tasks.graders import grade
+from mbd_core.evaluation.tasks.benchmarks import TASKS
+from mbd_core.evaluation.tasks.kinds.task import Problem
 from mbd_core.evaluation.tasks.math_worker import judge
 
 RIGHT = (
@@ -107,5 +107,5 @@ def test_another_value_is_wrong(gold: str, content: str) -> None:
     ],
 )
 def test_a_grade_follows_the_last_answer_and_its_percent_sign(task: str, gold: str, text: str, correct: bool) -> None:
-    result = grade(TASKS[task], Problem(problem_id="p", prompt="?", reference=gold), text)
+    result = TASKS[task].grade(Problem(problem_id="p", prompt="?", reference=gold), text)
     assert (result.correct, result.reason) == (correct, "passed" if correct else "wrong")

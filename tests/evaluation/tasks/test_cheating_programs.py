@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mbd_core.evaluation.sandbox.plain_data import Opaque, Value
 from mbd_core.evaluation.sandbox.processes import Limits
 from mbd_core.evaluation.sandbox.programs import Call, run_calls, run_tests
-from mbd_core.evaluation.tasks.evalplus import Comparison, Dataset
+from mbd_core.evaluation.tasks.kinds.evalplus_rules import Comparison, Dataset
 
 LIMITS = Limits(wall_seconds=20.0, cpu_seconds=20, memory_bytes=1 << 30)
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from program_corruptions import corruptions
 
-from mbd_core.evaluation.tasks.benchmarks import Problem, find_task
-from mbd_core.evaluation.tasks.graders import grade_program
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.kinds.task import Problem
 from mbd_core.evaluation.tasks.problems import load_problems
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "benchmarks"
@@ -88,7 +88,7 @@ def unequal_verdicts(command: str, task: str, rows: list[dict[str, Any]], folder
     samples = [(row["task_id"], name, program) for row in rows for name, program in programs(row)]
     theirs = verdicts(command, task, folder, samples)
     with ThreadPoolExecutor(min(2, len(rows))) as pool:  # a heavy problem's programs run alone
-        graded = list(pool.map(lambda one: grade_program(find_task(task), problems[one[0]], one[2]), samples))
+        graded = list(pool.map(lambda one: find_task(task).grade_program(problems[one[0]], one[2]), samples))
     ours = [(bool(one.base_correct), bool(one.plus_correct)) for one in graded]
     unequal = {
         f"{problem} {name}": f"here {here}, EvalPlus {there}"

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from mbd_core.evaluation.sandbox.plain_data import Value
-from mbd_core.evaluation.tasks.evalplus import Comparison, Dataset, all_seconds, call_seconds, conversion, typed_inputs
+from mbd_core.evaluation.tasks.kinds.evalplus_rules import (
+    Comparison,
+    Dataset,
+    all_seconds,
+    call_seconds,
+    conversion,
+    typed_inputs,
+)
 
 
 def value(given: Any) -> Value:

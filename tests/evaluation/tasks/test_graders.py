@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from mbd_core.evaluation.tasks import graders
-from mbd_core.evaluation.tasks.benchmarks import TASKS, Problem
-from mbd_core.evaluation.tasks.graders import grade
+from mbd_core.evaluation.tasks.benchmarks import TASKS
+from mbd_core.evaluation.tasks.kinds import mathematics
+from mbd_core.evaluation.tasks.kinds.task import Problem
 
 STUB = 'def double(x):\n    """Twice x."""\n'
 TESTS = json.dumps({"preamble": STUB, "tests": "def check(f):\n    assert f(4) == 8\n", "check": "check"})
@@ -15,7 +15,7 @@ CODE = Problem(problem_id="p", prompt=STUB, reference=TESTS, entry_point="double
 
 def test_the_task_s_rule_decides_and_both_extractions_are_kept() -> None:
     problem = Problem(problem_id="p", prompt="?", reference="5")
-    found = {name: grade(TASKS[name], problem, "first 4\n#### 4\nor 5") for name in ("gsm-mini", "gsm8k")}
+    found = {name: TASKS[name].grade(problem, "first 4\n#### 4\nor 5") for name in ("gsm-mini", "gsm8k")}
     assert (found["gsm-mini"].correct, found["gsm8k"].correct) == (False, True)
     for result in found.values():
         assert (result.strict, result.flexible) == ("4", "5")
@@ -37,7 +37,7 @@ def test_a_function_is_graded_whatever_stands_around_it(answer: str) -> None:
     stub = "from typing import List\n\n" + STUB
     humaneval = Problem(problem_id="p", prompt=stub, reference=TESTS, entry_point="double")
     for task, problem in (("humaneval", humaneval), ("mbpp", mbpp)):
-        result = grade(TASKS[task], problem, f"The function:\n```python\n{answer}\n```")
+        result = TASKS[task].grade(problem, f"The function:\n```python\n{answer}\n```")
         assert (result.reason, result.detail) == ("passed", ""), task
 
 
@@ -45,16 +45,16 @@ def test_a_chain_of_thought_is_read_behind_its_own_mark() -> None:
     problem = Problem(problem_id="p", prompt="?", reference="1021")
     text = "15 + 6 = 21, and 1,000 more. The answer is $1,021."
     for name, strict in (("gsm8k-cot", True), ("gsm8k", False)):
-        result = grade(TASKS[name], problem, text)
+        result = TASKS[name].grade(problem, text)
         assert (result.correct, result.strict_correct) == (True, strict)
-    late = grade(TASKS["gsm8k-cot"], problem, "The answer is 7.\nNo: the answer is 1021. The answer is 1021.")
+    late = TASKS["gsm8k-cot"].grade(problem, "The answer is 7.\nNo: the answer is 1021. The answer is 1021.")
     assert (late.correct, late.strict_correct) == (True, False)
 
 
 def test_an_expression_is_right_in_any_notation_and_strict_wants_a_box() -> None:
     problem = Problem(problem_id="p", prompt="?", reference=r"\frac{3}{4}")
     boxed, plain, wrong = (
-        grade(TASKS["math500"], problem, text) for text in (r"\boxed{0.75}", "The answer is $3/4$.", r"\boxed{3/5}")
+        TASKS["math500"].grade(problem, text) for text in (r"\boxed{0.75}", "The answer is $3/4$.", r"\boxed{3/5}")
     )
     assert (boxed.correct, boxed.strict_correct, boxed.strict) == (True, True, "0.75")
     assert (plain.correct, plain.strict_correct, plain.strict) == (True, False, None)
@@ -65,7 +65,7 @@ def test_an_expression_is_right_in_any_notation_and_strict_wants_a_box() -> None
 @pytest.mark.parametrize("text", ["#### " + "7" * 5000, r"\boxed{" * 200, "\0\ud800", "(" * 50_000, ""])
 def test_no_text_breaks_a_grader(task: str, text: str) -> None:
     problem = CODE if task == "code-mini" else Problem(problem_id="p", prompt="?", reference="7")
-    result = grade(TASKS[task], problem, text)
+    result = TASKS[task].grade(problem, text)
     assert not result.correct and result.reason != "passed"
 
 
@@ -73,8 +73,8 @@ def test_what_a_grader_raises_is_a_grade_with_the_reason(monkeypatch: pytest.Mon
     def crash(*_: object) -> None:
         raise RecursionError("too deep")
 
-    monkeypatch.setattr(graders, "judge_answer", crash)
-    result = grade(TASKS["gsm8k"], Problem(problem_id="p", prompt="?", reference="7"), "7")
+    monkeypatch.setattr(mathematics, "judge_answer", crash)
+    result = TASKS["gsm8k"].grade(Problem(problem_id="p", prompt="?", reference="7"), "7")
     assert (result.correct, result.reason, result.detail) == (False, "ungradable", "RecursionError: too deep")
 
 
@@ -89,4 +89,4 @@ def test_what_a_grader_raises_is_a_grade_with_the_reason(monkeypatch: pytest.Mon
     ],
 )
 def test_code_in_every_layout_is_run(text: str, correct: bool) -> None:
-    assert grade(TASKS["code-mini"], CODE, text).correct == correct
+    assert TASKS["code-mini"].grade(CODE, text).correct == correct

@@ -12,9 +12,9 @@ import pytest
 from jobs.grade import main
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep
-from mbd_core.evaluation.tasks.benchmarks import Problem, find_task
-from mbd_core.evaluation.tasks.graders import Grade, grade, grade_program
-from mbd_core.evaluation.tasks.livecodebench import ContestProblem, extract_code, same_output, same_result
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.kinds.livecodebench import ContestProblem, extract_code, same_output, same_result
+from mbd_core.evaluation.tasks.kinds.task import Grade, Problem
 from mbd_core.evaluation.tasks.problems import load_problems
 
 TASK = find_task("livecodebench")
@@ -53,7 +53,7 @@ def problem_of(tests: list[tuple[str, str]] = SUMS, **fields: Any) -> Problem:
 
 
 def graded(program: str, problem: Problem) -> Grade:
-    return grade_program(TASK, problem, program)
+    return TASK.grade_program(problem, program)
 
 
 READING = "a, b = map(int, {read}.split())\nprint(a + b)"
@@ -164,7 +164,7 @@ def test_a_program_that_prints_something_else_fails(program: str, reason: str) -
 
 
 def test_a_test_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mbd_core.evaluation.tasks.livecodebench.TEST_SECONDS", 0.3)
+    monkeypatch.setattr("mbd_core.evaluation.tasks.kinds.livecodebench.TEST_SECONDS", 0.3)
     problem = problem_of([(f"{n} 0", f"{n}") for n in range(5)], question_id="timed")
     sleeping = "import time\ntime.sleep({})\n" + READING.format(read="input()")
     assert graded(sleeping.format(0.1), problem).reason == "passed", "half a second in all"
@@ -214,7 +214,7 @@ def test_the_program_stands_between_the_last_two_fences() -> None:
     assert extract_code("```python\nold\n```\ntext\n```python\nnew\n```\n") == "new"
     assert extract_code("a = 1\n```") == "" == extract_code("print(3)")
     text = "So:\n```python\n" + READING.format(read="input()") + "\n```"
-    assert grade(TASK, problem_of(), text).correct
+    assert TASK.grade(problem_of(), text).correct
 
 
 def test_private_tests_are_read_in_both_forms_and_never_unpickled() -> None:

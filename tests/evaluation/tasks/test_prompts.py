@@ -9,7 +9,7 @@ import pytest
 from mbd_core.batch.inputs import prompt_ids
 from mbd_core.checkpoint.chat import chat_prompt, question
 from mbd_core.checkpoint.folder import read_folder
-from mbd_core.evaluation.tasks.benchmarks import Problem
+from mbd_core.evaluation.tasks.kinds.task import Problem
 from mbd_core.evaluation.tasks.prompts import FewShotExample, Form, Wording, prompt_content
 
 ASKED = Problem(problem_id="p", prompt="What is {x} + 1?", reference="2")

@@ -14,9 +14,9 @@ import pytest
 from program_corruptions import corruptions
 
 from mbd_core.evaluation.sandbox.program_text import extract_program
-from mbd_core.evaluation.tasks.benchmarks import Problem, find_task
-from mbd_core.evaluation.tasks.evalplus import PlusProblem
-from mbd_core.evaluation.tasks.graders import grade, grade_program
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.kinds.evalplus import PlusProblem
+from mbd_core.evaluation.tasks.kinds.task import Problem
 from mbd_core.evaluation.tasks.math_answers import MathJudge
 from mbd_core.evaluation.tasks.problems import load_problems
 
@@ -135,7 +135,7 @@ def gold_texts(task: str, every: int) -> list[tuple[Problem, str]]:
 def test_the_gold_solutions_of_gsm8k_are_right_by_both_rules(every: int) -> None:
     task, gold, wrong = find_task("gsm8k"), gold_texts("gsm8k", every), []
     for problem, text in gold:
-        found = grade(task, problem, text)
+        found = task.grade(problem, text)
         if not (found.strict_correct and found.flexible_correct):
             wrong.append((problem.problem_id, found.strict, found.flexible))
     print(f"GSM8K: {len(gold) - len(wrong)} of {len(gold)} gold solutions right, strict and flexible")
@@ -147,10 +147,10 @@ def test_the_gold_solutions_and_answers_of_math500_are_right(every: int) -> None
     task, gold = find_task("math500"), gold_texts("math500", every)
     wrong_solutions, wrong_answers = [], []
     for problem, text in gold:
-        found = grade(task, problem, text)
+        found = task.grade(problem, text)
         if not (found.strict_correct and found.flexible_correct):
             wrong_solutions.append((problem.problem_id, problem.reference, found.strict, found.flexible))
-        if not grade(task, problem, rf"The final answer is \boxed{{{problem.reference}}}.").correct:
+        if not task.grade(problem, rf"The final answer is \boxed{{{problem.reference}}}.").correct:
             wrong_answers.append((problem.problem_id, problem.reference))
     num = len(gold)
     print(f"MATH500: {num - len(wrong_solutions)} of {num} gold solutions right, {num - len(wrong_answers)} answers")
@@ -173,7 +173,7 @@ def test_corrupted_answers_of_math500_are_wrong(every: int) -> None:
             texts += [f"-({gold})", f"{gold}+1", f"{gold}0.5"]
         for text in texts:
             num += 1
-            if grade(task, problem, rf"\boxed{{{text}}}").correct:
+            if task.grade(problem, rf"\boxed{{{text}}}").correct:
                 wrong.append((problem.problem_id, gold, text))
     print(f"MATH500: {num - len(wrong)} of {num} corrupted answers wrong; right: {wrong}")
     assert set(wrong) <= SAME_VALUE
@@ -224,13 +224,13 @@ def wrong_programs(task: str, chosen: list[Problem]) -> tuple[list[str], list[st
     def check(problem: Problem) -> tuple[list[str], list[str], int]:
         plus = PlusProblem.unpack(problem.reference)
         program = plus.prompt + plus.canonical_solution
-        right = grade_program(find_task(task), problem, program)
+        right = find_task(task).grade_program(problem, program)
         failing = [] if right.correct else [f"{problem.problem_id}: {right.reason} {right.detail}"]
         changed = list(corruptions(program))
         passing = [
             f"{problem.problem_id} {name}"
             for name, text in changed
-            if grade_program(find_task(task), problem, text).correct
+            if find_task(task).grade_program(problem, text).correct
         ]
         return failing, passing, len(changed)
 

@@ -18,14 +18,16 @@ import re
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from mbd_core.evaluation.sandbox.plain_data import Value
 from mbd_core.evaluation.sandbox.processes import Limits
-from mbd_core.evaluation.sandbox.programs import Call, Verdict, run_calls
+from mbd_core.evaluation.sandbox.programs import Call, RunVerdict, run_calls
+from mbd_core.evaluation.tasks.kinds.task import Grade, Grader, Problem, Programs, Task
 
+NAME = "livecodebench"
 TEST_SECONDS = 6.0
 MEMORY_BYTES = 4 << 30
 SPARE_BYTES = 1 << 16
@@ -267,7 +269,7 @@ def _calls(reference: str) -> tuple[list[Call], list[Any]]:
     return calls, expected
 
 
-def judge_contest(reference: str, program: str) -> Verdict:
+def judge_contest(reference: str, program: str) -> RunVerdict:
     """Run a program on all tests of a packed problem, by the benchmark's rule; the first wrong result decides."""
     calls, expected = _calls(reference)
     function = ContestProblem.unpack(reference).function
@@ -286,3 +288,44 @@ def judge_contest(reference: str, program: str) -> Verdict:
         limits=Limits(wall_seconds=total, cpu_seconds=int(total) + 1, memory_bytes=MEMORY_BYTES),
         convert="" if function else "printed",
     )
+
+
+def _problem(_problem_id: str, row: dict[str, Any]) -> Problem:
+    contest = ContestProblem.of_row(row)
+    return Problem(
+        problem_id=row["question_id"],
+        prompt=row["question_content"],
+        reference=contest.pack(),
+        entry_point=contest.function,
+        tests=answer_form(row["starter_code"]),
+    )
+
+
+def _grade(problem: Problem, program: str) -> Grade:
+    verdict = judge_contest(problem.reference, program)
+    return Grade(correct=verdict.reason == "passed", reason=verdict.reason, detail=verdict.detail)
+
+
+def _kinds(problem: Problem) -> tuple[str, ...]:
+    """The difficulty, the platform and the month of a problem's contest."""
+    contest = ContestProblem.unpack(problem.reference)
+    return contest.difficulty, contest.platform, contest.date[:7]
+
+
+LIVE_CODE_BENCH = Task(
+    name=NAME,
+    label="LiveCodeBench",
+    columns=COLUMNS,
+    problem=_problem,
+    grader=Grader(
+        rule="contest",
+        judge=_grade,
+        programs=Programs(extract=lambda _problem, text: extract_code(text), completes=False, kinds=_kinds),
+    ),
+)
+
+
+def dated_task(name: str) -> Task:
+    """The task within a window of contest dates, as `livecodebench:2024-08..2025-01`."""
+    dates = name.removeprefix(f"{NAME}:")
+    return replace(LIVE_CODE_BENCH, name=name, label=f"LiveCodeBench {dates}", is_asked=Window.parse(dates).holds)

@@ -1,0 +1,172 @@
+"""Answers to tasks of lm-evaluation-harness, graded and aggregated by the harness's own filters and metrics."""
+
+import functools
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from mbd_core.errors import error_line
+from mbd_core.evaluation.tasks.kinds.task import Grade, Grader, Problem, Task
+
+HARNESS_PREFIX = "harness:"
+RANDOM_SEED, NUMPY_SEED = 0, 1234  # of the harness
+Metrics = dict[str, dict[str, Any]]  # by filter and metric
+
+
+@functools.lru_cache(maxsize=64)
+def harness_objects(name: str, include: str | None) -> dict[str, Any]:
+    """The harness's objects of a name, `tasks` and `groups`, by theirs."""
+    try:
+        manager = manager_of(include)
+    except ImportError:
+        raise ValueError(
+            f"task '{HARNESS_PREFIX}{name}' needs the package lm_eval (pip install 'mbd-cluster[harness]')"
+        ) from None
+    if name not in manager.all_tasks:
+        raise ValueError(
+            f"lm-evaluation-harness has no task '{name}'{f', nor has {include}' if include else ''}; "
+            "`lm_eval ls tasks` lists its own, and --include names a folder with others"
+        )
+    try:
+        with own_draws():
+            objects = manager.load([name])
+    except Exception as error:  # of whichever step: the file, the data set, the network
+        raise ValueError(
+            f"task '{HARNESS_PREFIX}{name}' cannot be loaded: {error_line(error)}; where its data set "
+            "cannot be reached, give a task file that names local files (dataset_path: json) in --include"
+        ) from None
+    return dict(objects)
+
+
+@functools.lru_cache(maxsize=4)
+def manager_of(include: str | None) -> Any:
+    """The harness's index of tasks, which takes seconds to make."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include)
+
+
+def harness_task(name: str, include: str | None) -> Any:
+    (task,) = harness_objects(name, include)["tasks"].values()
+    return task
+
+
+@contextmanager
+def own_draws() -> Iterator[None]:
+    """The global generators as the harness seeds them, for as long as the block lasts: some tasks shuffle by them."""
+    state, numpy_state = random.getstate(), np.random.get_state()
+    random.seed(RANDOM_SEED)
+    np.random.seed(NUMPY_SEED)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+
+
+def harness_metrics(name: str, problem: Problem, text: str) -> Metrics:
+    """The metrics of one answer to a task by every filter of it, as the harness computes them.
+
+    Of a task that compares log-likelihoods the answer is the JSON of each continuation's: in nats, and whether greedy
+    decoding gives it.
+    """
+    from lm_eval.api.instance import Instance
+
+    reference = json.loads(problem.reference)
+    task = harness_task(name, reference["include"])
+    doc = reference["doc"] if "doc" in reference else task.eval_docs[reference["doc_id"]]
+    decodes = task.OUTPUT_TYPE == "generate_until"
+    responses = [text] if decodes else [tuple(response) for response in json.loads(text)]
+    instances = []
+    for number, response in enumerate(responses):
+        instance = Instance(
+            request_type="generate_until" if decodes else "loglikelihood",
+            doc=doc,
+            arguments=(problem.prompt, {}),
+            idx=number,
+            metadata=(task.config.task, reference["doc_id"], 1),
+        )
+        instance.resps = [response]
+        instances.append(instance)
+    task._instances = instances
+    task.apply_filters()
+    metrics = {
+        filter_name: task.process_results(doc, [instance.filtered_resps[filter_name] for instance in instances])
+        for filter_name in instances[0].filtered_resps
+    }
+    return json.loads(json.dumps(metrics, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of numpy as Python's."""
+    return value.tolist()
+
+
+def is_right(metrics: Metrics) -> bool:
+    """Whether an answer has full marks, by the accuracy of the task's first filter, else by its first number."""
+    by_name = next(iter(metrics.values()))
+    numbers = [by_name[name] for name in ("acc", "acc_norm") if name in by_name]
+    numbers += [value for value in by_name.values() if isinstance(value, int | float)]
+    return bool(numbers) and float(numbers[0]) >= 1.0
+
+
+def aggregate(name: str, include: str | None, answers: Sequence[Metrics]) -> Metrics:
+    """The task's own aggregation of its answers' metrics, by filter and metric."""
+    rules = harness_task(name.removeprefix(HARNESS_PREFIX), include).aggregation()
+    return {
+        filter_name: {
+            metric: float(rules[metric]([answer[filter_name][metric] for answer in answers])) for metric in metrics
+        }
+        for filter_name, metrics in answers[0].items()
+    }
+
+
+def aggregate_groups(name: str, include: str | None, tasks: Mapping[str, tuple[Metrics, int]]) -> dict[str, Metrics]:
+    """The averages of a group, and of the groups in it, by filter and metric, as their `aggregate_metric_list` says.
+
+    `tasks` are the aggregated metrics of the harness's tasks, each with the number of its answers.
+    """
+    rows = {
+        task: {
+            "sample_len": num_answers,
+            **{
+                f"{metric},{filter_name}": value
+                for filter_name, all_of in metrics.items()
+                for metric, value in all_of.items()
+            },
+        }
+        for task, (metrics, num_answers) in tasks.items()
+    }
+    averages: dict[str, Metrics] = {}
+    for group, rule in harness_objects(name, include)["groups"].items():
+        for key, value in rule.aggregate(rows).items():
+            metric, comma, filter_name = key.rpartition(",")
+            if comma and not metric.endswith("_stderr"):
+                averages.setdefault(group, {}).setdefault(filter_name, {})[metric] = float(value)
+    return averages
+
+
+def group_tasks(name: str, group: str, include: str | None) -> list[str]:
+    """The names of a group's tasks, `group` being the group `name` or one in it."""
+    return [task.task_name for task in harness_objects(name, include)["groups"][group].get_all_tasks()]
+
+
+def _grade(name: str, problem: Problem, text: str) -> Grade:
+    metrics = harness_metrics(name, problem, text)
+    right = is_right(metrics)
+    return Grade(correct=right, reason="passed" if right else "wrong", detail=json.dumps(metrics))
+
+
+def _no_problem(problem_id: str, _row: dict[str, Any]) -> Problem:
+    raise ValueError(f"{problem_id}: a task of lm-evaluation-harness is swept, by --tasks; it reads no rows of a file")
+
+
+def named_task(name: str) -> Task:
+    """The task of `harness:NAME`."""
+    own_name = name.removeprefix(HARNESS_PREFIX)
+    grader = Grader(rule="harness", judge=functools.partial(_grade, own_name))
+    return Task(name=name, label=own_name, columns={}, problem=_no_problem, grader=grader)

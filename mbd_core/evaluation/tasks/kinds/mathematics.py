@@ -1,0 +1,131 @@
+"""Tasks whose answer is a number or an expression: GSM8K, MATH, and those that are generated."""
+
+from typing import Any
+
+from mbd_core.evaluation.tasks.kinds.task import Grade, Grader, Problem, Task
+from mbd_core.evaluation.tasks.math_answers import (
+    MathAnswer,
+    boxed,
+    flexible_number,
+    judge_answer,
+    parse_number,
+    same_number,
+    strict_number,
+)
+from mbd_core.tasks.generated import GENERATED_TASKS
+
+
+def _grade_generated(problem: Problem, text: str) -> Grade:
+    """Right by the number after `####`; the flexible answer is the last number of the text."""
+    strict, flexible = strict_number(text), flexible_number(text)
+    correct = same_number(strict, problem.reference)
+    return Grade(
+        correct=correct,
+        reason="passed" if correct else "wrong",
+        strict=strict,
+        flexible=flexible,
+        strict_correct=correct,
+        flexible_correct=same_number(flexible, problem.reference),
+    )
+
+
+def _grade_stated(
+    problem: Problem, text: str, *, strict: str | None, strict_correct: bool, failure: str = ""
+) -> Grade:
+    """Right by the answer that the text states last (`stated_answers.py`)."""
+    stated = judge_answer(problem.reference, text)
+    failure = failure or stated.failure
+    return Grade(
+        correct=stated.correct,
+        reason="passed" if stated.correct else "ungradable" if failure else "wrong",
+        detail=failure,
+        strict=strict,
+        flexible=stated.answer,
+        strict_correct=strict_correct,
+        flexible_correct=stated.correct,
+    )
+
+
+def _grade_expression(problem: Problem, text: str) -> Grade:
+    """The strict answer is what the last `\\boxed` holds."""
+    strict = boxed(text)
+    in_box = MathAnswer() if strict is None else judge_answer(problem.reference, f"\\boxed{{{strict}}}")
+    return _grade_stated(problem, text, strict=strict, strict_correct=in_box.correct, failure=in_box.failure)
+
+
+def _stated_number(mark: str) -> Grader:
+    """Grades by the number that the text states last; the strict answer is the number after `mark`."""
+
+    def judge(problem: Problem, text: str) -> Grade:
+        strict = strict_number(text, mark)
+        return _grade_stated(problem, text, strict=strict, strict_correct=same_number(strict, problem.reference))
+
+    return Grader(rule="flexible", judge=judge, judgements=("strict", "flexible"), vote="flexible", mark=mark)
+
+
+GENERATED_NUMBER = Grader(rule="strict", judge=_grade_generated, judgements=("strict", "flexible"), vote="strict")
+EXPRESSION = Grader(rule="math", judge=_grade_expression, judgements=("strict", "flexible"), vote="flexible")
+
+
+def _number_problem(problem_id: str, row: dict[str, Any]) -> Problem:
+    number = strict_number(row["answer"])
+    if number is None or parse_number(number) is None:
+        raise ValueError("column 'answer' must end in '#### ' and a number")
+    return Problem(problem_id=problem_id, prompt=row["question"], reference=number)
+
+
+def _math500_problem(problem_id: str, row: dict[str, Any]) -> Problem:
+    if not row["answer"].strip():
+        raise ValueError("column 'answer' must not be empty")
+    return Problem(problem_id=str(row.get("unique_id") or problem_id), prompt=row["problem"], reference=row["answer"])
+
+
+def _math_problem(problem_id: str, row: dict[str, Any]) -> Problem:
+    answer = boxed(row["solution"])
+    if answer is None:
+        raise ValueError("column 'solution' must have its answer in \\boxed{...}")
+    return Problem(problem_id=problem_id, prompt=row["problem"], reference=answer)
+
+
+NUMBER_COLUMNS = {"question": str, "answer": str}
+GSM_MINI = Task(
+    name="gsm-mini",
+    label="GSM-mini",
+    columns=NUMBER_COLUMNS,
+    problem=_number_problem,
+    grader=GENERATED_NUMBER,
+    generate=GENERATED_TASKS["gsm-mini"].generate,
+)
+LEDGER_MINI = Task(
+    name="ledger-mini",
+    label="Ledger-mini",
+    columns=NUMBER_COLUMNS,
+    problem=_number_problem,
+    grader=GENERATED_NUMBER,
+    generate=GENERATED_TASKS["ledger-mini"].generate,
+    max_tokens=192,
+)
+GSM8K = Task(
+    name="gsm8k", label="GSM8K", columns=NUMBER_COLUMNS, problem=_number_problem, grader=_stated_number("####")
+)
+GSM8K_COT = Task(
+    name="gsm8k-cot",
+    label="GSM8K-CoT",
+    columns=NUMBER_COLUMNS,
+    problem=_number_problem,
+    grader=_stated_number("The answer is"),
+)
+MATH500 = Task(
+    name="math500",
+    label="MATH500",
+    columns={"problem": str, "answer": str},
+    problem=_math500_problem,
+    grader=EXPRESSION,
+)
+MATH = Task(
+    name="math",
+    label="MATH",
+    columns={"problem": str, "solution": str},
+    problem=_math_problem,
+    grader=EXPRESSION,
+)

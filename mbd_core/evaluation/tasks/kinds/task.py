@@ -1,0 +1,151 @@
+"""A task: a benchmark's rows as problems, and how its answers are graded."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mbd_core.evaluation.sandbox.programs import RunReason
+
+GradeReason = RunReason | Literal["ungradable"]
+Judgement = Literal["strict", "flexible", "base", "plus"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One problem. `prompt` is the user's question; `reference` is what its answers are graded by: the right number or
+    expression, or what the task's grader packed.
+
+    text, tests   MBPP's: the question in words, and the tests that a recipe may show; its `prompt` is code.
+                  LiveCodeBench's `tests` are the form of the answer
+    """
+
+    problem_id: str
+    prompt: str
+    reference: str
+    entry_point: str = ""
+    text: str = ""
+    tests: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grade:
+    """Whether the text is right, and the reason; `correct` follows the task's rule.
+
+    strict, flexible   math: both answers as found, and which are right
+    base, plus         EvalPlus's tasks: whether the base inputs pass, and whether these and the plus inputs do
+    """
+
+    correct: bool
+    reason: GradeReason
+    detail: str = ""
+    strict: str | None = None
+    flexible: str | None = None
+    strict_correct: bool | None = None
+    flexible_correct: bool | None = None
+    base_correct: bool | None = None
+    plus_correct: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Programs:
+    """How the programs among a benchmark's answers are read.
+
+    extract      the program in a text, by problem and text
+    completes    whether prompts are code, so that a sample may be a completion of one
+    kinds        the kinds of a problem by which a report counts its samples
+    sample_file  the file of whole programs that the benchmark's own evaluator takes
+    """
+
+    extract: Callable[[Problem, str], str]
+    completes: bool = True
+    kinds: Callable[[Problem], tuple[str, ...]] | None = None
+    sample_file: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grader:
+    """How the answers of a task are graded.
+
+    rule        its name in records and reports
+    judge       the grade of an answer: of a text, or of the program in it if `programs` says how that is read
+    programs    for tasks whose answers are programs
+    judgements  what a grade says beside `correct`
+    vote        the answer that votes where a problem has several drawn ones; programs do not vote
+    mark        what stands before the answer of a worked solution; a few-shot example must have it
+    """
+
+    rule: str
+    judge: Callable[[Problem, str], Grade]
+    programs: Programs | None = None
+    judgements: tuple[Judgement, ...] = ()
+    vote: Literal["strict", "flexible"] | None = None
+    mark: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A benchmark: its columns and their types, how a row becomes a problem, and how an answer is graded.
+
+    generate    draws rows; a task without it reads its rows from a file that the user names
+    max_tokens  tokens of an answer to a generated problem, at most; for a file's problems the recipe says them
+    is_asked    whether a row is one of the task's problems; the others are passed over
+    other_form  what to do with rows that lack a column because they have another form of the benchmark
+    """
+
+    name: str
+    label: str
+    columns: Mapping[str, type | tuple[type, ...]]
+    problem: Callable[[str, dict[str, Any]], Problem]
+    grader: Grader
+    generate: Callable[..., Iterator[dict[str, str]]] | None = None
+    max_tokens: int = 128
+    is_asked: Callable[[dict[str, Any]], bool] = lambda _row: True
+    other_form: str = ""
+
+    @property
+    def benchmark(self) -> str:
+        """The name without a window of dates, by which a recipe knows the task."""
+        return self.name.partition(":")[0]
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether answers are programs."""
+        return self.grader.programs is not None
+
+    def grade(self, problem: Problem, text: str) -> Grade:
+        """Grade `text` as the answer to `problem`. A math answer with no number in it is `wrong`.
+
+        A text that breaks the grader is a wrong answer with the reason `ungradable`: one text must not end a sweep.
+        """
+        try:
+            if self.runs_programs:
+                return self.grade_program(problem, self.program_in(problem, text))
+            return self.grader.judge(problem, text)
+        except ImportError:
+            raise
+        except Exception as error:
+            return ungradable(error)
+
+    def program_in(self, problem: Problem, text: str) -> str:
+        """The program in a text, as it is run and as EvalPlus's sample files hold it."""
+        assert self.grader.programs is not None
+        return self.grader.programs.extract(problem, text)
+
+    def grade_program(self, problem: Problem, program: str) -> Grade:
+        """Grade a whole program, as it stands."""
+        if "\0" in program or not _is_utf8(program):
+            return Grade(correct=False, reason="error", detail="the program is no text")
+        return self.grader.judge(problem, program)
+
+
+def ungradable(error: Exception) -> Grade:
+    """The grade of an answer on which a grader, or its problem, broke."""
+    return Grade(correct=False, reason="ungradable", detail=f"{type(error).__name__}: {error}"[:500])
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
