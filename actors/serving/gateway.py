@@ -29,7 +29,8 @@ from actors.serving.args import GatewayContent, ModelArgs, ServingArgs
 from actors.serving.data_rows import ROWS_KEY, answer_row
 from actors.serving.http import HANDLERS, HEADERS, check_query, client_key, playground_file, read_body, reply, respond
 from actors.serving.logs import join_core_logs, keep_to_loopback
-from actors.serving.metrics import CONTENT_TYPE, ExportTimer, RequestExporter, metrics_page
+from actors.serving.metrics import MODEL_MEASURES, REQUEST_MEASURES, Exporter, ExportTimer
+from actors.serving.metrics_page import CONTENT_TYPE, metrics_page
 from actors.serving.replica_source import ReplicaSource
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.serving.api.access import ApiKeys
@@ -190,7 +191,10 @@ class Gateway:
         self._serves = False
         self._refusal: str | None = None  # why the newest content was not taken over
         least = {name: route.model.least_replicas for name, route in self._routes.items()}
-        self._exports = ExportTimer(RequestExporter(self.server.measures, least_replicas=least))
+        self._exports = ExportTimer(
+            Exporter(MODEL_MEASURES, lambda: least),
+            Exporter(REQUEST_MEASURES, lambda: self.server.measures.by_model),
+        )
 
     def reconfigure(self, content: dict[str, Any]) -> None:
         """Serve the models and their adapters by name; called by Serve with `GatewayContent`.

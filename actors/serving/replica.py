@@ -18,7 +18,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from actors.serving.args import EngineContent, ModelArgs, ServingArgs
 from actors.serving.logs import join_core_logs, keep_to_loopback
-from actors.serving.metrics import EngineExporter, ExportTimer
+from actors.serving.metrics import ENGINE_MEASURES, Exporter, ExportTimer
 from actors.serving.routing import KV_LOAD, REQUESTS, TokenPolicy
 from actors.serving.tracing import annotate
 from cluster.storage import fetch_model
@@ -68,7 +68,7 @@ class EngineReplica:
         keep_to_loopback()
         trace = None if args.trace is None else self._recorder(args.trace)
         self.service = EngineService(args, trace=trace, fetch=fetch_model)
-        self._exports = ExportTimer(EngineExporter(self.service.measures, model=args.served_name))
+        self._exports = ExportTimer(Exporter(ENGINE_MEASURES, lambda: {args.served_name: self.service.measures()}))
         self._ending = self._serves = False
         self._refusal: str | None = None  # why the newest content was not taken over
         log.info(self.describe())

@@ -1,4 +1,4 @@
-"""actors/serving/proxy.py: what a client sends before its key is looked at stays within bounds."""
+"""actors/serving/proxy/heads.py: what a client sends before its key is looked at stays within bounds."""
 
 import asyncio
 import json
@@ -14,8 +14,9 @@ import pytest
 import uvicorn
 from raw_http import RawHttp, post, read_all, statuses
 
-from actors.serving import proxy as http_heads
-from actors.serving.proxy import HEAD_BYTES, NUM_HEADERS, NUM_PIPELINED, middlewares
+from actors.serving.proxy import heads as http_heads
+from actors.serving.proxy import middlewares
+from actors.serving.proxy.heads import HEAD_BYTES, NUM_HEADERS, NUM_PIPELINED
 from benchmarks.load.crowd import _send_headers
 
 LIMIT = 60.0  # seconds that the server may leave a client without a byte

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.serving.metrics import merged, metrics_page
+from actors.serving.metrics_page import merged, metrics_page
 from mbd_core.serving.api.errors import ApiError
 
 AGENT = """# HELP ray_node_cpu_utilization CPUs

@@ -1,4 +1,4 @@
-"""actors/serving/proxy.py: what clients get where Serve's proxy answers by itself, or its gateway dies."""
+"""actors/serving/proxy/answers.py: what clients get where Serve's proxy answers by itself, or its gateway dies."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actors.serving import proxy as proxy_answers
+from actors.serving.proxy import answers as proxy_answers
 from actors.serving.proxy import middlewares
 from mbd_core.serving.api.errors import ApiError
 

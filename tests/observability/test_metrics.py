@@ -1,18 +1,21 @@
 """What the exporters tell Ray: totals as rises, levels as they are, each sample once; exports outlive a failed one."""
 
 import logging
+import re
 import threading
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actors.serving import metrics
-from actors.serving.metrics import EngineExporter, ExportTimer, RequestExporter
+from actors.serving.metrics import ENGINE_MEASURES, MODEL_MEASURES, REQUEST_MEASURES, Exporter, ExportTimer
 from mbd_core.engine.measures import EngineCounts, EngineMeasures
 from mbd_core.serving.server.measures import ServerMeasures
 
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "observability.md"
 Series = dict[tuple[str, ...], list[float]]
 
 
@@ -47,7 +50,7 @@ def measures(counts: EngineCounts, **changes: Any) -> EngineMeasures:
 def test_an_engine_is_exported(told: Series) -> None:
     counts = EngineCounts()
     now = [measures(counts, running=3)]
-    exporter = EngineExporter(lambda: now[0], model="tiny")
+    exporter = Exporter(ENGINE_MEASURES, lambda: {"tiny": now[0]})
     exporter.export()
     assert told["mbd_num_preemptions", "tiny"] == [0]  # from the first moment on
     assert told["mbd_num_requests_running", "tiny"] == [3]
@@ -68,8 +71,9 @@ def test_an_engine_is_exported(told: Series) -> None:
 
 def test_requests_are_exported_by_model(told: Series) -> None:
     served = ServerMeasures(["tiny", "large"])
-    exporter = RequestExporter(served, least_replicas={"tiny": 2, "large": 0})
+    exporter = Exporter(REQUEST_MEASURES, lambda: served.by_model)
     exporter.export()
+    Exporter(MODEL_MEASURES, lambda: {"tiny": 2, "large": 0}).export()
     assert told["mbd_least_replicas", "tiny"] == [2] and told["mbd_least_replicas", "large"] == [0]
     served.by_model["tiny"].errors[418] += 1
     served.by_model["large"].finished["stop"] += 2
@@ -102,7 +106,15 @@ def test_a_failed_export_is_logged_and_followed_by_others(caplog: pytest.LogCapt
 
 def test_the_last_values_are_exported_at_the_end(told: Series) -> None:
     counts = EngineCounts()
-    timer = ExportTimer(EngineExporter(lambda: measures(counts), model="tiny"), seconds=3600)
+    timer = ExportTimer(Exporter(ENGINE_MEASURES, lambda: {"tiny": measures(counts)}), seconds=3600)
     counts.committed_tokens = 5
     timer.stop()
     assert told["mbd_committed_tokens", "tiny"] == [0, 5]
+
+
+def test_the_document_lists_every_measure_with_its_type_and_label() -> None:
+    listed = re.findall(
+        r"^\| `(ray_mbd_\w+)` \| (\w+)(?:[^|`]*)(?:\[`(\w+)`\])? \|", DOCUMENT.read_text(), re.MULTILINE
+    )
+    rows = (*ENGINE_MEASURES, *REQUEST_MEASURES, *MODEL_MEASURES)
+    assert sorted(listed) == sorted((row.exported_name, row.kind, row.label or "") for row in rows)

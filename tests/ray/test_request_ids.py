@@ -1,4 +1,4 @@
-"""actors/serving/proxy.py: what a client's X-Request-ID becomes before Serve logs and returns it."""
+"""actors/serving/proxy: what a client's X-Request-ID becomes before Serve logs and returns it."""
 
 import asyncio
 from typing import Any

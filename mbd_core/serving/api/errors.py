@@ -1,10 +1,13 @@
-"""OpenAI's error shape, every error of the endpoint, and which of our exceptions becomes which error."""
+"""OpenAI's error shape, every error of the endpoint, and which of our exceptions becomes which error.
+
+Nothing heavy is imported with this file, because Serve's HTTP proxy imports it.
+"""
 
 import json
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mbd_core.serving.api.shapes import Error
-from mbd_core.serving.tokens.stream import Asleep, EngineFailed, ReplicaLost, RequestTimedOut, TooManyRequests
+if TYPE_CHECKING:
+    from mbd_core.serving.api.shapes import Error
 
 VALUE_LENGTH = 100  # characters of a client's value that an error repeats
 MESSAGE_LENGTH = 400  # characters of an error's message
@@ -86,6 +89,15 @@ ERRORS = (
 )
 
 
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 501: "invalid_request_error"}
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> "Error":
+    """OpenAI's error object."""
+    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
 def clip(value: str, length: int = VALUE_LENGTH) -> str:
     """A client's value as an error repeats it: its first `length` characters, then "..." if there are more."""
     return value if len(value) <= length else f"{value[:length]}..."
@@ -121,18 +133,8 @@ class ApiError(Exception):
         self.param = None if param is None else clip(param)
 
     @property
-    def body(self) -> Error:
-        """OpenAI's error object."""
-        kinds = {
-            401: "authentication_error",
-            403: "permission_error",
-            429: "rate_limit_error",
-            500: "server_error",
-            503: "server_error",
-            504: "server_error",
-        }
-        kind = kinds.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+    def body(self) -> "Error":
+        return error_body(self.status, self.message, param=self.param, code=self.code)
 
 
 class FieldError(ApiError, ValueError):
@@ -152,6 +154,7 @@ class FieldError(ApiError, ValueError):
 def api_error(error: Exception) -> ApiError:
     """The error that a client sees for an exception; an unexpected one is a 500 that reveals nothing of it."""
     from mbd_core.engine.admission import RequestRefused
+    from mbd_core.serving.tokens.stream import Asleep, EngineFailed, ReplicaLost, RequestTimedOut, TooManyRequests
 
     if isinstance(error, ApiError):
         return error

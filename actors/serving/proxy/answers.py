@@ -1,0 +1,138 @@
+"""What clients get where Serve's HTTP proxy answers by itself, or where the gateway behind it dies: OpenAI's errors.
+
+    nothing was answered yet     the request goes to another gateway, `REPEATS` times at most, then 503 `no_gateway`
+    a stream is cut              its last event is an error, as where it fails otherwise; no `[DONE]` follows
+    a refusal in plain text      an `Error` with the same status
+
+Serve's proxy leaves the first two to uvicorn, which answers "Internal Server Error", and closes the connection. Other
+answers pass through as they are, and so do Serve's own routes (`/-/healthz`).
+"""
+
+import asyncio
+import json
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mbd_core.serving.api.errors import MESSAGE_LENGTH, error_body
+
+REPEATS, PAUSE = 1, 0.2  # few: a request that itself ends gateways must not end all; seconds before each
+KEPT_BYTES = 2**20  # of a body, to be sent again
+OWN_ROUTES = "/-/"
+REPEATABLE = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")  # of POST; orders are not
+CODES = {408: "timeout", 429: "too_many_requests", 503: "no_gateway"}
+LOST = "the gateway of this request died, and no other one has answered; ask again"
+CUT = "the stream was cut: its gateway is gone; one that was asked for as resumable can be taken up with resume"
+
+
+class ProxyAnswers:
+    """The middleware, around Serve's proxy."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(OWN_ROUTES):
+            await self._app(scope, receive, send)
+            return
+        request, answer = _KeptRequest(scope, receive), _Answer(send)
+        while True:
+            tried = {**scope, "headers": list(scope["headers"])}
+            await self._app(tried, request.receive, answer.send)
+            if answer.started or request.client_left or not request.rewind():
+                break
+            await asyncio.sleep(PAUSE)
+        if not request.client_left:
+            await answer.end(headers=[pair for pair in tried["headers"] if pair[0].lower() == b"x-request-id"])
+
+
+class _KeptRequest:
+    """A request whose body can be received again, where that does no harm and it is not large."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._receive, self._kept, self._next = receive, list[Message](), 0
+        self._repeats = REPEATS if scope["method"] != "POST" or scope["path"].endswith(REPEATABLE) else 0
+        self._bytes = 0
+        self.client_left = False
+
+    async def receive(self) -> Message:
+        if self._next < len(self._kept):
+            self._next += 1
+            return self._kept[self._next - 1]
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self.client_left = True
+            return message
+        self._bytes += len(message.get("body", b""))
+        if self._bytes > KEPT_BYTES:
+            self._repeats = 0
+        if self._repeats:
+            self._kept.append(message)
+            self._next += 1
+        else:
+            self._kept, self._next = [], 0
+        return message
+
+    def rewind(self) -> bool:
+        """Begin anew, unless it is not to be repeated (any more)."""
+        if not self._repeats:
+            return False
+        self._repeats, self._next = self._repeats - 1, 0
+        return True
+
+
+class _Answer:
+    """What is sent to the client; a refusal in plain text is held back until it is whole."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = self._ended = self._is_stream = False
+        self._refusal: Message | None = None
+        self._text = b""
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            kind = _header(message, b"content-type")
+            self._is_stream = kind.startswith(b"text/event-stream")
+            if message["status"] >= 400 and (not kind or kind.startswith(b"text/plain")):
+                self._refusal = message
+                return
+        elif message["type"] == "http.response.body":
+            self._ended = not message.get("more_body", False)
+            if self._refusal is not None:
+                self._text += message.get("body", b"")[: MESSAGE_LENGTH * 4]
+                if self._ended:
+                    await self._refuse()
+                return
+        await self._send(message)
+
+    async def end(self, *, headers: list[tuple[bytes, bytes]]) -> None:
+        """Say what is missing, where the application has ended before its answer has."""
+        if self._ended:
+            return
+        if self._refusal is not None:
+            await self._refuse()
+        elif not self.started:
+            await self._respond(503, LOST, code="no_gateway", headers=[(b"retry-after", b"1"), *headers])
+        elif self._is_stream:
+            event = json.dumps(error_body(500, CUT, code="stream_cut"))
+            await self._send({"type": "http.response.body", "body": f"data: {event}\n\n".encode()})
+
+    async def _refuse(self) -> None:
+        assert self._refusal is not None
+        status, text = self._refusal["status"], self._text.decode(errors="replace").strip()
+        dropped = (b"content-type", b"content-length")
+        headers = [(name, value) for name, value in self._refusal["headers"] if name.lower() not in dropped]
+        await self._respond(status, text or f"HTTP status {status}", code=CODES.get(status), headers=headers)
+
+    async def _respond(
+        self, status: int, message: str, *, code: str | None, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        body = json.dumps(error_body(status, message[:MESSAGE_LENGTH], code=code)).encode()
+        whole = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": whole})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _header(message: Message, name: bytes) -> bytes:
+    return next((bytes(value) for key, value in message.get("headers", ()) if key.lower() == name), b"")

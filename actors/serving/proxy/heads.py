@@ -1,0 +1,160 @@
+"""What Serve's HTTP proxy reads of a request before anybody is asked for a key: a head within bounds and in time.
+
+uvicorn keeps request lines, headers and trailers of any length, and waits for them for ever: Serve gives it no
+setting, and its parser, httptools, has none. `BoundedHttp` counts the bytes as they arrive.
+"""
+
+import asyncio
+import json
+from typing import Any, NamedTuple
+
+import uvicorn.protocols.http.auto
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from mbd_core.serving.api.errors import error_body
+
+HEAD_BYTES = 32 * 2**10  # of a request line and its headers, and of trailers
+NUM_HEADERS = 100  # trailers counted
+HEAD_SECONDS = 30.0  # from a request's first byte, or from the connection, to the end of its headers
+NUM_PIPELINED = 16  # requests that may follow one that is not answered yet
+PIECE = 4096  # bytes that are parsed before they are counted
+LEAVE_SECONDS = 1.0  # in which a client that is still sending may read why it was refused
+
+
+class Refusal(NamedTuple):
+    """Why a head is not read, as OpenAI's error."""
+
+    status: int
+    code: str
+    message: str
+
+    @property
+    def body(self) -> bytes:
+        return json.dumps(error_body(self.status, self.message, code=self.code), separators=(",", ":")).encode()
+
+
+TOO_LONG = Refusal(
+    431, code="headers_too_large", message=f"the request line and headers have more than {HEAD_BYTES} bytes; send less"
+)
+TOO_MANY = Refusal(
+    431, code="headers_too_large", message=f"the request has more than {NUM_HEADERS} headers; send fewer"
+)
+LONG_URL = Refusal(414, code="url_too_long", message=f"the URL has more than {HEAD_BYTES} bytes; send a shorter one")
+TOO_SLOW = Refusal(408, code="timeout", message=f"the headers did not arrive within {HEAD_SECONDS:g} s")
+NO_HTTP = Refusal(400, code="invalid_http", message="this is not a request in HTTP/1.1; look at its line and headers")
+
+
+class HeadRefused(Exception):
+    """Raised in a callback of the parser, which ends its work on the connection."""
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 with bounds on heads and refusals in OpenAI's form; nothing here takes WebSockets."""
+
+    url = b""  # uvicorn's, which it sets when a request begins
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ws_protocol_class = None
+        self._unparsed = 0  # bytes since the last ones of a body, or of another request
+        self._in_head, self._refused = True, False
+        self._refusal = NO_HTTP
+        self._head_limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._begin_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), PIECE):
+            if self._refused or self.transport.is_closing():
+                return
+            piece = data[start : start + PIECE]
+            self._unparsed += len(piece)
+            super().data_received(piece)
+            if self._unparsed > HEAD_BYTES:
+                self._refuse(LONG_URL if self._in_head and len(self.url) > HEAD_BYTES - PIECE else TOO_LONG)
+
+    # -- what the parser has found ------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._head_limit is None:
+            self._begin_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > NUM_HEADERS:
+            self._refusal = TOO_MANY
+            raise HeadRefused
+
+    def on_headers_complete(self) -> None:
+        self._end_head()
+        size = len(self.url) + sum(len(name) + len(value) + len(b": \r\n") for name, value in self.headers)
+        if size > HEAD_BYTES:  # and ended in the piece in which it was found too long
+            self._refusal = TOO_LONG
+            raise HeadRefused
+        if len(self.pipeline) >= NUM_PIPELINED:
+            raise HeadRefused
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_head, self._unparsed = True, 0
+        super().on_message_complete()
+
+    # -- refusals -----------------------------------------------------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn where the parser has failed."""
+        self._refuse(self._refusal)
+
+    def _begin_head(self) -> None:
+        self._head_limit = self.loop.call_later(HEAD_SECONDS, self._on_late_head)
+
+    def _end_head(self) -> None:
+        if self._head_limit is not None:
+            self._head_limit.cancel()
+            self._head_limit = None
+
+    def _on_late_head(self) -> None:
+        self._head_limit = None
+        if self._unparsed:
+            self._refuse(TOO_SLOW)
+        else:
+            self.transport.close()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Answer and read no more. A connection on which another answer is due is closed without this one."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        self._end_head()
+        answered = self.cycle is None or self.cycle.response_complete
+        if not answered:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            answered = not (self._in_head or self.cycle.response_started)
+        if not answered:
+            self.transport.close()
+            return
+        headers = {"content-type": "application/json", "content-length": len(refusal.body), "connection": "close"}
+        lines = [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
+        lines += [name + b": " + value + b"\r\n" for name, value in self.server_state.default_headers]
+        self.transport.write(b"".join([STATUS_LINE[refusal.status], *lines, b"\r\n", refusal.body]))
+        # Bytes that are not read when a connection closes reset it, and some clients then drop the answer.
+        self.flow.pause_reading()
+        self.loop.call_later(LEAVE_SECONDS, self.transport.close)
+
+
+def bound_heads() -> None:
+    """Let every uvicorn that this process starts with its default protocol, as Serve does, be a `BoundedHttp`."""
+    uvicorn.protocols.http.auto.AutoHTTPProtocol = BoundedHttp
