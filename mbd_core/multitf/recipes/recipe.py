@@ -44,7 +44,7 @@ class TrainingRecipe:
     ]
     trailing_fill: Annotated[int, Option("Tokens of fill beyond the last block, at most.", DATA, at_least=0)] = 0
     architectures: tuple[str, ...] = ()
-    source: str = "this project's own (docs/notebook/findings.md)"
+    source: str = "this project's own (research/README.md)"
 
     def __post_init__(self) -> None:
         check(self)

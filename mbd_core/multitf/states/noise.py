@@ -262,7 +262,7 @@ def num_masked(ratio: float, num_maskable: int, rounding: Rounding, *, slack: fl
     """Positions to mask of `num_maskable` at `ratio`: `floor` as Alg. 1 line 13, or `ceil`.
 
     With `floor` and `t_eff < 1` no block is ever fully masked, although decoding starts every block so; `ceil` makes
-    the count uniform on 1..num_maskable for a uniform ratio. Small blocks need it (docs/notebook/findings.md). A
+    the count uniform on 1..num_maskable for a uniform ratio. Small blocks need it (research/README.md). A
     product within `slack` of a whole number counts as that number.
     """
     exact = ratio * num_maskable

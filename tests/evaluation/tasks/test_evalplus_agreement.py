@@ -3,7 +3,7 @@
 EvalPlus brings packages that this project does without: install it elsewhere (`pip install evalplus==0.3.1`) and put
 its `evalplus.evaluate` on PATH.
 `pytest tests/evaluation/tasks/test_evalplus_agreement.py -rP -m "slow or not slow"` prints the counts of
-docs/notebook/evaluation.md.
+benchmarks/README.md.
 """
 
 import gzip

@@ -1,7 +1,7 @@
 """The graders on the real benchmark files: what is right grades as right, what is corrupted as wrong.
 
 `pytest tests/evaluation/tasks/test_real_benchmarks.py -rP -m "slow or not slow"` prints the counts of
-docs/notebook/evaluation.md.
+benchmarks/README.md.
 """
 
 import ast
