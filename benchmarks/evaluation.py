@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from benchmarks.measuring import markdown, run_seconds
-from cluster.storage import Folder
 from jobs.command_line import Fields, ModelName, command
 from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.shipped import model_folder
@@ -22,6 +21,7 @@ from mbd_core.evaluation.sandbox.processes import Limits, describe_isolation
 from mbd_core.evaluation.sandbox.programs import Call, RunVerdict, run_calls, run_tests
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.options import CLUSTER, DATA, DECODING, ENGINE, Option
+from mbd_core.storage.folder import Folder
 
 if TYPE_CHECKING:
     from mbd_core.batch.decoding_model import DecodingModel

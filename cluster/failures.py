@@ -1,4 +1,4 @@
-"""A job that failed on the cluster: one sentence for the user, and the traceback in a file."""
+"""A job that failed on the cluster: one sentence for the user, and the traceback for a file."""
 
 import traceback
 
@@ -7,17 +7,10 @@ from ray.exceptions import RayError, RayTaskError
 from ray.train import TrainingFailedError, WorkerGroupError
 
 from cluster.local import ray_lines
-from cluster.storage import Folder
 
 CLUSTER_FAILURES = (RayError, TrainingFailedError, SystemException)  # what `fit` and Ray Data raise
 CAUSE_LINE = "\nThe above exception was the direct cause of the following exception:"
 MAX_REASON = 300
-
-
-def record_failure(error: BaseException, folder: Folder, name: str) -> str:
-    """Write the error's traceback, with the workers' own in it, to a file of `folder`; the reason, one line."""
-    folder.write_text(name, failure_text(error))
-    return reason(error)
 
 
 def failure_text(error: BaseException) -> str:

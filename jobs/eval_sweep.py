@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-from cluster.storage import Folder
 from jobs.api.call_options import OF_VARIABLE
 from jobs.api.sweeping import ENGINE_FIELDS, SweepWork, sweep_chosen
 from jobs.command_line import Fields, command
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.options import OUTPUT, Option
+from mbd_core.storage.folder import Folder
 
 
 def run(

@@ -16,12 +16,12 @@ from typing import Annotated
 if __name__ == "__main__":  # run by its path, it finds the project's packages beside it
     sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from cluster.storage import Folder
 from jobs.api.call_options import OF_VARIABLE
 from jobs.api.model_answering import AnswerOptions
 from jobs.api.preparing import PrepareOptions, prepare_chosen
 from jobs.command_line import command
 from mbd_core.options import DATA, OUTPUT, Option
+from mbd_core.storage.folder import Folder
 from mbd_core.tables import plain
 
 

@@ -18,13 +18,13 @@ from typing import Annotated, Any
 if __name__ == "__main__":  # run by its path, it finds the project's packages beside it
     sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from cluster.storage import fetch_model
 from jobs.api.training import RayOptions, chosen_on_ray, train_on_ray
 from jobs.command_line import Changes, command
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.choice import RecipeChoice
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.run.options import RunOptions
+from mbd_core.storage.models import fetch_model
 
 
 def run(

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 if __name__ == "__main__":  # run by its path, it finds the project's packages beside it
     sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from cluster.storage import Folder
 from cluster.topology import Device
 from jobs.api.training import RayOptions
 from jobs.command_line import Changes, Fields, IsolationText, command
@@ -37,6 +36,7 @@ from mbd_core.multitf.run.options import RunOptions
 from mbd_core.options import CLUSTER, MODEL, Option, changed, changes_of
 from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.recipes import RL_RECIPES, rl_recipe_named
+from mbd_core.storage.folder import Folder
 
 if TYPE_CHECKING:
     from mbd_core.rl.executor import Executor

@@ -10,7 +10,6 @@ import glob
 import json
 import os
 import re
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,24 +21,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 MANIFEST = "mbd-manifest.json"
-FLAT = tuple(f"{scheme}://" for scheme in ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"))
-"""How URLs begin at which a file needs no folder to be made for it."""
-PROBE = ".mbd-probe-"
 PARTIAL = re.compile(r"\.(?P<name>.+)\.\d+\.partial(\.[^.]+)?")
-
-
-def make_parent(system: Any, location: str, file: str) -> None:
-    """Make the folder of a file on the fsspec filesystem of the URL `location`, where that is not to make a bucket."""
-    if not location.startswith(FLAT):
-        system.makedirs(file.rpartition("/")[0], exist_ok=True)
-
-
-def probe_folder(system: Any, location: str, path: str) -> None:
-    """Make a file in the folder `path` of the URL `location` and remove it; raises what the storage raises."""
-    file = f"{path}/{PROBE}{secrets.token_hex(4)}"
-    make_parent(system, location, file)
-    system.pipe_file(file, b"")
-    system.rm_file(file)
 
 
 def check_new_file(path: Path) -> None:

@@ -16,7 +16,6 @@ from ray.exceptions import RayTaskError
 from actors.evaluation.packed_parts import pack, process_part, unpack
 from cluster import local
 from cluster.failures import CLUSTER_FAILURES, failure_text, reason
-from cluster.storage import fetch_model
 from cluster.topology import plan_topology
 from mbd_core.batch.deaths import NO_SAMPLES, Attempts
 from mbd_core.batch.decoding import DecodeStage
@@ -31,6 +30,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.grading import Grading
 from mbd_core.evaluation.sweep.plan import Sweep
 from mbd_core.serving.tokens.load import load_engine
+from mbd_core.storage.models import fetch_model
 
 Load = Callable[[str, EngineConfig], DecodingModel]
 

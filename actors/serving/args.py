@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from cluster.storage import fetch_model
 from cluster.topology import Topology
 from mbd_core.options import CLUSTER, MODEL, Option, check, read
 from mbd_core.serving.api.access import DRAIN_SECONDS
 from mbd_core.serving.api.parsing import MAX_PROMPTS, MOST_PROMPTS
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
+from mbd_core.storage.models import fetch_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,6 @@ from actors.serving.logs import join_core_logs, keep_to_loopback
 from actors.serving.metrics import ENGINE_MEASURES, Exporter, ExportTimer
 from actors.serving.routing import KV_LOAD, REQUESTS, TokenPolicy
 from actors.serving.tracing import annotate
-from cluster.storage import fetch_model
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput
 from mbd_core.engine.parallel.group import RankLost
 from mbd_core.serving.api.orders import ModelOrder, WeightsUpdate
@@ -29,6 +28,7 @@ from mbd_core.serving.api.shapes import ReplicaState
 from mbd_core.serving.server.engine_service import EngineService
 from mbd_core.serving.tokens.served_model import EngineLimits
 from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost
+from mbd_core.storage.models import fetch_model
 from mbd_core.trace.recorder import TraceRecorder
 
 log = logging.getLogger("ray.serve")

@@ -13,7 +13,6 @@ import ray
 import ray.data
 from ray.util import ActorPool
 
-from cluster.storage import fetch_model
 from cluster.topology import plan_topology
 from mbd_core.batch.decoding_model import DecodingModel
 from mbd_core.batch.model_answers import Answering, Line, PartDecoder, Parts
@@ -24,6 +23,7 @@ from mbd_core.multitf.data.chats import Chat
 from mbd_core.multitf.data.encoding import EncodedChat, EncodedRow
 from mbd_core.multitf.data.preparation import Encode, encoder
 from mbd_core.serving.tokens.load import load_engine
+from mbd_core.storage.models import fetch_model
 
 # Conversations tokenised by tasks of Ray Data, in their order: the same samples as in one process.
 

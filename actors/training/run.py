@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.storage import Folder, fetch_model
 from cluster.topology import Device
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import named_model
@@ -22,6 +21,8 @@ from mbd_core.multitf.config import (
 from mbd_core.multitf.data.prepared import PreparedData, named_data
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
 from mbd_core.multitf.run.validation import are_conversations
+from mbd_core.storage.folder import Folder
+from mbd_core.storage.models import fetch_model
 
 RECORD = "run.json"
 

@@ -15,7 +15,6 @@ from ray.exceptions import RayError
 from actors.evaluation.sweep import loader
 from actors.training.run import TrainingRun
 from cluster.failures import task_sentence
-from cluster.storage import fetch_model
 from mbd_core.batch.executor import LocalExecutor
 from mbd_core.batch.timed_cases import Timing
 from mbd_core.decoding.blocks.methods import MULTI
@@ -33,6 +32,7 @@ from mbd_core.multitf.run.checkpoints import Checkpoints
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.worker import export_checkpoint
 from mbd_core.multitf.step.workers import ALONE
+from mbd_core.storage.models import fetch_model
 
 KV_SHARE = 0.05
 """Of a machine's memory, where the engine has no GPU: the run's workers are beside it."""
@@ -65,7 +65,7 @@ class RaySweeper:
 
 def sweep_checkpoint(run: TrainingRun, step: int, *, on_gpu: bool) -> dict[str, float]:
     """The numbers of the run's checkpoint of this step."""
-    checkpoints = Checkpoints(run.folder.location, ALONE, recipe=run.recipe, options=run.folder.options)
+    checkpoints = Checkpoints(run.folder, ALONE, recipe=run.recipe)
     with tempfile.TemporaryDirectory(prefix="mbd-sweep-") as place:
         folder = Path(place) / "model"
         export_checkpoint(folder, StartingPoint.read(run.recipe, fetch=fetch_model), checkpoints, step)

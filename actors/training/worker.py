@@ -16,7 +16,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.training.run import TrainingRun, fetched, record_recipe, recorded_precision
 from actors.training.sweeps import RaySweeper
-from cluster.storage import fetch_model
 from cluster.topology import Resources, Topology, plan_topology
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.multitf.recipes.recipe import with_precision
@@ -27,6 +26,7 @@ from mbd_core.multitf.run.worker import settle_precision, train_worker
 from mbd_core.multitf.step.memory import fitting, plan_lines
 from mbd_core.multitf.step.workers import Workers
 from mbd_core.ops.machine import free_host_memory
+from mbd_core.storage.models import fetch_model
 
 
 def plan_workers(run: TrainingRun, *, runs: int = 1) -> Topology:
@@ -107,7 +107,7 @@ def train_on_ray(config: dict[str, Any]) -> int:
     recipe = run.recipe
     if recipe.train.precision == "auto":
         recipe = with_precision(recipe, recorded_precision(run))
-    checkpoints = Checkpoints(run.folder.location, workers, recipe=run.recipe, options=run.folder.options)
+    checkpoints = Checkpoints(run.folder, workers, recipe=run.recipe)
     start = settle_precision(StartingPoint.read(recipe, fetch=fetch_model), workers, checkpoints)
     if workers.is_first:
         run.out.check_writable()  # from this node, which is not the job's

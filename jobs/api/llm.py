@@ -10,7 +10,6 @@ from typing import Any, Self, Unpack, overload
 
 from transformers import PreTrainedTokenizerBase
 
-from cluster.storage import fetch_model
 from jobs.api.answer_stream import AnswerStream
 from jobs.api.answers import Answer, Trace
 from jobs.api.call_options import unknown
@@ -25,6 +24,7 @@ from mbd_core.json_text import merge_fields
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
 from mbd_core.serving.tokens.load import decoding_defaults
+from mbd_core.storage.models import fetch_model
 
 Message = Mapping[str, Any]
 SEEDS = 2**63  # of a seed, which has a sign

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cluster.storage import Folder, fetch_model
 from jobs.api.call_options import OF_VARIABLE, ray_address
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.config import decoding_config
@@ -18,6 +17,8 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.files import check_target_folder, folder_kind
 from mbd_core.json_text import merge_fields
 from mbd_core.options import CLUSTER, DECODING, OUTPUT, Option, check
+from mbd_core.storage.folder import Folder
+from mbd_core.storage.models import fetch_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import fsspec
 
-from cluster.storage import Folder, fetch_model
 from jobs.api.call_options import options_from, plain_value, unknown
 from jobs.api.model_answering import Answerer, AnswerOptions, cluster_of
 from jobs.api.rows import names_of, rows_of
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.options import CLUSTER, DATA, MODEL, OUTPUT, Option, check
 from mbd_core.row_files import read_row_files
+from mbd_core.storage.folder import Folder
+from mbd_core.storage.models import fetch_model
 from mbd_core.tables import Table, markdown
 
 if TYPE_CHECKING:

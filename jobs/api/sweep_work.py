@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from cluster.storage import Folder, fetch_model
 from jobs.api.call_options import Say, ray_address, silent
 from jobs.api.rows import table_of
 from mbd_core.checkpoint.shipped import model_folder
@@ -17,6 +16,8 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.best import By
 from mbd_core.evaluation.sweep.endpoint import Endpoint, EndpointAddress, find_endpoint, read_keys, try_decoding
+from mbd_core.storage.folder import Folder
+from mbd_core.storage.models import fetch_model
 
 if TYPE_CHECKING:
     from mbd_core.batch.decoding_model import DecodingModel
@@ -175,7 +176,7 @@ def run_work(
             report=write_summary,
             overwrite=overwrite,
             publish=mirror.publish,
-            name=str(mirror.target),
+            name=str(out),
         )
         best = [] if write_best is None else best_points([mirror.path], list(targets), write_best)
     written = []

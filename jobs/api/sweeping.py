@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack
 
-from cluster.storage import Folder
 from jobs.api.call_options import Isolation, Say, options_from, silent
 from jobs.api.rows import names_of
 from jobs.api.sweep_work import Subjects, SweepResult, run_work
@@ -22,6 +21,7 @@ from mbd_core.evaluation.sweep.best import BEST, By
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.options import CLUSTER, DATA, ENGINE, MODEL, OUTPUT, Option, check
+from mbd_core.storage.folder import Folder
 
 ENGINE_FIELDS = ("max_rows", "num_pages", "kv_memory_fraction")
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cluster.storage import Folder, fetch_model
 from cluster.topology import Device
 from jobs.api.call_options import OF_VARIABLE, Say, options_from, ray_address, silent, unknown
 from jobs.api.rows import table_of
@@ -18,6 +17,8 @@ from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.run.log_targets import chosen_targets
 from mbd_core.multitf.run.options import RunOptions, build_options, options_inside
 from mbd_core.options import CLUSTER, OUTPUT, Option, OptionField, changes_of, check, flag, value_text
+from mbd_core.storage.folder import Folder
+from mbd_core.storage.models import fetch_model
 
 if TYPE_CHECKING:
     from actors.training.run import TrainingRun
@@ -253,7 +254,7 @@ def train_on_cluster(
     """
     from actors.training.run import begin
     from actors.training.worker import fit, plan_run  # Ray takes seconds to import: bad input is refused before that
-    from cluster.failures import CLUSTER_FAILURES, record_failure
+    from cluster.failures import CLUSTER_FAILURES, failure_text, reason
     from cluster.local import connect
 
     connect(address=address, num_cpus=max(4, training.num_workers + 1))
@@ -262,8 +263,8 @@ def train_on_cluster(
     try:
         fit(training)
     except CLUSTER_FAILURES as error:
-        reason = record_failure(error, training.folder, FAILURE)
+        training.folder.write_text(FAILURE, failure_text(error))
         raise RuntimeError(
-            f"the training failed: {reason}; the run lies in {training.folder}; go on with {go_on}; the traceback is "
-            f"in {FAILURE} there"
+            f"the training failed: {reason(error)}; the run lies in {training.folder}; go on with {go_on}; the "
+            f"traceback is in {FAILURE} there"
         ) from error

@@ -47,6 +47,7 @@ from mbd_core.rl.record import (
 )
 from mbd_core.rl.rollouts import RolloutPlan, decided, replayed
 from mbd_core.rl.samples import write_samples
+from mbd_core.storage.folder import Folder
 
 Rows = list[dict[str, Any]]
 
@@ -297,12 +298,11 @@ class RLRun:
         ids: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
         loggers = open_logs(
             self._log_targets,
-            str(self.folder.path),
+            Folder.at(self.folder.path),
             start=start,
             ids=ids,
             name=self.folder.path.name,
             settings=as_recorded(self.recipe),
-            options={},
         )
         if ids:
             path.write_text(json.dumps(ids))

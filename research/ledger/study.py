@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cluster.storage import Folder, fetch_model
 from jobs.api.call_options import OF_VARIABLE
 from jobs.api.sweep_work import Subjects, run_work
 from jobs.api.training import train_on_cluster
@@ -18,6 +17,8 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.multitf.recipes.shipped import LEDGER_BD
 from mbd_core.options import CLUSTER, DATA, MODEL, OUTPUT, Option
+from mbd_core.storage.folder import Folder
+from mbd_core.storage.models import fetch_model
 from research.ledger.plan import (
     FITTED,
     ROWS,

@@ -17,11 +17,11 @@ import requests
 from scripted_endpoint import ScriptedEndpoint
 
 from cluster.local import ROOT
-from cluster.storage import Folder
 from mbd_core.evaluation.sweep.endpoint import EndpointAddress, client_of, find_endpoint
 from mbd_core.proxies import is_own, keep_direct, proxy_note
 from mbd_core.rl.parts import Failure, Outcome
 from mbd_core.rl.services import HttpReward
+from mbd_core.storage.folder import Folder
 
 DEAD = "http://127.0.0.1:9"
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -181,7 +181,7 @@ def test_a_storage_behind_a_dead_proxy_names_it(proxies: Callable[..., None], mo
     proxies(https_proxy=DEAD)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
-    monkeypatch.setattr("cluster.storage.OPTIONS", {"s3": {"config_kwargs": {"retries": {"max_attempts": 0}}}})
+    monkeypatch.setattr("mbd_core.storage.remote.OPTIONS", {"s3": {"config_kwargs": {"retries": {"max_attempts": 0}}}})
     with pytest.raises(OSError, match=rf"through the proxy of https_proxy={DEAD}: correct https_proxy"):
         Folder.at("s3://bucket/folder").read_text("file")
 

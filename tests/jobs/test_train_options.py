@@ -7,11 +7,11 @@ from chat_rows import chat, write_rows
 from full_attention_folder import make_folder
 
 from actors.training.run import TrainingRun
-from cluster.storage import Folder
 from jobs import prepare_data, train_multitf
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.multitf.run.log import LOSSES, CurveFile
+from mbd_core.storage.folder import Folder
 
 LONG = "x" * 300
 
@@ -84,7 +84,7 @@ def test_a_shipped_base_and_own_data_are_handed_on(started: list[TrainingRun]) -
 def test_losses_are_there_while_a_run_goes_on(tmp_path: Path) -> None:
     curve = [{"step": 0, "loss": 2.0}]
     (tmp_path / LOSSES).write_text('{"step": 0}\n{"step": 1}\n')  # of a start that was lost
-    file = CurveFile(str(tmp_path), curve)
+    file = CurveFile(Folder.at(tmp_path), curve)
     for step in (1, 2):
         curve.append({"step": step, "loss": 1.0})
         file.append()
@@ -94,7 +94,7 @@ def test_losses_are_there_while_a_run_goes_on(tmp_path: Path) -> None:
 
 def test_losses_on_remote_storage_are_written_whole(tmp_path: Path) -> None:
     folder, curve = Folder.at(f"memory://{tmp_path.name}/run"), [{"step": 0, "loss": 2.0}]
-    file = CurveFile(folder.location, curve)
+    file = CurveFile(folder, curve)
     curve.append({"step": 1, "loss": 1.0})
     file.append()
     file.flush()

@@ -19,7 +19,6 @@ from sweep_rows import planned_samples
 from actors.evaluation import sweep as evaluation
 from actors.evaluation.sweep import DecodeActor, RayExecutor
 from cluster import local
-from cluster.storage import Folder
 from cluster.topology import ClusterTooSmall
 from jobs.eval_sweep import main
 from jobs.report_sweep import main as report_main
@@ -30,6 +29,7 @@ from mbd_core.evaluation.sweep.folder import read_report, read_samples
 from mbd_core.evaluation.sweep.grading import Grading, grade_table
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep
+from mbd_core.storage.folder import Folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -269,7 +269,7 @@ def test_a_sweep_at_a_url_appears_part_by_part(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     out = Folder.at(f"memory://{tmp_path.name}/sweep")
     command = [*sweep_command(tiny_model_dir, out), "--limit", "8", "--max-rows", "4", "--timed", "0"]
-    system, path = out._remote()
+    system, path = out.filesystem()
     put_file, put = system.put_file, list[str]()
 
     def fail_at_the_second_part(source: str, target: str) -> None:

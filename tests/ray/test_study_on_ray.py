@@ -8,13 +8,13 @@ import ray
 
 from actors.training.run import TrainingRun
 from cluster.failures import task_sentence
-from cluster.storage import Folder
 from cluster.topology import ClusterTooSmall
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.multitf.data.prepared import TinyData, conversations
 from mbd_core.multitf.recipes.recipe import shortened
 from mbd_core.multitf.recipes.shipped import LEDGER_BD, LEDGER_TF
+from mbd_core.storage.folder import Folder
 from mbd_core.tasks.tiny_tokenizer import train_tokenizer
 from research.ledger import study
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from actors.training.run import RECORD
-from cluster.storage import Folder, fetch_model
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import SHIPPED
 from mbd_core.evaluation.sweep.folder import REPORT, read_report
 from mbd_core.files import MANIFEST
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.run.log import LOSSES
+from mbd_core.storage.folder import Folder
+from mbd_core.storage.models import fetch_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 600.0  # seconds until a test gives up waiting for a state
@@ -60,7 +61,7 @@ def test_a_model_is_trained_and_swept_on_s3(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     base, runs = Folder.at(f"{s3}/models/tiny-bd-b8"), Folder.at(f"{s3}/runs")
     for file in (SHIPPED / "tiny-bd-b8").iterdir():
-        base._remote()[0].put_file(str(file), f"bucket/models/tiny-bd-b8/{file.name}")
+        base.filesystem()[0].put_file(str(file), f"bucket/models/tiny-bd-b8/{file.name}")
     env_vars = {**s3_server, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     train = f"python jobs/train_multitf.py --recipe tiny-bd --steps 2 --base {base} --storage {runs}"
     code, log = ended(client, submit(client, train, **WORKING_DIR, env_vars=env_vars))

@@ -20,7 +20,6 @@ from actors.training.run import TrainingRun, begin
 from actors.training.sweeps import RaySweeper, sweep_checkpoint
 from actors.training.worker import fit
 from cluster import local
-from cluster.storage import Folder
 from jobs import train_multitf
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
@@ -30,6 +29,7 @@ from mbd_core.multitf.run.log import LOSSES
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.worker import prepare
 from mbd_core.multitf.step.trainer import Trainer
+from mbd_core.storage.folder import Folder
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PATIENCE = 600.0  # seconds until a test gives up waiting for a state

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from actors.training.run import RECORD, TrainingRun, begin, named_base, record_recipe, recorded_precision
-from cluster.storage import Folder, fetch_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
 from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.storage.folder import Folder
+from mbd_core.storage.models import fetch_model
 
 
 def new_run(recipe: TrainingRecipe, path: Path | str) -> TrainingRun:
@@ -116,7 +117,7 @@ def test_a_base_at_a_url_is_fetched_and_checked(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     url = f"memory://{tmp_path.name}/tiny"
-    system, path = Folder.at(url)._remote()
+    system, path = Folder.at(url).filesystem()
     system.put(str(tiny_model_dir), path, recursive=True)
     assert named_base(url) == url
     start = StartingPoint.read(replace(tiny_recipe, base=url), fetch=fetch_model)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from drawn_study import study_cells
 
-from cluster.storage import JOB_COPY
+from mbd_core.storage.folder import JOB_COPY
 from research.ledger import study
 from research.ledger.plan import ROWS
 from research.ledger.rows import write_rows

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import fsspec
 import torch
 
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import named_model
-from mbd_core.errors import error_sentence
-from mbd_core.files import check_target_folder, check_writable, probe_folder
+from mbd_core.files import check_target_folder
 from mbd_core.multitf import config
 from mbd_core.multitf.data.prepared import named_data
 from mbd_core.multitf.recipes.choice import ChosenRecipe, RecipeChoice, choose_recipe
@@ -29,6 +27,7 @@ from mbd_core.multitf.step.memory import fitting, plan_lines
 from mbd_core.multitf.step.workers import Workers, torchrun_workers
 from mbd_core.ops.machine import free_host_memory
 from mbd_core.options import CLUSTER, OUTPUT, Option, check
+from mbd_core.storage.folder import Folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +91,9 @@ def train_alone(
     with torchrun_workers() as workers:
         if workers.is_first and (note := start.note()):
             print(f"note: {note}")
-        checkpoints = None if plain.checkpoints is None else Checkpoints(plain.checkpoints, workers, recipe=recipe)
+        checkpoints = None
+        if plain.checkpoints is not None:
+            checkpoints = Checkpoints(Folder.at(plain.checkpoints), workers, recipe=recipe)
         start = settle_precision(start, workers, checkpoints)
         way = chosen_sharding(start, options.sharding, workers)
         run = train_worker(
@@ -126,16 +127,9 @@ def check_checkpoints(location: str) -> None:
     """Raise `ValueError` for a place that cannot be written; at a URL a file is made and removed."""
     if not location.strip():
         raise ValueError("--checkpoints is empty; name a folder or a URL, or leave it out")
-    if "://" not in location:
-        if Path(location).is_file():
-            raise ValueError(f"{location} is a file; give a folder for checkpoints")
-        check_writable(Path(location), Path(location))
-        return
-    try:
-        system, path = fsspec.core.url_to_fs(location)
-        probe_folder(system, location, path)
-    except Exception as error:  # each storage raises types of its own
-        raise ValueError(f"{location} cannot be written: {error_sentence(error)}") from error
+    if Path(location).is_file():
+        raise ValueError(f"{location} is a file; give a folder for checkpoints")
+    Folder.at(location).check_writable()
 
 
 def chosen_sharding(start: StartingPoint, choice: config.ShardingChoice, workers: Workers) -> config.Sharding:

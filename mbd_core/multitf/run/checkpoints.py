@@ -16,14 +16,13 @@ Workers write beside the next steps, from a copy in the host's memory; where one
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
-import fsspec
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import distributed
@@ -46,6 +45,7 @@ from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_s
 from mbd_core.multitf.step.adapter import is_adapters
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.multitf.step.workers import Workers
+from mbd_core.storage.folder import Folder
 
 OLD = "trainer.pt"
 NAME = re.compile(r"step_(\d{6,})")
@@ -78,24 +78,22 @@ def best_step(curve: Curve, metric: str | None) -> int | None:
 class Checkpoints:
     """The newest `keep` checkpoints of a run. Every worker calls every method, in the same order.
 
-    `options` go to the storage's library. Failures of the storage are `OSError`s, on all workers. Where an adapter is
-    trained, the first worker says the digest of its base in `base`; `held_out` is the share that is not trained on.
+    Failures of the storage are `OSError`s, on all workers. Where an adapter is trained, the first worker says the
+    digest of its base in `base`; `held_out` is the share that is not trained on.
     """
 
     def __init__(
         self,
-        location: str,
+        folder: Folder,
         workers: Workers,
         *,
         recipe: TrainingRecipe,
         keep: int = 2,
-        options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.location, self.workers, self.keep = location.rstrip("/"), workers, keep
+        self.folder, self.workers, self.keep = folder, workers, keep
         self.keep_best: str | None = None
         """The number of the curve's points by which the best checkpoint is kept as well."""
         self.recipe = as_recorded(recipe)
-        self.options = dict(options or {})
         self.base: str | None = None
         self.held_out: float | None = None
         self.in_use: int | None = None
@@ -106,14 +104,14 @@ class Checkpoints:
         self._group = distributed.new_group(backend="gloo") if has_others else None
         self._poll_group = distributed.new_group(backend="gloo") if has_others else None  # DCP's threads use the first
         self._writing: tuple[CheckpointRecord, Future[Any]] | None = None
-        self._system, self._path = fsspec.core.url_to_fs(self.location, use_listings_cache=False, **self.options)
+        self._system, self._path = folder.filesystem()
 
     def newest(self) -> CheckpointRecord | None:
         """The newest checkpoint that was written to its end, as the first worker sees it; `None` if there is none.
 
         Raises `ValueError`, on every worker, if it is another recipe's, is damaged, or an older version's.
         """
-        return self._on_first(self._read_newest, f"the checkpoints in {self.location} cannot be read")
+        return self._on_first(self._read_newest, f"the checkpoints in {self.folder} cannot be read")
 
     def _on_first(self, call: Callable[[], Result], failure: str) -> Result:
         """What `call` returns on the first worker, on all of them; so is a `ValueError`, and else an `OSError`."""
@@ -137,7 +135,7 @@ class Checkpoints:
         if record.held_out != self.held_out:
             share = "leave --validation SHARE out" if record.held_out is None else f"--validation {record.held_out}"
             raise ValueError(
-                f"{self.location} holds checkpoints of a run that trains on another share of the data: {share}, or "
+                f"{self.folder} holds checkpoints of a run that trains on another share of the data: {share}, or "
                 "give another folder"
             )
 
@@ -159,7 +157,7 @@ class Checkpoints:
         set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not adapter))
 
     def _fill(self, state: dict[str, Any], step: int) -> None:
-        reader = FsspecReader(self._folder(step), **self.options)
+        reader = FsspecReader(self._folder(step), **self.folder.options)
         try:
             with (
                 _storage_failures(f"the checkpoint {self._folder(step)} cannot be read"),
@@ -186,7 +184,7 @@ class Checkpoints:
         folder = self._folder(record.step)
         self._on_first(partial(self._forget_unfinished, record.step), _not_written(folder))
         with _storage_failures(_not_written(folder)):
-            writer = _ReportingWriter(folder, sync_files="://" not in self.location, **self.options)
+            writer = _ReportingWriter(folder, sync_files=not self.folder.is_remote, **self.folder.options)
             writing = dcp.async_save(
                 _state(trainer), storage_writer=writer, process_group=self._group, no_dist=self._group is None
             )
@@ -236,7 +234,7 @@ class Checkpoints:
                 self._system.rm(f"{self._path}/{_name(step)}", recursive=True)
 
     def _folder(self, step: int) -> str:
-        return f"{self.location}/{_name(step)}"
+        return str(self.folder / _name(step))
 
     def _steps(self) -> list[int]:
         """The steps of all checkpoints, also of those that were not written to their end."""
@@ -275,17 +273,17 @@ class Checkpoints:
             raise self._damage_error(steps[0], f"{MARKER} is cut or damaged") from None
         if name != self.recipe["name"]:
             raise ValueError(
-                f"{self.location} holds checkpoints of a run of {name}, not of {self.recipe['name']}; give another "
+                f"{self.folder} holds checkpoints of a run of {name}, not of {self.recipe['name']}; give another "
                 "folder"
             )
         if None not in (record.base, self.base) and record.base != self.base:
             raise ValueError(
-                f"{self.location} holds checkpoints of an adapter (LoRA) of another base: {self.recipe['base']} has "
+                f"{self.folder} holds checkpoints of an adapter (LoRA) of another base: {self.recipe['base']} has "
                 "changed since; give the base as it was, or another folder"
             )
         if settings:
             raise ValueError(
-                f"{self.location} holds checkpoints of a run with other settings ({MARKER} in {_name(steps[0])}): "
+                f"{self.folder} holds checkpoints of a run with other settings ({MARKER} in {_name(steps[0])}): "
                 f"{settings}; give those, or another folder"
             )
         return record
@@ -297,7 +295,7 @@ class Checkpoints:
             if not self._system.exists(f"{folder}/{METADATA}"):
                 return f"{METADATA} is missing"
             try:
-                places = FsspecReader(self._folder(step), **self.options).read_metadata().storage_data
+                places = FsspecReader(self._folder(step), **self.folder.options).read_metadata().storage_data
             except UNPICKLING_ERRORS:
                 return f"{METADATA} is cut or damaged"
             ends: dict[str, int] = {}

@@ -10,21 +10,19 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-import fsspec
 import numpy as np
-from fsspec.implementations.local import LocalFileSystem
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from mbd_core.files import file_beside, write_text
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded
 from mbd_core.multitf.run.log_targets import GuardedLog, RunLogger, default_targets, open_logs
 from mbd_core.multitf.step.compute import Peak, mfu
 from mbd_core.multitf.step.loss import BUCKETS
+from mbd_core.storage.folder import Folder
 
 # `losses.jsonl` of a run: a line an update, written as they are done; the update's point of the curve, and its speed.
 #
@@ -40,17 +38,15 @@ Point = dict[str, float]
 
 
 class CurveFile:
-    """The curve of a run as lines in the folder or at the URL `folder`; `options` go to the storage's library.
+    """The curve of a run as lines of a file in its folder; `points` are its lines.
 
-    In a folder here each update is a line at once; an object store cannot append, so there the file is written whole
-    whenever `flush` is called. Its first writing drops the updates that a restart repeats, and keeps the others'
-    speeds and sweeps. `points` are its lines.
+    Each update is a line at once, or, where the storage cannot append, whenever `flush` is called. The file's first
+    writing drops the updates that a restart repeats, and keeps the others' speeds and sweeps.
     """
 
-    def __init__(self, folder: str, curve: list[Point], *, options: Mapping[str, Any] | None = None) -> None:
-        self._system, path = fsspec.core.url_to_fs(folder, **(options or {}))
-        self._file, self._is_here, self.curve = f"{path}/{LOSSES}", isinstance(self._system, LocalFileSystem), curve
-        earlier_points = self._earlier_points()
+    def __init__(self, folder: Folder, curve: list[Point]) -> None:
+        self._file, self.curve = folder.growing(LOSSES), curve
+        earlier_points = _earlier_points(folder)
         self.points: list[Point] = [point | earlier_points.get(point["step"], {}) for point in curve]
         for update, point in zip(curve, self.points, strict=True):
             update |= {name: number for name, number in point.items() if name.startswith(SWEEP)}
@@ -58,38 +54,31 @@ class CurveFile:
 
     def flush(self) -> None:
         """Bring the file up to date where lines cannot be appended."""
-        if not self._is_here:
-            self._write()
+        self._file.flush()
 
     def append(self, **speed: float) -> None:
         """Add the curve's last update, with its speed."""
         self.points.append(self.curve[-1] | speed)
-        if self._is_here:
-            with Path(self._file).open("a", encoding="utf-8") as file:
-                file.write(_line(self.points[-1]))
+        self._file.append(_line(self.points[-1]))
 
     def amend(self, place: int, values: Point) -> None:
         """Add numbers to the update at this place."""
         self.points[place] |= values
         self._write()
 
-    def _earlier_points(self) -> dict[float, Point]:
-        """The speeds and sweeps of the updates that are in the file, by their steps."""
-        values_by_step: dict[float, Point] = {}
-        with suppress(FileNotFoundError):
-            for line in self._system.cat_file(self._file).decode("utf-8", errors="replace").splitlines():
-                with suppress(ValueError, KeyError, TypeError):  # a line that a lost machine cut
-                    point = json.loads(line)
-                    values = {name: point[name] for name in point if name in SPEEDS or name.startswith(SWEEP)}
-                    values_by_step[point["step"]] = values
-        return values_by_step
-
     def _write(self) -> None:
-        text = "".join(map(_line, self.points))
-        if self._is_here:
-            write_text(Path(self._file), text)
-        else:
-            self._system.pipe_file(self._file, text.encode())
+        self._file.replace("".join(map(_line, self.points)))
+
+
+def _earlier_points(folder: Folder) -> dict[float, Point]:
+    """The speeds and sweeps of the updates that are in a run's file, by their steps."""
+    values_by_step: dict[float, Point] = {}
+    for line in (folder.read_bytes(LOSSES) or b"").decode("utf-8", errors="replace").splitlines():
+        with suppress(ValueError, KeyError, TypeError):  # a line that a lost machine cut
+            point = json.loads(line)
+            values = {name: point[name] for name in point if name in SPEEDS or name.startswith(SWEEP)}
+            values_by_step[point["step"]] = values
+    return values_by_step
 
 
 def _line(point: Point) -> str:
@@ -186,25 +175,22 @@ PLOT, IDS, PAGE = "losses.png", "log_ids.json", "run.md"
 class RunLog:
     """The log of a run that goes on from where `curve` ends; the trainer's loop adds points to `curve`.
 
-    `targets`: `None` is the default's. `peak` is one worker's. `options` go to the storage's library. `begin` is
-    called before an update and `add` after it, `flush` before a checkpoint says that it is done, `close` at the end.
+    `targets`: `None` is the default's. `peak` is one worker's. `begin` is called before an update and
+    `add` after it, `flush` before a checkpoint says that it is done, `close` at the end.
     """
 
     def __init__(
         self,
-        folder: str,
+        folder: Folder,
         curve: list[Point],
         recipe: TrainingRecipe,
         *,
         peak: Peak,
         num_workers: int = 1,
         targets: Sequence[str] | None = None,
-        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.curve, self.recipe, self.peak, self.num_workers = curve, recipe, peak, num_workers
-        self.file = CurveFile(folder, curve, options=options)
-        self._system, self._path = fsspec.core.url_to_fs(folder, **(options or {}))
-        self._is_here = isinstance(self._system, LocalFileSystem)
+        self.file, self._folder = CurveFile(folder, curve), folder
         choice, self._reason = default_targets() if targets is None else (tuple(targets), "")
         self._targets, self._start = choice, time.perf_counter()
         ids = self._ids()
@@ -213,12 +199,11 @@ class RunLog:
             folder,
             start=len(curve),
             ids=ids,
-            name=self._path.rpartition("/")[2],
+            name=folder.name,
             settings=as_recorded(recipe),
-            options=options or {},
         )
         if ids:
-            self._system.pipe_file(f"{self._path}/{IDS}", json.dumps(ids).encode())
+            folder.write_text(IDS, json.dumps(ids))
         for point in self.file.points if ids else ():  # services may lack what a lost machine did not send
             self._send(point, to=[logger for logger in self._loggers if isinstance(logger, GuardedLog)])
 
@@ -237,10 +222,7 @@ class RunLog:
             f"numbers: {recipe.source}.\n\n## What differs from the recipe\n\n{differs}\n\n## Losses\n\n"
             f"![losses]({PLOT}), in numbers: [{LOSSES}]({LOSSES})\n"
         )
-        if self._is_here:
-            write_text(Path(self._path) / PAGE, text)
-        else:
-            self._system.pipe_file(f"{self._path}/{PAGE}", text.encode())
+        self._folder.write_text(PAGE, text)
 
     def begin(self) -> None:
         """An update begins."""
@@ -280,20 +262,14 @@ class RunLog:
             logger.close()
         if not self.file.points:
             return
-        if self._is_here:
-            with file_beside(Path(self._path) / PLOT) as new_file:
-                draw_losses(self.file.points, new_file, title=self.recipe.name)
-        else:
-            image = io.BytesIO()
-            draw_losses(self.file.points, image, title=self.recipe.name)
-            self._system.pipe_file(f"{self._path}/{PLOT}", image.getvalue())
+        image = io.BytesIO()
+        draw_losses(self.file.points, image, title=self.recipe.name)
+        self._folder.write_bytes(PLOT, image.getvalue())
 
     def _ids(self) -> dict[str, str]:
-        with suppress(FileNotFoundError):
-            ids = json.loads(self._system.cat_file(f"{self._path}/{IDS}"))
-            assert isinstance(ids, dict)
-            return ids
-        return {}
+        ids = json.loads(self._folder.read_text(IDS) or "{}")
+        assert isinstance(ids, dict)
+        return ids
 
 
 def _short(number: float) -> float:

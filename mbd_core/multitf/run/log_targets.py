@@ -7,19 +7,14 @@ step has the same numbers.
 
 import importlib.util
 import os
-import shutil
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-
 from mbd_core.errors import error_sentence
+from mbd_core.storage.folder import Folder
 
 TENSORBOARD = "tensorboard"
 PACKAGES = {TENSORBOARD: "mbd-cluster[train]", "wandb": "wandb", "mlflow": "mlflow"}
@@ -96,14 +91,11 @@ def flat(settings: Mapping[str, Any], start: str = "") -> dict[str, Any]:
 class TensorBoardLog:
     """Event files in the run's folder `tensorboard/`; at a URL they are uploaded whenever `flush` is called."""
 
-    def __init__(self, folder: str, *, start: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Folder, *, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._system, path = fsspec.core.url_to_fs(folder, **options)
-        self._target = f"{path}/{TENSORBOARD}"
-        self._is_here = isinstance(self._system, LocalFileSystem)
-        self._folder = self._target if self._is_here else tempfile.mkdtemp(prefix="mbd-tensorboard-")
-        self._writer = SummaryWriter(self._folder, purge_step=start)
+        self._files = (folder / TENSORBOARD).workspace()
+        self._writer = SummaryWriter(str(self._files.path), purge_step=start)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -114,15 +106,12 @@ class TensorBoardLog:
 
     def flush(self) -> None:
         self._writer.flush()
-        if not self._is_here:
-            for file in Path(self._folder).iterdir():
-                self._system.pipe_file(f"{self._target}/{file.name}", file.read_bytes())
+        self._files.flush()
 
     def close(self) -> None:
         self.flush()
         self._writer.close()
-        if not self._is_here:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._files.close()
 
 
 class WandbLog:
@@ -231,13 +220,12 @@ SERVICES: dict[str, type[WandbLog] | type[MlflowLog]] = {"wandb": WandbLog, "mlf
 
 def open_logs(
     targets: Sequence[str],
-    folder: str,
+    folder: Folder,
     *,
     start: int,
     ids: dict[str, str],
     name: str,
     settings: Mapping[str, Any],
-    options: Mapping[str, Any],
 ) -> list[RunLogger]:
     """The logs of a run that goes on with step `start`; `ids`, under which services know it, grows by new ones.
 
@@ -247,7 +235,7 @@ def open_logs(
     loggers: list[RunLogger] = []
     for target in targets:
         if target == TENSORBOARD:
-            loggers.append(TensorBoardLog(folder, start=start, options=options))
+            loggers.append(TensorBoardLog(folder, start=start))
         else:
             try:
                 service = SERVICES[target](ids.get(target), name=name, settings=settings)

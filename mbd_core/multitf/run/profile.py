@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-import fsspec
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -62,10 +61,8 @@ class Profile:
                 files.append(Path(folder) / f"memory_worker_{rank}.pickle")
                 torch.cuda.memory._dump_snapshot(str(files[-1]))
                 torch.cuda.memory._record_memory_history(enabled=None)
-            system, path = fsspec.core.url_to_fs(self.checkpoints.location, **self.checkpoints.options)
-            system.makedirs(f"{path}/profile", exist_ok=True)
             for file in files:
-                system.put_file(str(file), f"{path}/profile/{file.name}")
+                (self.checkpoints.folder / "profile").write_file(file.name, file)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -86,13 +86,12 @@ def train_worker(
     if checkpoints is not None:
         peak = device_peak(workers.device, recipe.train.precision)
         files = RunLog(
-            checkpoints.location,
+            checkpoints.folder,
             run.curve,
             recipe,
             peak=peak,
             num_workers=workers.size,
             targets=log_targets,
-            options=checkpoints.options,
         )
         files.write_page(changes, num_workers=workers.size, device=str(workers.device))
         say(files.describe())
@@ -116,7 +115,7 @@ def settle_precision(start: StartingPoint, workers: Workers, checkpoints: Checkp
         record = checkpoints.newest()
         if record is not None and choice not in ("auto", record.precision):
             raise ValueError(
-                f"--precision {choice}: the run in {checkpoints.location} began in {record.precision}, and a run "
+                f"--precision {choice}: the run in {checkpoints.folder} began in {record.precision}, and a run "
                 "keeps its precision; leave --precision out, or give another folder for --checkpoints"
             )
     return start.with_precision(workers.precision(choice) if record is None else record.precision)

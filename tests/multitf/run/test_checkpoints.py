@@ -18,11 +18,15 @@ from mbd_core.multitf.run.checkpoints import Checkpoints
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.worker import Run
 from mbd_core.multitf.step.workers import ALONE
+from mbd_core.storage.folder import Folder
+from mbd_core.storage.remote import OPTIONS
 
 
 def run(recipe: TrainingRecipe, location: str, **options: Any) -> None:
-    checkpoints = Checkpoints(location, ALONE, recipe=recipe, options=options)
-    Run(StartingPoint.read(recipe), ALONE, "replicated", checkpoints).train()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(OPTIONS, "failing", options)
+        checkpoints = Checkpoints(Folder.at(location), ALONE, recipe=recipe)
+        Run(StartingPoint.read(recipe), ALONE, "replicated", checkpoints).train()
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.step.trainer import TrainConfig
 from mbd_core.multitf.step.workers import ALONE
 from mbd_core.ops.attention.whole import DenseAttention
+from mbd_core.storage.folder import Folder
 from mbd_core.tasks.tiny_tokenizer import train_tokenizer
 
 SUPPORT = Path(__file__).parent.parent.parent / "support" / "models"
@@ -90,7 +91,7 @@ def trained(base: Path, out: Path) -> Path:
         max_length=min(1024, config.max_positions),
         generation={"buffer_size": 2, **({"block_size": 16} if full else {})},
     )
-    checkpoints = Checkpoints(f"{out}-run", ALONE, recipe=recipe)
+    checkpoints = Checkpoints(Folder.at(f"{out}-run"), ALONE, recipe=recipe)
     run = Run(StartingPoint.read(recipe), ALONE, "replicated", checkpoints)
     run.train()
     run.write(out)

@@ -17,6 +17,7 @@ from mbd_core.multitf.run import log_targets
 from mbd_core.multitf.run.log import LOSSES, PLOT, SPEEDS, RunLog, draw_losses, moving_mean
 from mbd_core.multitf.run.log_targets import chosen_targets, flat, tag
 from mbd_core.multitf.step.compute import Peak
+from mbd_core.storage.folder import Folder
 
 PEAK = Peak(1e12, "a test")
 
@@ -40,7 +41,7 @@ def logged(
     recipe: TrainingRecipe, folder: str, curve: list[dict[str, float]], until: int, *, closes: bool, **settings: Any
 ) -> RunLog:
     """A start of a run: it goes on from the curve, and ends or is killed after a checkpoint."""
-    log = RunLog(folder, curve, recipe, peak=settings.pop("peak", PEAK), **settings)
+    log = RunLog(Folder.at(folder), curve, recipe, peak=settings.pop("peak", PEAK), **settings)
     while len(curve) < until:
         log.begin()
         curve.append(point(len(curve)))
@@ -99,7 +100,7 @@ def test_a_line_that_a_lost_machine_cut_is_no_obstacle(tmp_path: Path, tiny_reci
     curve = [point(0), point(1)]
     speed = {"seconds": 0.5, "tokens_per_second": 128.0}
     (tmp_path / LOSSES).write_text(json.dumps(point(0) | speed) + "\n" + '[]\n{"step": 1, "seco')
-    log = RunLog(str(tmp_path), curve, tiny_recipe, peak=PEAK, targets=())
+    log = RunLog(Folder.at(tmp_path), curve, tiny_recipe, peak=PEAK, targets=())
     assert log.file.points == [point(0) | speed, point(1)]
 
 
@@ -319,7 +320,7 @@ def test_a_service_that_fails_ends_no_training(
     sentence = "--log-to mlflow does not open: the server is gone"
     assert capsys.readouterr().err == f"{sentence}; it gets no numbers of this start\n"
     with pytest.raises(ValueError, match=f"{sentence}; check its own settings, or leave it out"):
-        RunLog(str(tmp_path / "fresh"), [], tiny_recipe, peak=PEAK, targets=("mlflow",))
+        RunLog(Folder.at(tmp_path / "fresh"), [], tiny_recipe, peak=PEAK, targets=("mlflow",))
 
 
 def test_a_moving_mean_is_over_the_updates_before() -> None:

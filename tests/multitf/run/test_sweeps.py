@@ -21,6 +21,7 @@ from mbd_core.multitf.run.log import LOSSES, PLOT
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.worker import Run, export_checkpoint, train_worker
 from mbd_core.multitf.step.workers import ALONE
+from mbd_core.storage.folder import Folder
 
 NUMBERS = {"sweep_accuracy": 0.25, "sweep_tpf": 2.0}
 
@@ -50,7 +51,7 @@ def short(recipe: TrainingRecipe, steps: int) -> StartingPoint:
 
 
 def swept(start: StartingPoint, folder: Path, sweeper: Scripted, *, every: int = 2, best: bool = True) -> Run:
-    stored = Checkpoints(str(folder), ALONE, recipe=start.recipe, keep=1)
+    stored = Checkpoints(Folder.at(folder), ALONE, recipe=start.recipe, keep=1)
     return train_worker(
         start,
         ALONE,
@@ -79,7 +80,7 @@ def test_a_sweep_gets_the_weights_of_its_step(
     start = short(recipe, 4)
 
     def export(step: int, future: Future[dict[str, float]]) -> None:
-        checkpoints = Checkpoints(str(tmp_path / "run"), ALONE, recipe=start.recipe)
+        checkpoints = Checkpoints(Folder.at(tmp_path / "run"), ALONE, recipe=start.recipe)
         export_checkpoint(tmp_path / f"model-{step}", start, checkpoints, step)
         future.set_result(NUMBERS)
 

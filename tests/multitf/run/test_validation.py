@@ -28,6 +28,7 @@ from mbd_core.multitf.run.validation import Validation, check_held_out
 from mbd_core.multitf.run.worker import Run, train_worker
 from mbd_core.multitf.step.loss import denominator, multitf_loss
 from mbd_core.multitf.step.workers import ALONE
+from mbd_core.storage.folder import Folder
 
 EVERY = 2
 
@@ -74,7 +75,7 @@ def test_a_run_with_validation_has_the_updates_of_one_without(
 ) -> None:
     plain = Run(start, ALONE, "replicated")
     plain.train()
-    stored = Checkpoints(str(tmp_path / "run"), ALONE, recipe=start.recipe)
+    stored = Checkpoints(Folder.at(tmp_path / "run"), ALONE, recipe=start.recipe)
     run = train_worker(start, ALONE, "replicated", stored, every=100, log_targets=(), validation=options(tmp_path))
     measured = [{k: v for k, v in point.items() if k.startswith("validation_")} for point in run.curve]
     assert [bool(values) for values in measured] == [False, True, False, True, True]  # every 2, and the last
@@ -96,7 +97,7 @@ def test_the_best_checkpoint_stays_also_when_the_run_goes_on(
     monkeypatch.setattr(Validation, "measure", measured)
 
     def go_on(steps: int) -> Run:
-        stored = Checkpoints(str(tmp_path / "run"), ALONE, recipe=start.recipe, keep=1)
+        stored = Checkpoints(Folder.at(tmp_path / "run"), ALONE, recipe=start.recipe, keep=1)
         run = Run(start, ALONE, "replicated", stored, validation=options(tmp_path))
         run.trainer.config = replace(run.trainer.config, steps=steps)
         run.train(every=1)
@@ -134,7 +135,7 @@ def test_a_share_of_the_data_leaves_training_and_nothing_else_does(start: Starti
     run = Run(start, ALONE, "replicated", validation=ValidationOptions(validation="0.3"))
     assert run.validation is not None
     assert [len(run.trainer.examples), len(run.validation.examples)] == [8, 4]
-    stored = Checkpoints(str(tmp_path / "run"), ALONE, recipe=start.recipe)
+    stored = Checkpoints(Folder.at(tmp_path / "run"), ALONE, recipe=start.recipe)
     train_worker(
         start, ALONE, "replicated", stored, every=9, log_targets=(), validation=ValidationOptions(validation="0.3")
     )

@@ -32,6 +32,8 @@ from mbd_core.multitf.step.memory import Workload, plan_memory
 from mbd_core.multitf.step.parallel import own_part
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.multitf.step.workers import Workers, torchrun_workers
+from mbd_core.storage.folder import Folder
+from mbd_core.storage.remote import OPTIONS
 
 STEPS = 8
 KEPT = 4
@@ -67,7 +69,7 @@ def trained(
     recipe: TrainingRecipe, workers: Workers, sharding: Sharding, folder: str | None = None, *, keep: int = 9
 ) -> Curve:
     """The curve of a whole run, with a checkpoint after every third step in `folder`."""
-    checkpoints = None if folder is None else Checkpoints(folder, workers, recipe=recipe, keep=keep)
+    checkpoints = None if folder is None else Checkpoints(Folder.at(folder), workers, recipe=recipe, keep=keep)
     run = run_of(recipe, workers, sharding, checkpoints)
     run.train(every=3)
     return run.curve
@@ -102,7 +104,7 @@ def distilled(base: Path) -> TrainingRecipe:
 
 def trained_adapter(recipe: TrainingRecipe, workers: Workers, sharding: Sharding, folder: Path) -> list[float]:
     """The losses of a run, whose model is written beside `folder`, where its checkpoints lie."""
-    checkpoints = Checkpoints(str(folder), workers, recipe=recipe, keep=9)
+    checkpoints = Checkpoints(Folder.at(folder), workers, recipe=recipe, keep=9)
     run = run_of(recipe, workers, sharding, checkpoints)
     run.train(every=3)
     run.write(folder.with_name(f"{folder.name}-model"))
@@ -188,7 +190,8 @@ class SeenLate:
 def failing(workers: Workers, base: Path, out: Path, pattern: str) -> list[str | None]:
     """What each worker says of a checkpoint of which a file cannot be written, and after how many updates."""
     recipe = recipe_on(base, steps=9)
-    checkpoints = Checkpoints(f"failing://{out}/run", workers, recipe=recipe, options={"writes": pattern})
+    OPTIONS["failing"] = {"writes": pattern}
+    checkpoints = Checkpoints(Folder.at(f"failing://{out}/run"), workers, recipe=recipe)
     run = run_of(recipe, workers, "sharded", checkpoints)
     sentence, sentences = "nothing failed", [None] * workers.size
 
@@ -211,7 +214,7 @@ def remote(workers: Workers, base: Path) -> tuple[list[float], int]:
     trained(recipe, workers, "sharded", folder, keep=2)
     if workers.is_first:
         fsspec.filesystem("s3").rm(f"bucket/pair/step_{STEPS:06d}/{MARKER}")
-    checkpoints = Checkpoints(folder, workers, recipe=recipe)
+    checkpoints = Checkpoints(Folder.at(folder), workers, recipe=recipe)
     run = run_of(recipe, workers, "sharded", checkpoints)
     run.train(every=3)
     return losses(run.curve), run.resumed_after
@@ -226,7 +229,7 @@ def half_denoised(base: Path) -> TrainingRecipe:
 def marked_while_training(workers: Workers, base: Path, folder: Path) -> list[bool]:
     """After each step, whether the checkpoint of the third one is whole; all its parts are there after the fourth."""
     recipe, is_marked = recipe_on(base, steps=6), []
-    checkpoints = Checkpoints(str(folder), workers, recipe=recipe)
+    checkpoints = Checkpoints(Folder.at(folder), workers, recipe=recipe)
     run = run_of(recipe, workers, "replicated", checkpoints)
 
     def look() -> None:
@@ -269,9 +272,9 @@ def write_sharded(workers: Workers, base: Path, out: Path) -> None:
 def slow(workers: Workers, out: Path) -> dict[str, Any]:
     """A run that leaves time to be killed; it goes on from what a killed one left."""
     recipe = recipe_on(out / "model", steps=24)
-    checkpoints = Checkpoints(str(out / "slow"), workers, recipe=recipe)
+    checkpoints = Checkpoints(Folder.at(out / "slow"), workers, recipe=recipe)
     run = run_of(recipe, workers, "sharded", checkpoints)
-    file = CurveFile(str(out / "slow"), run.curve) if workers.is_first else None
+    file = CurveFile(Folder.at(out / "slow"), run.curve) if workers.is_first else None
 
     def log() -> None:
         time.sleep(0.1)

@@ -15,9 +15,11 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from object_store import only_known_keys
 
-from cluster import storage
-from cluster.storage import UNFINISHED, Folder, fetch_model
 from mbd_core.files import MANIFEST, claim_folder, folder_beside
+from mbd_core.storage import remote_files
+from mbd_core.storage.folder import JOB_COPY, Folder
+from mbd_core.storage.models import fetch_model
+from mbd_core.storage.remote_files import UNFINISHED
 
 
 @pytest.fixture(params=["memory", "s3"])
@@ -86,7 +88,7 @@ def test_an_upload_that_is_cut_off_is_no_folder_and_can_be_repeated(
 ) -> None:
     folder = Folder.at(base) / "model"
     write(folder, {"a.txt": "old", "z.txt": "old"})
-    system, _ = folder._remote()
+    system, _ = folder.filesystem()
     put_file = system.put_file
 
     def cut_off(source: str, target: str) -> None:
@@ -181,7 +183,7 @@ def test_a_model_is_fetched_once_a_version(base: str, tmp_path: Path, monkeypatc
     assert first.name == "tiny"
     assert (first / "config.json").read_text() == "{}" and (first / "shards" / "a.bin").read_text() == "1"
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "_download", lambda *_: pytest.fail("it was fetched before"))
+        patch.setattr(remote_files, "download", lambda *_: pytest.fail("it was fetched before"))
         assert fetch_model(str(folder), cache=cache) == str(first)
     put(folder, "shards/a.bin", "22")
     second = Path(fetch_model(str(folder), cache=cache))
@@ -191,7 +193,7 @@ def test_a_model_is_fetched_once_a_version(base: str, tmp_path: Path, monkeypatc
 def test_a_fetch_that_fails_leaves_no_model(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, cache = Folder.at(base) / "tiny", tmp_path / "cache"
     write(folder, {"a.bin": "1", "b.bin": "2"})
-    system, _ = folder._remote()
+    system, _ = folder.filesystem()
     get_file = system.get_file
 
     def cut_off(source: str, target: str) -> None:
@@ -203,13 +205,13 @@ def test_a_fetch_that_fails_leaves_no_model(base: str, tmp_path: Path, monkeypat
         download(*arguments)
         put(folder, "a.bin", "11")
 
-    download = storage._download
+    download = remote_files.download
     with monkeypatch.context() as patch:
         patch.setattr(system, "get_file", cut_off)
         with pytest.raises(ValueError, match=r"tiny cannot be read: the network"):
             folder.fetch(cache)
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "_download", changed)
+        patch.setattr(remote_files, "download", changed)
         with pytest.raises(ValueError, match="was changed while it was read"):
             folder.fetch(cache)
     assert not list(cache.rglob("*.bin"))
@@ -320,7 +322,7 @@ def test_a_relative_path_in_a_submitted_job_is_refused(tmp_path: Path, monkeypat
     """The job's working directory is a copy, and goes with it."""
     monkeypatch.chdir(tmp_path)
     assert Folder.at("out/x") == Folder.at(tmp_path / "out" / "x")
-    copy = tmp_path / "runtime_resources" / storage.JOB_COPY / "package"
+    copy = tmp_path / "runtime_resources" / JOB_COPY / "package"
     copy.mkdir(parents=True)
     monkeypatch.chdir(copy)
     with pytest.raises(ValueError, match=r"^out/x is relative, .*absolute path"):

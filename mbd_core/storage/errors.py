@@ -1,0 +1,25 @@
+"""What a storage raises, in one sentence."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from mbd_core.proxies import connection_note
+
+STORAGE_URL = "https://s3.amazonaws.com"  # where requests go, as far as the choice of a proxy depends on it
+
+
+@contextmanager
+def storage_errors(location: str, trouble: str, kind: Callable[[str], Exception] = OSError) -> Iterator[None]:
+    """Make one sentence of what the storage raises: the folder, its trouble, the reason.
+
+    A `ValueError` is a sentence of ours already.
+    """
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:  # each storage raises types of its own
+        reason = " ".join(str(error).split()) or type(error).__name__
+        note = connection_note(error, os.environ.get("AWS_ENDPOINT_URL", STORAGE_URL))
+        raise kind(f"{location} {trouble}: {reason}{note}") from error

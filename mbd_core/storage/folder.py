@@ -1,0 +1,232 @@
+"""Folders here or on remote storage: run folders, models and reports at any URL that fsspec knows.
+
+A `Folder` is an absolute path, or a URL such as `s3://bucket/path`. Credentials and endpoint come from the
+environment, as the storage's own library takes them (for S3 `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`,
+`AWS_ENDPOINT_URL`).
+
+The rules of `mbd_core.files` hold at both: a folder that exists is refused before any work, and replaced only if its
+manifest says that the project wrote all of it.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import fsspec
+import pyarrow.fs
+from fsspec.implementations.local import LocalFileSystem
+
+from mbd_core.storage.local import LocalPlace
+from mbd_core.storage.remote import RemotePlace
+
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+JOB_COPY = "working_dir_files"  # the folder of Ray's copies of a submitted job's working directory
+
+
+class GrowingText(Protocol):
+    """A text file that is written line by line. Where lines cannot be appended, `flush` writes it whole."""
+
+    def replace(self, text: str) -> None:
+        """Write the file anew, whole or not at all."""
+
+    def append(self, line: str) -> None: ...
+    def flush(self) -> None: ...
+
+
+class Workspace(Protocol):
+    """A folder in which a library writes files of its own, at `path`, on this machine.
+
+    Those of a remote folder are uploaded whenever `flush` is called, and removed here by `close`.
+    """
+
+    @property
+    def path(self) -> Path: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Mirror(Protocol):
+    """A folder that fills file by file: its files are written at `path`, on this machine, and appear at their place.
+
+    A remote one holds the manifest of an unfinished folder until it is closed.
+    """
+
+    @property
+    def path(self) -> Path: ...
+
+    def publish(self, name: str) -> None:
+        """Show at the folder's place that a file was written, or removed. Raises `OSError`."""
+
+    def close(self) -> None:
+        """Say that the folder is whole."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder, which need not exist. `location` is an absolute path or a URL; `Folder.at` takes what a user gives."""
+
+    location: str
+
+    def __post_init__(self) -> None:
+        assert self.is_remote or os.path.isabs(self.location), self.location
+
+    @classmethod
+    def at(cls, text: str | Path) -> "Folder":
+        """The folder that a user names by a path or a URL; `file://` is a path.
+
+        Raises `ValueError` for an empty name, for a scheme that is not known or whose package is missing, and for a
+        relative path in a submitted job, whose working directory is a copy that goes with the job.
+        """
+        text = str(text)
+        if not text.strip():
+            raise ValueError("an empty name is no folder; give a path, or a URL as s3://bucket/path")
+        scheme = SCHEME.match(text)
+        if scheme is not None and scheme[1].lower() not in ("file", "local"):
+            _check_scheme(text, scheme[1])
+            path = text[scheme.end() :].rstrip("/")
+            if not path:
+                raise ValueError(f"{text} names no folder; give one as {scheme[0]}bucket/path")
+            return cls(scheme[0].lower() + path)
+        local_path = Path(text) if scheme is None else Path(LocalFileSystem._strip_protocol(text))
+        if not local_path.is_absolute() and JOB_COPY in Path.cwd().parts:
+            raise ValueError(
+                f"{text} is relative, and a submitted job runs in a copy of its working directory that is removed "
+                "afterwards; give an absolute path or a URL"
+            )
+        return cls(os.path.abspath(local_path))
+
+    def __str__(self) -> str:
+        return self.location
+
+    def __truediv__(self, name: str) -> "Folder":
+        return Folder(f"{self.location.rstrip('/')}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.location.rpartition("/")[2]
+
+    @property
+    def _place(self) -> LocalPlace | RemotePlace:
+        return RemotePlace(self.location) if self.is_remote else LocalPlace(Path(self.location))
+
+    @property
+    def is_remote(self) -> bool:
+        return SCHEME.match(self.location) is not None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes see what is written there; `memory://` is each process's own."""
+        return not self.location.startswith("memory://")
+
+    @property
+    def path(self) -> Path:
+        """A local folder's path."""
+        assert not self.is_remote, self.location
+        return Path(self.location)
+
+    def holds(self, other: "Folder") -> bool:
+        """Whether `other` is this folder or lies in it."""
+        return f"{other.location}/".startswith(f"{self.location.rstrip('/')}/")
+
+    # Reading
+
+    def exists(self) -> bool:
+        """Whether anything lies there."""
+        return self._place.exists()
+
+    def read_bytes(self, name: str) -> bytes | None:
+        """A file's content; `None` if there is no such file."""
+        return self._place.read_bytes(name)
+
+    def read_text(self, name: str) -> str | None:
+        """A file's text; `None` if there is no such file."""
+        content = self.read_bytes(name)
+        return None if content is None else content.decode("utf-8")
+
+    def fetch(self, cache: Path) -> Path:
+        """A folder of this machine with these files: a local folder itself. A remote one is downloaded to a folder of
+        the same name below `cache`, once for each version.
+
+        A version is what the storage says of the files: sizes, times, checksums. Raises `ValueError` if nothing lies
+        at the URL, if it was not written to its end, or if it changes meanwhile; the copy is whole or not there.
+        """
+        return self._place.fetch(cache)
+
+    # Writing
+
+    def check_writable(self) -> None:
+        """Raise `ValueError` if no file can be made in the folder; on remote storage one is made and removed."""
+        self._place.check_writable()
+
+    def check_target(self, kind: str, *, overwrite: bool = False, in_place: bool = False) -> None:
+        """Raise `ValueError` if a folder of `kind` cannot be written here, as `files.check_target_folder` does."""
+        self._place.check_target(kind, overwrite=overwrite, in_place=in_place)
+
+    def write_bytes(self, name: str, content: bytes) -> None:
+        """Write a file, whole or not at all. Raises `OSError`."""
+        self._place.write_bytes(name, content)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file, whole or not at all. Raises `OSError`."""
+        self.write_bytes(name, text.encode("utf-8"))
+
+    def write_file(self, name: str, source: Path) -> None:
+        """Copy a file of this machine here, whole or not at all. Raises `OSError`."""
+        self._place.write_file(name, source)
+
+    def growing(self, name: str) -> GrowingText:
+        """A file that is written line by line."""
+        return self._place.growing(name)
+
+    def workspace(self) -> Workspace:
+        """Where a library writes files of its own for this folder. Close it."""
+        return self._place.workspace()
+
+    def staged(self, kind: str, *, overwrite: bool = False, keep: bool = False) -> AbstractContextManager[Path]:
+        """The path where this folder is written: its own, or for a remote one a temporary folder, uploaded at the end.
+
+        What is written there must carry its manifest (`mbd_core.files`). With `keep` the temporary folder stays if the
+        body or the upload fails. Raises `ValueError` as `check_target` does, and `OSError` if the upload fails.
+        """
+        return self._place.staged(kind, overwrite=overwrite, keep=keep)
+
+    def mirrored(self, kind: str, files: Sequence[str]) -> AbstractContextManager[Mirror]:
+        """Where this folder, a claimed one (`mbd_core.files.claim_folder`), is written file by file: its own path, or
+        for a remote one a temporary folder that begins with what lies there of `files`, patterns of names.
+
+        Raises `ValueError` if it cannot be written, or holds something else than a folder of `kind`.
+        """
+        return self._place.mirrored(kind, files)
+
+    # For libraries
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What fsspec's filesystem for this folder is made with."""
+        return self._place.options
+
+    def filesystem(self) -> tuple[Any, str]:
+        """fsspec's filesystem, and this folder's path on it."""
+        return self._place.filesystem()
+
+    def for_ray(self) -> tuple[str, "pyarrow.fs.FileSystem | None"]:
+        """`storage_path` and `storage_filesystem` of Ray Train; without the latter it writes to a local path."""
+        system, path = self.filesystem()
+        return path, pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(system)) if self.is_remote else None
+
+
+def _check_scheme(url: str, scheme: str) -> None:
+    """Raise `ValueError` for a scheme that fsspec does not know, or whose package is not installed."""
+    try:
+        fsspec.get_filesystem_class(scheme.lower())
+    except ImportError as error:
+        hint = "install mbd-cluster[s3]" if scheme.lower() in ("s3", "s3a") else str(error)
+        raise ValueError(f"{url} needs a package that is not installed: {hint}") from error
+    except ValueError:
+        raise ValueError(
+            f"{url} cannot be reached: unknown scheme '{scheme}'; give a path, or a URL as s3://..."
+        ) from None

@@ -1,0 +1,21 @@
+"""Models at URLs, which are downloaded before they are read."""
+
+import os
+from pathlib import Path
+
+from mbd_core.storage.folder import SCHEME, Folder
+
+
+def fetch_model(model: str, *, cache: Path | None = None) -> str:
+    """What `model_folder` takes for a model that is given by name, path or URL: a remote folder is downloaded first.
+
+    It goes to `cache`, by default the user's (`XDG_CACHE_HOME`), once for each version. Raises `ValueError` if it
+    cannot be read.
+    """
+    if SCHEME.match(model) is None:
+        return model
+    return str(Folder.at(model).fetch(cache or _user_cache()))
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mbd-cluster" / "models"

@@ -1,0 +1,243 @@
+"""A folder on remote storage.
+
+Object stores have no rename, and so no moment at which a folder appears whole: it is written here and then uploaded.
+First comes an unfinished manifest, which claims the place, then the files, and the manifest last. A folder with an
+unfinished manifest is not read, and may be replaced.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from filelock import FileLock
+
+from mbd_core.files import MANIFEST, check_replaceable, is_named
+from mbd_core.storage import remote_files
+from mbd_core.storage.errors import storage_errors
+from mbd_core.storage.remote_files import UNFINISHED, list_files, make_parent, put, read_manifest, version_of
+
+# An endpoint that does not answer is given up within a minute, not after ten.
+CONNECTION = {"connect_timeout": 10, "retries": {"max_attempts": 2, "mode": "standard"}}
+OPTIONS: dict[str, dict[str, Any]] = {scheme: {"config_kwargs": CONNECTION} for scheme in ("s3", "s3a")}
+
+
+@dataclass(frozen=True)
+class RemotePlace:
+    """A folder at a URL; its methods are described in `Folder`."""
+
+    location: str
+
+    @property
+    def name(self) -> str:
+        return self.location.rpartition("/")[2] or "folder"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What fsspec's filesystem for this folder is made with."""
+        return OPTIONS.get(self.location.partition("://")[0], {})
+
+    def filesystem(self) -> tuple[Any, str]:
+        # A listing that is kept would hide what others write.
+        return fsspec.core.url_to_fs(self.location, use_listings_cache=False, **self.options)
+
+    def errors(self, trouble: str, kind: Callable[[str], Exception] = OSError) -> AbstractContextManager[None]:
+        return storage_errors(self.location, trouble, kind)
+
+    def exists(self) -> bool:
+        with self.errors("cannot be read"):
+            system, path = self.filesystem()
+            return bool(system.exists(path))
+
+    def read_bytes(self, name: str) -> bytes | None:
+        with self.errors("cannot be read"), suppress(FileNotFoundError):
+            system, path = self.filesystem()
+            return bytes(system.cat_file(f"{path}/{name}"))
+        return None
+
+    def check_writable(self) -> None:
+        with self.errors("cannot be written", ValueError):
+            system, path = self.filesystem()
+            remote_files.probe_folder(system, self.location, path)
+
+    def check_target(self, kind: str, *, overwrite: bool, in_place: bool) -> None:
+        with self.errors("cannot be written", ValueError):
+            system, path = self.filesystem()
+            files = self._files(system, path)
+            if files:
+                manifest, names = read_manifest(system, path, files), files.keys() - {MANIFEST, UNFINISHED}
+                check_replaceable(self.location, manifest, names, kind, overwrite=overwrite)
+        self.check_writable()
+
+    def write_bytes(self, name: str, content: bytes) -> None:
+        with self.errors(f"takes no {name}"):
+            system, path = self.filesystem()
+            put(system, self.location, f"{path}/{name}", content)
+
+    def write_file(self, name: str, source: Path) -> None:
+        with self.errors(f"takes no {name}"):
+            system, path = self.filesystem()
+            make_parent(system, self.location, f"{path}/{name}")
+            system.put_file(str(source), f"{path}/{name}")
+
+    def growing(self, name: str) -> "RemoteText":
+        return RemoteText(self, name)
+
+    def workspace(self) -> "RemoteWorkspace":
+        return RemoteWorkspace(self)
+
+    @contextmanager
+    def staged(self, kind: str, *, overwrite: bool, keep: bool) -> Iterator[Path]:
+        stage = Path(tempfile.mkdtemp(prefix="mbd-stage-"))
+        path = stage / self.name
+        try:
+            yield path
+            self._upload(path, kind, overwrite=overwrite, has_copy=keep)
+            keep = False
+        finally:
+            if not keep:
+                shutil.rmtree(stage, ignore_errors=True)
+
+    @contextmanager
+    def mirrored(self, kind: str, files: Sequence[str]) -> Iterator["RemoteMirror"]:
+        self.check_writable()
+        with self.errors("cannot be read", ValueError):
+            system, path = self.filesystem()
+            files_there = self._files(system, path)
+            manifest = read_manifest(system, path, files_there)
+            if files_there:
+                check_replaceable(self.location, manifest, (), kind, overwrite=True)
+            stage = Path(tempfile.mkdtemp(prefix="mbd-mirror-"))
+            try:
+                mirror = RemoteMirror(self, stage / self.name)
+                named_files = {
+                    name: files_there[name]
+                    for name in files_there
+                    if any(is_named(name, pattern) for pattern in files)
+                }
+                if manifest is not None:
+                    remote_files.download(system, path, named_files, mirror.path)
+                    mirror.path.mkdir(exist_ok=True)  # there is no file yet where the first upload was interrupted
+                    (mirror.path / MANIFEST).write_text(manifest, encoding="utf-8")
+            except BaseException:
+                shutil.rmtree(stage, ignore_errors=True)
+                raise
+        try:
+            yield mirror
+            mirror.close()
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+
+    def fetch(self, cache: Path) -> Path:
+        with self.errors("cannot be read", ValueError):
+            system, path = self.filesystem()
+            files = list_files(system, path)
+            if not files or "" in files:
+                raise ValueError(f"no folder lies at {self.location}; give the URL of one")
+            if UNFINISHED in files:
+                raise ValueError(f"{self.location} was not written to its end: another job writes it, or was stopped")
+            version = version_of(self.location, files)
+            target = cache / version / self.name
+            cache.mkdir(parents=True, exist_ok=True)
+            with FileLock(cache / f"{version}.lock"):
+                if not target.exists():
+                    remote_files.download(system, path, files, target)
+                    if version_of(self.location, list_files(system, path)) != version:
+                        shutil.rmtree(target.parent)
+                        raise ValueError(f"{self.location} was changed while it was read; try again")
+            return target
+
+    def _files(self, system: Any, path: str) -> dict[str, Mapping[str, Any]]:
+        """The files of a folder that is to be written; `ValueError` if a file lies in its place."""
+        files = list_files(system, path)
+        if "" in files:
+            raise ValueError(
+                f"{self.location} exists already and is not a folder; give a folder that is yet to be made"
+            )
+        return files
+
+    def _upload(self, folder: Path, kind: str, *, overwrite: bool, has_copy: bool) -> None:
+        self.check_target(kind, overwrite=overwrite, in_place=False)  # it may have been filled meanwhile
+        names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        with self.errors("cannot be written" + (f"; what should lie there is in {folder}" if has_copy else "")):
+            system, path = self.filesystem()
+            files = list_files(system, path)
+            old_manifest = json.loads(read_manifest(system, path, files) or '{"files": []}')
+            claim = {**manifest, "files": [*manifest["files"], *old_manifest["files"]]}
+            put(system, self.location, f"{path}/{UNFINISHED}", json.dumps(claim).encode())
+            if MANIFEST in files:
+                system.rm_file(f"{path}/{MANIFEST}")
+            for name in names:
+                make_parent(system, self.location, f"{path}/{name}")
+                system.put_file(str(folder / name), f"{path}/{name}")
+            for name in files.keys() - {*names, MANIFEST, UNFINISHED}:
+                system.rm_file(f"{path}/{name}")
+            put(system, self.location, f"{path}/{MANIFEST}", json.dumps(manifest, indent=2).encode())
+            system.rm_file(f"{path}/{UNFINISHED}")
+
+
+class RemoteText:
+    """A file that is written whole whenever `flush` is called: object stores cannot append."""
+
+    def __init__(self, place: RemotePlace, name: str) -> None:
+        self._place, self._name = place, name
+        self._lines: list[str] = []
+
+    def replace(self, text: str) -> None:
+        self._lines = [text]
+        self.flush()
+
+    def append(self, line: str) -> None:
+        self._lines.append(line)
+
+    def flush(self) -> None:
+        self._place.write_bytes(self._name, "".join(self._lines).encode())
+
+
+class RemoteWorkspace:
+    """A temporary folder whose files are uploaded."""
+
+    def __init__(self, place: RemotePlace) -> None:
+        self._place, self.path = place, Path(tempfile.mkdtemp(prefix="mbd-workspace-"))
+
+    def flush(self) -> None:
+        for file in self.path.iterdir():
+            self._place.write_file(file.name, file)
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class RemoteMirror:
+    """A temporary folder whose files are uploaded one by one, below an unfinished manifest until it is closed."""
+
+    def __init__(self, place: RemotePlace, path: Path) -> None:
+        self._place, self.path, self._is_begun = place, path, False
+
+    def publish(self, name: str) -> None:
+        with self._place.errors("cannot be written"):
+            system, path = self._place.filesystem()
+            if not self._is_begun:
+                put(system, self._place.location, f"{path}/{UNFINISHED}", (self.path / MANIFEST).read_bytes())
+                if system.exists(f"{path}/{MANIFEST}"):
+                    system.rm_file(f"{path}/{MANIFEST}")
+                self._is_begun = True
+            if (self.path / name).exists():
+                make_parent(system, self._place.location, f"{path}/{name}")
+                system.put_file(str(self.path / name), f"{path}/{name}")
+            elif system.exists(f"{path}/{name}"):
+                system.rm_file(f"{path}/{name}")
+
+    def close(self) -> None:
+        if not self._is_begun:
+            return
+        with self._place.errors("cannot be written"):
+            system, path = self._place.filesystem()
+            put(system, self._place.location, f"{path}/{MANIFEST}", (self.path / MANIFEST).read_bytes())
+            system.rm_file(f"{path}/{UNFINISHED}")

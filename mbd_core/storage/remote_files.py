@@ -1,0 +1,76 @@
+"""Files on remote storage, by fsspec's filesystem for it and the path of a folder there."""
+
+import hashlib
+import json
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mbd_core.files import MANIFEST
+
+UNFINISHED = f".{MANIFEST}.0.partial"
+FLAT = tuple(f"{scheme}://" for scheme in ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"))
+"""How URLs begin at which a file needs no folder to be made for it."""
+PROBE = ".mbd-probe-"
+VERSION_FIELDS = ("size", "ETag", "etag", "md5", "generation", "mtime", "LastModified", "last_modified", "created")
+
+
+def put(system: Any, location: str, file: str, content: bytes) -> None:
+    """Write a file of the folder at the URL `location`."""
+    make_parent(system, location, file)
+    system.pipe_file(file, content)
+
+
+def make_parent(system: Any, location: str, file: str) -> None:
+    """Make the folder of a file on the fsspec filesystem of the URL `location`, where that is not to make a bucket."""
+    if not location.startswith(FLAT):
+        system.makedirs(file.rpartition("/")[0], exist_ok=True)
+
+
+def probe_folder(system: Any, location: str, path: str) -> None:
+    """Make a file in the folder `path` of the URL `location` and remove it; raises what the storage raises."""
+    file = f"{path}/{PROBE}{secrets.token_hex(4)}"
+    make_parent(system, location, file)
+    system.pipe_file(file, b"")
+    system.rm_file(file)
+
+
+def list_files(system: Any, path: str) -> dict[str, Mapping[str, Any]]:
+    """Every file below the path, by its name relative to it; the empty name if the path itself is a file."""
+    try:
+        paths = system.find(path, detail=True)
+    except FileNotFoundError:
+        return {}
+    start = len(path.strip("/"))
+    names = {file.strip("/")[start:].strip("/"): information for file, information in paths.items()}
+    return {name: information for name, information in names.items() if not name.startswith(PROBE)}
+
+
+def read_manifest(system: Any, path: str, files: Mapping[str, Any]) -> str | None:
+    """The manifest's text, the unfinished one's where a folder was not written to its end."""
+    name = next((name for name in (UNFINISHED, MANIFEST) if name in files), None)
+    return None if name is None else str(system.cat_file(f"{path}/{name}").decode("utf-8"))
+
+
+def version_of(location: str, files: Mapping[str, Mapping[str, Any]]) -> str:
+    versions = [(name, [str(files[name].get(field)) for field in VERSION_FIELDS]) for name in sorted(files)]
+    return hashlib.sha256(json.dumps([location, versions]).encode()).hexdigest()[:16]
+
+
+def download(system: Any, path: str, files: Mapping[str, Any], target: Path) -> None:
+    """Download the files to a folder beside the target, which then takes the target's name."""
+    stage = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent.parent))
+    try:
+        for name in files:
+            if ".." in PurePosixPath(name).parts:
+                raise ValueError(f"{path}/{name} would be written outside of its folder")
+            file = stage / target.name / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            system.get_file(f"{path}/{name}", str(file))
+        stage.chmod(0o755)
+        stage.rename(target.parent)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
