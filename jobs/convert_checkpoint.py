@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from cluster.signals import interrupt_on
 from jobs.command_line import Overwrite, command
-from mbd_core.checkpoint.families import ExpertLayout, Format
+from mbd_core.checkpoint.model_family import ExpertLayout, Format
 from mbd_core.models.shapes import SHAPES
 from mbd_core.options import MODEL, OUTPUT, Option
 

@@ -262,7 +262,8 @@ def weights_by_precision(
     """The bytes of each rank's weights in each precision, and in the chosen one."""
     import torch
 
-    from mbd_core.checkpoint.loading import has_blocks, planned_bytes
+    from mbd_core.checkpoint.block_experts import has_blocks
+    from mbd_core.checkpoint.loading import planned_bytes
     from mbd_core.models.model_config import Fp8Parts
     from mbd_core.models.quantize import takes_fp8
 

@@ -130,7 +130,8 @@ class Answerer:
     def find(cls, model: str, target: Folder, options: AnswerOptions) -> Answerer:
         """Check everything before anything is decoded; `ValueError` for what cannot be."""
         from mbd_core.batch.model_answers import ANSWERS_KIND, PART, Answering
-        from mbd_core.checkpoint.folder import model_digest, read_folder
+        from mbd_core.checkpoint.folder import read_folder
+        from mbd_core.checkpoint.model_digest import model_digest
 
         answers = Folder.at(options.answers or f"{target}.answers")
         if answers.is_remote:

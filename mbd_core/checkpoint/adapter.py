@@ -2,23 +2,28 @@
 
 The tensors have the names of the Hugging Face model that PEFT wrapped: `base_model.model.<module>.lora_A.weight` and
 `lora_B.weight`, with the module names of the family. Trainers that write the state of a sharded or compiled model
-leave other spellings of these names (`_module_of`). A setting that changes what an adapter computes and is not
-supported here is refused by its name.
+leave other spellings of these names (`_module_of`). A setting that changes the adapter's result and is not supported
+here is refused by its name.
 """
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mbd_core.checkpoint.safetensor_files import DTYPES, open_file, read_json, without_wrappers
-from mbd_core.checkpoint.tensors import StoredTensor, TensorShape, decoder_shapes, stored_tensors
-from mbd_core.models.lora import Adapter, adapted_modules
+from mbd_core.checkpoint.tensors import StoredTensor, decoder_shapes, stored_tensors
 from mbd_core.models.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    pass
+import re
+
+from mbd_core.checkpoint.safetensor_files import DTYPES, open_file, read_json, without_wrappers
+from mbd_core.checkpoint.tensors import TensorShape
+from mbd_core.models.lora import Adapter, adapted_modules
 from mbd_core.models.shard import Shard, split_dim
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -40,21 +45,21 @@ TRAINING = {
     "target_modules",
     "task_type",
 }
-"""Settings that concern training or PEFT itself: what was trained is in the tensors."""
+"""Settings that concern training or PEFT itself: the tensors already contain the training."""
 
 KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Initialisations that leave the base model's weights as they are. Behind the others (PiSSA, OLoRA, CorDA, LoftQ,
-LoRA-GA) stands a base model that is not the published one."""
+"""Initialisations that leave the base model's weights as they are. The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA)
+need a base model other than the published one."""
 
 PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.(?P<name>.+))?\.weight")
 
 
 def read_adapter(folder: Path, config: ModelConfig, *, shard: Shard | None = None) -> Adapter:
-    """The adapter in `folder` for a model of `config`, in float32, its scale (alpha / r, or alpha / sqrt r) in its B.
+    """The adapter in `folder` for a model of `config`, in float32, with its scale (alpha / r, or alpha / sqrt r) in B.
 
-    With a `shard`, `config` has one tensor-parallel rank's sizes; the adapter is whole nevertheless. Raises
-    `ValueError` naming the file, and the setting or tensor that does not fit.
+    With a `shard`, `config` has one tensor-parallel rank's sizes, but the adapter is whole. Raises `ValueError` naming
+    the file, and the setting or tensor that does not fit.
     """
     path = folder / CONFIG
     if not path.exists():
@@ -73,7 +78,7 @@ def read_adapter(folder: Path, config: ModelConfig, *, shard: Shard | None = Non
 
 
 def _rank_and_scale(settings: Mapping[str, Any]) -> tuple[int, float]:
-    """`ValueError` for a setting that is not supported, naming it."""
+    """Raises `ValueError` naming a setting that is not supported."""
     if settings.get("peft_type") != "LORA":
         raise ValueError(f"peft_type={settings.get('peft_type')!r} is not supported; only 'LORA' is")
     init = settings.get("init_lora_weights")
@@ -96,7 +101,7 @@ def _rank_and_scale(settings: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def _whole_shapes(config: ModelConfig, shard: Shard) -> dict[str, TensorShape]:
-    """The shapes of the whole decoder's tensors, of which `config` may have one rank's sizes."""
+    """The shapes of the whole decoder's tensors; `config` may have one rank's sizes."""
     shapes = {}
     for name, shape in decoder_shapes(config).items():
         cut = split_dim(name)
@@ -107,7 +112,7 @@ def _whole_shapes(config: ModelConfig, shard: Shard) -> dict[str, TensorShape]:
 def _read_factors(
     folder: Path, config: ModelConfig, shapes: Mapping[str, TensorShape], rank: int
 ) -> dict[str, tuple[StoredTensor, Tensor, Tensor]]:
-    """By the checkpoint's module: what it holds of the decoder, A (r, I) and B (O, r)."""
+    """The decoder's part, A (r, I) and B (O, r) of each module, by the checkpoint's name of the module."""
     path = folder / WEIGHTS
     if not path.exists():
         raise ValueError(f"{folder} lacks {WEIGHTS}; save the adapter as safetensors")
@@ -159,8 +164,11 @@ def _read_factors(
 
 
 def _module_of(written: str, stored: Mapping[str, StoredTensor]) -> str | None:
-    """The checkpoint's module that an adapter's file calls `written`, which may lack PEFT's prefix, or the beginning
-    that all modules of a model have, where PEFT wrapped the model within it. `None` if it is no module's name."""
+    """The checkpoint's module that an adapter's file calls `written`, `None` if there is no such module.
+
+    The file's name may lack PEFT's prefix. If PEFT wrapped the model within the module, it also lacks the beginning
+    that all modules of a model share.
+    """
     while written.startswith(PREFIX):
         written = written.removeprefix(PREFIX)
     if f"{written}.weight" in stored:
@@ -170,7 +178,7 @@ def _module_of(written: str, stored: Mapping[str, StoredTensor]) -> str | None:
 
 
 def _rename(written: str, factor: str, stored: Mapping[str, StoredTensor]) -> str:
-    """The end of a sentence: the name of the one module with which a longer name ends, if there is one."""
+    """The end of a sentence: the single module name that a longer name ends with, if there is one."""
     modules = [name.removesuffix(".weight") for name in stored if name.endswith(".weight")]
     ends = [module for module in modules if f".{written}".endswith(f".{module}")]
     return f"; if it is of '{ends[0]}', rename it to '{PREFIX}{ends[0]}.lora_{factor}.weight'" if ends else ""

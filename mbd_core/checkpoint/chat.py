@@ -1,11 +1,11 @@
-"""Chats to prompt ids, and generated ids to text: the one way in which all rooms use a tokenizer and its template.
+"""Chats to prompt ids, and generated ids to text: all rooms use a tokenizer and its template through this file.
 
     <tool_call>
     {"name": "weather", "arguments": {"city": "Rome"}}
     </tool_call>
 
-is what chat templates of Qwen's kind teach a model; a template that says nothing of tools gets the same form in a
-system turn. A template with tools in another form is not followed: nobody could tell a call from a text.
+Chat templates of Qwen's kind teach a model this form of a call. A template without tools gets the same form in a
+system turn. A template with tools in another form is refused, because its calls could not be told from text.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Tools in a chat: the one form in which calls stand in a text, and turns with calls for templates of both kinds.
-
 BEGIN, END = "<tool_call>", "</tool_call>"
 HEAD, ARGUMENTS, TAIL = '\n{"name": "', '", "arguments": ', "}\n"
 INSTRUCTION = (
@@ -35,17 +33,17 @@ INSTRUCTION = (
     "To call functions, end your answer with one block like this for each call:\n"
     '<tool_call>\n{{"name": "the function", "arguments": {{...}}}}\n</tool_call>'
 )
-COMPACT = {"whitespace_flexible": False}  # as an answer of a form alone
-SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # those of templates
+COMPACT = {"whitespace_flexible": False}  # as in answers of a form alone
+SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as in templates
 
 
 def takes_tools(template: str) -> bool:
-    """Whether a chat template says itself how tools are shown: it names them."""
+    """Whether a chat template shows tools itself: it names them."""
     return re.search(r"\btools\b", template) is not None
 
 
 def check_form(template: str) -> None:
-    """Raise `ValueError` for a template that takes tools and has calls in another form."""
+    """Raises `ValueError` for a template that takes tools and has calls in another form."""
     if takes_tools(template) and BEGIN not in template:
         raise ValueError(
             f"the model's chat template has tool calls in a form of its own, without {BEGIN}; calls could not be "
@@ -54,8 +52,10 @@ def check_form(template: str) -> None:
 
 
 def plain_turns(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A chat with tools as turns of text alone: the tools end the system turn, calls end the assistant's, and what
-    functions returned is a turn of the user."""
+    """A chat with tools as turns of text alone.
+
+    The tools end the system turn. Calls end the assistant's turn. A function's result is a turn of the user.
+    """
     turns: list[dict[str, Any]] = []
     after_result = False
     for message in messages:
@@ -87,12 +87,12 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CallRule:
-    """Which calls an answer may have.
+    """The calls that an answer may have.
 
     functions  names of functions, and the JSON schemas of their arguments
     must       the answer is a call; otherwise it is text, which calls may follow
-    several    more calls than one may follow one another
-    form       the JSON schema of an answer that is no call
+    several    several calls may follow one another
+    form       the JSON schema of an answer without a call
     """
 
     functions: tuple[tuple[str, Mapping[str, Any]], ...]
@@ -101,11 +101,10 @@ class CallRule:
     form: Mapping[str, Any] | None = None
 
     def grammar(self, vocabulary: Mapping[str, int]) -> Grammar:
-        """The grammar of such answers; of `vocabulary` it matters which marks are tokens of their own. Raises
-        `GrammarRefused`.
+        """The grammar of such answers; `vocabulary` says which marks are tokens of their own. Raises `GrammarRefused`.
 
-        Text ends where a call begins, however its mark was written; a text may be cut by the budget, a call not. Text
-        of a form has no call behind it, and is not cut either.
+        Text ends where a call begins, however its mark is written. The budget may cut a text, but not a call. Text of
+        a form has no call behind it and is not cut either.
         """
         begin, end = (mark if mark in vocabulary else json.dumps(mark) for mark in (BEGIN, END))
         lines = [
@@ -147,13 +146,15 @@ def chat_text(
     variables: Mapping[str, Any] = MappingProxyType({}),
     masking: Masking | None = None,
 ) -> MaskedText:
-    """A chat in the model's template, up to the beginning of the assistant's answer, with the tools that it may call;
-    or, `answered`, to the end of a conversation that has its last answer; or, if it `continues`, to the end of the
-    last message's text. `variables` are further ones of the template.
+    """A chat in the model's template, with the tools that the assistant may call.
 
-    What messages, tools and variables spell stays text; `masking` is theirs by default. Raises `ValueError` if the
-    tokenizer has no template or the template refuses the chat (the order of roles), and `VariableRefused` for a
-    variable that cannot be set, or that the template cannot use.
+    The text ends at the beginning of the assistant's answer. With `answered`, it is a conversation with its last
+    answer, up to the end. With `continues`, it ends with the last message's text. `variables` are further variables of
+    the template.
+
+    Text that messages, tools and variables spell stays text; `masking` is theirs by default. Raises `ValueError` if
+    the tokenizer has no template or the template refuses the chat (the order of roles). Raises `VariableRefused` for a
+    variable that cannot be set or that the template cannot use.
     """
     if not tokenizer.chat_template:
         raise ValueError("the model's tokenizer has no chat template; send a plain prompt instead")
@@ -205,7 +206,7 @@ RESERVED = frozenset(
         "sanitize_control_tokens",
     )
 )
-"""What a template's renderer takes beside variables, or has as a request's own field."""
+"""Names that a template's renderer takes beside variables, and a request's own fields."""
 TEXT_END = "\U0010ffff"  # the last of Unicode's non-characters, which no text has
 
 
@@ -214,13 +215,13 @@ class VariableRefused(ValueError):
 
 
 def unknown_variables(tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) -> list[str]:
-    """Those of these variables that the model's chat template does not mention."""
+    """The variables that the model's chat template does not mention."""
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     return [name for name in names if re.search(rf"\b{re.escape(name)}\b", template) is None]
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Token ids of `chat_text`, whose errors it raises."""
+    """Token ids of `chat_text`; raises its errors."""
     return chat_prompts(tokenizer, [messages])[0]
 
 
@@ -230,7 +231,7 @@ def chat_prompts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Ma
 
 
 def plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text without a template, with the special tokens that the tokenizer sets around it."""
+    """Token ids of a text without a template, with the tokenizer's own special tokens around it."""
     return plain_prompts(tokenizer, [text])[0]
 
 
@@ -240,7 +241,7 @@ def plain_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> l
 
 
 def question_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a user's question: as a chat, or the bare text under a tokenizer without a chat template."""
+    """Token ids of a user's question: as a chat, or as bare text if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         return plain_prompt(tokenizer, text)
     return chat_prompt(tokenizer, question(text))

@@ -6,13 +6,13 @@ from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from mbd_core.checkpoint.families import FAMILIES, Json, check_keys, family_of
+from mbd_core.checkpoint.block_scales import block_shape
+from mbd_core.checkpoint.families import FAMILIES, check_keys, family_of
 from mbd_core.checkpoint.gemma_config import flat_config, nested_config
-from mbd_core.checkpoint.safetensor_files import block_shape, read_json
+from mbd_core.checkpoint.model_family import Json
+from mbd_core.checkpoint.safetensor_files import read_json
 from mbd_core.models.model_config import GemmaLayers, ModelConfig, MoEConfig
 from mbd_core.models.rope_scaling import ROPE_SCALINGS, RopeScaling
-
-# Reads a Hugging Face config.json as a `ModelConfig`, and writes it back.
 
 # Keys that generation_config.json may have instead of config.json.
 DECODING_KEYS = ("mask_token_id", "eos_token_id", "block_size", "attention")
@@ -32,10 +32,10 @@ MOST = 2**31 - 1
 
 
 def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
-    """The `ModelConfig` of a parsed config.json; ids and block size that it lacks come from `generation`.
+    """The `ModelConfig` of a parsed config.json; missing ids and block size come from `generation`.
 
     Raises `ValueError` naming the file and the key if a key is missing, if its value has the wrong type, if the
-    decoder stack does not support the value, or if the key is unknown and may change what the network computes.
+    decoder stack does not support the value, or if the key is unknown and may change the network's results.
     """
     architecture, family = family_of(config)
     block_shape(config)
@@ -107,7 +107,7 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
 
 
 def _in_one_spelling(config: Json, spellings: Mapping[str, str]) -> dict[str, Any]:
-    """`config` with the keys that the family is read by; `ValueError` where two spellings of one have two values."""
+    """`config` with the keys that the family uses; raises `ValueError` if two spellings of a key have two values."""
     spelled: dict[str, Any] = {}
     for key, value in config.items():
         name = spellings.get(key, key)
@@ -118,7 +118,7 @@ def _in_one_spelling(config: Json, spellings: Mapping[str, str]) -> dict[str, An
 
 
 def _typed(hint: Any, value: Any, subject: str, least: int) -> Any:
-    """`value` as a field of type `hint`; otherwise `ValueError`, in a sentence that begins with `subject`."""
+    """`value` as a field of type `hint`; otherwise raises `ValueError` with a sentence that begins with `subject`."""
 
     def whole(number: Any) -> bool:
         return type(number) is int and least <= number <= MOST
@@ -142,9 +142,9 @@ def _typed(hint: Any, value: Any, subject: str, least: int) -> Any:
 
 
 def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
-    """The `config.json` of a model, the inverse of `read_config`; `ValueError` if the family has no key for a setting.
+    """The `config.json` of a model, the inverse of `read_config`. `fused`: the checkpoint's experts are stacked.
 
-    `fused`: the checkpoint's experts are stacked.
+    Raises `ValueError` if the family has no key for a setting.
     """
     family = FAMILIES[config.architecture]
     eos = config.eos_token_ids
@@ -182,14 +182,17 @@ def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
     return written
 
 
-# Of any rotation's object, beside what its `rope_type` asks for.
+# Keys of any rotation's object, beside the keys of its `rope_type`.
 OF_ANY_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 TRAINED_LENGTH = "original_max_position_embeddings"
 
 
 def _read_rope(config: Json) -> tuple[dict[str, Any], RopeScaling | None]:
-    """`config` with the values of transformers 5's `rope_parameters` under the keys of older files; and how rotary
-    frequencies are scaled, from it or from the older `rope_scaling`, which must agree."""
+    """`config` under the keys of older files, and the scaling of rotary frequencies.
+
+    Values of transformers 5's `rope_parameters` move to the older keys. The scaling comes from there or from the older
+    `rope_scaling`; both must agree.
+    """
     objects = {name: config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name) is not None}
     for name, rope in objects.items():
         if not isinstance(rope, dict):
@@ -215,8 +218,11 @@ def _rope_type(rope: Json, name: str) -> Any:
 
 
 def _scaling_of(name: str, rope: Json, config: Json) -> RopeScaling | None:
-    """What the object `rope` under the key `name` says; a length of training that it lacks is the config's, as in
-    transformers, whose `original_max_position_embeddings` beside the object counts first."""
+    """The scaling in the object `rope` under the key `name`.
+
+    A missing length of training is the config's. As in transformers, `original_max_position_embeddings` beside the
+    object counts first.
+    """
     kind = _rope_type(rope, name)
     if kind != "default" and (not isinstance(kind, str) or kind not in ROPE_SCALINGS):
         types = ", ".join(["default", *sorted(ROPE_SCALINGS)])
@@ -253,14 +259,14 @@ def _scaling_name(scaling: RopeScaling) -> str:
 
 
 def _written_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    """The `rope_scaling` of a config.json: what differs from its type's defaults."""
+    """The `rope_scaling` of a config.json: the values that differ from the type's defaults."""
     defaults = {item.name: item.default for item in fields(scaling)}
     changes = {key: value for key, value in asdict(scaling).items() if value != defaults[key]}
     return {"rope_type": _scaling_name(scaling), **changes}
 
 
 def _rotary_dim(config: Json, head_dim: int) -> int:
-    """How many channels of a head rotate, from `rotary_dim` or from `partial_rotary_factor`; by default all."""
+    """The number of a head's channels that rotate, from `rotary_dim` or `partial_rotary_factor`; by default all."""
     factor = config.get("partial_rotary_factor")
     if factor is not None and not _typed(float, factor, "config.json has partial_rotary_factor", 0) <= 1:
         raise ValueError(f"config.json has partial_rotary_factor={factor!r}; it must be at most 1")
@@ -272,10 +278,10 @@ def _rotary_dim(config: Json, head_dim: int) -> int:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The model's configuration: config.json, with ids and block size from generation_config.json where it has none.
+    """The model's configuration: config.json, with missing ids and block size from generation_config.json.
 
-    EOS ids of generation_config.json count instead of config.json's, as in transformers. Raises `ValueError` where the
-    two files have different mask ids.
+    EOS ids of generation_config.json replace config.json's, as in transformers. Raises `ValueError` if the two files
+    have different mask ids.
     """
     config, generation = read_json(folder / "config.json"), load_generation_defaults(folder)
     named = {"mask_token_id": None, **generation, **config}["mask_token_id"]
@@ -289,7 +295,7 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def _mask_of_tokenizer(folder: Path) -> int | None:
-    """The id of the mask token that the tokenizer's files name, `None` without one."""
+    """The id of the mask token in the tokenizer's files, `None` without one."""
     path = folder / "tokenizer_config.json"
     settings = read_json(path) if path.exists() else {}
     token = settings.get("mask_token")
@@ -322,7 +328,7 @@ def _with_eos_ids(config: ModelConfig, generation: Mapping[str, Any]) -> ModelCo
 
 
 def eos_origin(folder: Path) -> str:
-    """The file that names the EOS ids of `load_config`, and the ids of config.json that end no answer."""
+    """The file that names the EOS ids of `load_config`, and config.json's ids that end no answer."""
     config, generation = read_json(folder / "config.json"), load_generation_defaults(folder)
     _, family = family_of(config)
     named = (config if family.text is None else flat_config(config, family.text)).get("eos_token_id")

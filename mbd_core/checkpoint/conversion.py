@@ -1,8 +1,8 @@
 """Conversion of checkpoints: single or stacked experts, Hugging Face folder or distributed checkpoint.
 
 All layouts store the same decoder tensors (`tensors.py`), so every tensor of the target is assembled from tensors of
-the source, a few in memory at a time. Tensors that are not computed with (`Family.skipped`) are copied. No value is
-changed or cast.
+the source, a few in memory at a time. Tensors that the network does not use (`ModelFamily.skipped`) are copied. No
+value is changed or cast.
 """
 
 import json
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mbd_core.checkpoint.base_files import files_beside_weights, read_configs
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.dcp import DcpFolder, recorded_recipe, save_dcp
-from mbd_core.checkpoint.families import FAMILIES, ExpertLayout, Format
-from mbd_core.checkpoint.folder import files_beside_weights, read_configs
+from mbd_core.checkpoint.families import FAMILIES
+from mbd_core.checkpoint.model_family import ExpertLayout, Format
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, HfFolder, ShardWriter
 from mbd_core.checkpoint.saving import MODEL_KIND, check_room, write_configs
+from mbd_core.checkpoint.tensor_pieces import TensorPieces, WeightsFolder
 from mbd_core.checkpoint.tensors import (
     FLOAT32_ALWAYS,
     StoredTensor,
-    TensorPieces,
     TensorShape,
-    WeightsFolder,
     decoder_shapes,
     match_tensors,
     stored_tensors,
@@ -47,13 +47,14 @@ def convert(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda bytes_written, total: None,
 ) -> None:
-    """Write the checkpoint `source` as a new folder `target`, and copy the files beside its weights.
+    """Writes the checkpoint `source` as a new folder `target`, and copies the files beside its weights.
 
-    `experts` and `to` are the target's layout and format, `None`: the source's (our trainer's becomes "per_expert").
-    `config_from` is the folder with config.json and tokenizer if the source has none. `progress` is called with the
-    bytes written so far and the total. Raises `ValueError` for a target that `save_model` refuses, for wrong input,
-    naming the file and the tensor, for a link out of the folder, and for a disk without room, naming both sizes; no
-    partial target remains.
+    `experts` and `to` are the target's layout and format; `None` keeps the source's (our trainer's layout becomes
+    "per_expert"). `config_from` is the folder with config.json and tokenizer if the source has none. `progress` is
+    called with the bytes written and the total.
+
+    Raises `ValueError` for a target that `save_model` refuses; for wrong input, naming the file and the tensor; for a
+    link out of the folder; and for a disk without room, naming both sizes. No partial target remains.
     """
     check_target_folder(target, MODEL_KIND, overwrite=overwrite)
     beside_weights = config_from or source
@@ -92,10 +93,10 @@ def convert(
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """A checked conversion: the target's tensors by name, their dtypes, and the source to assemble them from.
+    """A checked conversion: the target's tensors by name, their dtypes, and their source.
 
-    `kept` has the folder of each tensor that is copied, by name. `recipe` is our trainer's, if the source is a
-    checkpoint of it; `config` then has the block size of the training.
+    `kept` has the folder of each copied tensor, by name. `recipe` is our trainer's, if the source is its checkpoint;
+    `config` then has the block size of the training.
     """
 
     config: ModelConfig
@@ -134,7 +135,8 @@ class _Plan:
 def _plan(
     source: Path, beside_weights: Path, target: Path, *, experts: ExpertLayout | None, to: Format | None
 ) -> _Plan:
-    """Check the source's headers and plan the target; `ValueError` for a checkpoint that cannot be converted."""
+    """Checks the source's headers and plans the target. Raises `ValueError` for a checkpoint that cannot be
+    converted."""
     if (source / METADATA).exists() and not (beside_weights / "config.json").exists():
         raise ValueError(f"{beside_weights} has no config.json; name a folder that has one (--config)")
     config = load_config(beside_weights)
@@ -165,7 +167,7 @@ def _plan(
 
 
 def _kept(config: ModelConfig, weights: WeightsFolder, beside_weights: Path) -> dict[str, WeightsFolder]:
-    """The tensors to copy, by name: those that the source skips; for a source without any, its base's."""
+    """The tensors to copy, by name: the tensors that the source skips, or its base's if the source has none."""
     skipped = FAMILIES[config.architecture].skipped
     if not skipped:
         return {}
@@ -177,17 +179,17 @@ def _kept(config: ModelConfig, weights: WeightsFolder, beside_weights: Path) -> 
 
 
 def _write_trained(folder: Path, plan: _Plan, recipe: dict[str, Any]) -> None:
-    """Write what a training's export writes beside the weights; `folder` has the base's files."""
+    """Writes the files of a training's export beside the weights; `folder` has the base's files."""
     base = read_configs(folder)
     write_configs(folder, plan.config, plan.dtype, fused=plan.fused, generation=recipe["generation"], base=base)
     (folder / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
 
 
 def _correct_config(path: Path, plan: _Plan) -> None:
-    """Change in a copied config.json, byte by byte, what is not true of the target's weights.
+    """Corrects a copied config.json, byte by byte, where it is not true of the target's weights.
 
-    FP8 weights are written as the bfloat16 that they are read as; the dtype is that of most tensors; and in families
-    whose `model_type` says whether experts are stacked (`expert_model_types`), it is the target's.
+    FP8 weights are written as bfloat16, as they are read. The dtype is that of most tensors. In families whose
+    `model_type` says whether experts are stacked (`expert_model_types`), it becomes the target's.
     """
     text = path.read_text()
     config = json.loads(text)

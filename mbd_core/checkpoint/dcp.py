@@ -26,7 +26,7 @@ from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, Tens
 
 PREFIX = "model."
 MARKER = "checkpoint.json"
-"""What our trainer writes into a checkpoint when all of its parts are there: the recipe, among others."""
+"""The file that our trainer writes into a checkpoint when all parts are there. It holds the recipe, among others."""
 # the exceptions that unpickling a damaged file can raise, by Python's manual
 UNPICKLING_ERRORS = (
     pickle.UnpicklingError,
@@ -54,8 +54,8 @@ def recorded_recipe(folder: Path) -> dict[str, Any] | None:
 class DcpFolder:
     """The weights in a DCP folder. Its `.metadata` is a pickle: open only checkpoints that you trust.
 
-    Raises `ValueError` if a file is missing or cut short, naming the file and the first tensor that is incomplete, and
-    if a tensor's bytes are damaged, naming the tensor.
+    Raises `ValueError` if a file is missing or cut short, naming the file and the first incomplete tensor. Raises it
+    too if a tensor's bytes are damaged, naming the tensor.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -94,7 +94,7 @@ class DcpFolder:
                 raise ValueError(f"{path} is cut short at tensor '{index.fqn}'")
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, joined from the pieces that the training ranks wrote."""
+        """A whole tensor, joined from the pieces of the training ranks."""
         info, key = self.tensors[name], self._stored[name]
         state = {key: torch.empty(info.shape, dtype=info.dtype)}
         try:
@@ -109,7 +109,7 @@ class DcpFolder:
 def save_dcp(
     folder: Path, tensors: dict[str, Tensor], make: Callable[[str], Tensor], *, max_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write a DCP checkpoint under `model.`; `tensors` are meta tensors, and `make` returns the values of one by name.
+    """Writes a DCP checkpoint under `model.`. `tensors` are meta tensors; `make` returns the values of one by name.
 
     A file holds at most `max_bytes`, or one tensor. DCP's writer keeps the content of one file in memory.
     """
@@ -121,7 +121,7 @@ def save_dcp(
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """Run a DCP call in this process alone: without DCP's warning about that, and with errors as they were raised.
+    """Runs a DCP call in this process alone, without DCP's warning about that, and with errors as they were raised.
 
     DCP wraps errors, also Ctrl-C, into a report of all ranks.
     """

@@ -1,198 +1,24 @@
-"""Model families as data: their config.json keys, the settings that are supported, and their names for tensors.
+"""Model families as data: their config.json keys, supported settings, and names of tensors.
 
 The `architectures` of a config.json decide a checkpoint's family; the name that a user types does not. `config.py`
 reads and writes a config.json by this table, and `tensors.py` names tensors by it.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
+from mbd_core.checkpoint.model_family import (
+    EVERYWHERE,
+    OF_ANY_MODEL,
+    OF_ANY_MOE,
+    OLMO,
+    READ_IN_ANY,
+    WINDOW,
+    Json,
+    ModelFamily,
+)
 from mbd_core.models.model_config import NO_MASK
-
-Json = Mapping[str, Any]
-
-# A checkpoint as Hugging Face writes it, or as torch.distributed.checkpoint does.
-Format = Literal["hf", "dcp"]
-# One tensor an expert, a layer's experts stacked, or the decoder's own tensors.
-ExpertLayout = Literal["per_expert", "fused", "decoder"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One architecture.
-
-    model_types         the `model_type`s of published checkpoints; we write the first
-    expert_model_types  if given, the `model_type` to write for single ("per_expert") and stacked ("fused") experts
-    keys, moe_keys      the config.json key of each field of `ModelConfig` and of `MoEConfig`
-    spellings           other names of keys, as transformers 5 writes them
-    defaults            values of keys (by config.json name) that published files leave out
-    fixed               settings of config.json for which only this value is supported
-    harmless            keys that are not read because none of their values changes what the network computes: they
-                        are of training, of generating, of other software, or of a part that `fixed` switches off
-    accepted            keys that are not read, with the values that leave the network as it is here; a list may hold
-                        any of them. Every key that is in none of these is refused (`check_keys`)
-    rope_scaling        whether its files may scale rotary frequencies, in `rope_scaling` or `rope_parameters`
-    rope_parameters     whether we write transformers 5's `rope_parameters`, instead of `rope_theta` and `rope_scaling`
-    head_dim_follows    a head's size that files leave out is the hidden size over the heads
-    switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` those of `MoEConfig`
-    text                the key of config.json under which the text model's settings stand, where they are nested;
-                        its layers differ then, and `gemma_keys` has the keys of `GemmaLayers` (`gemma_config.py`)
-    skipped             beginnings of the names of tensors that are not computed with: of other modalities. A folder
-                        that is made from theirs has them unchanged
-    names               our module -> the checkpoint's name for it (`{i}` a layer, `{e}` an expert); modules with the
-                        same name there are stored in one tensor, one after another
-    published           ids of the released vocabulary, for folders whose files leave them out and whose `vocab_size`
-                        is one of `vocab_sizes`; the tokenizer must agree (`tokenizer.load_tokenizer`)
-    decoding            the method of folders whose generation_config.json names none, as fields of `DecodingConfig`
-    generation          keys of a release's generation_config.json that are fields of that method: their names in it
-    """
-
-    model_types: tuple[str, ...]
-    keys: Mapping[str, str]
-    spellings: Mapping[str, str] = field(default_factory=dict)
-    defaults: Json = field(default_factory=dict)
-    fixed: Json = field(default_factory=dict)
-    harmless: frozenset[str] = frozenset()
-    accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    rope_scaling: bool = True
-    rope_parameters: bool = False
-    head_dim_follows: bool = False
-    switches: Json = field(default_factory=dict)
-    moe_keys: Mapping[str, str] | None = None
-    moe_switches: Json = field(default_factory=dict)
-    text: str | None = None
-    gemma_keys: Mapping[str, str] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
-    expert_model_types: Mapping[str, str] | None = None
-    vocab_sizes: tuple[int, ...] = ()
-    published: Json = field(default_factory=dict)
-    decoding: Json = field(default_factory=dict)
-    generation: Mapping[str, str] = field(default_factory=dict)
-
-
-# What transformers writes into any config.json, of its versions 4 and 5, and what trainers and engines add.
-OF_ANY_MODEL = frozenset(
-    [
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_commit_hash",
-        "_experts_implementation",
-        "_moe_implementation",
-        "_name_or_path",
-        "add_cross_attention",
-        "attention_dropout",
-        "attn_implementation",
-        "auto_map",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "cross_attention_hidden_size",
-        "debug",
-        "decoder_start_token_id",
-        "diversity_penalty",
-        "do_sample",
-        "dtype",
-        "early_stopping",
-        "embedding_dropout",
-        "encoder_no_repeat_ngram_size",
-        "exponential_decay_length_penalty",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "fuse_cross_entropy",
-        "gradient_checkpointing",
-        "hidden_dropout",
-        "id2label",
-        "initializer_range",
-        "is_decoder",
-        "is_encoder_decoder",
-        "label2id",
-        "length_penalty",
-        "max_length",
-        "micro_forward",
-        "min_length",
-        "moe_implementation",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_labels",
-        "num_return_sequences",
-        "output_attentions",
-        "output_dropout",
-        "output_hidden_states",
-        "output_scores",
-        "pad_token_id",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "residual_dropout",
-        "return_dict",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "skip_checkpoint",
-        "suppress_tokens",
-        "task_specific_params",
-        "temperature",
-        "tf_legacy_loss",
-        "tie_encoder_decoder",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "torch_dtype",
-        "torchscript",
-        "transformers_version",
-        "typical_p",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_bfloat16",
-        "use_cache",
-    ]
-)
-OF_ANY_MOE = frozenset(
-    [
-        "ep_size",
-        "output_router_logits",
-        "router_aux_loss_coef",
-        "router_z_loss_coef",
-        "use_deepep",
-    ]
-)
-# Of a window that `fixed` switches off, or layers without one.
-WINDOW = frozenset(("max_window_layers", "sliding_window"))
-# Of OLMo's configuration, which LLaDA's is: how weights began, and what `fixed` switches off. `block_group_size` names
-# the tensors otherwise, which is seen there.
-OLMO = frozenset(
-    [
-        "alibi_bias_max",
-        "attention_layer_norm_with_affine",
-        "block_group_size",
-        "flash_attention",
-        "init_cutoff_factor",
-        "init_device",
-        "init_fn",
-        "init_std",
-        "mlp_ratio",
-        "precision",
-        "tie_word_embeddings",
-    ]
-)
-READ_IN_ANY = frozenset(
-    [
-        "architectures",
-        "embedding_size",
-        "head_dim",
-        "model_type",
-        "quantization_config",
-        "rope_parameters",
-    ]
-)
-EVERYWHERE: dict[str, tuple[Any, ...]] = {"layer_types": ("full_attention",), "pruned_heads": ({},)}
 
 QWEN_KEYS = {
     "vocab_size": "vocab_size",
@@ -223,7 +49,7 @@ PER_EXPERT = {
     for p in ("gate", "up", "down")
 }
 
-SDAR = Family(
+SDAR = ModelFamily(
     model_types=("sdar",),
     keys=QWEN_KEYS,
     defaults={"tie_word_embeddings": False},
@@ -243,7 +69,7 @@ SDAR_MOE = replace(
     names=PER_EXPERT,
 )
 
-LLADA2_MOE = Family(
+LLADA2_MOE = ModelFamily(
     model_types=("llada2_moe", "llada2_moe_veomni"),
     keys={
         **QWEN_KEYS,
@@ -272,7 +98,7 @@ LLADA2_MOE = Family(
         "use_sliding_window": False,
         "using_split_qkv_in_self_attention": False,
     },
-    # How wide the shared experts are is `num_shared_experts` times an expert's, or their tensors do not fit.
+    # The shared experts' width is `num_shared_experts` times an expert's; otherwise their tensors do not fit.
     harmless=OF_ANY_MODEL | OF_ANY_MOE | WINDOW | {"moe_shared_expert_intermediate_size", "mtp_loss_scaling_factor"},
     accepted={
         **EVERYWHERE,
@@ -307,7 +133,7 @@ LLADA2_MOE = Family(
     published={"mask_token_id": 156895, "eos_token_id": 156892},
 )
 
-LLADA = Family(
+LLADA = ModelFamily(
     model_types=("llada",),
     keys={
         "vocab_size": "vocab_size",
@@ -373,12 +199,12 @@ LLADA = Family(
     decoding={"canvas": {}},
 )
 
-DREAM = Family(
+DREAM = ModelFamily(
     model_types=("Dream",),
     keys=WITHOUT_HEAD_DIM,
     defaults={"tie_word_embeddings": False, "block_size": 32},
     fixed={"hidden_act": "silu", "use_sliding_window": False},
-    harmless=OF_ANY_MODEL | WINDOW | {"attention_bias"},  # q, k and v have a bias whatever it says
+    harmless=OF_ANY_MODEL | WINDOW | {"attention_bias"},  # q, k and v have a bias whatever this key says
     accepted={**EVERYWHERE, "mlp_bias": (False,), "partial_rotary_factor": (1,), "use_mrope": (False,)},
     switches={"qk_norm": False, "qkv_bias": True, "shift_logits": True, "attention": "full"},
     vocab_sizes=(152064,),
@@ -386,7 +212,7 @@ DREAM = Family(
     decoding={"canvas": {}},
 )
 
-# Qwen2.5 as a block-diffusion model. No config of a release has the mask's id: 151665, and 151645 for the end of an
+# Qwen2.5 as a block-diffusion model. No release's config has the mask's id. 151665, and 151645 for the end of an
 # answer, are default arguments of the released code, so they stand here. A config that names them counts.
 FAST_DLLM_V2 = replace(
     DREAM,
@@ -399,7 +225,7 @@ FAST_DLLM_V2 = replace(
     decoding={"carry": True, "sub_block": 8, "tau_m2t": 0.9},
 )
 
-# One set of weights for three methods. Keys are stored by causal rows, and `dlm_paradigm` says how a draft attends.
+# One set of weights for three methods. Keys are stored by causal rows. `dlm_paradigm` chooses a draft's attention.
 NEMOTRON_LABS_DIFFUSION = replace(
     SDAR,
     model_types=("nemotron_labs_diffusion",),
@@ -441,7 +267,7 @@ QWEN3 = replace(
     SDAR,
     model_types=("qwen3",),
     keys=AR_KEYS,
-    harmless=SDAR.harmless | {"mask_token_id"},  # what such a model never sees; its conversion may have written it
+    harmless=SDAR.harmless | {"mask_token_id"},  # such a model never sees the mask; its conversion may have written it
     accepted=EVERYWHERE,
     switches=AUTOREGRESSIVE,
     vocab_sizes=(),
@@ -481,9 +307,12 @@ QWEN2 = replace(
 )
 
 
-def _adapted(base: Family, model_type: str) -> Family:
-    """dllm's A2D folder of an adapted base: the base's keys and tensors. Its files say neither the mask, which is the
-    tokenizer's, nor block size and attention; a folder of ours does."""
+def _adapted(base: ModelFamily, model_type: str) -> ModelFamily:
+    """dllm's A2D folder of an adapted base, with the base's keys and tensors.
+
+    dllm's files have neither the mask, which is the tokenizer's, nor block size and attention. Our folders have all
+    three.
+    """
     own = ("mask_token_id", "block_size", "attention")
     return replace(
         base,
@@ -496,14 +325,14 @@ def _adapted(base: Family, model_type: str) -> Family:
     )
 
 
-# Of its encoder and decoder, which share all weights but one number a layer, the text alone is read.
+# Its encoder and decoder share all weights but one number a layer. Only the text's weights are read.
 GEMMA_LAYER = (
     *(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
     *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
     *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "pre_feedforward_layernorm_2"),
     *("post_feedforward_layernorm", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
 )
-DIFFUSION_GEMMA = Family(
+DIFFUSION_GEMMA = ModelFamily(
     model_types=("diffusion_gemma",),
     keys={
         **{ours: theirs for ours, theirs in QWEN_KEYS.items() if ours != "mask_token_id"},
@@ -571,7 +400,7 @@ DIFFUSION_GEMMA = Family(
     },
 )
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, ModelFamily] = {
     "SDARForCausalLM": SDAR,
     "SDARMoeForCausalLM": SDAR_MOE,
     "LLaDA2MoeModelLM": LLADA2_MOE,
@@ -596,8 +425,8 @@ def default_method(architecture: str, attention: str) -> Json:
     return FAMILIES[architecture].decoding or ({"canvas": {}} if attention == "full" else {})
 
 
-def family_of(config: Json) -> tuple[str, Family]:
-    """The architecture that a parsed config.json names, and its family; `ValueError` lists the supported ones."""
+def family_of(config: Json) -> tuple[str, ModelFamily]:
+    """The architecture in a parsed config.json, and its family. Raises `ValueError` listing the supported ones."""
     match config.get("architectures"):
         case [str(name)] if name in FAMILIES:
             return name, FAMILIES[name]
@@ -607,7 +436,8 @@ def family_of(config: Json) -> tuple[str, Family]:
 
 
 def check_keys(config: Json, architecture: str) -> None:
-    """Raise `ValueError` naming the keys of a parsed config.json that may change what the network computes, unread."""
+    """Raises `ValueError` naming the keys of a parsed config.json that are not read and may change the network's
+    results."""
     family = FAMILIES[architecture]
     read = {*family.keys.values(), *(family.moe_keys or {}).values(), *family.fixed, *READ_IN_ANY}
     read |= {*family.gemma_keys.values()}
@@ -627,8 +457,8 @@ def check_keys(config: Json, architecture: str) -> None:
         )
 
 
-def _is_accepted(family: Family, key: str, value: Any) -> bool:
-    """Whether the value of a key that is not read leaves the network as it is."""
+def _is_accepted(family: ModelFamily, key: str, value: Any) -> bool:
+    """Whether this value of an unread key leaves the network as it is."""
     accepted_values = family.accepted.get(key)
     values = value if isinstance(value, list) else [value]
     return accepted_values is not None and all(item in accepted_values for item in values)

@@ -1,20 +1,20 @@
-"""The config.json of a Gemma, whose text model's settings are nested and whose layers differ: made flat, and back.
+"""Gemma's config.json, made flat and back: its text model's settings are nested, and its layers differ.
 
-    {"canvas_length": 256, "eos_token_id": [1, 106, 50], "text_config": {"head_dim": 256, "global_head_dim": 512, ...}}
+{"canvas_length": 256, "eos_token_id": [1, 106, 50], "text_config": {"head_dim": 256, "global_head_dim": 512, ...}}
 
-becomes one object with one value a key, which `config.py` reads as it reads any other. The heads of the global layers
-stand in `global_head_dim` and `num_global_key_value_heads`, as in releases, or in transformers' `per_layer_config`.
+becomes one object with one value a key, which `config.py` reads as any other. The global layers' heads stand in
+`global_head_dim` and `num_global_key_value_heads`, as in releases, or in transformers' `per_layer_config`.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from mbd_core.checkpoint.families import Json
+from mbd_core.checkpoint.model_family import Json
 from mbd_core.models.model_config import ModelConfig
 
 GLOBAL, SLIDING = "full_attention", "sliding_attention"
 HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-"""The keys of a layer's entry in `per_layer_config`, and the release's for the same."""
+"""The keys of a layer's entry in `per_layer_config`, and the release's keys for the same values."""
 ROPES = {
     SLIDING: ("default", {"rope_theta": "rope_theta"}),
     GLOBAL: (
@@ -22,11 +22,11 @@ ROPES = {
         {"rope_theta": "global_rope_theta", "partial_rotary_factor": "global_partial_rotary_factor"},
     ),
 }
-"""Of each kind of layer: its `rope_type`, and its settings' names here."""
+"""For each kind of layer, its `rope_type` and our names of its settings."""
 
 
 def flat_config(config: Json, text_key: str) -> dict[str, Any]:
-    """A Gemma's config.json on one level: values at the top count before those of the text model under `text_key`.
+    """A Gemma's config.json on one level: values at the top count before the text model's under `text_key`.
 
     `layer_types` are the numbers of the global layers, and the rotation's values stand under `rope_theta`,
     `global_rope_theta` and `global_partial_rotary_factor`. Raises `ValueError` naming the key.
@@ -48,7 +48,7 @@ def flat_config(config: Json, text_key: str) -> dict[str, Any]:
 
 
 def _global_layers(text: Json, text_key: str) -> list[int]:
-    """The numbers of the global layers; transformers makes the last layer one, whatever its type says."""
+    """The numbers of the global layers. transformers makes the last layer global, whatever its type."""
     types = text.get("layer_types")
     if not isinstance(types, list) or any(kind not in (GLOBAL, SLIDING) for kind in types):
         raise ValueError(f"config.json has {text_key}.layer_types={types!r}; it must list {GLOBAL} and {SLIDING}")
@@ -81,7 +81,7 @@ def _read_ropes(ropes: Any) -> dict[str, Any]:
 
 
 def _heads_of(entries: Any, layers: list[int], text: Json) -> dict[str, Any]:
-    """The heads of the global layers from `per_layer_config`; a layer that it leaves out, or a key, is the others'."""
+    """The heads of the global layers from `per_layer_config`. Missing layers or keys take the base values."""
     if not isinstance(entries, Mapping) or not all(isinstance(entry, Mapping) for entry in entries.values()):
         raise ValueError(f"config.json has per_layer_config={entries!r}; it must be an object of objects")
     base = {key: text.get(key) for key in HEADS}

@@ -1,9 +1,9 @@
-"""Text that spells a control token stays text; those that a chat template itself writes stay control tokens.
+"""Text that spells a control token stays text; control tokens that a chat template writes stay control tokens.
 
-A tokenizer takes `<|endoftext|>` for the end of a text wherever it stands. So before a template renders its contents,
-the first character of each control token that they spell becomes a private character, and the tokenizer finds the
-template's own alone. A stretch between two of those that holds private characters then gets the tokens of its own
-characters, where no control token is looked for; all others keep the tokens that they always had. Texts keep their
+A tokenizer reads `<|endoftext|>` as the end of a text wherever it stands. So before a template renders its contents,
+the first character of each control token in them becomes a private character, and the tokenizer finds only the
+template's own control tokens. A stretch between two of these that holds private characters then gets the tokens of its
+own characters, without a search for control tokens. All other stretches keep their usual tokens. Texts keep their
 lengths, so templates may strip, split and dump them.
 """
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PRIVATE = range(0xFDD0, 0x110000)
-"""Where private characters are looked for: Unicode's non-characters, which texts hardly have, come first."""
+"""Candidates for private characters. Unicode's non-characters come first, because texts hardly have them."""
 
 
 @dataclass(frozen=True)
 class Masking:
-    """The control tokens that some texts spell, and a private character for each of their first characters."""
+    """The control tokens in some texts, and a private character for each of their first characters."""
 
     controls: tuple[str, ...] = ()
     private: Mapping[str, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Masking:
 
 @dataclass(frozen=True)
 class MaskedText:
-    """A text for `token_ids`: its contents are masked, and what a template wrote is not."""
+    """A text for `token_ids`: its contents are masked, the template's own text is not."""
 
     text: str
     masking: Masking = Masking()
@@ -67,16 +67,16 @@ class MaskedText:
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The tokens that steer and are no text: BOS, EOS, mask, padding and all that are marked special.
+    """The tokens that steer and are not text: BOS, EOS, mask, padding and all tokens marked special.
 
-    Tokens that a model writes as text, as `<think>`, are added to a vocabulary without that mark.
+    Tokens that a model writes as text, like `<think>`, are added to a vocabulary without that mark.
     """
     added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     return {*added, *tokenizer.all_special_tokens} - {""}
 
 
 def masking_of(tokenizer: PreTrainedTokenizerBase, *values: Any) -> Masking:
-    """The masking of all texts in `values`, objects of JSON; it changes nothing where none spells a control token."""
+    """The masking of all texts in `values`, objects of JSON. It changes nothing if no text spells a control token."""
     texts = [value if isinstance(value, str) else _json(value) for value in values]
     controls = tuple(sorted(c for c in control_tokens(tokenizer) if any(c in text for text in texts)))
     characters = set().union(*texts) if controls else set()
@@ -86,15 +86,14 @@ def masking_of(tokenizer: PreTrainedTokenizerBase, *values: Any) -> Masking:
 
 
 def fixed_masking(tokenizer: PreTrainedTokenizerBase) -> Masking:
-    """A masking of every control token, whatever the texts: for those that come one by one. They must hold none of its
-    private characters."""
+    """A masking of every control token, for texts that come one by one. They must not hold its private characters."""
     controls = tuple(sorted(control_tokens(tokenizer)))
     firsts = sorted({control[0] for control in controls})
     return Masking(controls, dict(zip(firsts, map(chr, PRIVATE), strict=False)))
 
 
 def literal(tokenizer: PreTrainedTokenizerBase, text: str) -> MaskedText:
-    """A text that no template wrote: all of it stays text."""
+    """A text without a template: all of it stays text."""
     masking = masking_of(tokenizer, text)
     return MaskedText(masking.masked(text), masking)
 
@@ -102,10 +101,10 @@ def literal(tokenizer: PreTrainedTokenizerBase, text: str) -> MaskedText:
 def token_ids(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[MaskedText], *, add_special_tokens: bool = False
 ) -> list[list[int]]:
-    """The ids of texts, tokenised together; with or without the special tokens that the tokenizer sets around them.
+    """The ids of texts, tokenised together, with or without the tokenizer's own special tokens around them.
 
-    Raises `ValueError` for a text that holds half of a surrogate pair, and for one that spells a control token under a
-    tokenizer without offsets (not a fast one).
+    Raises `ValueError` for a text with half of a surrogate pair. Raises it too for a text that spells a control token,
+    if the tokenizer has no offsets (is not a fast one).
     """
     if not texts:
         return []
@@ -129,8 +128,11 @@ def evaluated_ids(
     in_chat: bool,
     add_special_tokens: bool | None = None,
 ) -> list[int]:
-    """The ids of a text of an evaluation. One that a chat template made (`in_chat`, its contents masked by `masking`),
-    or that begins with the BOS, gets no special tokens; any other the tokenizer's own, and all of it stays text."""
+    """The ids of a text of an evaluation.
+
+    A text made by a chat template (`in_chat`, contents masked by `masking`) or beginning with the BOS gets no special
+    tokens. Any other text gets the tokenizer's own, and all of it stays text.
+    """
     bos = tokenizer.bos_token
     is_whole = in_chat or (bool(bos) and text.startswith(bos))
     masked_text = MaskedText(text, masking) if is_whole else literal(tokenizer, text)
@@ -139,7 +141,7 @@ def evaluated_ids(
 
 
 def _masked_ids(tokenizer: PreTrainedTokenizerBase, masked: MaskedText, *, add_special_tokens: bool) -> list[int]:
-    """The ids of a text, where a stretch with private characters has those of the characters that they stand for."""
+    """The ids of a text. A stretch with private characters gets the ids of the original characters."""
     if not tokenizer.is_fast:
         raise ValueError(
             "a text spells a control token, which only a tokenizer with a tokenizer.json can keep as text"
@@ -164,7 +166,7 @@ def _masked_ids(tokenizer: PreTrainedTokenizerBase, masked: MaskedText, *, add_s
     for number, (begin, end), is_around in zip(
         encoding["input_ids"], encoding["offset_mapping"], encoding["special_tokens_mask"], strict=True
     ):
-        if is_around:  # it has no characters, and stands before all of the text or after it
+        if is_around:  # it has no characters, and stands before or behind the whole text
             if stretch:
                 end_stretch(len(text))
                 start = len(text)
@@ -181,10 +183,9 @@ def _masked_ids(tokenizer: PreTrainedTokenizerBase, masked: MaskedText, *, add_s
 
 @lru_cache(maxsize=4)
 def _without_controls(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> Tokenizer:
-    """The same tokenizer, which finds no control tokens in texts.
+    """A copy of the tokenizer that finds no control tokens in texts, cached while it has `num_tokens` tokens.
 
-    A tokenizer of its own, since other threads tokenise meanwhile; the vocabulary, which is large, is the same object.
-    It is kept as long as the tokenizer has so many tokens (`num_tokens`).
+    It is a copy because other threads tokenise meanwhile. The vocabulary, which is large, is shared.
     """
     assert num_tokens == len(tokenizer)
     whole, controls = tokenizer.backend_tokenizer, control_tokens(tokenizer)
@@ -194,7 +195,7 @@ def _without_controls(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> To
         (plain.add_special_tokens if token.content in controls else plain.add_tokens)([token])
     if {number: token.content for number, token in plain.get_added_tokens_decoder().items()} != {
         number: token.content for number, token in added.items()
-    }:  # its added tokens were numbered with gaps: a copy keeps their numbers
+    }:  # its added tokens were numbered with gaps: the copy keeps the numbers
         plain = Tokenizer.from_str(whole.to_str())
         plain.no_truncation()
         plain.no_padding()

@@ -1,7 +1,7 @@
-"""A checkpoint's safetensors files: listed from headers, read, written in shards; FP8 weights with block scales."""
+"""A checkpoint's safetensors files: listed from headers, read, written in shards."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,102 +12,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mbd_core.checkpoint.block_scales import FP8, READ_AS, SUFFIX, BlockShape, ScaledMatrix, block_shape, scales_shape
 from mbd_core.files import write_json
 from mbd_core.json_text import parse_json
-
-# FP8 weights as they are released: a float8 matrix, and beside it `..._scale_inv`, a factor for each of its blocks.
-#
-# `weight[i, j] = stored[i, j] * weight_scale_inv[i // R, j // C]`, with blocks of R x C as config.json's
-# `quantization_config` says (128 x 128 in the releases). They are read as bfloat16 matrices, block by block of what
-# is asked for; `models/quantize.py` may round them again for computing in FP8. Experts can also keep their values and
-# scales (`loading.py`).
-
-SUFFIX = "_scale_inv"
-READ_AS = torch.bfloat16
-"""What the released models compute in where they do not compute in FP8."""
-
-BlockShape = tuple[int, int]
-# What says how activations are rounded where products are FP8, and what the tensors' dtypes show by themselves.
-HARMLESS = ("activation_scheme", "dequantize", "fmt", "ignored_layers", "modules_to_not_convert", "scale_fmt")
-KNOWN_KEYS = ("quant_method", "weight_block_size", *HARMLESS)
-
-
-def block_shape(config: Mapping[str, Any]) -> BlockShape | None:
-    """The blocks of a parsed config.json, `None` for weights that are not quantized.
-
-    Raises `ValueError` for any other quantization.
-    """
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        return None
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    blocks = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-    whole = isinstance(blocks, list) and len(blocks) == 2 and all(type(size) is int and size > 0 for size in blocks)
-    if method != "fp8" or not whole:
-        raise ValueError(
-            f"config.json has a quantization_config with quant_method={method!r} and weight_block_size={blocks!r}; "
-            "fp8 with a block of two sizes is read, or take a release whose weights are not quantized"
-        )
-    assert isinstance(quantization, dict) and isinstance(blocks, list)
-    for key, value in quantization.items():
-        if value is not None and key not in KNOWN_KEYS:
-            raise ValueError(
-                f"config.json has {key}={value!r} in quantization_config, which is not known; take a release without "
-                "it, or remove the key if the weights mean the same without it"
-            )
-    return blocks[0], blocks[1]
-
-
-def scales_shape(shape: tuple[int, ...], blocks: BlockShape) -> tuple[int, ...]:
-    """The shape of a matrix's scales: its last blocks may be cut."""
-    return tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
-
-
-@dataclass(frozen=True)
-class ScaledMatrix:
-    """A matrix in a file, read in parts by slicing, as safetensors' own: `stored` (float8), and its scales."""
-
-    stored: Any
-    scales: Tensor
-    blocks: BlockShape
-
-    def __getitem__(self, where: slice | tuple[slice, ...]) -> Tensor:
-        """Float32 rows and columns."""
-        ranges = self._ranges(where)
-        rows, columns = (
-            torch.arange(span.start, span.stop) // block for span, block in zip(ranges, self.blocks, strict=True)
-        )
-        part = self.stored[tuple(slice(span.start, span.stop) for span in ranges)]
-        return part.to(torch.float32) * self.scales.to(torch.float32)[rows][:, columns]
-
-    def as_stored(self, where: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
-        """The float8 values of rows and columns that begin where blocks do, and their blocks' scales, float32."""
-        ranges = self._ranges(where)
-        assert all(span.start % block == 0 for span, block in zip(ranges, self.blocks, strict=True))
-        rows, columns = (
-            slice(span.start // block, -(-span.stop // block)) for span, block in zip(ranges, self.blocks, strict=True)
-        )
-        values = self.stored[tuple(slice(span.start, span.stop) for span in ranges)]
-        return values, self.scales.to(torch.float32)[rows, columns]
-
-    def _ranges(self, where: slice | tuple[slice, ...]) -> list[range]:
-        slices = where if isinstance(where, tuple) else (where,)
-        return [range(size)[part] for size, part in zip(self.stored.get_shape(), (*slices, slice(None)), strict=False)]
-
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 METADATA = ".metadata"  # marks a distributed checkpoint
 MAX_SHARD_BYTES = 5 * 10**9
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FP8 = "F8_E4M3"
 
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_forward_module", "_fpw_module", "_fsdp_wrapped_module", "_orig_mod")
-"""What wrappers write into the names of a model's tensors: activation checkpointing, Fabric, FSDP, torch.compile."""
+"""Names that wrappers add to a model's tensors: activation checkpointing, Fabric, FSDP, torch.compile."""
 
 
 def without_wrappers(name: str) -> str:
-    """A tensor's name in the model itself, which was saved from within wrappers (`WRAPPERS`, `module` of DDP)."""
+    """A tensor's name in the model itself, when the model was saved from within wrappers (`WRAPPERS`, `module` of
+    DDP)."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     while parts[0] == "module" and len(parts) > 1:
         parts.pop(0)
@@ -115,7 +36,7 @@ def without_wrappers(name: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; `ValueError` names a file that is missing, unreadable or malformed."""
+    """The JSON object in a file. Raises `ValueError` naming a file that is missing, unreadable or malformed."""
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -130,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StoredScales:
-    """The file and the name of a matrix's scales, and the blocks that they are for."""
+    """The file and the name of a matrix's scales, and their blocks."""
 
     path: Path
     name: str
@@ -139,9 +60,9 @@ class StoredScales:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's file, shape and dtype, from the file's header; with `scales` it is FP8 there and read as `dtype`.
+    """A tensor's file, shape and dtype, from the file's header. With `scales` it is stored in FP8 and read as `dtype`.
 
-    `name` is the file's own name of the tensor where a wrapper wrote it.
+    `name` is the file's own name of the tensor, which a wrapper may have changed.
     """
 
     path: Path
@@ -156,10 +77,10 @@ class TensorInfo:
 
 
 def list_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a checkpoint folder by its name without wrappers, file after file; only headers are read.
+    """Every tensor of a checkpoint folder by its name without wrappers, file after file. Only headers are read.
 
     Raises `ValueError` naming the file and the tensor if a shard is missing, cut short or damaged, if two shards hold
-    the same tensor, or if a file lacks a tensor that the index lists.
+    the same tensor, or if a file lacks a tensor of the index.
     """
     file_of = _index(folder)
     tensors: dict[str, TensorInfo] = {}
@@ -199,7 +120,7 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def _with_scales(folder: Path, tensors: dict[str, TensorInfo], fp8: list[str]) -> dict[str, TensorInfo]:
-    """The tensors, each FP8 matrix with its scales; `ValueError` names one whose scales do not fit it."""
+    """The tensors, each FP8 matrix with its scales. Raises `ValueError` naming a matrix whose scales do not fit."""
     blocks = block_shape(read_json(folder / "config.json"))
     if blocks is None:
         raise ValueError(
@@ -243,8 +164,8 @@ class LastFile:
 
 
 def matrix_slice(file: Any, name: str, info: TensorInfo, scales: LastFile) -> Any:
-    """A tensor of an open file, to be read in parts by slicing; one in FP8 is multiplied by its scales, which may lie
-    in the file `scales`."""
+    """A tensor of an open file, read in parts by slicing. An FP8 tensor is multiplied by its scales, from the file
+    `scales`."""
     name = info.name or name
     if info.scales is None:
         return file.get_slice(name)
@@ -253,7 +174,7 @@ def matrix_slice(file: Any, name: str, info: TensorInfo, scales: LastFile) -> An
 
 
 class HfFolder:
-    """The safetensors of a Hugging Face folder; of their files one of tensors and one of scales are open at a time."""
+    """The safetensors of a Hugging Face folder. At most one file of tensors and one of scales are open at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.tensors = list_tensors(folder)
@@ -272,7 +193,7 @@ class HfFolder:
 def open_file(path: Path) -> Iterator[Any]:
     """`safe_open` on the CPU; `ValueError` names a damaged file and the first tensor that is cut off."""
     try:
-        path.open("rb").close()  # its error says why a file cannot be read; the error of safe_open does not
+        path.open("rb").close()  # its error says why a file cannot be read; safe_open's does not
         with safe_open(path, framework="pt") as file:
             yield file
     except OSError as error:
@@ -296,7 +217,7 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def _where_cut(path: Path) -> str:
-    """Where a file is cut off, as the end of a clause: at its first incomplete tensor, or in its header."""
+    """The end of a clause: a cut file's first incomplete tensor, or its header."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         raw = file.read(size) if size < path.stat().st_size else b""

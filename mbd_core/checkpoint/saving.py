@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mbd_core.checkpoint import adapter
+from mbd_core.checkpoint.base_files import BaseFiles, carried_config, carried_generation
 from mbd_core.checkpoint.config import write_config
-from mbd_core.checkpoint.families import ExpertLayout, default_method
-from mbd_core.checkpoint.folder import BaseFiles, carried_config, carried_generation
+from mbd_core.checkpoint.families import default_method
+from mbd_core.checkpoint.model_family import ExpertLayout
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, ShardWriter
-from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, StoredTensor, decoder_shapes, stored_tensors
+from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, decoder_shapes, stored_tensors
 from mbd_core.files import check_target_folder, folder_beside, write_json
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
@@ -30,7 +29,7 @@ from mbd_core.models.quantize import quantized_parts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-GATHERED = 3  # a layer's stacked experts are three tensors, of which each expert's are written in turn
+GATHERED = 3  # a layer's stacked experts are three tensors; each expert's part is written in turn
 MODEL_KIND = "model"  # the kind in the manifests of model folders and of distributed checkpoints
 
 
@@ -47,13 +46,12 @@ def save_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> None:
-    """Write a complete model folder; `extra` adds small text files (name -> content).
+    """Writes a complete model folder; `extra` adds small text files (name -> content).
 
-    The folder takes over what `base`'s had beside the weights, its tokenizer too, where `tokenizer` is `None`, and its
-    tensors that are not computed with, as they are. Weights are cast to `dtype` (`None`: no cast), except the router's
-    `expert_bias`, which is float32. Raises `ValueError` for a part of a sharded model, for FP8 weights, and for a
-    folder that exists and is not empty, unless `overwrite` is given and the project wrote it
-    (`files.check_target_folder`).
+    The folder takes over `base`'s files beside the weights and its unused tensors, and its tokenizer where `tokenizer`
+    is `None`. Weights are cast to `dtype` (`None`: no cast), except the router's `expert_bias`, which is float32.
+    Raises `ValueError` for a part of a sharded model and for FP8 weights. Raises it too for a folder that exists and
+    is not empty, unless `overwrite` is given and the project wrote it (`files.check_target_folder`).
     """
     check_target_folder(folder, MODEL_KIND, overwrite=overwrite)
     if model.shard.size > 1:
@@ -88,10 +86,10 @@ def save_random(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda bytes_written, total: None,
 ) -> None:
-    """Write a folder of random weights in a real model's layout; about one shard at a time is in memory.
+    """Writes a folder of random weights in a real model's layout, with about one shard at a time in memory.
 
-    Without a `tokenizer` it cannot be served. `progress` is called with the bytes written so far and the total. Raises
-    `ValueError`, before it writes anything, for a target that `save_model` refuses and for a disk without room.
+    Without a `tokenizer` the folder cannot be served. `progress` is called with the bytes written and the total.
+    Before it writes, it raises `ValueError` for a target that `save_model` refuses and for a disk without room.
     """
     check_target_folder(folder, MODEL_KIND, overwrite=overwrite)
     generator = torch.Generator().manual_seed(seed)
@@ -119,10 +117,10 @@ def save_random(
 
 
 def random_generation(config: ModelConfig) -> dict[str, Any]:
-    """How random weights are decoded: never confident, they are given a fixed number of tokens a step.
+    """The decoding of random weights, which are never confident: a fixed number of tokens a step.
 
-    A full-attention model decodes a canvas, whose rule always takes one; behind a causal prefix every verified draft
-    gives one, and a drawn canvas ends after its steps.
+    A full-attention model decodes a canvas, whose rule always takes one token. Behind a causal prefix every verified
+    draft gives one token, and a drawn canvas ends after its steps.
     """
     if config.attention != "block_causal":
         return {}
@@ -141,7 +139,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
 def checkpoint_tensors(model: Decoder, experts: ExpertLayout) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors one by one, with the names and shapes of its family's checkpoints.
 
-    Tensors that are cut among workers are gathered as they come, a few at a time; then every worker iterates.
+    Tensors cut among workers are gathered on the way, a few at a time; then every worker must iterate.
     """
     state = model.state_dict()
     shapes = {name: tuple(t.shape) for name, t in state.items()}
@@ -197,78 +195,4 @@ def write_configs(
         write_json(folder / name, content)
 
 
-# An adapter's folder, as `adapter.py` reads it.
-
-
 Factors = Mapping[str, tuple[Tensor, Tensor]]
-
-
-def save_adapter(
-    folder: Path,
-    config: ModelConfig,
-    factors: Factors,
-    *,
-    rank: int,
-    alpha: int,
-    dropout: float,
-    base: str,
-    extra: Mapping[str, str],
-    overwrite: bool = False,
-) -> None:
-    """Write an adapter as PEFT does, for the base model as its family publishes it.
-
-    `factors` are A (rank, I) and B (O, rank) of each adapted module, by the decoder's names. Modules that the family
-    stores as one, as a fused query, key and value, get one adapter: their A's under each other, their B's as blocks.
-    All modules have its rank then, filled with zeros. `extra` adds small text files. Raises `ValueError` as
-    `files.check_target_folder` does.
-    """
-    stored = stored_tensors(config, decoder_shapes(config), "per_expert")
-    adapted = {
-        name.removesuffix(".weight"): tensor
-        for name, tensor in stored.items()
-        if any(part.target.removesuffix(".weight") in factors for part in tensor.parts)
-    }
-    joined = max(len(tensor.parts) for tensor in adapted.values())
-    tensors = {
-        f"base_model.model.{module}.lora_{factor}.weight": matrix
-        for module, tensor in adapted.items()
-        for factor, matrix in zip("AB", _join_factors(tensor, factors, rank, joined), strict=True)
-    }
-    settings = {
-        "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": base,
-        "r": rank * joined,
-        "lora_alpha": alpha * joined,
-        "lora_dropout": dropout,
-        "target_modules": sorted(_targets(stored, adapted)),
-        "bias": "none",
-        "inference_mode": True,
-    }
-    with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as new_folder:
-        write_json(new_folder / adapter.CONFIG, settings)
-        save_file(tensors, new_folder / adapter.WEIGHTS, metadata={"format": "pt"})
-        for name, text in extra.items():
-            (new_folder / name).write_text(text)
-
-
-def _join_factors(stored: StoredTensor, factors: Factors, rank: int, joined: int) -> tuple[Tensor, Tensor]:
-    """A (rank x joined, I) and B (O, rank x joined) of a stored module; what has no factors is zero."""
-    a, b = torch.zeros(rank * joined, stored.shape[1]), torch.zeros(stored.shape[0], rank * joined)
-    ends = [sum(stored.lengths[:number]) for number in range(len(stored.lengths) + 1)]
-    for number, part in enumerate(stored.parts):
-        pair = factors.get(part.target.removesuffix(".weight"))
-        if pair is not None:
-            ranks = slice(number * rank, (number + 1) * rank)
-            a[ranks], b[ends[number] : ends[number + 1], ranks] = pair
-    return a, b
-
-
-def _targets(stored: Mapping[str, StoredTensor], adapted: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """The modules' last names, as PEFT matches them; whole names where others have the same last one."""
-    modules = [name.removesuffix(".weight") for name in stored if name.endswith(".weight")]
-    for leaf in {module.rpartition(".")[2] for module in adapted}:
-        namesakes = [module for module in modules if module.rpartition(".")[2] == leaf]
-        yield from (
-            [leaf] if all(module in adapted for module in namesakes) else filter(adapted.__contains__, namesakes)
-        )

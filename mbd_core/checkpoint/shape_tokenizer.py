@@ -1,8 +1,8 @@
 """A tokenizer for a model of random weights: its family's special tokens and chat template, and a text for every id.
 
-A release's tokenizer is not ours to copy. This one has the names and ids of the release's special tokens, where the
-vocabulary is the release's; text is encoded by bytes and by merges learned from the generated tasks; every other id is
-one word.
+A release's tokenizer is not ours to copy. This tokenizer has the names and ids of the release's special tokens, where
+the vocabulary is the release's. Text is encoded by bytes and by merges learned from the generated tasks. Every other
+id is one word.
 """
 
 import itertools
@@ -20,15 +20,18 @@ from mbd_core.tasks.generated import GENERATED_TASKS
 from mbd_core.tasks.tiny_tokenizer import ASSISTANT, EOS, MASK, USER, train_tokenizer
 
 LEARNED = 512  # ids of the tokenizer that learns bytes and merges
-LESSONS = {"gsm-mini": 200, "code-mini": 200}  # problems of these tasks, from which it learns
+LESSONS = {"gsm-mini": 200, "code-mini": 200}  # the number of problems of each task from which it learns
 NEVER_IN_TEXT = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
 """The byte tokens that no UTF-8 text has."""
 
 
 @dataclass(frozen=True)
 class ChatTokens:
-    """A family's mask, if it has one, its ends of text and turn (the release's own EOS first), its other special
-    tokens by their released ids, its chat template, and its padding."""
+    """A family's special tokens and chat template.
+
+    These are its mask, if it has one; its ends of text and turn, the release's own EOS first; other special tokens by
+    their released ids; and its padding.
+    """
 
     mask: str | None
     ends: tuple[str, ...]
@@ -41,7 +44,7 @@ QWEN_IDS = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 15164
 
 
 def _chat_ml(mask: str | None, mask_id: int, ends: tuple[str, ...], ids: dict[str, int] = QWEN_IDS) -> ChatTokens:
-    """Qwen's form."""
+    """Qwen's form of a chat."""
     return ChatTokens(
         mask,
         ends,
@@ -52,7 +55,7 @@ def _chat_ml(mask: str | None, mask_id: int, ends: tuple[str, ...], ids: dict[st
 
 
 QWEN_TOKENS = _chat_ml(None, NO_MASK, ("<|im_end|>", "<|endoftext|>"))
-# the names are ours; SmolLM2's chats have this form, Mistral's another
+# the names are ours; SmolLM2's chats have this form, Mistral's have another
 LLAMA_TOKENS = _chat_ml(
     None, NO_MASK, ("<|im_end|>", "<|endoftext|>"), {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
 )
@@ -70,7 +73,7 @@ CHAT_TOKENS = {
     "A2DQwen3LMHeadModel": replace(QWEN_TOKENS, mask="<|mask|>", ids={**QWEN_IDS, "<|mask|>": 16}),
     "DreamModel": _chat_ml("<|mask|>", 151666, ("<|endoftext|>", "<|im_end|>")),
     "Fast_dLLM_QwenForCausalLM": _chat_ml("|<MASK>|", 151665, ("<|im_end|>", "<|endoftext|>")),
-    # its ids are those of the configuration; the names are ours
+    # the ids are the configuration's; the names are ours
     "NemotronLabsDiffusionModel": _chat_ml(
         "<|mask|>", 100, ("<|im_end|>", "<|endoftext|>"), {"<|endoftext|>": 2, "<|im_start|>": 10, "<|im_end|>": 11}
     ),
@@ -114,7 +117,8 @@ def writes_text(config: ModelConfig) -> bool:
 
 
 def shape_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
-    """The tokenizer, with the model's mask and EOS ids; `ValueError` for a vocabulary too small to write text."""
+    """The tokenizer, with the model's mask and EOS ids. Raises `ValueError` if the vocabulary is too small to write
+    text."""
     if not writes_text(config):
         raise ValueError(f"a vocabulary of {config.vocab_size} tokens is too small to write text; give another shape")
     chat, special = CHAT_TOKENS[config.architecture], special_ids(config)
@@ -142,7 +146,7 @@ def shape_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
 
 
 def special_ids(config: ModelConfig) -> dict[str, int]:
-    """The special tokens' ids: those that the configuration names, then the release's, if they are free, then any."""
+    """The special tokens' ids: the configuration's, then the release's where free, then any free id."""
     chat, family = CHAT_TOKENS[config.architecture], FAMILIES[config.architecture]
     release_ids = chat.ids if config.vocab_size in family.vocab_sizes else {}
     names = {number: name for name, number in release_ids.items()}

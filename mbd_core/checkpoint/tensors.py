@@ -1,20 +1,17 @@
-"""The decoder's tensors in a checkpoint: names, shapes, the check against config.json, one layout made of another."""
+"""The decoder's tensors in a checkpoint: names, shapes, and their check against config.json."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from mbd_core.checkpoint.families import FAMILIES, ExpertLayout
+from mbd_core.checkpoint.families import FAMILIES
+from mbd_core.checkpoint.model_family import ExpertLayout
 from mbd_core.checkpoint.safetensor_files import TensorInfo
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
-
-# The names and shapes of the decoder's tensors in a checkpoint: the family's names, fused projections, experts.
 
 FLOAT32_ALWAYS = ("expert_bias",)  # tensors with these name endings are float32, whatever the checkpoint's dtype
 TensorShape = tuple[int, ...]
@@ -44,7 +41,7 @@ class StoredTensor:
 def stored_tensors(
     config: ModelConfig, shapes: Mapping[str, TensorShape], experts: ExpertLayout
 ) -> dict[str, StoredTensor]:
-    """Every tensor of this model's checkpoint, by its name there; `shapes` are those of the whole decoder.
+    """Every tensor of this model's checkpoint, by its name there; `shapes` are the whole decoder's.
 
     "per_expert": one tensor an expert, as in published checkpoints. "fused": a layer's experts stacked, as in training
     checkpoints. "decoder": the decoder's own names and shapes, as our trainer writes them.
@@ -84,16 +81,13 @@ def _stored_tensor(parts: list[TensorPart], shapes: Mapping[str, TensorShape]) -
     return StoredTensor(whole, tuple(parts), lengths, dim)
 
 
-# The check of a checkpoint's tensors against those that its config.json asks for.
-
-
 def match_tensors(
     folder: Path, config: ModelConfig, listed: Mapping[str, TensorInfo]
 ) -> tuple[dict[str, TensorInfo], dict[str, StoredTensor], ExpertLayout]:
-    """The checkpoint's tensors to read, the decoder tensors that each of them holds, and the experts' layout.
+    """The checkpoint's tensors to read, the decoder tensors in each of them, and the experts' layout.
 
-    `listed` has all tensors of the files; those that the family skips are dropped. Raises `ValueError` naming the file
-    and the tensor if the others are not exactly those that `config` asks for.
+    `listed` has all tensors of the files; tensors that the family skips are dropped. Raises `ValueError` naming the
+    file and the tensor if the rest are not exactly the tensors that `config` asks for.
     """
     skipped, shapes = FAMILIES[config.architecture].skipped, decoder_shapes(config)
     infos = {name: info for name, info in listed.items() if not name.startswith(skipped)}
@@ -113,7 +107,8 @@ def decoder_shapes(config: ModelConfig) -> dict[str, TensorShape]:
 def _check_tensors(
     folder: Path, config: ModelConfig, listed: dict[str, TensorInfo], expected: dict[str, StoredTensor]
 ) -> None:
-    """Raise `ValueError`, naming file and tensor, unless `listed` has exactly the expected tensors in their shapes."""
+    """Raises `ValueError`, naming file and tensor, unless `listed` has exactly the expected tensors in their
+    shapes."""
     for name, info in listed.items():
         if name not in expected:
             if "flat_param" in name:
@@ -138,97 +133,16 @@ def _check_tensors(
 
 
 def _detect_layout(config: ModelConfig, shapes: dict[str, TensorShape], tensor_names: Iterable[str]) -> ExpertLayout:
-    """The layout that shares most names with the files, because no key of a config.json says it reliably."""
+    """The layout that shares most names with the files. No key of a config.json says it reliably."""
     layouts: tuple[ExpertLayout, ...] = ("per_expert", "fused", "decoder")
     names = set(tensor_names)
     return max(layouts, key=lambda layout: len(names & stored_tensors(config, shapes, layout).keys()))
 
 
 def _drop_tied_head(config: ModelConfig, listed: dict[str, TensorInfo]) -> None:
-    """Remove the lm_head from `listed` if embeddings are tied: some files store the embeddings a second time there."""
+    """Removes the lm_head from `listed` if embeddings are tied: some files store the embeddings a second time
+    there."""
     if config.tie_word_embeddings:
         untied = replace(config, tie_word_embeddings=False)
         for name in stored_tensors(untied, {"lm_head.weight": (1, 1)}, "per_expert"):
             listed.pop(name, None)
-
-
-# Assembles the tensors of one checkpoint layout from those of another.
-
-
-class WeightsFolder(Protocol):
-    """Weights to read (`HfFolder`, `DcpFolder`): a list of the tensors, and a whole tensor by name."""
-
-    tensors: dict[str, TensorInfo]
-
-    def read(self, name: str) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The place of a part in the source: [start, stop) of the tensor `name` along `dim`."""
-
-    name: str
-    start: int
-    stop: int
-    dim: int
-
-
-class TensorPieces:
-    """Assembles a target's tensors from a source's. The last source tensor is cached for the next part."""
-
-    def __init__(self, source: WeightsFolder, stored: dict[str, StoredTensor]) -> None:
-        self.source = source
-        self.places: dict[TensorPart, _Place] = {}
-        self.num_experts: dict[str, int] = {}
-        for name, tensor in stored.items():
-            start = 0
-            for part, length in zip(tensor.parts, tensor.lengths, strict=True):
-                self.places[part] = _Place(name, start, start + length, tensor.dim)
-                start += length
-                if part.expert is not None:
-                    self.num_experts[part.target] = self.num_experts.get(part.target, 0) + 1
-        self._last: tuple[str, Tensor] | None = None
-
-    def make(self, target: StoredTensor) -> Tensor:
-        """A tensor of the target, read and assembled now."""
-        parts = [self._part(part) for part in target.parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=target.dim)
-
-    def dtype(self, target: StoredTensor) -> torch.dtype:
-        """The dtype of all parts of a tensor; `ValueError` names two parts whose dtypes differ."""
-        infos = [(n, self.source.tensors[n].dtype) for part in target.parts for n in self._names(part)]
-        for name, dtype in infos:
-            if dtype != infos[0][1]:
-                raise ValueError(f"'{name}' is {dtype} but '{infos[0][0]}' is {infos[0][1]}; one tensor needs both")
-        return infos[0][1]
-
-    def _names(self, part: TensorPart) -> Iterator[str]:
-        """The source tensors that hold a part."""
-        if part in self.places:
-            yield self.places[part].name
-        elif part.expert is not None:
-            yield self.places[TensorPart(part.target)].name
-        else:
-            for expert in range(self.num_experts[part.target]):
-                yield self.places[TensorPart(part.target, expert)].name
-
-    def _part(self, part: TensorPart) -> Tensor:
-        if part in self.places:
-            place = self.places[part]
-            return self._read(place.name).narrow(place.dim, place.start, place.stop - place.start)
-        if part.expert is not None:
-            return self._read(self.places[TensorPart(part.target)].name)[part.expert]
-        stack: Tensor | None = None
-        for expert, name in enumerate(self._names(part)):
-            single = self._read(name)
-            if stack is None:
-                stack = torch.empty((self.num_experts[part.target], *single.shape), dtype=single.dtype)
-            stack[expert].copy_(single)
-        assert stack is not None
-        return stack
-
-    def _read(self, name: str) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            self._last = None  # so that the old tensor's memory is free before the new one is read
-            self._last = name, self.source.read(name)
-        return self._last[1]

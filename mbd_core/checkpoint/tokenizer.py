@@ -12,15 +12,13 @@ from mbd_core.decoding.grammar.grammar import GrammarRefused
 from mbd_core.decoding.grammar.guide import Grammars
 from mbd_core.models.model_config import ModelConfig
 
-# Loads a model folder's tokenizer and checks it against the model.
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerBase":
     """The tokenizer of a model folder.
 
-    Raises `ValueError` unless its mask id is the model's, if that has one, and all its ids lie in the model's
+    Raises `ValueError` unless its mask id is the model's (if the model has a mask) and all its ids lie in the model's
     vocabulary. A tokenizer that names no mask token (LLaDA's) must have a special token at the model's mask id.
     """
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
@@ -43,7 +41,7 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerBas
 
 
 def _tokenizer_kind(folder: Path) -> Any:
-    """The class that loads a folder's tokenizer. It never runs code from the checkpoint."""
+    """The class that loads a folder's tokenizer, never running code from the checkpoint."""
     # imported here: it takes as long as importing torch, and tensor-parallel followers need no tokenizer
     from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
@@ -55,11 +53,9 @@ def _tokenizer_kind(folder: Path) -> Any:
     return AutoTokenizer
 
 
-# The grammars of a model's requests over its own tokenizer.
-
-
 def grammars_of(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> Grammars:
-    """Answers end with the model's first EOS; its mask and its other EOS tokens are never allowed."""
+    """The grammars of requests. Answers end with the model's first EOS; its mask and other EOS tokens are never
+    allowed."""
     eos, *others = model.eos_token_ids or (0,)
     return Grammars(partial(_vocabulary, tokenizer, eos), eos_token_id=eos, forbidden=(model.mask_token_id, *others))
 

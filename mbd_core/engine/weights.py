@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mbd_core.checkpoint.adapter import read_adapter
-from mbd_core.checkpoint.loading import has_blocks, load_model
+from mbd_core.checkpoint.block_experts import has_blocks
+from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.lora import Adapter, AdapterSlots

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from mbd_core.batch.parts import NumberedTable, cut
+from mbd_core.checkpoint.base_files import read_base
 from mbd_core.checkpoint.chat import decode_text
-from mbd_core.checkpoint.folder import read_base, read_folder
+from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.shipped import model_folder

@@ -75,7 +75,8 @@ def run(
     The same command goes on with what is missing; experiments of one --out share their trained models.
     """
     from actors.training.run import named_base
-    from mbd_core.checkpoint.folder import model_digest, read_folder
+    from mbd_core.checkpoint.folder import read_folder
+    from mbd_core.checkpoint.model_digest import model_digest
     from research.ledger.distances import measure_inference
     from research.ledger.report import report
 

@@ -13,7 +13,7 @@ from jobs import prepare_data
 from mbd_core.batch import model_answers
 from mbd_core.batch.model_answers import SETTINGS, PartDecoder
 from mbd_core.checkpoint.chat import chat_prompt, decode_text
-from mbd_core.checkpoint.folder import model_digest
+from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import EngineConfig

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from checkpoint_folders import rounded_folder
 
-from mbd_core.checkpoint import folder as base_files
+from mbd_core.checkpoint import base_files
+from mbd_core.checkpoint.base_files import files_beside_weights, read_base
 from mbd_core.checkpoint.conversion import convert
-from mbd_core.checkpoint.folder import files_beside_weights, read_base
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 

@@ -9,7 +9,8 @@ import torch
 from checkpoint_folders import CONFIGS, KEPT, rounded_folder, write_model
 from safetensors.torch import load_file, save_file
 
-from mbd_core.checkpoint.loading import check_blocks, load_model
+from mbd_core.checkpoint.block_experts import check_blocks
+from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.safetensor_files import WEIGHTS
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.blocks.config import DecodingConfig

@@ -216,7 +216,7 @@ SLOWLY = """
 import signal, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, has it ignored
 from jobs import convert_checkpoint
-from mbd_core.checkpoint.tensors import TensorPieces
+from mbd_core.checkpoint.tensor_pieces import TensorPieces
 
 def slowly(*args):
     print("writing", flush=True)

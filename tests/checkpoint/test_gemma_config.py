@@ -12,9 +12,10 @@ from family_models import rewrite
 from gemma_models import GEMMA, gemma
 from safetensors.torch import load_file, save_file
 
+from mbd_core.checkpoint.base_files import read_base
 from mbd_core.checkpoint.config import read_config, write_config
 from mbd_core.checkpoint.conversion import convert
-from mbd_core.checkpoint.folder import read_base, with_method
+from mbd_core.checkpoint.folder import with_method
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.blocks.causal_config import Renoise

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from mbd_core.checkpoint.config import load_config
-from mbd_core.checkpoint.folder import model_digest
+from mbd_core.checkpoint.model_digest import model_digest
 
 
 def test_other_weights_have_another_digest_and_a_copy_the_same(tiny_model_dir: Path, tmp_path: Path) -> None:

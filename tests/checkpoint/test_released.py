@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mbd_core.checkpoint.config import read_config, write_config
-from mbd_core.checkpoint.families import ExpertLayout
+from mbd_core.checkpoint.model_family import ExpertLayout
 from mbd_core.checkpoint.tensors import stored_tensors
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig

@@ -15,7 +15,7 @@ from sweep_cluster import Cluster, put_in_place
 from cluster import local
 from jobs.eval_sweep import main
 from jobs.report_sweep import main as join
-from mbd_core.checkpoint.folder import model_digest
+from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.evaluation.sandbox.processes import MEANING, available_isolation
 from mbd_core.evaluation.sweep.folder import read_report, read_samples
 

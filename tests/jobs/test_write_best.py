@@ -15,8 +15,9 @@ from written_sweeps import graded_table, planned_rows, sweep_record, timed_table
 from jobs import report_sweep
 from jobs.eval_sweep import main as eval_main
 from mbd_core.batch.parts import cut
-from mbd_core.checkpoint.folder import CHOSEN as KEY
-from mbd_core.checkpoint.folder import METHOD_FIELDS, model_digest, read_folder
+from mbd_core.checkpoint.base_files import CHOSEN as KEY
+from mbd_core.checkpoint.folder import METHOD_FIELDS, read_folder
+from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, decoding_config
 from mbd_core.evaluation.sweep.best_folder import FILE, author_defaults, edit_notes

@@ -13,7 +13,8 @@ import torch
 from gateway_in_process import running_gateway
 
 from actors.serving.args import ServingArgs
-from mbd_core.checkpoint.folder import read_base, read_folder
+from mbd_core.checkpoint.base_files import read_base
+from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.blocks.config import DecodingConfig

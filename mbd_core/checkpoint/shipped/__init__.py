@@ -1,4 +1,4 @@
-"""The models that the project trained and ships, and the folder of a model by its name or path."""
+"""The project's trained and shipped models, and the folder of a model by its name or path."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ SHIPPED = Path(__file__).resolve().parent
 
 
 def named_model(model: str) -> str:
-    """A model as recipes and records name it: a shipped model's name, or any other folder's absolute path.
+    """A model's name in recipes and records: a shipped model's name, or any other folder's absolute path.
 
     Raises `ValueError` as `model_folder` does.
     """
@@ -15,7 +15,7 @@ def named_model(model: str) -> str:
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a shipped model by name, or of any model by path; `ValueError` lists the known names."""
+    """The folder of a shipped model by name, or of any model by path. Raises `ValueError` listing the known names."""
     for folder in (SHIPPED / model, Path(model)):
         if (folder / "config.json").is_file():
             return folder

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from mbd_core.checkpoint.block_experts import check_blocks
 from mbd_core.checkpoint.config import load_config
-from mbd_core.checkpoint.loading import check_blocks
 from mbd_core.decoding.blocks.request import StepOutput
 from mbd_core.decoding.grammar.guide import Grammars, GuideState
 from mbd_core.engine.admission import AdmittedRequest

@@ -7,7 +7,7 @@ from typing import Any
 
 from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
-from mbd_core.checkpoint.folder import model_digest
+from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.decoding.blocks.methods import KEY, SpeedFront, SpeedPoint, pareto_points, read_front
 from mbd_core.evaluation.measures.summary import build_rows
 from mbd_core.evaluation.report.summary import joinable_records, planned_samples, times_of

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mbd_core.checkpoint.base_files import CHOSEN
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
-from mbd_core.checkpoint.folder import CHOSEN, METHOD_FIELDS
+from mbd_core.checkpoint.folder import METHOD_FIELDS
 from mbd_core.checkpoint.shipped import SHIPPED
 from mbd_core.decoding.blocks.config import CANVAS_FIELDS, CAUSAL_FIELDS, decoding_config, read_decoding
 from mbd_core.decoding.blocks.methods import read_front

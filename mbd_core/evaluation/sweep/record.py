@@ -10,7 +10,7 @@ from typing import Any, Self
 from mbd_core.batch.parts import Part
 from mbd_core.batch.rows import LIKELIHOOD, Row
 from mbd_core.batch.timed_cases import Timing, timed_cases
-from mbd_core.checkpoint.folder import model_digest
+from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoint import is_endpoint

@@ -15,9 +15,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.folder import BaseFiles, model_digest, read_base
+from mbd_core.checkpoint.adapter_saving import save_adapter
+from mbd_core.checkpoint.base_files import BaseFiles, read_base
 from mbd_core.checkpoint.loading import fill_parts, load_model
-from mbd_core.checkpoint.saving import checkpoint_tensors, save_adapter, save_model
+from mbd_core.checkpoint.model_digest import model_digest
+from mbd_core.checkpoint.saving import checkpoint_tensors, save_model
 from mbd_core.errors import error_sentence
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.multitf.config import (

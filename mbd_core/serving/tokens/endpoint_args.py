@@ -71,8 +71,8 @@ class EndpointArgs:
         Raises `ValueError` for an unknown or damaged model, for a setting that this model cannot honour, and for a
         model whose own defaults cannot be served.
         """
+        from mbd_core.checkpoint.block_experts import check_blocks
         from mbd_core.checkpoint.folder import read_folder
-        from mbd_core.checkpoint.loading import check_blocks
         from mbd_core.ops.attention.choice import KERNELS
 
         folder = read_folder(model_folder(self.model).resolve())

@@ -12,7 +12,7 @@ from peft import PeftModel
 from trainer_state import D2F_STATES, load_trainer, trainer_state
 
 from mbd_core.checkpoint.adapter import read_adapter
-from mbd_core.checkpoint.saving import save_adapter
+from mbd_core.checkpoint.adapter_saving import save_adapter
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import LoraSettings, TrainConfig
 from mbd_core.multitf.data.encoding import Example

@@ -1,0 +1,89 @@
+"""Writes LoRA adapters in PEFT's layout, which `adapter.py` reads. Serving reads them alone, without this file."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mbd_core.checkpoint import adapter
+from mbd_core.checkpoint.tensors import StoredTensor, decoder_shapes, stored_tensors
+from mbd_core.files import folder_beside, write_json
+from mbd_core.models.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    pass
+from mbd_core.checkpoint.saving import MODEL_KIND, Factors
+
+
+def save_adapter(
+    folder: Path,
+    config: ModelConfig,
+    factors: Factors,
+    *,
+    rank: int,
+    alpha: int,
+    dropout: float,
+    base: str,
+    extra: Mapping[str, str],
+    overwrite: bool = False,
+) -> None:
+    """Writes an adapter as PEFT does, for the base model as its family publishes it.
+
+    `factors` are A (rank, I) and B (O, rank) of each adapted module, by the decoder's names. Modules that the family
+    stores as one, like a fused query, key and value, get one adapter: their A's below each other, their B's as blocks.
+    All modules then have its rank, filled with zeros. `extra` adds small text files. Raises `ValueError` as
+    `files.check_target_folder` does.
+    """
+    stored = stored_tensors(config, decoder_shapes(config), "per_expert")
+    adapted = {
+        name.removesuffix(".weight"): tensor
+        for name, tensor in stored.items()
+        if any(part.target.removesuffix(".weight") in factors for part in tensor.parts)
+    }
+    joined = max(len(tensor.parts) for tensor in adapted.values())
+    tensors = {
+        f"base_model.model.{module}.lora_{factor}.weight": matrix
+        for module, tensor in adapted.items()
+        for factor, matrix in zip("AB", _join_factors(tensor, factors, rank, joined), strict=True)
+    }
+    settings = {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base,
+        "r": rank * joined,
+        "lora_alpha": alpha * joined,
+        "lora_dropout": dropout,
+        "target_modules": sorted(_targets(stored, adapted)),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as new_folder:
+        write_json(new_folder / adapter.CONFIG, settings)
+        save_file(tensors, new_folder / adapter.WEIGHTS, metadata={"format": "pt"})
+        for name, text in extra.items():
+            (new_folder / name).write_text(text)
+
+
+def _join_factors(stored: StoredTensor, factors: Factors, rank: int, joined: int) -> tuple[Tensor, Tensor]:
+    """A (rank x joined, I) and B (O, rank x joined) of a stored module. Parts without factors are zero."""
+    a, b = torch.zeros(rank * joined, stored.shape[1]), torch.zeros(stored.shape[0], rank * joined)
+    ends = [sum(stored.lengths[:number]) for number in range(len(stored.lengths) + 1)]
+    for number, part in enumerate(stored.parts):
+        pair = factors.get(part.target.removesuffix(".weight"))
+        if pair is not None:
+            ranks = slice(number * rank, (number + 1) * rank)
+            a[ranks], b[ends[number] : ends[number + 1], ranks] = pair
+    return a, b
+
+
+def _targets(stored: Mapping[str, StoredTensor], adapted: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """The modules' last names, as PEFT matches them, or whole names where other modules have the same last name."""
+    modules = [name.removesuffix(".weight") for name in stored if name.endswith(".weight")]
+    for leaf in {module.rpartition(".")[2] for module in adapted}:
+        namesakes = [module for module in modules if module.rpartition(".")[2] == leaf]
+        yield from (
+            [leaf] if all(module in adapted for module in namesakes) else filter(adapted.__contains__, namesakes)
+        )

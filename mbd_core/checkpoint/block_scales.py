@@ -1,0 +1,86 @@
+"""FP8 weights as released: a float8 matrix, and beside it `..._scale_inv`, a factor for each of its blocks.
+
+`weight[i, j] = stored[i, j] * weight_scale_inv[i // R, j // C]`, with blocks of R x C from config.json's
+`quantization_config` (128 x 128 in the releases). The matrices are read as bfloat16, block by block of the asked
+slice. `models/quantize.py` may round them again for computing in FP8. Experts can also keep values and scales
+(`block_experts.py`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FP8 = "F8_E4M3"
+SUFFIX = "_scale_inv"
+READ_AS = torch.bfloat16
+"""The dtype in which the released models compute where they do not compute in FP8."""
+BlockShape = tuple[int, int]
+# Keys about the rounding of activations in FP8 products, and keys that the tensors' dtypes already show.
+HARMLESS = ("activation_scheme", "dequantize", "fmt", "ignored_layers", "modules_to_not_convert", "scale_fmt")
+KNOWN_KEYS = ("quant_method", "weight_block_size", *HARMLESS)
+
+
+def block_shape(config: Mapping[str, Any]) -> BlockShape | None:
+    """The blocks of a parsed config.json, `None` for weights that are not quantized.
+
+    Raises `ValueError` for any other quantization.
+    """
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    blocks = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    whole = isinstance(blocks, list) and len(blocks) == 2 and all(type(size) is int and size > 0 for size in blocks)
+    if method != "fp8" or not whole:
+        raise ValueError(
+            f"config.json has a quantization_config with quant_method={method!r} and weight_block_size={blocks!r}; "
+            "fp8 with a block of two sizes is read, or take a release whose weights are not quantized"
+        )
+    assert isinstance(quantization, dict) and isinstance(blocks, list)
+    for key, value in quantization.items():
+        if value is not None and key not in KNOWN_KEYS:
+            raise ValueError(
+                f"config.json has {key}={value!r} in quantization_config, which is not known; take a release without "
+                "it, or remove the key if the weights mean the same without it"
+            )
+    return blocks[0], blocks[1]
+
+
+def scales_shape(shape: tuple[int, ...], blocks: BlockShape) -> tuple[int, ...]:
+    """The shape of a matrix's scales; the last blocks may be cut."""
+    return tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
+
+
+@dataclass(frozen=True)
+class ScaledMatrix:
+    """A matrix in a file, read in parts by slicing like safetensors' own slices: `stored` (float8) and its scales."""
+
+    stored: Any
+    scales: Tensor
+    blocks: BlockShape
+
+    def __getitem__(self, where: slice | tuple[slice, ...]) -> Tensor:
+        """Float32 rows and columns."""
+        ranges = self._ranges(where)
+        rows, columns = (
+            torch.arange(span.start, span.stop) // block for span, block in zip(ranges, self.blocks, strict=True)
+        )
+        part = self.stored[tuple(slice(span.start, span.stop) for span in ranges)]
+        return part.to(torch.float32) * self.scales.to(torch.float32)[rows][:, columns]
+
+    def as_stored(self, where: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """The float8 values of rows and columns that begin at block bounds, and their blocks' scales, float32."""
+        ranges = self._ranges(where)
+        assert all(span.start % block == 0 for span, block in zip(ranges, self.blocks, strict=True))
+        rows, columns = (
+            slice(span.start // block, -(-span.stop // block)) for span, block in zip(ranges, self.blocks, strict=True)
+        )
+        values = self.stored[tuple(slice(span.start, span.stop) for span in ranges)]
+        return values, self.scales.to(torch.float32)[rows, columns]
+
+    def _ranges(self, where: slice | tuple[slice, ...]) -> list[range]:
+        slices = where if isinstance(where, tuple) else (where,)
+        return [range(size)[part] for size, part in zip(self.stored.get_shape(), (*slices, slice(None)), strict=False)]
