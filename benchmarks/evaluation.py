@@ -25,7 +25,7 @@ from mbd_core.storage.folder import Folder
 
 if TYPE_CHECKING:
     from mbd_core.batch.decoding_model import DecodingModel
-    from mbd_core.evaluation.sweep.plan import Sweep
+    from mbd_core.evaluation.sweep.sweep import Sweep
 
 # The same samples by the engine and by a sweep, and the ratio of their wall times.
 
@@ -109,6 +109,7 @@ def run_sweep(
     import torch
 
     from mbd_core.batch.decoding_model import DecodingModel
+    from mbd_core.evaluation.sweep.loading import load_inputs
     from mbd_core.evaluation.sweep.options import SweepOptions
     from mbd_core.evaluation.sweep.plan import plan_sweep
     from mbd_core.serving.tokens.load import load_engine
@@ -121,18 +122,18 @@ def run_sweep(
         limit=TRIAL if limit is None else limit,
         engine=engine,
     )
-    sweep = plan_sweep(options)
+    sweep = plan_sweep(load_inputs(options))
     start = time.perf_counter()
     loaded_model = load_engine(model_folder(model), sweep.engine)
     with loaded_model:
         loaded_model.prepare()
         load = time.perf_counter() - start
         decode_rows = partial(decode_all, DecodingModel(loaded_model.engine, loaded_model.tokenizer))
-        trial_rows = list(plan_sweep(replace(options, limit=min(TRIAL, limit or TRIAL))).rows())
+        trial_rows = list(plan_sweep(load_inputs(replace(options, limit=min(TRIAL, limit or TRIAL)))).rows())
         decode_rows(trial_rows)  # warms up
         if limit is None:
             trial, _ = decode_rows(trial_rows)
-            sweep = plan_sweep(replace(options, limit=problems_in(seconds, trial=trial)))
+            sweep = plan_sweep(load_inputs(replace(options, limit=problems_in(seconds, trial=trial))))
         decode, texts = decode_rows(list(sweep.rows()))
     print(sweep_cost(sweep, texts, load=load, decode=decode, num_actors=actors).text)
 

@@ -19,7 +19,7 @@ def run(options: TaskOptions, *, out: OutFolder, overwrite: Overwrite = False) -
 
     It prints the command that runs them.
     """
-    from mbd_core.evaluation.sweep.plan import task_files
+    from mbd_core.evaluation.sweep.loading import task_files
     from mbd_core.evaluation.tasks.recipes import find_recipe
     from mbd_core.harness.task_files import write_task_files
 

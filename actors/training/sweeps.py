@@ -23,6 +23,7 @@ from mbd_core.errors import error_sentence
 from mbd_core.evaluation.measures.rates import summarize
 from mbd_core.evaluation.sweep.folder import graded_sample
 from mbd_core.evaluation.sweep.grading import Grading
+from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.evaluation.sweep.run import SweepRun
@@ -76,13 +77,15 @@ def sweep_model(folder: Path, sweeping: Sweeping, *, on_gpu: bool) -> dict[str, 
     """Accuracy (a share) and mean TPF of a model folder under MultiBD, with its own thresholds."""
     engine = EngineConfig() if on_gpu else replace(EngineConfig(), kv_memory_fraction=KV_SHARE)
     sweep = plan_sweep(
-        SweepOptions(
-            models=(str(folder),),
-            tasks=(sweeping.task,),
-            data=() if sweeping.sweep_data is None else (f"{sweeping.task}={sweeping.sweep_data}",),
-            limit=sweeping.limit,
-            methods=(MULTI,),
-            engine=engine,
+        load_inputs(
+            SweepOptions(
+                models=(str(folder),),
+                tasks=(sweeping.task,),
+                data=() if sweeping.sweep_data is None else (f"{sweeping.task}={sweeping.sweep_data}",),
+                limit=sweeping.limit,
+                methods=(MULTI,),
+                engine=engine,
+            )
         )
     )
     parts = SweepRun.of(sweep, shard=SweepShard(), timing=Timing(problems=0)).parts

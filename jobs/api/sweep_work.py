@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mbd_core.batch.decoding_model import DecodingModel
     from mbd_core.batch.executor import Executor
     from mbd_core.evaluation.report.summary import SweepSummary
-    from mbd_core.evaluation.sweep.plan import Sweep
     from mbd_core.evaluation.sweep.run import SweepRun
+    from mbd_core.evaluation.sweep.sweep import Sweep
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,6 +158,7 @@ def sweep_chosen(
     """`sweep` of options that are built."""
     from mbd_core.evaluation.sandbox.processes import describe_isolation
     from mbd_core.evaluation.sweep.best_folder import edit_notes
+    from mbd_core.evaluation.sweep.loading import load_inputs
     from mbd_core.evaluation.sweep.plan import plan_sweep
     from mbd_core.evaluation.sweep.run import SweepRun
 
@@ -168,10 +169,10 @@ def sweep_chosen(
     subjects = Subjects.find(options.models, own.endpoint, own.endpoint_key, sampling)
     models = list(subjects.fetched.values())
     options = replace(options, models=models, endpoints=subjects.endpoints, engine=engine)
-    planned = plan_sweep(options)
+    planned = plan_sweep(load_inputs(options))
     edits = edit_notes({name: model_folder(model) for name, model in planned.models.items()})
     planned = replace(planned, notes=[*planned.notes, *edits])
-    if any(problem_set.task.runs_programs for problem_set in planned.problem_sets):
+    if any(task.task.runs_programs for task in planned.tasks):
         say(f"programs run, on this machine, under {describe_isolation(own.isolation)}")
     timing = Timing(problems=own.timed, concurrency=own.concurrency)
     work = SweepRun.of(planned, shard=SweepShard.parse(own.shard), timing=timing)

@@ -26,8 +26,10 @@ from mbd_core.decoding.blocks.request import ForwardExperts, Output, Rollout
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.grid import Variant
+from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
-from mbd_core.evaluation.sweep.plan import Sweep, plan_sweep
+from mbd_core.evaluation.sweep.plan import plan_sweep
+from mbd_core.evaluation.sweep.sweep import Sweep
 from mbd_core.evaluation.tasks.asking import TaskInputs, ask
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.kinds.task import Problem
@@ -158,19 +160,21 @@ def _held_out(recipe: RLRecipe, engine: EngineConfig) -> Sweep:
         )
     data = () if held_out.held_out_data is None else (f"{rollouts.task}={held_out.held_out_data}",)
     return plan_sweep(
-        SweepOptions(
-            models=(recipe.model,),
-            tasks=(rollouts.task,),
-            recipe=rollouts.prompt_recipe,
-            data=data,
-            definitions=(f"{HELD_OUT}={json.dumps(rollouts.decoding)}",),
-            methods=(HELD_OUT,),
-            grid=f"tau_m2t={','.join(map(str, held_out.thresholds))}",
-            max_tokens=rollouts.max_tokens,
-            limit=held_out.held_out,
-            seed=recipe.seed,
-            split="valid",
-            engine=engine,
+        load_inputs(
+            SweepOptions(
+                models=(recipe.model,),
+                tasks=(rollouts.task,),
+                recipe=rollouts.prompt_recipe,
+                data=data,
+                definitions=(f"{HELD_OUT}={json.dumps(rollouts.decoding)}",),
+                methods=(HELD_OUT,),
+                grid=f"tau_m2t={','.join(map(str, held_out.thresholds))}",
+                max_tokens=rollouts.max_tokens,
+                limit=held_out.held_out,
+                seed=recipe.seed,
+                split="valid",
+                engine=engine,
+            )
         )
     )
 

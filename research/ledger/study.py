@@ -173,6 +173,7 @@ class Study:
     def evaluate(self, seed: int, *, actors: int) -> None:
         """The sweep of a seed, if it is not finished: SingleBD and MultiBD of its models on its problems."""
         from mbd_core.evaluation.sweep.folder import FolderState, is_finished
+        from mbd_core.evaluation.sweep.loading import load_inputs
         from mbd_core.evaluation.sweep.options import SweepOptions
         from mbd_core.evaluation.sweep.plan import plan_sweep
         from mbd_core.evaluation.sweep.run import SweepRun
@@ -193,7 +194,7 @@ class Study:
             seed=seed,
             engine=EngineConfig(max_rows=MAX_ROWS),
         )
-        work = SweepRun.of(plan_sweep(options), shard=SweepShard(), timing=Timing(problems=0))
+        work = SweepRun.of(plan_sweep(load_inputs(options)), shard=SweepShard(), timing=Timing(problems=0))
         done = run_work(Folder.at(str(place)), work, subjects, num_actors=actors, cluster=OF_VARIABLE)
         print(f"{done.headlines}\nThe report is in {place}")
 

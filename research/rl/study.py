@@ -150,20 +150,23 @@ class Study:
         """The rows of a model on its seed's problems: the rollouts' decoding, greedily, at each threshold."""
         from mbd_core.batch.parts import cut
         from mbd_core.evaluation.sweep.grading import grade_table
+        from mbd_core.evaluation.sweep.loading import load_inputs
         from mbd_core.evaluation.sweep.options import SweepOptions
         from mbd_core.evaluation.sweep.plan import plan_sweep
         from mbd_core.rl.rollouts import RolloutEngine
         from research.ledger.rows import study_rows
 
         sweep = plan_sweep(
-            SweepOptions(
-                models=(str(model),),
-                tasks=(A.rollouts.task,),
-                definitions=(f"{METHOD}={json.dumps(A.rollouts.decoding)}",),
-                methods=(METHOD,),
-                grid=f"tau_m2t={','.join(map(str, self.size.taus))}",
-                limit=self.size.problems,
-                seed=seed,
+            load_inputs(
+                SweepOptions(
+                    models=(str(model),),
+                    tasks=(A.rollouts.task,),
+                    definitions=(f"{METHOD}={json.dumps(A.rollouts.decoding)}",),
+                    methods=(METHOD,),
+                    grid=f"tau_m2t={','.join(map(str, self.size.taus))}",
+                    limit=self.size.problems,
+                    seed=seed,
+                )
             )
         )
         parts = cut(list(sweep.rows()), rows_per_part=4 * sweep.engine.max_rows)

@@ -16,6 +16,7 @@ from lm_eval.tasks import TaskManager
 from jobs.harness_tasks import main as write_tasks
 from mbd_core.checkpoint.chat import chat_prompt, decode_text, question
 from mbd_core.decoding.blocks.request import Request
+from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.harness.model import HarnessModel
@@ -62,8 +63,10 @@ def test_the_harness_asks_what_a_sweep_asks(
     data, train = str(gsm8k / "test.jsonl"), str(gsm8k / "train.jsonl")
     shown = [] if recipe == "mbd-lms" else [train]
     sweep = plan_sweep(
-        SweepOptions(
-            models=["tiny-mbd"], tasks=["gsm8k"], methods=["single"], data=[data], recipe=recipe, examples=shown
+        load_inputs(
+            SweepOptions(
+                models=["tiny-mbd"], tasks=["gsm8k"], methods=["single"], data=[data], recipe=recipe, examples=shown
+            )
         )
     )
     inputs = [json.loads(row["input"]) for row in sweep.rows()]
@@ -82,14 +85,16 @@ def test_the_words_and_the_draw_of_gsm8k_are_those_of_the_harness_s_own_task(tmp
     if not train.exists():
         pytest.skip(f"no {train}")
     sweep = plan_sweep(
-        SweepOptions(
-            models=["tiny-mbd"],
-            tasks=["gsm8k"],
-            methods=["single"],
-            data=[str(data)],
-            examples=[str(train)],
-            recipe="fast-dllm-base",
-            limit=20,
+        load_inputs(
+            SweepOptions(
+                models=["tiny-mbd"],
+                tasks=["gsm8k"],
+                methods=["single"],
+                data=[str(data)],
+                examples=[str(train)],
+                recipe="fast-dllm-base",
+                limit=20,
+            )
         )
     )
     (tmp_path / "local.yaml").write_text(

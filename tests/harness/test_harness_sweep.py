@@ -21,6 +21,7 @@ from mbd_core.evaluation.report.summary import write_summary
 from mbd_core.evaluation.sweep.endpoint import EndpointStage
 from mbd_core.evaluation.sweep.folder import SweepFolder, read_samples
 from mbd_core.evaluation.sweep.grading import Grading
+from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.evaluation.sweep.run import SweepRun
@@ -117,7 +118,7 @@ def options(folder: Path, task: str, **changes: Any) -> SweepOptions:
 
 
 def swept(place: Path, chosen: SweepOptions) -> dict[str, Any]:
-    sweep = plan_sweep(chosen)
+    sweep = plan_sweep(load_inputs(chosen))
 
     def load(name: str, engine: EngineConfig) -> DecodingModel:
         loaded = load_engine(model_folder(name), engine)
@@ -200,7 +201,7 @@ def test_tasks_that_score_are_swept_beside_those_that_decode(folder: Path, tmp_p
     """One configuration of log-likelihoods, two decoders, one report; and what was there is not computed again."""
     both = ["harness:local_mmlu", "harness:local_gsm8k"]
     chosen = options(folder, "", tasks=both, methods=["single", "multi"], mc_num=1, limit=3)
-    sweep = plan_sweep(chosen)
+    sweep = plan_sweep(load_inputs(chosen))
     assert sweep.num_samples == len(list(sweep.rows())) == 3 + 2 * 3
     rows = swept(tmp_path / "out", chosen)["rows"]
     assert [(row["task"].partition(":")[2], row["method"]) for row in rows] == [
@@ -211,13 +212,13 @@ def test_tasks_that_score_are_swept_beside_those_that_decode(folder: Path, tmp_p
     assert "log-likelihood" in (tmp_path / "out" / "report.md").read_text()
     assert swept(tmp_path / "out", chosen)["rows"] == rows
     with pytest.raises(ValueError, match=r"no decoder changes them: leave --methods"):
-        plan_sweep(options(folder, "local_mmlu", methods=["single"]))
+        plan_sweep(load_inputs(options(folder, "local_mmlu", methods=["single"])))
     with pytest.raises(ValueError, match="nothing is drawn: leave --samples out"):
-        plan_sweep(options(folder, "", tasks=both, samples=2, temperature=1.0))
+        plan_sweep(load_inputs(options(folder, "", tasks=both, samples=2, temperature=1.0)))
     with pytest.raises(ValueError, match="leave --tensor-parallel out"):
-        plan_sweep(options(folder, "local_mmlu", methods=None, tensor_parallel=2))
+        plan_sweep(load_inputs(options(folder, "local_mmlu", methods=None, tensor_parallel=2)))
     with pytest.raises(ValueError, match="--mc-num is the draws of log-likelihoods, which no task here compares"):
-        plan_sweep(options(folder, "local_gsm8k", mc_num=1))
+        plan_sweep(load_inputs(options(folder, "local_gsm8k", mc_num=1)))
 
 
 def test_a_text_that_the_model_does_not_hold_is_a_row_with_the_reason(folder: Path, tmp_path: Path) -> None:
@@ -233,11 +234,11 @@ def test_a_text_that_the_model_does_not_hold_is_a_row_with_the_reason(folder: Pa
 
 def test_what_is_not_offered_or_not_there_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"local_pages.*perplexity of whole documents"):
-        plan_sweep(options(folder, "local_pages"))
+        plan_sweep(load_inputs(options(folder, "local_pages")))
     with pytest.raises(ValueError, match=r"no task 'absent'.*--include"):
-        plan_sweep(options(folder, "absent"))
+        plan_sweep(load_inputs(options(folder, "absent")))
     with pytest.raises(ValueError, match=r"local_missing.*cannot be loaded.*--include"):
-        plan_sweep(options(folder, "local_missing"))
+        plan_sweep(load_inputs(options(folder, "local_missing")))
 
 
 def test_a_group_has_the_average_that_it_defines(folder: Path, tmp_path: Path) -> None:

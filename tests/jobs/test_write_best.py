@@ -22,6 +22,7 @@ from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, decoding_config
 from mbd_core.evaluation.sweep.best_folder import FILE, author_defaults, edit_notes
 from mbd_core.evaluation.sweep.folder import SweepFolder
+from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.serving.tokens.load import load_engine
@@ -68,7 +69,7 @@ def test_the_best_configuration_is_the_folder_s_default_and_all_else_stays(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep, before = write_sweep(tmp_path / "sweep", folder, [BEST, WORSE]), json.loads((folder / FILE).read_text())
-    planned = plan_sweep(SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=1)).variants
+    planned = plan_sweep(load_inputs(SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=1))).variants
     assert report_sweep.main(["best", sweep, "--by", "accuracy", "--folder", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "The best by accuracy of m's 2 configurations: MBD" in printed and f"default of {folder / FILE}" in printed
@@ -76,11 +77,13 @@ def test_the_best_configuration_is_the_folder_s_default_and_all_else_stays(
     others = {name: value for name, value in before.items() if name not in METHOD_FIELDS}
     assert {name: after[name] for name in others} == others and others["do_sample"] is False
     assert after[KEY]["tasks"]["a"]["accuracy"] == 100 and "on the other" in printed
-    with load_engine(folder, plan_sweep(SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=1)).engine) as it:
+    with load_engine(
+        folder, plan_sweep(load_inputs(SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=1))).engine
+    ) as it:
         assert it.decoding({}) == BEST
         assert it.decoding({"tau_m2t": 0.3}) == DecodingConfig(**{**vars(BEST), "tau_m2t": 0.3})
     assert json.loads((tmp_path / "blob").read_text()) == before, "the cache's blob is not ours"
-    assert plan_sweep(SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=1)).variants == planned
+    assert plan_sweep(load_inputs(SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=1))).variants == planned
     assert not [path.name for path in folder.iterdir() if "partial" in path.name]
 
     other = write_sweep(tmp_path / "other", folder, [WORSE, BEST])
@@ -98,7 +101,7 @@ def test_decoding_that_was_edited_after_a_choice_is_what_is_swept_and_kept(folde
     chosen = json.loads((folder / FILE).read_text())
     assert edit_notes({"m": folder}) == []
     (folder / FILE).write_text(json.dumps({**chosen, "tau_m2t": 0.8}))
-    ((variant,),) = plan_sweep(options).variants.values()
+    ((variant,),) = plan_sweep(load_inputs(options)).variants.values()
     assert json.loads(variant.config) == json.loads(json.dumps(asdict(replace(BEST, tau_m2t=0.8))))
     (note,) = edit_notes({"m": folder})
     assert note.startswith("m: the decoding fields") and "the sweep goes on from what the file has now" in note
@@ -115,14 +118,14 @@ def test_a_canvas_model_decodes_as_chosen_and_is_swept_as_before(
     folder = make_folder("llada", tmp_path / "llada", tokenizer)
     size = read_folder(folder).config.block_size
     options = SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=1, methods=["llada", "d2f"])
-    planned = plan_sweep(options).variants
+    planned = plan_sweep(load_inputs(options)).variants
     blocks = DecodingConfig(block_size=size, buffer_size=2, prompt_attention="full", tau_m2t=0.7)
     canvas = DecodingConfig(block_size=size, canvas=Canvas())
     for number, best in enumerate((blocks, canvas)):
         sweep = write_sweep(tmp_path / str(number), folder, [best])
         assert report_sweep.main(["best", sweep, "--by", "knee", "--folder", str(folder)]) == 0
         assert decoding_config(read_folder(folder).defaults, {}, block_size=size) == best
-        assert plan_sweep(options).variants == planned
+        assert plan_sweep(load_inputs(options)).variants == planned
 
 
 def test_tps_is_of_timed_runs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

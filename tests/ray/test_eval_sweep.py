@@ -27,6 +27,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.evaluation.sweep.folder import read_report, read_samples
 from mbd_core.evaluation.sweep.grading import Grading, grade_table
+from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.storage.folder import Folder
@@ -330,7 +331,7 @@ def test_an_endpoint_is_asked_by_the_job_and_graded_on_the_cluster(ray_cluster: 
 def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_cluster: Any, tiny_model_dir: Path) -> None:
     """The tests' cluster has 8 CPUs and no GPU."""
     options = SweepOptions(models=[str(tiny_model_dir)], tasks=["gsm-mini"], limit=1, tensor_parallel=2)
-    sweep = plan_sweep(options)
+    sweep = plan_sweep(load_inputs(options))
     assert RayExecutor(sweep, Grading(), num_engines=1).engine == sweep.engine
     pool = RayExecutor(sweep, Grading(), num_engines=3)
     assert pool.engine.kv_memory_fraction == pytest.approx(sweep.engine.kv_memory_fraction / 3)

@@ -14,8 +14,8 @@ from mbd_core.evaluation.report.summary import joinable_records, planned_samples
 from mbd_core.evaluation.sweep.best import BestPoint, By, check_halves, choose_best
 from mbd_core.evaluation.sweep.best_folder import FILE, check_best_folder, write_best
 from mbd_core.evaluation.sweep.folder import load_samples, read_record
-from mbd_core.evaluation.sweep.plan import Sweep
 from mbd_core.evaluation.sweep.shard import SweepShard
+from mbd_core.evaluation.sweep.sweep import Sweep
 from mbd_core.files import write_json
 
 # The choice of each model's best configuration from the rows of its sweep, and where it is to be written.
@@ -41,12 +41,7 @@ def check_choice(
         )
     if by == "tps" and not timing.problems:
         raise ValueError("--write-best tps needs timed runs, and --timed 0 leaves them out; leave out --timed")
-    check_halves(
-        {
-            problem_set.task.name: [problem.problem_id for problem in problem_set.problems]
-            for problem_set in sweep.problem_sets
-        }
-    )
+    check_halves({task.name: [problem.problem_id for problem in task.problems] for task in sweep.tasks})
 
 
 def models_of(folders: Sequence[Path], model_folders: Sequence[Path]) -> dict[str, Path]:

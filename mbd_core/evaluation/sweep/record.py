@@ -14,8 +14,8 @@ from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoint import is_endpoint
-from mbd_core.evaluation.sweep.plan import Sweep
 from mbd_core.evaluation.sweep.shard import SweepShard
+from mbd_core.evaluation.sweep.sweep import Sweep
 
 VERSIONS = ("mbd-cluster", "torch", "transformers", "math-verify")  # those on which tokens and grades depend
 # The form of the rows: raised when how parts are batched, or the columns of their rows, change, since the rows of a
@@ -91,14 +91,14 @@ def plan_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
             for name, variants in sweep.variants.items()
         },
         "tasks": {
-            problem_set.task.name: {
-                "problems": len(problem_set.problems),
-                "rule": problem_set.task.grader.rule,
-                "max_tokens": next(row["max_tokens"] for row in rows if row["task"] == problem_set.task.name),
-                "sha256": _problems_digest(rows, problem_set.task.name),
-                **({"scores": True} if sweep.inputs[problem_set.task.name].scores else {}),
+            task.name: {
+                "problems": len(task.problems),
+                "rule": task.task.grader.rule,
+                "max_tokens": next(row["max_tokens"] for row in rows if row["task"] == task.name),
+                "sha256": _problems_digest(rows, task.name),
+                **({"scores": True} if task.inputs.scores else {}),
             }
-            for problem_set in sweep.problem_sets
+            for task in sweep.tasks
         },
         "seed": sweep.seed,
         **sweep.draws,
@@ -135,7 +135,7 @@ def record_of(
         num_parts=len(parts),
         num_cases=len(timed_cases(timed_rows(sweep, rows), timing)),
         timing=timing,
-        labels={problem_set.task.name: problem_set.task.label for problem_set in sweep.problem_sets},
+        labels={task.name: task.task.label for task in sweep.tasks},
         settings={},
     )
 

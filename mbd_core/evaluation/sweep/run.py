@@ -25,9 +25,9 @@ from mbd_core.batch.rows import Row
 from mbd_core.batch.timed_cases import TimedCase, Timing, timed_cases
 from mbd_core.evaluation.sweep.endpoint import EndpointLost, EndpointStage
 from mbd_core.evaluation.sweep.folder import FAILURE, SweepFolder, is_computed, read_samples
-from mbd_core.evaluation.sweep.plan import Sweep
 from mbd_core.evaluation.sweep.record import SweepRecord, record_of, timed_rows
 from mbd_core.evaluation.sweep.shard import SweepShard
+from mbd_core.evaluation.sweep.sweep import Sweep
 
 Report = TypeVar("Report")
 

@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mbd_core.evaluation.tasks.kinds.task import Task
+from mbd_core.evaluation.tasks.kinds.task import Problem, Task
 from mbd_core.evaluation.tasks.problems import ProblemSet
 from mbd_core.evaluation.tasks.prompts import FewShotExample, choose_examples, load_examples, prompt_content
 from mbd_core.evaluation.tasks.recipes import Recipe, TaskPrompt
@@ -57,16 +57,36 @@ class TaskInputs:
         }
 
 
-def ask_tasks(
-    problem_sets: Sequence[ProblemSet], recipe: Recipe, *, examples: Mapping[str, str], max_tokens: int | None
-) -> dict[str, TaskInputs]:
-    """`ask` for every task, by its name; `examples` are the files of those that have some."""
-    return {
-        problem_set.task.name: ask(
-            problem_set, recipe, examples=examples.get(problem_set.task.name), max_tokens=max_tokens
-        )
-        for problem_set in problem_sets
-    }
+@dataclass(frozen=True, kw_only=True)
+class AskedTask:
+    """A task's problems, what models are given for them, and the temperature that the task itself asks for."""
+
+    problem_set: ProblemSet
+    inputs: TaskInputs
+    temperature: float = 0.0
+
+    @property
+    def task(self) -> Task:
+        return self.problem_set.task
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        return self.problem_set.problems
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a report says of it."""
+        return {
+            "rule": self.task.grader.rule,
+            "source": self.problem_set.source,
+            "n": len(self.problems),
+            "sha256": self.problem_set.sha256,
+            **self.inputs.record,
+        }
 
 
 def ask(problem_set: ProblemSet, recipe: Recipe, *, examples: str | None, max_tokens: int | None) -> TaskInputs:
@@ -110,20 +130,21 @@ def examples_of(task: Task, recipe: Recipe, path: str | None) -> list[FewShotExa
     return examples
 
 
-def check_positions(name: str, positions: int, tasks: Mapping[str, TaskInputs]) -> Sequence[str]:
+def check_positions(name: str, positions: int, tasks: Sequence[AskedTask]) -> list[str]:
     """A note for each task whose answers a model must shorten; `ValueError` for a limit of the user's own that the
     model cannot hold."""
     notes = []
-    for task, inputs in tasks.items():
-        if inputs.max_tokens < positions:
+    for task in tasks:
+        max_tokens = task.inputs.max_tokens
+        if max_tokens < positions:
             continue
-        if not inputs.may_shorten:
+        if not task.inputs.may_shorten:
             raise ValueError(
-                f"--max-tokens {inputs.max_tokens} cannot be honoured: model '{name}' holds {positions} positions, "
+                f"--max-tokens {max_tokens} cannot be honoured: model '{name}' holds {positions} positions, "
                 "prompt and answer together"
             )
         notes.append(
-            f"model '{name}' holds {positions} positions, prompt and answer together: an answer of {task} gets what "
-            f"its prompt leaves of them, not the recipe's {inputs.max_tokens} tokens"
+            f"model '{name}' holds {positions} positions, prompt and answer together: an answer of {task.name} gets "
+            f"what its prompt leaves of them, not the recipe's {max_tokens} tokens"
         )
     return notes

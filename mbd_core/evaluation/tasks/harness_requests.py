@@ -12,7 +12,7 @@ from typing import Any
 
 from mbd_core.batch.inputs import ScoredTexts
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.evaluation.tasks.asking import TaskInputs
+from mbd_core.evaluation.tasks.asking import AskedTask, TaskInputs
 from mbd_core.evaluation.tasks.generation_fields import Generation, read_generation
 from mbd_core.evaluation.tasks.kinds.harness import (
     HARNESS_PREFIX,
@@ -38,7 +38,7 @@ def load_harness_problems(
     max_tokens: int | None,
     mc_num: int,
     seed: int,
-) -> list[tuple[ProblemSet, TaskInputs, Generation]]:
+) -> list[AskedTask]:
     """The tasks of these names, groups taken apart, with what a model is given. Of a log-likelihood there are `mc_num`
     draws, by `seed`.
 
@@ -83,7 +83,7 @@ def _built_task(name: str, include: str | None, *, form: Form, limit: int | None
 
 def _decoded_task(
     task: Any, groups: Sequence[str], *, form: Form, include: str | None, max_tokens: int | None
-) -> tuple[ProblemSet, TaskInputs, Generation]:
+) -> AskedTask:
     """A task whose answers are decoded, one to a document."""
     arguments = [instance.args for instance in task.instances]
     generation = read_generation(arguments[0][1])
@@ -104,12 +104,12 @@ def _decoded_task(
         max_tokens=generation.max_tokens if max_tokens is None else max_tokens,
         may_shorten=max_tokens is None,
     )
-    return problem_set, inputs, generation
+    return AskedTask(problem_set=problem_set, inputs=inputs, temperature=generation.sampling.temperature)
 
 
 def _scored_task(
     task: Any, groups: Sequence[str], *, form: Form, include: str | None, draws: int, seed: int
-) -> tuple[ProblemSet, TaskInputs, Generation]:
+) -> AskedTask:
     """A task that compares log-likelihoods: to each document some continuations, of one context or of several."""
     requests: dict[int, list[Any]] = {}
     for instance in task.instances:
@@ -136,7 +136,7 @@ def _scored_task(
     task_inputs = TaskInputs(
         prompt=_prompt(task, form, generation), inputs=tuple(inputs), max_tokens=0, may_shorten=False, scores=True
     )
-    return _problem_set(task, firsts, groups, include), task_inputs, generation
+    return AskedTask(problem_set=_problem_set(task, firsts, groups, include), inputs=task_inputs)
 
 
 def _source(task: Any) -> str:

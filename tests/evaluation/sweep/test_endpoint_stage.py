@@ -138,8 +138,8 @@ def test_an_endpoint_is_asked_as_it_wants(server: ScriptedEndpoint, refuse: Any,
     with EndpointStage({"x": found}, {}, concurrency=1) as stage:
         (row,) = stage(rows).to_pylist()
     assert (row["error"], row["text"]) == (None, "Tom has"), "cut at the stop that the endpoint does not take"
-    assert len(endpoint_notes(found, {})) == 1 + len(form.left_out) + form.renames_limit
-    assert ("without a temperature" in endpoint_notes(found, {})[0]) == ("temperature" in form.left_out)
+    assert len(endpoint_notes(found, [])) == 1 + len(form.left_out) + form.renames_limit
+    assert ("without a temperature" in endpoint_notes(found, [])[0]) == ("temperature" in form.left_out)
 
 
 def test_a_temperature_that_was_asked_for_is_not_left_out(server: ScriptedEndpoint) -> None:

@@ -13,24 +13,26 @@ from mbd_core.batch.parts import cut
 from mbd_core.batch.rows import PLANNED_COLUMNS
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.evaluation.sweep.record import plan_of
+from mbd_core.evaluation.sweep.sweep import Sweep
 
 
-def options(folder: Path | str, **changes: Any) -> SweepOptions:
-    return SweepOptions(**{"models": [str(folder)], "tasks": ["gsm-mini"], "limit": 2, **changes})
+def planned(folder: Path | str, **changes: Any) -> Sweep:
+    """The sweep of two problems on a model, with these options."""
+    options = SweepOptions(**{"models": [str(folder)], "tasks": ["gsm-mini"], "limit": 2, **changes})
+    return plan_sweep(load_inputs(options))
 
 
 def test_every_configuration_meets_every_problem_and_a_model_s_rows_stand_together(tiny_model_dir: Path) -> None:
-    sweep = plan_sweep(
-        options(
-            "tiny-mbd",
-            models=["tiny-mbd", str(tiny_model_dir)],
-            tasks=["gsm-mini", "code-mini"],
-            grid="tau_m2t=0.7,0.9;buffer_size=2",
-            seed=3,
-        )
+    sweep = planned(
+        "tiny-mbd",
+        models=["tiny-mbd", str(tiny_model_dir)],
+        tasks=["gsm-mini", "code-mini"],
+        grid="tau_m2t=0.7,0.9;buffer_size=2",
+        seed=3,
     )
     rows = list(sweep.rows())
     assert len(rows) == sweep.num_samples == 2 * 2 * 2 * 4
@@ -46,18 +48,18 @@ def test_every_configuration_meets_every_problem_and_a_model_s_rows_stand_togeth
 
 def test_the_engine_has_the_slots_that_the_configurations_ask_for(tiny_model_dir: Path) -> None:
     engine = EngineConfig(max_rows=3, num_pages=64, kv_memory_fraction=0.5)
-    assert plan_sweep(options(tiny_model_dir, engine=engine, grid="buffer_size=2,6")).engine == EngineConfig(
+    assert planned(tiny_model_dir, engine=engine, grid="buffer_size=2,6").engine == EngineConfig(
         max_rows=3, num_pages=64, kv_memory_fraction=0.5, buffer_size=6
     )
-    assert plan_sweep(options(tiny_model_dir, engine=engine, methods=["single"])).engine.buffer_size == 1
+    assert planned(tiny_model_dir, engine=engine, methods=["single"]).engine.buffer_size == 1
 
 
 def test_defined_methods_run_unless_others_are_named(tiny_model_dir: Path) -> None:
     definitions = ['edit={"t2t": {}}']
-    sweep = plan_sweep(options(tiny_model_dir, definitions=definitions))
+    sweep = planned(tiny_model_dir, definitions=definitions)
     assert list(sweep.methods) == ["single", "multi", "edit"]
     assert len(sweep.notes) == 1 and "decoding.t2t was asked for" in sweep.notes[0]
-    assert list(plan_sweep(options(tiny_model_dir, definitions=definitions, methods=["multi"])).methods) == ["multi"]
+    assert list(planned(tiny_model_dir, definitions=definitions, methods=["multi"]).methods) == ["multi"]
 
 
 @pytest.mark.parametrize(
@@ -65,15 +67,15 @@ def test_defined_methods_run_unless_others_are_named(tiny_model_dir: Path) -> No
 )
 def test_a_model_of_causal_rows_is_compared_by_its_own_methods(tmp_path: Path, shape: str, methods: list[str]) -> None:
     assert main(["--random", shape, "--to", str(tmp_path / shape)]) == 0
-    assert list(plan_sweep(options(tmp_path / shape)).methods) == methods
+    assert list(planned(tmp_path / shape).methods) == methods
 
 
 def test_a_path_alone_is_the_file_of_the_one_task(tiny_model_dir: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows=1.jsonl"
     data.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
     for given in (str(data), f"gsm8k={data}"):
-        (drawn,) = plan_sweep(options(tiny_model_dir, tasks=["gsm8k"], data=[given])).problem_sets
-        assert drawn.source == str(data)
+        (drawn,) = planned(tiny_model_dir, tasks=["gsm8k"], data=[given]).tasks
+        assert drawn.problem_set.source == str(data)
 
 
 @pytest.mark.parametrize(
@@ -88,21 +90,21 @@ def test_a_path_alone_is_the_file_of_the_one_task(tiny_model_dir: Path, tmp_path
 )
 def test_what_cannot_be_run_is_refused(tiny_model_dir: Path, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        plan_sweep(options(tiny_model_dir, **changes))
+        planned(tiny_model_dir, **changes)
 
 
 def test_two_models_of_one_name_are_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
     twin = shutil.copytree(tiny_model_dir, tmp_path / tiny_model_dir.name)
     with pytest.raises(ValueError, match=f"two models are named '{tiny_model_dir.name}'"):
-        plan_sweep(options(tiny_model_dir, models=[str(tiny_model_dir), str(twin)]))
+        planned(tiny_model_dir, models=[str(tiny_model_dir), str(twin)])
 
 
 def test_a_problem_has_as_many_rows_as_answers_are_drawn_and_each_noise_of_its_own(tiny_model_dir: Path) -> None:
-    drawn = list(plan_sweep(options(tiny_model_dir, samples=3, temperature=0.7, grid="tau_m2t=0.7,0.9")).rows())
-    again = list(plan_sweep(options(tiny_model_dir, samples=3, temperature=0.7, grid="tau_m2t=0.7,0.9")).rows())
+    drawn = list(planned(tiny_model_dir, samples=3, temperature=0.7, grid="tau_m2t=0.7,0.9").rows())
+    again = list(planned(tiny_model_dir, samples=3, temperature=0.7, grid="tau_m2t=0.7,0.9").rows())
     assert drawn == again and {row["draw"] for row in drawn} == {0, 1, 2}
     assert len({json.loads(row["sampling"])["seed"] for row in drawn}) == len(drawn) == 2 * 3 * 4
-    fewer = list(plan_sweep(options(tiny_model_dir, samples=2, temperature=0.7, grid="tau_m2t=0.7")).rows())
+    fewer = list(planned(tiny_model_dir, samples=2, temperature=0.7, grid="tau_m2t=0.7").rows())
     name = ("method", "config", "problem_id", "draw")
     noise = {tuple(row[n] for n in name): row["sampling"] for row in drawn}
     assert all(noise[tuple(row[n] for n in name)] == row["sampling"] for row in fewer)
@@ -111,8 +113,8 @@ def test_a_problem_has_as_many_rows_as_answers_are_drawn_and_each_noise_of_its_o
 
 
 def test_a_greedy_sweep_has_the_columns_that_it_had(tiny_model_dir: Path) -> None:
-    sweep = plan_sweep(options(tiny_model_dir))
+    sweep = planned(tiny_model_dir)
     (part,) = cut(sweep.rows(), rows_per_part=64)
     assert part.table().schema == PLANNED_COLUMNS and "samples" not in plan_of(sweep, part.rows)
     with pytest.raises(ValueError, match="--temperature above 0"):
-        plan_sweep(options(tiny_model_dir, samples=2))
+        planned(tiny_model_dir, samples=2)

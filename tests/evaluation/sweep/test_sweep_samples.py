@@ -22,11 +22,13 @@ from mbd_core.evaluation.report.summary import write_summary
 from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT, Endpoint, EndpointStage
 from mbd_core.evaluation.sweep.folder import SweepFolder, load_samples, read_report, read_samples
 from mbd_core.evaluation.sweep.grading import Grading, grade_table
+from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
-from mbd_core.evaluation.sweep.plan import Sweep, plan_sweep
+from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.evaluation.sweep.record import SweepRecord, difference, record_of
 from mbd_core.evaluation.sweep.run import SweepRun, collect_samples
 from mbd_core.evaluation.sweep.shard import SweepShard
+from mbd_core.evaluation.sweep.sweep import Sweep
 from mbd_core.serving.tokens.load import load_engine
 
 ENGINE = EngineConfig(max_rows=4, num_pages=128, max_prefill_tokens=8)
@@ -35,7 +37,7 @@ OPTIONS: dict[str, Any] = {"tasks": ["gsm-mini"], "limit": 3, "max_tokens": 8, "
 
 
 def planned(folder: Path, *, limit: int = 3, rows_per_part: int = 2) -> tuple[Sweep, list[Part], SweepRecord]:
-    sweep = plan_sweep(SweepOptions(**{**OPTIONS, "limit": limit}, models=[str(folder)]))
+    sweep = plan_sweep(load_inputs(SweepOptions(**{**OPTIONS, "limit": limit}, models=[str(folder)])))
     rows = list(sweep.rows())
     parts = cut(rows, rows_per_part=rows_per_part)
     return sweep, parts, record_of(sweep, rows, parts, shard=SweepShard(), timing=TIMING)
@@ -53,17 +55,17 @@ def test_a_grid_is_for_our_endpoint_beside_one_that_takes_none() -> None:
     bare = Endpoint(name="bare", url="http://h/v1", model="m")
     ours = Endpoint(name="ours", url="http://h/v1", model="m", defaults={"block_size": 4}, slots=4)
     asked = {**OPTIONS, "models": [], "methods": ["multi"], "grid": "tau_m2t=0.7,0.9"}
-    sweep = plan_sweep(SweepOptions(**asked, endpoints=[ours, bare]))
+    sweep = plan_sweep(load_inputs(SweepOptions(**asked, endpoints=[ours, bare])))
     assert [len(sweep.variants[name]) for name in ("ours", "bare")] == [2, 1]
     with pytest.raises(ValueError, match="'bare' takes no decoding fields"):
-        plan_sweep(SweepOptions(**asked, endpoints=[bare]))
+        plan_sweep(load_inputs(SweepOptions(**asked, endpoints=[bare])))
 
 
 @pytest.mark.parametrize("forwards", [4, None])
 def test_an_error_of_an_endpoint_that_says_forwards_hides_no_tpf(tmp_path: Path, forwards: int | None) -> None:
     endpoint = Endpoint(name="ours", url="http://h/v1", model="m", defaults={"block_size": 4})
     asked = {**OPTIONS, "models": [], "methods": [ENDPOINT_DEFAULT], "endpoints": [endpoint]}
-    sweep = plan_sweep(SweepOptions(**asked))
+    sweep = plan_sweep(load_inputs(SweepOptions(**asked)))
     rows = list(sweep.rows())
     parts = cut(rows, rows_per_part=len(rows))
     record = record_of(sweep, rows, parts, shard=SweepShard(), timing=TIMING)
@@ -152,9 +154,8 @@ def test_a_record_outlives_its_file_and_knows_its_sweep(tiny_model_dir: Path) ->
     assert SweepRecord.of_json(json.loads(json.dumps(record.as_json()))) == record
     assert difference(record, planned(tiny_model_dir)[2]) is None
     assert difference(record, replace(record, settings={"machines": ["another"]})) is None
-    larger = replace(
-        plan_sweep(SweepOptions(**OPTIONS, models=[str(tiny_model_dir)])), engine=replace(ENGINE, num_pages=9)
-    )
+    smaller = plan_sweep(load_inputs(SweepOptions(**OPTIONS, models=[str(tiny_model_dir)])))
+    larger = replace(smaller, engine=replace(ENGINE, num_pages=9))
     rows = list(larger.rows())
     other = record_of(larger, rows, cut(rows, rows_per_part=2), shard=SweepShard(), timing=TIMING)
     assert difference(record, other) == "its num_pages is 128, not 9"
@@ -170,7 +171,7 @@ def test_a_killed_sweep_of_several_answers_goes_on_and_has_each_once(
 ) -> None:
     """The answers are those of a sweep that was not killed, so no draw is repeated or made anew."""
     drawn = {**OPTIONS, "limit": 4, "samples": 3, "temperature": 1.0}
-    sweep = plan_sweep(SweepOptions(**drawn, models=[str(tiny_model_dir)], methods=["multi"]))
+    sweep = plan_sweep(load_inputs(SweepOptions(**drawn, models=[str(tiny_model_dir)], methods=["multi"])))
     sweep = replace(sweep, engine=replace(ENGINE, max_rows=1))
 
     def load(_name: str, engine: EngineConfig) -> DecodingModel:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep
 
@@ -25,26 +26,26 @@ def options(gsm8k: Path, **changes: Any) -> SweepOptions:
 
 
 def test_a_real_task_is_not_cut_at_128_tokens_and_has_the_papers_limit(gsm8k: Path) -> None:
-    sweep = plan_sweep(options(gsm8k))
+    sweep = plan_sweep(load_inputs(options(gsm8k)))
     assert {(row["max_tokens"], row["may_shorten"]) for row in sweep.rows()} == {(4096, True)}
     assert sweep.notes == [
         "model 'tiny-mbd' holds 1024 positions, prompt and answer together: an answer of gsm8k gets what its prompt "
         "leaves of them, not the recipe's 4096 tokens"
     ]
-    generated = plan_sweep(options(gsm8k, tasks=["gsm-mini"], data=(), limit=1))
+    generated = plan_sweep(load_inputs(options(gsm8k, tasks=["gsm-mini"], data=(), limit=1)))
     assert [row["max_tokens"] for row in generated.rows()] == [128] and not generated.notes
 
 
 def test_a_limit_of_the_user_s_own_is_kept_or_refused(gsm8k: Path) -> None:
-    sweep = plan_sweep(options(gsm8k, max_tokens=700))
+    sweep = plan_sweep(load_inputs(options(gsm8k, max_tokens=700)))
     assert {(row["max_tokens"], row["may_shorten"]) for row in sweep.rows()} == {(700, False)} and not sweep.notes
     with pytest.raises(ValueError, match=r"^--max-tokens 1024 .*'tiny-mbd' holds 1024 positions"):
-        plan_sweep(options(gsm8k, max_tokens=1024))
+        plan_sweep(load_inputs(options(gsm8k, max_tokens=1024)))
 
 
 def test_few_shot_prompts_show_the_user_s_examples_and_stop_where_the_recipe_does(gsm8k: Path) -> None:
     train = str(gsm8k / "train.jsonl")
-    sweep = plan_sweep(options(gsm8k, recipe="fast-dllm", examples=[train]))
+    sweep = plan_sweep(load_inputs(options(gsm8k, recipe="fast-dllm", examples=[train])))
     first, second = sweep.rows()
     (message,) = json.loads(first["input"])
     assert message["content"].count("#### ") == 5
@@ -53,7 +54,7 @@ def test_few_shot_prompts_show_the_user_s_examples_and_stop_where_the_recipe_doe
         message["content"].partition("1 + 0?")[0] != json.loads(second["input"])[0]["content"].partition("2 + 0?")[0]
     )
     assert json.loads(first["stop"]) == ["Question:", "</s>", "<|im_end|>"]
-    plain = plan_sweep(options(gsm8k, recipe="fast-dllm-base", examples=[f"gsm8k={train}"]))
+    plain = plan_sweep(load_inputs(options(gsm8k, recipe="fast-dllm-base", examples=[f"gsm8k={train}"])))
     assert json.loads(next(plain.rows())["input"]) == message["content"]
 
 
@@ -75,12 +76,12 @@ def test_what_cannot_be_asked_is_refused(gsm8k: Path, changes: dict[str, Any], s
     if changes.get("examples") == ["test.jsonl"]:
         changes = {**changes, "examples": [str(gsm8k / "test.jsonl")]}
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        plan_sweep(options(gsm8k, **changes))
+        plan_sweep(load_inputs(options(gsm8k, **changes)))
 
 
 def test_a_report_says_how_it_was_asked(gsm8k: Path) -> None:
     train = str(gsm8k / "train.jsonl")
-    sweep = plan_sweep(options(gsm8k, recipe="blockbatch", examples=[train]))
+    sweep = plan_sweep(load_inputs(options(gsm8k, recipe="blockbatch", examples=[train])))
     settings = sweep.settings(engine=sweep.engine, num_actors=1, on_gpu=False, machine="a")
     assert settings["recipe"] == "blockbatch (BlockBatch, Table 1 and Appendix E.3)"
     asked = settings["tasks"]["gsm8k"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jobs.grade import main
+from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.evaluation.tasks.benchmarks import find_task
@@ -298,7 +299,7 @@ def test_a_problem_is_asked_as_the_benchmark_asks_it(tmp_path: Path) -> None:
         "methods": ["single"],
         "data": [f"{name}={path}"],
     }
-    sweep = plan_sweep(SweepOptions(**options, recipe="lcb-runner", samples=2, temperature=0.2))
+    sweep = plan_sweep(load_inputs(SweepOptions(**options, recipe="lcb-runner", samples=2, temperature=0.2)))
     rows = list(sweep.rows())
     assert [(row["task"], row["problem_id"], row["draw"]) for row in rows] == [
         (name, problem, draw) for problem in ("abc001_a", "2") for draw in (0, 1)
@@ -309,7 +310,7 @@ def test_a_problem_is_asked_as_the_benchmark_asks_it(tmp_path: Path) -> None:
     assert user["content"].endswith("```\n\n### Answer: (use the provided format with backticks)\n\n")
     assert "```python\nclass Solution: {0}\n```" in json.loads(rows[2]["input"])[1]["content"]
     with pytest.raises(ValueError, match=r"--data PATH.* livecodebench=PATH"):
-        plan_sweep(SweepOptions(**{**options, "tasks": ["livecodebench"], "data": []}))
+        plan_sweep(load_inputs(SweepOptions(**{**options, "tasks": ["livecodebench"], "data": []})))
 
 
 def test_anybodys_samples_are_graded_by_kind(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mbd_core.batch.executor import ExecutorFailed, LocalExecutor
 from mbd_core.batch.parts import NumberedTable
 from mbd_core.batch.timed_cases import TimedCase
 from mbd_core.evaluation.sweep.grading import Grading
-from mbd_core.evaluation.sweep.plan import Sweep
+from mbd_core.evaluation.sweep.sweep import Sweep
 
 
 class Cluster:
