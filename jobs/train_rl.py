@@ -39,7 +39,7 @@ from mbd_core.rl.recipes import RL_RECIPES, rl_recipe_named
 from mbd_core.storage.folder import Folder
 
 if TYPE_CHECKING:
-    from mbd_core.rl.executor import Executor
+    from mbd_core.rl.executor import RLExecutor
     from mbd_core.rl.rollouts import RolloutPlan
 
 OF_TRAIN = ("lr", "warmup", "schedule", "weight_decay", "clip", "optimizer", "precision", "micro_batch", "pack")
@@ -133,20 +133,20 @@ def chosen_recipe(own: RLOptions, changes: dict[str, Any]) -> RLRecipe:
 
 
 @contextmanager
-def start_executor(plan: RolloutPlan, own: RLOptions, *, isolated: bool) -> Iterator[Executor]:
+def start_executor(plan: RolloutPlan, own: RLOptions, *, isolated: bool) -> Iterator[RLExecutor]:
     """The executor of a run: this process alone, or the connected cluster."""
     recipe = plan.recipe
     if own.local:
         import torch
 
-        from mbd_core.rl.executor import LocalExecutor
+        from mbd_core.rl.executor import LocalRLExecutor
 
         given = {"engines": own.engines, "learners": own.learners, "device": own.device}
         usual = {"engines": 1, "learners": 1, "device": None}
         if different := [name for name in given if given[name] != usual[name]]:
             raise ValueError(f"--local is one engine and one learner in this process; leave --{different[0]} out")
         on_gpu = torch.cuda.is_available()
-        local = LocalExecutor(
+        local = LocalRLExecutor(
             recipe, plan.engine, tensor_parallel=own.tensor_parallel, sleeps=own.share or on_gpu, isolated=isolated
         )
         try:
@@ -156,7 +156,10 @@ def start_executor(plan: RolloutPlan, own: RLOptions, *, isolated: bool) -> Iter
         return
     import ray
 
-    from actors.rl.executor import Layout, RayExecutor  # Ray takes seconds to import: bad input is refused before that
+    from actors.rl.executor import (  # Ray takes seconds to import: bad input is refused before that
+        Layout,
+        RayRLExecutor,
+    )
     from cluster.local import connect
 
     is_ours = connect(num_cpus=max(4, own.engines * own.tensor_parallel + own.learners + 2))
@@ -169,7 +172,7 @@ def start_executor(plan: RolloutPlan, own: RLOptions, *, isolated: bool) -> Iter
             device=own.device,
             shares=own.share,
         )
-        with RayExecutor(recipe, plan.engine, layout, isolated=isolated) as executor:
+        with RayRLExecutor(recipe, plan.engine, layout, isolated=isolated) as executor:
             yield executor
     finally:
         if is_ours:

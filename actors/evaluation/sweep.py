@@ -32,10 +32,10 @@ from mbd_core.evaluation.sweep.sweep import Sweep
 from mbd_core.serving.tokens.load import load_engine
 from mbd_core.storage.models import fetch_model
 
-Load = Callable[[str, EngineConfig], DecodingModel]
+ModelLoader = Callable[[str, EngineConfig], DecodingModel]
 
 
-def loader(models: Mapping[str, str], *, tensor_parallel: int) -> Load:
+def loader(models: Mapping[str, str], *, tensor_parallel: int) -> ModelLoader:
     """Loads a model by the name in the rows, which `models` maps to what `fetch_model` takes."""
 
     def load(name: str, engine: EngineConfig) -> DecodingModel:

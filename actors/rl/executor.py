@@ -163,7 +163,7 @@ class Layout:
         return layout
 
 
-class RayExecutor:
+class RayRLExecutor:
     """An executor on the connected cluster. `close()` it, or use it as a context.
 
     Engines on CPUs may share a machine's memory, so each sizes its KV pages from its part of it.
@@ -195,7 +195,7 @@ class RayExecutor:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
         return {"num_cpus": 1, "num_gpus": self._layout.engines.num_gpus / 2, "scheduling_strategy": strategy}
 
-    def __enter__(self) -> "RayExecutor":
+    def __enter__(self) -> "RayRLExecutor":
         return self
 
     def __exit__(self, *error: object) -> None:

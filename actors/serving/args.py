@@ -51,7 +51,7 @@ class Autoscaling:
             raise ValueError(f"min={self.min} exceeds max={self.max}")
 
 
-class Content:
+class LiveContent:
     """What a deployment that runs takes over: Serve's `user_config`."""
 
     @classmethod
@@ -65,7 +65,7 @@ class Content:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineContent(Content):
+class EngineContent(LiveContent):
     """`weights` and `adapters` as in `ModelArgs`."""
 
     weights: Annotated[str | None, Option("As the model's.")] = None
@@ -76,7 +76,7 @@ class EngineContent(Content):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayContent(Content):
+class GatewayContent(LiveContent):
     """The names of the adapters, by model."""
 
     adapters: Annotated[dict[str, list[str]], Option("The names of each model's.")] = field(default_factory=dict)

@@ -48,11 +48,10 @@ REASONS: tuple[FinishReason, ...] = ("stop", "length")
 STATUSES = (400, 404, 429, 500, 503, 504)
 
 M = TypeVar("M")
-Reading = float | Samples | Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Measure(Generic[M]):
+class ExportedMeasure(Generic[M]):
     """A row: the measure's name and type, what it means, and how it is read from `M`.
 
     read        a number; of a histogram the `Samples`; with a `label` a number for each of its values
@@ -63,7 +62,7 @@ class Measure(Generic[M]):
     name: str
     kind: Literal["gauge", "counter", "histogram"]
     help: str
-    read: Callable[[M], Reading]
+    read: Callable[[M], float | Samples | Mapping[str, float]]
     label: str | None = None
     boundaries: Sequence[float] = ()
 
@@ -77,106 +76,116 @@ def _dropped(*samples: Samples) -> int:
     return sum(s.num_dropped for s in samples)
 
 
-ENGINE_MEASURES: tuple[Measure[EngineMeasures], ...] = (
-    Measure("num_requests_running", "gauge", "requests that hold a batch row", lambda m: m.running),
-    Measure("num_requests_waiting", "gauge", "requests that wait for a batch row", lambda m: m.waiting),
-    Measure(
+ENGINE_MEASURES: tuple[ExportedMeasure[EngineMeasures], ...] = (
+    ExportedMeasure("num_requests_running", "gauge", "requests that hold a batch row", lambda m: m.running),
+    ExportedMeasure("num_requests_waiting", "gauge", "requests that wait for a batch row", lambda m: m.waiting),
+    ExportedMeasure(
         "kv_cache_usage_perc",
         "gauge",
         "share of the KV pages that running requests own, 0 to 1",
         lambda m: m.kv_usage,
     ),
-    Measure("active_slots", "gauge", "Block Buffer slots whose block is being decoded", lambda m: m.active_slots),
-    Measure("dummy_slots", "gauge", "Block Buffer slots without a block, of the same rows", lambda m: m.dummy_slots),
-    Measure(
+    ExportedMeasure(
+        "active_slots", "gauge", "Block Buffer slots whose block is being decoded", lambda m: m.active_slots
+    ),
+    ExportedMeasure(
+        "dummy_slots", "gauge", "Block Buffer slots without a block, of the same rows", lambda m: m.dummy_slots
+    ),
+    ExportedMeasure(
         "prefix_cache_queries",
         "counter",
         "prompt tokens that were looked up in the prefix cache",
         lambda m: m.prefix_queries,
     ),
-    Measure("prefix_cache_hits", "counter", "prompt tokens that the prefix cache held", lambda m: m.prefix_hits),
-    Measure("num_preemptions", "counter", "requests that lost their pages for a while", lambda m: m.preemptions),
-    Measure("host_cache_pages", "gauge", "pages that lie in the host's memory", lambda m: m.host_pages),
-    Measure("pages_to_host", "counter", "pages that were copied to the host's memory", lambda m: m.pages_to_host),
-    Measure(
+    ExportedMeasure(
+        "prefix_cache_hits", "counter", "prompt tokens that the prefix cache held", lambda m: m.prefix_hits
+    ),
+    ExportedMeasure(
+        "num_preemptions", "counter", "requests that lost their pages for a while", lambda m: m.preemptions
+    ),
+    ExportedMeasure("host_cache_pages", "gauge", "pages that lie in the host's memory", lambda m: m.host_pages),
+    ExportedMeasure(
+        "pages_to_host", "counter", "pages that were copied to the host's memory", lambda m: m.pages_to_host
+    ),
+    ExportedMeasure(
         "pages_from_host",
         "counter",
         "pages that were copied back from the host's memory",
         lambda m: m.pages_from_host,
     ),
-    Measure(
+    ExportedMeasure(
         "step_limit_seconds",
         "gauge",
         "what a step in which requests decode may take with its prompts",
         lambda m: m.step_limit,
     ),
-    Measure(
+    ExportedMeasure(
         "prompt_token_seconds",
         "gauge",
         "what a prompt token costs at the beginning of its prompt",
         lambda m: m.token_seconds,
     ),
-    Measure(
+    ExportedMeasure(
         "forward_passes",
         "counter",
         "forwards of the model, by kind",
         lambda m: {str(kind): number for kind, number in m.counts.forwards.items()},
         label="kind",
     ),
-    Measure(
+    ExportedMeasure(
         "sequence_forwards",
         "counter",
         "forwards, each as often as sequences took part in it",
         lambda m: m.counts.sequence_forwards,
     ),
-    Measure(
+    ExportedMeasure(
         "static_steps",
         "counter",
         "steps of a static shape, by how they ran",
         lambda m: {"graph": m.replayed_steps, "eager": m.eager_steps},
         label="mode",
     ),
-    Measure(
+    ExportedMeasure(
         "committed_tokens",
         "counter",
         "tokens that were committed and handed out",
         lambda m: m.counts.committed_tokens,
     ),
-    Measure(
+    ExportedMeasure(
         "edited_tokens",
         "counter",
         "tokens that were overwritten before they were committed",
         lambda m: m.counts.edited_tokens,
     ),
-    Measure(
+    ExportedMeasure(
         "tokens_per_forward",
         "histogram",
         "useful tokens of a request for each of its forwards",
         lambda m: m.counts.tokens_per_forward,
         boundaries=TOKENS_PER_FORWARD,
     ),
-    Measure(
+    ExportedMeasure(
         "block_lifetime_steps",
         "histogram",
         "forwards from a block's activation to its commit",
         lambda m: m.counts.block_lifetimes,
         boundaries=LIFETIMES,
     ),
-    Measure(
+    ExportedMeasure(
         "request_queue_time_seconds",
         "histogram",
         "from a request's arrival at its replica to its batch row",
         lambda m: m.counts.queue_seconds,
         boundaries=SECONDS,
     ),
-    Measure(
+    ExportedMeasure(
         "request_prefill_time_seconds",
         "histogram",
         "from a request's batch row to the end of its prompt",
         lambda m: m.counts.prefill_seconds,
         boundaries=SECONDS,
     ),
-    Measure(
+    ExportedMeasure(
         "dropped_samples",
         "counter",
         "values that came too fast for the histograms",
@@ -186,59 +195,61 @@ ENGINE_MEASURES: tuple[Measure[EngineMeasures], ...] = (
     ),
 )
 
-REQUEST_MEASURES: tuple[Measure[RequestMeasures], ...] = (
-    Measure("prompt_tokens", "counter", "prompt tokens of the requests that were accepted", lambda m: m.prompt_tokens),
-    Measure("generation_tokens", "counter", "tokens that came for clients", lambda m: m.generation_tokens),
-    Measure(
+REQUEST_MEASURES: tuple[ExportedMeasure[RequestMeasures], ...] = (
+    ExportedMeasure(
+        "prompt_tokens", "counter", "prompt tokens of the requests that were accepted", lambda m: m.prompt_tokens
+    ),
+    ExportedMeasure("generation_tokens", "counter", "tokens that came for clients", lambda m: m.generation_tokens),
+    ExportedMeasure(
         "request_success",
         "counter",
         "choices that ended by themselves, by reason",
         lambda m: {reason: m.finished[reason] for reason in REASONS},
         label="finished_reason",
     ),
-    Measure("request_aborted", "counter", "choices whose client left", lambda m: m.aborted),
-    Measure(
+    ExportedMeasure("request_aborted", "counter", "choices whose client left", lambda m: m.aborted),
+    ExportedMeasure(
         "request_errors",
         "counter",
         "requests that were refused or failed, by HTTP status",
         lambda m: {str(status): m.errors[status] for status in (*STATUSES, *list(m.errors))},
         label="status",
     ),
-    Measure(
+    ExportedMeasure(
         "request_lost_replicas",
         "counter",
         "times that a request lost its replica and looked for another",
         lambda m: m.lost_replicas,
     ),
-    Measure(
+    ExportedMeasure(
         "time_to_first_token_seconds",
         "histogram",
         "from a request's arrival to its first committed tokens",
         lambda m: m.time_to_first_token,
         boundaries=SECONDS,
     ),
-    Measure(
+    ExportedMeasure(
         "inter_token_latency_seconds",
         "histogram",
         "between two commits of a request; a commit's tokens come at once",
         lambda m: m.inter_token_latency,
         boundaries=SECONDS,
     ),
-    Measure(
+    ExportedMeasure(
         "request_time_per_output_token_seconds",
         "histogram",
         "a request's mean time per token after the first",
         lambda m: m.time_per_output_token,
         boundaries=SECONDS,
     ),
-    Measure(
+    ExportedMeasure(
         "e2e_request_latency_seconds",
         "histogram",
         "from a request's arrival to its last tokens",
         lambda m: m.end_to_end,
         boundaries=SECONDS,
     ),
-    Measure(
+    ExportedMeasure(
         "dropped_request_samples",
         "counter",
         "values that came too fast for the histograms",
@@ -246,8 +257,10 @@ REQUEST_MEASURES: tuple[Measure[RequestMeasures], ...] = (
     ),
 )
 
-MODEL_MEASURES: tuple[Measure[int], ...] = (  # of each model that has engines of its own; adapters have their model's
-    Measure(
+MODEL_MEASURES: tuple[
+    ExportedMeasure[int], ...
+] = (  # of each model that has engines of its own; adapters have their model's
+    ExportedMeasure(
         "least_replicas",
         "gauge",
         "engine replicas that a model has at least, 0 where it may rest",
@@ -259,7 +272,7 @@ MODEL_MEASURES: tuple[Measure[int], ...] = (  # of each model that has engines o
 class Exporter(Generic[M]):
     """The measures of a table; `read` says what they are now, by model."""
 
-    def __init__(self, rows: Sequence[Measure[M]], read: Callable[[], Mapping[str, M]]) -> None:
+    def __init__(self, rows: Sequence[ExportedMeasure[M]], read: Callable[[], Mapping[str, M]]) -> None:
         self._read, self._series = read, [(row, _Series(row)) for row in rows]
 
     def export(self) -> None:
@@ -277,7 +290,7 @@ class Exporter(Generic[M]):
 class _Series:
     """A row's metric of Ray. A counter is told its total, not its rises; it never falls."""
 
-    def __init__(self, row: Measure[Any]) -> None:
+    def __init__(self, row: ExportedMeasure[Any]) -> None:
         settings: dict[str, Any] = {
             "description": row.help,
             "tag_keys": ("model",) if row.label is None else ("model", row.label),

@@ -57,7 +57,7 @@ class Measured:
         return outputs, self.seconds[-1]
 
 
-class Router:
+class ReplicaRouter:
     """Where a request goes: to the engine that has stored most of its prompt (`PrefixAffinity`), or, by load, to the
     less busy one of two that are drawn, as Serve chooses."""
 
@@ -150,7 +150,7 @@ def serve(
 ) -> Served:
     """Serve a traffic to its end; `tick` is called at every answer's end. Raises the admission's refusals."""
     rng, order = random.Random(seed), itertools.count()
-    clients, router = Clients(traffic, decoding, seed=seed), Router(replicas, routing, rng=rng)
+    clients, router = Clients(traffic, decoding, seed=seed), ReplicaRouter(replicas, routing, rng=rng)
     number = traffic.sessions or 20 * len(replicas)
     events: list[tuple[float, int, Turn | int, list[StepOutput]]] = []  # a turn comes, or a replica's step has ended
     due_times = enumerate(arrivals(traffic, number, rng=rng))

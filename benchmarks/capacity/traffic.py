@@ -63,7 +63,7 @@ SESSION_TOKENS = 4  # they make a session's prompt its own
 
 
 @dataclass
-class Session:
+class SimulatedSession:
     """A conversation so far, and what it draws its lengths from."""
 
     number: int
@@ -76,7 +76,7 @@ class Session:
 class Turn:
     """One request's times, in seconds of the virtual clock, and counts."""
 
-    session: Session
+    session: SimulatedSession
     request: Request
     due: float
     first_token: float = 0.0
@@ -118,7 +118,7 @@ class Clients:
     def begin(self, number: int, due: float) -> Turn:
         """The first turn of a session."""
         digits = (number // DIGITS**place % DIGITS for place in range(SESSION_TOKENS))
-        session = Session(number, random.Random(f"{self._seed} {number}"))
+        session = SimulatedSession(number, random.Random(f"{self._seed} {number}"))
         session.tokens = (*(FILLER,) * self._traffic.shared, *digits)
         traffic = self._traffic
         return self._turn(session, traffic.long_prompt if traffic.is_long(number) else traffic.prompt, due)
@@ -132,7 +132,7 @@ class Clients:
         think = session.rng.expovariate(1 / self._traffic.think) if self._traffic.think else 0.0
         return self._turn(session, self._traffic.turn_tokens, turn.end + think)
 
-    def _turn(self, session: Session, new_tokens: int, due: float) -> Turn:
+    def _turn(self, session: SimulatedSession, new_tokens: int, due: float) -> Turn:
         traffic, session.turn = self._traffic, session.turn + 1
 
         def drawn(mean: int) -> int:

@@ -18,7 +18,7 @@ from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.pages import PagePool
 from mbd_core.serving.tokens.prefix_affinity import PrefixAffinity, leading_pages
 
-Router = Literal["prefix", "two choices"]
+RouterName = Literal["prefix", "two choices"]
 
 COLUMNS = {
     "router": "router",
@@ -91,7 +91,7 @@ class Simulation:
 
     traffic: Traffic
     fleet: Fleet
-    router: Router
+    router: RouterName
     seed: int = 0
     replicas: dict[str, StubReplica] = field(default_factory=dict)
     waits: list[float] = field(default_factory=list)
@@ -191,7 +191,7 @@ class Simulation:
 
 
 def affinity_rows(
-    traffic: Traffic, fleet: Fleet, *, routers: Sequence[Router] = ("prefix", "two choices")
+    traffic: Traffic, fleet: Fleet, *, routers: Sequence[RouterName] = ("prefix", "two choices")
 ) -> list[dict[str, Any]]:
     """The same traffic over a steady fleet and over one with `fleet`'s events, by each router."""
     steady = Fleet(**{**vars(fleet), "events": ()})

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Self
 
 from jobs.api.answers import Answer
 from jobs.api.keywords import json_body
-from jobs.api.session import LOOK_SECONDS, Reply, Session, plain_error
+from jobs.api.session import LOOK_SECONDS, Session, TracedReply, plain_error
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.requests import ChatRequest
 from mbd_core.serving.server.text_stream import TextStep
@@ -23,16 +23,16 @@ class AnswerStream:
     """
 
     def __init__(
-        self, session: Session, body: dict[str, Any], *, trace: bool, answer_of: Callable[[Reply], Answer]
+        self, session: Session, body: dict[str, Any], *, trace: bool, answer_of: Callable[[TracedReply], Answer]
     ) -> None:
         self.answer: Answer | None = None
         self._answer_of = answer_of
-        self._pieces: SimpleQueue[str | Reply | BaseException] = SimpleQueue()
+        self._pieces: SimpleQueue[str | TracedReply | BaseException] = SimpleQueue()
         body = {**body, "stream": True} | ({"frames": True} if trace else {})
         work = _feed(self._pieces, session, json_body(body), trace=trace, calls="tools" in body)
         self._cancel = weakref.finalize(self, session.start(work))
         first = self._next()  # what cannot be honoured is refused here, and not at the first piece
-        self._first = first if isinstance(first, str | Reply) else self._refuse(first)
+        self._first = first if isinstance(first, str | TracedReply) else self._refuse(first)
 
     def __iter__(self) -> Self:
         return self
@@ -40,7 +40,7 @@ class AnswerStream:
     def __next__(self) -> str:
         while self.answer is None and self._cancel.alive:
             item, self._first = self._first or self._next(), ""
-            if isinstance(item, Reply):
+            if isinstance(item, TracedReply):
                 self.answer = self._answer_of(item)
                 self._cancel()
             elif isinstance(item, BaseException):
@@ -59,7 +59,7 @@ class AnswerStream:
         """End the request where it stands; no piece follows. Does nothing after the last."""
         self._cancel()
 
-    def _next(self) -> str | Reply | BaseException:
+    def _next(self) -> str | TracedReply | BaseException:
         while True:
             with suppress(Empty):
                 return self._pieces.get(timeout=LOOK_SECONDS)
@@ -70,7 +70,12 @@ class AnswerStream:
 
 
 async def _feed(
-    pieces: "SimpleQueue[str | Reply | BaseException]", session: Session, body: bytes, *, trace: bool, calls: bool
+    pieces: "SimpleQueue[str | TracedReply | BaseException]",
+    session: Session,
+    body: bytes,
+    *,
+    trace: bool,
+    calls: bool,
 ) -> None:
     """Put the texts of a request's steps into a queue, then its reply, or why there is none."""
     reader = CallReader() if calls else None

@@ -11,7 +11,7 @@ from mbd_core.options import ENGINE, Option, read
 T = TypeVar("T")
 Say = Callable[[str], object]
 """Is called with each remark."""
-Isolation = Annotated[
+IsolationOption = Annotated[
     Literal["any", "required"],
     Option(
         "What must contain programs; required: bubblewrap or Landlock, or nothing is graded.",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 from tqdm import tqdm
 
-from jobs.api.call_options import Isolation, Say, options_from, silent
+from jobs.api.call_options import IsolationOption, Say, options_from, silent
 from jobs.api.rows import rows_of, table_of
 from mbd_core.evaluation.sandbox.processes import describe_isolation, hide_memory
 from mbd_core.evaluation.sweep.grading import (
@@ -87,7 +87,7 @@ class GradeOptions:
     split: Annotated[Split, Option("Split of a generated task.", DATA)] = "test"
     seed: Annotated[int, Option("Of a generated task.", DATA, at_least=0)] = 0
     workers: Annotated[int | None, Option("Samples graded at once.", ENGINE, at_least=1, default="the CPUs")] = None
-    isolation: Isolation = "any"
+    isolation: IsolationOption = "any"
     overwrite: Annotated[bool, Option("Replace a folder that this command wrote before.", OUTPUT)] = False
 
     def __post_init__(self) -> None:

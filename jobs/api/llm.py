@@ -14,7 +14,7 @@ from jobs.api.answer_stream import AnswerStream
 from jobs.api.answers import Answer, Trace
 from jobs.api.call_options import unknown
 from jobs.api.keywords import ChatKeywords, Keywords, Settings, json_body, split_keywords, split_settings
-from jobs.api.session import Kind, Reply, Session
+from jobs.api.session import RequestKind, Session, TracedReply
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
@@ -190,7 +190,7 @@ class LLM:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def _body(self, kind: Kind, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    def _body(self, kind: RequestKind, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """A request's body, but for its prompt."""
         given = {name: value for name, value in keywords.items() if value is not None}
         method = given.pop("method", None)
@@ -204,7 +204,13 @@ class LLM:
         return body | ({"decoding": fields} if fields else {})
 
     def _answers(
-        self, kind: Kind, field: str, prompts: list[Any], n: int | None, trace: bool, keywords: Mapping[str, Any]
+        self,
+        kind: RequestKind,
+        field: str,
+        prompts: list[Any],
+        n: int | None,
+        trace: bool,
+        keywords: Mapping[str, Any],
     ) -> list[Any]:
         """For each prompt its answer, or the list of its `n` answers."""
         body = self._body(kind, keywords)
@@ -228,7 +234,7 @@ class LLM:
         answers = [self._answer(reply, body[field]) for reply, body in zip(replies, bodies, strict=True)]
         return answers if n is None else [answers[start : start + n] for start in range(0, len(answers), n)]
 
-    def _answer(self, reply: Reply, prompt: Any) -> Answer:
+    def _answer(self, reply: TracedReply, prompt: Any) -> Answer:
         answer, loaded = Answer.of(reply.completion), self._session.service.loaded
         trace = Trace.of(
             reply.frames,

@@ -7,12 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
-
-Rows = "list[dict[str, Any]] | pandas.DataFrame"
+from typing import Any
 
 
 def rows_of(value: Any, noun: str) -> list[dict[str, Any]]:

@@ -25,10 +25,10 @@ from mbd_core.serving.tokens.stream import EngineFailed, TooManyRequests
 T = TypeVar("T")
 LOOK_SECONDS = 0.5  # after which a wait looks for Ctrl-C, whose signal another thread may have got
 AGAIN_SECONDS = 0.1  # between two tries of a request for which there was no room
-Kind = type[ChatRequest] | type[CompletionRequest]
+RequestKind = type[ChatRequest] | type[CompletionRequest]
 
 
-class Reply(NamedTuple):
+class TracedReply(NamedTuple):
     """The endpoint's reply to a body, and the frames of its forwards where they were asked for."""
 
     completion: Completion
@@ -81,7 +81,9 @@ class Session:
         """Raise `ValueError` for a decoding that the model or its engine cannot honour."""
         self.service.limits.admission.check(Request(request_id="", prompt=(0,), max_tokens=1, decoding=decoding))
 
-    async def ask_all(self, kind: Kind, bodies: Sequence[bytes], *, n: int, field: str, trace: bool) -> list[Reply]:
+    async def ask_all(
+        self, kind: RequestKind, bodies: Sequence[bytes], *, n: int, field: str, trace: bool
+    ) -> list[TracedReply]:
         """The replies to bodies, of which `n` each ask the same; all are checked before the first is decoded.
 
         `field` is that of the prompts: an error of one names its number.
@@ -102,13 +104,13 @@ class Session:
 
     async def ask(
         self,
-        kind: Kind,
+        kind: RequestKind,
         body: bytes,
         *,
         trace: bool = False,
         on_step: Callable[[TextStep], None] | None = None,
         turns: asyncio.Lock | None = None,
-    ) -> Reply:
+    ) -> TracedReply:
         """The endpoint's reply to a body, and with `trace` its frames; `on_step` is called with each step.
 
         Bodies that share `turns` are sent one after the other, each as soon as the engine has a place for it.
@@ -130,7 +132,7 @@ class Session:
                 on_step(step)
 
         try:
-            return Reply(await (answer.whole(see) if trace or on_step is not None else answer.whole()), frames)
+            return TracedReply(await (answer.whole(see) if trace or on_step is not None else answer.whole()), frames)
         finally:
             answer.close()
 

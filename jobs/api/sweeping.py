@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack
 
-from jobs.api.call_options import Isolation, Say, options_from, silent
+from jobs.api.call_options import IsolationOption, Say, options_from, silent
 from jobs.api.rows import names_of
 from jobs.api.sweep_work import Subjects, SweepResult, run_work
 from mbd_core.batch.timed_cases import Timing
@@ -60,7 +60,7 @@ class SweepWork:
         int, Option("Requests under way at an endpoint, and where throughput is timed.", ENGINE, at_least=1)
     ] = Timing.concurrency
     actors: Annotated[int, Option("Engines in parallel, with a CPU a rank.", CLUSTER, at_least=1)] = 1
-    isolation: Isolation = "any"
+    isolation: IsolationOption = "any"
     write_best: Annotated[
         By | None,
         Option(f"Write each model's best configuration into its generation_config.json: {BEST}", OUTPUT),

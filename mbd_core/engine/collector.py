@@ -21,7 +21,7 @@ from mbd_core.decoding.blocks.request import (
 )
 from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.engine.batch import Batch
-from mbd_core.engine.drafting import DraftedStep, Drafting, Load
+from mbd_core.engine.drafting import DraftedStep, Drafting, StepLoad
 from mbd_core.engine.kinds import StepKind
 from mbd_core.engine.measures import EngineCounts, ForwardKind
 from mbd_core.engine.pacing import Pacer
@@ -375,7 +375,7 @@ def _drafted_step(updates: "Sequence[tuple[PlannedRun, CanvasUpdate]]", chunks: 
         elif run.may_draft:
             given.append(sum(update.accepted.values()))
     return DraftedStep(
-        load=Load(len(updates), positions, sum(c.stop - c.start for c in chunks)),
+        load=StepLoad(len(updates), positions, sum(c.stop - c.start for c in chunks)),
         single=single,
         drafts=len(given),
         verified=sum(tokens > 0 for tokens in given),

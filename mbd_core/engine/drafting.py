@@ -36,7 +36,7 @@ STEPS_OF_A_DRAFT = 2
 
 
 @dataclass(frozen=True)
-class Load:
+class StepLoad:
     """What a forward carries.
 
     rows           of sequences that decode
@@ -58,8 +58,8 @@ class Load:
 class Choices:
     """The next forward if the requests that may draft do, and if they go on by single tokens; their number."""
 
-    drafts: Load
-    single: Load
+    drafts: StepLoad
+    single: StepLoad
     number: int
 
 
@@ -74,7 +74,7 @@ class DraftedStep:
     tokens    that these gave
     """
 
-    load: Load
+    load: StepLoad
     single: int
     drafts: int
     verified: int
@@ -96,7 +96,7 @@ class LoadRange:
         self.unseen_steps = {True: LEAST_STEPS, False: LEAST_STEPS}
         self.unseen_seconds = {True: math.inf, False: math.inf}
 
-    def observe(self, load: Load, seconds: float, *, drafts: bool) -> None:
+    def observe(self, load: StepLoad, seconds: float, *, drafts: bool) -> None:
         scale = seconds
         if self._coefficients:
             scale = min(max(self.seconds(load), seconds / OUTLIER), seconds * OUTLIER)
@@ -122,7 +122,7 @@ class LoadRange:
         ridge = np.diag(np.where(weight > 0, RIDGE * weight, 1.0))
         self._coefficients = np.linalg.solve(self._products[:, :4] + ridge, self._products[:, 4]).tolist()
 
-    def seconds(self, load: Load) -> float:
+    def seconds(self, load: StepLoad) -> float:
         """Expected of a step, by the last fit; there must have been one."""
         expected = sum(c * feature for c, feature in zip(self._coefficients, load.features, strict=True))
         return max(LEAST_SECONDS, expected)

@@ -19,7 +19,7 @@ from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, PlannedDecod
 from mbd_core.decoding.canvas.unmasking import guess
 from mbd_core.decoding.causal.planned import planned_decoder
 from mbd_core.engine.batch import Rows, to_device
-from mbd_core.engine.drafting import Choices, Load
+from mbd_core.engine.drafting import Choices, StepLoad
 from mbd_core.engine.pages import PagedKVCache
 from mbd_core.engine.runner import ModelRunner
 from mbd_core.engine.sequence import SequenceState
@@ -96,7 +96,9 @@ class PlannedRuns:
         lengths += lengths[-1:] * (num_soon - len(self._runs))
         rows = max(num_soon, len(self._runs))
         return Choices(
-            drafts=Load(rows, others + sum(lengths)), single=Load(rows, others + len(lengths)), number=len(lengths)
+            drafts=StepLoad(rows, others + sum(lengths)),
+            single=StepLoad(rows, others + len(lengths)),
+            number=len(lengths),
         )
 
     def rows(self, *, num_before: int, adapts: bool = False) -> Rows | None:

@@ -22,7 +22,7 @@ from mbd_core.rl.rewards import Scorer
 from mbd_core.rl.rollouts import RolloutEngine
 
 
-class Executor(Protocol):
+class RLExecutor(Protocol):
     """Engines, scorers and a learner: a Ray cluster (`actors/rl/executor.py`), or this process.
 
     All methods raise `LearnerLost` where the learner's process has ended, and `RewardFailed`; an engine that is lost
@@ -103,7 +103,7 @@ class LearnerState:
             self.learner.load_state_dict(state)
 
 
-class LocalExecutor:
+class LocalRLExecutor:
     """One engine and one learner in this process. With `sleeps` the engine gives its memory back while the learner
     works; `isolated` as in a sweep."""
 

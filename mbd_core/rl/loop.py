@@ -33,7 +33,7 @@ from mbd_core.evaluation.sweep.folder import graded_sample
 from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.log_targets import open_logs
 from mbd_core.rl.config import RLRecipe, as_recorded
-from mbd_core.rl.executor import Executor, LearnerLost
+from mbd_core.rl.executor import LearnerLost, RLExecutor
 from mbd_core.rl.folder import HELD_OUT, ITERATIONS, PLOT, RunFolder
 from mbd_core.rl.groups import REASONS, ScoredAnswer, advantages, weighted_sum, why_idle
 from mbd_core.rl.parts import RewardFailed
@@ -57,7 +57,7 @@ class RLRun:
     """A run in its folder, on an executor. `log_targets` are as a training's."""
 
     def __init__(
-        self, plan: RolloutPlan, folder: RunFolder, executor: Executor, *, log_targets: Sequence[str] = ()
+        self, plan: RolloutPlan, folder: RunFolder, executor: RLExecutor, *, log_targets: Sequence[str] = ()
     ) -> None:
         self.plan, self.folder, self.executor = plan, folder, executor
         self.recipe: RLRecipe = plan.recipe

@@ -128,7 +128,7 @@ class Study:
             return _supervised(arm, seed, path / "model")
         import pyarrow as pa
 
-        from mbd_core.rl.executor import LocalExecutor
+        from mbd_core.rl.executor import LocalRLExecutor
         from mbd_core.rl.folder import ITERATIONS, RunFolder
         from mbd_core.rl.folder import RECORD as RUN
         from mbd_core.rl.loop import RLRun
@@ -137,7 +137,7 @@ class Study:
         recipe = replace(arm, seed=seed, held_out=HeldOutConfig(evaluate_every=0), samples_every=0)
         plan = RolloutPlan.of(recipe, EngineConfig())
         with (
-            closing(LocalExecutor(recipe, plan.engine, sleeps=False)) as executor,
+            closing(LocalRLExecutor(recipe, plan.engine, sleeps=False)) as executor,
             closing(RunFolder(path, recipe, resume=(path / RUN).is_file())) as folder,
         ):
             model = RLRun(plan, folder, executor).run()

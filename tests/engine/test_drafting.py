@@ -22,25 +22,25 @@ from mbd_core.engine.drafting import (
     Choices,
     DraftedStep,
     Drafting,
-    Load,
+    StepLoad,
 )
 from mbd_core.engine.engine import Engine
 from mbd_core.models.decoder import Decoder, init_weights
 
 LENGTH = 8
-Cost = Callable[[Load], float]
+Cost = Callable[[StepLoad], float]
 
 
-def by_rows(load: Load) -> float:
+def by_rows(load: StepLoad) -> float:
     """A machine on which positions cost nothing."""
     return 1.0 + 0.01 * load.rows
 
 
-def by_positions(load: Load) -> float:
+def by_positions(load: StepLoad) -> float:
     return 0.01 + load.positions + load.prompt_tokens
 
 
-def bent(load: Load) -> float:
+def bent(load: StepLoad) -> float:
     """Positions cost nothing up to 64 of them."""
     return 1.0 + 0.1 * max(0, load.positions - 64)
 
@@ -57,8 +57,8 @@ class Server:
         count requests that are `joining`."""
         drafted, tokens, seconds = 0, 0.0, 0.0
         for _ in range(steps):
-            drafted_load, single_load = (Load(rows, n, prompt_tokens) for n in (rows * LENGTH, rows))
-            loads = (Load(rows - joining, n * (rows - joining)) for n in (LENGTH, 1))
+            drafted_load, single_load = (StepLoad(rows, n, prompt_tokens) for n in (rows * LENGTH, rows))
+            loads = (StepLoad(rows - joining, n * (rows - joining)) for n in (LENGTH, 1))
             choices = Choices(**dict(zip(("drafts", "single"), loads, strict=True)), number=rows - joining)
             chosen, verifies = self.drafting.choose(choices), self.verifies
             assert chosen == self.drafting.choose(choices), "asking changes nothing"
@@ -80,8 +80,8 @@ class Server:
     def against_best(self, rows: int, steps: int) -> tuple[float, int]:
         """Tokens a second over those of the better mode alone, and the steps in a mode that loses 5 %."""
         drafted, tokens, seconds = self.serve(rows, steps)
-        single = rows / self.cost(Load(rows, rows))
-        drafts = rows * self.accepted / STEPS_OF_A_DRAFT / self.cost(Load(rows, rows * LENGTH))
+        single = rows / self.cost(StepLoad(rows, rows))
+        drafts = rows * self.accepted / STEPS_OF_A_DRAFT / self.cost(StepLoad(rows, rows * LENGTH))
         best, wrong = max(single, drafts), drafted if single > drafts else steps - drafted
         return tokens / seconds / best, 0 if min(single, drafts) > 0.95 * best else wrong
 
@@ -142,7 +142,7 @@ def test_beside_long_prompts_the_other_mode_is_tried_as_seldom() -> None:
 def test_one_slow_step_changes_nothing() -> None:
     server = Server(by_positions, accepted=4.0)
     server.serve(4, 100)
-    choices = Choices(drafts=Load(4, 4 * LENGTH), single=Load(4, 4), number=4)
+    choices = Choices(drafts=StepLoad(4, 4 * LENGTH), single=StepLoad(4, 4), number=4)
     server.drafting.observe(DraftedStep(load=choices.single, single=4, drafts=0, verified=0, tokens=0), 1e4)
     assert server.serve(4, LEAST_STEPS - 1)[0] <= STEPS_OF_A_DRAFT
 
@@ -170,7 +170,7 @@ def model() -> Decoder:
 
 class Clock:
     def __init__(self, cost: Cost) -> None:
-        self.now, self.cost, self.loads = 0.0, cost, list[Load]()
+        self.now, self.cost, self.loads = 0.0, cost, list[StepLoad]()
 
     def __call__(self) -> float:
         return self.now
@@ -179,7 +179,7 @@ class Clock:
         forward = engine.runner.forward
 
         def timed(batch: Batch) -> Tensor:
-            self.loads.append(Load(len(batch.kv_lens_K), len(batch.input_ids_T)))
+            self.loads.append(StepLoad(len(batch.kv_lens_K), len(batch.input_ids_T)))
             self.now += self.cost(self.loads[-1])
             return forward(batch)
 
@@ -234,7 +234,7 @@ def test_requests_that_decode_soon_count_as_if_they_did(model: Decoder) -> None:
     for other in others:
         engine.add(other)
     engine.step()
-    assert seen == [Choices(drafts=Load(4, 4 * LENGTH), single=Load(4, 4), number=4)]
+    assert seen == [Choices(drafts=StepLoad(4, 4 * LENGTH), single=StepLoad(4, 4), number=4)]
 
 
 def test_the_choice_is_of_requests_that_lose_nothing_by_it(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

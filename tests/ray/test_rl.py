@@ -21,7 +21,7 @@ from rl_runs import ENGINE, finish, rollout_rows, tiny_run
 from safetensors.torch import load_file
 from torch import Tensor
 
-from actors.rl.executor import EngineActor, Layout, RayExecutor, WeightsOrder
+from actors.rl.executor import EngineActor, Layout, RayRLExecutor, WeightsOrder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.config import RLRecipe
@@ -41,7 +41,7 @@ def finish_on_ray(
 ) -> dict[str, Tensor]:
     plan = RolloutPlan.of(recipe, ENGINE)
     layout = Layout.of(recipe, engines=engines, learners=learners, tensor_parallel=1, device="cpu", shares=share)
-    with RunFolder(folder, recipe, resume=False) as claimed, RayExecutor(recipe, plan.engine, layout) as executor:
+    with RunFolder(folder, recipe, resume=False) as claimed, RayRLExecutor(recipe, plan.engine, layout) as executor:
         return load_file(RLRun(plan, claimed, executor).run(max_failures=failures) / "model.safetensors")
 
 

@@ -21,7 +21,7 @@ RECENT_SECONDS = 10.0  # since a client's last request, in which rows are kept f
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class EngineLoad:
     """Requests that were submitted and have not ended: those that hold a batch row, and those that wait for one."""
 
     running: int
@@ -118,9 +118,9 @@ class AsyncEngine:
         return self._capacity
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """How busy the engine is, as of its last step."""
-        return Load(running=self._running, waiting=max(0, len(self._streams) - self._running))
+        return EngineLoad(running=self._running, waiting=max(0, len(self._streams) - self._running))
 
     @property
     def waiting_tokens(self) -> int:

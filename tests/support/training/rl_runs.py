@@ -13,7 +13,7 @@ from mbd_core.batch.parts import NumberedTable
 from mbd_core.engine.config import EngineConfig
 from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.rl.config import HeldOutConfig, RLRecipe, RolloutConfig
-from mbd_core.rl.executor import LocalExecutor
+from mbd_core.rl.executor import LocalRLExecutor
 from mbd_core.rl.folder import RunFolder
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.loop import RLRun
@@ -53,7 +53,7 @@ class Killed(BaseException):
     """The process ended here."""
 
 
-class WatchedExecutor(LocalExecutor):
+class WatchedExecutor(LocalRLExecutor):
     """Notes what the learner is given, by the iteration's version, and ends at the `ends_at`-th of its calls."""
 
     def __init__(self, recipe: RLRecipe, engine: EngineConfig, *, ends_at: int | None = None) -> None:
