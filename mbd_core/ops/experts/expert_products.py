@@ -49,7 +49,8 @@ FULL, FULL_ROWS = 16, 64
 LEAST_DEPTH = 16
 """Input channels of a partial product, at least: those of one instruction of the chip."""
 TILES: dict[tuple[int, int, int], ExpertTiles] = {}
-"""By (tokens, an expert's width, bytes of a weight), from a sweep on a GPU (`benchmarks/gpu`); empty so far."""
+"""By (tokens, an expert's width, bytes of a weight), from a sweep on a GPU (`benchmarks/gpu`); empty, since an H100
+gained little by it."""
 tl: Any = None  # triton.language, set when a kernel is compiled
 
 
