@@ -113,12 +113,12 @@ def drawn_answers(
     decoder = load_model(model_folder(model), dtype=torch.float32, device=device)
     drawn = []
     for request, output in zip(requests, outputs, strict=True):
-        assert output.rollout is not None
         drawn.append(
             ReplayedAnswer(
                 prompt=request.prompt,
-                tokens=output.tokens,
-                rollout=output.rollout,
+                answer=output.piece,
+                tail=output.tail,
+                experts=output.experts,
                 decoding=decoding,
                 max_tokens=request.max_tokens,
                 advantage=1.0,

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mbd_core.decoding.answers.counts import Counts
 from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
-from mbd_core.decoding.blocks.request import Counts, Request
+from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.models.decoder import Decoder

@@ -190,7 +190,7 @@ def serve(
             continue
         for output in outputs:
             turn = open_turns[output.request_id]
-            if output.new_tokens and not turn.first_token:
+            if output.piece.tokens and not turn.first_token:
                 turn.first_token = now
             if output.output is None:
                 continue

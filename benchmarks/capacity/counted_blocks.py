@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mbd_core.decoding.answers.slots import SlotState
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.decoding.blocks.request import Request, SlotState
+from mbd_core.decoding.blocks.request import Request
 
 if TYPE_CHECKING:
     from mbd_core.engine.sequence import SequenceState

@@ -175,7 +175,7 @@ def storing_row(model: Decoder, length: int, *, one_block: bool, plain: bool) ->
             assert batch is not None
             bare += timed(lambda batch=batch: engine.runner.forward(batch), clock)  # type: ignore[misc]
     begin = clock()
-    while not any(output.new_tokens for output in engine.step()):
+    while not any(output.piece.tokens for output in engine.step()):
         pass
     first_seconds = storing + clock() - begin
     later = measure_machine(weight.device, weight.dtype, clock)

@@ -216,8 +216,8 @@ def load_engine_alone(engine: Engine, requests: Sequence[Request], load: Load) -
         outputs = engine.step()
         now = time.perf_counter()
         for output in outputs:
-            if output.new_tokens:
-                arrivals[output.request_id].append(Arrival(at=now, num_tokens=len(output.new_tokens)))
+            if output.piece.tokens:
+                arrivals[output.request_id].append(Arrival(at=now, num_tokens=len(output.piece.tokens)))
             if output.output is not None:
                 end_of[output.request_id] = now
     ids = [r.request_id for r in requests]

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Self, cast
 
-from mbd_core.decoding.blocks.request import Frame
+from mbd_core.decoding.answers.slots import Frame
 from mbd_core.files import check_new_file, write_text
 from mbd_core.serving.api.shapes import AnswerCall, Completion, Logprobs
 from mbd_core.trace.frame_replay import frame_side

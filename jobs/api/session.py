@@ -10,8 +10,9 @@ from concurrent.futures import wait
 from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
+from mbd_core.decoding.answers.slots import Frame
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.decoding.blocks.request import Frame, Request
+from mbd_core.decoding.blocks.request import Request
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
 from mbd_core.serving.api.shapes import Completion

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from mbd_core.decoding.blocks.request import Output, Request, Rollout, StepOutput
+from mbd_core.decoding.answers.piece import Piece
+from mbd_core.decoding.blocks.request import Output, Request, StepOutput
 from mbd_core.decoding.canvas.canvas_decoder import canvas_max_tokens
 from mbd_core.engine.engine import Engine
 
@@ -35,44 +36,37 @@ def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, de
     engine.check_idle("generate_until")
     for checked_request in [engine.admission.check(request) for request in requests]:
         engine.add_admitted(checked_request)
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    rollouts: dict[str, Rollout] = {}
+    answers = {request.request_id: request.nothing for request in requests}
     outputs: dict[str, Output] = {}
     with engine.pacer.without_streams():
         while engine.has_work:
             for step in engine.step():
                 if step.request_id in outputs:
                     continue  # the step after an abort
-                so_far = tokens[step.request_id]
-                so_far += step.new_tokens
-                if step.rollout is not None:
-                    rollouts[step.request_id] = rollouts.get(step.request_id, Rollout()).then(step.rollout)
-                output = output_at(step, so_far, stops.get(step.request_id, ()), decode)
+                answers[step.request_id] += step.piece
+                output = output_at(step, answers[step.request_id], stops.get(step.request_id, ()), decode)
                 if output is not None:
-                    if output is not step.output and step.request_id in rollouts:
-                        rollout = rollouts[step.request_id].cut(tuple(so_far), len(output.tokens), room=0)
-                        output = replace(output, rollout=rollout)
                     outputs[step.request_id] = output
                     if step.output is None:
                         engine.abort(step.request_id)
     return [outputs[request.request_id] for request in requests]
 
 
-def output_at(step: StepOutput, tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> Output | None:
-    """The output if a request with these tokens ends with this step: at a stop string, or by itself."""
+def output_at(step: StepOutput, answer: Piece, stop: Sequence[str], decode: Decode) -> Output | None:
+    """The output if a request with this answer ends with this step: at a stop string, or by itself."""
 
     def has_stop(number: int) -> bool:
-        text = decode(tokens[:number])
+        text = decode(answer.tokens[:number])
         return any(s in text for s in stop)
 
-    if not stop or not has_stop(len(tokens)):
+    if not stop or not has_stop(len(answer)):
         return step.output
-    number = len(tokens) - len(step.new_tokens) + 1
+    number = len(answer) - len(step.piece) + 1
     while not has_stop(number):
         number += 1
     return Output(
         request_id=step.request_id,
-        tokens=tuple(tokens[:number]),
         finish_reason="stop",
         counts=replace(step.counts, num_tokens=number),
+        piece=answer[:number],
     )

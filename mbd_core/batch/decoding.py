@@ -15,8 +15,9 @@ from mbd_core.batch.parts import in_turns
 from mbd_core.batch.rows import DECODED_COLUMNS, LIKELIHOOD, before_stop, with_draws
 from mbd_core.batch.scoring import scores_of
 from mbd_core.checkpoint.chat import decode_text
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.config import read_decoding
-from mbd_core.decoding.blocks.request import Output, Request, Rollout
+from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 
@@ -50,10 +51,10 @@ def sample_stops(rows: Sequence[Mapping[str, Any]]) -> Stops:
     return {str(row["sample"]): json.loads(row["stop"]) for row in rows}
 
 
-def _replay(tokens: Sequence[int], rollout: Rollout, piece: Callable[[int], str]) -> dict[str, Any]:
+def _replay(answer: Piece, text: Callable[[int], str]) -> dict[str, Any]:
     """The columns `REPLAY` of an answer."""
-    edits = [{"index": edit.index, "step": edit.step, "piece": piece(edit.token)} for edit in rollout.edits]
-    return {"pieces": list(map(piece, tokens)), "steps": list(rollout.steps), "edits": edits or None}
+    edits = [{"index": edit.index, "step": edit.step, "piece": text(edit.token)} for edit in answer.edits]
+    return {"pieces": list(map(text, answer.tokens)), "steps": list(answer.steps or ()), "edits": edits or None}
 
 
 class DecodeStage:
@@ -117,7 +118,7 @@ class DecodeStage:
         tokenizer, stops = model.tokenizer, sample_stops(rows)
         requests = [replace(request, replay=True) for request in sample_requests(model, rows)]
         del model  # the engine may be closed from here on
-        piece = lru_cache(maxsize=None)(lambda token: decode_text(tokenizer, [token], special=True))
+        token_text = lru_cache(maxsize=None)(lambda token: decode_text(tokenizer, [token], special=True))
         for row, request in zip(rows, requests, strict=True):
             row["max_tokens"] = request.max_tokens
         results = self._results(name, requests, stops)
@@ -128,8 +129,7 @@ class DecodeStage:
             else:
                 text = before_stop(decode_text(tokenizer, result.tokens), stops[str(row["sample"])])
                 row.update(asdict(result.counts), text=text, finish_reason=result.finish_reason)
-                assert result.rollout is not None
-                row.update(_replay(result.tokens, result.rollout, piece))
+                row.update(_replay(result.piece, token_text))
 
     def _results(self, name: str, requests: Sequence[Request], stops: Stops) -> dict[str, Output | Failure]:
         """An output or a failure for every request, by its id."""

@@ -13,6 +13,7 @@ from mbd_core.batch.answer_ends import Stops, output_at
 from mbd_core.batch.decoding import DecodingModel, ModelRefused, sample_requests, sample_stops
 from mbd_core.batch.timed_cases import TimedCase
 from mbd_core.checkpoint.chat import decode_text
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
@@ -49,17 +50,17 @@ def run_timed(
     """Serve requests with `concurrency` of them under way as long as there are as many: the engine is given the next
     when one is back, at its end or at one of its stop strings. In the order in which they end."""
     engine, decode = model.engine, partial(decode_text, model.tokenizer)
-    waiting, starts, tokens = deque(requests), dict[str, float](), dict[str, list[int]]()
+    waiting, starts, answers = deque(requests), dict[str, float](), dict[str, Piece]()
     while waiting or starts:
         while waiting and len(starts) < concurrency:
             request = waiting.popleft()
-            starts[request.request_id], tokens[request.request_id] = clock(), []
+            starts[request.request_id], answers[request.request_id] = clock(), request.nothing
             engine.add(request)
         for step in engine.step():
             if step.request_id not in starts:
                 continue  # the step after an abort
-            tokens[step.request_id] += step.new_tokens
-            output = output_at(step, tokens[step.request_id], stops.get(step.request_id, ()), decode)
+            answers[step.request_id] += step.piece
+            output = output_at(step, answers[step.request_id], stops.get(step.request_id, ()), decode)
             if output is not None:
                 if step.output is None:
                     engine.abort(step.request_id)

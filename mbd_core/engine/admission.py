@@ -6,9 +6,10 @@ from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from mbd_core.decoding.answers.piece import MAX_TOPS
 from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.decoding.blocks.request import MAX_TOPS, Request
+from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling_config import MAX_STOP_IDS, PENALTIES
 from mbd_core.decoding.canvas.canvas_decoder import canvas_max_tokens, check_canvas
 from mbd_core.decoding.grammar.grammar import GrammarRefused

@@ -1,6 +1,5 @@
 """A step's results on the host: counted, handed out, sequences released; and the step launched ahead of them."""
 
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,15 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.blocks.request import (
-    FinishReason,
-    ForwardExperts,
-    Frame,
-    Rollout,
-    StepOutput,
-    StepTrace,
-    TopTokens,
-)
+from mbd_core.decoding.answers.counts import Counts
+from mbd_core.decoding.answers.piece import ForwardExperts, Piece
+from mbd_core.decoding.answers.slots import Frame, StepTrace
+from mbd_core.decoding.blocks.request import FinishReason, StepOutput
 from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.engine.batch import Batch
 from mbd_core.engine.drafting import DraftedStep, Drafting, StepLoad
@@ -164,7 +158,7 @@ class Collector:
         scheduler.publish_chunks(plan.chunks)
         for sequence in {id(c.sequence): c.sequence for c in plan.chunks}.values():
             if not sequence.prompt_stored:
-                sequence.num_prefill_forwards += 1
+                sequence.counted += Counts(num_prefill_forwards=1)
             elif not sequence.stored_at:
                 sequence.stored_at = sequence.prompt_until = time.perf_counter()
                 if plan.decoding.get(sequence.row) is sequence:  # the forward's seconds are those of decoding
@@ -213,10 +207,10 @@ class Collector:
                 self.counts.block_lifetimes.extend(ledger.take_ages(row, blocks.stop))
                 tokens = report.tokens_RNB[row, blocks].astype(np.int64).ravel().tolist()
                 step = self._commit(sequence, tokens, report.confidence_RNB[row, blocks].ravel())
-                outputs.append(replace(step, frame=frames.pop(row)) if row in frames else step)
+                outputs.append(replace(step, frame=frames.pop(row, None)))
                 if sequence.seated:
                     ledger.update(sequence)
-        outputs += [replace(self._step(decoding[row], []), frame=frame) for row, frame in frames.items()]
+        outputs += [replace(self._step(decoding[row], Piece()), frame=frame) for row, frame in frames.items()]
         return outputs, kind
 
     def _forward(self, sequence: SequenceState) -> int:
@@ -230,89 +224,57 @@ class Collector:
         return now - start
 
     def _commit(self, sequence: SequenceState, new_tokens: list[int], confidence: np.ndarray) -> StepOutput:
-        """Hand out the useful ones of newly committed tokens: behind the prompt, within the budget, before EOS."""
+        """Hand out the useful tokens of newly committed ones: behind the prompt, within the budget, before EOS."""
         request, start = sequence.request, sequence.committed
         num_known = len(request.prompt) + len(request.committed)
         useful = slice(max(0, num_known - start), max(0, sequence.end - start))
         self._seating.scheduler.commit(sequence, new_tokens)
         ended = start + len(new_tokens) >= sequence.end
-        logprobs = rollout = None
+        piece, num_blocks = Piece(tokens=tuple(new_tokens)), len(new_tokens) // sequence.block_size
         if request.logprobs or request.has_rollout:
-            logprobs = log_probability(torch.from_numpy(confidence[useful])).tolist()
-        tops = None
+            piece = replace(piece, logprobs=tuple(log_probability(torch.from_numpy(confidence)).tolist()))
         if sequence.top_log is not None:
-            tops = sequence.top_log.take(len(new_tokens) // sequence.block_size)[useful]
+            piece = replace(piece, tops=tuple(sequence.top_log.take(num_blocks)))
         if sequence.step_map is not None:
-            block_rollout = sequence.step_map.take(len(new_tokens) // sequence.block_size)
+            steps, edits = sequence.step_map.take(num_blocks)
+            piece = replace(piece, steps=steps, edits=edits)
             if request.carries:
                 sequence.step_map.carry(self._forward(sequence))
-            useful_rollout = block_rollout.cut((), useful.stop, room=0).without(useful.start)
-            rollout = replace(useful_rollout, logprobs=tuple(logprobs or ()))
-        return self._emit(
-            sequence,
-            new_tokens[useful],
-            logprobs if request.logprobs else None,
-            ended=ended,
-            rollout=rollout,
-            tops=tops,
-        )
+        return self._emit(sequence, piece[useful], ended=ended)
 
-    def _emit(
-        self,
-        sequence: SequenceState,
-        tokens: list[int],
-        logprobs: list[float] | None,
-        *,
-        ended: bool,
-        rollout: Rollout | None = None,
-        tops: list[TopTokens] | None = None,
-    ) -> StepOutput:
+    def _emit(self, sequence: SequenceState, piece: Piece, *, ended: bool) -> StepOutput:
         """Give out new tokens, up to one that ends the answer; with that, or when `ended`, the request is done."""
         request = sequence.request
         stops = request.ends(self._eos)
-        end_index = min([tokens.index(eos) for eos in stops if eos in tokens], default=None)
+        end_index = min([piece.tokens.index(eos) for eos in stops if eos in piece.tokens], default=None)
         reason: FinishReason | None = None
         stop_reason: int | None = None
         if ended:
             reason = "stop" if request.template else "length"
         if end_index is not None:
-            if rollout is not None:
-                end = len(request.prompt) + len(sequence.emitted) + end_index
-                rollout = rollout.cut(tuple(tokens), end_index, room=request.rest_of_block(end))
-            stop_reason = tokens[end_index] if tokens[end_index] in request.stop_token_ids else None
-            tokens, reason = tokens[:end_index], "stop"
-        if rollout is not None and sequence.rollout is not None:
-            sequence.rollout = sequence.rollout.then(rollout)
-        if logprobs is not None:
-            logprobs = logprobs[: len(tokens)]
-            sequence.logprobs += logprobs
-        if tops is not None:
-            tops = tops[: len(tokens)]
-            sequence.tops += tops
-        sequence.emitted += tokens
-        self.counts.committed_tokens += len(tokens)
+            if request.has_rollout:
+                end = len(request.prompt) + sequence.num_emitted + end_index
+                sequence.tail = piece[end_index : end_index + request.rest_of_block(end)]
+            end_token = piece.tokens[end_index]
+            stop_reason = end_token if end_token in request.stop_token_ids else None
+            piece, reason = piece[:end_index], "stop"
+        sequence.answer += piece
+        self.counts.committed_tokens += len(piece)
         if reason is not None:
             self._seating.finish(sequence)
             self.counts.end(sequence)
         output = sequence.output(reason, stop_reason=stop_reason) if reason is not None else None
-        step = self._step(sequence, tokens)
-        return replace(
-            step,
-            output=output,
-            logprobs=None if logprobs is None else tuple(logprobs),
-            tops=None if tops is None else tuple(tops),
-            rollout=rollout,
-        )
+        return replace(self._step(sequence, piece), output=output, tail=sequence.tail)
 
-    def _step(self, sequence: SequenceState, tokens: list[int]) -> StepOutput:
+    def _step(self, sequence: SequenceState, piece: Piece) -> StepOutput:
         """What a step gives a request."""
         return StepOutput(
             request_id=sequence.request.request_id,
-            new_tokens=tuple(tokens),
             output=None,
             counts=self._seating.ledger.counts(sequence),
+            piece=piece,
             weights=sequence.weights or (0, 0),
-            closing=() if sequence.guide is None else tuple(sequence.guide.rest(len(sequence.emitted))),
+            closing=() if sequence.guide is None else tuple(sequence.guide.rest(sequence.num_emitted)),
         )
 
     def _collect_planned(self, plan: StepPlan, planned: Tensor | list[Any]) -> list[StepOutput]:
@@ -325,25 +287,17 @@ class Collector:
         seconds = self._clock() - plan.started_at
         for run, update in updates:
             sequence, decoder = run.sequence, run.decoder
-            sequence.num_forwards += 1
-            sequence.decode_seconds += seconds
+            sequence.counted += Counts(num_forwards=1, decode_seconds=seconds)
             if self._trace is not None:
                 self._trace.extend(_planned_traces(plan.number, run, update))
-            num_emitted = len(sequence.emitted)
-            answer = decoder.answer_from(num_emitted)
-            tokens = answer.tokens
+            piece = sequence.request.asked(decoder.answer_from(sequence.num_emitted))
             if decoder.num_stored:
-                self._seating.scheduler.extend(sequence, tokens, decoder.num_stored)
+                self._seating.scheduler.extend(sequence, list(piece.tokens), decoder.num_stored)
             if not decoder.done:  # an EOS counts when the blocks up to its own are complete
                 ends = sequence.request.ends(self._eos)
-                tokens = list(itertools.takewhile(lambda t, ends=ends: t not in ends, tokens))  # type: ignore[misc]
-            if tokens or decoder.done:
-                logprobs = answer.log_probs if sequence.request.logprobs else None
-                rollout = None
-                if sequence.request.has_rollout:
-                    number = len(tokens)
-                    rollout = Rollout(steps=tuple(answer.steps[:number]), logprobs=tuple(answer.log_probs[:number]))
-                outputs.append(self._emit(sequence, tokens, logprobs, ended=decoder.done, rollout=rollout))
+                piece = piece[: next((i for i, token in enumerate(piece.tokens) if token in ends), None)]
+            if piece or decoder.done:
+                outputs.append(self._emit(sequence, piece, ended=decoder.done))
         return outputs
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mbd_core.decoding.blocks.request import SlotState
+from mbd_core.decoding.answers.slots import SlotState
 from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.report import Report
 from mbd_core.engine.scheduler import Scheduler
@@ -71,9 +71,8 @@ class EngineCounts:
 
     def end(self, sequence: SequenceState) -> None:
         """A request has ended by itself and left its row. Its tokens are those of this engine alone."""
-        if sequence.num_forwards:
-            own_tokens = len(sequence.emitted) - len(sequence.request.committed)
-            self.tokens_per_forward.add(own_tokens / sequence.num_forwards)
+        if num_forwards := sequence.counted.num_forwards:
+            self.tokens_per_forward.add(len(sequence.answer) / num_forwards)
         self.queue_seconds.add(sequence.queue_seconds)
         self.prefill_seconds.add(max(0.0, sequence.stored_at - sequence.admitted_at))
 

@@ -21,7 +21,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.pacing import Pace
@@ -162,7 +162,7 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence is self._blocked_sequence:
                 break  # no page was released or published since its last attempt
-            if self.closed and not sequence.num_preemptions:
+            if self.closed and not sequence.counted.num_preemptions:
                 break
             if not self._take_pages(sequence):
                 assert self.running, f"'{sequence.request.request_id}' alone needs more pages than there are"
@@ -277,8 +277,8 @@ class Scheduler:
         sequence.pages = shared_pages + pages
         sequence.num_shareable = len(shared_pages)
         sequence.prefilled_to(len(shared_pages) * self.page_size)
-        if self.prefix_caching and sequence.shares_prefix and not sequence.num_preemptions:
-            sequence.num_cached_tokens = sequence.prefilled
+        if self.prefix_caching and sequence.shares_prefix and not sequence.counted.num_preemptions:
+            sequence.counted = replace(sequence.counted, num_cached_tokens=sequence.prefilled)
             self.pool.lookups += sequence.prefix_length
             self.pool.hits += sequence.prefilled
         return True
@@ -311,8 +311,8 @@ class Scheduler:
     def may_swap(self, mode: SwapMode) -> bool:
         """Whether no request is in the way of other weights."""
         if mode == "wait":
-            return not self.running and not any(s.num_preemptions for s in self.waiting)
-        return not any(s.is_canvas and s.emitted for s in (*self.running.values(), *self.waiting))
+            return not self.running and not any(s.counted.num_preemptions for s in self.waiting)
+        return not any(s.is_canvas and s.num_emitted for s in (*self.running.values(), *self.waiting))
 
     def weights_changed(self, version: int) -> None:
         """Forget what pages hold; no sequence runs."""

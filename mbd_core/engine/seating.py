@@ -9,9 +9,10 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from mbd_core.decoding.answers.counts import Counts
+from mbd_core.decoding.answers.slots import SlotState
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.levenshtein import EditTokens
-from mbd_core.decoding.blocks.request import Counts, SlotState
 from mbd_core.decoding.blocks.work import WORK_NAMES, Work, work_of_request
 from mbd_core.engine.batch import to_device
 from mbd_core.engine.pacing import Pace
@@ -114,18 +115,19 @@ class Ledger:
         counts, row = sequence.counts(), sequence.row
         if self.sequences.get(row) is not sequence:
             return counts
-        return replace(
-            counts,
-            num_forwards=counts.num_forwards + int(self._num_forwards_R[row]),
-            num_store_forwards=counts.num_store_forwards + int(self._num_store_forwards_R[row]),
-            decode_seconds=counts.decode_seconds + float(self._seconds_R[row]),
+        return counts + self._of_row(row)
+
+    def _of_row(self, row: int) -> Counts:
+        return Counts(
+            num_forwards=int(self._num_forwards_R[row]),
+            num_store_forwards=int(self._num_store_forwards_R[row]),
+            decode_seconds=float(self._seconds_R[row]),
         )
 
     def leave(self, sequence: SequenceState) -> None:
         """A sequence leaves its row; its counts are added to its own."""
-        row, counts = sequence.row, self.counts(sequence)
-        sequence.num_forwards, sequence.num_store_forwards = counts.num_forwards, counts.num_store_forwards
-        sequence.decode_seconds = counts.decode_seconds
+        row = sequence.row
+        sequence.counted += self._of_row(row)
         sequence.block_ages = self._ages_RN[row].copy()
         sequence.num_resident = int(self._num_resident_R[row])
         for column in self._columns:
@@ -282,8 +284,9 @@ class Seating:
             sequence.saved_row = self.buffer.save(sequence.row)
         self._leave(sequence)
         if sequence.is_canvas:
-            sequence.num_prefill_forwards += sequence.num_forwards
-            sequence.num_forwards, sequence.decode_seconds = 0, 0.0
+            counted = sequence.counted
+            undone = counted.num_prefill_forwards + counted.num_forwards
+            sequence.counted = replace(counted, num_prefill_forwards=undone, num_forwards=0, decode_seconds=0.0)
 
     def _seat(self, sequence: SequenceState) -> None:
         if sequence.is_planned:

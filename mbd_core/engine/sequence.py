@@ -6,17 +6,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor
 
+from mbd_core.decoding.answers.counts import Counts
+from mbd_core.decoding.answers.piece import ForwardExperts, Piece
 from mbd_core.decoding.blocks.levenshtein import EditedBlock
-from mbd_core.decoding.blocks.request import (
-    Counts,
-    FinishReason,
-    ForwardExperts,
-    Output,
-    Request,
-    Rollout,
-    TokenScore,
-    TopTokens,
-)
+from mbd_core.decoding.blocks.request import FinishReason, Output, Request, TokenScore
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import PlannedDecoder, num_lanes
 from mbd_core.decoding.grammar.guide import GuideState, Pick
@@ -82,13 +75,14 @@ class SequenceState:
     num_pages_in_table  how many of its pages stand in the device's page table
     chain              hashes of its leading whole pages, as far as they were needed
     num_shareable      leading pages whose tokens are final, so that other sequences may share them
-    num_cached_tokens  tokens of the prompt that the prefix cache held at the first admission
     step_map           where a rollout is asked for: the forwards that wrote the positions of its slots
     top_log            where they are asked for: the likeliest tokens of its slots' positions
     frame_log          where frames are asked for: its slots after its last forward
     guide              its way through its grammar, if it has one
     text_scores        where it is scored: the scores of its tokens
-    rollout            the rollout of its emitted tokens, but for those that an earlier engine committed
+    answer, tail       the tokens it handed out, without the request's `committed`, and the rest of its last
+                       block, as in `Output`
+    counted            its forwards, preemptions and decoding seconds, and the cached tokens of its first admission
     experts            where they are asked for, those of its forwards
     block              where tokens come and go: the block under way
     weights            the numbers of the weights under which it was admitted first and last
@@ -109,10 +103,8 @@ class SequenceState:
     seated: bool = False
     prefilled: int = 0
     committed: int = 0
-    emitted: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    tops: list[TopTokens] = field(default_factory=list)
-    rollout: Rollout | None = None
+    answer: Piece = field(init=False)
+    tail: Piece = Piece()
     experts: list[ForwardExperts] = field(default_factory=list)
     guide: GuideState | None = None
     block: EditedBlock | None = None
@@ -121,12 +113,7 @@ class SequenceState:
     num_resident: int = 1
     chain: list[bytes] = field(default_factory=list)
     num_shareable: int = 0
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    num_forwards: int = 0
-    num_store_forwards: int = 0
-    num_prefill_forwards: int = 0
-    decode_seconds: float = 0.0
+    counted: Counts = Counts()
     block_ages: np.ndarray | None = None
     weights: tuple[int, int] | None = None
     added_at: float = field(default_factory=time.perf_counter)
@@ -151,7 +138,7 @@ class SequenceState:
     def __post_init__(self) -> None:
         request = self.request
         self.tokens = [*request.prompt, *request.committed]
-        self.emitted = list(request.committed)
+        self.answer = request.nothing
         self.origin = request.decoding.grid_origin(len(request.prompt))
         self.end = len(request.prompt) + request.max_tokens
         planned = request.decoding.planned
@@ -162,11 +149,15 @@ class SequenceState:
         self.num_lanes, self.is_canvas = lanes(request), request.decoding.canvas is not None
         self.is_planned = self.is_canvas or planned is not None
         self.prefix_length = 0 if self.is_canvas else request.first_block_start(len(self.tokens))
-        self.rollout = Rollout() if request.has_rollout else None
         self.text_scores = TextScores(request) if request.scored else None
         self.step_map = self._step_map()
         self.top_log = TopLog(request, self.block_size) if request.top_logprobs else None
         self.frame_log = FrameLog(request, self.block_size) if request.frames else None
+
+    @property
+    def num_emitted(self) -> int:
+        """Useful tokens that were handed out, those included that an earlier engine committed."""
+        return len(self.request.committed) + len(self.answer)
 
     @property
     def first_window(self) -> int:
@@ -228,7 +219,7 @@ class SequenceState:
         """It has lost its pages: its committed tokens must be stored again before it goes on."""
         self.prefix_length = max(self.prefix_length, self.committed)
         self.prefilled = self.committed = 0
-        self.num_preemptions += 1
+        self.counted += Counts(num_preemptions=1)
 
     def _step_map(self) -> StepMap | None:
         config = self.request.decoding
@@ -253,15 +244,11 @@ class SequenceState:
         return max(0.0, self.prompt_until - self.admitted_at)
 
     def counts(self) -> Counts:
-        return Counts(
+        """Its counts, but for the forwards of a row in the Block Buffer that it still has (`Ledger.counts`)."""
+        return replace(
+            self.counted,
             num_prompt_tokens=len(self.request.prompt),
-            num_tokens=self.request.num_generated(len(self.emitted)),
-            num_forwards=self.num_forwards,
-            num_store_forwards=self.num_store_forwards,
-            num_prefill_forwards=self.num_prefill_forwards,
-            decode_seconds=self.decode_seconds,
-            num_cached_tokens=self.num_cached_tokens,
-            num_preemptions=self.num_preemptions,
+            num_tokens=self.request.num_generated(self.num_emitted),
             queue_seconds=self.queue_seconds,
             prompt_seconds=self.prompt_seconds,
         )
@@ -269,13 +256,13 @@ class SequenceState:
     def output(self, reason: FinishReason, *, stop_reason: int | None = None) -> Output:
         return Output(
             request_id=self.request.request_id,
-            tokens=tuple(self.emitted),
             finish_reason=reason,
             counts=self.counts(),
+            piece=self.answer,
+            tail=self.tail,
+            committed=self.request.committed,
             stop_reason=stop_reason,
-            logprobs=tuple(self.logprobs) if self.request.logprobs else None,
-            tops=tuple(self.tops) if self.request.top_logprobs else None,
-            rollout=None if self.rollout is None else replace(self.rollout, experts=tuple(self.experts)),
+            experts=tuple(self.experts),
             scores=() if self.text_scores is None else tuple(self.text_scores.scores),
         )
 

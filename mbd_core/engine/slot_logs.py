@@ -10,7 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from mbd_core.decoding.blocks.request import Edit, Frame, FrameSlot, Request, Rollout, SlotState, TopTokens
+from mbd_core.decoding.answers.piece import Edit, TopTokens
+from mbd_core.decoding.answers.slots import Frame, FrameSlot, SlotState
+from mbd_core.decoding.blocks.request import Request
 
 OPEN = -1  # no forward has filled it
 
@@ -25,8 +27,7 @@ class StepMap:
     def __init__(self, num_slots: int, block_size: int, *, edits: bool = False) -> None:
         self._forward_NB = np.full((num_slots, block_size), OPEN, dtype=np.int64)
         self._tokens_NB = np.full_like(self._forward_NB, OPEN) if edits else None
-        self._edits: list[Edit] = []  # by position, from the first that ever was in a slot
-        self._num_taken = 0
+        self._edits: list[Edit] = []  # by position, from the first slot's first
 
     def update(self, tokens_NB: np.ndarray, masked_NB: np.ndarray, forward: int) -> None:
         """Forward number `forward` has left these tokens and masks; what it wrote gets its number."""
@@ -36,7 +37,7 @@ class StepMap:
 
     def _overwrite(self, old_NB: np.ndarray, new_NB: np.ndarray, forward: int) -> None:
         changed_NB = (old_NB != OPEN) & (new_NB != OPEN) & (old_NB != new_NB)
-        places = (self._num_taken + np.flatnonzero(changed_NB)).tolist()
+        places = np.flatnonzero(changed_NB).tolist()
         edits = zip(places, self._forward_NB[changed_NB].tolist(), old_NB[changed_NB].tolist(), strict=True)
         self._edits += [Edit(place, step, token) for place, step, token in edits]
         self._forward_NB[changed_NB] = forward
@@ -51,16 +52,15 @@ class StepMap:
         if self._forward_NB[0, 0] == OPEN:
             self._forward_NB[0, 0] = forward
 
-    def take(self, num_blocks: int) -> Rollout:
+    def take(self, num_blocks: int) -> tuple[tuple[int, ...], tuple[Edit, ...]]:
         """The steps and edits of the first blocks' positions, in order; those blocks leave the buffer."""
-        steps = self._forward_NB[:num_blocks].ravel().tolist()
-        rollout = Rollout(edits=tuple(self._edits)).without(self._num_taken)
-        self._num_taken += len(steps)
-        self._edits = [edit for edit in self._edits if edit.index >= self._num_taken]
+        steps = tuple(self._forward_NB[:num_blocks].ravel().tolist())
+        edits = tuple(edit for edit in self._edits if edit.index < len(steps))
+        self._edits = [replace(e, index=e.index - len(steps)) for e in self._edits if e.index >= len(steps)]
         self._forward_NB = _slide(self._forward_NB, num_blocks)
         if self._tokens_NB is not None:
             self._tokens_NB = _slide(self._tokens_NB, num_blocks)
-        return replace(rollout.cut((), len(steps), room=0), steps=tuple(steps))
+        return steps, edits
 
 
 class TopLog:

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mbd_core.decoding.answers.piece import MAX_TOPS
 from mbd_core.decoding.blocks.acceptance import Prediction, predict
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
-from mbd_core.decoding.blocks.request import MAX_TOPS
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.work import Work
 from mbd_core.engine.batch import Batch, pack

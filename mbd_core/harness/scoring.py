@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from mbd_core.batch.rows import PROBLEM_COLUMNS
-from mbd_core.decoding.blocks.request import Counts, FinishReason
+from mbd_core.decoding.answers.counts import Counts
+from mbd_core.decoding.blocks.request import FinishReason
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.kinds.task import Problem, Task
 

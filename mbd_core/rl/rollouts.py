@@ -21,8 +21,9 @@ from mbd_core.batch.rows import DECODED_COLUMNS, DRAWN_COLUMNS, PLANNED_COLUMNS,
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.answers.piece import ForwardExperts, Piece
 from mbd_core.decoding.blocks.config import decoding_config, read_decoding
-from mbd_core.decoding.blocks.request import ForwardExperts, Output, Rollout
+from mbd_core.decoding.blocks.request import Output
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.grid import Variant
@@ -54,6 +55,7 @@ ROLLOUT_COLUMNS = pa.schema(
 """A rollout's row: a sweep's, with its iteration and group, the version of the weights that decoded every token of it,
 and what a replay needs beside `steps`; `experts` (`ForwardExperts.columns`) where they are recorded."""
 
+PIECE_COLUMNS = ("tokens", "steps", "logprobs")  # of `Piece`, which a replay reads
 METHOD = "rollout"
 HELD_OUT = "held-out"
 
@@ -256,33 +258,23 @@ def _next(models: Any) -> DecodingModel:
 
 def rollout_columns(output: Output) -> dict[str, Any]:
     """An answer's columns that counts and a replay need."""
-    rollout = output.rollout
-    assert rollout is not None and not rollout.edits
+    answer, tail = output.piece, output.tail
+    assert not answer.edits
     return {
         **asdict(output.counts),
-        "tokens": output.tokens,
-        "steps": rollout.steps,
-        "logprobs": rollout.logprobs,
-        "tail_tokens": rollout.tail_tokens,
-        "tail_steps": rollout.tail_steps,
-        "tail_logprobs": rollout.tail_logprobs,
-        "experts": [record.columns() for record in rollout.experts],
+        **{name: getattr(answer, name) for name in PIECE_COLUMNS},
+        **{f"tail_{name}": getattr(tail, name) or () for name in PIECE_COLUMNS},
+        "experts": [record.columns() for record in output.experts],
     }
-
-
-def rollout_of(row: Mapping[str, Any]) -> Rollout:
-    """The rollout in a row."""
-    names = ("steps", "logprobs", "tail_tokens", "tail_steps", "tail_logprobs")
-    experts = tuple(map(ForwardExperts.of, row.get("experts") or ()))
-    return Rollout(**{name: tuple(row[name]) for name in names}, experts=experts)
 
 
 def replayed(row: Mapping[str, Any], *, advantage: float, correct: bool) -> ReplayedAnswer:
     """The answer in a row, as a learner takes it."""
     return ReplayedAnswer(
         prompt=tuple(row["prompt_tokens"]),
-        tokens=tuple(row["tokens"]),
-        rollout=rollout_of(row),
+        answer=Piece(**{name: tuple(row[name]) for name in PIECE_COLUMNS}),
+        tail=Piece(**{name: tuple(row[f"tail_{name}"]) for name in PIECE_COLUMNS}),
+        experts=tuple(map(ForwardExperts.of, row.get("experts") or ())),
         decoding=read_decoding(json.loads(row["config"])),
         max_tokens=row["max_tokens"],
         advantage=advantage,

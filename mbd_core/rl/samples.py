@@ -89,7 +89,7 @@ def rollout_side(row: Row, *, name: str) -> ReplaySide:
         num_blocks=math.ceil(len(tokens) / size),
         num_prompt=num_prompt - start,
         prompt_tokens=tuple(answer.prompt[start:]),
-        end=end if answer.rollout.tail_tokens else None,
+        end=end if answer.tail.tokens else None,
         frames=tuple(frames),
     )
 

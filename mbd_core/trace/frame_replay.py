@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mbd_core.decoding.blocks.request import Frame, FrameSlot
+from mbd_core.decoding.answers.slots import Frame, FrameSlot
 from mbd_core.trace.recorder import STATES
 from mbd_core.trace.replay import ReplayFrame, ReplaySide, ReplaySlot, caption
 from mbd_core.trace.traced_run import ACTIVE, DUMMY, TO_CACHE

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mbd_core.decoding.blocks.request import CANVAS_STATE, SlotState, StepTrace
+from mbd_core.decoding.answers.slots import CANVAS_STATE, SlotState, StepTrace
 from mbd_core.files import file_beside
 
 STATES = (*(state.name for state in SlotState), CANVAS_STATE)

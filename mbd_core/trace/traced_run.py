@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mbd_core.decoding.blocks.request import CANVAS_STATE, SlotState
+from mbd_core.decoding.answers.slots import CANVAS_STATE, SlotState
 from mbd_core.trace.recorder import STATES, read_trace_table, trace_block_size
 
 DUMMY, ACTIVE, TO_CACHE = (int(s) for s in (SlotState.DUMMY, SlotState.ACTIVE, SlotState.TO_CACHE))

@@ -18,7 +18,7 @@ from mbd_core.options import DATA, DECODING, Option
 from research.tables import table_lines
 
 if TYPE_CHECKING:
-    from mbd_core.decoding.blocks.request import Counts
+    from mbd_core.decoding.answers.counts import Counts
 
 HEADS = ("Slots", "n", "Accuracy [95 %]", "Decoding forwards a block", "At the floor", "TPF")
 ACCURACY = (70.0, 92.0)  # percent

@@ -18,7 +18,9 @@ from mbd_core.batch.decoding import DecodeStage
 from mbd_core.batch.decoding_model import DecodingModel, ModelRefused
 from mbd_core.batch.rows import COUNTS, PLANNED_COLUMNS
 from mbd_core.checkpoint.chat import decode_text
-from mbd_core.decoding.blocks.request import Counts, Output, Request, Rollout
+from mbd_core.decoding.answers.counts import Counts
+from mbd_core.decoding.answers.piece import Piece
+from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.serving.text.committed import CommittedText
@@ -66,17 +68,8 @@ class FakeEngine:
             num_prefill_forwards=1,
             decode_seconds=1.0,
         )
-        rollout = Rollout(steps=(1,) * len(self.answer))
-        return [
-            Output(
-                request_id=r.request_id,
-                tokens=tuple(self.answer),
-                finish_reason="stop",
-                counts=counts,
-                rollout=rollout,
-            )
-            for r in requests
-        ]
+        piece = Piece(tokens=tuple(self.answer), steps=(1,) * len(self.answer))
+        return [Output(request_id=r.request_id, finish_reason="stop", counts=counts, piece=piece) for r in requests]
 
     def forget_prefixes(self) -> None:
         pass

@@ -117,9 +117,9 @@ def test_a_model_with_causal_rows_has_the_chain_that_it_decodes_by() -> None:
         request_id="a", prompt=tuple(PREFIX), max_tokens=20, decoding=decoding, ignore_eos=True, logprobs=True
     )
     output = Engine(model, EngineConfig(max_rows=1, num_pages=20)).generate([request])[0]
-    assert output.logprobs is not None
+    assert output.piece.logprobs is not None
     found = log_likelihood(model, PREFIX, output.tokens, block_size=32, draws=FEW)
-    assert found == pytest.approx(sum(output.logprobs), abs=1e-3) and found < -1
+    assert found == pytest.approx(sum(output.piece.logprobs), abs=1e-3) and found < -1
     with pytest.raises(ValueError, match="the text has none before it"):
         log_likelihood(model, [], TARGET, block_size=32, draws=FEW)
 

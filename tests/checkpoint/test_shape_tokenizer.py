@@ -35,8 +35,8 @@ def test_a_random_folder_answers_a_chat(shape: str, tmp_path: Path, capsys: pyte
         outputs = []
         while loaded.engine.has_work:
             outputs += loaded.engine.step()
-    assert sum(len(output.new_tokens) for output in outputs) == 40
-    assert decode_text(loaded.tokenizer, [token for output in outputs for token in output.new_tokens])
+    assert sum(len(output.piece.tokens) for output in outputs) == 40
+    assert decode_text(loaded.tokenizer, [token for output in outputs for token in output.piece.tokens])
     assert capsys.readouterr().out.startswith(f"wrote {tmp_path / shape}; ")
 
 

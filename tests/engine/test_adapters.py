@@ -105,7 +105,7 @@ def test_a_row_of_a_mixed_batch_is_the_merged_models(
         found = served.generate(batch)
         assert [gist(o)[0] for o in found] == [gist(o)[0] for o in wanted]
         for one, other in zip(found, wanted, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+            assert one.piece.logprobs == pytest.approx(other.piece.logprobs, abs=1e-4)
         assert served.scheduler.pool.num_free == served.scheduler.pool.capacity
 
 
@@ -339,7 +339,7 @@ def test_two_ranks_serve_adapters_as_one_does(
         found = served.generate(batch)
         assert [gist(o)[0] for o in found] == [gist(o)[0] for o in wanted]
         for output, right in zip(found, wanted, strict=True):
-            assert output.logprobs == pytest.approx(right.logprobs, abs=1e-3)
+            assert output.piece.logprobs == pytest.approx(right.piece.logprobs, abs=1e-3)
         served.unload_adapter("first")
         with pytest.raises(ValueError, match="'first' is not loaded"):
             served.unload_adapter("first")

@@ -184,7 +184,7 @@ def test_a_row_beside_adjusted_ones_keeps_its_bits(model: Decoder, static: bool)
     served = engine(model, static_shapes=static)
     alone = served.generate(plain)
     together = served.generate([*plain, *beside])
-    assert [(o.tokens, o.logprobs) for o in together[:2]] == [(o.tokens, o.logprobs) for o in alone]
+    assert [(o.tokens, o.piece.logprobs) for o in together[:2]] == [(o.tokens, o.piece.logprobs) for o in alone]
     assert [gist(o) for o in served.generate(beside)] == [gist(o) for o in together[2:]]
     assert not served.buffer.adjustments.active_R.any() and (served.buffer.adjustments.penalties_R3[:, 0] == 1).all()
 
@@ -230,7 +230,7 @@ def test_preempted_moved_and_cached_requests_count_the_same_tokens(model: Decode
     whole = steps[-1].output
     assert whole is not None and len(steps) > 2
     for cut in range(1, len(steps) - 1):
-        committed = tuple(t for s in steps[:cut] for t in s.new_tokens)
+        committed = tuple(t for s in steps[:cut] for t in s.piece.tokens)
         moved = replace(single, committed=committed, first_forward=steps[cut - 1].counts.num_forwards)
         assert engine(model, batch_invariant=True).generate([moved])[0].tokens == whole.tokens
 
@@ -246,9 +246,9 @@ def test_the_likeliest_tokens_are_those_of_the_reported_forward(model: Decoder, 
         for i, n in enumerate((20, 1, 4))
     ]
     for r, output in zip(asked, engine(model, static_shapes=static).generate(asked), strict=True):
-        assert output.tops is not None and output.logprobs is not None
-        assert [len(tops) for tops in output.tops] == [r.top_logprobs] * len(output.tokens)
-        for token, logprob, tops in zip(output.tokens, output.logprobs, output.tops, strict=True):
+        assert output.piece.tops is not None and output.piece.logprobs is not None
+        assert [len(tops) for tops in output.piece.tops] == [r.top_logprobs] * len(output.tokens)
+        for token, logprob, tops in zip(output.tokens, output.piece.logprobs, output.piece.tops, strict=True):
             assert tops[0][0] == token and tops[0][1] == pytest.approx(logprob, abs=1e-5)
             assert [v for _, v in tops] == sorted((v for _, v in tops), reverse=True) and MASK not in dict(tops)
 
@@ -256,18 +256,18 @@ def test_the_likeliest_tokens_are_those_of_the_reported_forward(model: Decoder, 
 def test_the_likeliest_tokens_are_the_models_own_whatever_was_chosen(model: Decoder) -> None:
     r = request("r", 3, "bias", buffer_size=1, logprobs=True, top_logprobs=20, rollout=True, ignore_eos=True)
     output = engine(model).generate([r])[0]
-    assert output.tops is not None and output.rollout is not None and output.logprobs is not None
+    assert output.piece.tops is not None and output.piece.steps is not None and output.piece.logprobs is not None
     others = 0
-    for index, (step, tops) in enumerate(zip(output.rollout.steps, output.tops, strict=True)):
+    for index, (step, tops) in enumerate(zip(output.piece.steps, output.piece.tops, strict=True)):
         position = len(r.prompt) + index
         stop = -(-(position + 1) // B) * B
-        seen = [t if s < step else MASK for t, s in zip(output.tokens, output.rollout.steps, strict=True)]
+        seen = [t if s < step else MASK for t, s in zip(output.tokens, output.piece.steps, strict=True)]
         tokens = [*r.prompt, *seen, *[MASK] * B][:stop]
         log_p = raw_logits(model, tokens)[position].log_softmax(-1)
         log_p[MASK] = -torch.inf
         assert [t for t, _ in tops] == log_p.topk(20).indices.tolist()
         assert [v for _, v in tops] == pytest.approx(log_p.topk(20).values.tolist(), abs=1e-4)
-        assert output.logprobs[index] == pytest.approx(float(log_p[output.tokens[index]]), abs=1e-4)
+        assert output.piece.logprobs[index] == pytest.approx(float(log_p[output.tokens[index]]), abs=1e-4)
         others += tops[0][0] != output.tokens[index]
     assert others
 

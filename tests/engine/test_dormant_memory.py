@@ -112,11 +112,11 @@ def test_all_requests_end_at_once_with_what_they_have(tiny_model_dir: Path, stat
         engine.add(asked(n))
     while not any(given.values()):
         for step in engine.step():
-            given[step.request_id] += step.new_tokens
+            given[step.request_id] += step.piece.tokens
     engine.preempt()  # what it collects is not given out yet
     last = engine.abort_all()
     for step in last:
-        given[step.request_id] += step.new_tokens
+        given[step.request_id] += step.piece.tokens
     outputs = {step.request_id: step.output for step in last if step.output is not None}
     assert outputs.keys() == whole.keys() and not engine.has_work
     for name, output in outputs.items():

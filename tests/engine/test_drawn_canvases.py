@@ -72,7 +72,7 @@ def test_the_engine_is_the_loop_without_a_cache(model: Decoder, alone: list[Outp
         plain = run_renoise(model, r)
         assert list(output.tokens) == plain.tokens and len(output.tokens) <= r.max_tokens
         assert (output.finish_reason, output.counts.num_forwards) == (plain.finish_reason, plain.num_forwards)
-        assert output.logprobs == pytest.approx(plain.log_probs, abs=1e-3)
+        assert output.piece.logprobs == pytest.approx(plain.log_probs, abs=1e-3)
         assert len(plain.tokens) == r.max_tokens  # exact; the released loop rounds up to whole canvases
 
 
@@ -148,8 +148,8 @@ def test_an_answer_goes_on_elsewhere_after_its_committed_canvases(model: Decoder
 
 def test_a_replay_tells_when_each_token_came(model: Decoder) -> None:
     output = engine(model).generate([request(4, max_tokens=2 * L, ignore_eos=True, replay=True)])[0]
-    assert output.rollout is not None and len(output.rollout.steps) == len(output.tokens)
-    first, second = output.rollout.steps[:L], output.rollout.steps[L:]
+    assert output.piece.steps is not None and len(output.piece.steps) == len(output.tokens)
+    first, second = output.piece.steps[:L], output.piece.steps[L:]
     assert min(first) >= 1 and max(first) <= 5 < min(second) and max(second) <= output.counts.num_forwards
 
 

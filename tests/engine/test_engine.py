@@ -149,7 +149,7 @@ def test_committed_pages_are_a_clean_block_causal_forward(model: Decoder) -> Non
     emitted: list[int] = []
     while len(emitted) < 16:
         for out in served.step():
-            emitted += out.new_tokens
+            emitted += out.piece.tokens
     sequence = next(iter(served.scheduler.running.values()))
     tokens = [*r.prompt, *emitted][: sequence.committed]
     assert len(tokens) == sequence.committed > len(r.prompt)
@@ -199,7 +199,7 @@ def test_streamed_tokens_are_the_output(model: Decoder) -> None:
     outputs = {}
     while served.has_work:
         for out in served.step():
-            seen[out.request_id] += out.new_tokens
+            seen[out.request_id] += out.piece.tokens
             if out.output:
                 outputs[out.request_id] = out.output
     assert {name: list(o.tokens) for name, o in outputs.items()} == seen

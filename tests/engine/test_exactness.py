@@ -147,8 +147,8 @@ def test_planned_rows_in_the_engine_are_the_plain_loop(models: dict[str, Decoder
     plain = (
         decoder.tokens[: decoder.tokens.index(EOS)] if EOS in decoder.tokens and not r.ignore_eos else decoder.tokens
     )
-    assert list(output.tokens) == plain and output.rollout is not None
-    assert output.rollout.steps == tuple(decoder.steps[: len(plain)])
+    assert list(output.tokens) == plain and output.piece.steps is not None
+    assert output.piece.steps == tuple(decoder.steps[: len(plain)])
     assert output.counts.num_forwards == decoder.num_forwards
 
 
@@ -181,9 +181,9 @@ def test_logprobs_are_those_of_the_accepting_forward(models: dict[str, Decoder])
     ids, positions = torch.tensor([[5, 6, 7, MASK]]), torch.arange(4)[None]
     with torch.no_grad():
         logits = model.logits(model(ids, positions, DenseAttention(torch.ones(1, 1, 4, 4, dtype=torch.bool))))[0, 3]
-    assert output.logprobs is not None
-    assert output.logprobs[0] == pytest.approx(float(logits.log_softmax(-1)[output.tokens[0]]), abs=1e-5)
-    assert math.exp(output.logprobs[0]) <= 1.0
+    assert output.piece.logprobs is not None
+    assert output.piece.logprobs[0] == pytest.approx(float(logits.log_softmax(-1)[output.tokens[0]]), abs=1e-5)
+    assert math.exp(output.piece.logprobs[0]) <= 1.0
 
 
 @pytest.mark.parametrize(

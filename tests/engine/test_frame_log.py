@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from small_engines import B, build
 
+from mbd_core.decoding.answers.slots import Frame, StepTrace
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.blocks.request import Frame, Request, StepOutput, StepTrace
+from mbd_core.decoding.blocks.request import Request, StepOutput
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
@@ -101,7 +102,7 @@ def check(request: Request, steps: list[StepOutput], rows: list[list[StepTrace]]
                 stored |= {start + offset: token for offset, token in now.items()}
                 behind = {start + B} if request.carries else set()
         fixed |= behind
-    tokens = [token for step in steps for token in step.new_tokens]
+    tokens = [token for step in steps for token in step.piece.tokens]
     assert [stored[len(request.prompt) + i] for i in range(len(tokens))] == tokens
     return edits
 
@@ -137,8 +138,8 @@ def test_a_request_that_asks_for_none_has_none_and_the_same_tokens(models: dict[
     without, _ = traced(models[False], mixed, batch_invariant=True)
     for i, request in enumerate(requests):
         steps = without[request.request_id]
-        assert [t for s in steps for t in s.new_tokens] == [
-            t for s in with_frames[request.request_id] for t in s.new_tokens
+        assert [t for s in steps for t in s.piece.tokens] == [
+            t for s in with_frames[request.request_id] for t in s.piece.tokens
         ]
         frames: list[Frame] = [s.frame for s in steps if s.frame is not None]
         assert bool(frames) == (i == 0)

@@ -211,6 +211,6 @@ def test_the_engine_decodes_by_the_written_rule(loaded: LoadedModel, method: str
         output = loaded.engine.generate([request])[0]
         assert list(output.tokens) == tokens[: tokens.index(literal.eos)]
         assert output.counts.num_forwards == literal.forwards
-        assert output.logprobs is not None
+        assert output.piece.logprobs is not None
         confidence = [c for _, c in literal.decided[: len(output.tokens)]]
-        assert [math.exp(p) for p in output.logprobs] == pytest.approx(confidence, abs=1e-4)
+        assert [math.exp(p) for p in output.piece.logprobs] == pytest.approx(confidence, abs=1e-4)

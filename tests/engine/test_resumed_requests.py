@@ -44,11 +44,11 @@ def test_single_block_decoding_goes_on_as_if_nothing_had_happened(engine: Engine
     steps, whole = steps_of(engine, asked())
     assert [s.counts.num_tokens for s in steps][-1] == whole.counts.num_tokens == 30
     for cut in range(1, len(steps)):
-        committed = tuple(t for s in steps[:cut] for t in s.new_tokens)
+        committed = tuple(t for s in steps[:cut] for t in s.piece.tokens)
         rest_steps, rest = steps_of(engine, asked(committed=committed))
-        assert tuple(t for s in rest_steps for t in s.new_tokens) == whole.tokens[len(committed) :]
+        assert tuple(t for s in rest_steps for t in s.piece.tokens) == whole.tokens[len(committed) :]
         assert (rest.tokens, rest.finish_reason) == (whole.tokens, whole.finish_reason)
-        assert rest.logprobs == pytest.approx(whole.logprobs[len(committed) :], abs=1e-5)
+        assert rest.piece.logprobs == pytest.approx(whole.piece.logprobs[len(committed) :], abs=1e-5)
         assert rest.counts.num_forwards == whole.counts.num_forwards - steps[cut - 1].counts.num_forwards
         assert rest.counts.num_prompt_tokens == len(PROMPT)
 
@@ -59,13 +59,13 @@ def test_a_carried_token_comes_from_the_block_that_is_stored_again() -> None:
     decoding = DecodingConfig(block_size=BLOCK_SIZE, tau_m2t=0.4, sub_block=2, carry=True)
     request = replace(asked(), decoding=decoding)
     steps, whole = steps_of(served, request)
-    cuts = [n for n, step in enumerate(steps, start=1) if step.new_tokens and step.output is None]
+    cuts = [n for n, step in enumerate(steps, start=1) if step.piece.tokens and step.output is None]
     assert len(cuts) > 5
     for cut in cuts:
-        committed = tuple(t for s in steps[:cut] for t in s.new_tokens)
+        committed = tuple(t for s in steps[:cut] for t in s.piece.tokens)
         _, rest = steps_of(served, replace(request, committed=committed))
         assert (rest.tokens, rest.finish_reason) == (whole.tokens, whole.finish_reason)
-        assert rest.logprobs == pytest.approx(whole.logprobs[len(committed) :], abs=1e-5)
+        assert rest.piece.logprobs == pytest.approx(whole.piece.logprobs[len(committed) :], abs=1e-5)
         # the last block is stored once more
         assert rest.counts.num_forwards == whole.counts.num_forwards - steps[cut - 1].counts.num_forwards + 1
 
@@ -90,9 +90,9 @@ def test_any_beginning_is_kept_and_nothing_is_handed_out_twice(
     request = asked(committed=committed, buffer_size=buffer_size, sampling=Sampling(temperature=1.0, seed=3))
     steps, output = steps_of(engine, request)
     assert output.tokens[:num_committed] == committed
-    assert output.tokens[num_committed:] == tuple(t for s in steps for t in s.new_tokens)
+    assert output.tokens[num_committed:] == tuple(t for s in steps for t in s.piece.tokens)
     assert len(output.tokens) == output.counts.num_tokens == 30
-    assert len(output.logprobs) == 30 - num_committed
+    assert len(output.piece.logprobs) == 30 - num_committed
     engine.check_integrity()
 
 

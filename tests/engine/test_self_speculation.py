@@ -142,10 +142,10 @@ def test_drawn_blocks_go_on_in_another_engine(model: Decoder, context: Literal["
     steps = []
     while served.has_work:
         steps += served.step()
-    answer = tuple(t for step in steps for t in step.new_tokens)
+    answer = tuple(t for step in steps for t in step.piece.tokens)
     number = 0
     for step in steps[:-1]:
-        number += len(step.new_tokens)
+        number += len(step.piece.tokens)
         there = dataclasses.replace(r, committed=answer[:number], first_forward=step.counts.num_forwards)
         assert engine(model).generate([there])[0].tokens == answer
     assert number == 20

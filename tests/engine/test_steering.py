@@ -102,7 +102,7 @@ def check_answers(loaded: LoadedModel, asked_for: list[tuple[Request, dict[str, 
 
 
 def gist(output: Output) -> tuple[Any, ...]:
-    return output.tokens, output.logprobs, output.finish_reason, output.counts.num_forwards
+    return output.tokens, output.piece.logprobs, output.finish_reason, output.counts.num_forwards
 
 
 def run(engine: Engine, requests: list[Request], rng: random.Random | None = None) -> list[Output]:
@@ -263,7 +263,7 @@ def test_every_answer_validates_where_rows_wait(loaded: LoadedModel, monkeypatch
     outputs = loaded.engine.generate([r for r, _ in requests])
     check_answers(loaded, requests, outputs)
     for output in outputs:
-        assert output.rollout is not None and max(output.rollout.steps) <= output.counts.num_forwards
+        assert output.piece.steps is not None and max(output.piece.steps) <= output.counts.num_forwards
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -301,7 +301,7 @@ def test_what_is_forced_costs_no_forward_but_its_store(loaded: LoadedModel) -> N
         assert text_of(loaded, output) == text
         blocks = -(-(len(output.tokens) + 1) // B)
         assert blocks <= output.counts.num_forwards <= blocks + 1
-        assert output.logprobs == (0.0,) * len(output.tokens)
+        assert output.piece.logprobs == (0.0,) * len(output.tokens)
 
 
 def test_what_the_grammar_or_the_budget_leaves_alone_is_no_choice(loaded: LoadedModel) -> None:
@@ -350,7 +350,7 @@ def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> Non
         while loaded.engine.has_work:
             steps += loaded.engine.step()
         for cut in range(1, len(steps), 3):
-            committed = tuple(t for s in steps[:cut] for t in s.new_tokens)
+            committed = tuple(t for s in steps[:cut] for t in s.piece.tokens)
             forwards, closing = steps[cut - 1].counts.num_forwards, steps[cut - 1].closing
             rest = replace(request, committed=committed, first_forward=forwards, closing=closing)
             output = loaded.engine.generate([rest])[0]
@@ -530,8 +530,8 @@ def test_holes_of_every_length_at_every_alignment(loaded: LoadedModel, method: s
     outputs = loaded.engine.generate(requests)
     vocab_size = len(loaded.tokenizer)
     for number, (request, output) in enumerate(zip(requests, outputs, strict=True)):
-        assert output.finish_reason == "stop" and output.rollout is not None
-        pairs = list(zip(request.template, output.tokens, output.rollout.steps, strict=True))
+        assert output.finish_reason == "stop" and output.piece.steps is not None
+        pairs = list(zip(request.template, output.tokens, output.piece.steps, strict=True))
         assert all(token == fixed for fixed, token, _ in pairs if fixed is not None)
         assert all((step == 0) == (fixed is not None) for fixed, _, step in pairs)
         assert output.counts.num_tokens == sum(fixed is None for fixed, _, _ in pairs)

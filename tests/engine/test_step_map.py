@@ -10,9 +10,11 @@ import pytest
 from small_engines import EOS, VOCAB, B, build
 from step_replay import check_replay
 
+from mbd_core.decoding.answers.piece import Edit
+from mbd_core.decoding.answers.slots import Frame
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
-from mbd_core.decoding.blocks.request import Edit, Frame, Output, Request, Rollout, StepOutput
+from mbd_core.decoding.blocks.request import Output, Request, StepOutput
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
@@ -60,18 +62,16 @@ def engine_of(model: Decoder, **changes: Any) -> Engine:
 
 
 def check(model: Decoder, request: Request, output: Output) -> None:
-    rollout = output.rollout
-    assert rollout is not None
+    tail = output.tail
+    assert output.piece.steps is not None
     if output.finish_reason == "stop":
-        assert rollout.tail_tokens[0] == EOS
-        end = len(request.prompt) + len(output.tokens) + len(rollout.tail_tokens)
+        assert tail.tokens[0] == EOS
+        end = len(request.prompt) + len(output.tokens) + len(tail.tokens)
         last = len(request.prompt) + request.max_tokens
         assert end == last or (end - request.decoding.grid_origin(len(request.prompt))) % B == 0
     else:
-        assert not rollout.tail_tokens
+        assert not tail.tokens
     assert check_replay(model, request, output) <= output.counts.num_forwards - output.counts.num_store_forwards
-    if request.logprobs:
-        assert output.logprobs == rollout.logprobs
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -100,10 +100,10 @@ def test_a_carried_token_has_the_forward_of_its_store(buffer_size: int, static: 
     requests.append(replace(asked(8, "single", prompt=(5,) * B, max_tokens=3 * B, ignore_eos=True), decoding=decoding))
     outputs = engine_of(model, static_shapes=static, overlap=static).generate(requests)
     for request, output in zip(requests, outputs, strict=True):
-        assert output.rollout is not None
+        assert output.piece.steps is not None
         check_replay(model, request, output)
-    assert output.rollout is not None
-    steps = output.rollout.steps
+    assert output.piece.steps is not None
+    steps = output.piece.steps
     if buffer_size == 1:  # the prompt is one block, and its store is the first forward
         assert steps[0] == 1
         blocks = [steps[i : i + B] for i in range(0, 3 * B, B)]
@@ -125,8 +125,8 @@ def test_a_preemption_leaves_the_step_map_as_it_is(models: dict[str, Decoder], s
     assert sum(o.counts.num_preemptions for o in outputs.values()) > 3
     for request, before in zip(requests, alone, strict=True):
         output = outputs[request.request_id]
-        assert output.rollout is not None and before.rollout is not None
-        assert output.rollout.steps == before.rollout.steps
+        assert output.piece.steps is not None and before.piece.steps is not None
+        assert output.piece.steps == before.piece.steps
         check(models["blocks"], request, output)
 
 
@@ -138,15 +138,15 @@ def test_steps_join_to_the_output_and_a_resumed_request_goes_on_counting(models:
     while engine.has_work:
         steps += engine.step()
     whole = steps[-1].output
-    assert whole is not None and whole.rollout is not None
-    assert tuple(n for s in steps if s.rollout for n in s.rollout.steps) == whole.rollout.steps
-    assert all(len(s.rollout.steps) == len(s.new_tokens) for s in steps if s.rollout)
+    assert whole is not None and whole.piece.steps is not None
+    assert tuple(n for s in steps for n in s.piece.steps or ()) == whole.piece.steps
+    assert all(len(s.piece.steps) == len(s.piece) for s in steps if s.piece.steps is not None)
     for cut in range(1, len(steps)):
-        committed = tuple(t for s in steps[:cut] for t in s.new_tokens)
+        committed = tuple(t for s in steps[:cut] for t in s.piece.tokens)
         forwards = steps[cut - 1].counts.num_forwards
         rest = engine.generate([replace(request, committed=committed, first_forward=forwards)])[0]
-        assert rest.rollout is not None and len(rest.rollout.steps) == 25 - len(committed)
-        assert min(rest.rollout.steps) == forwards + 1
+        assert rest.piece.steps is not None and len(rest.piece.steps) == 25 - len(committed)
+        assert min(rest.piece.steps) == forwards + 1
         check_replay(models["blocks"], replace(request, committed=committed), rest)
 
 
@@ -161,7 +161,7 @@ def test_where_tokens_change_a_step_map_is_refused(models: dict[str, Decoder], p
 def test_where_tokens_stay_a_replay_is_the_rollout(models: dict[str, Decoder]) -> None:
     engine, request = engine_of(models["blocks"]), asked(4, "multi")
     looked_at = engine.generate([replace(request, rollout=False, replay=True)])[0]
-    assert looked_at.rollout == engine.generate([request])[0].rollout and looked_at.rollout is not None
+    assert looked_at.piece == engine.generate([request])[0].piece and looked_at.piece.steps is not None
 
 
 def writes(frames: list[Frame]) -> dict[int, list[tuple[int, int | None]]]:
@@ -190,16 +190,16 @@ def test_a_replay_has_what_every_forward_wrote(models: dict[str, Decoder], metho
     num_edits = 0
     for of_request in steps.values():
         output = of_request[-1].output
-        assert output is not None and output.rollout is not None
-        assert len(output.rollout.steps) == len(output.tokens)
+        assert output is not None and output.piece.steps is not None
+        assert len(output.piece.steps) == len(output.tokens)
         expected = writes([step.frame for step in of_request if step.frame is not None])
         found: dict[int, list[tuple[int, int | None]]] = {place: [] for place in range(len(output.tokens))}
-        for edit in output.rollout.edits:
+        for edit in output.piece.edits:
             found[edit.index].append((edit.step, edit.token))
-        for place, (step, token) in enumerate(zip(output.rollout.steps, output.tokens, strict=True)):
+        for place, (step, token) in enumerate(zip(output.piece.steps, output.tokens, strict=True)):
             found[place].append((step, token))
         assert found == {place: expected[place] for place in found}
-        num_edits += len(output.rollout.edits)
+        num_edits += len(output.piece.edits)
     assert sum(of_request[-1].counts.num_preemptions for of_request in steps.values()) > 0
     assert (num_edits > 10) == (method != "multi")
 
@@ -208,23 +208,15 @@ def test_a_canvas_that_begins_anew_counts_anew(models: dict[str, Decoder]) -> No
     request = asked(4, "canvas", max_tokens=24, rollout=False, replay=True)
     engine = engine_of(models["shifted"])
     alone = engine.generate([request])[0]
-    assert alone.rollout is not None and set(alone.rollout.steps) == set(range(1, alone.counts.num_forwards + 1))
+    assert alone.piece.steps is not None and set(alone.piece.steps) == set(range(1, alone.counts.num_forwards + 1))
     engine.add(request)
     first = [step for _ in range(alone.counts.num_forwards - 2) for step in engine.step()]
-    early = [token for step in first for token in step.new_tokens]
+    early = [token for step in first for token in step.piece.tokens]
     engine.preempt()
     ended = [step.output for step in [s for _ in range(99) if engine.has_work for s in engine.step()] if step.output]
-    assert 0 < len(early) < 24 and ended[0].tokens == alone.tokens and ended[0].rollout is not None
+    assert 0 < len(early) < 24 and ended[0].tokens == alone.tokens and ended[0].piece.steps is not None
     assert ended[0].counts.num_preemptions == 1 and ended[0].counts.num_forwards == alone.counts.num_forwards
-    assert ended[0].rollout.steps == alone.rollout.steps
-
-
-def test_a_part_of_a_rollout_has_the_edits_of_its_tokens() -> None:
-    one = Rollout(steps=(3, 1), edits=(Edit(0, 1, 7), Edit(0, 2, 8)))
-    both = one.then(Rollout(steps=(6,), edits=(Edit(0, 5, 9),)))
-    assert both == Rollout(steps=(3, 1, 6), edits=(*one.edits, Edit(2, 5, 9)))
-    assert both.cut((1, 2, 3), 2, room=0) == one
-    assert both.without(1) == Rollout(steps=(1, 6), edits=(Edit(1, 5, 9),))
+    assert ended[0].piece.steps == alone.piece.steps
 
 
 def test_a_step_map_keeps_what_was_overwritten_until_its_block_leaves() -> None:
@@ -232,9 +224,9 @@ def test_a_step_map_keeps_what_was_overwritten_until_its_block_leaves() -> None:
     step_map.update(np.array([[5, 6], [0, 0]]), half, 1)
     step_map.update(np.array([[5, 7], [8, 8]]), none, 2)
     step_map.update(np.array([[5, 6], [8, 9]]), none, 4)
-    assert step_map.take(1) == Rollout(steps=(1, 4), edits=(Edit(1, 1, 6), Edit(1, 2, 7)))
+    assert step_map.take(1) == ((1, 4), (Edit(1, 1, 6), Edit(1, 2, 7)))
     step_map.update(np.array([[8, 4], [0, 0]]), half, 5)
-    assert step_map.take(1) == Rollout(steps=(2, 5), edits=(Edit(1, 2, 8), Edit(1, 4, 9)))
+    assert step_map.take(1) == ((2, 5), (Edit(1, 2, 8), Edit(1, 4, 9)))
 
 
 def test_a_step_map_moves_with_its_slots() -> None:
@@ -242,5 +234,5 @@ def test_a_step_map_moves_with_its_slots() -> None:
     tokens = np.zeros((2, 3))
     step_map.update(tokens, np.array([[False, True, False], [True, True, True]]), 4)
     step_map.update(tokens, np.array([[False, False, False], [True, False, True]]), 5)
-    assert step_map.take(1) == Rollout(steps=(4, 5, 4))
-    assert step_map.take(2) == Rollout(steps=(OPEN, 5, OPEN, OPEN, OPEN, OPEN))
+    assert step_map.take(1) == ((4, 5, 4), ())
+    assert step_map.take(2) == ((OPEN, 5, OPEN, OPEN, OPEN, OPEN), ())

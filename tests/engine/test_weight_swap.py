@@ -114,7 +114,7 @@ def joined(*parts: dict[str, list[StepOutput]]) -> dict[str, Output]:
         steps = [step for part in parts for step in part.get(name, [])]
         output = steps[-1].output
         assert output is not None and all(step.output is None for step in steps[:-1])
-        assert output.tokens == tuple(t for step in steps for t in step.new_tokens)
+        assert output.tokens == tuple(t for step in steps for t in step.piece.tokens)
         outputs[name] = output
     return outputs
 
@@ -193,7 +193,7 @@ def test_preempted_requests_keep_what_they_committed_and_go_on_with_the_new_weig
     outputs = joined(begun, run(served))
     assert len(outputs) == 5 and all(len(o.tokens) == 40 for o in outputs.values())
     for name, output in outputs.items():
-        kept = sum(len(step.new_tokens) for step in begun.get(name, []))
+        kept = sum(len(step.piece.tokens) for step in begun.get(name, []))
         assert output.tokens[:kept] == wanted[name].tokens[:kept] and (kept >= 8) == (name in ("r0", "r1", "r2"))
         assert output.tokens != wanted[name].tokens and output.counts.num_preemptions == (kept > 0)
     for r in asked[3:]:  # they waited, and are the new weights' alone

@@ -4,7 +4,7 @@ import copy
 import json
 import pickle
 
-from mbd_core.decoding.blocks.request import Counts
+from mbd_core.decoding.answers.counts import Counts
 from mbd_core.harness.scoring import CountedText
 
 COUNTS = Counts(

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from jobs.harness_tasks import main
-from mbd_core.decoding.blocks.request import Counts
+from mbd_core.decoding.answers.counts import Counts
 from mbd_core.evaluation.tasks.benchmarks import TASKS
 from mbd_core.harness.scoring import CountedText, metrics_of, score
 

@@ -73,8 +73,8 @@ def check_entropy_bound(folder: Path, case: dict[str, Any]) -> None:
         counts = output.counts
         assert counts.num_forwards - counts.num_store_forwards == expected["denoise_forwards"]
         assert counts.num_store_forwards == expected["block_store_forwards"]
-        assert output.rollout is not None
-        steps = (*output.rollout.steps, *output.rollout.tail_steps)
+        assert output.piece.steps is not None
+        steps = (*output.piece.steps, *(output.tail.steps or ()))
         positions = {step: [length + i for i, s in enumerate(steps) if s == step] for step in sorted(set(steps))}
         assert list(positions.values()) == [sorted(each) for each in expected["accepted"]]
 
@@ -229,8 +229,8 @@ def check_fast_dllm_v2(folder: Path, case: dict[str, Any]) -> None:
 
 def forwards_of(output: Output, start: int, size: int) -> list[list[int]]:
     """The positions that each forward filled; those at which a block begins are filled by the store before it."""
-    assert output.rollout is not None
-    steps = (*output.rollout.steps, *output.rollout.tail_steps)
+    assert output.piece.steps is not None
+    steps = (*output.piece.steps, *(output.tail.steps or ()))
     return [
         [start + i for i, s in enumerate(steps) if s == step and (start + i) % size] for step in sorted(set(steps))
     ]
@@ -288,7 +288,7 @@ def check_edit_generation(folder: Path, case: dict[str, Any]) -> None:
             static_shapes=static,
         )
         assert list(output.tokens) == run.tokens and output.counts.num_forwards == run.num_forwards
-        assert output.logprobs == pytest.approx(run.log_probs, abs=1e-3)
+        assert output.piece.logprobs == pytest.approx(run.log_probs, abs=1e-3)
 
 
 def edit_rule(inputs: dict[str, Any]) -> Levenshtein:

@@ -214,7 +214,7 @@ def check_engine(model: Decoder, inputs: dict[str, Any], requests: list[Request]
     for output, run, request in zip(outputs, plain, requests, strict=True):
         assert list(output.tokens) == run.tokens[: request.max_tokens]
         assert output.counts.num_forwards == run.num_forwards and output.finish_reason == run.finish_reason
-        assert output.logprobs == pytest.approx(run.log_probs[: request.max_tokens], abs=1e-3)
+        assert output.piece.logprobs == pytest.approx(run.log_probs[: request.max_tokens], abs=1e-3)
 
 
 def _flat(canvases: list[list[Any]]) -> list[Any]:

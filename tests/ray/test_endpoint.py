@@ -543,7 +543,7 @@ def test_a_greedy_logprob_is_the_model_s_own(url: str, tiny_model_dir: Path) -> 
     (output,) = loaded.engine.generate([request])
     asked = {"model": MODEL, "prompt": [9, 9, 9], "max_tokens": 1, "logprobs": 0}
     logprobs = post(url, "completions", asked).json()["choices"][0]["logprobs"]
-    assert logprobs["token_logprobs"] == pytest.approx(output.logprobs, abs=1e-5)
+    assert logprobs["token_logprobs"] == pytest.approx(output.piece.logprobs, abs=1e-5)
     model, ids = loaded.engine.model, torch.tensor([[9, 9, 9, loaded.config.mask_token_id]])
     with torch.no_grad():
         seen = DenseAttention(torch.ones((1, 1, 4, 4), dtype=torch.bool))

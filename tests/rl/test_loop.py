@@ -121,7 +121,7 @@ def test_recorded_experts_reach_the_learner_and_survive_a_resumed_run(tmp_path: 
     assert config.moe is not None
     num_layers = sum(config.is_sparse(layer) for layer in range(config.num_layers))
     for row in rows:
-        records = replayed(row, advantage=1.0, correct=True).rollout.experts
+        records = replayed(row, advantage=1.0, correct=True).experts
         assert sum(record.forward > 0 for record in records) == row["num_forwards"]
         assert {record.ids.shape[1:] for record in records} == {(num_layers, config.moe.experts_per_token)}
     for other, why in (({"model": str(tiny_model_dir)}, "no experts"), ({"shrink": 2}, "shrink=1")):

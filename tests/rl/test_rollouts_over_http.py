@@ -134,17 +134,17 @@ def test_the_experts_that_an_endpoint_records_are_the_engines(tiny_model_dir: Pa
         for number, answer in enumerate(answers)
     ]
     for answer, output in zip(answers, Engine(load_model(folder), engine).generate(requests), strict=True):
-        assert output.rollout is not None
-        own, recorded = ([r.columns() for r in rollout.experts] for rollout in (output.rollout, answer.rollout))
+        assert output.piece.steps is not None
+        own, recorded = ([r.columns() for r in each.experts] for each in (output, answer))
         assert (answer.tokens, recorded) == (output.tokens, own) and own
     moved = load_model(folder, dtype=torch.float32)
     for number, router in enumerate(module for module in moved.modules() if isinstance(module, Router)):
         torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(number))
     routed, free = (
         Learner(moved, replace(ADAMW, lr=0.0, batch_size=4), PolicyObjective()).update(
-            [replace(answer, rollout=replace(answer.rollout, experts=records)) for answer, records in pairs]
+            [replace(answer, experts=records) for answer, records in pairs]
         )
-        for pairs in ([(a, a.rollout.experts) for a in answers], [(a, ()) for a in answers])
+        for pairs in ([(a, a.experts) for a in answers], [(a, ()) for a in answers])
     )
     assert routed.d_mean < free.d_mean / 2
     with pytest.raises(ValueError, match=r"experts \(2, 2\) are not those of this model's 0 such layers"):

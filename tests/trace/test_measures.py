@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from simulated_trace import SIZE, simulate
 
+from mbd_core.decoding.answers.slots import StepTrace
 from mbd_core.decoding.blocks.config import T2T
-from mbd_core.decoding.blocks.request import StepTrace
 from mbd_core.trace.recorder import TraceRecorder
 from mbd_core.trace.traced_run import TracedRun, measure, ratios_by_rank, traced_run
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from simulated_trace import SIZE, simulate
 
-from mbd_core.decoding.blocks.request import SlotState, StepTrace
+from mbd_core.decoding.answers.slots import SlotState, StepTrace
 from mbd_core.trace.recorder import STATES, TraceRecorder, read_trace
 
 PROMPTS = (11, 8, 20, 3, 17)

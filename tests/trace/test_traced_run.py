@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from simulated_trace import EOS, SIZE, simulate
 
-from mbd_core.decoding.blocks.request import StepTrace
+from mbd_core.decoding.answers.slots import StepTrace
 from mbd_core.trace.recorder import TraceRecorder, read_trace_table
 from mbd_core.trace.replay import replay_side
 from mbd_core.trace.traced_run import TracedRun, block_lives, measure, traced_run

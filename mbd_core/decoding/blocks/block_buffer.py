@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mbd_core.decoding.answers.slots import SlotState
 from mbd_core.decoding.blocks.acceptance import (
     JETENGINE,
     LEFTMOST,
@@ -31,7 +32,7 @@ from mbd_core.decoding.blocks.acceptance import (
     revise,
 )
 from mbd_core.decoding.blocks.adjustments import Adjust, Adjustments
-from mbd_core.decoding.blocks.request import Request, SlotState
+from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.row_settings import RowSettings
 from mbd_core.decoding.blocks.sampling import Draw
 from mbd_core.decoding.blocks.work import ALL_WORK, Work

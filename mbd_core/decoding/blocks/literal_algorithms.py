@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mbd_core.decoding.answers.slots import SlotState
 from mbd_core.decoding.blocks.config import DecodingConfig, EntropyBound
-from mbd_core.decoding.blocks.request import FinishReason, SlotState
+from mbd_core.decoding.blocks.request import FinishReason
 
 Tokens = list[int | None]
 Weights = list[float]

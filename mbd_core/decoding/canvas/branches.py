@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.decoding.canvas.branch import Branch, BranchStats, Phase, compatible, lane_changes, likeliest_tokens
 from mbd_core.decoding.canvas.plan import (
-    Answer,
     CanvasPlan,
     CanvasTask,
     CanvasUpdate,
@@ -70,9 +70,9 @@ class BranchedCanvas(GuessingDecoder):
     def done(self) -> bool:
         return self._winner is not None
 
-    def answer_from(self, number: int) -> Answer:
+    def answer_from(self, number: int) -> Piece:
         if self._winner is None:
-            return Answer([], [], [])
+            return Piece(logprobs=(), steps=())
         return self._winner.lane.answer(self.prompt_length + number, self._ends)
 
     @property

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
 from mbd_core.decoding.canvas.multi_block import MultiBlockCanvas
 from mbd_core.decoding.canvas.plan import (
-    Answer,
     CanvasPlan,
     CanvasTask,
     CanvasUpdate,
@@ -147,7 +147,7 @@ class SingleCanvas(GuessingDecoder):
         self._open_P = np.zeros(0, dtype=np.int64)  # the masks that the planned forward has logits for
         self._begin_block(0)
 
-    def answer_from(self, number: int) -> Answer:
+    def answer_from(self, number: int) -> Piece:
         return self._lane.answer(self.prompt_length + number, self._ends)
 
     def plan(self) -> CanvasPlan:

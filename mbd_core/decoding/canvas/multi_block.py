@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.canvas_config import MultiBlock
-from mbd_core.decoding.canvas.plan import Answer, CanvasPlan, CanvasTask, CanvasUpdate, Guesses, Lane, OpenLogits
+from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasTask, CanvasUpdate, Guesses, Lane, OpenLogits
 from mbd_core.decoding.canvas.unmasking import GuessingDecoder
 
 
@@ -56,7 +57,7 @@ class MultiBlockCanvas(GuessingDecoder):
         self._add_block()
         self._prepare()
 
-    def answer_from(self, number: int) -> Answer:
+    def answer_from(self, number: int) -> Piece:
         return self._lane.answer(self.prompt_length + number, self._eos)
 
     def plan(self) -> CanvasPlan:

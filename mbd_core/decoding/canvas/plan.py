@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.adjustments import Adjust
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Score
 from mbd_core.decoding.blocks.sampling import Vocab
@@ -148,15 +149,6 @@ class OpenLogits:
         return None if is_alone else self.score
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A part of an answer: tokens, log-probabilities and steps, as in `PlannedDecoder`."""
-
-    tokens: list[int]
-    log_probs: list[float]
-    steps: list[int]
-
-
 class PlannedDecoder(Protocol):
     """One request: a state machine without a model. `plan` changes nothing, `update` advances the state; it is
     `accept` of the guesses at `open_logits`, between which the guesses of many requests are one operation.
@@ -167,7 +159,7 @@ class PlannedDecoder(Protocol):
 
     `tokens` begin at the prompt's end and stop before the first mask, or after the first EOS before that mask.
     `log_probs` are their log-probabilities in the forwards that accepted them, `steps` the numbers of these, from 1.
-    `answer_from` gives what is behind the first `number` of them, which must hold no EOS, at a cost of what it gives.
+    `answer_from(n)` returns the answer after its first n tokens, which hold no EOS, in time linear in its result.
     """
 
     @property
@@ -197,7 +189,7 @@ class PlannedDecoder(Protocol):
     @property
     def steps(self) -> list[int]: ...
 
-    def answer_from(self, number: int) -> Answer: ...
+    def answer_from(self, number: int) -> Piece: ...
 
     def hold_to(self, num_blocks: int) -> None: ...
 
@@ -277,12 +269,14 @@ class Lane:
         eos = self.find(eos_token_ids, start, stop)
         return slice(start, stop if eos is None else eos + 1)
 
-    def answer(self, start: int, eos_token_ids: tuple[int, ...]) -> Answer:
+    def answer(self, start: int, eos_token_ids: tuple[int, ...]) -> Piece:
         """The tokens of `decided_range`."""
         if self.masked[start : start + 1].any():
-            return Answer([], [], [])
+            return Piece(logprobs=(), steps=())
         part = self.decided_range(start, eos_token_ids)
-        return Answer(self.tokens[part].tolist(), self.log_probs[part].tolist(), self.steps[part].tolist())
+        columns = (self.tokens, self.log_probs, self.steps)
+        tokens, log_probs, steps = (tuple(column[part].tolist()) for column in columns)
+        return Piece(tokens=tokens, logprobs=log_probs, steps=steps)
 
     def query(self, index: int, start: int, stop: int, logits_at: np.ndarray) -> Query:
         """The query of positions [start, stop) for lane `index`, with a copy of the tokens."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.adjustments import Adjust, Adjustments
 from mbd_core.decoding.blocks.canvas_config import Canvas, Leap
 from mbd_core.decoding.blocks.sampling import (
@@ -24,7 +25,7 @@ from mbd_core.decoding.blocks.sampling import (
     uniform,
 )
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.decoding.canvas.plan import Answer, CanvasTask, CanvasUpdate, Guesses, Lane, OpenLogits
+from mbd_core.decoding.canvas.plan import CanvasTask, CanvasUpdate, Guesses, Lane, OpenLogits
 
 # Acceptance on a canvas: the model's guess at each open position, and the positions that become tokens.
 
@@ -85,17 +86,17 @@ class GuessingDecoder:
 
     @property
     def tokens(self) -> list[int]:
-        return self.answer_from(0).tokens
+        return list(self.answer_from(0).tokens)
 
     @property
     def log_probs(self) -> list[float]:
-        return self.answer_from(0).log_probs
+        return list(self.answer_from(0).logprobs or ())
 
     @property
     def steps(self) -> list[int]:
-        return self.answer_from(0).steps
+        return list(self.answer_from(0).steps or ())
 
-    def answer_from(self, number: int) -> Answer:
+    def answer_from(self, number: int) -> Piece:
         """The answer behind its first `number` tokens."""
         raise NotImplementedError
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.adjustments import Adjust, Adjustments
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
-from mbd_core.decoding.canvas.plan import Answer, CanvasUpdate, Guesses, OpenLogits
+from mbd_core.decoding.canvas.plan import CanvasUpdate, Guesses, OpenLogits
 from mbd_core.decoding.canvas.unmasking import GuessingDecoder
 
 
@@ -41,8 +42,12 @@ class PrefixDecoder(GuessingDecoder):
         self._ends = request.ends(eos_token_ids)
         self._adjustments = PrefixAdjustments(request, self._ends, planned.longest) if request.adjusts else None
 
-    def answer_from(self, number: int) -> Answer:
-        return Answer(self._all[self._start + number :], self._log_probs[number:], self._steps[number:])
+    def answer_from(self, number: int) -> Piece:
+        return Piece(
+            tokens=tuple(self._all[self._start + number :]),
+            logprobs=tuple(self._log_probs[number:]),
+            steps=tuple(self._steps[number:]),
+        )
 
     def _append(
         self, tokens: Sequence[int], log_probs: Sequence[float], steps: Sequence[int], *, num_stored: int

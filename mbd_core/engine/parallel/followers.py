@@ -85,7 +85,7 @@ def fingerprint(engine: Engine) -> int:
     no step that is under way.
     """
     rows = engine.scheduler.running.items()
-    states = [(row, s.request.request_id, s.prefilled, len(s.emitted), s.emitted[-4:]) for row, s in rows]
+    states = [(row, s.request.request_id, s.prefilled, s.num_emitted, s.answer.tokens[-4:]) for row, s in rows]
     last_report = zlib.crc32(engine.last_report.packed_X.tobytes())
     return zlib.crc32(repr((engine.weights_version, states)).encode(), last_report)
 

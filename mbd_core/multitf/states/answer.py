@@ -17,15 +17,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mbd_core.decoding.answers.piece import ForwardExperts, Piece
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.decoding.blocks.request import ForwardExperts, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedAnswer:
     """An answer to learn from: what the engine was asked, what it answered, and what that was worth.
 
-    tokens     its tokens, without the EOS and what follows that in its block, which the `rollout` has
+    answer     its tokens, steps and log-probabilities
+    tail       the same of the EOS and the tokens behind it in its block; empty if `max_tokens` ended it
+    experts    where recorded, the experts of its forwards
     advantage  what the log-probabilities of all its tokens are raised by
     correct    whether it counts as a correct one, to be imitated too (`PolicyObjective.nll`)
     template   the request's: fixed tokens have step 0 in the rollout, and are no actions
@@ -35,22 +37,22 @@ class ReplayedAnswer:
     """
 
     prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    rollout: Rollout
+    answer: Piece
     decoding: DecodingConfig
     max_tokens: int
     advantage: float
     correct: bool
+    tail: Piece = Piece()
+    experts: tuple[ForwardExperts, ...] = ()
     template: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         if (why := replay_refused(self.decoding)) is not None:
             raise ValueError(why)
-        rollout = self.rollout
-        if rollout.edits:
+        if self.answer.edits:
             raise ValueError("the rollout has tokens that were overwritten: the states of its forwards are not known")
-        _check_lengths("tokens", len(self.tokens), len(rollout.steps), len(rollout.logprobs))
-        _check_lengths("tail tokens", len(rollout.tail_tokens), len(rollout.tail_steps), len(rollout.tail_logprobs))
+        _check_lengths("tokens", self.answer)
+        _check_lengths("tail tokens", self.tail)
         if min(self.steps, default=0) < 0:
             raise ValueError("the rollout has a token with a negative step: no forward decided it")
         if not any(self.steps):
@@ -79,22 +81,27 @@ class ReplayedAnswer:
             )
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.answer.tokens
+
+    @property
     def decided(self) -> tuple[int, ...]:
         """The tokens with those of the tail, which are actions too."""
-        return (*self.tokens, *self.rollout.tail_tokens)
+        return (self.answer + self.tail).tokens
 
     @property
     def steps(self) -> tuple[int, ...]:
         """The forward that decided each of them; 0 for those that were there before the first."""
-        return (*self.rollout.steps, *self.rollout.tail_steps)
+        return (self.answer + self.tail).steps or ()
 
     @property
     def logprobs(self) -> tuple[float, ...]:
         """The engine's log-probability of each of them in that forward."""
-        return (*self.rollout.logprobs, *self.rollout.tail_logprobs)
+        return (self.answer + self.tail).logprobs or ()
 
 
-def _check_lengths(noun: str, tokens: int, steps: int, logprobs: int) -> None:
+def _check_lengths(noun: str, piece: Piece) -> None:
+    tokens, steps, logprobs = len(piece), len(piece.steps or ()), len(piece.logprobs or ())
     if not tokens == steps == logprobs:
         raise ValueError(
             f"the rollout has {steps} steps and {logprobs} log-probabilities of {tokens} {noun}; each needs one"
@@ -132,15 +139,17 @@ def read_answer(
     terminal = _member(rollout, "terminal", of="rollout.")
     return ReplayedAnswer(
         prompt=_integers(choice, "prompt_token_ids"),
-        tokens=_integers(choice, "token_ids"),
-        rollout=Rollout(
+        answer=Piece(
+            tokens=_integers(choice, "token_ids"),
             steps=_integers(rollout, "step_map", of="rollout."),
             logprobs=_numbers(rollout, "logprobs", of="rollout."),
-            tail_tokens=_integers(terminal, "token_ids", of="rollout.terminal."),
-            tail_steps=_integers(terminal, "step_map", of="rollout.terminal."),
-            tail_logprobs=_numbers(terminal, "logprobs", of="rollout.terminal."),
-            experts=tuple(map(_experts, rollout.get("experts") or ())),
         ),
+        tail=Piece(
+            tokens=_integers(terminal, "token_ids", of="rollout.terminal."),
+            steps=_integers(terminal, "step_map", of="rollout.terminal."),
+            logprobs=_numbers(terminal, "logprobs", of="rollout.terminal."),
+        ),
+        experts=tuple(map(_experts, rollout.get("experts") or ())),
         decoding=decoding,
         max_tokens=max_tokens,
         advantage=advantage,

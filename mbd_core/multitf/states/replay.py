@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.blocks.request import ForwardExperts
+from mbd_core.decoding.answers.piece import ForwardExperts
 from mbd_core.multitf.config import ReplayStates
 from mbd_core.multitf.data.encoding import IGNORE
 from mbd_core.multitf.states.answer import ReplayedAnswer
@@ -247,7 +247,7 @@ def replay_row(
         "nll_weights": np.zeros(len(has_label)),
     }
     lists = {name: column.tolist() for name, column in columns.items()}
-    if not answer.rollout.experts:
+    if not answer.experts:
         return lists
     if states != "exact" or shrink > 1:
         raise ValueError(
@@ -255,7 +255,7 @@ def replay_row(
         )
     times = np.unique(grid.steps[grid.is_decided])
     forwards = np.array([0, *times])[columns["stream"]]
-    return lists | {"experts": _recorded_experts(answer.rollout.experts, forwards, columns["positions"])}
+    return lists | {"experts": _recorded_experts(answer.experts, forwards, columns["positions"])}
 
 
 def _recorded_experts(

@@ -272,7 +272,7 @@ class Learner(Updater):
     def _row(self, answer: ReplayedAnswer) -> Columns:
         model = self.model.config
         layers = 0 if model.moe is None else sum(map(model.moe.is_sparse, range(model.num_layers)))
-        for record in answer.rollout.experts:
+        for record in answer.experts:
             moe, given = model.moe, record.ids.shape[1:]
             if moe is None or given != (layers, moe.experts_per_token) or record.ids.max() >= moe.num_experts:
                 raise ValueError(f"the rollout's experts {given} are not those of this model's {layers} such layers")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from mbd_core.checkpoint.chat import CallRule
-from mbd_core.decoding.blocks.request import MAX_TOPS
+from mbd_core.decoding.answers.piece import MAX_TOPS
 from mbd_core.decoding.blocks.sampling_config import (
     LEAST,
     MAX_BIAS,

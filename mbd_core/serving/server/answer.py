@@ -2,21 +2,15 @@
 
 import json
 from base64 import b64encode
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from mbd_core.checkpoint.chat import CallRule
-from mbd_core.decoding.blocks.request import (
-    Counts,
-    FinishReason,
-    ForwardExperts,
-    Output,
-    Request,
-    Rollout,
-    TopTokens,
-)
+from mbd_core.decoding.answers.counts import Counts
+from mbd_core.decoding.answers.piece import ForwardExperts, Piece
+from mbd_core.decoding.blocks.request import FinishReason, Output, Request
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.fields import TemplateTokens
 from mbd_core.serving.api.replies import Reply, ReplyChoice, frame_fields
@@ -55,19 +49,28 @@ class TokenDetails:
     steps: bool = False
     holes: Callable[[Sequence[int]], tuple[str, list[str]]] | None = None
 
-    def of(self, tokens: Sequence[int], rollout: Rollout | None, *, ends: bool) -> TokenFields:
-        """The fields for these tokens of a choice; `ends`: they are its last ones, or all of them."""
+    def of_step(self, step: TextStep) -> TokenFields:
+        """The fields for a step of a choice."""
+        return self._of(step.piece.tokens, step.piece, None if step.output is None else step.tail)
+
+    def of_output(self, output: Output) -> TokenFields:
+        """The fields for a whole choice."""
+        return self._of(output.tokens, output.piece, output.tail, output.experts) | self.of_answer(output.tokens)
+
+    def _of(
+        self, tokens: Sequence[int], piece: Piece, tail: Piece | None, experts: Sequence[ForwardExperts] = ()
+    ) -> TokenFields:
         fields: TokenFields = {"token_ids": list(tokens)} if self.ids else {}
-        if self.steps and rollout is not None:
-            steps: RolloutFields = {"step_map": list(rollout.steps), "logprobs": list(rollout.logprobs)}
-            if ends:
+        if self.steps and piece.steps is not None:
+            steps: RolloutFields = {"step_map": list(piece.steps), "logprobs": list(piece.logprobs or ())}
+            if tail is not None:
                 steps["terminal"] = {
-                    "token_ids": list(rollout.tail_tokens),
-                    "step_map": list(rollout.tail_steps),
-                    "logprobs": list(rollout.tail_logprobs),
+                    "token_ids": list(tail.tokens),
+                    "step_map": list(tail.steps or ()),
+                    "logprobs": list(tail.logprobs or ()),
                 }
-            if rollout.experts:
-                steps["experts"] = list(map(_expert_fields, rollout.experts))
+            if experts:
+                steps["experts"] = list(map(_expert_fields, experts))
             fields["rollout"] = steps
         return fields
 
@@ -105,33 +108,6 @@ def event(value: Chunk | FrameEvent | Error) -> str:
     """One server-sent event; a frame has a type of its own."""
     kind = "event: frame\n" if "frame" in value else ""
     return f"{kind}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-def by_tokens(step: TextStep) -> Iterator[TextStep]:
-    """The step in parts of one token each, which join to it; its end is the last part's."""
-    last = len(step.new_tokens) - 1
-    if last < 1:
-        yield step
-        return
-    tail = step.text[sum(map(len, step.pieces)) :]
-    for i, (token, text) in enumerate(zip(step.new_tokens, step.pieces, strict=True)):
-        yield replace(
-            step,
-            text=text if i < last else text + tail,
-            new_tokens=(token,),
-            output=step.output if i == last else None,
-            logprobs=None if step.logprobs is None else step.logprobs[i : i + 1],
-            tops=None if step.tops is None else step.tops[i : i + 1],
-            rollout=None if step.rollout is None else _part(step.rollout, i, ends=i == last),
-            pieces=(text,),
-        )
-
-
-def _part(rollout: Rollout, i: int, *, ends: bool) -> Rollout:
-    """What it says of its i-th token, and behind the last one its tail."""
-    if ends:
-        return rollout.without(i)
-    return Rollout(steps=rollout.steps[i : i + 1], logprobs=rollout.logprobs[i : i + 1])
 
 
 def _place(request: Request, reply_id: str, num_tokens: int, num_forwards: int) -> Place:
@@ -207,10 +183,8 @@ class Answer:
                 self._details.text(text, output.tokens, echo=self._echoes[index]),
                 reason=output.finish_reason,
                 stop_reason=output.stop_reason,
-                logprobs=self._logprobs_of(index, output.tokens, output.logprobs, output.tops),
-                details=self._details.of_prompt(request.prompt)
-                | self._details.of(output.tokens, output.rollout, ends=True)
-                | self._details.of_answer(output.tokens),
+                logprobs=self._logprobs_of(index, output.piece),
+                details=self._details.of_prompt(request.prompt) | self._details.of_output(output),
             )
             for index, (request, text, output) in enumerate(
                 zip(self._stream.requests, texts.values(), ordered, strict=True)
@@ -268,11 +242,11 @@ class Answer:
         async for step in self._steps:
             i = index[step.request_id]
             chunks = []
-            for part in by_tokens(step):
-                num_tokens[i] += len(part.new_tokens)
+            for part in step.by_tokens():
+                num_tokens[i] += len(part.piece)
                 if (chunk := self._chunk_of(i, part)) is not None:
                     chunks.append(chunk)
-            if self._resumable and step.new_tokens and step.output is None:
+            if self._resumable and step.piece and step.output is None:
                 place = _place(self._stream.requests[i], reply.id, num_tokens[i], step.num_forwards)
                 chunks[-1]["choices"][0]["resume"] = place
             objects: list[Chunk | FrameEvent] = [*chunks]
@@ -301,18 +275,12 @@ class Answer:
     def _chunk_of(self, index: int, step: TextStep) -> Chunk | None:
         """The chunk of a part of a step, `None` where it has nothing to say."""
         ends = step.output is not None
-        logprobs = self._logprobs_of(index, step.new_tokens, step.logprobs, step.tops) if step.new_tokens else None
-        details = self._details.of(step.new_tokens, step.rollout, ends=ends)
+        logprobs = self._logprobs_of(index, step.piece) if step.piece else None
+        details = self._details.of_step(step)
         piece = self._read(index, step.text, ends=ends)
-        if not (piece.content or piece.calls or logprobs or (details and (step.new_tokens or ends))):
+        if not (piece.content or piece.calls or logprobs or (details and (step.piece or ends))):
             return None
         return self._chunk(index, text=piece.content, calls=piece.calls, logprobs=logprobs, details=details)
 
-    def _logprobs_of(
-        self,
-        index: int,
-        tokens: tuple[int, ...],
-        logprobs: tuple[float, ...] | None,
-        tops: tuple[TopTokens, ...] | None,
-    ) -> Logprobs:
-        return None if self._logprobs is None else self._logprobs[index].add(tokens, logprobs or (), tops)
+    def _logprobs_of(self, index: int, piece: Piece) -> Logprobs:
+        return None if self._logprobs is None else self._logprobs[index].add(piece)

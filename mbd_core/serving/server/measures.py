@@ -164,7 +164,7 @@ class RequestWatch:
         """The steps of the choices that the engines have taken, each seen here before its reader."""
         with self.errors():
             async for step in stream:
-                self.on_tokens(step.request_id, len(step.new_tokens))
+                self.on_tokens(step.request_id, len(step.piece))
                 if step.output is not None:
                     self.on_end(step.request_id, step.output.finish_reason)
                 yield step

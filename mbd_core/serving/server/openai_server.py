@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from mbd_core.checkpoint.chat import decode_text, unknown_variables
 from mbd_core.checkpoint.tokenizer import grammars_of
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.methods import SpeedPoint
 from mbd_core.decoding.blocks.request import Request
@@ -310,7 +311,8 @@ class OpenAIServer:
         if api_request.wants_logprobs:
             logprobs = [ChoiceLogprobs(route.token_texts, route.decode, chat=chat) for _ in requests]
             for choice, begun_request in zip(logprobs, requests, strict=True):  # text_offset goes on behind these
-                choice.add(begun_request.committed, (0.0,) * len(begun_request.committed))
+                begun = begun_request.committed
+                choice.add(Piece(tokens=begun, logprobs=(0.0,) * len(begun)))
         return Answer(
             reply,
             stream,

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Self
 
-from mbd_core.decoding.blocks.request import Frame, Output, Request, Rollout, StepOutput, TopTokens
+from mbd_core.decoding.answers.piece import Piece
+from mbd_core.decoding.answers.slots import Frame
+from mbd_core.decoding.blocks.request import Output, Request, StepOutput
 from mbd_core.serving.text.committed import CommittedText
 from mbd_core.serving.tokens.stream import FairTurns, TimeLimit, TokenSource, TokenStream, TooManyRequests, has_room
 
@@ -19,26 +21,36 @@ AGAIN_SECONDS = 1.0  # between two attempts to open a choice whose body has othe
 
 @dataclass(frozen=True, kw_only=True)
 class TextStep:
-    """What one step committed for one request; `output` is set with the last. Texts join to the whole answer; `pieces`
-    are what each of the new tokens made certain of it, in the first place of the text.
+    """What one step committed for one request; `output` is set with the last. Texts join to the whole answer.
 
     A request that met a stop string ends with finish_reason "stop"; its tokens, log-probabilities and counts then
-    include the token that completed the stop string and none after it. `logprobs`, `tops` and `rollout` go with
-    `new_tokens`, where the request asked for them, as does `frame`, which the step's forward left. `weights` are as in
-    `StepOutput`, `num_forwards` those of its request so far.
+    include the token that completed the stop string and none after it.
+
+    piece         the new tokens; `tail`, `frame` and `weights` are those of `StepOutput`
+    texts         of each of them the text that it made certain; the step's own `text` begins with them
+    num_forwards  forwards of its request so far
     """
 
     request_id: str
     text: str
-    new_tokens: tuple[int, ...]
+    piece: Piece
     output: Output | None
-    logprobs: tuple[float, ...] | None = None
-    tops: tuple[TopTokens, ...] | None = None
-    rollout: Rollout | None = None
+    tail: Piece = Piece()
     frame: Frame | None = None
     weights: tuple[int, int] = (0, 0)
-    pieces: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
     num_forwards: int = 0
+
+    def by_tokens(self) -> Iterator["TextStep"]:
+        """It in parts of one token each, which join to it; the last one has its end."""
+        last = len(self.piece) - 1
+        if last < 1:
+            yield self
+            return
+        rest = self.text[sum(map(len, self.texts)) :]
+        for i, text in enumerate(self.texts):
+            part = replace(self, text=text, piece=self.piece[i : i + 1], texts=(text,))
+            yield replace(part, output=None, tail=Piece()) if i < last else replace(part, text=text + rest)
 
 
 class TextStream:
@@ -171,55 +183,42 @@ class _AnswerText:
 
     def __init__(self, request: Request, text: CommittedText) -> None:
         self._request, self._text = request, text
-        self._tokens = list(request.committed)
-        self._logprobs: list[float] = []
-        self._tops: list[TopTokens] = []
-        self._rollout = Rollout() if request.rollout else None
+        self._answer = request.nothing
 
     def add(self, step: StepOutput) -> TextStep:
         """The step's text; the request ends with it where a stop string is complete."""
-        pieces: list[str] = []
+        request, output, texts = self._request, step.output, list[str]()
         num_earlier = self._text.num_tokens
-        for token in step.new_tokens:
-            pieces.append(self._text.push(token))
+        for token in step.piece.tokens:
+            texts.append(self._text.push(token))
             if self._text.stopped:
                 break
-        output = step.output
-        tail = "" if output is None else self._text.finish()
+        rest = "" if output is None else self._text.finish()
         num_new = self._text.num_tokens - num_earlier
-        logprobs = None if step.logprobs is None else step.logprobs[:num_new]
-        tops = None if step.tops is None else step.tops[:num_new]
-        rollout = step.rollout
-        if rollout is not None and num_new < len(step.new_tokens):
-            end = len(self._request.prompt) + len(self._tokens) + num_new
-            rollout = rollout.cut(step.new_tokens, num_new, room=self._request.rest_of_block(end))
-        if rollout is not None and self._rollout is not None:
-            self._rollout = self._rollout.then(rollout)
-        self._tokens += step.new_tokens[:num_new]
-        self._logprobs += logprobs or ()
-        self._tops += tops or ()
+        piece, tail = step.piece[:num_new], step.tail
+        if request.has_rollout and num_new < len(step.piece):
+            end = len(request.prompt) + len(request.committed) + len(self._answer) + num_new
+            tail = (step.piece + step.tail)[num_new : num_new + request.rest_of_block(end)]
+        self._answer += piece
         if self._text.stopped:
             output = Output(
-                request_id=self._request.request_id,
-                tokens=tuple(self._tokens),
+                request_id=request.request_id,
                 finish_reason="stop",
                 stop_reason=self._text.stop,
-                counts=replace(step.counts, num_tokens=len(self._tokens)),
-                logprobs=tuple(self._logprobs) if self._request.logprobs else None,
-                tops=tuple(self._tops) if self._request.top_logprobs else None,
-                rollout=self._rollout,
+                counts=replace(step.counts, num_tokens=len(request.committed) + len(self._answer)),
+                piece=self._answer,
+                tail=tail,
+                committed=request.committed,
             )
         return TextStep(
-            request_id=self._request.request_id,
-            text="".join(pieces) + tail,
-            new_tokens=step.new_tokens[:num_new],
+            request_id=request.request_id,
+            text="".join(texts) + rest,
+            piece=piece,
             output=output,
-            logprobs=logprobs,
-            tops=tops,
-            rollout=rollout,
+            tail=tail,
             frame=step.frame,
             weights=step.weights,
-            pieces=tuple(pieces),
+            texts=tuple(texts),
             num_forwards=step.counts.num_forwards,
         )
 

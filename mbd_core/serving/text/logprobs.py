@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import TypedDict
 
-from mbd_core.decoding.blocks.request import TopTokens
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.serving.text.committed import BROKEN, CommittedText, Decode
 
 if TYPE_CHECKING:
@@ -82,10 +82,9 @@ class ChoiceLogprobs:
         self._text = CommittedText(decode)
         self._length = 0
 
-    def add(
-        self, tokens: tuple[int, ...], logprobs: tuple[float, ...], tops: Sequence[TopTokens] | None = None
-    ) -> ChatLogprobs | CompletionLogprobs:
-        """The entries of the next tokens (natural logarithms), with the likeliest `tops` of their places."""
+    def add(self, piece: Piece) -> ChatLogprobs | CompletionLogprobs:
+        """The entries of the next tokens (natural logarithms), with the likeliest tokens of their places."""
+        tokens, logprobs, tops = piece.tokens, piece.logprobs or (), piece.tops
         if not self._chat:
             columns = self.columns(tokens, logprobs)
             if tops is not None:

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from mbd_core.decoding.blocks.request import Counts, Output, Request, Rollout, StepOutput, aborted_step
+from mbd_core.decoding.answers.counts import Counts
+from mbd_core.decoding.blocks.request import Output, Request, StepOutput, aborted_step
 from mbd_core.engine.admission import AdmittedRequest, RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.serving.tokens.served_model import GrammarCompiler
@@ -311,19 +312,11 @@ class AsyncEngine:
 
 def _nothing_of(request: Request) -> Output:
     """The output of a request that the engine never knew."""
-    counts = Counts(
-        num_prompt_tokens=len(request.prompt),
-        num_tokens=request.num_generated(len(request.committed)),
-        num_forwards=0,
-        num_store_forwards=0,
-        num_prefill_forwards=0,
-        decode_seconds=0.0,
-    )
+    num_tokens = request.num_generated(len(request.committed))
     return Output(
         request_id=request.request_id,
-        tokens=request.committed,
         finish_reason="abort",
-        counts=counts,
-        logprobs=() if request.logprobs else None,
-        rollout=Rollout() if request.rollout else None,
+        counts=Counts(num_prompt_tokens=len(request.prompt), num_tokens=num_tokens),
+        piece=request.nothing,
+        committed=request.committed,
     )

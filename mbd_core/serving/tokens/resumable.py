@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-from mbd_core.decoding.blocks.request import Counts, Request, Rollout, StepOutput, TopTokens
+from mbd_core.decoding.answers.counts import Counts
+from mbd_core.decoding.blocks.request import Request, StepOutput
 from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost, TokenSource, TokenStream, TooManyRequests
 
 MAX_LOSSES = 3  # of one request: one that itself breaks every engine must not break them all for ever
@@ -48,12 +49,9 @@ class _Resumption:
         self._request, self._replicas, self._key = request, replicas, key
         self._retry_seconds, self._on_loss = retry_seconds, on_loss
         self._stream: TokenStream | None = None
-        self._tokens: list[int] = []  # handed out
-        self._logprobs: list[float] = []
-        self._tops: list[TopTokens] = []
-        self._rollout = Rollout() if request.rollout else None
+        self._answer = request.nothing  # handed out
         self._closing: tuple[int, ...] = request.closing
-        self._repeats: list[int] = []  # handed out, and to come again from a request that began anew
+        self._repeats: tuple[int, ...] = ()  # handed out, and to come again from a request that began anew
         self._earlier: Counts | None = None  # of the replicas that were lost
         self._last: Counts | None = None
         self._num_losses = 0
@@ -112,12 +110,12 @@ class _Resumption:
     def _continuation(self) -> Request:
         request = self._request
         if request.decoding.canvas is not None or request.scored or request.experts:  # it begins anew
-            self._repeats = list(self._tokens)
+            self._repeats = self._answer.tokens
             return request
         num_forwards = request.first_forward + (self._earlier.num_forwards if self._earlier else 0)
         return replace(
             request,
-            committed=(*request.committed, *self._tokens),
+            committed=request.committed + self._answer.tokens,
             first_forward=num_forwards,
             closing=self._closing,
         )
@@ -125,39 +123,22 @@ class _Resumption:
     def _join(self, step: StepOutput) -> StepOutput:
         """The step as a part of the whole answer."""
         step = self._without_repeats(step)
-        self._tokens += step.new_tokens
-        self._logprobs += step.logprobs or ()
-        self._tops += step.tops or ()
-        if step.rollout is not None and self._rollout is not None:
-            self._rollout = self._rollout.then(step.rollout)
+        self._answer += step.piece
         if step.commits:  # what a frame shows beyond that is decoded again elsewhere
             self._last, self._closing = step.counts, step.closing
         counts = _sum(self._earlier, step.counts)
         output = step.output
         if output is not None:
-            output = replace(
-                output,
-                tokens=(*self._request.committed, *self._tokens),
-                counts=counts,
-                logprobs=None if output.logprobs is None else tuple(self._logprobs),
-                tops=None if output.tops is None else tuple(self._tops),
-                rollout=output.rollout if self._request.experts else self._rollout,
-            )
+            output = replace(output, piece=self._answer, committed=self._request.committed, counts=counts)
         self._weights = (self._weights[0] if self._weights else step.weights[0], step.weights[1])
         return replace(step, counts=counts, output=output, weights=self._weights)
 
     def _without_repeats(self, step: StepOutput) -> StepOutput:
-        number = min(len(self._repeats), len(step.new_tokens))
-        if list(step.new_tokens[:number]) != self._repeats[:number]:
+        number = min(len(self._repeats), len(step.piece))
+        if step.piece.tokens[:number] != self._repeats[:number]:
             raise EngineFailed("the answer began anew on another replica and came out otherwise; ask again")
         self._repeats = self._repeats[number:]
-        return replace(
-            step,
-            new_tokens=step.new_tokens[number:],
-            logprobs=None if step.logprobs is None else step.logprobs[number:],
-            tops=None if step.tops is None else step.tops[number:],
-            rollout=None if step.rollout is None else step.rollout.without(number),
-        )
+        return replace(step, piece=step.piece[number:])
 
 
 def _sum(earlier: Counts | None, last: Counts) -> Counts:
@@ -165,13 +146,8 @@ def _sum(earlier: Counts | None, last: Counts) -> Counts:
     if earlier is None:
         return last
     return replace(
-        last,
-        num_forwards=earlier.num_forwards + last.num_forwards,
-        num_store_forwards=earlier.num_store_forwards + last.num_store_forwards,
-        num_prefill_forwards=earlier.num_prefill_forwards + last.num_prefill_forwards,
-        decode_seconds=earlier.decode_seconds + last.decode_seconds,
+        earlier + last,
+        num_prompt_tokens=last.num_prompt_tokens,
+        num_tokens=last.num_tokens,
         num_cached_tokens=earlier.num_cached_tokens,
-        num_preemptions=earlier.num_preemptions + last.num_preemptions,
-        queue_seconds=earlier.queue_seconds + last.queue_seconds,
-        prompt_seconds=earlier.prompt_seconds + last.prompt_seconds,
     )

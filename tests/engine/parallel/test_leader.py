@@ -60,7 +60,7 @@ def test_two_ranks_serve_as_one_does(folders: dict[str, Path], name: str) -> Non
         assert engine.generate(again), "the group serves on after a first load"
     assert {i: gist(o) for i, o in found.items()} == {i: gist(o) for i, o in wanted.items()}
     for i, output in found.items():
-        assert output.logprobs == pytest.approx(wanted[i].logprobs, abs=1e-3)
+        assert output.piece.logprobs == pytest.approx(wanted[i].piece.logprobs, abs=1e-3)
     assert not dist.is_initialized()
 
 
@@ -288,8 +288,8 @@ def test_each_rank_rounds_what_it_holds(folders: dict[str, Path], name: str, par
     assert list(map(gist, found)) == list(map(gist, wanted))
     unrounded = Engine(plain, SIZES).generate(todo)
     for output, right, wrong in zip(found, wanted, unrounded, strict=True):
-        assert output.logprobs == pytest.approx(right.logprobs, abs=1e-3)
-        assert output.logprobs != pytest.approx(wrong.logprobs, abs=1e-3), "FP8 should show"
+        assert output.piece.logprobs == pytest.approx(right.piece.logprobs, abs=1e-3)
+        assert output.piece.logprobs != pytest.approx(wrong.piece.logprobs, abs=1e-3), "FP8 should show"
 
 
 @pytest.mark.slow

@@ -102,12 +102,12 @@ def test_all_kinds_in_one_batch_are_as_over_one_rank(one_rank: LoadedModel, two_
     assert {name: gist(o) for name, o in found.items()} == {name: gist(o) for name, o in wanted.items()}
     assert sum(o.counts.num_preemptions for o in found.values()) == 2
     for name, output in found.items():
-        assert output.logprobs == pytest.approx(wanted[name].logprobs, abs=1e-3)
+        assert output.piece.logprobs == pytest.approx(wanted[name].piece.logprobs, abs=1e-3)
     assert [s.logprob for s in found["scores"].scores] == pytest.approx(
         [s.logprob for s in wanted["scores"].scores], abs=1e-3
     )
-    assert found["regex"].rollout is not None and wanted["regex"].rollout is not None
-    assert found["regex"].rollout.steps == wanted["regex"].rollout.steps
+    assert found["regex"].piece.steps is not None and wanted["regex"].piece.steps is not None
+    assert found["regex"].piece.steps == wanted["regex"].piece.steps
     for name in ("schema", "drawn schema"):
         jsonschema.validate(json.loads(two_ranks.tokenizer.decode(found[name].tokens)), SCHEMA)
 
@@ -120,7 +120,7 @@ def test_an_answer_goes_on_over_two_ranks(one_rank: LoadedModel, two_ranks: Load
     while one_rank.engine.has_work:
         steps += one_rank.engine.step()
     done = steps[len(steps) // 2 - 1]
-    committed = tuple(token for step in steps[: len(steps) // 2] for token in step.new_tokens)
+    committed = tuple(token for step in steps[: len(steps) // 2] for token in step.piece.tokens)
     rest = replace(
         request, committed=committed, first_forward=done.counts.num_forwards, closing=done.closing, logprobs=False
     )

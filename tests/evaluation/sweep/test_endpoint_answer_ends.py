@@ -10,9 +10,11 @@ import pytest
 from mbd_core.batch.answer_ends import fit_request, generate_until, output_at
 from mbd_core.batch.rows import before_stop
 from mbd_core.checkpoint.chat import decode_text
+from mbd_core.decoding.answers.counts import Counts
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.decoding.blocks.request import Counts, Request, StepOutput
+from mbd_core.decoding.blocks.request import Request, StepOutput
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.serving.tokens.load import LoadedModel, load_engine
@@ -64,10 +66,11 @@ def test_a_step_s_text_is_decoded_once_however_many_stop_strings_there_are(model
 
     names = ("num_prompt_tokens", "num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards")
     counts = Counts(**dict.fromkeys(names, 1), decode_seconds=0.0)
-    step = StepOutput(request_id="r", new_tokens=(5, 6), output=None, counts=counts)
-    assert output_at(step, [5, 6], ("a", "b", "c"), decode) is None and calls == [2]
-    assert output_at(step, [5, 6], (), decode) is None and calls == [2]
-    ended = output_at(step, [5, 6], ("no", "ext"), decode)
+    answer = Piece(tokens=(5, 6))
+    step = StepOutput(request_id="r", piece=answer, output=None, counts=counts)
+    assert output_at(step, answer, ("a", "b", "c"), decode) is None and calls == [2]
+    assert output_at(step, answer, (), decode) is None and calls == [2]
+    ended = output_at(step, answer, ("no", "ext"), decode)
     assert ended is not None and ended.tokens == (5,)
 
 

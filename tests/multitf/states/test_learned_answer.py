@@ -38,7 +38,7 @@ def test_a_learner_trains_on_answers_of_the_endpoint(tiny_model_dir: Path) -> No
         read_answer(choice, decoding=DECODING, max_tokens=limit, advantage=(-1) ** place, correct=True)
         for place, (choice, limit) in enumerate(zip(choices, limits, strict=True))
     ]
-    assert any(lesson.rollout.tail_tokens for lesson in lessons) and 0 in lessons[-1].steps
+    assert any(lesson.tail.tokens for lesson in lessons) and 0 in lessons[-1].steps
     config = TrainConfig(steps=9, batch_size=4, lr=1e-3, warmup=1, optimizer="adamw", precision="float32")
     report = Learner(load_model(tiny_model_dir), config, PolicyObjective()).update(lessons)
     assert report.answers == 4 and report.d_max < 2e-4

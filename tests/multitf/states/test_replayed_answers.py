@@ -9,9 +9,9 @@ from replayed_answers import answers_of, rollout_request
 from small_engines import EXPERTS, MASK, B, build
 from torch import Tensor
 
+from mbd_core.decoding.answers.piece import Edit, Piece
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Levenshtein, Soft
-from mbd_core.decoding.blocks.request import Edit, Rollout
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.data.encoding import IGNORE
 from mbd_core.multitf.states.answer import ReplayedAnswer
@@ -60,7 +60,7 @@ def test_log_probabilities_are_the_engines_forward_by_forward(
 ) -> None:
     model = models[name]
     answers = answers_of(model, [rollout_request(seed, method) for seed in range(12)])
-    assert any(answer.rollout.tail_tokens for answer in answers)  # ended by an EOS
+    assert any(answer.tail.tokens for answer in answers)  # ended by an EOS
     assert any(len(answer.tokens) == answer.max_tokens and answer.max_tokens % B for answer in answers)
     batch = batch_of(model, answers)
     assert differences(model, batch).abs().max() < EXACT
@@ -153,11 +153,9 @@ def test_forwards_that_become_one_are_scored_before_the_first_of_them(models: di
 
 
 def test_the_windows_of_the_example_in_the_file() -> None:
-    rollout = Rollout(steps=(1, 2, 1, 3, 2, 3, 4, 4), logprobs=(-1.0,) * 8)
     answer = ReplayedAnswer(
         prompt=(20, 21),
-        tokens=(2, 3, 4, 5, 6, 7, 8, 9),
-        rollout=rollout,
+        answer=Piece(tokens=(2, 3, 4, 5, 6, 7, 8, 9), steps=(1, 2, 1, 3, 2, 3, 4, 4), logprobs=(-1.0,) * 8),
         decoding=DecodingConfig(block_size=2, buffer_size=4),
         max_tokens=8,
         advantage=0.5,
@@ -184,11 +182,9 @@ def test_the_windows_of_the_example_in_the_file() -> None:
 
 def test_a_window_begins_at_the_first_open_block_though_another_one_got_the_tokens() -> None:
     """As under a template or a grammar, whose first block waits; the forward of the second has seen the open first."""
-    rollout = Rollout(steps=(1, 3, 2, 2), logprobs=(-1.0,) * 4)
     answer = ReplayedAnswer(
         prompt=(20, 21),
-        tokens=(2, 3, 4, 5),
-        rollout=rollout,
+        answer=Piece(tokens=(2, 3, 4, 5), steps=(1, 3, 2, 2), logprobs=(-1.0,) * 4),
         decoding=DecodingConfig(block_size=2, buffer_size=2),
         max_tokens=4,
         advantage=1.0,
@@ -209,23 +205,19 @@ def test_a_cost_is_that_of_the_batch(models: dict[str, Decoder], states: Any) ->
         assert sum(costs, ReplayCost()).noisy == sum(cost.noisy for cost in costs)
 
 
-def steps_of(*steps: int, tail: tuple[int, ...] = (2, 3)) -> Rollout:
-    """The step map of an answer and its tail, all of one log-probability."""
-    return Rollout(
-        steps=steps,
-        logprobs=(-1.0,) * len(steps),
-        tail_tokens=(1, 3)[: len(tail)],
-        tail_steps=tail,
-        tail_logprobs=(-0.5,) * len(tail),
-    )
+def with_steps(*steps: int, tail: tuple[int, ...] = (2, 3)) -> dict[str, Piece]:
+    """An answer and its tail with this step map, each of one log-probability."""
+    return {
+        "answer": Piece(tokens=(7, 8, 9, 10), steps=steps, logprobs=(-1.0,) * len(steps)),
+        "tail": Piece(tokens=(1, 3)[: len(tail)], steps=tail, logprobs=(-0.5,) * len(tail)),
+    }
 
 
 def good(**changes: Any) -> ReplayedAnswer:
     """An answer of six tokens, whose EOS and the token behind it end its second block."""
     fields: dict[str, Any] = {
         "prompt": (5, 6),
-        "tokens": (7, 8, 9, 10),
-        "rollout": steps_of(1, 1, 2, 2),
+        **with_steps(1, 1, 2, 2),
         "decoding": DecodingConfig(block_size=4, buffer_size=2),
         "max_tokens": 20,
         "advantage": 1.0,
@@ -241,15 +233,15 @@ def good(**changes: Any) -> ReplayedAnswer:
         ({"decoding": DecodingConfig(block_size=4, soft=Soft())}, "with soft cannot be replayed"),
         ({"decoding": DecodingConfig(block_size=4, tau_m2t=0.3, edit=Levenshtein())}, "with edit cannot be replayed"),
         ({"decoding": DecodingConfig(block_size=4, canvas=Canvas(block_length=4, tau=0.3))}, "with canvas cannot be"),
-        ({"rollout": replace(good().rollout, edits=(Edit(0, 1, 4),))}, "tokens that were overwritten"),
-        ({"rollout": replace(good().rollout, steps=(1, 1, 2))}, "has 3 steps and 4 log-probabilities of 4 tokens"),
-        ({"rollout": replace(good().rollout, tail_logprobs=())}, "0 log-probabilities of 2 tail tokens"),
-        ({"rollout": steps_of(1, 1, 2, 2, tail=())}, r"ends 2 tokens into a block of 4.*tail.*missing"),
-        ({"rollout": replace(good().rollout, steps=(1, -1, 2, 2))}, "negative step"),
-        ({"rollout": steps_of(0, 0, 0, 0, tail=(0, 0))}, "nothing to learn from"),
+        ({"answer": replace(good().answer, edits=(Edit(0, 1, 4),))}, "tokens that were overwritten"),
+        ({"answer": replace(good().answer, steps=(1, 1, 2))}, "has 3 steps and 4 log-probabilities of 4 tokens"),
+        ({"tail": replace(good().tail, logprobs=())}, "0 log-probabilities of 2 tail tokens"),
+        (with_steps(1, 1, 2, 2, tail=()), r"ends 2 tokens into a block of 4.*tail.*missing"),
+        ({"answer": replace(good().answer, steps=(1, -1, 2, 2))}, "negative step"),
+        (with_steps(0, 0, 0, 0, tail=(0, 0)), "nothing to learn from"),
         ({"max_tokens": 5}, "6 tokens, more than max_tokens=5"),
         ({"advantage": float("nan")}, "must be finite"),
-        ({"rollout": replace(good().rollout, logprobs=(-1.0, float("-inf"), -1.0, -1.0))}, "must be finite"),
+        ({"answer": replace(good().answer, logprobs=(-1.0, float("-inf"), -1.0, -1.0))}, "must be finite"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -262,6 +254,5 @@ def test_settings_that_cannot_be_honoured_are_refused() -> None:
         replay_batch([good()], mask_token_id=0, shrink=0)
     with pytest.raises(ValueError, match=r"shrink=2 .*all-masked"):
         replay_batch([good()], mask_token_id=0, shrink=2, states="all-masked")
-    rollout = steps_of(1, 1, 2, 2, tail=())
     with pytest.raises(ValueError, match="without a prompt"):
-        replay_batch([good(prompt=(), rollout=rollout)], mask_token_id=0, shift=True)
+        replay_batch([good(prompt=(), **with_steps(1, 1, 2, 2, tail=()))], mask_token_id=0, shift=True)

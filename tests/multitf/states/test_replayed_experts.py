@@ -33,7 +33,7 @@ def recorded(model: Decoder, method: str = "four slots", count: int = 8, **chang
 
 
 def without_record(answers: list[ReplayedAnswer]) -> list[ReplayedAnswer]:
-    return [replace(answer, rollout=replace(answer.rollout, experts=())) for answer in answers]
+    return [replace(answer, experts=()) for answer in answers]
 
 
 def batch_of(answers: list[ReplayedAnswer], **settings: Any) -> ReplayBatch:
@@ -145,8 +145,8 @@ def test_a_record_has_the_tokens_of_every_forward_and_of_no_other_request() -> N
     plain = engine(model).generate([replace(request, experts=False) for request in requests])
     assert [o.tokens for o in outputs] == [o.tokens for o in plain]
     for number, output in enumerate(outputs):
-        assert output.rollout is not None
-        records = output.rollout.experts
+        assert output.piece.steps is not None
+        records = output.experts
         assert bool(records) == (number < 2)
         forwards = [record.forward for record in records if record.forward]
         assert forwards == (list(range(1, output.counts.num_forwards + 1)) if records else [])
@@ -167,7 +167,7 @@ def test_what_cannot_be_recorded_or_replayed_is_refused() -> None:
         batch_of(answers, shrink=2)
     with pytest.raises(ValueError, match="1 of 2 answers have no recorded experts"):
         batch_of([answers[0], *without_record(answers[1:])])
-    kept = tuple(record for record in answers[0].rollout.experts if record.forward != 1)
-    cut = replace(answers[0].rollout, experts=kept)
+    kept = tuple(record for record in answers[0].experts if record.forward != 1)
+    cut = replace(answers[0], experts=kept)
     with pytest.raises(ValueError, match="its record is not whole"):
-        batch_of([replace(answers[0], rollout=cut)])
+        batch_of([cut])

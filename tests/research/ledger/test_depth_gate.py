@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mbd_core.decoding.blocks.request import Counts
+from mbd_core.decoding.answers.counts import Counts
 from research.ledger import gate as ledger_gate
 from research.ledger.gate import gate_numbers, num_blocks
 

@@ -75,7 +75,7 @@ async def outputs(*streams: EngineStream) -> list[Output]:
     async def one(stream: EngineStream) -> Output:
         steps = [step async for step in stream]
         output = steps[-1].output
-        assert output is not None and output.tokens == tuple(t for step in steps for t in step.new_tokens)
+        assert output is not None and output.tokens == tuple(t for step in steps for t in step.piece.tokens)
         return output
 
     return await asyncio.gather(*map(one, streams))
@@ -162,7 +162,7 @@ def test_every_request_can_be_ended_with_what_it_has(tiny_model_dir: Path) -> No
         rest = [[step async for step in stream] for stream in streams]
         ended = [steps[-1].output for steps in rest]
         assert all(o is not None and o.finish_reason == "abort" for o in ended)
-        given = first.new_tokens + tuple(t for step in rest[0] for t in step.new_tokens)
+        given = first.piece.tokens + tuple(t for step in rest[0] for t in step.piece.tokens)
         assert ended[0] is not None and ended[0].tokens == given != ()
         assert await AbortOrder().apply(service) == 0
         assert service.engine.load.waiting == 0

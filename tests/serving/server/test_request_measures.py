@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from mbd_core.decoding.answers.counts import Counts
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.decoding.blocks.request import Counts, FinishReason, Output, Request
+from mbd_core.decoding.blocks.request import FinishReason, Output, Request
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.server.measures import NO_MODEL, RequestMeasures, RequestWatch, ServerMeasures
 from mbd_core.serving.server.text_stream import TextStep
@@ -156,8 +158,8 @@ def step(tokens: int, reason: FinishReason | None = None) -> TextStep:
     )
     output = None
     if reason is not None:
-        output = Output(request_id="a", tokens=(5,) * 8, finish_reason=reason, counts=counts)
-    return TextStep(request_id="a", text="x", new_tokens=(5,) * tokens, output=output, logprobs=None)
+        output = Output(request_id="a", finish_reason=reason, counts=counts, piece=Piece(tokens=(5,) * 8))
+    return TextStep(request_id="a", text="x", piece=Piece(tokens=(5,) * tokens), output=output)
 
 
 def read(measures: ServerMeasures, steps: Steps) -> list[Any]:

@@ -9,8 +9,10 @@ from local_server import LIMIT, ROUTES, LocalServer, ask, server_of
 from step_replay import check_replay
 
 from mbd_core.checkpoint.loading import load_model
+from mbd_core.decoding.answers.counts import Counts
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.decoding.blocks.request import Counts, Output, Request, Rollout
+from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.serving.api.errors import ApiError
 
@@ -72,19 +74,20 @@ def test_streamed_details_join_to_the_whole_answer_s_and_replay(
         decoding=DecodingConfig(block_size=4, buffer_size=2, tau_m2t=0.02),
         sampling=Sampling(temperature=1.0, seed=5),
     )
-    rollout = Rollout(
-        steps=tuple(choice["rollout"]["step_map"]),
-        logprobs=tuple(choice["rollout"]["logprobs"]),
-        tail_tokens=tuple(terminal["token_ids"]),
-        tail_steps=tuple(terminal["step_map"]),
-        tail_logprobs=tuple(terminal["logprobs"]),
-    )
     output = Output(
         request_id="a",
-        tokens=tuple(choice["token_ids"]),
         finish_reason="stop",
         counts=NO_COUNTS,
-        rollout=rollout,
+        piece=Piece(
+            tokens=tuple(choice["token_ids"]),
+            steps=tuple(choice["rollout"]["step_map"]),
+            logprobs=tuple(choice["rollout"]["logprobs"]),
+        ),
+        tail=Piece(
+            tokens=tuple(terminal["token_ids"]),
+            steps=tuple(terminal["step_map"]),
+            logprobs=tuple(terminal["logprobs"]),
+        ),
     )
     assert check_replay(load_model(tiny_model_dir), request, output, vocab_size=len(server.served.tokenizer)) > 1
 

@@ -11,12 +11,13 @@ from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.serving.text.logprobs import ChoiceLogprobs, TokenTexts
 
 
 def test_extremes_of_a_logprob_are_json() -> None:
     logprobs = ChoiceLogprobs(lambda token: ("a", b"a"), lambda tokens: "a" * len(tokens), chat=False)  # type: ignore[arg-type]
-    entries = logprobs.add((1, 2), (-math.inf, -0.5))
+    entries = logprobs.add(Piece(tokens=(1, 2), logprobs=(-math.inf, -0.5)))
     assert entries["token_logprobs"] == [-9999.0, -0.5]
     assert entries["text_offset"] == [0, 1]
 

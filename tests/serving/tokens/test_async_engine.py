@@ -92,12 +92,12 @@ async def collect(
     steps: list[TextStep] = [s async for s in generate(loaded, engine, made, stop=stop)]
     output = steps[-1].output
     assert output is not None
-    assert tuple(t for s in steps for t in s.new_tokens) == output.tokens
+    assert tuple(t for s in steps for t in s.piece.tokens) == output.tokens
     if made.logprobs:
-        assert tuple(p for s in steps for p in s.logprobs or ()) == output.logprobs
-        assert all(len(s.new_tokens) == len(s.logprobs or ()) for s in steps)
+        assert tuple(p for s in steps for p in s.piece.logprobs or ()) == output.piece.logprobs
+        assert all(len(s.piece.tokens) == len(s.piece.logprobs or ()) for s in steps)
     else:
-        assert {s.logprobs for s in steps} == {output.logprobs} == {None}
+        assert {s.piece.logprobs for s in steps} == {output.piece.logprobs} == {None}
     return "".join(s.text for s in steps), output
 
 
@@ -163,10 +163,10 @@ def test_logprobs_come_with_their_tokens_up_to_the_stop(loaded: LoadedModel, tem
             return free, stopped
 
     free, stopped = run(scenario())
-    assert whole.logprobs is not None
-    assert len(whole.logprobs) == len(whole.tokens) == 80
-    assert free.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
-    assert stopped.logprobs == pytest.approx(whole.logprobs[: len(stopped.tokens)], abs=1e-5)
+    assert whole.piece.logprobs is not None
+    assert len(whole.piece.logprobs) == len(whole.tokens) == 80
+    assert free.piece.logprobs == pytest.approx(whole.piece.logprobs, abs=1e-5)
+    assert stopped.piece.logprobs == pytest.approx(whole.piece.logprobs[: len(stopped.tokens)], abs=1e-5)
     assert 0 < len(stopped.tokens) < 80
 
 

@@ -55,7 +55,7 @@ def test_load_engine_over_two_ranks_serves_as_over_one(tiny_model_dir: Path, tmp
         assert two.backend == f"{one.backend}, tensor parallel over 2 ranks"
     assert list(map(gist, found)) == list(map(gist, wanted))
     for two_ranks, one_rank in zip(found, wanted, strict=True):
-        assert two_ranks.logprobs == pytest.approx(one_rank.logprobs, abs=1e-3)
+        assert two_ranks.piece.logprobs == pytest.approx(one_rank.piece.logprobs, abs=1e-3)
     assert gone(pid) and not dist.is_initialized()
     with pytest.raises(RankLost, match="was closed"):
         two.check_health()

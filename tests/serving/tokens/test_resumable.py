@@ -13,6 +13,7 @@ from small_engines import EXPERTS, build
 from step_replay import check_replay
 
 from mbd_core.checkpoint.loading import load_model
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput
@@ -103,9 +104,9 @@ def output_of(steps: list[StepOutput]) -> Output:
     output = steps[-1].output
     assert output is not None
     assert all(step.output is None for step in steps[:-1])
-    assert tuple(t for s in steps for t in s.new_tokens) == output.tokens
-    if output.logprobs is not None:
-        assert tuple(p for s in steps for p in s.logprobs or ()) == output.logprobs
+    assert tuple(t for s in steps for t in s.piece.tokens) == output.tokens
+    if output.piece.logprobs is not None:
+        assert tuple(p for s in steps for p in s.piece.logprobs or ()) == output.piece.logprobs
     return output
 
 
@@ -118,7 +119,7 @@ def test_no_token_is_lost_or_repeated(engine: Engine, lives: list[int | None], e
     steps, replicas, num_losses = steps_of(engine, request, lives)
     output = output_of(steps)
     assert (output.tokens, output.finish_reason) == (whole.tokens, whole.finish_reason)
-    assert output.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+    assert output.piece.logprobs == pytest.approx(whole.piece.logprobs, abs=1e-5)
     assert len(replicas.requests) == len(lives) + 1
     assert num_losses == expected_losses
     assert output.counts.num_tokens == 40
@@ -136,11 +137,11 @@ def test_penalties_count_what_an_earlier_replica_committed(engine: Engine, tempe
     assert whole.tokens != engine.generate([plain])[0].tokens
     steps, replicas, _ = steps_of(engine, request, [2, 3, 1])
     output = output_of(steps)
-    assert len(replicas.requests) == 4 and output.tokens == whole.tokens and output.tops is not None
-    assert [[token for token, _ in each] for each in output.tops] == [
-        [t for t, _ in each] for each in whole.tops or ()
+    assert len(replicas.requests) == 4 and output.tokens == whole.tokens and output.piece.tops is not None
+    assert [[token for token, _ in each] for each in output.piece.tops] == [
+        [t for t, _ in each] for each in whole.piece.tops or ()
     ]
-    assert tuple(t for s in steps for t in s.tops or ()) == output.tops
+    assert tuple(t for s in steps for t in s.piece.tops or ()) == output.piece.tops
 
 
 @pytest.mark.parametrize("buffer_size", [1, 4])
@@ -171,9 +172,9 @@ def test_frames_repeat_and_lose_no_committed_token(engine: Engine, buffer_size: 
         assert step.frame is not None
         ends = [step.frame.position + 4 * i + len(slot.tokens) for i, slot in enumerate(step.frame.slots)]
         assert step.frame.position <= handed_out <= ends[-1], "a frame begins where the committed text ends"
-        handed_out += len(step.new_tokens)
+        handed_out += len(step.piece.tokens)
     if buffer_size == 1:
-        assert (output.tokens, output.rollout) == (whole.tokens, whole.rollout), "the noise goes on too"
+        assert (output.piece, output.tail) == (whole.piece, whole.tail), "the noise goes on too"
     assert all(again.frames for again in replicas.requests)
 
 
@@ -192,7 +193,7 @@ def test_an_answer_under_a_grammar_goes_on_inside_it(tiny_model_dir: Path) -> No
 def test_a_step_map_over_lost_replicas_replays(engine: Engine, buffer_size: int) -> None:
     request = asked(sampling=Sampling(temperature=1.0, seed=7), buffer_size=buffer_size, rollout=True)
     output = output_of(steps_of(engine, request, [2, 1])[0])
-    assert output.rollout is not None and len(output.rollout.steps) == 40
+    assert output.piece.steps is not None and len(output.piece.steps) == 40
     check_replay(engine.model, request, output)
 
 
@@ -224,7 +225,7 @@ def test_a_canvas_begins_anew_and_repeats_nothing(canvas_engine: Engine) -> None
     steps, replicas, _ = steps_of(canvas_engine, request, [3, 2])
     assert output_of(steps).tokens == whole.tokens
     assert replicas.requests == [request] * 3
-    assert sum(bool(step.new_tokens) for step in steps) > 3, "it hands out its tokens little by little"
+    assert sum(bool(step.piece.tokens) for step in steps) > 3, "it hands out its tokens little by little"
 
 
 def test_a_text_that_is_scored_begins_anew_and_has_all_its_scores(engine: Engine) -> None:
@@ -245,10 +246,10 @@ def test_an_answer_whose_experts_are_recorded_begins_anew_and_has_one_record() -
     steps, replicas, _ = steps_of(engine, request, [3, 2])
     assert replicas.requests == [request] * 3
     output = output_of(steps)
-    assert output.rollout is not None and whole.rollout is not None
-    assert (output.rollout, output.tops) == (whole.rollout, whole.tops)
-    assert sum((step.rollout.steps for step in steps if step.rollout is not None), ()) == output.rollout.steps
-    found, wanted = ([r.columns() for r in rollout.experts] for rollout in (output.rollout, whole.rollout))
+    assert output.piece.steps is not None and whole.piece.steps is not None
+    assert (output.piece, output.tail) == (whole.piece, whole.tail)
+    assert sum((step.piece.steps or () for step in steps), ()) == output.piece.steps
+    found, wanted = ([r.columns() for r in each.experts] for each in (output, whole))
     assert found == wanted and found
 
 
@@ -260,7 +261,7 @@ class OtherAnswers(DyingReplicas):
 
         async def others() -> AsyncIterator[StepOutput]:
             async for step in stream:
-                yield replace(step, new_tokens=tuple(token + 1 for token in step.new_tokens))
+                yield replace(step, piece=Piece(tokens=tuple(token + 1 for token in step.piece.tokens)))
 
         return stream if len(self.requests) == 1 else TokenStream(others(), stream.close)
 

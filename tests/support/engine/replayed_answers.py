@@ -41,11 +41,11 @@ def rollout_request(seed: int, method: str, **changes: Any) -> Request:
 
 def replayed(request: Request, output: Output, *, advantage: float = 1.0, correct: bool = True) -> ReplayedAnswer:
     """What a learner replays of an answer."""
-    assert output.rollout is not None
     return ReplayedAnswer(
         prompt=request.prompt,
-        tokens=output.tokens,
-        rollout=output.rollout,
+        answer=output.piece,
+        tail=output.tail,
+        experts=output.experts,
         decoding=request.decoding,
         max_tokens=request.max_tokens,
         advantage=advantage,

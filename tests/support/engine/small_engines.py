@@ -117,7 +117,7 @@ def engine(model: Decoder, **changes: Any) -> Engine:
 
 def gist(output: Output) -> tuple[Any, ...]:
     counts = output.counts
-    return output.tokens, output.logprobs, output.finish_reason, counts.num_forwards, counts.num_store_forwards
+    return output.tokens, output.piece.logprobs, output.finish_reason, counts.num_forwards, counts.num_store_forwards
 
 
 def run_with_preemption(served: Engine, requests: list[Request], rng: random.Random) -> list[Output]:

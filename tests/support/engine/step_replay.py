@@ -11,11 +11,9 @@ from mbd_core.ops.attention.whole import DenseAttention
 
 def check_replay(model: Decoder, request: Request, output: Output, *, vocab_size: int | None = None) -> int:
     """Each forward of the output's step map predicts the tokens and log-probabilities that it says; their number."""
-    rollout = output.rollout
-    assert rollout is not None
-    tokens = (*output.tokens[len(request.committed) :], *rollout.tail_tokens)
-    steps = (*rollout.steps, *rollout.tail_steps)
-    logprobs = (*rollout.logprobs, *rollout.tail_logprobs)
+    whole = output.piece + output.tail
+    assert whole.steps is not None and whole.logprobs is not None
+    tokens, steps, logprobs = whole.tokens, whole.steps, whole.logprobs
     assert len(tokens) == len(steps) == len(logprobs)
     prompt_and_answer = (*request.prompt, *request.committed)
     origin, size = request.decoding.grid_origin(len(request.prompt)), request.decoding.block_size

@@ -1,0 +1,78 @@
+"""What a forward left in a request's slots: the states of a slot, frames for clients, and traces for studies."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class SlotState(IntEnum):
+    """DUMMY -> ACTIVE -> TO_CACHE -> IN_CACHE; `block_buffer.py` says when a slot's state changes.
+
+    No slot of a buffer is IN_CACHE: a stored block frees its slot.
+    """
+
+    DUMMY = 0
+    ACTIVE = 1
+    TO_CACHE = 2
+    IN_CACHE = 3
+
+
+CANVAS_STATE = "CANVAS"  # the state in traces of a canvas's blocks, because a canvas has no slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameSlot:
+    """A slot that held a block in the forward.
+
+    state     the name of the `SlotState` that the forward saw; "IN_CACHE" if it stored the block, which has left the
+              buffer then
+    tokens    the block after the forward, `None` where it is masked; positions past the request's budget are left out
+    accepted  offsets of the tokens that this forward filled; not those that the store of the block before carried
+    edited    offsets of the tokens that it overwrote
+    """
+
+    state: str
+    tokens: tuple[int | None, ...]
+    accepted: tuple[int, ...]
+    edited: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """A request's slots after one forward.
+
+    forward    its number among the request's forwards, from 1, as in a step map
+    position   where the first slot begins, counted from the answer's first token; negative where the prompt's end
+               stands in the same block
+    num_slots  its buffer size; slots without a block are not listed
+    """
+
+    forward: int
+    position: int
+    num_slots: int
+    slots: tuple[FrameSlot, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """One slot of a request in one step; for a canvas, one lane.
+
+    block        index of the slot's block, from the beginning of the request's block grid
+    state        name of the slot's `SlotState` in the forward, or `CANVAS_STATE`
+    mask_ratio   share of the block's positions that were masked before the forward
+    accepted     number of positions that became tokens
+    edited       number of tokens that were overwritten
+    tokens       in a detailed trace: the tokens after the step, -1 where masked
+    confidences  in a detailed trace: the confidence of each token in the forward that wrote it (with DMax: in the last
+                 forward), 0 where masked
+    """
+
+    request_id: str
+    step: int
+    slot: int
+    block: int
+    state: str
+    mask_ratio: float
+    accepted: int
+    edited: int = 0
+    tokens: tuple[int, ...] | None = None
+    confidences: tuple[float, ...] | None = None
