@@ -19,7 +19,7 @@ from jobs.api.model_answering import Answerer, AnswerOptions, cluster_of
 from jobs.api.rows import names_of, rows_of
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.options import CLUSTER, DATA, MODEL, OUTPUT, Option, check
-from mbd_core.row_files import read_row_files
+from mbd_core.row_files.paths import read_row_files
 from mbd_core.storage.folder import Folder
 from mbd_core.storage.models import fetch_model
 from mbd_core.tables import Table, markdown

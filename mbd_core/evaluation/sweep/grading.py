@@ -19,7 +19,7 @@ from mbd_core.evaluation.tasks.kinds.task import Grade, Problem, Task, ungradabl
 from mbd_core.evaluation.tasks.math_answers import same_answer
 from mbd_core.evaluation.tasks.problems import ProblemSet
 from mbd_core.files import write_json, write_text
-from mbd_core.row_files import read_row_files
+from mbd_core.row_files.paths import read_row_files
 
 # The second stage of a sweep: every decoded row of a table is graded.
 

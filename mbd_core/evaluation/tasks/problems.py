@@ -11,7 +11,8 @@ from typing import Any
 from mbd_core.errors import error_line
 from mbd_core.evaluation.tasks.kinds.task import Problem, Task
 from mbd_core.proxies import connection_note
-from mbd_core.row_files import FORMATS, NumberedRow, read_row_files
+from mbd_core.row_files.paths import NumberedRow, read_row_files
+from mbd_core.row_files.rows import FORMATS
 from mbd_core.tasks.split import Split
 
 # Rows from where a benchmark lies: files of any format that hubs have, or a data set of the Hugging Face hub itself.

@@ -1,10 +1,10 @@
 """Which training prompts repeat a benchmark's problems: the same run of words in both."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from mbd_core.multitf.data.file_rows import Row
 from mbd_core.multitf.data.known_names import PROMPTS
 
 RUN = 13
@@ -38,8 +38,8 @@ class Benchmark:
     examples: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, name: str, rows: Iterable[Row]) -> "Benchmark":
-        """The benchmark of a file's rows; `ValueError` if they hold no problem."""
+    def of(cls, name: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> "Benchmark":
+        """The benchmark of a file's rows, each with its name; `ValueError` if they hold no problem."""
         problems: dict[tuple[str, ...], int] = {}
         for number, (row_name, row) in enumerate(rows):
             column = next((c for c in PROBLEM_COLUMNS if isinstance(row.get(c), str)), None)

@@ -2,22 +2,19 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import fsspec
-import pyarrow as pa
 import yaml
 
-from mbd_core.errors import error_sentence
 from mbd_core.json_text import parse_json
+from mbd_core.row_files.opening import one_sentence
+from mbd_core.row_files.paths import NOT_ROWS, saved_files
+from mbd_core.row_files.rows import FORMATS, SUFFIXES
 
-JSON_LINES = (".jsonl", ".jsonl.gz", ".ndjson")
-SUFFIXES = (*JSON_LINES, ".json", ".parquet", ".arrow")
 OTHER_FORMATS = (".csv", ".tsv", ".xlsx", ".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".pkl")
-NO_DATA = {"dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json", "croissant.json"}
 SPLIT_WORDS = (
     *("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"),
     *("heldout", "holdout"),
@@ -27,27 +24,13 @@ SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")
 MOST_NAMED = 5  # files in a sentence
 
 
-@contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Make one sentence, a `ValueError`, of what cannot be read. One of ours is a sentence already."""
-    try:
-        yield
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    except ValueError:
-        raise
-    except Exception as error:  # each storage raises types of its own
-        raise ValueError(f"{path} cannot be read: {error_sentence(error)}") from None
-
-
 def find_files(path: str, *, split: str | None = None) -> list[str]:
     """The data files at a path or URL, in order: the file itself, or those of a folder's `split`.
 
     A folder's splits are those of a saved dataset or of a README's `configs`, or stand in the names of its files and
-    folders. Raises `ValueError`
-    if there are no files, and for a folder of several splits without `split`.
+    folders. Raises `ValueError` if there are no files, and for a folder of several splits without `split`.
     """
-    with reading(path):
+    with one_sentence(path):
         system, root = fsspec.core.url_to_fs(path)
         if system.isfile(root):
             if split is not None:
@@ -57,10 +40,8 @@ def find_files(path: str, *, split: str | None = None) -> list[str]:
             raise ValueError(f"{path} does not exist")
         else:
             files = _folder_files(system, root, path, split)
-    unknown = [name for name in files if not name.endswith(SUFFIXES)]
-    if unknown or not files:
-        source = unknown[0] if unknown else path
-        raise ValueError(f"{source} holds no rows that can be read; supported: {', '.join(SUFFIXES)}")
+    if not files:
+        raise ValueError(f"{path} is a folder without a file of rows ({FORMATS})")
     return [system.unstrip_protocol(name) if "://" in path else name for name in files]
 
 
@@ -71,15 +52,9 @@ def _folder_files(system: Any, root: str, path: str, split: str | None) -> list[
     if system.exists(f"{root}/state.json"):
         if split is not None:
             raise ValueError(f"{path} has no splits; leave --split out")
-        return _saved_files(system, root, path)
+        return saved_files(system, root, path)
     files = _listing(system, root, path)
     return _split_files(_described_files(system, root, path, files) or files, path, split)
-
-
-def _saved_files(system: Any, root: str, path: str) -> list[str]:
-    """The files of a dataset that was saved to disk, without those that `datasets` keeps beside them."""
-    state = parse_json(system.cat_file(f"{root}/state.json"), f"{path}/state.json")
-    return [f"{root}/{file['filename']}" for file in state["_data_files"]]
 
 
 @dataclass(frozen=True)
@@ -134,13 +109,13 @@ def _listing(system: Any, root: str, path: str) -> list[DataFile]:
     for name in names:
         folder, _, last = name.rpartition("/")
         if last == "state.json":
-            saved[folder] = _saved_files(system, folder, path)
+            saved[folder] = saved_files(system, folder, path)
     files = []
     for name in names:
         inside = name.removeprefix(root).lstrip("/")
         folder, _, last = name.rpartition("/")
         is_hidden = any(part.startswith((".", "__")) for part in inside.split("/"))
-        if is_hidden or last in NO_DATA or name not in saved.get(folder, [name]):
+        if is_hidden or last in NOT_ROWS or name not in saved.get(folder, [name]):
             continue
         if last.endswith((*SUFFIXES, *OTHER_FORMATS)):
             files.append(DataFile.of(name, inside))
@@ -222,8 +197,7 @@ def _split_files(files: Sequence[DataFile], path: str, split: str | None) -> lis
     unread = [file.inside for file in files if not file.path.endswith(SUFFIXES)]
     if unread and len(unread) < len(files):
         raise ValueError(
-            f"{path} holds files of formats that are not read ({_named(unread)}); name the files to read, of "
-            f"{', '.join(SUFFIXES)}"
+            f"{path} holds files of formats that are not read ({_named(unread)}); name the files to read: {FORMATS}"
         )
     return [file.path for file in files if file.path.endswith(SUFFIXES)]
 

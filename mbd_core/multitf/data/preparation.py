@@ -16,10 +16,10 @@ from mbd_core.multitf.data.benchmark_overlap import Benchmark
 from mbd_core.multitf.data.chats import Chat, prompt_text
 from mbd_core.multitf.data.conversation_rows import Columns
 from mbd_core.multitf.data.encoding import EncodedChat, EncodedRow, encode_rows, fill_token, tokenizer_fingerprint
-from mbd_core.multitf.data.file_rows import read_rows
 from mbd_core.multitf.data.prepared import DATA_KIND, write_record, write_samples
 from mbd_core.multitf.data.row_summary import RowSummary
 from mbd_core.multitf.data.turns import ColumnRefused, Notes
+from mbd_core.row_files.rows import read_file
 
 # Rows to samples.
 
@@ -327,5 +327,5 @@ def _weighted_rows(preparation: Preparation, bad: BadRows) -> Iterator[tuple[str
     """Every row with its name, its place in its file, and how often it is in the data."""
     weights = preparation.weights or [1.0] * len(preparation.files)
     for file, weight in zip(preparation.files, weights, strict=True):
-        for place, (name, row) in enumerate(read_rows([file], bad=bad.add_unread)):
-            yield name, row, place, math.floor(weight * (place + 1)) - math.floor(weight * place)
+        for place, row in enumerate(read_file(file, unique=True, bad=bad.add_unread)):
+            yield row.name, row.values, place, math.floor(weight * (place + 1)) - math.floor(weight * place)

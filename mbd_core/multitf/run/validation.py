@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mbd_core.errors import error_sentence
 from mbd_core.multitf.config import ValidationOptions
-from mbd_core.multitf.data.data_files import SUFFIXES, find_files
+from mbd_core.multitf.data.data_files import find_files
 from mbd_core.multitf.data.encoding import filled_length, tokenizer_fingerprint
 from mbd_core.multitf.data.preparation import Preparation, prepare_data
 from mbd_core.multitf.data.prepared import PreparedExamples, TinyData, num_held_out, read_record
@@ -24,6 +24,7 @@ from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.step.loss import BUCKETS, bucket_means
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.multitf.step.workers import Workers
+from mbd_core.row_files.rows import SUFFIXES
 
 
 class ValidationFailed(RuntimeError):

@@ -1,7 +1,10 @@
 """Rows of every kind of file that users have, each with its name; and what is wrong with the others."""
 
+import bz2
 import gzip
 import json
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -11,7 +14,7 @@ import pytest
 
 from mbd_core.multitf.data.conversation_rows import Columns
 from mbd_core.multitf.data.data_files import find_files
-from mbd_core.multitf.data.file_rows import read_rows
+from mbd_core.row_files.rows import FileRow, read_file
 
 ROWS = [{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(5)]
 
@@ -22,14 +25,27 @@ def arrow_stream(path: Path, rows: list[dict]) -> None:
         writer.write_table(table, max_chunksize=2)
 
 
+def zstd(content: bytes) -> bytes:
+    return bytes(pa.Codec("zstd").compress(content))
+
+
+Pack = Callable[[bytes], bytes]
+PACKED: dict[str, Pack] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
+KINDS = ("jsonl", *(f"jsonl.{ending}" for ending in PACKED), "json", "parquet", "arrow", "dataset", "folder")
+
+
+def read_all(files: list[str]) -> list[FileRow]:
+    return [row for file in files for row in read_file(file, unique=True)]
+
+
 def write(kind: str, folder: Path) -> Path:
     """The rows as a file of that kind, or as a Hugging Face dataset that was saved to disk."""
     path = folder / f"rows.{kind}"
     lines = "".join(json.dumps(row) + "\n" for row in ROWS)
-    if kind == "jsonl":
+    if kind.partition(".")[2] in PACKED:
+        path.write_bytes(PACKED[kind.partition(".")[2]](lines.encode()))
+    elif kind == "jsonl":
         path.write_text(lines.replace("\n", "\n\n", 1))
-    elif kind == "jsonl.gz":
-        path.write_bytes(gzip.compress(lines.encode()))
     elif kind == "json":
         path.write_text(json.dumps(ROWS))
     elif kind == "parquet":
@@ -53,13 +69,13 @@ def write(kind: str, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "parquet", "arrow", "dataset", "folder"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("url", [False, True], ids=["path", "url"])
 def test_rows_of_every_kind_of_file_come_in_order(kind: str, url: bool, tmp_path: Path) -> None:
     path = write(kind, tmp_path)
-    rows = list(read_rows(find_files(f"file://{path}" if url else str(path))))
-    assert [dict(row) for _, row in rows] == ROWS
-    names = [name for name, _ in rows]
+    rows = read_all(find_files(f"file://{path}" if url else str(path)))
+    assert [row.values for row in rows] == ROWS
+    names = [row.name for row in rows]
     assert len(set(names)) == 5
     if kind == "jsonl":
         assert names == [f"rows.jsonl line {n}" for n in (1, 3, 4, 5, 6)]
@@ -74,30 +90,36 @@ def test_a_dataset_of_several_splits_has_one_named(tmp_path: Path) -> None:
         find_files(str(tmp_path))
     with pytest.raises(ValueError, match="has no split 'dev', only train, test"):
         find_files(str(tmp_path), split="dev")
-    assert len(list(read_rows(find_files(str(tmp_path), split="train")))) == 5
+    assert len(read_all(find_files(str(tmp_path), split="train"))) == 5
 
 
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("a.jsonl", '{"a": 1}\n{broken\n', r"a\.jsonl line 2 is not valid JSON"),
-        ("a.jsonl", "[1]\n", "line 1 must be a JSON object"),
-        ("a.jsonl", '{"a": 1}\n{"a": "\\ud800"}\n', r"a\.jsonl line 2 holds .ud800, half of a surrogate pair"),
+        ("a.jsonl", '{"a": 1}\n{broken\n', r"a\.jsonl, line 2: it is not valid JSON"),
+        ("a.jsonl", "[1]\n", r"a\.jsonl, row 1: a int, not a JSON object"),
+        ("a.jsonl", '{"a": 1}\n[1]\n', r"a\.jsonl, line 2: a list, not a JSON object"),
+        ("a.jsonl", '{"a": 1}\n{"a": "\\ud800"}\n', r"a\.jsonl, line 2: it holds .ud800, half of a surrogate pair"),
         (
             "a.jsonl",
             '{"a": 1}\n{"a": ' + "7" * 6000 + "}",
-            r"a\.jsonl line 2 holds an integer of more than",
+            r"a\.jsonl, line 2: it holds an integer of more than",
         ),
-        ("a.jsonl", '{"a": 1}\n' + "[" * 100_000, r"a\.jsonl line 2 is nested too deeply"),
-        ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}', r"a\.jsonl line 2 is not UTF-8: invalid start byte at byte 7"),
+        ("a.jsonl", '{"a": 1}\n' + "[" * 100_000, r"a\.jsonl, line 2: it is nested too deeply"),
+        ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}', r"a\.jsonl, line 2: it is not UTF-8: invalid start byte at byte 7"),
         ("a.json", '[{"a": "\\uDC00"}]', r"a\.json holds .udc00, half of a surrogate pair"),
         ("a.json", "[" * 100_000, r"a\.json is nested too deeply"),
-        ("a.json", '{"a": 1}\n{"a": 2}\n', r"rows one a line are a \.jsonl file"),
-        ("a.json", '{"a": 1}', "must be a list of objects"),
-        ("a.parquet", "nothing", "cannot be read"),
-        ("a.arrow", "nothing", "cannot be read"),
-        ("a.jsonl.gz", "nothing", "cannot be read"),
-        ("a.txt", "nothing", "holds no rows that can be read; supported: .jsonl"),
+        ("a.json", "[1]", r"a\.json, row 1: a int, not a JSON object"),
+        ("a.parquet", "PAR1 nothing", "cannot be read"),
+        ("a.arrow", "ARROW1 nothing", "cannot be read"),
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd nothing", "cannot be read"),
+        ("a.jsonl.gz", "nothing", r"a\.jsonl\.gz, line 1: it is not valid JSON"),
+        ("a.parquet", "nothing", "is in another format than those that are read: JSON lines"),
+        ("a.csv", "prompt,response\n1+1?,2\n", r"read_csv\('FILE'\).to_parquet"),
+        ("a.jsonl", "version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        ("a.jsonl", "<!DOCTYPE html><html>", "download the file itself"),
+        ("a.jsonl", b"PK\x03\x04rest", "unpack it"),
+        ("a.jsonl", '{"a": 1}\n'.encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
     ],
 )
 def test_a_file_that_holds_no_rows_is_one_sentence(
@@ -105,7 +127,7 @@ def test_a_file_that_holds_no_rows_is_one_sentence(
 ) -> None:
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=sentence) as refusal:
-        list(read_rows(find_files(str(tmp_path / name))))
+        read_all(find_files(str(tmp_path / name)))
     assert len(str(refusal.value).splitlines()) == 1
 
 
@@ -113,13 +135,13 @@ def test_a_file_that_holds_no_rows_is_one_sentence(
 def test_a_byte_order_mark_is_taken(tmp_path: Path, name: str, content: str) -> None:
     """And a whole surrogate pair is a character."""
     (tmp_path / name).write_text(content, encoding="utf-8-sig")
-    assert [row for _, row in read_rows([str(tmp_path / name)])] == [{"a": "😀"}]
+    assert [row.values for row in read_file(str(tmp_path / name))] == [{"a": "😀"}]
 
 
 def test_a_place_without_files_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere does not exist"):
         find_files(str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="holds no rows that can be read"):
+    with pytest.raises(ValueError, match="is a folder without a file of rows"):
         find_files(str(tmp_path))
     with pytest.raises(ValueError, match="has no splits; leave --split out"):
         find_files(str(tmp_path), split="train")
@@ -143,7 +165,7 @@ def test_a_storage_that_refuses_is_one_sentence() -> None:
     with pytest.raises(ValueError, match=sentence):
         find_files("closed://rows.jsonl")
     with pytest.raises(ValueError, match=sentence):
-        next(read_rows(["closed://rows.jsonl"]))
+        next(read_file("closed://rows.jsonl"))
 
 
 def test_conversations_come_from_the_usual_columns() -> None:

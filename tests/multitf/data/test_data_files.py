@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mbd_core.multitf.data.data_files import SUFFIXES, find_files
-from mbd_core.multitf.data.file_rows import read_rows
+from mbd_core.multitf.data.data_files import find_files
+from mbd_core.row_files.rows import SUFFIXES, read_file
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -111,7 +111,7 @@ def test_padding_of_structs_is_left_out_of_parquet_and_arrow(tmp_path: Path) -> 
     with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table)
     for name in ("rows.parquet", "rows.arrow"):
-        assert [row for _, row in read_rows([str(tmp_path / name)])] == plain
+        assert [row.values for row in read_file(str(tmp_path / name))] == plain
 
 
 def test_values_of_the_type_json_keep_their_nulls(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_values_of_the_type_json_keep_their_nulls(tmp_path: Path) -> None:
     pairs = pa.array([{"k": 1}, None], pa.map_(pa.string(), pa.int64()))
     listed = pa.ListArray.from_arrays(pa.array([0, 1, 1], pa.int32()), texts)
     pq.write_table(pa.table({"tools": listed, "one": one, "map": pairs}), tmp_path / "rows.parquet")
-    rows = [row for _, row in read_rows([str(tmp_path / "rows.parquet")])]
+    rows = [row.values for row in read_file(str(tmp_path / "rows.parquet"))]
     assert rows == [{"tools": tools, "one": {"a": 1}, "map": {"k": 1}}, {"tools": [], "one": None, "map": None}]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mbd_core.json_text import parse_json
 from mbd_core.multitf.data.conversation_rows import Columns
-from mbd_core.multitf.data.file_rows import read_rows
+from mbd_core.row_files.rows import read_file
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
 
@@ -72,7 +72,7 @@ def test_a_line_with_a_name_twice_is_bad_where_the_values_differ(tmp_path: Path)
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "Hi", "response": "Yo", "response": "Yo"}\n{"prompt": "Hi", "prompt": "Ho"}\n')
     bad: list[tuple[str, str]] = []
-    rows = list(read_rows([str(file)], bad=lambda name, why: bad.append((name, why))))
-    assert [row for _, row in rows] == [{"prompt": "Hi", "response": "Yo"}]
+    rows = list(read_file(str(file), unique=True, bad=lambda name, why: bad.append((name, why))))
+    assert [row.values for row in rows] == [{"prompt": "Hi", "response": "Yo"}]
     assert bad == [("rows.jsonl line 2", "has 'prompt' twice in one object, with values that differ")]
     assert parse_json(json.dumps({"a": 1})[:-1] + ', "a": 2}', "it") == {"a": 2}

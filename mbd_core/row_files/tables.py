@@ -1,0 +1,65 @@
+"""Rows of Parquet and Arrow.
+
+A struct of Arrow has every field that any row has, and null where its own row had none. So null fields of structs are
+left out: the rows are those that JSON lines of the same data have.
+"""
+
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mbd_core.json_text import parse_json
+
+ROWS_AT_ONCE = 256
+"""Of a table so many rows are Python objects at once, whatever its batches are."""
+PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"  # how files of tables begin
+
+Conversion = Callable[[Any], Any]
+
+
+def table_rows(file: Any, head: bytes) -> Iterator[dict[str, Any]]:
+    """The rows of an unpacked file of a table that begins with `head`."""
+    if not file.seekable():
+        file = io.BytesIO(file.read())
+    for batch in _batches(file, head):
+        columns = {field.name: convert for field in batch.schema if (convert := _conversion(field.type))}
+        for start in range(0, len(batch), ROWS_AT_ONCE):
+            for row in batch.slice(start, ROWS_AT_ONCE).to_pylist():
+                yield row | {column: columns[column](row[column]) for column in columns}
+
+
+def _batches(file: Any, head: bytes) -> Iterator[pa.RecordBatch]:
+    """Parquet, Arrow's file format, or its stream format, which data sets of Hugging Face have."""
+    if head.startswith(PARQUET):
+        yield from pq.ParquetFile(file).iter_batches(ROWS_AT_ONCE)
+    elif head.startswith(ARROW_FILE):
+        reader = pa.ipc.open_file(file)
+        yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+    else:
+        yield from pa.ipc.open_stream(file)
+
+
+def _conversion(kind: pa.DataType) -> Conversion | None:
+    """What makes the value that JSON would have of a value of this Arrow type; `None`: it is that already."""
+    if pa.types.is_struct(kind):
+        fields = {field.name: _conversion(field.type) for field in kind}
+        return lambda value: (
+            value
+            and {
+                name: fields[name](part) if fields[name] else part  # type: ignore[misc]
+                for name, part in value.items()
+                if part is not None
+            }
+        )
+    if pa.types.is_map(kind):
+        of_value = _conversion(kind.item_type) or (lambda part: part)
+        return lambda value: None if value is None else {name: of_value(part) for name, part in value}
+    if hasattr(kind, "value_type") and not pa.types.is_dictionary(kind):  # lists of all kinds
+        of_item = _conversion(kind.value_type)
+        return None if of_item is None else lambda value: value and [of_item(part) for part in value]
+    if isinstance(kind, pa.JsonType):  # `Json()` of Hugging Face's datasets: each value is a JSON text
+        return lambda value: None if value is None else parse_json(value, "a value of the type JSON")
+    return None
