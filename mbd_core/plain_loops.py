@@ -19,7 +19,7 @@ from mbd_core.decoding.blocks.acceptance import FALLBACKS
 from mbd_core.decoding.blocks.acceptance import predict as predict_tokens
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.levenshtein import EditTokens, LevenshteinRun
-from mbd_core.decoding.blocks.literal_algorithms import Predictions, Tokens, Weights, naive_multibd
+from mbd_core.decoding.blocks.literal_algorithms import BlockTokens, Predictions, Weights, naive_multibd
 from mbd_core.decoding.blocks.request import FinishReason, Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import CanvasPlan, PlannedDecoder, Query
@@ -207,7 +207,7 @@ def multi_bd(
             return hidden
         return torch.cat((hidden[:1] if last_hidden is None else last_hidden[None], hidden[:-1]))
 
-    def predict(cached: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[Predictions]:
+    def predict(cached: list[int], blocks: list[BlockTokens], weights: list[Weights]) -> list[Predictions]:
         ids = [model.config.mask_token_id if t is None else t for block in blocks for t in block]
         soft = [w for block in weights for w in block] if config.soft else None
         shifted_logits = forward(ids, origin + len(cached), soft)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mbd_core.serving.api.errors import api_error
 from mbd_core.serving.api.shapes import Completion
-from mbd_core.serving.server.answer import Answer
+from mbd_core.serving.server.answer import ServedAnswer
 from mbd_core.serving.tokens.stream import TooManyRequests
 
 log = logging.getLogger("ray.serve")
@@ -18,7 +18,9 @@ ADDED_FIELDS = ("request_id", "idx_in_batch")  # by Ray Data, to each row
 WAIT_SECONDS = 0.2  # of a row that is refused, until it is sent again
 
 
-async def answer_row(ask: Callable[[bytes], Awaitable[Answer]], row: Mapping[str, Any]) -> AsyncIterator[Completion]:
+async def answer_row(
+    ask: Callable[[bytes], Awaitable[ServedAnswer]], row: Mapping[str, Any]
+) -> AsyncIterator[Completion]:
     """The whole answer to a row, alone in its stream. A row for which there is no room waits and is sent again.
 
     Raises `ValueError` for a row that cannot be answered, which Ray Data can leave out, and `RuntimeError` otherwise.

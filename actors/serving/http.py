@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 import mbd_core.serving
 from actors.serving.logs import log_failure
 from mbd_core.serving.api.errors import ApiError, FieldError, clip
-from mbd_core.serving.server.answer import Answer
+from mbd_core.serving.server.answer import ServedAnswer
 from mbd_core.serving.server.response_answer import ResponseAnswer
 
 BODY_SECONDS = 60.0  # for a request's body to arrive
@@ -27,7 +27,7 @@ class EventStream(StreamingResponse):
     """An answer as server-sent events, those of a step in one piece; however the response ends, the engine drops what
     is unfinished."""
 
-    def __init__(self, answer: Answer | ResponseAnswer) -> None:
+    def __init__(self, answer: ServedAnswer | ResponseAnswer) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         groups = ("".join(group) async for group in answer.event_groups(log_failure) if group)
         super().__init__(groups, media_type="text/event-stream", headers=headers)
@@ -62,7 +62,7 @@ HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, An
 }
 
 
-async def respond(answer: Callable[[], Awaitable[Answer | ResponseAnswer]]) -> Response:
+async def respond(answer: Callable[[], Awaitable[ServedAnswer | ResponseAnswer]]) -> Response:
     """The response to a generating request; every error becomes one in OpenAI's shape."""
     try:
         result = await answer()

@@ -21,7 +21,7 @@ from cluster.ray_private import llm_types
 from mbd_core.options import read
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.orders import SleepOrder, WakeUpOrder
-from mbd_core.serving.server.answer import Answer
+from mbd_core.serving.server.answer import ServedAnswer
 from mbd_core.serving.server.engine_service import EngineService
 from mbd_core.serving.server.openai_server import OpenAIServer
 from mbd_core.serving.tokens.served_model import ServedModel
@@ -131,7 +131,7 @@ class DiffusionServer:
             yield part
 
     async def _answers(
-        self, ask: Callable[[bytes], Awaitable[Answer]], request: Any, response: str
+        self, ask: Callable[[bytes], Awaitable[ServedAnswer]], request: Any, response: str
     ) -> AsyncIterator[Any]:
         if not isinstance(request, BaseModel):
             async for row in answer_row(ask, request):

@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar
 from ray.serve import metrics
 
 from mbd_core.decoding.blocks.request import FinishReason
-from mbd_core.engine.measures import EngineMeasures, Samples
+from mbd_core.engine.measures import EngineMeasures, RecentValues
 from mbd_core.serving.server.measures import RequestMeasures
 
 log = logging.getLogger("ray.serve")
@@ -54,7 +54,7 @@ M = TypeVar("M")
 class ExportedMeasure(Generic[M]):
     """A row: the measure's name and type, what it means, and how it is read from `M`.
 
-    read        a number; of a histogram the `Samples`; with a `label` a number for each of its values
+    read        a number; of a histogram the `RecentValues`; with a `label` a number for each of its values
     label       its tag beside `model`
     boundaries  of a histogram's buckets
     """
@@ -62,7 +62,7 @@ class ExportedMeasure(Generic[M]):
     name: str
     kind: Literal["gauge", "counter", "histogram"]
     help: str
-    read: Callable[[M], float | Samples | Mapping[str, float]]
+    read: Callable[[M], float | RecentValues | Mapping[str, float]]
     label: str | None = None
     boundaries: Sequence[float] = ()
 
@@ -72,7 +72,7 @@ class ExportedMeasure(Generic[M]):
         return f"ray_{PREFIX}{self.name}" + ("_total" if self.kind == "counter" else "")
 
 
-def _dropped(*samples: Samples) -> int:
+def _dropped(*samples: RecentValues) -> int:
     return sum(s.num_dropped for s in samples)
 
 
@@ -305,8 +305,8 @@ class _Series:
             case "histogram":
                 self._metric = metrics.Histogram(PREFIX + row.name, boundaries=list(row.boundaries), **settings)
 
-    def export(self, value: float | Samples, tags: dict[str, str]) -> None:
-        if isinstance(value, Samples):
+    def export(self, value: float | RecentValues, tags: dict[str, str]) -> None:
+        if isinstance(value, RecentValues):
             for sample in value.take():
                 self._metric.observe(sample, tags)
         elif self._kind == "gauge":

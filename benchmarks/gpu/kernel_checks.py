@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.checks import CheckFailed, Row, check_model
 from benchmarks.step_timing import StepCase, filled_engine
-from mbd_core.decoding.blocks.work import ALL_WORK, Work
+from mbd_core.decoding.blocks.work import ALL_WORK, StepWork
 from mbd_core.engine.kinds import StepKind
 from mbd_core.engine.static_step import static_step
 from mbd_core.models.decoder import Decoder
@@ -19,7 +19,7 @@ from mbd_core.models.mlp import Router
 from mbd_core.models.shapes import SHAPES
 from mbd_core.ops.launch import triton_serves
 
-WORKS = (Work(), Work(revises=True, softens=True), replace(ALL_WORK, adapts=False))
+WORKS = (StepWork(), StepWork(revises=True, softens=True), replace(ALL_WORK, adapts=False))
 
 
 def kernel_form_rows(device: torch.device) -> Iterator[Row]:

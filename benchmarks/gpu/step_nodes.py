@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from benchmarks.measuring import markdown
-from mbd_core.decoding.blocks.work import Work
+from mbd_core.decoding.blocks.work import StepWork
 from mbd_core.engine import static_step as static
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.config import EngineConfig
@@ -175,9 +175,9 @@ def _wrap(value: Any) -> Any:
 
 
 WORKS = {
-    "greedy": Work(),
-    "T2T": Work(revises=True),
-    "DMax": Work(revises=True, softens=True),
+    "greedy": StepWork(),
+    "T2T": StepWork(revises=True),
+    "DMax": StepWork(revises=True, softens=True),
 }
 MULTI_KERNEL = frozenset({"addmm", "sort", "topk", "argsort", "cumsum", "cumprod", "nonzero_static"})
 """Operations for which torch launches more than one kernel, by their sizes."""
@@ -200,7 +200,7 @@ class StepNodes:
 
 
 def step_nodes(
-    config: ModelConfig, work: Work, *, num_rows: int = 1, num_slots: int = 2, num_asked: int | None = 48
+    config: ModelConfig, work: StepWork, *, num_rows: int = 1, num_slots: int = 2, num_asked: int | None = 48
 ) -> StepNodes:
     """The nodes of a static step in bfloat16; those of a layer are the difference that one more layer makes."""
     kind = StepKind(num_rows=num_rows, num_slots=num_slots, num_asked=num_asked, work=work)

@@ -17,7 +17,7 @@ from mbd_core.models.gemma import Denoising
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class BatchRows:
     """Some rows of a forward.
 
     lengths_K    tokens of each row; one number where all are alike
@@ -89,7 +89,7 @@ def to_device(values: Sequence[object], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = False) -> Batch:
+def pack(groups: Sequence[BatchRows], *, page_size: int, batch_invariant: bool = False) -> Batch:
     """Put groups of rows behind one another; at least one row in all.
 
     Where each row is computed apart, each token of a causal row is: its numbers then do not depend on where rows end.
@@ -138,20 +138,20 @@ def _concat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _lengths(groups: Sequence[Rows]) -> list[int]:
+def _lengths(groups: Sequence[BatchRows]) -> list[int]:
     lengths: list[int] = []
     for g in groups:
         lengths += [g.lengths_K] * len(g.kv_lens_K) if isinstance(g.lengths_K, int) else g.lengths_K
     return lengths
 
 
-def _causal(groups: Sequence[Rows]) -> Tensor | None:
+def _causal(groups: Sequence[BatchRows]) -> Tensor | None:
     if all(g.causal_K is None for g in groups):
         return None
     return torch.cat([torch.zeros_like(g.stored_K) if g.causal_K is None else g.causal_K for g in groups])
 
 
-def _token_by_token(rows: Rows) -> Rows:
+def _token_by_token(rows: BatchRows) -> BatchRows:
     """The same forward with a row for each token of a causal row."""
     if rows.causal_K is None:
         return rows
@@ -174,13 +174,13 @@ def _token_by_token(rows: Rows) -> Rows:
     )
 
 
-def _adapters(groups: Sequence[Rows], row_T: Tensor) -> Tensor | None:
+def _adapters(groups: Sequence[BatchRows], row_T: Tensor) -> Tensor | None:
     slots = [g.adapter_K for g in groups if g.adapter_K is not None]
     assert len(slots) in (0, len(groups)), "adapters are laid out for all rows of a forward, or for none"
     return _concat(slots)[row_T] if slots else None
 
 
-def _weights(groups: Sequence[Rows]) -> Tensor | None:
+def _weights(groups: Sequence[BatchRows]) -> Tensor | None:
     if all(g.weight_T is None for g in groups):
         return None
     return _concat(
@@ -188,7 +188,7 @@ def _weights(groups: Sequence[Rows]) -> Tensor | None:
     )
 
 
-def _denoising(groups: Sequence[Rows]) -> Denoising | None:
+def _denoising(groups: Sequence[BatchRows]) -> Denoising | None:
     """Which tokens of the forward are being denoised; `None`: none is."""
     given = next((g.denoising for g in groups if g.denoising is not None), None)
     if given is None:

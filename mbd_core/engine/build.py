@@ -8,7 +8,7 @@ from mbd_core.decoding.blocks.adjustments import Adjustments
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
 from mbd_core.engine.admission import Admission
-from mbd_core.engine.batch import Rows, pack
+from mbd_core.engine.batch import BatchRows, pack
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.drafting import Drafting
 from mbd_core.engine.graphs import StepGraphs, graphs_obstacle
@@ -115,7 +115,7 @@ def _profile(
     num_rows = max(1, config.max_prefill_tokens // block_size) + num_slots
     positions = torch.arange(block_size, device=device).repeat(num_rows)
     num_asked = min(logits_at_once, num_slots * block_size)
-    rows = Rows(
+    rows = BatchRows(
         tokens_T=torch.zeros(num_rows * block_size, dtype=torch.int64, device=device),
         positions_T=positions,
         lengths_K=block_size,

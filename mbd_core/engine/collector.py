@@ -17,10 +17,10 @@ from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.engine.batch import Batch
 from mbd_core.engine.drafting import DraftedStep, Drafting, StepLoad
 from mbd_core.engine.kinds import StepKind
-from mbd_core.engine.measures import EngineCounts, ForwardKind
+from mbd_core.engine.measures import EngineCounts, ForwardPart
 from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.planned_rows import PlannedRun
-from mbd_core.engine.report import HostCopy, Report, unpack_report
+from mbd_core.engine.report import HostCopy, StepReport, unpack_report
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.engine.seating import Seating
 from mbd_core.engine.sequence import SequenceState
@@ -153,7 +153,7 @@ class Collector:
         self._drafted_step = None
         self._last_end, self._follows_unread = now, not is_read
 
-    def _collect_blocks(self, plan: StepPlan, report_copy: HostCopy | None) -> tuple[list[StepOutput], ForwardKind]:
+    def _collect_blocks(self, plan: StepPlan, report_copy: HostCopy | None) -> tuple[list[StepOutput], ForwardPart]:
         scheduler, ledger = self._seating.scheduler, self._seating.ledger
         scheduler.publish_chunks(plan.chunks)
         for sequence in {id(c.sequence): c.sequence for c in plan.chunks}.values():
@@ -175,7 +175,7 @@ class Collector:
             decoding = {row: s for row, s in decoding.items() if scheduler.is_running(s)}
         if self._trace is not None and decoding:
             record_step(self._trace, plan.number, decoding, report)
-        kind: ForwardKind = "decode" if ledger.count(decoding, report, seconds) else "store"
+        kind: ForwardPart = "decode" if ledger.count(decoding, report, seconds) else "store"
         self.counts.sequence_forwards += len(decoding)
         if plan.kind.work.revises:
             self.counts.edited_tokens += int(report.edited_RN[list(decoding)].sum())
@@ -301,7 +301,9 @@ class Collector:
         return outputs
 
 
-def record_step(trace: "TraceRecorder", number: int, decoding: Mapping[int, SequenceState], report: Report) -> None:
+def record_step(
+    trace: "TraceRecorder", number: int, decoding: Mapping[int, SequenceState], report: StepReport
+) -> None:
     """Tell `trace` of a step in which `decoding` took part, by batch row."""
     rows = list(decoding)
     masked = report.masked_RNB[rows] > 0

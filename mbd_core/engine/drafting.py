@@ -55,7 +55,7 @@ class StepLoad:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class DraftChoices:
     """The next forward if the requests that may draft do, and if they go on by single tokens; their number."""
 
     drafts: StepLoad
@@ -153,7 +153,7 @@ class Drafting:
         self._verified = decay * self._verified + step.verified
         self._tokens = decay * self._tokens + step.tokens
 
-    def choose(self, choices: Choices) -> bool:
+    def choose(self, choices: DraftChoices) -> bool:
         """Whether the requests that may draft do so in the next step. Without a step in between the answer is the
         same."""
         self._chosen_in = None

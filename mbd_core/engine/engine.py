@@ -22,7 +22,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.kinds import StepKind
 from mbd_core.engine.measures import EngineCounts, EngineMeasures, measure
 from mbd_core.engine.ranks import Alone, EngineCall, Ranks, on_all_ranks, with_next_step
-from mbd_core.engine.report import HostCopy, Report
+from mbd_core.engine.report import HostCopy, StepReport
 from mbd_core.engine.rows import SlotLayout, StepRows, packed_rows
 from mbd_core.engine.runner import ModelRunner
 from mbd_core.engine.scheduler import Scheduler
@@ -119,7 +119,7 @@ class Engine:
         return self._graphs.report()
 
     @property
-    def last_report(self) -> Report:
+    def last_report(self) -> StepReport:
         """What the last step that was read reported of the sequences that decode in blocks."""
         return self._collector.last_report
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.decoding.blocks.work import ALL_WORK, Work, work_of
+from mbd_core.decoding.blocks.work import ALL_WORK, StepWork, work_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class StepKind:
     num_rows: int
     num_slots: int
     num_asked: int | None
-    work: Work
+    work: StepWork
 
     def covers(self, other: "StepKind") -> bool:
         """Whether a step of this kind can stand in for one of `other`."""
@@ -48,7 +48,7 @@ class StepKinds:
     adapters: bool = False
     blocks_each: Callable[[int], int] | None = None
 
-    def kind(self, *, num_rows: int, num_slots: int, num_asked: int, work: Work) -> StepKind:
+    def kind(self, *, num_rows: int, num_slots: int, num_asked: int, work: StepWork) -> StepKind:
         """The least kind for a batch that uses `num_rows` rows, at most the first `num_slots` slots of each, and asks
         for at most `num_asked` positions."""
         rows = _power_of_two(num_rows, self.max_rows)
@@ -58,7 +58,7 @@ class StepKinds:
         is_whole = quarters > 3 or self.batch_invariant
         return StepKind(num_rows=rows, num_slots=slots, num_asked=None if is_whole else quarters * quarter, work=work)
 
-    def whole(self, *, num_rows: int, work: Work) -> StepKind:
+    def whole(self, *, num_rows: int, work: StepWork) -> StepKind:
         """The least kind for a batch that uses `num_rows` rows, with all their slots and logits."""
         rows = _power_of_two(num_rows, self.max_rows)
         return StepKind(num_rows=rows, num_slots=self.num_slots, num_asked=None, work=work)

@@ -11,15 +11,15 @@ from typing import Any, Literal
 
 from mbd_core.decoding.answers.slots import SlotState
 from mbd_core.engine.pacing import Pacer
-from mbd_core.engine.report import Report
+from mbd_core.engine.report import StepReport
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.sequence import SequenceState
 
-ForwardKind = Literal["decode", "store", "prefill"]
+ForwardPart = Literal["decode", "store", "prefill"]
 SAMPLE_LIMIT = 10_000
 
 
-class Samples:
+class RecentValues:
     """Values since they were last taken. Of more than `limit` the newest are kept, and `num_dropped` counts the rest.
 
     One thread adds while another takes.
@@ -60,14 +60,14 @@ class EngineCounts:
                         the prefix cache held all of it
     """
 
-    forwards: dict[ForwardKind, int] = field(default_factory=lambda: {"decode": 0, "store": 0, "prefill": 0})
+    forwards: dict[ForwardPart, int] = field(default_factory=lambda: {"decode": 0, "store": 0, "prefill": 0})
     sequence_forwards: int = 0
     committed_tokens: int = 0
     edited_tokens: int = 0
-    tokens_per_forward: Samples = field(default_factory=Samples)
-    block_lifetimes: Samples = field(default_factory=Samples)
-    queue_seconds: Samples = field(default_factory=Samples)
-    prefill_seconds: Samples = field(default_factory=Samples)
+    tokens_per_forward: RecentValues = field(default_factory=RecentValues)
+    block_lifetimes: RecentValues = field(default_factory=RecentValues)
+    queue_seconds: RecentValues = field(default_factory=RecentValues)
+    prefill_seconds: RecentValues = field(default_factory=RecentValues)
 
     def end(self, sequence: SequenceState) -> None:
         """A request has ended by itself and left its row. Its tokens are those of this engine alone."""
@@ -90,7 +90,7 @@ class EngineMeasures:
     step_limit       seconds that a step in which somebody decodes may take with its part of prompts
     token_seconds    what a prompt token has cost at the beginning of its prompt; 0 before chunks were measured
     replayed_steps   static steps that ran as CUDA graphs; `eager_steps` static steps without one
-    counts           what the steps counted; its `Samples` are the engine's own, for one reader to take
+    counts           what the steps counted; its `RecentValues` are the engine's own, for one reader to take
     """
 
     running: int
@@ -117,7 +117,7 @@ def measure(
     *,
     counts: EngineCounts,
     graph_report: Mapping[str, Any],
-    report: Report,
+    report: StepReport,
     rows: Iterable[int],
 ) -> EngineMeasures:
     """The measures of an engine whose last step that was read said `report`, and whose sequences in `rows` decode in

@@ -34,7 +34,7 @@ LEAST_SHARE = 0.1
 """The least share of a step's seconds that its chunks are taken to have cost, and that operations are of these."""
 
 
-class Chunk(Protocol):
+class Positions(Protocol):
     """The positions `[start, stop)` of a sequence."""
 
     @property
@@ -112,7 +112,7 @@ class Pacer:
         """A prompt token's at the beginning of its prompt; 0 before chunks were measured."""
         return self._token_flops * self._flop_seconds
 
-    def observe(self, chunks: Sequence[Chunk], *, decodes: bool, seconds: float) -> None:
+    def observe(self, chunks: Sequence[Positions], *, decodes: bool, seconds: float) -> None:
         """A step of `seconds` has stored `chunks`; `decodes`: beside sequences that decoded."""
         if not chunks:
             self._quiet_seconds.append(seconds)

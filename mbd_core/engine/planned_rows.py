@@ -18,8 +18,8 @@ from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, PlannedDecoder, ReadingDecoder
 from mbd_core.decoding.canvas.unmasking import guess
 from mbd_core.decoding.causal.planned import planned_decoder
-from mbd_core.engine.batch import Rows, to_device
-from mbd_core.engine.drafting import Choices, StepLoad
+from mbd_core.engine.batch import BatchRows, to_device
+from mbd_core.engine.drafting import DraftChoices, StepLoad
 from mbd_core.engine.pages import PagedKVCache
 from mbd_core.engine.runner import ModelRunner
 from mbd_core.engine.sequence import SequenceState
@@ -87,7 +87,7 @@ class PlannedRuns:
             blocks = num_blocks if run.sequence.request.decoding.adaptive else MOST
             run.decoder.hold_to(0 if run.may_draft and not drafts else blocks)
 
-    def choices(self, num_soon: int) -> Choices:
+    def choices(self, num_soon: int) -> DraftChoices:
         """What the next forward carries without prompts, by the choice of those that may draft. The others are taken
         to do as in their last one. Of the `num_soon` requests with planned rows that decode soon, those whose prompt
         is not stored yet count as if they drafted as the last one does: a draft is verified beside them."""
@@ -95,13 +95,13 @@ class PlannedRuns:
         others = sum(run.num_positions for run in self._runs.values() if not run.may_draft)
         lengths += lengths[-1:] * (num_soon - len(self._runs))
         rows = max(num_soon, len(self._runs))
-        return Choices(
+        return DraftChoices(
             drafts=StepLoad(rows, others + sum(lengths)),
             single=StepLoad(rows, others + len(lengths)),
             number=len(lengths),
         )
 
-    def rows(self, *, num_before: int, adapts: bool = False) -> Rows | None:
+    def rows(self, *, num_before: int, adapts: bool = False) -> BatchRows | None:
         """The next forward of every request, behind `num_before` packed tokens of others; copies between lanes that it
         needs are made at once. `None` without requests. `adapts`: some row of the forward has a LoRA adapter."""
         if not self._runs:
@@ -125,7 +125,7 @@ class PlannedRuns:
                 num_before += lengths[-1]
                 run.num_positions += lengths[-1]
         width = max(len(p) for p in pages)
-        return Rows(
+        return BatchRows(
             tokens_T=torch.cat(tokens).to(device),
             positions_T=torch.from_numpy(np.concatenate(positions)).to(device),
             lengths_K=lengths,

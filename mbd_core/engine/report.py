@@ -15,7 +15,7 @@ from mbd_core.decoding.blocks.block_buffer import BlockBuffer, Commit
 
 
 @dataclass(frozen=True)
-class Report:
+class StepReport:
     """A step on the host, by row: views of the float64 array in which it came.
 
     `storing_only_R`, `states_RN` and `mask_ratio_RN` are what the forward saw, the rest is what it did. Of the blocks
@@ -51,8 +51,8 @@ def view_of(buffer: BlockBuffer) -> StepView:
 
 
 def pack_report(view: StepView, commit: Commit, buffer: BlockBuffer) -> Tensor:
-    """All of a step as one float64 tensor (X,), in the order of `Report`'s parts; token ids and counts are exact in
-    it."""
+    """All of a step as one float64 tensor (X,), in the order of the parts of `StepReport`. It holds token ids and
+    counts exactly."""
     parts = (
         commit.num_blocks_R,
         buffer.resident_RN.sum(-1),
@@ -94,7 +94,7 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(packed_X.device))
 
-    def read(self, *, shape: tuple[int, int, int]) -> tuple[Report, np.ndarray | None]:
+    def read(self, *, shape: tuple[int, int, int]) -> tuple[StepReport, np.ndarray | None]:
         """The report, when it is there, and any likeliest tokens (R, N, B, 2K) behind it; `shape` is (R, N, B)."""
         if self._event is not None:
             self._event.synchronize()
@@ -104,7 +104,7 @@ class HostCopy:
         return report, tops.reshape(*shape, -1) if len(tops) else None
 
 
-def unpack_report(host_X: np.ndarray, *, num_slots: int, block_size: int) -> Report:
+def unpack_report(host_X: np.ndarray, *, num_slots: int, block_size: int) -> StepReport:
     """A report (X,), its parts by name."""
     num_rows = len(host_X) // report_width(num_slots, block_size)
     rows, slots, positions = (num_rows,), (num_rows, num_slots), (num_rows, num_slots, block_size)
@@ -115,7 +115,7 @@ def unpack_report(host_X: np.ndarray, *, num_slots: int, block_size: int) -> Rep
         offset += (count := math.prod(shape))
         return host_X[offset - count : offset].reshape(shape)
 
-    return Report(
+    return StepReport(
         packed_X=host_X,
         num_blocks_R=take(rows),
         num_resident_R=take(rows),

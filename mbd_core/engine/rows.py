@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
-from mbd_core.engine.batch import Rows, to_device
+from mbd_core.engine.batch import BatchRows, to_device
 from mbd_core.engine.planned_rows import PlannedRuns
 from mbd_core.engine.scheduler import PrefillChunk
 
@@ -44,7 +44,7 @@ class StepRows:
     read_planned  where their decoders read the logits themselves: `PlannedRuns.read`
     """
 
-    groups: list[Rows]
+    groups: list[BatchRows]
     num_asked: int = 0
     at_A: Tensor | None = None
     slot_end_RN: Tensor | None = None
@@ -87,7 +87,7 @@ def packed_rows(
 
 def prompt_rows(
     chunks: Sequence[PrefillChunk], tables_RP: Tensor, *, block_size: int, adapters_R: Tensor | None = None
-) -> Rows:
+) -> BatchRows:
     """Blocks of prefixes to be stored, a row each; a prompt under full attention is one row, and so is a causal
     chunk."""
     device = tables_RP.device
@@ -108,7 +108,7 @@ def prompt_rows(
     starts_K, lengths_K = to_device([starts, lengths], device)
     rows_K = to_device(rows, device)
     offset_K = starts_K - (lengths_K.cumsum(0) - lengths_K)
-    return Rows(
+    return BatchRows(
         tokens_T=to_device(tokens, device),
         positions_T=torch.arange(len(tokens), device=device)
         + offset_K.repeat_interleave(lengths_K, output_size=len(tokens)),
@@ -169,7 +169,7 @@ def resident_slots(
         hidden_at_A = torch.where(opens_A, front_at_A, hidden_at_A - 1)
         stores_A = is_first_A & buffer.carried_RN.flatten()[slot_A]
         hidden_at_A = torch.where(stores_A, ends_K[slot_of_A], hidden_at_A)
-    rows = Rows(
+    rows = BatchRows(
         tokens_T=resident(buffer.tokens_RNB).flatten(),
         positions_T=positions_KB.flatten(),
         lengths_K=size,
@@ -217,7 +217,7 @@ def static_rows(
         at_A = torch.arange(hidden_at_A.numel(), device=device)
     if at_A is not None:  # from places among these slots to places in the buffer
         at_A = at_A + at_A // (num_slots * size) * ((buffer.num_slots - num_slots) * size)
-    rows = Rows(
+    rows = BatchRows(
         tokens_T=buffer.tokens_RNB[:, :num_slots].flatten(),
         positions_T=positions_RNB.flatten(),
         lengths_K=size,

@@ -13,14 +13,14 @@ from mbd_core.decoding.answers.counts import Counts
 from mbd_core.decoding.answers.slots import SlotState
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.levenshtein import EditTokens
-from mbd_core.decoding.blocks.work import WORK_NAMES, Work, work_of_request
+from mbd_core.decoding.blocks.work import WORK_NAMES, StepWork, work_of_request
 from mbd_core.engine.batch import to_device
 from mbd_core.engine.pacing import Pace
 from mbd_core.engine.planned_rows import PlannedRuns
-from mbd_core.engine.report import Report
+from mbd_core.engine.report import StepReport
 from mbd_core.engine.scheduler import PrefillChunk, Scheduler
 from mbd_core.engine.sequence import SequenceState
-from mbd_core.engine.steering import Share, Steering
+from mbd_core.engine.steering import SharedWork, Steering
 
 # What the host knows of each batch row, in arrays, so that the host's work in a step hardly grows with the rows.
 
@@ -66,7 +66,7 @@ class Ledger:
     def _set_sequences(self, sequences: dict[int, SequenceState]) -> None:
         self.sequences = sequences
         self._rows = _rows_of(sequences)
-        self._work = Work(*np.logical_or.reduce(self._work_RK).tolist())
+        self._work = StepWork(*np.logical_or.reduce(self._work_RK).tolist())
         self.num_rows = max(sequences, default=-1) + 1
         self._steered_rows = {row: s for row, s in sequences.items() if s.request.steered}
 
@@ -75,7 +75,7 @@ class Ledger:
         """Whether the host decides tokens of some row."""
         return bool(self._steered_rows)
 
-    def steering(self, share: Share, *, tries: float, ids: EditTokens | None) -> Steering | None:
+    def steering(self, share: SharedWork, *, tries: float, ids: EditTokens | None) -> Steering | None:
         """The next step's, if it needs one; `tries` bounds the work of its guides, `ids` are the tokens that edit."""
         if not self._steered_rows:
             return None
@@ -89,7 +89,7 @@ class Ledger:
         self._committed_R[sequence.row] = sequence.committed
         self._num_pages_R[sequence.row] = len(sequence.pages)
 
-    def count(self, decoding: Mapping[int, SequenceState], report: Report, seconds: float) -> bool:
+    def count(self, decoding: Mapping[int, SequenceState], report: StepReport, seconds: float) -> bool:
         """Count a step of `seconds` in which the rows `decoding` took part; false if it stored the blocks of all
         and decoded none."""
         rows = self._rows if decoding is self.sequences else _rows_of(decoding)
@@ -134,7 +134,7 @@ class Ledger:
             column[row] = 0
         self._set_sequences({r: s for r, s in self.sequences.items() if r != row})
 
-    def work(self) -> Work:
+    def work(self) -> StepWork:
         """The work that some row asks for."""
         return self._work
 

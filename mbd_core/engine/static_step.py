@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mbd_core.decoding.blocks.acceptance import Prediction
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
-from mbd_core.decoding.blocks.work import Work
+from mbd_core.decoding.blocks.work import StepWork
 from mbd_core.engine.batch import Batch, pack
 from mbd_core.engine.kinds import StepKind
 from mbd_core.engine.report import StepView, pack_report, view_of, with_tops
@@ -63,7 +63,9 @@ def _before_forward(
     return view, rows, pack(rows.groups, page_size=page_size, batch_invariant=apart)
 
 
-def _after_forward(buffer: BlockBuffer, prediction: Prediction, view: StepView, work: Work) -> tuple[Tensor, Tensor]:
+def _after_forward(
+    buffer: BlockBuffer, prediction: Prediction, view: StepView, work: StepWork
+) -> tuple[Tensor, Tensor]:
     commit = buffer.commit(prediction, work)
     return commit.num_blocks_R, pack_report(view, commit, buffer)
 

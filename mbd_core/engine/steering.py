@@ -23,7 +23,7 @@ from mbd_core.decoding.blocks.acceptance import Prediction
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer, Chosen, Rewritten
 from mbd_core.decoding.blocks.levenshtein import EditTokens, edited_block
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
-from mbd_core.decoding.grammar.guide import Choice, Guide, GuideState, Pick, Search
+from mbd_core.decoding.grammar.guide import AllowedToken, Guide, GuideState, Pick, Search
 from mbd_core.engine.sequence import SequenceState, TextScores
 
 FORBIDDEN = -1e30  # a logit whose probability is 0, and finite
@@ -68,7 +68,7 @@ class Decision:
     ended: bool = False
 
 
-Share = Callable[[Callable[[], list[Decision]]], list[Decision]]
+SharedWork = Callable[[Callable[[], list[Decision]]], list[Decision]]
 """Calls what decides, or takes the decisions of the rank that has called it."""
 
 
@@ -79,7 +79,7 @@ class Steering:
         self,
         sequences: Mapping[int, SequenceState],
         forwards: Mapping[int, int],
-        share: Share,
+        share: SharedWork,
         *,
         tries: float,
         ids: EditTokens | None = None,
@@ -243,7 +243,7 @@ def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Pick:
         if isinstance(row.guide, Guide):
             draw = replace(draw, forward_P=draw.forward_P - row.guide.num_waits)
 
-    def pick(i: int, allowed_V: np.ndarray) -> Choice:
+    def pick(i: int, allowed_V: np.ndarray) -> AllowedToken:
         logits_V = row.logits[i]
         mask_V = torch.from_numpy(allowed_V).to(logits_V.device)
         masked_V = torch.full_like(logits_V, FORBIDDEN)
@@ -256,6 +256,6 @@ def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Pick:
             None if adjust is None else adjust.select(position),
         )
         likeliest = vocab.exclude_(logits_V.clone(), FORBIDDEN).max()
-        return Choice(int(token_P[0]), float(probability_P[0]), bool(masked_V.max() < likeliest))
+        return AllowedToken(int(token_P[0]), float(probability_P[0]), bool(masked_V.max() < likeliest))
 
     return pick

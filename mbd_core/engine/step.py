@@ -16,7 +16,7 @@ from mbd_core.decoding.answers.piece import MAX_TOPS
 from mbd_core.decoding.blocks.acceptance import Prediction, predict
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.sampling import Vocab
-from mbd_core.decoding.blocks.work import Work
+from mbd_core.decoding.blocks.work import StepWork
 from mbd_core.engine.batch import Batch, pack
 from mbd_core.engine.kinds import StepKind
 from mbd_core.engine.report import pack_report, view_of, with_tops
@@ -91,14 +91,14 @@ class StepState:
         return batch, self.runner.forward(batch)
 
     def logits_of(
-        self, hidden_AD: Tensor, batch: Batch, work: Work, *, has_steering: bool = False
+        self, hidden_AD: Tensor, batch: Batch, work: StepWork, *, has_steering: bool = False
     ) -> Callable[[slice], Tensor]:
         """The logits of a range of `hidden_AD`; of a step that takes likeliest tokens alone, each rank's own part."""
         whole = has_steering or work.draws or work.scores or work.adjusts or work.tops
         return self.runner.blockwise_logits(hidden_AD, batch, block_size=self.buffer.block_size, whole=whole)
 
     def predict(
-        self, rows: StepRows, buffer: BlockBuffer, logits_of: Callable[[slice], Tensor], work: Work
+        self, rows: StepRows, buffer: BlockBuffer, logits_of: Callable[[slice], Tensor], work: StepWork
     ) -> Prediction:
         """The token of each position of `rows` that gets logits, in its place of the buffer."""
         return predict(

@@ -22,7 +22,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.decoding.blocks.work import Work
+from mbd_core.decoding.blocks.work import StepWork
 from mbd_core.decoding.causal.planned import planned_decoder
 from mbd_core.engine import build as build_module
 from mbd_core.engine import vocab as device_vocab
@@ -315,9 +315,9 @@ def test_requests_with_an_adapter_have_graphs_of_their_own_sizes() -> None:
     kinds = StepKinds(max_rows=16, num_slots=4, block_size=32, batch_invariant=False, adapters=True)
     captured = kinds.to_capture(DecodingConfig(block_size=32, buffer_size=4))
     assert len(captured) == len(set(captured)) == 5 * (4 + 4 + 2)
-    small = kinds.kind(num_rows=3, num_slots=4, num_asked=100, work=Work(adapts=True))
+    small = kinds.kind(num_rows=3, num_slots=4, num_asked=100, work=StepWork(adapts=True))
     assert small in captured and small.num_asked is not None
-    assert not replace(small, work=Work()).covers(small)
+    assert not replace(small, work=StepWork()).covers(small)
 
 
 def test_two_ranks_serve_adapters_as_one_does(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.blocks.literal_algorithms import LiteralRun, Predictions, Tokens, Weights, naive_multibd
+from mbd_core.decoding.blocks.literal_algorithms import BlockTokens, LiteralRun, Predictions, Weights, naive_multibd
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling import Draw, gumbel
 from mbd_core.decoding.blocks.sampling_config import MAX_BIASES, MAX_STOP_IDS, Sampling
@@ -114,7 +114,7 @@ def literal(model: Decoder, r: Request) -> LiteralRun:
     """Algorithm 4; each forward counts the tokens of the prompt and those that earlier forwards have filled."""
     forwards = itertools.count()
 
-    def predict(prefix: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[Predictions]:
+    def predict(prefix: list[int], blocks: list[BlockTokens], weights: list[Weights]) -> list[Predictions]:
         forward = next(forwards)
         placed = [*prefix, *(t for block in blocks for t in block)]
         answer = [t for t in placed[len(r.prompt) :] if t is not None]

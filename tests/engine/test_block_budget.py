@@ -10,7 +10,7 @@ from small_engines import B, build, engine, gist, request
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.decoding.blocks.work import Work
+from mbd_core.decoding.blocks.work import StepWork
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.kinds import StepKinds
 from mbd_core.engine.rows import static_rows
@@ -187,14 +187,14 @@ def test_narrow_kinds_are_captured_where_the_budget_makes_them() -> None:
     shapes = {(k.num_rows, k.num_slots) for k in captured}
     # 1 and 2 rows keep four blocks; 3 rows two and 4 rows two; 5 to 16 rows one
     assert shapes == {(1, 4), (2, 4), (4, 2), (4, 4), (8, 1), (8, 4), (16, 1), (16, 4)}
-    narrow = kinds.kind(num_rows=16, num_slots=1, num_asked=100, work=Work(draws=True))
+    narrow = kinds.kind(num_rows=16, num_slots=1, num_asked=100, work=StepWork(draws=True))
     assert (narrow.num_slots, narrow.num_asked) == (1, 128)
     wide = replace(narrow, num_slots=4)
     assert wide.covers(narrow) and not narrow.covers(wide)
     assert min(k.num_slots for k in captured if k.covers(narrow)) == 1
     unlimited = kinds.to_capture(DecodingConfig(block_size=32, buffer_size=4, adaptive=False))
     assert {k.num_slots for k in unlimited} == {4}
-    plain = StepKinds(**config).kind(num_rows=16, num_slots=1, num_asked=100, work=Work())
+    plain = StepKinds(**config).kind(num_rows=16, num_slots=1, num_asked=100, work=StepWork())
     assert plain.num_slots == 4  # without a budget every step has all slots
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mbd_core.engine.batch import Rows, pack
+from mbd_core.engine.batch import BatchRows, pack
 from mbd_core.engine.pages import PagedKVCache
 from mbd_core.engine.runner import ModelRunner
 from mbd_core.models.shapes import SHAPES, random_model
@@ -25,9 +25,9 @@ def runner() -> ModelRunner:
     return ModelRunner(model, cache, attention, num_rows=1, num_positions=128)
 
 
-def rows(ids: Tensor, start: int, stop: int, *, causal: bool = True, pages: tuple[int, ...] = (5, 2, 7)) -> Rows:
+def rows(ids: Tensor, start: int, stop: int, *, causal: bool = True, pages: tuple[int, ...] = (5, 2, 7)) -> BatchRows:
     """Tokens [start, stop) of a text as one row."""
-    return Rows(
+    return BatchRows(
         tokens_T=ids[start:stop],
         positions_T=torch.arange(start, stop),
         lengths_K=[stop - start],

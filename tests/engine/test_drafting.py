@@ -19,7 +19,7 @@ from mbd_core.engine.drafting import (
     LEAST_STEPS,
     LEAST_VERIFIED,
     STEPS_OF_A_DRAFT,
-    Choices,
+    DraftChoices,
     DraftedStep,
     Drafting,
     StepLoad,
@@ -59,7 +59,7 @@ class Server:
         for _ in range(steps):
             drafted_load, single_load = (StepLoad(rows, n, prompt_tokens) for n in (rows * LENGTH, rows))
             loads = (StepLoad(rows - joining, n * (rows - joining)) for n in (LENGTH, 1))
-            choices = Choices(**dict(zip(("drafts", "single"), loads, strict=True)), number=rows - joining)
+            choices = DraftChoices(**dict(zip(("drafts", "single"), loads, strict=True)), number=rows - joining)
             chosen, verifies = self.drafting.choose(choices), self.verifies
             assert chosen == self.drafting.choose(choices), "asking changes nothing"
             drafts = verifies or chosen
@@ -142,7 +142,7 @@ def test_beside_long_prompts_the_other_mode_is_tried_as_seldom() -> None:
 def test_one_slow_step_changes_nothing() -> None:
     server = Server(by_positions, accepted=4.0)
     server.serve(4, 100)
-    choices = Choices(drafts=StepLoad(4, 4 * LENGTH), single=StepLoad(4, 4), number=4)
+    choices = DraftChoices(drafts=StepLoad(4, 4 * LENGTH), single=StepLoad(4, 4), number=4)
     server.drafting.observe(DraftedStep(load=choices.single, single=4, drafts=0, verified=0, tokens=0), 1e4)
     assert server.serve(4, LEAST_STEPS - 1)[0] <= STEPS_OF_A_DRAFT
 
@@ -229,12 +229,12 @@ def test_requests_that_decode_soon_count_as_if_they_did(model: Decoder) -> None:
     engine.add(first)
     while engine.counts.forwards["decode"] < 3:
         engine.step()
-    seen, choose = list[Choices](), engine.drafting.choose  # type: ignore[union-attr]
+    seen, choose = list[DraftChoices](), engine.drafting.choose  # type: ignore[union-attr]
     engine.drafting.choose = lambda choices: seen.append(choices) or choose(choices)  # type: ignore[union-attr]
     for other in others:
         engine.add(other)
     engine.step()
-    assert seen == [Choices(drafts=StepLoad(4, 4 * LENGTH), single=StepLoad(4, 4), number=4)]
+    assert seen == [DraftChoices(drafts=StepLoad(4, 4 * LENGTH), single=StepLoad(4, 4), number=4)]
 
 
 def test_the_choice_is_of_requests_that_lose_nothing_by_it(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from small_engines import EOS, MASK, B, build
 
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
-from mbd_core.decoding.blocks.literal_algorithms import Predictions, Tokens, Weights, naive_multibd
+from mbd_core.decoding.blocks.literal_algorithms import BlockTokens, Predictions, Weights, naive_multibd
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
@@ -40,7 +40,7 @@ def clean_forward(model: Decoder, tokens: list[int], weights: list[float] | None
 def predictor(model: Decoder, config: DecodingConfig):
     """The model as the literal algorithms want it: a clean block-causal forward of prefix and running-set."""
 
-    def predict(prefix: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[Predictions]:
+    def predict(prefix: list[int], blocks: list[BlockTokens], weights: list[Weights]) -> list[Predictions]:
         tokens = prefix + [MASK if t is None else t for block in blocks for t in block]
         soft = [1.0] * len(prefix) + [w for block in weights for w in block]
         probabilities = clean_forward(model, tokens, soft)[len(prefix) :].softmax(-1)

@@ -15,7 +15,7 @@ from mbd_core.decoding.blocks.config import T2T, DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.measures import Samples
+from mbd_core.engine.measures import RecentValues
 from mbd_core.models.decoder import Decoder
 from mbd_core.trace.recorder import TraceRecorder
 
@@ -190,7 +190,7 @@ def test_an_aborted_request_has_no_sample(model: Decoder) -> None:
 
 
 def test_samples_keep_the_newest_and_count_the_rest() -> None:
-    samples = Samples(limit=3)
+    samples = RecentValues(limit=3)
     samples.extend([1, 2, 3, 4])
     assert samples.num_dropped == 1
     assert samples.take() == [2, 3, 4]

@@ -11,7 +11,7 @@ from small_engines import MASK, B, build, engine, gist, request
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.decoding.blocks.work import WORK_NAMES, Work
+from mbd_core.decoding.blocks.work import WORK_NAMES, StepWork
 from mbd_core.engine.batch import Batch
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.kinds import StepKinds
@@ -126,12 +126,14 @@ def test_the_kinds_worth_a_graph_are_few_and_one_of_them_serves_any_request() ->
     for flags in itertools.product((False, True), repeat=len(WORK_NAMES)):
         for num_rows, num_asked in itertools.product((1, 3, 16), (1, 100, 128 * 16)):
             kind = kinds.kind(
-                num_rows=num_rows, num_slots=4, num_asked=min(num_asked, 128 * num_rows), work=Work(*flags)
+                num_rows=num_rows, num_slots=4, num_asked=min(num_asked, 128 * num_rows), work=StepWork(*flags)
             )
             assert any(k.covers(kind) for k in captured)
             assert kind.covers(kind)
-    least = kinds.kind(num_rows=1, num_slots=1, num_asked=1, work=Work())
-    assert not least.covers(replace(least, num_asked=None)) and not least.covers(replace(least, work=Work(draws=True)))
+    least = kinds.kind(num_rows=1, num_slots=1, num_asked=1, work=StepWork())
+    assert not least.covers(replace(least, num_asked=None)) and not least.covers(
+        replace(least, work=StepWork(draws=True))
+    )
     assert not least.covers(replace(least, num_rows=2))
 
 

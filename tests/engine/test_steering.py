@@ -22,7 +22,7 @@ from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.grammar.grammar import MAX_CHARACTERS, Grammar, GrammarRefused, check_bounds
-from mbd_core.decoding.grammar.guide import Choice, Closings, Guide, Search
+from mbd_core.decoding.grammar.guide import AllowedToken, Closings, Guide, Search
 from mbd_core.engine import engine as engine_module
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
@@ -309,8 +309,8 @@ def test_what_the_grammar_or_the_budget_leaves_alone_is_no_choice(loaded: Loaded
 
     (eos,) = loaded.engine.model.config.eos_token_ids
 
-    def last_allowed(_: int, allowed_V: np.ndarray) -> Choice:
-        return Choice(max(t for t in np.flatnonzero(allowed_V).tolist() if t != eos), 0.5, False)
+    def last_allowed(_: int, allowed_V: np.ndarray) -> AllowedToken:
+        return AllowedToken(max(t for t in np.flatnonzero(allowed_V).tolist() if t != eos), 0.5, False)
 
     def decided(text: str, max_tokens: int) -> tuple[list[int], list[list[int]]]:
         guide, steps = loaded.engine.compile(asked(0, Grammar(syntax="regex", text=text), max_tokens=max_tokens)), []

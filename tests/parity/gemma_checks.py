@@ -22,7 +22,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.causal.renoise import Noise, Reading, RenoisingDecoder, accept_within
-from mbd_core.engine.batch import Rows, pack
+from mbd_core.engine.batch import BatchRows, pack
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.pages import PagedKVCache
@@ -95,7 +95,7 @@ class Forward:
 
     def _forward(self, tokens: list[int], *, causal: bool, expected_TD: Tensor | None = None) -> dict[str, Tensor]:
         stop = self.length + len(tokens)
-        rows = Rows(
+        rows = BatchRows(
             tokens_T=torch.tensor(tokens),
             positions_T=torch.arange(self.length, stop),
             lengths_K=[len(tokens)],

@@ -35,7 +35,7 @@ from mbd_core.decoding.blocks.adjustments import Adjust, Adjustments
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.row_settings import RowSettings
 from mbd_core.decoding.blocks.sampling import Draw
-from mbd_core.decoding.blocks.work import ALL_WORK, Work
+from mbd_core.decoding.blocks.work import ALL_WORK, StepWork
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ class BlockBuffer:
     def commit(
         self,
         prediction: Prediction,
-        work: Work = ALL_WORK,
+        work: StepWork = ALL_WORK,
         *,
         chosen: Chosen | None = None,
     ) -> Commit:
@@ -432,7 +432,7 @@ class BlockBuffer:
     def _complete_RN(self) -> Tensor:
         return self.resident_RN & ~(self.masked_RNB & self.editable_RNB).any(-1)
 
-    def _accept(self, prediction: Prediction, work: Work) -> Tensor:
+    def _accept(self, prediction: Prediction, work: StepWork) -> Tensor:
         """Open positions that become tokens. The first slot and those after a semi-complete slot may fall back."""
         settings, open_RNB = self.settings, self.open_RNB
         if work.by_parts:

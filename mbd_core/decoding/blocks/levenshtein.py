@@ -42,7 +42,7 @@ class EditTokens:
 
 
 @dataclass(frozen=True)
-class Cell:
+class EditedPosition:
     """A position's content, which moves as one.
 
     original    it was a mask when the block began
@@ -76,7 +76,7 @@ class EditedBlock:
         self, tokens: Sequence[int], prompt_length: int, *, threshold: float, rule: Levenshtein, ids: EditTokens
     ) -> None:
         self.prompt_length, self.threshold, self.rule, self.ids = prompt_length, threshold, rule, ids
-        self.cells = [Cell(t, i >= prompt_length and t == ids.mask) for i, t in enumerate(tokens)]
+        self.cells = [EditedPosition(t, i >= prompt_length and t == ids.mask) for i, t in enumerate(tokens)]
         self.done = False
         self.num_steps = self.num_post_steps = 0
         self.finalized = False
@@ -121,9 +121,9 @@ class EditedBlock:
             for i in places
         }
 
-    def _apply_edits(self, new_cells: dict[int, Cell]) -> list[Cell]:
+    def _apply_edits(self, new_cells: dict[int, EditedPosition]) -> list[EditedPosition]:
         """The block after `new_cells`: deletions and splits carried out, cut or filled up to its length."""
-        mask, cells = Cell(self.ids.mask), self.cells[: self.prompt_length]
+        mask, cells = EditedPosition(self.ids.mask), self.cells[: self.prompt_length]
         for i in range(self.prompt_length, len(self.cells)):
             cell = new_cells.get(i, self.cells[i])
             if cell.token == self.ids.split:
@@ -274,14 +274,14 @@ class LevenshteinRun:
     ids: EditTokens
     vocab_size: int
     eos: tuple[int, ...] = ()
-    stored: list[Cell] = field(init=False)
+    stored: list[EditedPosition] = field(init=False)
     block: EditedBlock = field(init=False)
     num_forwards: int = 0
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
         num_stored = len(self.prompt) // self.config.block_size * self.config.block_size
-        self.stored = [Cell(token) for token in self.prompt[:num_stored]]
+        self.stored = [EditedPosition(token) for token in self.prompt[:num_stored]]
         self.block = self._next_block()
 
     def _next_block(self) -> EditedBlock:
@@ -309,12 +309,12 @@ class LevenshteinRun:
             self.block = self._next_block()
 
     @property
-    def answer(self) -> list[Cell]:
+    def answer(self) -> list[EditedPosition]:
         """The final tokens within the budget."""
         return self.stored[len(self.prompt) : len(self.prompt) + self.max_tokens]
 
     @property
-    def useful(self) -> list[Cell]:
+    def useful(self) -> list[EditedPosition]:
         """The final tokens before the first EOS."""
         end = next((i for i, cell in enumerate(self.answer) if cell.token in self.eos), len(self.answer))
         return self.answer[:end]

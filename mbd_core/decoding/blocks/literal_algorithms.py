@@ -25,18 +25,18 @@ from mbd_core.decoding.answers.slots import SlotState
 from mbd_core.decoding.blocks.config import DecodingConfig, EntropyBound
 from mbd_core.decoding.blocks.request import FinishReason
 
-Tokens = list[int | None]
+BlockTokens = list[int | None]
 Weights = list[float]
-Outcome = Literal["open", "verified", "settled", "stored"]
+AcceptedTokens = Literal["open", "verified", "settled", "stored"]
 Predictions = list[tuple[int, float, float]]  # token, confidence and score of each position of one block
-Predict = Callable[[list[int], list[Tokens], list[Weights]], list[Predictions]]
+Predict = Callable[[list[int], list[BlockTokens], list[Weights]], list[Predictions]]
 
 
 @dataclass
 class ResidentBlock:
     """A block in the running-set or the buffer: its tokens, which of them may be filled, and its state."""
 
-    tokens: Tokens
+    tokens: BlockTokens
     editable: list[bool]
     weights: Weights
     state: SlotState = SlotState.ACTIVE
@@ -115,7 +115,7 @@ def revised_tokens(block: ResidentBlock, predictions: Predictions, config: Decod
     }
 
 
-def update(block: ResidentBlock, predictions: Predictions, *, gate: bool, config: DecodingConfig) -> Outcome:
+def update(block: ResidentBlock, predictions: Predictions, *, gate: bool, config: DecodingConfig) -> AcceptedTokens:
     """One step of an active block. The result is "open", "settled" (final; a later forward stores it) or "verified"
     (final and unchanged, so this forward stored it)."""
     was_complete = not block.masks
@@ -156,7 +156,7 @@ class LiteralDecoding:
         """The block at `distance` blocks after the cached prefix: all masks, except the prompt's remainder."""
         start = len(self.cached) + distance * self.config.block_size
         positions = range(start, start + self.config.block_size)
-        tokens: Tokens = [self.prompt[p] if p < len(self.prompt) else None for p in positions]
+        tokens: BlockTokens = [self.prompt[p] if p < len(self.prompt) else None for p in positions]
         editable = [len(self.prompt) <= p < self.end for p in positions]
         block = ResidentBlock(tokens, editable, [1.0] * len(tokens))
         if None not in tokens:
@@ -189,7 +189,7 @@ class LiteralDecoding:
             self.cached, [list(b.tokens) for b in resident], [list(b.weights) for b in resident]
         )
         progress = [b.progress for b in resident]
-        outcomes: list[Outcome] = []
+        outcomes: list[AcceptedTokens] = []
         for i, block in enumerate(resident):
             if block.state is SlotState.TO_CACHE:
                 outcomes.append("stored")

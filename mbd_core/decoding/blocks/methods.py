@@ -13,11 +13,11 @@ from typing import Any, Literal
 from mbd_core.decoding.blocks.config import decoding_config
 from mbd_core.options import read
 
-Fields = Mapping[str, Any]
+MethodFields = Mapping[str, Any]
 
 SINGLE, MULTI = "single", "multi"
 
-METHODS: dict[str, Fields] = {
+METHODS: dict[str, MethodFields] = {
     # block by block; for the first two the model's own defaults decide all other fields
     SINGLE: {"buffer_size": 1},
     MULTI: {},
@@ -65,17 +65,17 @@ METHODS: dict[str, Fields] = {
 Family = Literal["math", "code"]
 
 
-def _rows(single: Fields, multi: Fields) -> dict[str, Fields]:
+def _rows(single: MethodFields, multi: MethodFields) -> dict[str, MethodFields]:
     return {"single": {"buffer_size": 1, **single}, "multi": {**single, **multi}}
 
 
-def _both(single: Fields, multi: Fields, code: Fields) -> dict[Family, dict[str, Fields]]:
+def _both(single: MethodFields, multi: MethodFields, code: MethodFields) -> dict[Family, dict[str, MethodFields]]:
     return {"math": _rows(single, multi), "code": _rows(single, {**multi, **code})}
 
 
 _LLADA2 = {"buffer_size": 2, "tau_add": 0.1, "tau_semi": 0.9}
 
-TABLE_4: dict[str, dict[Family, dict[str, Fields]]] = {
+TABLE_4: dict[str, dict[Family, dict[str, MethodFields]]] = {
     "LLaDA2-Mini-DMax": {
         "math": _rows({"tau_m2t": 0.5, "soft": {}}, {**_LLADA2, "tau_stable": 0.5}),
         "code": _rows({"tau_m2t": 0.65, "soft": {}}, {**_LLADA2, "tau_add": 0.9, "tau_stable": 0.5}),
@@ -92,7 +92,7 @@ TABLE_4: dict[str, dict[Family, dict[str, Fields]]] = {
 }
 
 
-NAMED_METHODS: dict[str, Fields] = METHODS | {
+NAMED_METHODS: dict[str, MethodFields] = METHODS | {
     f"table-4/{model}/{family}/{row}": fields
     for model, families in TABLE_4.items()
     for family, rows in families.items()
@@ -100,7 +100,7 @@ NAMED_METHODS: dict[str, Fields] = METHODS | {
 }
 
 
-def _d2f(max_tokens: int, block: int, tau_add: float, tau_m2t: float = 0.9) -> Fields:
+def _d2f(max_tokens: int, block: int, tau_add: float, tau_m2t: float = 0.9) -> MethodFields:
     return {
         "block_size": block,
         "buffer_size": max_tokens // block,
@@ -111,7 +111,7 @@ def _d2f(max_tokens: int, block: int, tau_add: float, tau_m2t: float = 0.9) -> F
     }
 
 
-D2F_TABLE_8: dict[str, Fields] = {
+D2F_TABLE_8: dict[str, MethodFields] = {
     "LLaDA/gsm8k": _d2f(512, 64, 0.7),
     "LLaDA/mbpp": _d2f(512, 32, 0.9),
     "LLaDA/humaneval": _d2f(512, 32, 0.1),

@@ -18,7 +18,7 @@ _NEVER = 2.0  # a threshold that no confidence exceeds
 _ALWAYS = -1.0  # a threshold that every confidence exceeds
 
 
-class Setting:
+class RowSetting:
     """One column: its name and the value that a request gives its row. `RowSettings` holds the column (R,)."""
 
     dtype: torch.dtype
@@ -33,13 +33,13 @@ class Setting:
         raise AttributeError(f"{self.name} is a column of an instance")
 
 
-class Whole(Setting):
+class Whole(RowSetting):
     """A setting that is a whole number or a flag."""
 
     dtype = torch.int64
 
 
-class Real(Setting):
+class Real(RowSetting):
     """A setting that is compared with confidences, or multiplies them."""
 
     dtype = torch.float64

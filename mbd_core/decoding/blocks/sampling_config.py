@@ -94,8 +94,8 @@ class Sampling:
         return bool(self.logit_bias) or self.penalises or (self.draws and self.min_p > 0)
 
 
-Penalty = Literal["repetition_penalty", "frequency_penalty", "presence_penalty"]
-PENALTIES: dict[Penalty, float] = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+PenaltyName = Literal["repetition_penalty", "frequency_penalty", "presence_penalty"]
+PENALTIES: dict[PenaltyName, float] = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 DRAWING = ("temperature", "top_p", "top_k", "min_p")
 
 

@@ -8,7 +8,7 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """Which optional parts of a step some batch row needs; a step that does more than a row needs does not change it.
 
     draws      tokens are drawn (temperature above 0)
@@ -34,18 +34,18 @@ class Work:
     adjusts: bool = False
     tops: bool = False
 
-    def covers(self, other: "Work") -> bool:
+    def covers(self, other: "StepWork") -> bool:
         """Whether every part that `other` has is done here too."""
-        return all(getattr(self, f.name) >= getattr(other, f.name) for f in fields(Work))
+        return all(getattr(self, f.name) >= getattr(other, f.name) for f in fields(StepWork))
 
 
-WORK_NAMES = tuple(f.name for f in fields(Work))
-ALL_WORK = Work(**dict.fromkeys(WORK_NAMES, True))
+WORK_NAMES = tuple(f.name for f in fields(StepWork))
+ALL_WORK = StepWork(**dict.fromkeys(WORK_NAMES, True))
 
 
-def work_of(decoding: DecodingConfig, sampling: Sampling, *, adapts: bool = False) -> Work:
+def work_of(decoding: DecodingConfig, sampling: Sampling, *, adapts: bool = False) -> StepWork:
     """What a request asks of each of its steps."""
-    return Work(
+    return StepWork(
         draws=sampling.draws,
         truncates=sampling.truncates,
         scores=decoding.ranks_by_score,
@@ -57,6 +57,6 @@ def work_of(decoding: DecodingConfig, sampling: Sampling, *, adapts: bool = Fals
     )
 
 
-def work_of_request(request: Request) -> Work:
+def work_of_request(request: Request) -> StepWork:
     work = work_of(request.decoding, request.sampling, adapts=request.adapter is not None)
     return replace(work, adjusts=request.adjusts, tops=request.top_logprobs > 0)

@@ -24,7 +24,7 @@ from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, Guesses, Ope
 from mbd_core.decoding.canvas.unmasking import accept_best
 from mbd_core.decoding.causal.prefix import PrefixDecoder, guessed
 
-Kind = Literal["plain", "draft", "verify"]
+RowKind = Literal["plain", "draft", "verify"]
 
 
 class TokenDecoder(PrefixDecoder):
@@ -82,7 +82,7 @@ class TokenDecoder(PrefixDecoder):
         self._verify(*guessed(guesses), drafted=[] if kind == "plain" else self._block[1:])
         return self._update(start, len(self._all) - number, 0.0)
 
-    def _kind(self) -> Kind:
+    def _kind(self) -> RowKind:
         """What the next forward is. A finished draft is verified in any case; held, an unfinished one is dropped."""
         if self._block and not self._open:
             return "verify"

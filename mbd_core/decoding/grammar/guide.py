@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Choice:
+class AllowedToken:
     """A token among the allowed ones, its probability among them, and whether the model's likeliest token of all is
     none of them: the grammar overrules the model there."""
 
@@ -43,7 +43,7 @@ class Choice:
     overruled: bool
 
 
-Pick = Callable[[int, np.ndarray], Choice]
+Pick = Callable[[int, np.ndarray], AllowedToken]
 """The choice at the i-th open position among the allowed tokens (V,)."""
 
 TAU_OVERRULED = 0.1  # what an overruled choice must exceed, where it is below `tau` and `tau` is below 1

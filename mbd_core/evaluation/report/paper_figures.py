@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mbd_core.decoding.blocks.methods import D2F_TABLE_8, METHODS, TABLE_4, Family, Fields
+from mbd_core.decoding.blocks.methods import D2F_TABLE_8, METHODS, TABLE_4, Family, MethodFields
 from mbd_core.evaluation.report.metrics import Quantity
 
 # A paper's name for a model -> the names of folders that hold it: as the paper prints it, and as it was released. Of
@@ -39,8 +39,8 @@ MODELS: dict[str, tuple[str, ...]] = {
     "D2F-Dream": ("D2F-Dream", "D2F_Dream_Base_7B_Lora"),
     "LLaDA-1.5-8B": ("LLaDA-1.5-8B", "LLaDA-1.5"),
 }
-BLOCKS: Fields = {"prompt_attention": "block_causal", "tokens_per_step": 1, "fallback": "confidence"}
-PARTS: Fields = {"t2t": None, "soft": None, "canvas": None}
+BLOCKS: MethodFields = {"prompt_attention": "block_causal", "tokens_per_step": 1, "fallback": "confidence"}
+PARTS: MethodFields = {"t2t": None, "soft": None, "canvas": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Figure:
     quantity: Quantity
     model: str
     tasks: tuple[str, ...]
-    methods: tuple[Fields, ...]
+    methods: tuple[MethodFields, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,16 +292,16 @@ D2F_TABLE_4 = (
     ("GSM8k 4-shot", "gsm8k", 0.85, "D2F", "124.8 75.4"),
 )
 # parts of a canvas's method that no baseline here has, unless it says so
-PLAIN_FIELDS: Fields = {"refresh": None, "leap": None, "branches": None}
+PLAIN_FIELDS: MethodFields = {"refresh": None, "leap": None, "branches": None}
 # the likeliest tokens first, as many steps as the canvas has positions, without guidance
-GREEDY: Fields = {"steps": None, "score_temperature": 0.0, "cfg_scale": 0.0}
+GREEDY: MethodFields = {"steps": None, "score_temperature": 0.0, "cfg_scale": 0.0}
 MANY_BLOCKS = range(2, sys.maxsize)  # blocks in the buffer, where the paper does not say how many
 # the length of a block in LLaDA-Instruct's own decoding (Table 8, "Baseline")
 LLADA_BLOCKS = {"gsm8k": 8, "mbpp": 32, "humaneval": 32, "math": 256}
-DREAM_OWN: Fields = {"canvas": {"cache": "none", **METHODS["dream-entropy"]["canvas"], **GREEDY, **PLAIN_FIELDS}}
+DREAM_OWN: MethodFields = {"canvas": {"cache": "none", **METHODS["dream-entropy"]["canvas"], **GREEDY, **PLAIN_FIELDS}}
 
 
-def _canvas(name: str, **changes: Any) -> Fields:
+def _canvas(name: str, **changes: Any) -> MethodFields:
     """A method of `METHODS` on a canvas, with all that makes it another one than its neighbours."""
     plain = {
         "accept": "threshold",
@@ -315,7 +315,7 @@ def _canvas(name: str, **changes: Any) -> Fields:
     return {"canvas": {**canvas, **({"tau": 0.9} if canvas["accept"] == "threshold" else {})}}
 
 
-def _d2f_method(method: str, task: str, base: str) -> tuple[str, Fields]:
+def _d2f_method(method: str, task: str, base: str) -> tuple[str, MethodFields]:
     """The model (none: `base`, which its table is of) and the decoding of a row of Tables 1 and 2."""
     name = "gsm8k" if task == "gsm8k-cot" else task
     if method == "D2F-LLaDA":
@@ -345,7 +345,7 @@ def _d2f_rows(rows: Sequence[tuple[str, str, str, str]], base: str) -> list[Pape
     return lines
 
 
-def _speed_and_score(task: str, values: str, fields: Fields) -> list[Figure | None]:
+def _speed_and_score(task: str, values: str, fields: MethodFields) -> list[Figure | None]:
     method = {**PARTS, "prompt_attention": "full", "buffer_size": MANY_BLOCKS, **fields}
     return [
         Figure(printed=printed, quantity=quantity, model="D2F-Dream", tasks=(task,), methods=(method,))
@@ -408,7 +408,7 @@ BLOCKBATCH_TABLE_1 = (
 )
 
 
-def _blockbatch_method(method: str, model: str) -> Fields:
+def _blockbatch_method(method: str, model: str) -> MethodFields:
     dream = model == "Dream-Base-7B"
     if method == "Vanilla":
         return DREAM_OWN if dream else _canvas("llada")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from mbd_core.decoding.blocks.methods import Fields
+from mbd_core.decoding.blocks.methods import MethodFields
 from mbd_core.evaluation.measures.statistics import Z_95, Interval, mean, spread_of_mean
 from mbd_core.evaluation.measures.summary import AupMean, AupRow, ReportKey, ReportRow
 from mbd_core.evaluation.report.metrics import METRICS
@@ -99,7 +99,7 @@ class Own:
         intervals += [((area.model, area.method), set(area.tasks), area.d3llm) for area in self.aup_means]
         return next((interval for curve, names, interval in intervals if curves == {curve} and names == tasks), None)
 
-    def row(self, figure: Figure, task: str, method: Fields) -> ReportRow | None:
+    def row(self, figure: Figure, task: str, method: MethodFields) -> ReportRow | None:
         """The first row of the sweep that is the figure's on a task."""
         names = MODELS[figure.model]
         return next(
@@ -112,7 +112,7 @@ class Own:
         )
 
 
-def has_fields(config: Mapping[str, Any], fields: Fields) -> bool:
+def has_fields(config: Mapping[str, Any], fields: MethodFields) -> bool:
     """Whether a configuration has these values, those of its parts among them; lists and tuples are alike, and a range
     stands for one of its numbers."""
     for name, value in fields.items():

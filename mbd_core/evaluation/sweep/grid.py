@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from mbd_core.decoding.blocks.config import CANVAS_FIELDS, CAUSAL_FIELDS, DecodingConfig, decoding_config
-from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, SINGLE, Fields
+from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, SINGLE, MethodFields
 from mbd_core.json_text import merge_paths, parse_json
 
 Grid = dict[str, tuple[Any, ...]]
-Methods = dict[str, Fields]
+Methods = dict[str, MethodFields]
 
 DEFAULT_SLOTS = 4  # the buffer size of `multi` if the model's author recommends SingleBD
 # These fields have no effect with one slot, where varying them would repeat the same run.
@@ -131,14 +131,14 @@ def plan_variants(
     return list(variants)
 
 
-def _with_revision(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _with_revision(fields: MethodFields, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """A method's fields, with the revision (`t2t` or `soft`) of the model's defaults, so that a grid can vary it."""
     if fields.get("canvas") is not None or fields.get("causal") is not None:
         return dict(fields)
     return {name: defaults[name] for name in ("t2t", "soft") if defaults.get(name) is not None} | dict(fields)
 
 
-def _concerns(path: str, base: Fields) -> bool:
+def _concerns(path: str, base: MethodFields) -> bool:
     """Whether a grid field has a meaning under a method with these fields."""
     *parts, last = path.split(".")
     holder: Any = base

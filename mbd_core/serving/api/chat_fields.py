@@ -305,14 +305,14 @@ class ThinkingPart(Strict):
 PART_FORMS = {"text": "(text)", "refusal": "(refusal)", "thinking": "(thinking)", "reasoning": "(thinking)"}
 
 
-Part = Annotated[
+ContentPart = Annotated[
     Annotated[TextPart, Tag("(text)")]
     | Annotated[RefusalPart, Tag("(refusal)")]
     | Annotated[ThinkingPart, Tag("(thinking)")],
     by_type(PART_FORMS),
 ]
 Content = Annotated[
-    Annotated[str, Tag("(text)")] | Annotated[list[Part], items(MAX_TEXT_PARTS), Tag("(list)")],
+    Annotated[str, Tag("(text)")] | Annotated[list[ContentPart], items(MAX_TEXT_PARTS), Tag("(list)")],
     Discriminator(text_or_list),
 ]
 
@@ -423,7 +423,7 @@ class ChatMessage(Strict):
         return turn if self.tool_call_id is None else turn | {"tool_call_id": self.tool_call_id}
 
 
-Messages = Annotated[list[ChatMessage], items(MAX_MESSAGES, least=1)]
+ChatMessages = Annotated[list[ChatMessage], items(MAX_MESSAGES, least=1)]
 
 
 def turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from mbd_core.serving.api.requests import (
     TokenizeRequest,
 )
 from mbd_core.serving.api.shapes import TokenIds, TokenizerInfo, TokenText
-from mbd_core.serving.text.committed import CommittedText, Decode, StopStrings
+from mbd_core.serving.text.committed import CommittedText, DecodeTokens, StopStrings
 from mbd_core.serving.tokens.served_model import ServedModel
 from mbd_core.serving.tokens.stream import TooManyRequests
 
@@ -160,7 +160,7 @@ def _field_error(
     return refused if field is None else FieldError(field, why, code=refused.code)
 
 
-def committed_texts(requests: Sequence[Request], decode: Decode, stop: Sequence[str]) -> list[CommittedText]:
+def committed_texts(requests: Sequence[Request], decode: DecodeTokens, stop: Sequence[str]) -> list[CommittedText]:
     """The text of each request behind its `committed` tokens, which their client has.
 
     Raises `FieldError` where the answer has ended among them.
@@ -188,7 +188,7 @@ PART = 8  # characters for each token of the limit: where a text has fewer token
 GROWTH = 4  # of the parts
 MARGIN = 256  # tokens that a part may have beyond the limit, because it ends within a word
 
-Encode = Callable[[str], list[int]]
+EncodeText = Callable[[str], list[int]]
 T = TypeVar("T")
 
 
@@ -196,7 +196,7 @@ class TextTooLong(ValueError):
     """A text has more tokens than fit."""
 
 
-def bounded_ids(encode: Encode, text: str, *, limit: int) -> list[int]:
+def bounded_ids(encode: EncodeText, text: str, *, limit: int) -> list[int]:
     """The ids of `text`; `TextTooLong` for one of more than about `limit` tokens, once a part of it shows that."""
     end = PART * limit + MARGIN
     while end < len(text):

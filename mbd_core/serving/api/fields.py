@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from mbd_core.decoding.grammar.grammar import MAX_CHARACTERS, Grammar, lark_text
 from mbd_core.serving.api.errors import FieldError
 from mbd_core.serving.api.parsing import Ignored, Only, Strict, items
-from mbd_core.serving.text.committed import Decode
+from mbd_core.serving.text.committed import DecodeTokens
 
 # What the text of an answer must match.
 
@@ -46,7 +46,7 @@ class SchemaFormat(Strict):
 ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 Schema = dict[str, Any] | GrammarText
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], items(MAX_CHOICES_GUIDED, least=1)]
-Form = tuple[Literal["schema", "regex", "grammar", "choice"], Any]
+MatchedForm = tuple[Literal["schema", "regex", "grammar", "choice"], Any]
 ANY_OBJECT = {"type": "object"}
 
 
@@ -72,9 +72,9 @@ class StructuredOutputs(Strict):
     whitespace_pattern: Annotated[Any, Only(instead="JSON comes without white space; leave it out")] = None
 
     @property
-    def forms(self) -> dict[str, Form]:
+    def forms(self) -> dict[str, MatchedForm]:
         """What the answer must match, by the member that says it."""
-        given: dict[str, Form | None] = {
+        given: dict[str, MatchedForm | None] = {
             "json": None if self.json_schema is None else ("schema", self.json_schema),
             "regex": None if self.regex is None else ("regex", self.regex),
             "choice": None if self.choice is None else ("choice", self.choice),
@@ -115,9 +115,9 @@ class StructuredFields(Strict):
     """as `guided_grammar`"""
 
     @property
-    def _forms(self) -> dict[str, Form]:
+    def _forms(self) -> dict[str, MatchedForm]:
         """What the answer must match, by the field that says it."""
-        forms: dict[str, Form] = {}
+        forms: dict[str, MatchedForm] = {}
         if isinstance(self.response_format, ObjectFormat):
             forms["response_format"] = ("schema", ANY_OBJECT)
         elif isinstance(self.response_format, SchemaFormat):
@@ -186,11 +186,11 @@ def _text(value: Any) -> str:
 
 MAX_TOKENS, MAX_FORWARDS = 2**18, 2**31
 SEEDS = 2**64  # a seed has 64 bits, with sign
-Seed = Annotated[int, Field(ge=-SEEDS // 2, lt=SEEDS // 2)]
+RequestSeed = Annotated[int, Field(ge=-SEEDS // 2, lt=SEEDS // 2)]
 
 
 class Resume(Strict):
-    """A `Place` as the stream gave it, and the tokens before it.
+    """A `ResumePlace` as the stream gave it, and the tokens before it.
 
     The server keeps nothing of a stream: the tokens come back as those that another engine has committed
     (`Request.committed`), as where a replica is lost. So the rest is what would have followed where blocks are decoded
@@ -203,7 +203,7 @@ class Resume(Strict):
     """as many as `token_ids`"""
     forwards: Annotated[int, Field(ge=0, lt=MAX_FORWARDS)]
     """that the choice has taken part in: the noise of drawn tokens goes on from that number"""
-    seed: Seed | None = None
+    seed: RequestSeed | None = None
     """instead of the request's"""
     id: Annotated[str, Field(pattern=r"^(chat)?cmpl-[0-9a-f]{32}$")]
     """the stream goes on under it"""
@@ -239,7 +239,7 @@ class TemplateTokens:
     parts: tuple[tuple[str | Hole, int], ...]
     tokens: tuple[int | None, ...]
 
-    def texts(self, tokens: Sequence[int], decode: Decode) -> tuple[str, list[str]]:
+    def texts(self, tokens: Sequence[int], decode: DecodeTokens) -> tuple[str, list[str]]:
         """The whole text of an answer of these tokens, fixed text exactly as it was given, and the text of each hole
         that they reach."""
         whole, holes, start = "", list[str](), 0

@@ -29,7 +29,7 @@ ALL = (400, 401, 403, 404, 408, 409, 413, 429, 500, 503, 504)  # statuses of a r
 RESPONSES = {status: " ".join(kind.meaning for kind in ERRORS if kind.status == status) for status in ALL}
 
 
-class Route(NamedTuple):
+class ApiRoute(NamedTuple):
     """A route: whose key it asks for, its body, its reply with 200, its errors, and what else it takes.
 
     operation  the method of `Gateway` that answers it, except for the path of an order
@@ -67,14 +67,14 @@ OR_RESPONSE_EVENTS = "with `stream`: `ResponseEvent`s"
 UNREADY = "503 with the same body while it is not ready; `HEAD` has the status alone"
 SHORT = "without a key its first three fields, at most a second old"
 ROUTES = (
-    Route("post", "/v1/chat/completions", "chat", "any", ChatRequest, shapes.Completion, note=OR_EVENTS),
-    Route("post", "/v1/completions", "complete", "any", CompletionRequest, shapes.Completion, note=OR_EVENTS),
-    Route("post", "/v1/responses", "respond", "any", ResponsesRequest, shapes.Response, note=OR_RESPONSE_EVENTS),
-    Route("get", "/v1/models", "list_models", "any", None, shapes.Models, (401,)),
-    Route("get", "/v1/models/{name}", "get_model", "any", None, shapes.Model, (401, 404), (NAME,)),
-    Route("post", "/tokenize", "tokenize", "any", TokenizeRequest, shapes.TokenIds),
-    Route("post", "/detokenize", "detokenize", "any", DetokenizeRequest, shapes.TokenText),
-    Route(
+    ApiRoute("post", "/v1/chat/completions", "chat", "any", ChatRequest, shapes.Completion, note=OR_EVENTS),
+    ApiRoute("post", "/v1/completions", "complete", "any", CompletionRequest, shapes.Completion, note=OR_EVENTS),
+    ApiRoute("post", "/v1/responses", "respond", "any", ResponsesRequest, shapes.Response, note=OR_RESPONSE_EVENTS),
+    ApiRoute("get", "/v1/models", "list_models", "any", None, shapes.Models, (401,)),
+    ApiRoute("get", "/v1/models/{name}", "get_model", "any", None, shapes.Model, (401, 404), (NAME,)),
+    ApiRoute("post", "/tokenize", "tokenize", "any", TokenizeRequest, shapes.TokenIds),
+    ApiRoute("post", "/detokenize", "detokenize", "any", DetokenizeRequest, shapes.TokenText),
+    ApiRoute(
         "get",
         "/tokenizer_info",
         "tokenizer_info",
@@ -85,18 +85,18 @@ ROUTES = (
         (MODEL,),
         "`?model=NAME` where several models are served",
     ),
-    Route("get", "/health", "health", "none", None, shapes.Health, (503,), note=f"{SHORT}; {UNREADY}", head=True),
-    Route("get", "/ready", "ready", "none", None, shapes.Ready, (503,), note=UNREADY, head=True),
-    Route("get", "/ping", "ping", "none", None, shapes.Ready, (503,), note="as `/ready`", head=True),
-    Route("get", "/version", "version", "none", None, shapes.Version, ()),
-    Route("get", "/metrics", "metrics", "administrator's", None, None, (401, 403, 503), note="Prometheus text"),
+    ApiRoute("get", "/health", "health", "none", None, shapes.Health, (503,), note=f"{SHORT}; {UNREADY}", head=True),
+    ApiRoute("get", "/ready", "ready", "none", None, shapes.Ready, (503,), note=UNREADY, head=True),
+    ApiRoute("get", "/ping", "ping", "none", None, shapes.Ready, (503,), note="as `/ready`", head=True),
+    ApiRoute("get", "/version", "version", "none", None, shapes.Version, ()),
+    ApiRoute("get", "/metrics", "metrics", "administrator's", None, None, (401, 403, 503), note="Prometheus text"),
     *(
-        Route("post", path, path.removeprefix("/"), "administrator's", _body(order), shapes.Order)
+        ApiRoute("post", path, path.removeprefix("/"), "administrator's", _body(order), shapes.Order)
         for path, order in ORDERS.items()
     ),
 )
 PAGES = tuple(  # of the server itself, which the document leaves out
-    Route("get", path, operation, "none", None, None, ())
+    ApiRoute("get", path, operation, "none", None, None, ())
     for path, operation in (
         ("/openapi.json", "openapi"),
         ("/docs", "docs"),
@@ -141,7 +141,7 @@ def _schemas() -> dict[str, Any]:
     return schemas
 
 
-def _operation(route: Route, *, keys: bool) -> dict[str, Any]:
+def _operation(route: ApiRoute, *, keys: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if route.reply is not None:
         content = _json(route.reply)
@@ -163,7 +163,7 @@ def _json(kind: type[Any]) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": COMPONENTS.format(model=kind.__name__)}}}
 
 
-def _security(route: Route, *, keys: bool) -> list[dict[str, list[str]]]:
+def _security(route: ApiRoute, *, keys: bool) -> list[dict[str, list[str]]]:
     """What a route asks for: a key, none, or (`/health`) one that it says more to."""
     if route.path == "/health" and keys:
         return [{KEY: []}, {}]

@@ -18,7 +18,7 @@ from typing import Any
 from mbd_core.serving.api.chat_fields import TemplateFields, ToolFields
 from mbd_core.serving.api.documented_fields import DOCUMENTED, SERVERS
 from mbd_core.serving.api.errors import ERRORS
-from mbd_core.serving.api.openapi import ROUTES, Route, openapi_document
+from mbd_core.serving.api.openapi import ROUTES, ApiRoute, openapi_document
 from mbd_core.serving.api.parsing import Ignored, Only, Strict
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from mbd_core.serving.api.responses import ResponsesRequest
@@ -153,7 +153,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def _route_row(route: Route) -> tuple[str, ...]:
+def _route_row(route: ApiRoute) -> tuple[str, ...]:
     body = "" if route.body is None else f"`{route.body.__name__}`" + (", or empty" if route.may_be_empty else "")
     reply = "" if route.reply is None else f"`{route.reply.__name__}`"
     return f"`{route.method.upper()} {route.path}`", route.key, body, reply, route.note

@@ -26,7 +26,7 @@ from mbd_core.decoding.blocks.sampling_config import (
 )
 from mbd_core.serving.api.chat_fields import (
     REASONING,
-    Messages,
+    ChatMessages,
     TemplateFields,
     ToolFields,
     Verbosity,
@@ -34,7 +34,7 @@ from mbd_core.serving.api.chat_fields import (
     turns,
 )
 from mbd_core.serving.api.errors import FieldError, value_text
-from mbd_core.serving.api.fields import SEEDS, Hole, Resume, Seed, StructuredFields, Template
+from mbd_core.serving.api.fields import SEEDS, Hole, RequestSeed, Resume, StructuredFields, Template
 from mbd_core.serving.api.other_fields import OtherChatFields, OtherCompletionFields, OtherGenerationFields
 from mbd_core.serving.api.parsing import MAX_IDS, MAX_STOPS, MOST_PROMPTS, Ignored, Strict, ignored_notes, items
 
@@ -47,7 +47,7 @@ TokenId = Annotated[int, Field(ge=0)]
 PromptIds = Annotated[list[TokenId], items(MAX_IDS)]
 PositiveInt = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
-Speed = Annotated[float, Field(ge=0, le=1)]
+SpeedShare = Annotated[float, Field(ge=0, le=1)]
 TopP = Annotated[float, Field(ge=LEAST, le=1)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
@@ -86,7 +86,7 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
     decoding: dict[str, Any] | None = None
     """fields of `DecodingConfig`, default the model's; one that is unknown, or that the model or the server cannot
     honour, is refused"""
-    speed: Speed | None = None
+    speed: SpeedShare | None = None
     """instead of `decoding`: a point of the model's measured front, 0 its most accurate, 1 its fastest; refused for a
     model without a front"""
     temperature: Temperature | None = None
@@ -99,7 +99,7 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
     """draw among so many likeliest tokens; default 0, all, as -1"""
     min_p: MinP | None = None
     """draw among the tokens of at least this share of the likeliest one's probability; default 0, all"""
-    seed: Seed | None = None
+    seed: RequestSeed | None = None
     """of the first choice, default drawn; the i-th has `seed` + i"""
     presence_penalty: Penalty | None = None
     """subtracted from the logit of a token that the answer has; default 0. Like the next two not with `t2t`, `soft` or
@@ -131,8 +131,8 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
     frames: bool | None = None
     """a `FrameEvent` for each forward; only with `stream`, not on a canvas"""
     resumable: bool | None = None
-    """`token_ids` in each piece, and the `Place` behind each commit; only with `stream`, not with tools that may be
-    called or `canvas`"""
+    """`token_ids` in each piece, and the `ResumePlace` behind each commit; only with `stream`, not with tools that may
+    be called or `canvas`"""
     resume: Resume | None = None
     """go on behind such a place: one prompt, `n` 1, everything else as in the stream that was cut"""
     user: str | None = None
@@ -377,7 +377,7 @@ class CompletionRequest(GenerationRequest, OtherCompletionFields):
 class ChatRequest(GenerationRequest, OtherChatFields, ToolFields, TemplateFields):
     """A conversation that goes on."""
 
-    messages: Messages
+    messages: ChatMessages
     """the conversation; what the model's chat template refuses is a 400 with its sentence"""
     max_completion_tokens: PositiveInt | None = None
     """`max_tokens` by its newer name; if both are given they must be equal"""
@@ -476,7 +476,7 @@ class TokenizeRequest(ToolFields, TemplateFields):
     """needed where several models are served"""
     prompt: str | None = None
     """a text; give it or `messages`"""
-    messages: Messages | None = None
+    messages: ChatMessages | None = None
     """a chat in the model's template"""
     add_special_tokens: bool | None = None
     """whether the tokenizer adds its own; default `true` for a prompt, `false` for a chat"""

@@ -20,7 +20,7 @@ from mbd_core.serving.api.chat_fields import (
     Verbosity,
 )
 from mbd_core.serving.api.errors import ApiError, FieldError
-from mbd_core.serving.api.fields import Seed, StructuredOutputs
+from mbd_core.serving.api.fields import RequestSeed, StructuredOutputs
 from mbd_core.serving.api.other_fields import NOT_STORED, OtherResponseFields
 from mbd_core.serving.api.parsing import (
     MAX_STOPS,
@@ -41,7 +41,7 @@ from mbd_core.serving.api.requests import (
     Penalty,
     PositiveInt,
     RepetitionPenalty,
-    Speed,
+    SpeedShare,
     Temperature,
     TopK,
     TopP,
@@ -335,7 +335,7 @@ ToolChoice = Annotated[
 ]
 
 
-class ResponseFormat(Strict):
+class ResponsesTextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     """changes nothing"""
@@ -347,14 +347,14 @@ class ResponseFormat(Strict):
     """always honoured"""
 
     @model_validator(mode="after")
-    def _schema_of_its_type(self) -> "ResponseFormat":
+    def _schema_of_its_type(self) -> "ResponsesTextFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise FieldError("text.format.schema", "is given with type json_schema, and with no other type")
         return self
 
 
 class ResponseText(Strict):
-    format: ResponseFormat | None = None
+    format: ResponsesTextFormat | None = None
     """what the answer must match, as `response_format` of a chat"""
     verbosity: Verbosity | None = None
     """as `verbosity` of a chat"""
@@ -422,11 +422,11 @@ class ResponsesRequest(OtherResponseFields):
     """as of a chat; not beside `text.format`"""
     chat_template_kwargs: dict[str, Any] | None = None
     """as of a chat"""
-    seed: Seed | None = None
+    seed: RequestSeed | None = None
     """as of a chat"""
     decoding: dict[str, Any] | None = None
     """as of a chat"""
-    speed: Speed | None = None
+    speed: SpeedShare | None = None
     """as of a chat"""
     user: str | None = None
     """as of a chat"""
@@ -605,7 +605,7 @@ def _text(content: str | Sequence[InputText | InputRefusal]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _chat_format(form: ResponseFormat) -> dict[str, Any]:
+def _chat_format(form: ResponsesTextFormat) -> dict[str, Any]:
     if form.type != "json_schema":
         return {"type": form.type}
     return {"type": form.type, "json_schema": {"name": form.name or "answer", "schema": form.json_schema}}

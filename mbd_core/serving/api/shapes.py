@@ -312,7 +312,7 @@ class ChunkChoice(TypedDict):
     """with `return_step_map`"""
     holes: NotRequired[list[str]]
     """in a choice's last piece"""
-    resume: NotRequired["Place"]
+    resume: NotRequired["ResumePlace"]
     """with `resumable`, in the last piece of each commit but a choice's last one"""
 
 
@@ -325,7 +325,7 @@ class Delta(TypedDict):
     """pieces of calls, by `index`"""
 
 
-class Place(TypedDict):
+class ResumePlace(TypedDict):
     id: str
     """of the stream"""
     num_tokens: int

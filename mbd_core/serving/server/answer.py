@@ -24,13 +24,13 @@ from mbd_core.serving.api.shapes import (
     ExpertFields,
     FrameEvent,
     Logprobs,
-    Place,
+    ResumePlace,
     RolloutFields,
     TokenFields,
 )
 from mbd_core.serving.server.measures import RequestWatch
 from mbd_core.serving.server.text_stream import TextStep, TextStream
-from mbd_core.serving.text.committed import CallReader, Decode, TextPiece
+from mbd_core.serving.text.committed import CallReader, DecodeTokens, TextPiece
 from mbd_core.serving.text.logprobs import ChoiceLogprobs, TokenTexts
 
 # What a reply says of tokens beside their text: their ids, and for rollouts when each was accepted.
@@ -93,7 +93,9 @@ def _expert_fields(record: ForwardExperts) -> ExpertFields:
     return {"forward": record.forward, "start": record.start, "shape": columns["shape"], "ids": ids}
 
 
-def token_details(api_request: GenerationRequest, template: TemplateTokens | None, decode: Decode) -> TokenDetails:
+def token_details(
+    api_request: GenerationRequest, template: TemplateTokens | None, decode: DecodeTokens
+) -> TokenDetails:
     return TokenDetails(
         ids=bool(api_request.return_token_ids or api_request.resumable),
         steps=bool(api_request.return_step_map),
@@ -110,15 +112,15 @@ def event(value: Chunk | FrameEvent | Error) -> str:
     return f"{kind}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def _place(request: Request, reply_id: str, num_tokens: int, num_forwards: int) -> Place:
+def _place(request: Request, reply_id: str, num_tokens: int, num_forwards: int) -> ResumePlace:
     """The place behind the first `num_tokens` tokens of a choice, `num_forwards` on this server."""
-    place: Place = {"id": reply_id, "num_tokens": num_tokens, "forwards": request.first_forward + num_forwards}
+    place: ResumePlace = {"id": reply_id, "num_tokens": num_tokens, "forwards": request.first_forward + num_forwards}
     if request.sampling.temperature:
         place["seed"] = request.sampling.seed
     return place
 
 
-class Answer:
+class ServedAnswer:
     """What the engine commits to one API request, in the shapes of `reply`; `close()` it, however it ends.
 
     streamed       whether the client asked for `events()`; otherwise it gets `whole()`

@@ -20,12 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mbd_core.decoding.blocks.request import FinishReason, Request
-from mbd_core.engine.measures import Samples
+from mbd_core.engine.measures import RecentValues
 from mbd_core.serving.api.errors import api_error
 from mbd_core.serving.server.text_stream import TextStep, TextStream
 
 NO_MODEL = ""  # of requests that named none that is served
-Clock = Callable[[], float]
+MeasureClock = Callable[[], float]
 
 
 @dataclass
@@ -46,10 +46,10 @@ class RequestMeasures:
     aborted: int = 0
     errors: Counter[int] = field(default_factory=Counter)
     lost_replicas: int = 0
-    time_to_first_token: Samples = field(default_factory=Samples)
-    inter_token_latency: Samples = field(default_factory=Samples)
-    time_per_output_token: Samples = field(default_factory=Samples)
-    end_to_end: Samples = field(default_factory=Samples)
+    time_to_first_token: RecentValues = field(default_factory=RecentValues)
+    inter_token_latency: RecentValues = field(default_factory=RecentValues)
+    time_per_output_token: RecentValues = field(default_factory=RecentValues)
+    end_to_end: RecentValues = field(default_factory=RecentValues)
 
     def on_loss(self) -> None:
         """A replica was lost under a choice."""
@@ -59,7 +59,7 @@ class RequestMeasures:
 class ServerMeasures:
     """The requests of one server, by model; `NO_MODEL` has those that named none of `models`."""
 
-    def __init__(self, models: Iterable[str], *, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, models: Iterable[str], *, clock: MeasureClock = time.perf_counter) -> None:
         self.by_model = {name: RequestMeasures() for name in (*models, NO_MODEL)}
         self._clock = clock
 
@@ -89,7 +89,7 @@ class RequestWatch:
     `on_error` may come at any time and is the last that counts; `on_close` may come twice.
     """
 
-    def __init__(self, by_model: Mapping[str, RequestMeasures], clock: Clock) -> None:
+    def __init__(self, by_model: Mapping[str, RequestMeasures], clock: MeasureClock) -> None:
         self._by_model, self._clock = by_model, clock
         self._measures = by_model[NO_MODEL]
         self._arrival = clock()

@@ -46,11 +46,11 @@ from mbd_core.serving.api.requests import (
 )
 from mbd_core.serving.api.responses import ResponsesRequest, own_error
 from mbd_core.serving.api.shapes import Model, Models, TokenIds, TokenizerInfo, TokenText
-from mbd_core.serving.server.answer import Answer, token_details
+from mbd_core.serving.server.answer import ServedAnswer, token_details
 from mbd_core.serving.server.measures import RequestWatch, ServerMeasures
-from mbd_core.serving.server.prompt_scores import ScoredAnswer, score_requests
+from mbd_core.serving.server.prompt_scores import PromptScores, score_requests
 from mbd_core.serving.server.response_answer import ResponseAnswer
-from mbd_core.serving.server.text_stream import OpenChoices, Places, TextStream
+from mbd_core.serving.server.text_stream import ClientPlaces, OpenChoices, TextStream
 from mbd_core.serving.text.logprobs import ChoiceLogprobs, TokenTexts
 from mbd_core.serving.tokens.served_model import GrammarCompiler, ServedModel
 from mbd_core.serving.tokens.stream import FairTurns, Refusals, TimeLimit, TooManyRequests, has_room
@@ -182,7 +182,7 @@ class OpenAIServer:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    async def complete(self, body: Body, *, key: str = "", limited: bool = True) -> Answer:
+    async def complete(self, body: Body, *, key: str = "", limited: bool = True) -> ServedAnswer:
         """The answer to a completion request; clients of different `key` take turns where requests wait.
 
         Unless `limited`, a key may have any number of choices under way. A body that is still to be read counts as one
@@ -191,7 +191,7 @@ class OpenAIServer:
         """
         return (await self._answer(CompletionRequest, body, key=key, limited=limited))[1]
 
-    async def chat(self, body: Body, *, key: str = "", limited: bool = True) -> Answer:
+    async def chat(self, body: Body, *, key: str = "", limited: bool = True) -> ServedAnswer:
         """The answer to a chat request; as `complete`."""
         return (await self._answer(ChatRequest, body, key=key, limited=limited))[1]
 
@@ -210,7 +210,7 @@ class OpenAIServer:
         """The answer to a request of `/v1/responses`; as `complete`."""
         return ResponseAnswer(*await self._answer(ResponsesRequest, body, key=key, limited=limited))
 
-    async def _answer(self, kind: type[K], body: Body, *, key: str, limited: bool) -> tuple[K, Answer]:
+    async def _answer(self, kind: type[K], body: Body, *, key: str, limited: bool) -> tuple[K, ServedAnswer]:
         """The request in a body, and its answer, whose request stays open until it is closed."""
         watch = self.measures.on_arrival()
         with watch.errors():
@@ -241,7 +241,7 @@ class OpenAIServer:
 
     async def _submit(
         self, api_request: ApiRequest, characters: int, *, key: str, watch: RequestWatch, request: OpenRequest
-    ) -> Answer:
+    ) -> ServedAnswer:
         limit, client = TimeLimit(self._request_seconds), key or api_request.user or ""
         self.model(api_request.model)
         watch.on_model(api_request.model)
@@ -296,7 +296,7 @@ class OpenAIServer:
         )
         watch.on_accepted(requests)
         if isinstance(api_request, CompletionRequest) and api_request.scores_prompt:
-            return ScoredAnswer(
+            return PromptScores(
                 api_request,
                 reply,
                 stream,
@@ -313,7 +313,7 @@ class OpenAIServer:
             for choice, begun_request in zip(logprobs, requests, strict=True):  # text_offset goes on behind these
                 begun = begun_request.committed
                 choice.add(Piece(tokens=begun, logprobs=(0.0,) * len(begun)))
-        return Answer(
+        return ServedAnswer(
             reply,
             stream,
             streamed=bool(api_request.stream),
@@ -397,7 +397,7 @@ class _Route:
         """Called in the tokenizer's thread."""
         self.model, self._log = model, log
         self.choices = OpenChoices(model.capacity)
-        self.places = Places(PLACES * model.num_engines * model.limits.rows)
+        self.places = ClientPlaces(PLACES * model.num_engines * model.limits.rows)
         model.tokenizer.encode("")  # its first call switches padding and truncation off, which no two threads may do
         self.decode = partial(decode_text, model.tokenizer)
         self.decode_all = partial(decode_text, model.tokenizer, special=True)

@@ -13,9 +13,9 @@ from mbd_core.serving.api.errors import ApiError, FieldError
 from mbd_core.serving.api.replies import Reply, ReplyChoice
 from mbd_core.serving.api.requests import CompletionRequest
 from mbd_core.serving.api.shapes import Completion, TokenFields
-from mbd_core.serving.server.answer import Answer
+from mbd_core.serving.server.answer import ServedAnswer
 from mbd_core.serving.server.text_stream import TextStep, TextStream
-from mbd_core.serving.text.committed import Decode
+from mbd_core.serving.text.committed import DecodeTokens
 from mbd_core.serving.text.logprobs import LEAST_LOGPROB, ChoiceLogprobs, TokenTexts
 from mbd_core.serving.tokens.served_model import ServedModel
 
@@ -59,7 +59,7 @@ def score_requests(
     return requests
 
 
-class ScoredAnswer(Answer):
+class PromptScores(ServedAnswer):
     """What the engine scored: whole, in the shape of completions."""
 
     def __init__(
@@ -69,7 +69,7 @@ class ScoredAnswer(Answer):
         stream: TextStream,
         *,
         texts: TokenTexts,
-        decode: Decode,
+        decode: DecodeTokens,
         **fields: Any,
     ) -> None:
         super().__init__(reply, stream, **fields)

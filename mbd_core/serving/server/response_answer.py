@@ -17,13 +17,13 @@ from mbd_core.serving.api.responses import (
     whole_response,
 )
 from mbd_core.serving.api.shapes import Response
-from mbd_core.serving.server.answer import Answer
+from mbd_core.serving.server.answer import ServedAnswer
 
 
 class ResponseAnswer:
     """The answer to a `ResponsesRequest`, over the chat's `answer`; `close()` it, however it ends."""
 
-    def __init__(self, request: ResponsesRequest, answer: Answer) -> None:
+    def __init__(self, request: ResponsesRequest, answer: ServedAnswer) -> None:
         self._answer, self.streamed = answer, answer.streamed
         self._response = request.response(id=f"resp_{uuid.uuid4().hex}", created=int(time.time()))
 

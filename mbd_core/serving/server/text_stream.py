@@ -67,7 +67,7 @@ class TextStream:
         *,
         texts: Sequence[CommittedText],
         key: str = "",
-        places: "Places | None" = None,
+        places: "ClientPlaces | None" = None,
         limit: TimeLimit | None = None,
         waits: bool = False,
     ) -> None:
@@ -94,7 +94,7 @@ class TextStream:
         *,
         texts: Sequence[CommittedText],
         key: str = "",
-        places: "Places | None" = None,
+        places: "ClientPlaces | None" = None,
         limit: TimeLimit | None = None,
         waits: bool = False,
     ) -> Self:
@@ -137,7 +137,11 @@ class TextStream:
             task.cancel()
 
     async def _answer(
-        self, request: Request, text: CommittedText, places: "Places | None", opening: "asyncio.Future[None] | None"
+        self,
+        request: Request,
+        text: CommittedText,
+        places: "ClientPlaces | None",
+        opening: "asyncio.Future[None] | None",
     ) -> None:
         """Submit one request, and put its steps into the queue, up to its end or a stop string. `opened` is that of
         a request for which `open` waits."""
@@ -160,7 +164,7 @@ class TextStream:
             else:
                 opening.set_exception(error)
 
-    async def _open(self, request: Request, places: "Places | None", *, waits: bool) -> TokenStream:
+    async def _open(self, request: Request, places: "ClientPlaces | None", *, waits: bool) -> TokenStream:
         """The request's stream; one that `waits` asks again where the engines have no room."""
         while True:
             try:
@@ -223,7 +227,7 @@ class _AnswerText:
         )
 
 
-class Places:
+class ClientPlaces:
     """How many choices of each client the engines know at once; its others wait here, where they cost nothing.
 
     On their way to the engines all clients take turns, and so do the bodies of each.

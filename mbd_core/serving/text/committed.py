@@ -69,7 +69,7 @@ class _Stop:
         return length + (self.text[length] == letter)
 
 
-Decode = Callable[[list[int]], str]
+DecodeTokens = Callable[[list[int]], str]
 
 BROKEN = "\ufffd"
 
@@ -86,7 +86,7 @@ class CommittedText:
     by the tokens before it.
     """
 
-    def __init__(self, decode: Decode, stops: StopStrings | None = None, *, min_tokens: int = 0) -> None:
+    def __init__(self, decode: DecodeTokens, stops: StopStrings | None = None, *, min_tokens: int = 0) -> None:
         """In the text of the first `min_tokens` tokens no stop string is looked for."""
         self._min_tokens = min_tokens
         self._decode, self._matcher = decode, (stops or StopStrings()).matcher()

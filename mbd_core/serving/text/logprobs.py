@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import TypedDict
 
 from mbd_core.decoding.answers.piece import Piece
-from mbd_core.serving.text.committed import BROKEN, CommittedText, Decode
+from mbd_core.serving.text.committed import BROKEN, CommittedText, DecodeTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,7 +77,7 @@ class ChoiceLogprobs:
     text of the first character that the token completes or begins.
     """
 
-    def __init__(self, texts: TokenTexts, decode: Decode, *, chat: bool) -> None:
+    def __init__(self, texts: TokenTexts, decode: DecodeTokens, *, chat: bool) -> None:
         self._texts, self._chat = texts, chat
         self._text = CommittedText(decode)
         self._length = 0

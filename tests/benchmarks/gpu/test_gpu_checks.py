@@ -22,7 +22,7 @@ from benchmarks.gpu.checks import (
     steady_steps_never_wait,
 )
 from benchmarks.step_timing import StepCase
-from mbd_core.decoding.blocks.work import WORK_NAMES, Work, work_of_request
+from mbd_core.decoding.blocks.work import WORK_NAMES, StepWork, work_of_request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.graphs import StepGraphs
@@ -70,7 +70,7 @@ def test_the_requests_ask_for_every_kind_of_work() -> None:
     config = check_config("sdar", on_gpu=False)
     works = [work_of_request(r) for r in gpu_checks.check_requests(config, max_tokens=8)]
     asked = {name for name in WORK_NAMES if any(getattr(work, name) for work in works)}
-    assert asked == set(WORK_NAMES) - {"adapts"} and Work() in works
+    assert asked == set(WORK_NAMES) - {"adapts"} and StepWork() in works
 
 
 def test_the_checks_run_here_and_say_what_they_did_not_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu import step_nodes as counting
 from benchmarks.gpu.step_nodes import CUDA, MULTI_KERNEL, WORKS, main, shape_device, step_nodes
-from mbd_core.decoding.blocks.work import WORK_NAMES, Work
+from mbd_core.decoding.blocks.work import WORK_NAMES, StepWork
 from mbd_core.models.shapes import SHAPES
 from mbd_core.ops.layer.confidence import confidence
 
@@ -35,7 +35,7 @@ def test_each_work_and_each_form_of_logits_is_captured_by_kernels() -> None:
     config = replace(SHAPES["llada2-mini"], num_layers=2)
     for name in sorted(set(WORK_NAMES) - {"adapts"}):
         for asked in (48, None):
-            nodes = step_nodes(config, Work(**{name: True}), num_asked=asked)
+            nodes = step_nodes(config, StepWork(**{name: True}), num_asked=asked)
             assert (
                 nodes.step["copy from the host"] == nodes.compiled["copy from the host"] == 0 < nodes.compiled.total()
             )

@@ -14,21 +14,21 @@ from mbd_core.decoding.blocks.acceptance import Prediction
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
 from mbd_core.decoding.blocks.literal_algorithms import (
+    BlockTokens,
     Predictions,
-    Tokens,
     Weights,
     block_buffer_multibd,
     naive_multibd,
 )
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.decoding.blocks.work import ALL_WORK, WORK_NAMES, Work, work_of
+from mbd_core.decoding.blocks.work import ALL_WORK, WORK_NAMES, StepWork, work_of
 
 MASK, EOS, VOCAB = 0, 1, 12
 
 
 def oracle(
-    seed: int, prefix: list[int], blocks: list[Tokens], weights: list[Weights], by_entropy: bool
+    seed: int, prefix: list[int], blocks: list[BlockTokens], weights: list[Weights], by_entropy: bool
 ) -> list[Predictions]:
     """A model made of a hash: a block's predictions depend on the prefix and on the blocks up to itself. Often it says
     a token again, else revision would never end."""
@@ -116,7 +116,7 @@ def run_buffer(
                 continue
             resident = int(buffer.resident_RN[row].sum())
             masked = buffer.masked_RNB[row]
-            blocks: list[Tokens] = [
+            blocks: list[BlockTokens] = [
                 [None if m else t for t, m in zip(ts, ms, strict=True)]
                 for ts, ms in zip(buffer.tokens_RNB[row].tolist(), masked.tolist(), strict=True)
             ][:resident]
@@ -128,7 +128,7 @@ def run_buffer(
                 confidence[row, n] = torch.tensor([c for _, c, _ in slot])
                 score[row, n] = torch.tensor([s for _, _, s in slot])
         works = [work_of(config, Sampling()) for _, _, config, _, _ in batch]
-        least = Work(**{name: any(getattr(work, name) for work in works) for name in WORK_NAMES})
+        least = StepWork(**{name: any(getattr(work, name) for work in works) for name in WORK_NAMES})
         done = buffer.commit(Prediction(token, confidence, score), ALL_WORK if all_work else least)
         for row, (prompt, max_tokens, _, _, stops) in enumerate(batch):
             for block in done.tokens_RNB[row, : int(done.num_blocks_R[row])].tolist():
@@ -154,7 +154,7 @@ def reference(
 ) -> tuple:
     prompt, max_tokens, config, seed, stops = problem
 
-    def model(prefix: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[Predictions]:
+    def model(prefix: list[int], blocks: list[BlockTokens], weights: list[Weights]) -> list[Predictions]:
         return oracle(seed, prefix, blocks, weights, config.entropy is not None)
 
     eos = (EOS,) if stops else ()

@@ -15,7 +15,7 @@ from small_groups import DENSE, SIZES
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request, StepOutput
-from mbd_core.decoding.blocks.work import Work
+from mbd_core.decoding.blocks.work import StepWork
 from mbd_core.engine import graphs
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.graphs import CapturedStep, StepGraphs
@@ -125,7 +125,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Communicator:
     def with_graph(self: StepGraphs, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         rank = int(threading.current_thread() is not threading.main_thread())
-        kind = StepKind(num_rows=1, num_slots=1, num_asked=None, work=Work())
+        kind = StepKind(num_rows=1, num_slots=1, num_asked=None, work=StepWork())
         self._captured_steps[kind] = cast(CapturedStep, HeldGraph(rank))
 
     monkeypatch.setattr(graphs.StepGraphs, "__init__", with_graph)

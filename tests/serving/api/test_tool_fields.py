@@ -16,7 +16,7 @@ from local_server import LIMIT, MODEL, ROUTES, LocalServer, answers, openai_clie
 from transformers import AutoTokenizer
 
 from mbd_core.checkpoint.chat import chat_text
-from mbd_core.decoding.grammar.guide import Choice
+from mbd_core.decoding.grammar.guide import AllowedToken
 from mbd_core.engine import steering
 from mbd_core.serving.api.errors import ApiError
 
@@ -295,13 +295,13 @@ def wanting(script: str, tokenizer: Any) -> Callable[..., Any]:
     """A picker of a model that wants to say `script`: the longest allowed token that goes on with it."""
     texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
 
-    def picker(row: Any, buffer: Any, vocab: Any) -> Callable[..., Choice]:
+    def picker(row: Any, buffer: Any, vocab: Any) -> Callable[..., AllowedToken]:
         left = script[len(tokenizer.decode(row.guide._decided_tokens)) :]
 
-        def pick(i: int, allowed_V: Any) -> Choice:
+        def pick(i: int, allowed_V: Any) -> AllowedToken:
             fits = [t for t, text in enumerate(texts) if text and left.startswith(text) and allowed_V[t]]
             likely = fits or ([1] if allowed_V[1] else np.flatnonzero(allowed_V).tolist())
-            return Choice(max(likely, key=lambda t: len(texts[t]) if t != 1 else 0), -1.0, False)
+            return AllowedToken(max(likely, key=lambda t: len(texts[t]) if t != 1 else 0), -1.0, False)
 
         return pick
 

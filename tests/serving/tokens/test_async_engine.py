@@ -20,7 +20,7 @@ from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.serving.api.engine_requests import committed_texts
 from mbd_core.serving.server import text_stream
-from mbd_core.serving.server.text_stream import Places, TextStep, TextStream
+from mbd_core.serving.server.text_stream import ClientPlaces, TextStep, TextStream
 from mbd_core.serving.text.committed import BROKEN
 from mbd_core.serving.tokens.async_engine import AsyncEngine
 from mbd_core.serving.tokens.load import LoadedModel, load_engine
@@ -434,7 +434,7 @@ def test_a_client_s_choices_beyond_its_places_wait_outside_the_engine(loaded: Lo
     async def scenario() -> None:
         async with running(loaded) as engine:
             asked = [request(loaded, f"n{number}", max_tokens=8) for number in range(7)]
-            places, known = Places(2), []
+            places, known = ClientPlaces(2), []
             whole = await submit(loaded, engine, *asked)
             expected = {s.request_id: s.output async for s in whole if s.output is not None}
             stream = await submit(loaded, engine, *asked, key="a", places=places)
@@ -468,12 +468,12 @@ def test_choices_after_the_first_wait_where_the_engine_is_full(
             await idle(loaded, engine)
             others = await submit(loaded, engine, *asked[:rows], key="b")
             with pytest.raises(TooManyRequests):
-                await submit(loaded, engine, request(loaded, "first"), key="b", places=Places(1))
+                await submit(loaded, engine, request(loaded, "first"), key="b", places=ClientPlaces(1))
             assert len([s async for s in others if s.output is not None]) == rows
             await idle(loaded, engine)
-            stream = await submit(loaded, engine, *asked, key="a", places=Places(rows + 1))
+            stream = await submit(loaded, engine, *asked, key="a", places=ClientPlaces(rows + 1))
             assert len([s async for s in stream if s.output is not None]) == rows + 3
-            stream = await submit(loaded, engine, *asked, key="a", places=Places(rows))
+            stream = await submit(loaded, engine, *asked, key="a", places=ClientPlaces(rows))
             other = await submit(loaded, engine, request(loaded, "b", max_tokens=8), key="b")
             assert len([s async for s in stream if s.output is not None]) == rows + 3
             assert [step.output async for step in other][-1] is not None
