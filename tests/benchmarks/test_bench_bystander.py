@@ -141,7 +141,7 @@ def test_an_attack_is_a_request_that_the_endpoint_looks_at(attack: str) -> None:
     route, body = attack_body(attack, "tiny", "a", 20_000)
     kind = ChatRequest if route == "chat/completions" else CompletionRequest
     if attack == "longer-stops":
-        with pytest.raises(ApiError, match="stop: a string of 1250 characters"):
+        with pytest.raises(ApiError, match="stop"):
             parse(kind, json.dumps(body).encode())
     else:
         parse(kind, json.dumps(body).encode())

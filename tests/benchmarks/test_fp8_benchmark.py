@@ -37,5 +37,5 @@ def test_logit_error_counts_what_changed() -> None:
     wide = torch.tensor([[1.0, 2.0, 0.0], [3.0, 1.0, 0.0]])
     error = logit_error(wide, torch.tensor([[2.5, 2.0, 0.0], [3.0, 1.0, 0.0]]))
     assert (error.max_abs, error.mean_abs, error.top1_agreement, error.positions) == (1.5, 0.25, 0.5, 2)
-    with pytest.raises(ValueError, match="same positions"):
+    with pytest.raises(ValueError):
         logit_error(wide, wide[:1])

@@ -180,18 +180,18 @@ def test_adapters_of_experts_are_refused(tmp_path: Path, module: str) -> None:
     config = FAMILIES["llada2"]
     write_adapter(tmp_path, config, seed=0)
     change(tmp_path, **{f"base_model.model.model.layers.1.{module}.lora_A.weight": torch.zeros(2, 16)})
-    with pytest.raises(ValueError, match=f"'model.layers.1.{module}' are not supported"):
+    with pytest.raises(ValueError, match=f"{module}"):
         read_adapter(tmp_path, config)
 
 
 def test_a_folder_that_is_no_adapter(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"it has no adapter_config\.json"):
+    with pytest.raises(ValueError, match="adapter_config"):
         read_adapter(tmp_path, SDAR)
     write_settings(tmp_path, r=2)
-    with pytest.raises(ValueError, match=r"lacks adapter_model\.safetensors"):
+    with pytest.raises(ValueError, match="adapter_model"):
         read_adapter(tmp_path, SDAR)
     save_file({}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="holds no tensors"):
+    with pytest.raises(ValueError, match="no tensors"):
         read_adapter(tmp_path, SDAR)
 
 

@@ -154,16 +154,16 @@ def test_a_config_is_written_as_it_is_read(case: tuple[Path, Any]) -> None:
 def test_what_an_autoregressive_model_cannot_do_is_refused(case: tuple[Path, Any]) -> None:
     engine = Engine(load_model(case[0]), EngineConfig(max_rows=1, num_pages=16))
     plain = Request(request_id="0", prompt=(5,), max_tokens=4, decoding=DecodingConfig(block_size=1))
-    with pytest.raises(RequestRefused, match="decodes with ar, not block by block"):
+    with pytest.raises(RequestRefused, match="decodes with ar"):
         engine.add(plain)
     drafts = DecodingConfig(block_size=1, causal=Causal(method="dlm"))
-    with pytest.raises(RequestRefused, match=r"needs a model with a mask token.*\"method\": \"ar\""):
+    with pytest.raises(RequestRefused, match='"method": "ar"'):
         engine.add(replace(plain, decoding=drafts))
     token_by_token, digits = (
         DecodingConfig(block_size=1, causal=Causal(method="ar")),
         Grammar(syntax="regex", text="1"),
     )
-    with pytest.raises(RequestRefused, match="takes no grammar yet; leave it out"):
+    with pytest.raises(RequestRefused, match="leave it out"):
         engine.add(replace(plain, decoding=token_by_token, grammar=digits))
 
 
@@ -248,8 +248,8 @@ def test_an_adapted_folder_decodes_as_the_same_weights_in_sdars_layout(case: tup
 def test_an_adapted_folder_without_a_mask_is_refused(case: tuple[Path, Any], tmp_path: Path) -> None:
     folder = adapted(case[0], tmp_path / "a2d")
     (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(ValueError, match=r"have no 'mask_token_id'.*add it to generation_config\.json"):
+    with pytest.raises(ValueError, match="add it to generation_config"):
         load_config(folder)
     (folder / "generation_config.json").write_text('{"mask_token_id": 90, "attention": "sideways"}')
-    with pytest.raises(ValueError, match="attention='sideways'; it must be one of block_causal, full, causal"):
+    with pytest.raises(ValueError, match="sideways"):
         load_config(folder)

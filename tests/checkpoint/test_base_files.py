@@ -50,7 +50,7 @@ def test_much_data_beside_the_weights_is_refused(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(base_files, "MOST_BYTES", held)
     assert "corpus/rows.jsonl" in read_base(folder).others
     monkeypatch.setattr(base_files, "MOST_BYTES", held - 1)
-    with pytest.raises(ValueError, match=rf"{held:,} bytes .*corpus/rows.jsonl"):
+    with pytest.raises(ValueError, match=r"corpus/rows.jsonl"):
         read_base(folder)
 
 

@@ -149,14 +149,14 @@ def test_a_folder_that_is_there_is_replaced_only_on_demand(tmp_path: Path, capsy
 def test_a_source_is_never_replaced(tmp_path: Path) -> None:
     start = write_model(tmp_path / "start", SDAR)
     for target in (start, start / "inside"):
-        with pytest.raises(ValueError, match=r"lies inside .*start, which is read"):
+        with pytest.raises(ValueError, match="lies inside"):
             convert(start, target, overwrite=True)
     shutil.copytree(start, start / "inside")
-    with pytest.raises(ValueError, match="start cannot be replaced: inside/"):
+    with pytest.raises(ValueError, match="cannot be replaced"):
         convert(start / "inside", start, overwrite=True)
     manifest = json.loads((start / MANIFEST).read_text())
     (start / MANIFEST).write_text(json.dumps(manifest | {"files": ["*", "inside/*"]}))
-    with pytest.raises(ValueError, match=r"start, which would be replaced"):
+    with pytest.raises(ValueError, match="would be replaced"):
         convert(start / "inside", start, overwrite=True)
 
 

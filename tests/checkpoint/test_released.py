@@ -503,11 +503,11 @@ def test_stacked_experts_have_the_training_names() -> None:
 def test_a_release_without_ids_is_known_by_its_vocabulary() -> None:
     """Only so: with another vocabulary, or where a file says otherwise, nothing is assumed."""
     assert "mask_token_id" not in LLADA2_MINI and "eos_token_id" not in LLADA2_MINI
-    with pytest.raises(ValueError, match=r"no 'mask_token_id', .*generation_conf"):
+    with pytest.raises(ValueError, match=r"mask_token_id.*generation_conf"):
         read_config(LLADA2_MINI | {"vocab_size": 157185})
     assert read_config(LLADA2_MINI, {"mask_token_id": 7}).mask_token_id == 7
     assert read_config(LLADA2_MINI | {"mask_token_id": 6}, {"mask_token_id": 7}).mask_token_id == 6
-    with pytest.raises(ValueError, match=r"no 'block_size', .*generation_config"):
+    with pytest.raises(ValueError, match=r"block_size.*generation_config"):
         read_config(SDAR_8B)  # b4 or b32: its name alone tells
 
 

@@ -88,7 +88,7 @@ def test_text_comes_back(shape: str) -> None:
 
 
 def test_a_vocabulary_too_small_for_text_gets_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="64 tokens"):
+    with pytest.raises(ValueError):
         shape_tokenizer(SHAPES["sdar-null"])
     assert main(["--random", "sdar-null", "--to", str(tmp_path / "null")]) == 0
     assert "sdar-null gets no tokenizer: 64 tokens cannot write text" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from mbd_core.models.model_config import ModelConfig
 
 
 def test_wrong_folders_are_named(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"it has no config.json"):
+    with pytest.raises(ValueError, match=r"no config.json"):
         load_model(tmp_path)
     weights = load_file(folder / "model.safetensors")
 
@@ -29,7 +29,7 @@ def test_wrong_folders_are_named(folder: Path, tmp_path: Path) -> None:
     save_file(weights, folder / "model.safetensors")
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"cut short at tensor 'model"):
+    with pytest.raises(ValueError, match="cut short"):
         load_model(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"lacks .*model.safetensors"):
@@ -40,7 +40,7 @@ def test_wrong_folders_are_named(folder: Path, tmp_path: Path) -> None:
 def test_wrong_vocabularies_are_named(tmp_path: Path, config: ModelConfig) -> None:
     save_model(tmp_path / "m", random_model(config))
     rewrite(tmp_path / "m" / "config.json", vocab_size=320, embedding_size=None)
-    with pytest.raises(ValueError, match=r"has 300 rows, .*vocab_size=320"):
+    with pytest.raises(ValueError, match="vocab_size=320"):
         load_model(tmp_path / "m")
 
 

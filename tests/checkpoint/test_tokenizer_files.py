@@ -31,13 +31,13 @@ def test_generation_defaults_and_tokenizer(folder: Path) -> None:
 def test_tokenizer_that_disagrees_is_refused(folder: Path) -> None:
     for file in ("config.json", "generation_config.json"):
         rewrite(folder / file, mask_token_id=5)
-    with pytest.raises(ValueError, match="mask_token_id=5 but the tokenizer's"):
+    with pytest.raises(ValueError, match="mask_token_id=5"):
         load_tokenizer(folder, load_config(folder))
     for file in ("config.json", "generation_config.json"):
         rewrite(folder / file, mask_token_id=0)
     for damaged in ("{}", "[]", "{", '{"added_tokens": []}'):
         (folder / "tokenizer.json").write_text(damaged)
-        with pytest.raises(ValueError, match="no tokenizer that can be loaded"):
+        with pytest.raises(ValueError, match="tokenizer"):
             load_tokenizer(folder, load_config(folder))
 
 
@@ -49,7 +49,7 @@ def test_tokenizer_without_a_mask_token_needs_a_special_token_there(folder: Path
     config = load_config(folder)
     tokenizer = load_tokenizer(folder, config)
     assert (tokenizer.mask_token, tokenizer.encode("<|mask|>")) == (None, [config.mask_token_id])
-    with pytest.raises(ValueError, match="mask_token_id=200 but the tokenizer's mask token None"):
+    with pytest.raises(ValueError, match="mask_token_id=200"):
         load_tokenizer(folder, replace(config, mask_token_id=200))
 
 
@@ -72,5 +72,5 @@ def test_dreams_tokenizer_needs_no_code_of_its_own(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path, config)
     assert tokenizer.encode("ab ab<|mask|>") == [9, 8, 9, 11]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "OtherTokenizer"}))
-    with pytest.raises(ValueError, match=r"tokenizer .*custom code"):
+    with pytest.raises(ValueError, match="custom code"):
         load_tokenizer(tmp_path, config)

@@ -157,7 +157,7 @@ def test_a_proxy_before_another_machine_is_named(
     url = "http://elsewhere.invalid/v1"
     failure = judged(url)
     assert isinstance(failure, Failure)
-    with pytest.raises(ValueError, match="cannot be reached") as refused:
+    with pytest.raises(ValueError) as refused:
         find_endpoint(EndpointAddress(name="x", url=url, model=None), None)
     for sentence in (failure.why, str(refused.value)):
         assert says in sentence and "secret" not in sentence and "\n" not in sentence
@@ -167,13 +167,13 @@ def test_a_proxy_that_answers_for_the_endpoint_is_named(proxies: Callable[..., N
     with ScriptedEndpoint() as proxy:
         proxy.script = lambda body: (503, {"error": {"message": "no route"}})
         proxies(all_proxy=proxy.url.removesuffix("/v1"))
-        with pytest.raises(ValueError, match=r"answers \d+: .*through the proxy of all_proxy=http://127"):
+        with pytest.raises(ValueError, match="all_proxy=http://127"):
             find_endpoint(EndpointAddress(name="x", url="http://elsewhere.invalid/v1", model="m"), None)
 
 
 def test_a_proxy_that_no_client_can_read_is_named(proxies: Callable[..., None]) -> None:
     proxies(all_proxy="ftp://proxy.corp:21")
-    with pytest.raises(ValueError, match=r"through the proxy of all_proxy=ftp://proxy\.corp:21: correct all_proxy"):
+    with pytest.raises(ValueError, match="correct all_proxy"):
         client_of("http://elsewhere.invalid/v1", None)
 
 

@@ -21,7 +21,7 @@ def test_the_page_is_what_the_types_say() -> None:
 
 def test_each_object_has_just_one_table() -> None:
     for wrong in (PAGE.replace("<!-- ChatRequest -->", "<!-- ChatMessage -->"), PAGE.replace("<!-- errors -->", "")):
-        with pytest.raises(ValueError, match="the page lacks"):
+        with pytest.raises(ValueError):
             filled(wrong)
 
 

@@ -140,9 +140,9 @@ def test_logits_stay_within_the_cap() -> None:
 
 def test_what_gemmas_layers_refuse() -> None:
     model = gemma()
-    with pytest.raises(ValueError, match=r"fp8=experts cannot be honoured: .* by GELU"):
+    with pytest.raises(ValueError, match="fp8=experts"):
         quantize_weights(model, "experts")
-    with pytest.raises(ValueError, match=r"adapters cannot be loaded: the layers of DiffusionGemma"):
+    with pytest.raises(ValueError, match="adapters"):
         AdapterSlots(model.config, Shard(), model.model.norm.weight, num_slots=1, max_rank=2)
-    with pytest.raises(ValueError, match=r"num_global_key_value_heads=1 does not divide among 2"):
+    with pytest.raises(ValueError, match="num_global_key_value_heads=1"):
         replace(GEMMA, gemma=replace(GEMMA.gemma, global_kv_heads=1)).sharded(2)

@@ -227,24 +227,24 @@ def test_fp8_values_follow_to_no_other_dtype() -> None:
 
 
 def test_what_cannot_be_done_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"parts='mlp' .*experts, all"):
+    with pytest.raises(ValueError, match="experts, all"):
         quantize_weights(wide_model(MOE), "mlp")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="DreamModel has none; use parts='all'"):
+    with pytest.raises(ValueError, match="use parts='all'"):
         quantize_weights(wide_model(DENSE), "experts")
     model = wide_model(MOE)
     broken = copy.deepcopy(model)
     with torch.no_grad():
         broken.model.layers[1].mlp.experts.down_proj[2, 3, 4] = torch.nan
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts\.down_proj .*not finite"):
+    with pytest.raises(ValueError, match=r"down_proj .*finite"):
         quantize_weights(broken, "all")
     assert quantized_parts(broken) is None
     quantize_weights(model, "experts")
-    with pytest.raises(ValueError, match=r"FP8 already \(parts='experts'\)"):
+    with pytest.raises(ValueError, match="parts='experts'"):
         quantize_weights(model, "all")
-    with pytest.raises(ValueError, match="rounded to FP8; save the one"):
+    with pytest.raises(ValueError, match="save the one"):
         save_model(tmp_path / "no", model)
     assert not (tmp_path / "no").exists()
-    with pytest.raises(ValueError, match="not on meta"):
+    with pytest.raises(ValueError, match="meta"):
         quantize_weights(Decoder(MOE).to("meta"), "all")
 
 

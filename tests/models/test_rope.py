@@ -143,7 +143,7 @@ def test_a_scaling_is_written_and_read_back(family: str, scaling: dict) -> None:
     of_five = {**scaling, "rope_theta": config.rope_theta}
     assert read_config(newer | {"rope_parameters": of_five}) == config
     assert read_config(written | {"rope_scaling": scaling, "rope_parameters": of_five}) == config
-    with pytest.raises(ValueError, match=r"is not that of its rope_parameters; remove"):
+    with pytest.raises(ValueError, match="; remove"):
         read_config(written | {"rope_scaling": scaling, "rope_parameters": {"rope_type": "default"}})
 
 
@@ -193,9 +193,9 @@ def test_a_scaling_that_cannot_be_computed_is_named(scaling: object, message: st
 
 
 def test_a_family_whose_code_scales_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"linear.*LLaDAModelLM"):
+    with pytest.raises(ValueError, match="LLaDAModelLM"):
         read_config(write_config(FAMILIES["llada"]) | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
     with pytest.raises(ValueError, match="LLaDAModelLM"):
         write_config(replace(FAMILIES["llada"], rope_scaling=LinearScaling(factor=2.0)))
-    with pytest.raises(ValueError, match=r"rope_theta=1.0 must exceed 1"):
+    with pytest.raises(ValueError, match=r"rope_theta=1.0"):
         replace(SDAR, rope_theta=1.0, rope_scaling=YarnScaling(factor=2.0, original_max_position_embeddings=8))

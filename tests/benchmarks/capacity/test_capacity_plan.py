@@ -35,7 +35,7 @@ def test_a_forwards_cost_is_the_steps() -> None:
 
 
 def test_layers_that_are_not_counted_are_refused() -> None:
-    with pytest.raises(ValueError, match="Gemma's layers are not counted"):
+    with pytest.raises(ValueError, match="Gemma"):
         ForwardCost(DIFFUSION_GEMMA)
 
 
@@ -131,7 +131,7 @@ def test_memory_that_binds_is_named() -> None:
     wide, narrow = (best_plan(p, demand, buffer_size=1, tpf=3.47) for p in (place, small))
     assert narrow["bound"] == "memory" and narrow["replicas"] > wide["replicas"]
     assert narrow["rows"] * (2048 + 256 + 32) <= small.page_tokens
-    with pytest.raises(ValueError, match=r"has room for \d+ tokens, and 4 sequences of 2304 need 9216; \d+ each"):
+    with pytest.raises(ValueError, match="need 9216"):
         best_plan(replace(place, page_bytes=place.page_bytes / 128), demand, buffer_size=1, tpf=3.47)
 
 

@@ -105,7 +105,7 @@ def test_a_rate_gives_the_tokens_per_forward_it_was_made_for(tpf: float, slots: 
 
 
 def test_tokens_per_forward_that_no_rate_gives_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"tpf=40 cannot be had with blocks of 32, 1 slots and 256 tokens: it is at"):
+    with pytest.raises(ValueError, match="tpf=40"):
         rate_for(40, DecodingConfig(block_size=32), length=256)
 
 

@@ -117,7 +117,7 @@ def test_every_static_step_of_the_requests_is_of_a_kind_that_is_captured(monkeyp
 def test_a_wrong_kernel_and_a_wrong_replay_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = gpu_checks.loop_experts
     monkeypatch.setattr(gpu_checks, "loop_experts", lambda *layer: right(*layer) * 1.1)
-    with pytest.raises(CheckFailed, match="experts: grouped by 0"):
+    with pytest.raises(CheckFailed, match="grouped by 0"):
         list(kernel_rows(CPU, small=True))
     served = gpu_checks._serve
     runs: list[object] = []
@@ -129,7 +129,7 @@ def test_a_wrong_kernel_and_a_wrong_replay_are_found(monkeypatch: pytest.MonkeyP
         )
 
     monkeypatch.setattr(gpu_checks, "_serve", other_tokens)
-    with pytest.raises(CheckFailed, match=r"other tokens than eager ones, for .*multi 2"):
+    with pytest.raises(CheckFailed, match="multi 2"):
         graphs_are_eager(check_model("sdar", CPU), max_tokens=8, max_rows=2)
 
 

@@ -71,7 +71,7 @@ def test_budgets_follow_the_chip_that_is_found(
 
 def test_more_bytes_a_second_than_the_data_sheet_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_sections, "measure_bandwidth", lambda *args, **kwargs: 5e12)
-    with pytest.raises(RuntimeError, match="5000 GB/s, more than its data sheet"):
+    with pytest.raises(RuntimeError, match="5000 GB/s"):
         gpu_sections.machine(replace(toy_day(tmp_path), chip=CHIPS["h200"]))
 
 
@@ -250,5 +250,5 @@ def test_a_step_below_its_floor_is_an_error(tmp_path: Path, monkeypatch: pytest.
     rows = gpu_sections.steps(toy_day(tmp_path), shape="tiny-llada2", rows=1)
     row = next(rows)
     assert row["step_over_floor"] < 1 and row["tiles"][1:] == [64, 128, 2, 4], "the tiles of inference are named"
-    with pytest.raises(RuntimeError, match="its floor"):
+    with pytest.raises(RuntimeError, match="floor"):
         next(rows)

@@ -83,7 +83,7 @@ def test_a_prompt_that_is_no_beginning_of_the_whole_names_the_row(
 
 
 def test_an_answer_that_cannot_be_learned_names_the_row(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(ValueError, match="row 7: its answer is empty"):
+    with pytest.raises(ValueError, match="row 7"):
         encode(tokenizer, [*question("x"), {"role": "assistant", "content": "  "}])
 
 

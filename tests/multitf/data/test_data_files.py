@@ -51,10 +51,10 @@ def test_a_folder_with_several_splits_is_never_one(
     make(tmp_path, *names, *BESIDE)
     for state in tmp_path.rglob("state.json"):
         state.write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
-    with pytest.raises(ValueError, match=f"has the splits {splits}; name one with --split$"):
+    with pytest.raises(ValueError, match=f"{splits}; name one with --split$"):
         find_files(str(tmp_path))
     assert found(tmp_path, "train") == [train or next(name for name in names if name.endswith(SUFFIXES))]
-    with pytest.raises(ValueError, match=f"has no split 'other', only {splits}"):
+    with pytest.raises(ValueError, match=f"'other', only {splits}"):
         find_files(str(tmp_path), split="other")
 
 
@@ -62,7 +62,7 @@ def test_splits_of_one_kind_are_apart(tmp_path: Path) -> None:
     names = [f"data/{split}-00000-of-00001.parquet" for split in ("train_sft", "train_gen", "test_sft")]
     make(tmp_path, *names)
     assert found(tmp_path, "train_sft") == names[:1]
-    with pytest.raises(ValueError, match="has no split 'train', only train_gen, train_sft, test_sft"):
+    with pytest.raises(ValueError, match="'train', only train_gen"):
         find_files(str(tmp_path), split="train")
 
 
@@ -77,7 +77,7 @@ def test_files_of_no_split_beside_a_split_are_named(tmp_path: Path) -> None:
 
 def test_configurations_are_apart(tmp_path: Path) -> None:
     make(tmp_path, *HUB, "socratic/train-00000-of-00001.parquet")
-    with pytest.raises(ValueError, match="several folders, main, socratic: name the folder of one data set"):
+    with pytest.raises(ValueError, match="main, socratic: name the folder"):
         find_files(str(tmp_path), split="train")
     assert found(tmp_path / "main", "train") == ["train-00000-of-00001.parquet"]
 
@@ -91,9 +91,9 @@ def test_one_split_or_none_is_read_whole(tmp_path: Path) -> None:
 
 def test_formats_that_are_not_read_are_named(tmp_path: Path) -> None:
     make(tmp_path, "a.jsonl", "b.csv")
-    with pytest.raises(ValueError, match=r"formats that are not read \(b.csv\); name the files to read"):
+    with pytest.raises(ValueError, match=r"b.csv.; name the files to read"):
         find_files(str(tmp_path))
-    with pytest.raises(ValueError, match="is a file, which has no splits"):
+    with pytest.raises(ValueError, match="splits"):
         find_files(str(tmp_path / "a.jsonl"), split="train")
 
 
@@ -142,12 +142,12 @@ A card.
 def test_a_readme_says_which_files_are_a_split(tmp_path: Path) -> None:
     make(tmp_path, "a.jsonl", "b.jsonl", "more/c.jsonl", "beside.jsonl", "README.md")
     (tmp_path / "README.md").write_text(CARD.format(other=""))
-    with pytest.raises(ValueError, match="has the splits train, exam; name one with --split"):
+    with pytest.raises(ValueError, match="name one with --split"):
         find_files(str(tmp_path))
     assert found(tmp_path, "train") == ["a.jsonl", "more/c.jsonl"] and found(tmp_path, "exam") == ["b.jsonl"]
     other = "- config_name: second\n  data_files: beside.jsonl\n"
     (tmp_path / "README.md").write_text(CARD.format(other=other))
-    with pytest.raises(ValueError, match=r"has the configurations main, second \(README.md\); name the files of one"):
+    with pytest.raises(ValueError, match="name the files of one"):
         find_files(str(tmp_path), split="train")
     (tmp_path / "README.md").write_text(CARD.format(other=other + "  default: true\n"))
     assert found(tmp_path) == ["beside.jsonl"]

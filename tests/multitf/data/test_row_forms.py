@@ -145,7 +145,7 @@ def test_ignored_columns_and_fields_are_left_out() -> None:
         "messages.mood",
         "messages.weight",
     }
-    with pytest.raises(ValueError, match="both named as one to read and among --ignore-columns"):
+    with pytest.raises(ValueError, match="--ignore-columns"):
         Columns(chat="messages", ignored=frozenset(("messages",)))
 
 
@@ -170,7 +170,7 @@ PREFERENCES = [
 
 @pytest.mark.parametrize(("row", "options"), PREFERENCES)
 def test_preferences_are_refused_with_the_options_that_take_the_chosen_side(row: dict[str, Any], options: str) -> None:
-    with pytest.raises(ColumnRefused, match=f"two answers to compare.* {options} --ignore-columns rejected$"):
+    with pytest.raises(ColumnRefused, match=f"{options} --ignore-columns rejected$"):
         read(row)
     words = options.split()
     named = {"--messages": "chat", "--prompt": "prompt", "--response": "response"}
@@ -195,7 +195,7 @@ def test_values_of_odd_types_are_read_or_refused(column: str, value: Any) -> Non
 
 
 def test_preferences_without_turns_say_so() -> None:
-    with pytest.raises(ColumnRefused, match="make messages of the text of the chosen one"):
+    with pytest.raises(ColumnRefused, match="make messages of the text"):
         read({"chosen": "Human: Hi", "rejected": "Human: Hi"})
 
 
@@ -215,7 +215,7 @@ def test_flags_leave_answers_untrained(flag: str) -> None:
 
 
 def test_flags_that_disagree_are_refused() -> None:
-    with pytest.raises(ValueError, match="masked and weight, which say different things"):
+    with pytest.raises(ValueError, match="masked and weight"):
         read({"messages": [USER, ANSWER | {"weight": 1, "masked": True}]})
 
 
@@ -235,7 +235,7 @@ def test_calls_and_results_of_sharegpt_become_those_of_openai() -> None:
     assert messages[1]["content"] == "I add."
     assert [call["function"]["arguments"] for call in messages[1]["tool_calls"]] == [{"a": 1}, {"a": 2}]
     row["conversations"][2]["value"] = "add(1)"
-    with pytest.raises(ValueError, match="message 3 is a call whose text is not JSON"):
+    with pytest.raises(ValueError, match="message 3"):
         read(row)
 
 
@@ -258,7 +258,7 @@ def test_function_is_a_call_or_a_result_by_its_place(names: tuple[str, str], rol
 
 def test_roles_of_other_names_are_given_by_an_option() -> None:
     row = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "bing", "value": "Yo"}]}
-    with pytest.raises(ValueError, match="not 'bing'; --roles bing=assistant"):
+    with pytest.raises(ValueError, match="--roles bing=assistant"):
         read(row)
     assert texts(read(row, roles={"bing": "assistant"})[0]) == HI_YO
     row["conversations"][1:] = [
@@ -268,7 +268,7 @@ def test_roles_of_other_names_are_given_by_an_option() -> None:
     row["conversations"].insert(2, {"from": "did", "value": "1"})
     messages, _ = read(row, roles={"do": "function_call", "did": "tool"})
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
-    with pytest.raises(ValueError, match="--roles bing=bot: a role is one of system, user"):
+    with pytest.raises(ValueError, match="one of system, user"):
         Columns(roles={"bing": "bot"})
 
 

@@ -11,7 +11,7 @@ from mbd_core.multitf.recipes.recipe import as_recorded, other_settings, shorten
 
 def test_an_unknown_recipe_names_the_known_ones() -> None:
     assert recipe_named("tiny-bd") is RECIPES["tiny-bd"]
-    with pytest.raises(ValueError, match=r"^unknown recipe 'nope'; known: .*SDAR-8B-b32, .*tiny-mbd, tiny-tf$"):
+    with pytest.raises(ValueError, match="tiny-mbd, tiny-tf"):
         recipe_named("nope")
 
 

@@ -44,7 +44,7 @@ def test_a_base_without_blocks_has_none_that_change(tokenizer: PreTrainedTokeniz
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_a_model_of_whole_sequences_is_not_trained_under_a_block_causal_mask(family: str) -> None:
     config = replace(FAMILIES[family], max_positions=4096)
-    with pytest.raises(ValueError, match=r"under a block-causal mask, and mine attends to whole sequences; .*D2F"):
+    with pytest.raises(ValueError, match="D2F"):
         check_model(MULTITF, config, "mine")
     check_model(D2F, config, "mine")
     check_model(replace(RECIPES["D2F-LLaDA-block-causal"], architectures=()), config, "mine")
@@ -52,22 +52,22 @@ def test_a_model_of_whole_sequences_is_not_trained_under_a_block_causal_mask(fam
 
 def test_the_refusal_comes_before_a_sample_is_drawn(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     recipe = replace(MULTITF, base=str(make_folder("dream", tmp_path / "dream", tokenizer)))
-    with pytest.raises(ValueError, match="attends to whole sequences"):
+    with pytest.raises(ValueError, match="whole sequences"):
         StartingPoint.read(recipe)
 
 
 def test_a_block_causal_model_has_no_bidirectional_teacher() -> None:
-    with pytest.raises(ValueError, match="has the model as its teacher over whole sequences, and mine was trained"):
+    with pytest.raises(ValueError, match="teacher"):
         check_model(D2F, replace(FAMILIES["sdar"], max_positions=4096), "mine")
 
 
 def test_a_recipe_is_for_its_families() -> None:
-    with pytest.raises(ValueError, match="LLaDA2-Mini trains LLaDA2MoeModelLM models, and mine is a SDARForCausalLM"):
+    with pytest.raises(ValueError, match="SDARForCausalLM"):
         check_model(RECIPES["LLaDA2-Mini"], FAMILIES["sdar"], "mine")
 
 
 def test_samples_longer_than_the_models_positions_are_refused() -> None:
-    with pytest.raises(ValueError, match="samples of up to 160 tokens, and mine only 64 positions"):
+    with pytest.raises(ValueError, match="64 positions"):
         check_model(MULTITF, FAMILIES["sdar"], "mine")
 
 
@@ -111,7 +111,7 @@ def test_data_of_another_tokenizer_are_refused(
     tiny_recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     recipe = replace(tiny_recipe, data=named_data(data_folder(tmp_path / "data", tokenizer)), base="tiny-bd")
-    with pytest.raises(ValueError, match="was tokenised for another model than tiny-bd: prepare it again"):
+    with pytest.raises(ValueError, match="prepare it again"):
         StartingPoint.read(recipe)
 
 
@@ -119,13 +119,13 @@ def test_data_that_changed_since_are_refused(
     tiny_recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     data = named_data(data_folder(tmp_path / "data", tokenizer))
-    with pytest.raises(ValueError, match="has changed since it was named"):
+    with pytest.raises(ValueError, match="changed"):
         StartingPoint.read(replace(tiny_recipe, data=replace(data, digest="other")))
 
 
 def test_what_cannot_be_trained_so_is_refused_before_a_plan(tiny_recipe: TrainingRecipe) -> None:
     recipe = replace(tiny_recipe, train=replace(tiny_recipe.train, attention="flex"))
-    with pytest.raises(ValueError, match="attention=flex trains on a GPU alone"):
+    with pytest.raises(ValueError, match="attention=flex"):
         StartingPoint.read(recipe).workloads("sharded", num_workers=2, device="CPU")
 
 
@@ -147,7 +147,7 @@ def test_weights_are_sharded_where_replicas_do_not_fit(tiny_recipe: TrainingReci
     assert chosen("auto", room["replicated"]) == "replicated"
     assert chosen("auto", room["sharded"]) == "sharded"
     assert chosen("sharded", room["replicated"], workers=1) == "replicated"
-    with pytest.raises(ValueError, match="it fits with --sharding sharded on 4 GPUs"):
+    with pytest.raises(ValueError, match="--sharding sharded on 4 GPUs"):
         chosen("replicated", room["sharded"])
 
 

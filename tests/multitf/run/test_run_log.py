@@ -124,10 +124,10 @@ def test_a_target_is_known_and_installed_or_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(log_targets, "is_installed", lambda target: target != "wandb")
     assert chosen_targets(None) is None and chosen_targets("none") == ()
     assert chosen_targets("mlflow, tensorboard,mlflow") == ("mlflow", "tensorboard")
-    with pytest.raises(ValueError, match="--log-to wandb: the package is not installed: pip install 'wandb'"):
+    with pytest.raises(ValueError, match="pip install 'wandb'"):
         chosen_targets("tensorboard,wandb")
     for text in ("tensorbord", "", "none,mlflow"):
-        with pytest.raises(ValueError, match="known are tensorboard, wandb, mlflow, separated by commas, and none"):
+        with pytest.raises(ValueError, match="tensorboard, wandb, mlflow"):
             chosen_targets(text)
 
 

@@ -61,9 +61,9 @@ def test_a_generator_gives_the_same_draws() -> None:
 
 def test_states_without_a_mask_are_left_out() -> None:
     assert fit_noise([(0.0, 0.0), (0.0, 0.5)], source="a test").states == (((0.0, 0.5), 1),)
-    with pytest.raises(ValueError, match="states is empty: no forward with a masked position"):
+    with pytest.raises(ValueError, match="states is empty"):
         fit_noise([(0.0,)], source="a test")
-    with pytest.raises(ValueError, match=r"needs bounds\.fitted"):
+    with pytest.raises(ValueError, match=r"bounds.fitted"):
         StateConfig(block_size=4, max_group=2, schedule="fitted")
 
 

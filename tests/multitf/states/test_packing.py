@@ -156,5 +156,5 @@ def test_ranks_pack_their_shares_into_equally_many_sequences() -> None:
 
 
 def test_packing_into_less_than_a_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="pack=0 must be"):
+    with pytest.raises(ValueError, match="pack=0"):
         replace(TRAIN, pack=0)

@@ -95,7 +95,7 @@ def test_fixed_tokens_are_seen_and_are_no_labels(models: dict[str, Decoder]) -> 
     batch = batch_of(models["blocks"], answers)
     assert differences(models["blocks"], batch).abs().max() < EXACT
     assert int((batch.labels != IGNORE).sum()) == len(answers) * template.count(None)
-    with pytest.raises(ValueError, match="the template fixes token 3"):
+    with pytest.raises(ValueError, match="token 3"):
         replace(answers[0], template=(5, None, None, 8, *template[4:]))
 
 
@@ -252,7 +252,7 @@ def test_what_cannot_be_replayed_is_refused(changes: dict[str, Any], message: st
 def test_settings_that_cannot_be_honoured_are_refused() -> None:
     with pytest.raises(ValueError, match="shrink=0"):
         replay_batch([good()], mask_token_id=0, shrink=0)
-    with pytest.raises(ValueError, match=r"shrink=2 .*all-masked"):
+    with pytest.raises(ValueError, match="shrink=2"):
         replay_batch([good()], mask_token_id=0, shrink=2, states="all-masked")
     with pytest.raises(ValueError, match="without a prompt"):
         replay_batch([good(prompt=(), **with_steps(1, 1, 2, 2, tail=()))], mask_token_id=0, shift=True)

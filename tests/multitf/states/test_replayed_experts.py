@@ -156,16 +156,16 @@ def test_a_record_has_the_tokens_of_every_forward_and_of_no_other_request() -> N
 def test_what_cannot_be_recorded_or_replayed_is_refused() -> None:
     model = build_routed()
     request = rollout_request(0, "four slots", experts=True)
-    with pytest.raises(RequestRefused, match="here has no experts"):
+    with pytest.raises(RequestRefused):
         engine(build()).add(request)
-    with pytest.raises(RequestRefused, match="they are part of a rollout"):
+    with pytest.raises(RequestRefused):
         engine(model).add(replace(request, rollout=False))
-    with pytest.raises(RequestRefused, match="were another engine's"):
+    with pytest.raises(RequestRefused):
         engine(model).add(replace(request, max_tokens=20, committed=(5,)))
     answers = recorded(model, count=2)
-    with pytest.raises(ValueError, match="states=exact, shrink=1"):
+    with pytest.raises(ValueError, match="shrink=1"):
         batch_of(answers, shrink=2)
-    with pytest.raises(ValueError, match="1 of 2 answers have no recorded experts"):
+    with pytest.raises(ValueError, match="1 of 2 answers"):
         batch_of([answers[0], *without_record(answers[1:])])
     kept = tuple(record for record in answers[0].experts if record.forward != 1)
     cut = replace(answers[0], experts=kept)

@@ -180,7 +180,7 @@ def test_the_choice_is_named_and_a_cpu_trains_dense() -> None:
     assert TrainingAttention("auto", CPU).describe() == "dense attention (flex needs a GPU)"
     assert TrainingAttention("dense", gpu).describe() == "dense attention, as asked"
     assert [TrainingAttention("auto", d).kind for d in (CPU, gpu)] == ["dense", "flex"]
-    with pytest.raises(ValueError, match="attention=flex trains on a GPU alone, and this device is cpu; choose dense"):
+    with pytest.raises(ValueError, match="choose dense"):
         TrainingAttention("flex", CPU)
     model = random_model(FAMILIES["sdar"])
     config = TrainConfig(steps=1, batch_size=1, lr=1e-3, attention="dense")

@@ -159,7 +159,7 @@ def test_all_layers_keep_one_dense_mask() -> None:
 )
 def test_what_does_not_fit_is_refused_with_what_would(changes: dict, room: float, remedy: str) -> None:
     asked = workload(SHAPES["sdar-1.7b"], replace(PLAIN, **changes), sample_tokens=512)
-    with pytest.raises(ValueError, match=f"training takes .* GB on each GPU, and .* are for it; {remedy}"):
+    with pytest.raises(ValueError, match=remedy):
         fitting([asked], int(room * 1e9))
 
 
@@ -174,7 +174,7 @@ def test_the_base_of_an_adapter_is_cut_among_its_workers() -> None:
         "embeddings, head and two layers in bfloat16, and no gradient of them"
     )
     asked = of_recipe("D2F-LLaDA", "llada-8b", workers=2, sharding="replicated")
-    with pytest.raises(ValueError, match=r"it fits with .*--sharding sharded on 4 GPUs"):
+    with pytest.raises(ValueError, match="--sharding sharded on 4 GPUs"):
         fitting([asked], round(four.total / (1 - RESERVE)) + 1)
 
 

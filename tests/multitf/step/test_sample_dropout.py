@@ -45,6 +45,6 @@ def test_samples_steps_seeds_and_layers_have_draws_of_their_own() -> None:
 
 def test_nothing_is_dropped_in_evaluation_or_without_a_sample() -> None:
     module, x = SampleDropout(0.5, 0, CurrentDraws()), torch.ones(1, 4, 8)
-    with pytest.raises(AssertionError, match="1 sequences are computed, and 0 were announced"):
+    with pytest.raises(AssertionError):
         module(x)
     assert torch.equal(module.eval()(x), x)

@@ -149,11 +149,9 @@ def test_a_size_that_does_not_divide_is_named() -> None:
         with pytest.raises(ValueError, match=sentence):
             check_divides(FAMILIES["llada2"], size, cut)
     heads = replace(FAMILIES["llada2"], num_heads=12, num_kv_heads=12)
-    with pytest.raises(
-        ValueError, match="num_experts=8 of the model does not divide among --tensor-parallel 3 workers"
-    ):
+    with pytest.raises(ValueError, match="num_experts=8"):
         check_divides(heads, 3, "expert")
-    with pytest.raises(ValueError, match="moe_intermediate_size=6 of the model does not divide"):
+    with pytest.raises(ValueError, match="moe_intermediate_size=6"):
         check_divides(heads, 4, "width")
     check_divides(heads, 4, "expert")
     check_divides(heads, 3, "width")

@@ -140,7 +140,7 @@ def test_what_is_dropped_is_the_sample_s(again: bool) -> None:
 
 
 def test_what_cannot_be_honoured_is_refused() -> None:
-    with pytest.raises(ValueError, match="distillation needs lora"):
+    with pytest.raises(ValueError, match="needs lora"):
         replace(TRAIN, lora=None)
     with pytest.raises(ValueError, match="rank=0"):
         LoraSettings(rank=0)

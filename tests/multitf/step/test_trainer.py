@@ -136,9 +136,9 @@ def test_the_learning_rate_warms_up_stays_and_decays():
 
 
 def test_what_cannot_be_trained_is_refused(tiny_recipe):
-    with pytest.raises(ValueError, match="batch_size=8 does not divide over 3 workers"):
+    with pytest.raises(ValueError, match="batch_size=8"):
         new_trainer(tiny_recipe, world_size=3)
-    with pytest.raises(ValueError, match="fewer than batch_size=800"):
+    with pytest.raises(ValueError, match="batch_size=800"):
         new_trainer(replace(tiny_recipe, train=replace(tiny_recipe.train, batch_size=800)))
     with pytest.raises(ValueError, match="steps=0"):
         replace(tiny_recipe.train, steps=0)

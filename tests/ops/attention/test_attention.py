@@ -110,7 +110,7 @@ def test_torch_and_triton_alone_are_enough_to_capture_a_step() -> None:
 )
 def test_a_preference_that_cannot_be_honoured_is_an_error(change: dict[str, Any], reason: str) -> None:
     setting: dict[str, Any] = {"device": CUDA, "capability": (9, 0), "load": FakePackages(), **SIZES, **change}
-    with pytest.raises(ValueError, match=f"cannot be used: .*{reason}"):
+    with pytest.raises(ValueError, match=reason):
         resolve(preference="vllm-flash-attn", **setting)
 
 
@@ -123,7 +123,7 @@ def test_windows_and_wide_heads_are_tritons() -> None:
 def test_limits_that_no_kernel_can_lift() -> None:
     with pytest.raises(ValueError, match="num_heads=6"):
         resolve(CPU, torch.float32, 16, 16, num_heads=6, num_kv_heads=4)
-    with pytest.raises(ValueError, match=r"'flash' is unknown; choose one of .*reference"):
+    with pytest.raises(ValueError, match=r"choose one of .*reference"):
         resolve(CPU, torch.float32, 16, 16, "flash")
 
 

@@ -139,5 +139,5 @@ def test_a_cut_depends_on_the_batchs_shape_alone() -> None:
 def test_strided_channels_are_refused() -> None:
     sizes = {"num_slots": 1, "size": 4, "page_size": 8, "heads": (4, 2), "channels": 64, "dtype": torch.float32}
     q, k, v, layout = slots([9], **sizes)
-    with pytest.raises(ValueError, match=r"the keys have strides"):
+    with pytest.raises(ValueError, match="strides"):
         split_attention(q, k.transpose(-1, -2), v, layout.for_kernels())

@@ -28,7 +28,7 @@ def test_a_vocabulary_is_covered_and_a_block_of_it_fills_a_gpu() -> None:
 
 
 def test_rows_that_are_not_contiguous_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"strides \(1, 30\); .*contiguous"):
+    with pytest.raises(ValueError, match="contiguous"):
         confidence(torch.zeros(4, 30).T, mask_token_id=0, size=4)
 
 
