@@ -8,7 +8,7 @@ from mbd_core.decoding.blocks.request import Output, Request, StepOutput
 from mbd_core.decoding.canvas.canvas_decoder import canvas_max_tokens
 from mbd_core.engine.engine import Engine
 
-Decode = Callable[[Sequence[int]], str]
+TextOf = Callable[[Sequence[int]], str]
 Stops = Mapping[str, Sequence[str]]
 
 
@@ -24,7 +24,7 @@ def fit_request(request: Request, positions: int) -> Request:
     return replace(request, max_tokens=canvas_max_tokens(canvas, preferred=request.max_tokens, most=max_tokens))
 
 
-def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, decode: Decode) -> list[Output]:
+def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, decode: TextOf) -> list[Output]:
     """The outputs of `requests`, in their order; raises as `Engine.generate` does.
 
     A request ends where its text holds one of its stop strings (`stops`, by the request's id). Its reason is then
@@ -52,7 +52,7 @@ def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, de
     return [outputs[request.request_id] for request in requests]
 
 
-def output_at(step: StepOutput, answer: Piece, stop: Sequence[str], decode: Decode) -> Output | None:
+def output_at(step: StepOutput, answer: Piece, stop: Sequence[str], decode: TextOf) -> Output | None:
     """The output if a request with this answer ends with this step: at a stop string, or by itself."""
 
     def has_stop(number: int) -> bool:

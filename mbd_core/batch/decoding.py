@@ -23,7 +23,7 @@ from mbd_core.engine.admission import RequestRefused
 
 
 @dataclass(frozen=True)
-class Failure:
+class NoOutput:
     """Why a request has no output."""
 
     error: str
@@ -124,39 +124,39 @@ class DecodeStage:
         results = self._results(name, requests, stops)
         for row in rows:
             result = results[str(row["sample"])]
-            if isinstance(result, Failure):
+            if isinstance(result, NoOutput):
                 row["error"] = result.error
             else:
                 text = before_stop(decode_text(tokenizer, result.tokens), stops[str(row["sample"])])
                 row.update(asdict(result.counts), text=text, finish_reason=result.finish_reason)
                 row.update(_replay(result.piece, token_text))
 
-    def _results(self, name: str, requests: Sequence[Request], stops: Stops) -> dict[str, Output | Failure]:
+    def _results(self, name: str, requests: Sequence[Request], stops: Stops) -> dict[str, Output | NoOutput]:
         """An output or a failure for every request, by its id."""
-        results: dict[str, Output | Failure] = {}
+        results: dict[str, Output | NoOutput] = {}
         for request in requests:
             try:
                 self._model(name).engine.admission.check(request)
             except RequestRefused as error:
-                results[request.request_id] = Failure(str(error))
+                results[request.request_id] = NoOutput(str(error))
         return results | self._run(name, [request for request in requests if request.request_id not in results], stops)
 
-    def _run(self, name: str, requests: Sequence[Request], stops: Stops) -> dict[str, Output | Failure]:
+    def _run(self, name: str, requests: Sequence[Request], stops: Stops) -> dict[str, Output | NoOutput]:
         """Run admitted requests together. If that fails, run each alone, so that only the cause of it fails."""
         if not requests:
             return {}
         outputs = self._generate(name, requests, stops)
-        if not isinstance(outputs, Failure):
+        if not isinstance(outputs, NoOutput):
             return {output.request_id: output for output in outputs}
         if len(requests) == 1:
             return {requests[0].request_id: outputs}
-        results: dict[str, Output | Failure] = {}
+        results: dict[str, Output | NoOutput] = {}
         for request in requests:
             results |= self._run(name, [request], stops)
         return results
 
-    def _generate(self, name: str, requests: Sequence[Request], stops: Stops) -> list[Output] | Failure:
-        """The outputs, or a `Failure` for any exception of the engine, which is then closed: its state is unknown.
+    def _generate(self, name: str, requests: Sequence[Request], stops: Stops) -> list[Output] | NoOutput:
+        """The outputs, or a `NoOutput` for any exception of the engine, which is then closed: its state is unknown.
 
         The engine is dropped after the `except` clause, because inside it the traceback still refers to the engine and
         keeps its memory.
@@ -165,6 +165,6 @@ class DecodeStage:
         try:
             return generate_until(model.engine, requests, stops, partial(decode_text, model.tokenizer))
         except Exception as error:
-            failure = Failure(f"{type(error).__name__}: {error}")
+            failure = NoOutput(f"{type(error).__name__}: {error}")
         self.close()
         return failure

@@ -27,7 +27,6 @@ TIMED_COLUMNS = pa.schema(
     + [(name, pa.float64()) for name in ("begun", "ended", "decode_seconds")]
     + [("error", pa.string())]
 )
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def run_timed(
     *,
     stops: Stops,
     concurrency: int,
-    clock: Clock = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[TimedOutput]:
     """Serve requests with `concurrency` of them under way as long as there are as many: the engine is given the next
     when one is back, at its end or at one of its stop strings. In the order in which they end."""
@@ -83,7 +82,11 @@ class TimedStage:
     """
 
     def __init__(
-        self, load: Callable[[str, int], DecodingModel], *, concurrency: int, clock: Clock = time.perf_counter
+        self,
+        load: Callable[[str, int], DecodingModel],
+        *,
+        concurrency: int,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._load, self._concurrency, self._clock = load, concurrency, clock
         self._model_in_use: tuple[tuple[str, int], DecodingModel] | None = None

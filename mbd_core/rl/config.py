@@ -16,7 +16,7 @@ from mbd_core.options import CLUSTER, DATA, DECODING, MODEL, OUTPUT, STATES, UPD
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.rewards import RewardConfig
 
-Schedule = Literal["sync", "one-step-off"]
+RLSchedule = Literal["sync", "one-step-off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class RLRecipe:
     train: TrainConfig
     held_out: HeldOutConfig = HeldOutConfig()
     schedule: Annotated[
-        Schedule, Option("Rollouts and updates in turn (sync), or side by side (one-step-off).", CLUSTER)
+        RLSchedule, Option("Rollouts and updates in turn (sync), or side by side (one-step-off).", CLUSTER)
     ] = "sync"
     iterations: Annotated[int, Option("Iterations.", UPDATES, at_least=1)] = 30
     most_idle: Annotated[

@@ -36,7 +36,7 @@ FILES = (
     *(RECORD, ITERATIONS, HELD_OUT, PLOT, FAILURE, LOCK, "log_ids.json"),
     *("rollouts/*/*.parquet", "learner/*.pt", "samples/*.html", "tensorboard/*", "model/*"),
 )
-Table = Literal["part", "scores"]
+PartTable = Literal["part", "scores"]
 
 
 def check_run(path: Path, recipe: RLRecipe, *, resume: bool) -> None:
@@ -100,7 +100,7 @@ class RunFolder(PartsFolder):
 
     # Rollouts
 
-    def write(self, iteration: int, kind: Table, number: int, table: pa.Table) -> None:
+    def write(self, iteration: int, kind: PartTable, number: int, table: pa.Table) -> None:
         """Write a part's rollouts or their scores."""
         with durable_file(self._place(iteration, kind, number)) as beside:
             pq.write_table(table, beside)
@@ -110,11 +110,11 @@ class RunFolder(PartsFolder):
         for path in self._place(iteration, "scores", 0).parent.glob("scores-*.parquet"):
             path.unlink()
 
-    def has(self, iteration: int, kind: Table, number: int) -> bool:
+    def has(self, iteration: int, kind: PartTable, number: int) -> bool:
         """Whether they are there."""
         return self._place(iteration, kind, number).exists()
 
-    def read(self, iteration: int, kind: Table, number: int) -> pa.Table:
+    def read(self, iteration: int, kind: PartTable, number: int) -> pa.Table:
         """Those that are there."""
         return pq.read_table(self._place(iteration, kind, number))
 
@@ -134,7 +134,7 @@ class RunFolder(PartsFolder):
                 num_dropped += len(versions)
         return num_dropped
 
-    def _place(self, iteration: int, kind: Table, number: int) -> Path:
+    def _place(self, iteration: int, kind: PartTable, number: int) -> Path:
         return self.path / "rollouts" / f"{iteration:05d}" / f"{kind}-{number:03d}.parquet"
 
     # Numbers

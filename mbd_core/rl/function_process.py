@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-Form = Literal["answer", "verl", "lists"]
-Rows = list[dict[str, Any]]
-GIVEN: dict[Form, tuple[str, ...]] = {
+CallForm = Literal["answer", "verl", "lists"]
+QuestionRows = list[dict[str, Any]]
+GIVEN: dict[CallForm, tuple[str, ...]] = {
     "answer": ("prompt", "text", "reference", "problem_id"),
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
     "lists": ("prompts", "completions", "reference", "problem_id"),
@@ -52,7 +52,7 @@ class UserFunction:
         kinds = inspect.Parameter
         names = [item.name for item in parameters if item.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
         takes_all = any(item.kind == kinds.VAR_KEYWORD for item in parameters)
-        self.form: Form = "lists" if "completions" in names else "verl" if "solution_str" in names else "answer"
+        self.form: CallForm = "lists" if "completions" in names else "verl" if "solution_str" in names else "answer"
         given = GIVEN[self.form]
         self._names = given if takes_all else tuple(name for name in given if name in names)
         required = [
@@ -67,11 +67,11 @@ class UserFunction:
                 f"takes {what}; it is called by name with {', '.join(given)}: {HOW.replace('NAME', _last(name))}"
             )
 
-    def __call__(self, rows: Rows) -> Any:
+    def __call__(self, rows: QuestionRows) -> Any:
         """What the function returns for these answers, which may be an awaitable."""
         return self._function(**{name: _argument(self.form, name, rows) for name in self._names})
 
-    def rewards(self, value: Any, rows: Rows) -> list[Any]:
+    def rewards(self, value: Any, rows: QuestionRows) -> list[Any]:
         """A reward for each answer of what the function returned: a number, `None`, or a text that says what it is."""
         if self.form != "lists":
             if self.form == "verl" and isinstance(value, Mapping) and "score" in value:
@@ -84,7 +84,7 @@ class UserFunction:
         return [_number(item) for item in values]
 
 
-def _argument(form: Form, name: str, rows: Rows) -> Any:
+def _argument(form: CallForm, name: str, rows: QuestionRows) -> Any:
     row = rows[0]
     if form == "lists":
         column = {"prompts": "prompt", "completions": "text"}.get(name, name)

@@ -17,8 +17,8 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
-from mbd_core.rl.function_process import LINE_BYTES, Form
-from mbd_core.rl.parts import Failure, Outcome, RewardFailed, failed, first_error, outcome_of, question
+from mbd_core.rl.function_process import LINE_BYTES, CallForm
+from mbd_core.rl.parts import Failure, RewardFailed, RewardOutcome, failed, first_error, outcome_of, question
 
 START_SECONDS = 120.0  # for a function's process to import its libraries
 GRACE = 5.0  # seconds for an `async def` function's process to say that an answer's time is over
@@ -50,7 +50,7 @@ class FunctionProcess:
         self._listening: asyncio.Task[None] | None = None
         self._lost = ""  # why it answers no more
         self.is_async = False
-        self.form: Form = "answer"
+        self.form: CallForm = "answer"
 
     @property
     def is_lost(self) -> bool:
@@ -126,10 +126,10 @@ class FunctionReward:
         """Import the function. Raises `RewardFailed` where it cannot be imported or asked."""
         self._give_back(await self._take())
 
-    async def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+    async def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[RewardOutcome]:
         """An outcome for each row. Raises `RewardFailed` where the function cannot be asked at all, and with `stops`
         for a row that fails."""
-        outcomes: list[Outcome] = [None] * len(rows)
+        outcomes: list[RewardOutcome] = [None] * len(rows)
         first = await self._take()
         self._give_back(first)
         units = deque(_units(rows, first.form))
@@ -166,7 +166,7 @@ class FunctionReward:
         self._idle.clear()
         self._shared = None
 
-    async def _ask(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Outcome], int]:
+    async def _ask(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Sequence[RewardOutcome], int]:
         """The outcomes for answers that are asked together, and how many answers may be under way from now on."""
         process = await self._take()
         clock = asyncio.get_running_loop()
@@ -222,7 +222,7 @@ class FunctionReward:
             self._idle.append(process)
 
 
-def _units(rows: Sequence[Mapping[str, Any]], form: Form) -> list[list[int]]:
+def _units(rows: Sequence[Mapping[str, Any]], form: CallForm) -> list[list[int]]:
     """The places of the answers that are asked together: those to one prompt for a function of lists, else one."""
     if form != "lists":
         return [[place] for place in range(len(rows))]

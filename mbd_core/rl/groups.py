@@ -80,7 +80,7 @@ class GroupConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredAnswer:
+class RewardedAnswer:
     """What a group's filter and its advantages look at; `rewards` are the parts of the reward by name, `None` for a
     part that does not apply, and no parts at all for an answer that got no reward."""
 
@@ -95,7 +95,7 @@ class ScoredAnswer:
         return any(value is not None for value in self.rewards.values())
 
 
-def drop_reason(answers: Sequence[ScoredAnswer], weights: Mapping[str, float], config: GroupConfig) -> Reason | None:
+def drop_reason(answers: Sequence[RewardedAnswer], weights: Mapping[str, float], config: GroupConfig) -> Reason | None:
     """Why a group teaches nothing, `None` where it does; a group of one answer has nothing to compare it with."""
     if len(answers) < 2:
         return "undecoded"
@@ -119,7 +119,7 @@ def weighted_sum(rewards: Mapping[str, float | None], weights: Mapping[str, floa
 
 
 def advantages(
-    answers: Sequence[ScoredAnswer], weights: Mapping[str, float], config: GroupConfig, *, seed: int
+    answers: Sequence[RewardedAnswer], weights: Mapping[str, float], config: GroupConfig, *, seed: int
 ) -> tuple[dict[int, float], Counter[Reason]]:
     """The advantage of each answer that teaches, by its place among `answers`, and how many groups were dropped, by
     reason. `weights` are those of the parts of the reward; `seed` is of the shuffling."""
@@ -169,7 +169,7 @@ def z_scores(values: Sequence[float]) -> list[float]:
     return [(value - mean) / deviation for value in values]
 
 
-def num_even(answers: Sequence[ScoredAnswer], values: Mapping[int, float]) -> int:
+def num_even(answers: Sequence[RewardedAnswer], values: Mapping[int, float]) -> int:
     """How many groups were kept in which no answer is better than another: all their advantages are 0."""
     largest: dict[int, float] = {}
     for place, value in values.items():

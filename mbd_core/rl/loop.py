@@ -35,7 +35,7 @@ from mbd_core.multitf.run.log_targets import open_logs
 from mbd_core.rl.config import RLRecipe, as_recorded
 from mbd_core.rl.executor import LearnerLost, RLExecutor
 from mbd_core.rl.folder import HELD_OUT, ITERATIONS, PLOT, RunFolder
-from mbd_core.rl.groups import REASONS, ScoredAnswer, advantages, weighted_sum, why_idle
+from mbd_core.rl.groups import REASONS, RewardedAnswer, advantages, weighted_sum, why_idle
 from mbd_core.rl.parts import RewardFailed
 from mbd_core.rl.record import (
     draw_progress,
@@ -147,7 +147,7 @@ class RLRun:
         is_last = iteration + 1 == recipe.iterations
         if recipe.lag and not is_last:
             waiting = self._begin(iteration + 1)  # with the weights of now
-        answers = [scored_answer(row) for row in usable]
+        answers = [rewarded_answer(row) for row in usable]
         taught, dropped = advantages(
             answers, recipe.rewards.weights, recipe.groups, seed=recipe.seed * 1_000_003 + iteration
         )
@@ -328,9 +328,9 @@ class RLRun:
         return path
 
 
-def scored_answer(row: Mapping[str, Any]) -> ScoredAnswer:
+def rewarded_answer(row: Mapping[str, Any]) -> RewardedAnswer:
     """What groups look at."""
-    return ScoredAnswer(
+    return RewardedAnswer(
         group=row["group"],
         correct=row["correct"],
         tpf=row["num_tokens"] / max(1, row["num_forwards"]),
@@ -340,5 +340,5 @@ def scored_answer(row: Mapping[str, Any]) -> ScoredAnswer:
 
 def total_reward(row: Mapping[str, Any], weights: Mapping[str, float]) -> float | None:
     """The weighted sum of the parts of a row's reward, `None` where it has none."""
-    answer = scored_answer(row)
+    answer = rewarded_answer(row)
     return weighted_sum(answer.rewards, weights) if answer.is_rewarded else None

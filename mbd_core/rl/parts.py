@@ -15,7 +15,7 @@ class Failure:
     why: str
 
 
-Outcome = float | None | Failure
+RewardOutcome = float | None | Failure
 """`None`: the part does not apply to this answer."""
 
 
@@ -23,7 +23,7 @@ class RewardFailed(RuntimeError):
     """A part of the reward cannot be computed."""
 
 
-def outcome_of(value: Any) -> Outcome:
+def outcome_of(value: Any) -> RewardOutcome:
     """What a part gave, as an outcome: a finite number or `None`, any other value is a failure."""
     if value is None:
         return None

@@ -12,14 +12,14 @@ from matplotlib.figure import Figure
 from mbd_core.evaluation.measures.rates import Summary
 from mbd_core.files import file_beside
 from mbd_core.multitf.run.log import COLOURS
-from mbd_core.rl.groups import REASONS, Reason, ScoredAnswer, num_even, weighted_sum
+from mbd_core.rl.groups import REASONS, Reason, RewardedAnswer, num_even, weighted_sum
 
 Row = Mapping[str, Any]
 MOST_SHOWN = 3  # reasons for answers without a reward, in a sentence
 
 
 def rollout_numbers(
-    rows: Sequence[Row], answers: Sequence[ScoredAnswer], weights: Mapping[str, float]
+    rows: Sequence[Row], answers: Sequence[RewardedAnswer], weights: Mapping[str, float]
 ) -> dict[str, Any]:
     """What an iteration's rollouts are like; `rows` have their scores, and `answers` are those that were decoded, at
     least one of them with a reward.
@@ -68,7 +68,7 @@ def failures_text(failures: Mapping[str, int]) -> str:
 
 
 def group_numbers(
-    answers: Sequence[ScoredAnswer], dropped: Mapping[Reason, int], taught: Mapping[int, float], *, num_groups: int
+    answers: Sequence[RewardedAnswer], dropped: Mapping[Reason, int], taught: Mapping[int, float], *, num_groups: int
 ) -> dict[str, float]:
     """How many groups were dropped, by reason, and what is left to learn from; `even` ones teach nothing either."""
     return {

@@ -25,7 +25,7 @@ import pyarrow as pa
 from mbd_core.evaluation.sweep.grading import grade_table
 from mbd_core.options import UPDATES, Option, check
 from mbd_core.rl.functions import FunctionReward
-from mbd_core.rl.parts import CORRECT, TPF, Failure, Outcome, RewardFailed, failed, first_error, is_finite
+from mbd_core.rl.parts import CORRECT, TPF, Failure, RewardFailed, RewardOutcome, failed, first_error, is_finite
 from mbd_core.rl.services import HttpReward, has_host, key_in
 
 FUNCTION = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_][\w.]*")
@@ -149,7 +149,7 @@ class Scorer:
             [self._score(row, next(judged) if row["error"] is None else None) for row in rows], schema=SCORES
         )
 
-    async def _ask(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Outcome]]:
+    async def _ask(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, RewardOutcome]]:
         """What each judge says of each row; all are asked at once."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -158,7 +158,7 @@ class Scorer:
             raise first_error(errors) from None
         return [{name: task.result()[place] for name, task in tasks.items()} for place in range(len(rows))]
 
-    def _score(self, row: Mapping[str, Any], judged: Mapping[str, Outcome] | None) -> dict[str, Any]:
+    def _score(self, row: Mapping[str, Any], judged: Mapping[str, RewardOutcome] | None) -> dict[str, Any]:
         overlong = row["finish_reason"] == "length"
         correct = bool(row["correct"]) and not (overlong and self._config.overlong_is_wrong)
         score = {"correct": correct, "overlong": overlong, "reason": row["reason"], "rewards": None, "failure": None}

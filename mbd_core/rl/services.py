@@ -20,7 +20,7 @@ import aiohttp
 from mbd_core.errors import error_sentence
 from mbd_core.json_text import parse_json
 from mbd_core.proxies import is_own, proxy_note
-from mbd_core.rl.parts import Failure, Outcome, failed, first_error, outcome_of, question
+from mbd_core.rl.parts import Failure, RewardOutcome, failed, first_error, outcome_of, question
 
 SHORTEST_PAUSE, FIRST_PAUSE, LONGEST_PAUSE = 0.1, 0.5, 30.0  # seconds
 LOST = 2  # answers in a row that a service gives no reward within the patience: it is down
@@ -75,10 +75,10 @@ class HttpReward:
     async def resolve(self) -> None:
         """Nothing is asked before there is an answer."""
 
-    async def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+    async def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[RewardOutcome]:
         """An outcome for each row, with `concurrency` of them asked at a time. Raises `RewardFailed` with `stops` for
         a row that fails. Once a service answered nothing for the whole patience, the other rows fail at once."""
-        outcomes: list[Outcome] = [None] * len(rows)
+        outcomes: list[RewardOutcome] = [None] * len(rows)
         places = deque(range(len(rows)))
         self._num_given_up, self._down = 0, None
 
@@ -109,7 +109,7 @@ class HttpReward:
     async def close(self) -> None:
         """Nothing stays open."""
 
-    async def _outcome(self, session: aiohttp.ClientSession, row: Mapping[str, Any]) -> Outcome:
+    async def _outcome(self, session: aiohttp.ClientSession, row: Mapping[str, Any]) -> RewardOutcome:
         clock = asyncio.get_running_loop()
         began, pause, tries = clock.time(), FIRST_PAUSE, 0
         busy: ServiceBusy | None = None
@@ -202,7 +202,7 @@ def _retry_after(value: str | None) -> float | None:
     return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
 
 
-def _reward(content: bytes) -> Outcome:
+def _reward(content: bytes) -> RewardOutcome:
     try:
         reply = parse_json(content, "the reply")
     except ValueError as error:

@@ -17,7 +17,7 @@ ROWS_AT_ONCE = 256
 """Of a table so many rows are Python objects at once, whatever its batches are."""
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"  # how files of tables begin
 
-Conversion = Callable[[Any], Any]
+ToJson = Callable[[Any], Any]
 
 
 def table_rows(file: Any, head: bytes) -> Iterator[dict[str, Any]]:
@@ -42,7 +42,7 @@ def _batches(file: Any, head: bytes) -> Iterator[pa.RecordBatch]:
         yield from pa.ipc.open_stream(file)
 
 
-def _conversion(kind: pa.DataType) -> Conversion | None:
+def _conversion(kind: pa.DataType) -> ToJson | None:
     """What makes the value that JSON would have of a value of this Arrow type; `None`: it is that already."""
     if pa.types.is_struct(kind):
         fields = {field.name: _conversion(field.type) for field in kind}

@@ -19,7 +19,7 @@ from scripted_endpoint import ScriptedEndpoint
 from cluster.local import ROOT
 from mbd_core.evaluation.sweep.endpoint import EndpointAddress, client_of, find_endpoint
 from mbd_core.proxies import is_own, keep_direct, proxy_note
-from mbd_core.rl.parts import Failure, Outcome
+from mbd_core.rl.parts import Failure, RewardOutcome
 from mbd_core.rl.services import HttpReward
 from mbd_core.storage.folder import Folder
 
@@ -28,7 +28,7 @@ VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 ROW = {"prompt": "p", "text": "t", "reference": "r", "problem_id": "1"}
 
 
-def judged(url: str) -> Outcome:
+def judged(url: str) -> RewardOutcome:
     """What a reward service gives for `ROW`, asked for at most a second."""
     (outcome,) = asyncio.run(HttpReward(url, seconds=5, patience=1, concurrency=1).judge([ROW]))
     return outcome

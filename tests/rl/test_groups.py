@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mbd_core.rl.groups import GroupConfig, ScoredAnswer, advantages, drop_reason, num_even, why_idle, z_scores
+from mbd_core.rl.groups import GroupConfig, RewardedAnswer, advantages, drop_reason, num_even, why_idle, z_scores
 
 WEIGHTS = {"correct": 1.0, "tpf": 0.5}
 
 
-def answers_of(group: int, *pairs: tuple[bool, float]) -> list[ScoredAnswer]:
+def answers_of(group: int, *pairs: tuple[bool, float]) -> list[RewardedAnswer]:
     return [
-        ScoredAnswer(group=group, correct=right, tpf=tpf, rewards={"correct": float(right), "tpf": tpf})
+        RewardedAnswer(group=group, correct=right, tpf=tpf, rewards={"correct": float(right), "tpf": tpf})
         for right, tpf in pairs
     ]
 
@@ -73,10 +73,10 @@ def test_a_group_is_dropped_for_a_reason() -> None:
         GroupConfig(least_right=0.8, most_right=0.2)
 
 
-def own_group(*values: float | None) -> list[ScoredAnswer]:
+def own_group(*values: float | None) -> list[RewardedAnswer]:
     """Wrong answers of one TPF that a part of the user's own rewards."""
     return [
-        ScoredAnswer(group=0, correct=False, tpf=1.0, rewards={"correct": 0.0, "mine:f": value}) for value in values
+        RewardedAnswer(group=0, correct=False, tpf=1.0, rewards={"correct": 0.0, "mine:f": value}) for value in values
     ]
 
 
@@ -97,11 +97,16 @@ def own_group(*values: float | None) -> list[ScoredAnswer]:
         (answers_of(0, (True, 1.0), (True, 1.0)), {"correct": 1.0}, GroupConfig(advantages="correct"), None),
         (own_group(1, None), {"mine:f": 1.0, "correct": 1.0}, GroupConfig(), None),
         (own_group(1, None), {"mine:f": 1.0, "correct": 1.0}, GroupConfig(advantages="joint"), None),
-        ([ScoredAnswer(group=0, correct=True, tpf=1.0, rewards={}), *MIXED[:1]], WEIGHTS, GroupConfig(), "unrewarded"),
+        (
+            [RewardedAnswer(group=0, correct=True, tpf=1.0, rewards={}), *MIXED[:1]],
+            WEIGHTS,
+            GroupConfig(),
+            "unrewarded",
+        ),
     ],
 )
 def test_a_group_is_judged_by_what_is_rewarded(
-    group: list[ScoredAnswer], weights: dict[str, float], config: GroupConfig, reason: str | None
+    group: list[RewardedAnswer], weights: dict[str, float], config: GroupConfig, reason: str | None
 ) -> None:
     assert drop_reason(group, weights, config) == reason
 
@@ -115,7 +120,7 @@ def test_a_part_that_does_not_apply_is_neutral() -> None:
 
 
 def test_answers_without_a_reward_have_no_part_in_their_group() -> None:
-    failed = ScoredAnswer(group=0, correct=True, tpf=9.0, rewards={})
+    failed = RewardedAnswer(group=0, correct=True, tpf=9.0, rewards={})
     plain, _ = advantages([*MIXED, *RIGHT], WEIGHTS, GroupConfig(), seed=0)
     found, _ = advantages([failed, *MIXED, *RIGHT], WEIGHTS, GroupConfig(), seed=0)
     assert found == {place + 1: value for place, value in plain.items()}

@@ -28,7 +28,7 @@ from mbd_core.models.model_config import MoEConfig
 from mbd_core.multitf.states.answer import read_answer
 from mbd_core.multitf.step.learner import Learner
 from mbd_core.multitf.step.objective import PolicyObjective
-from mbd_core.rl.groups import GroupConfig, ScoredAnswer, advantages
+from mbd_core.rl.groups import GroupConfig, RewardedAnswer, advantages
 from mbd_core.rl.recipes import ADAMW
 
 KEY, ASKED, SECONDS = "ann-0123456789abcdef", {"buffer_size": 3, "tau_m2t": 0.05}, 300
@@ -71,7 +71,7 @@ def test_a_learner_trains_from_the_endpoint(tiny_model_dir: Path, tmp_path: Path
                     steps = choice["rollout"]["step_map"] + choice["rollout"]["terminal"]["step_map"]
                     tpf = len(choice["token_ids"]) / max(steps)
                     choices.append(choice)
-                    scored.append(ScoredAnswer(group=number, correct=False, tpf=tpf, rewards={"tpf": tpf}))
+                    scored.append(RewardedAnswer(group=number, correct=False, tpf=tpf, rewards={"tpf": tpf}))
             taught, dropped = advantages(scored, {"tpf": 1.0}, EVERY, seed=0)
             assert len(taught) == 16 and not dropped
             report = learner.update(
