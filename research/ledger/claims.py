@@ -19,7 +19,7 @@ from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_MBD, LEDGER_T
 from research.ledger.plan import BASE, FITTED, LOW_TAUS, Experiment
 from research.ledger.rows import DrawnMeans, McNemar, PairedRows, StudyCell, each_seed, mcnemar
 
-Verdict = Literal["shown", "contradicted", "not shown"]
+ClaimVerdict = Literal["shown", "contradicted", "not shown"]
 CLAIM_TAU = 0.9
 ALPHA = 0.05
 MARGIN = 1.0
@@ -130,7 +130,7 @@ class JudgedClaim:
     difference: Interval
     over_seeds: Interval | None
     test: McNemar | None
-    verdict: Verdict
+    verdict: ClaimVerdict
 
 
 def judge(claims: Sequence[Claim], means: DrawnMeans) -> list[JudgedClaim]:
@@ -188,7 +188,7 @@ def _differences(claim: Claim, size: int, means: DrawnMeans) -> np.ndarray:
     )
 
 
-def _verdict(claim: Claim, difference: Interval, test: McNemar | None, *, num_tests: int) -> Verdict:
+def _verdict(claim: Claim, difference: Interval, test: McNemar | None, *, num_tests: int) -> ClaimVerdict:
     if claim.no_loss:
         return (
             "shown"

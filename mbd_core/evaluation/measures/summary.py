@@ -42,7 +42,7 @@ class ReportRow:
     summary: Summary
 
 
-Samples = Mapping[ReportKey, Sequence[GradedSample]]
+SamplesByKey = Mapping[ReportKey, Sequence[GradedSample]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,19 +188,19 @@ SEED = 0
 DIGITS = 6  # of an interval's bounds: beyond them a sum may depend on how a machine adds
 
 
-Curve = tuple[str, str, int | None]  # model, method, buffer size; `None`: of every size
+CurveKey = tuple[str, str, int | None]  # model, method, buffer size; `None`: of every size
 
 
-def _curve(aup: AupRow) -> Curve:
+def _curve(aup: AupRow) -> CurveKey:
     return aup.model, aup.method, aup.slots
 
 
 def with_intervals(
-    aups: Sequence[AupRow], samples: Samples, *, num_draws: int = NUM_DRAWS
+    aups: Sequence[AupRow], samples: SamplesByKey, *, num_draws: int = NUM_DRAWS
 ) -> tuple[list[AupRow], list[AupMean]]:
     """The AUPs with their percentile intervals, and the means of those of every size over tasks with theirs. What
     `samples` says of a task does not depend on other tasks."""
-    areas: dict[tuple[Curve, str], np.ndarray] = {}
+    areas: dict[tuple[CurveKey, str], np.ndarray] = {}
     for task in dict.fromkeys(key.task for key in samples):
         of_task = {key: graded for key, graded in samples.items() if key.task == task}
         curves = [_curve(aup) for aup in aups if aup.task == task]
@@ -229,7 +229,9 @@ def with_intervals(
     return rows, means
 
 
-def task_areas(samples: Samples, curves: Sequence[Curve], alpha: float, *, num_draws: int) -> Iterator[np.ndarray]:
+def task_areas(
+    samples: SamplesByKey, curves: Sequence[CurveKey], alpha: float, *, num_draws: int
+) -> Iterator[np.ndarray]:
     """Eq. 4.1's AUP and d3LLM's in every draw (2, D) for each curve on the task of `samples`; of a single
     problem NaN."""
     problems = {sample.problem for graded in samples.values() for sample in graded}
@@ -250,7 +252,7 @@ def task_areas(samples: Samples, curves: Sequence[Curve], alpha: float, *, num_d
         yield np.stack([aup_eq41(curve), aup_d3llm(curve, y_max=y_max_D, alpha=alpha)])
 
 
-def drawn_points(samples: Samples, *, seed: int, num_draws: int) -> np.ndarray:
+def drawn_points(samples: SamplesByKey, *, seed: int, num_draws: int) -> np.ndarray:
     """TPF and accuracy of every configuration in every draw (K, 2, D); NaN where a draw holds none of its problems, as
     in a sweep that is not finished."""
     problems = {name: n for n, name in enumerate(sorted({s.problem for graded in samples.values() for s in graded}))}

@@ -73,7 +73,7 @@ MODEL_SETTING = "block_size"  # the model's own, which does not go from one mode
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelOnTask:
     """A model on a task."""
 
     model: str
@@ -83,8 +83,8 @@ class Subject:
         return f"{self.model} on {self.task}"
 
 
-Setting = str  # the fields as JSON
-Results = Mapping[Subject, Mapping[Setting, Mapping[str, Any]]]
+SweptSetting = str  # the fields as JSON
+Results = Mapping[ModelOnTask, Mapping[SweptSetting, Mapping[str, Any]]]
 
 
 def transfer_table(chosen_on: Sequence[Path], reported_on: Sequence[Path], *, by: ChosenBy) -> Table:
@@ -118,14 +118,14 @@ def transfer_table(chosen_on: Sequence[Path], reported_on: Sequence[Path], *, by
 
 def _multi(folders: Sequence[Path]) -> Results:
     """The rows of sweeps by subject and setting."""
-    results: dict[Subject, dict[Setting, Mapping[str, Any]]] = {}
+    results: dict[ModelOnTask, dict[SweptSetting, Mapping[str, Any]]] = {}
     for folder in folders:
         for row in read_report(folder)["rows"]:
             fields = decoding_fields(row["config"])
             if fields.get("buffer_size", 1) == 1:
                 continue
             setting = json.dumps({name: value for name, value in sorted(fields.items()) if name != MODEL_SETTING})
-            subject = Subject(row["model"], row["task"])
+            subject = ModelOnTask(row["model"], row["task"])
             if setting in results.setdefault(subject, {}):
                 raise ValueError(f"{folder}: {subject} has one setting twice; give one sweep of each")
             results[subject][setting] = row
@@ -134,14 +134,14 @@ def _multi(folders: Sequence[Path]) -> Results:
     return results
 
 
-def _choice(rows: Mapping[Setting, Mapping[str, Any]], by: ChosenBy) -> Setting:
+def _choice(rows: Mapping[SweptSetting, Mapping[str, Any]], by: ChosenBy) -> SweptSetting:
     places = {setting: (row["accuracy"], row["tpf"] or 0.0) for setting, row in rows.items()}
     best = max(places.values()) if by == "accuracy" else knee(list(places.values()))
     return next(setting for setting, place in places.items() if place == best)
 
 
 def _transfer_text(
-    rows: Mapping[Setting, Mapping[str, Any]], setting: Setting, source: Subject, subject: Subject
+    rows: Mapping[SweptSetting, Mapping[str, Any]], setting: SweptSetting, source: ModelOnTask, subject: ModelOnTask
 ) -> str:
     if setting not in rows:
         raise ValueError(f"the setting chosen on {source} was not measured on {subject}; sweep the same grid there")

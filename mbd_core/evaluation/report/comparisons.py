@@ -32,7 +32,7 @@ DEFINITIONS = (
     "most accurate configuration of the report's first model and method, chosen on these samples, which biases "
     "differences from it downwards:"
 )
-Answers = Mapping[tuple[str, int, int], bool]  # by problem, seed and number
+RightByDraw = Mapping[tuple[str, int, int], bool]  # by problem, seed and number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def _method(row: ReportRow) -> tuple[str, str]:
     return row.key.model, row.key.method
 
 
-def _answers(samples: Sequence[GradedSample]) -> Answers:
+def _answers(samples: Sequence[GradedSample]) -> RightByDraw:
     """Whether each problem is right under each seed; samples that agree in both count in their order."""
     answers: dict[tuple[str, int, int], bool] = {}
     counts: Counter[tuple[str, int]] = Counter()
@@ -85,7 +85,7 @@ def _answers(samples: Sequence[GradedSample]) -> Answers:
     return answers
 
 
-def _gap(baseline: ReportKey, base: Answers, answers: Answers) -> AccuracyGap | None:
+def _gap(baseline: ReportKey, base: RightByDraw, answers: RightByDraw) -> AccuracyGap | None:
     keys_of_both = sorted(base.keys() & answers.keys())
     if not keys_of_both:
         return None

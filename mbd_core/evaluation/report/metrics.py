@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from mbd_core.tables import Table
 
-Quantity = Literal[
+MetricName = Literal[
     "accuracy",
     "tpf",
     "tpf_sums",
@@ -27,7 +27,7 @@ Quantity = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metric:
+class ReportMetric:
     """A metric.
 
     field    its field in `report.json`, of the rows, `aup` or `times`
@@ -68,8 +68,8 @@ class Metric:
         return "-" if value is None else format(value, self.form)
 
 
-METRICS: Mapping[Quantity, Metric] = {
-    "accuracy": Metric(
+METRICS: Mapping[MetricName, ReportMetric] = {
+    "accuracy": ReportMetric(
         field="accuracy",
         name="Acc",
         long="accuracy",
@@ -77,20 +77,20 @@ METRICS: Mapping[Quantity, Metric] = {
         better="↑",
         meaning="right answers / samples, with the 95 % Wilson interval; a request that could not be decoded is wrong",
     ),
-    "tpf": Metric(
+    "tpf": ReportMetric(
         field="tpf",
         name="TPF",
         long="tokens per forward",
         better="↑",
         meaning="useful tokens (before EOS) / NFE of a sample, the mean over samples with its standard error (se)",
     ),
-    "tpf_sums": Metric(
+    "tpf_sums": ReportMetric(
         field="tpf_ratio_of_sums",
         name="TPF (sums)",
         better="↑",
         meaning="useful tokens of all samples / NFE of all",
     ),
-    "token_efficiency": Metric(
+    "token_efficiency": ReportMetric(
         field="token_efficiency",
         name="η_tok",
         form=".3f",
@@ -98,7 +98,7 @@ METRICS: Mapping[Quantity, Metric] = {
         meaning="TPF / (buffer_size x block_size), the share of a whole Block Buffer that becomes tokens (MBD-LMs, "
         "Section 4.5); a canvas has none",
     ),
-    "nfe": Metric(
+    "nfe": ReportMetric(
         field="nfe",
         name="NFE",
         long="forwards",
@@ -106,28 +106,28 @@ METRICS: Mapping[Quantity, Metric] = {
         better="↓",
         meaning="decode forwards of a sample, store-only ones included, prompt-only prefill not; mean over samples",
     ),
-    "tokens": Metric(field="tokens", name="Tokens", meaning="useful tokens of a sample; the mean over samples"),
-    "cut": Metric(field="cut", name="Cut", form="d", meaning="answers that ended at the limit of their tokens"),
-    "errors": Metric(
+    "tokens": ReportMetric(field="tokens", name="Tokens", meaning="useful tokens of a sample; the mean over samples"),
+    "cut": ReportMetric(field="cut", name="Cut", form="d", meaning="answers that ended at the limit of their tokens"),
+    "errors": ReportMetric(
         field="errors",
         name="Errors",
         form="d",
         meaning="requests that could not be decoded; they count as wrong and are left out of the rates",
     ),
-    "aup_eq41": Metric(
+    "aup_eq41": ReportMetric(
         field="aup_eq41",
         name="AUP Eq. 4.1",
         better="↑",
         meaning="area under accuracy over TPF by the trapezoid, over all configurations of a model and method on a "
         "task; 0 with a single one. Of several tasks the mean. [95 %]: percentiles of a bootstrap over the problems",
     ),
-    "aup": Metric(
+    "aup": ReportMetric(
         field="aup_d3llm",
         name="AUP d3LLM",
         better="↑",
         meaning="the same area with the first rectangle, weighted by accuracy / y_max; no point is added at TPF 1",
     ),
-    "tps": Metric(
+    "tps": ReportMetric(
         field="tps_batch_1",
         name="Batch-1 TPS",
         unit="per request, end to end, tok/s",
@@ -136,7 +136,7 @@ METRICS: Mapping[Quantity, Metric] = {
         meaning="useful tokens / seconds of requests, one at a time; a request's seconds run from its tokens in to "
         "its whole answer out, prompt included, tokenizer and network not",
     ),
-    "decode_tps": Metric(
+    "decode_tps": ReportMetric(
         field="decode_tps_batch_1",
         name="Batch-1 decode TPS",
         unit="its forwards alone, tok/s",
@@ -144,14 +144,14 @@ METRICS: Mapping[Quantity, Metric] = {
         better="↑",
         meaning="useful tokens / seconds of the forwards that NFE counts, which is TPF / step time, the papers' TPS",
     ),
-    "forward_ms": Metric(
+    "forward_ms": ReportMetric(
         field="forward_ms_batch_1",
         name="Batch-1 forward",
         unit="ms",
         better="↓",
         meaning="time of one such forward",
     ),
-    "latency": Metric(
+    "latency": ReportMetric(
         field="latency_alone_p50",
         name="Latency alone p50 / p90",
         unit="s",
@@ -160,7 +160,7 @@ METRICS: Mapping[Quantity, Metric] = {
         meaning="nearest-rank percentiles of the seconds of requests, one at a time; a dash where too few were timed "
         "(p90 takes 10, p99 takes 100: `--timed 100`)",
     ),
-    "throughput": Metric(
+    "throughput": ReportMetric(
         field="throughput",
         name="Throughput",
         unit="aggregate of all requests, tok/s",
@@ -169,7 +169,7 @@ METRICS: Mapping[Quantity, Metric] = {
         meaning="useful tokens of all requests / seconds from the first's beginning to the last's end, with "
         "`--concurrency` requests under way as long as there are as many",
     ),
-    "latency_together": Metric(
+    "latency_together": ReportMetric(
         field="latency_together_p50",
         name="Latency together p50 / p90 / p99",
         unit="s",

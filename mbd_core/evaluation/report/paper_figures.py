@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mbd_core.decoding.blocks.methods import D2F_TABLE_8, METHODS, TABLE_4, Family, MethodFields
-from mbd_core.evaluation.report.metrics import Quantity
+from mbd_core.evaluation.report.metrics import MetricName
 
 # A paper's name for a model -> the names of folders that hold it: as the paper prints it, and as it was released. Of
 # the MBD-* models, LLaDA2-Mini-DMax and the ablations of Tables 2b and 4 no release is known to be the paper's.
@@ -48,7 +48,7 @@ class Figure:
     """A printed number: the mean of `quantity` over `tasks`, each decoded with the fields at the same place."""
 
     printed: str
-    quantity: Quantity
+    quantity: MetricName
     model: str
     tasks: tuple[str, ...]
     methods: tuple[MethodFields, ...]
@@ -123,7 +123,7 @@ TABLE_3 = (
 )
 
 
-def _mbd_figure(printed: str, quantity: Quantity, model: str, tasks: Sequence[str], *, multi: bool) -> Figure | None:
+def _mbd_figure(printed: str, quantity: MetricName, model: str, tasks: Sequence[str], *, multi: bool) -> Figure | None:
     """A figure of a model decoded as Table 4 says; a MBD-* model has its base's MultiBD row."""
     if not model:
         return None
@@ -136,7 +136,7 @@ def _mbd_figure(printed: str, quantity: Quantity, model: str, tasks: Sequence[st
 
 def _pairs(tasks: Sequence[str], values: Sequence[str], model: str, *, multi: bool) -> list[Figure | None]:
     """Accuracy and TPF of each task and of their average, then the average AUP."""
-    columns: list[tuple[Quantity, Sequence[str]]] = [
+    columns: list[tuple[MetricName, Sequence[str]]] = [
         (quantity, of) for of in (*((task,) for task in tasks), tuple(tasks)) for quantity in ("accuracy", "tpf")
     ]
     columns.append(("aup", tuple(tasks)))
@@ -174,7 +174,7 @@ def _mbd_tables() -> list[PaperTable]:
         )
         for model, multi, name, values in TABLE_2B
     ]
-    columns: list[tuple[Quantity, Sequence[str]]] = [("tpf", four), ("forward_ms", four)]
+    columns: list[tuple[MetricName, Sequence[str]]] = [("tpf", four), ("forward_ms", four)]
     columns += [("decode_tps", (task,)) for task in four] + [("decode_tps", four)]
     speed = [
         PaperRow(
@@ -210,12 +210,12 @@ def _mbd_tables() -> list[PaperTable]:
     ]
 
 
-AVERAGED: tuple[Quantity, ...] = ("accuracy", "tpf", "aup")
+AVERAGED: tuple[MetricName, ...] = ("accuracy", "tpf", "aup")
 
 # -- D2F ------------------------------------------------------------------------------------------------------------
 
 D2F_HEADS = ("TPS ↑", "Latency (s) ↓", "Gen. Length", "Score ↑")
-D2F_QUANTITIES: tuple[Quantity, ...] = ("tps", "latency", "tokens", "accuracy")
+D2F_QUANTITIES: tuple[MetricName, ...] = ("tps", "latency", "tokens", "accuracy")
 # benchmark, task, then by method: TPS, latency, generated length, score
 D2F_TABLE_1 = (
     ("GSM8K 4-shot", "gsm8k", "LLaDA-Instruct", "7.2 32.3 231 77.4"),
@@ -422,7 +422,7 @@ def _blockbatch_method(method: str, model: str) -> MethodFields:
 
 
 def _blockbatch_table() -> PaperTable:
-    quantities: tuple[Quantity, ...] = ("latency", "nfe", "accuracy")
+    quantities: tuple[MetricName, ...] = ("latency", "nfe", "accuracy")
     columns = [(model, quantity) for model in BLOCKBATCH_MODELS for quantity in quantities]
     rows = [
         PaperRow(

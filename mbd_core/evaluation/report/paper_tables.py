@@ -13,10 +13,10 @@ from mbd_core.evaluation.measures.statistics import Z_95, Interval, mean, spread
 from mbd_core.evaluation.measures.summary import AupMean, AupRow, ReportKey, ReportRow
 from mbd_core.evaluation.report.metrics import METRICS
 from mbd_core.evaluation.report.paper_figures import MODELS, PAPER_TABLES, Figure, PaperRow, PaperTable
-from mbd_core.evaluation.sweep.speed import Speed
+from mbd_core.evaluation.sweep.speed import MeasuredSpeed
 from mbd_core.tables import Cell, Table
 
-Verdict = Literal["inside", "outside", "not judged"]
+PaperVerdict = Literal["inside", "outside", "not judged"]
 
 NOTE = (
     "A printed figure is inside or outside the 95 % interval of ours: Wilson's for accuracies, the mean ± 1.96 "
@@ -50,7 +50,7 @@ class Beside:
     configs: Mapping[str, Any]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> PaperVerdict:
         if self.quantity == "aup" or self.low is None or self.high is None:
             return "not judged"
         return "inside" if self.low <= self.printed <= self.high else "outside"
@@ -79,7 +79,7 @@ class Own:
 
     rows: Sequence[ReportRow]
     aups: Sequence[AupRow]
-    times: Mapping[ReportKey, Speed]
+    times: Mapping[ReportKey, MeasuredSpeed]
     aup_means: Sequence[AupMean]
 
     @classmethod
@@ -87,7 +87,7 @@ class Own:
         cls,
         rows: Sequence[ReportRow],
         aups: Sequence[AupRow],
-        times: Sequence[Speed],
+        times: Sequence[MeasuredSpeed],
         aup_means: Sequence[AupMean] = (),
     ) -> "Own":
         return cls(rows, aups, {ReportKey(s.model, s.method, s.task, s.config): s for s in times}, aup_means)

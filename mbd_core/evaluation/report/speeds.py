@@ -15,7 +15,7 @@ from mbd_core.evaluation.measures.summary import ReportKey, ReportRow, best_row
 from mbd_core.evaluation.report.metrics import METRICS, SUBJECT
 from mbd_core.evaluation.sweep.endpoint import is_endpoint
 from mbd_core.evaluation.sweep.folder import read_record, read_samples
-from mbd_core.evaluation.sweep.speed import Speed
+from mbd_core.evaluation.sweep.speed import MeasuredSpeed
 from mbd_core.tables import Table
 
 TPS, DECODE_TPS, FORWARD, THROUGHPUT = (METRICS[name] for name in ("tps", "decode_tps", "forward_ms", "throughput"))
@@ -30,7 +30,7 @@ SPEED_NOTE = (
 )
 
 
-def speed_table(times: Sequence[Speed], labels: Mapping[str, str], varied: Mapping[ReportKey, str]) -> Table:
+def speed_table(times: Sequence[MeasuredSpeed], labels: Mapping[str, str], varied: Mapping[ReportKey, str]) -> Table:
     """The speeds; `varied` has the settings in which a method's configurations differ."""
     concurrencies = " or ".join(str(count) for count in sorted({speed.concurrency for speed in times}))
     return Table(
@@ -57,7 +57,7 @@ def _seconds(*values: float | None) -> str:
     return " / ".join(METRICS["latency"].text(value) for value in values)
 
 
-def key_of(speed: Speed) -> ReportKey:
+def key_of(speed: MeasuredSpeed) -> ReportKey:
     return ReportKey(speed.model, speed.method, speed.task, speed.config)
 
 
@@ -83,7 +83,7 @@ class SpeedGain:
     measured_tps_gain: float
 
 
-def speed_gains(times: Sequence[Speed], rows: Sequence[ReportRow]) -> dict[ReportKey, SpeedGain]:
+def speed_gains(times: Sequence[MeasuredSpeed], rows: Sequence[ReportRow]) -> dict[ReportKey, SpeedGain]:
     """The gain of every timed configuration; none on a task whose baseline gave no token."""
     speed_of = {key_of(speed): speed for speed in times}
     gains: dict[ReportKey, SpeedGain] = {}
@@ -102,7 +102,7 @@ def speed_gains(times: Sequence[Speed], rows: Sequence[ReportRow]) -> dict[Repor
     return gains
 
 
-def _gain(baseline: str, speed: Speed, base: Speed) -> SpeedGain:
+def _gain(baseline: str, speed: MeasuredSpeed, base: MeasuredSpeed) -> SpeedGain:
     tpf_gain = speed.tpf_alone / base.tpf_alone
     latency_cost = speed.forward_ms_batch_1 / base.forward_ms_batch_1
     return SpeedGain(

@@ -1,201 +1,34 @@
-"""A sweep's report from its rows alone, without a model: its settings, its numbers, its files."""
+"""A sweep's report from its rows alone, without a model: the folders of sweeps are joined, measured and written."""
 
-import io
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from mbd_core.evaluation.measures.rates import GradedSample
 from mbd_core.evaluation.measures.repeated import Repeated, measure_repeated
 from mbd_core.evaluation.measures.summary import (
-    AupMean,
-    AupRow,
     ReportKey,
     ReportRow,
     build_aup,
     build_rows,
-    token_efficiency,
     with_intervals,
 )
-from mbd_core.evaluation.report.comparisons import AccuracyGap, accuracy_gaps, gap_table
-from mbd_core.evaluation.report.harness_table import HarnessNumbers, harness_numbers, harness_table
-from mbd_core.evaluation.report.metrics import metric_table
-from mbd_core.evaluation.report.page import ShownSamples, choose_samples, draw_plot, render_page
-from mbd_core.evaluation.report.paper_tables import Own, beside_tables, paper_content, paper_section
+from mbd_core.evaluation.report.comparisons import accuracy_gaps
+from mbd_core.evaluation.report.contents import SweepNumbers, report_files, report_tables
+from mbd_core.evaluation.report.harness_table import harness_numbers
+from mbd_core.evaluation.report.page import choose_samples
 from mbd_core.evaluation.report.speeds import (
-    EndpointSeconds,
     endpoint_seconds,
-    gain_table,
     key_of,
-    seconds_table,
-    speed_gains,
-    speed_table,
-)
-from mbd_core.evaluation.report.tables import (
-    aup_table,
-    best_table,
-    configuration_table,
-    repeated_table,
-    rule_table,
-    settings_table,
 )
 from mbd_core.evaluation.sandbox.processes import MEANING
 from mbd_core.evaluation.sweep.endpoint import is_endpoint
 from mbd_core.evaluation.sweep.folder import SweepFolder, isolations, load_samples, read_record, read_times
 from mbd_core.evaluation.sweep.record import SweepRecord
-from mbd_core.evaluation.sweep.speed import Speed, config_of, speeds
+from mbd_core.evaluation.sweep.speed import MeasuredSpeed, config_of, speeds
 from mbd_core.tables import Table, markdown
-
-# The files of a report: Markdown, JSON, a page and the plot, as bytes that depend on the rows and settings alone.
-
-
-def report_files(
-    tables: Sequence[Table],
-    rows: Sequence[ReportRow],
-    aups: Sequence[AupRow],
-    aup_means: Sequence[AupMean],
-    times: Sequence[Speed],
-    shown: ShownSamples,
-    *,
-    gaps: Mapping[ReportKey, AccuracyGap],
-    labels: Mapping[str, str],
-    settings: Mapping[str, Any],
-    seconds: Sequence[EndpointSeconds] = (),
-    repeated: Mapping[ReportKey, Repeated] = MappingProxyType({}),
-    harness: Mapping[ReportKey, HarnessNumbers] = MappingProxyType({}),
-) -> dict[str, bytes]:
-    """The files by name, `report.json` last; `tables` are those of `report_tables`. `labels` maps task names to column
-    heads.
-
-    What was timed is in `times` and `papers` of `report.json` and in the last sections of `report.md`, and so of the
-    page, from `Speed` on; all else is the same bytes for the same plan. `seconds` are those of endpoints.
-    """
-    gains = speed_gains(times, rows)
-    papers = beside_tables(Own.of(rows, aups, times, aup_means))
-    repeated_here = {row.key: repeated[row.key] for row in rows if row.key in repeated}
-    content = {
-        "rows": [
-            {
-                "model": row.key.model,
-                "method": row.key.method,
-                "task": row.key.task,
-                "config": json.loads(row.key.config),
-                **asdict(row.summary),
-                "by_rule": {
-                    rule: {"accuracy": value.value, "low": value.low, "high": value.high}
-                    for rule, value in row.summary.by_rule.items()
-                },
-                "token_efficiency": token_efficiency(row),
-                **(asdict(repeated_here[row.key]) if row.key in repeated_here else {}),
-                **({"harness": asdict(harness[row.key])} if row.key in harness else {}),
-            }
-            for row in rows
-        ],
-        **_groups_content(harness, {row.key for row in rows}),
-        "aup": [_aup_content(aup) for aup in aups],
-        "aup_means": [_aup_content(value) for value in aup_means],
-        "differences": [_gap_content(key, gap) for key, gap in gaps.items()],
-        "settings": settings,
-        "times": [
-            {
-                **asdict(speed),
-                "config": json.loads(speed.config),
-                "gain": asdict(gains[key_of(speed)]) if key_of(speed) in gains else None,
-            }
-            for speed in times
-        ],
-        "papers": paper_content(papers),
-        **({"endpoint_seconds": [asdict(value) for value in seconds]} if seconds else {}),
-    }
-    plot = io.BytesIO()
-    draw_plot(rows, plot, labels=labels)
-    return {
-        "plot.png": plot.getvalue(),
-        "report.md": markdown(tables).encode(),
-        "report.html": render_page(tables, rows, shown, labels=labels, settings=settings),
-        "report.json": (json.dumps(content, indent=2, allow_nan=False) + "\n").encode(),
-    }
-
-
-def _groups_content(harness: Mapping[ReportKey, HarnessNumbers], keys: Collection[ReportKey]) -> dict[str, Any]:
-    """The averages of lm-evaluation-harness's groups, where some were asked for."""
-    groups = [
-        {
-            "model": key.model,
-            "method": key.method,
-            "group": key.task,
-            "config": json.loads(key.config),
-            **asdict(group_numbers),
-        }
-        for key, group_numbers in harness.items()
-        if key not in keys
-    ]
-    return {"harness_groups": groups} if groups else {}
-
-
-def _aup_content(aup: AupRow | AupMean) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    for name, value in asdict(aup).items():
-        if name in ("eq41", "d3llm"):
-            content[f"aup_{name}"] = value["value"]
-        else:
-            content[name] = value
-    for name, area in (("eq41", aup.eq41), ("d3llm", aup.d3llm)):
-        content[f"{name}_interval"] = None if area.low is None else area.bounds
-    return content
-
-
-def report_tables(
-    rows: Sequence[ReportRow],
-    aups: Sequence[AupRow],
-    times: Sequence[Speed],
-    *,
-    labels: Mapping[str, str],
-    settings: Mapping[str, Any],
-    aup_means: Sequence[AupMean] = (),
-    gaps: Mapping[ReportKey, AccuracyGap] | None = None,
-    seconds: Sequence[EndpointSeconds] = (),
-    repeated: Mapping[ReportKey, Repeated] = MappingProxyType({}),
-    harness: Mapping[ReportKey, HarnessNumbers] = MappingProxyType({}),
-) -> list[Table]:
-    """The report as tables, in their order."""
-    varied = {row.key: row.varied for row in rows}
-    gains = speed_gains(times, rows)
-    papers = beside_tables(Own.of(rows, aups, times, aup_means))
-    tables = [
-        best_table(rows, aup_means, labels, title="Evaluation sweep"),
-        configuration_table(rows, labels),
-        rule_table(rows, labels),
-        repeated_table(repeated, labels, varied) if repeated else None,
-        harness_table(harness, labels, varied) if harness else None,
-        aup_table(aups, labels),
-        gap_table(gaps, labels, varied) if gaps else None,
-        metric_table(),
-        settings_table(settings),
-        speed_table(times, labels, varied) if times else None,
-        gain_table(gains, labels, varied) if gains else None,
-        seconds_table(seconds, labels) if seconds else None,
-        *paper_section(papers, recipe=_recipes(settings)),
-    ]
-    return [table for table in tables if table is not None]
-
-
-def _gap_content(key: ReportKey, gap: AccuracyGap) -> dict[str, Any]:
-    subject, base = (
-        {**asdict(key_of_side), "config": json.loads(key_of_side.config)} for key_of_side in (key, gap.baseline)
-    )
-    return {**subject, **asdict(gap), "baseline": base}
-
-
-def _recipes(settings: Mapping[str, Any]) -> str:
-    """How the problems were asked, in words; of joined sweeps, how those of each were."""
-    parts = [settings, *(value for value in settings.values() if isinstance(value, Mapping))]
-    names = dict.fromkeys(str(part["recipe"]) for part in parts if "recipe" in part)
-    return "; ".join(names) or "as the settings say"
-
 
 PROMPT_FIELDS = ("form", "prompt", "examples", "examples_sha256", "stop")  # what a task's settings say of its prompts
 
@@ -243,18 +76,20 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     ):
         settings = {"not timed": without_time, **settings}
     aups, aup_means = with_intervals([*build_aup(rows), *build_aup(rows, by_slots=True)], samples)
-    page_samples, seconds = choose_samples(folders), endpoint_seconds(folders)
-    gaps = accuracy_gaps(rows, samples)
-    numbers: dict[str, Any] = {
-        "gaps": gaps,
-        "labels": labels,
-        "settings": settings,
-        "seconds": seconds,
-        "repeated": repeated_of(samples),
-        "harness": harness_numbers(folders, list(samples)),
-    }
-    tables = report_tables(rows, aups, times, aup_means=aup_means, **numbers)
-    files = report_files(tables, rows, aups, aup_means, times, page_samples, **numbers)
+    numbers = SweepNumbers(
+        rows=rows,
+        labels=labels,
+        settings=settings,
+        aups=aups,
+        aup_means=aup_means,
+        times=times,
+        gaps=accuracy_gaps(rows, samples),
+        seconds=endpoint_seconds(folders),
+        repeated=repeated_of(samples),
+        harness=harness_numbers(folders, list(samples)),
+    )
+    tables = report_tables(numbers)
+    files = report_files(numbers, tables, choose_samples(folders))
     return SweepSummary(tables=tables, files=files, num_samples=num_samples, num_planned=num_planned)
 
 
@@ -279,7 +114,7 @@ def planned_samples(records: Sequence[SweepRecord]) -> int:
     return sum(record.num_samples for record in _records_by_plan(records))
 
 
-def times_of(folders: Sequence[Path], rows: Sequence[ReportRow]) -> list[Speed]:
+def times_of(folders: Sequence[Path], rows: Sequence[ReportRow]) -> list[MeasuredSpeed]:
     """The speeds in the order of the report's rows; of a case that two folders hold, the first's."""
     first_folder: dict[tuple[str, str, str, str], int] = {}
     rows_once = [
@@ -293,7 +128,7 @@ def times_of(folders: Sequence[Path], rows: Sequence[ReportRow]) -> list[Speed]:
 
 
 def _configurations_without_time(
-    rows: Sequence[ReportRow], times: Sequence[Speed], records: Sequence[SweepRecord]
+    rows: Sequence[ReportRow], times: Sequence[MeasuredSpeed], records: Sequence[SweepRecord]
 ) -> list[str]:
     """The configurations without a time: it failed, has not come yet, or the model can serve none of the requests.
     Those of endpoints are never timed."""

@@ -119,10 +119,10 @@ def _before(prompt: str, entry_point: str) -> str:
 
 # Which lines are Python.
 
-State = Literal["whole", "open", "bad"]
+CodeState = Literal["whole", "open", "bad"]
 
 
-def _state(code: str) -> State:
+def _state(code: str) -> CodeState:
     """Whether code is Python, is none whatever follows, or may be with lines that follow."""
     try:
         compile(code, "<answer>", "exec", INCOMPLETE)
@@ -194,7 +194,7 @@ class _Runs:
     def _code(self, start: int, end: int) -> str:
         return "\n".join(self.lines[start:end])
 
-    def _state(self, start: int, end: int) -> State:
+    def _state(self, start: int, end: int) -> CodeState:
         if self.budget.left < 0:
             return "bad"
         code = self._code(start, end)
@@ -221,7 +221,7 @@ class _Runs:
 # What of the code the function reaches.
 
 
-Kind = Literal["import", "usual", "other", "silent"]
+StatementKind = Literal["import", "usual", "other", "silent"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +234,7 @@ class Statement:
 
     node: ast.stmt
     code: str
-    kind: Kind
+    kind: StatementKind
     names: frozenset[str]
 
     @cached_property
@@ -269,7 +269,7 @@ def _statements(code: str) -> list[Statement]:
     ]
 
 
-def _kind(node: ast.stmt) -> Kind | None:
+def _kind(node: ast.stmt) -> StatementKind | None:
     match node:
         case ast.Import() | ast.ImportFrom():
             return "import"
@@ -344,6 +344,6 @@ def _defining(name: str, statements: Sequence[Statement]) -> list[Statement]:
     """The imports of a name, and its first definition of the first kind that there is."""
     named = [statement for statement in statements if name in statement.names]
     imports = [statement for statement in named if statement.kind == "import"]
-    kinds: tuple[Kind, ...] = ("usual", "other", "silent")
+    kinds: tuple[StatementKind, ...] = ("usual", "other", "silent")
     definitions = (statement for kind in kinds for statement in named if statement.kind == kind)
     return [*imports, *islice(definitions, 1)]

@@ -13,7 +13,7 @@ from mbd_core.evaluation.sandbox.plain_data import Value, decode
 from mbd_core.evaluation.sandbox.processes import Contained, Isolation, Limits, contained
 
 RunReason = Literal["passed", "wrong", "error", "timeout", "memory"]
-Conversion = Literal["", "set", "given", "printed"]
+ResultConversion = Literal["", "set", "given", "printed"]
 DEFINE_SECONDS = 10.0
 LONGEST_VERDICT = 4096
 MOST_WRONG = 20  # inputs that are named
@@ -44,7 +44,7 @@ def run_calls(
     accept: Callable[[int, Value], bool],
     *,
     limits: Limits,
-    convert: Conversion = "",
+    convert: ResultConversion = "",
     isolation: Isolation | None = None,
 ) -> RunVerdict:
     """Define the program, call its function, and pass every answer to `accept`. The verdict is that of the first one

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mbd_core.decoding.blocks.methods import SpeedPoint, pareto_points
-from mbd_core.evaluation.measures.rates import GradedSample, Summary, summarize
+from mbd_core.evaluation.measures.rates import Summary, summarize
 from mbd_core.evaluation.measures.statistics import mean
-from mbd_core.evaluation.measures.summary import ReportKey
+from mbd_core.evaluation.measures.summary import ReportKey, SamplesByKey
 
 if TYPE_CHECKING:
-    from mbd_core.evaluation.sweep.speed import Speed
+    from mbd_core.evaluation.sweep.speed import MeasuredSpeed
 
 By = Literal["accuracy", "tps", "knee"]
 BEST = (
@@ -33,8 +33,6 @@ BEST = (
 )
 """What each of them means, for helps."""
 FLOOR = 5.0  # points of accuracy
-
-Samples = Mapping[ReportKey, Sequence[GradedSample]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +114,7 @@ def check_halves(problems: Mapping[str, Sequence[str]]) -> None:
             )
 
 
-def choose_best(samples: Samples, times: Sequence[Speed], *, model: str, by: By) -> BestPoint:
+def choose_best(samples: SamplesByKey, times: Sequence[MeasuredSpeed], *, model: str, by: By) -> BestPoint:
     """A model's best configuration; `ValueError` if a task cannot be halved, if configurations were measured on
     different problems, or if nothing was timed for `tps`."""
     of_model = {key: model_samples for key, model_samples in samples.items() if key.model == model}
@@ -137,7 +135,7 @@ def choose_best(samples: Samples, times: Sequence[Speed], *, model: str, by: By)
     )
 
 
-def _check_alike(groups: Mapping[str, Mapping[str, ReportKey]], samples: Samples) -> None:
+def _check_alike(groups: Mapping[str, Mapping[str, ReportKey]], samples: SamplesByKey) -> None:
     """Raise `ValueError` unless every configuration has all tasks, with the same problems."""
     problems: dict[str, set[str]] = {}
     for keys in groups.values():
@@ -157,7 +155,7 @@ def _check_alike(groups: Mapping[str, Mapping[str, ReportKey]], samples: Samples
 
 
 def _candidate(
-    keys: Mapping[str, ReportKey], samples: Samples, tps: Mapping[tuple[str, str, str], float]
+    keys: Mapping[str, ReportKey], samples: SamplesByKey, tps: Mapping[tuple[str, str, str], float]
 ) -> Candidate:
     first = next(iter(keys.values()))
     halves = [

@@ -359,17 +359,15 @@ COLUMNS = (
     *COUNTS,
 )
 
-Samples = dict[ReportKey, list[GradedSample]]
 
-
-def load_samples(folders: Sequence[Path]) -> Samples:
+def load_samples(folders: Sequence[Path]) -> dict[ReportKey, list[GradedSample]]:
     """The samples of sweeps by configuration, in the order of their plans, those of one configuration by number.
 
     A sample that several folders hold is counted once if their sweeps are the same. Raises `ValueError` if two sweeps
     that differ have a model's configuration and a problem in common: which of the rows counts? A seed makes another
     problem of it only if the task draws its problems; those of a file are the same under each, and so are the answers.
     """
-    samples: Samples = {}
+    samples: dict[ReportKey, list[GradedSample]] = {}
     plans: dict[tuple[ReportKey, str, int | None, int | None], int] = {}  # of (configuration, problem, seed, draw)
     rows: list[tuple[int, int, ReportKey, GradedSample]] = []
     plan_values: list[Any] = []

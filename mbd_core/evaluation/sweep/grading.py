@@ -90,8 +90,8 @@ class Grading:
 
 # Grades samples from other sources: a JSON-lines file and a task's problems in, rows and a summary out.
 
-Form = Literal["text", "completion", "solution"]
-FORMS: tuple[Form, ...] = ("solution", "completion", "text")
+SampleForm = Literal["text", "completion", "solution"]
+FORMS: tuple[SampleForm, ...] = ("solution", "completion", "text")
 IDS = ("problem_id", "task_id", "question_id", "doc_id")
 
 
@@ -102,7 +102,7 @@ class Sample:
 
     line: int
     problem: Problem
-    form: Form
+    form: SampleForm
     content: str
 
 

@@ -8,7 +8,7 @@ from mbd_core.batch.inputs import NUM_DRAWS
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.endpoint import Endpoint
 from mbd_core.evaluation.tasks.benchmarks import TASKS
-from mbd_core.evaluation.tasks.prompts import Form
+from mbd_core.evaluation.tasks.prompts import PromptForm
 from mbd_core.evaluation.tasks.recipes import OWN_CHAT, RECIPES
 from mbd_core.options import CLUSTER, DATA, DECODING, MODEL, Option, check
 from mbd_core.tasks.split import Split
@@ -105,7 +105,7 @@ class SweepOptions(TaskOptions):
         ),
     ] = None
     form: Annotated[
-        Form,
+        PromptForm,
         Option("How tasks of lm-evaluation-harness are asked: plain text, one turn, or an example a turn.", DATA),
     ] = "plain"
     tensor_parallel: Annotated[

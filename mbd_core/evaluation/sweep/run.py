@@ -29,7 +29,7 @@ from mbd_core.evaluation.sweep.record import SweepRecord, record_of, timed_rows
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.evaluation.sweep.sweep import Sweep
 
-Report = TypeVar("Report")
+ReportType = TypeVar("ReportType")
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class SweepRun:
         start: Callable[[], AbstractContextManager[Executor]],
         *,
         stage: EndpointStage,
-        report: Callable[[SweepFolder], Report],
+        report: Callable[[SweepFolder], ReportType],
         overwrite: bool = False,
         publish: Callable[[str], None] = lambda _: None,
         name: str | None = None,
-    ) -> Report:
+    ) -> ReportType:
         """Compute what the folder at `path` lacks, and report it: once all samples are there, and with the times.
 
         `start` starts an executor, if anything is to be computed. `publish` is as `SweepFolder.claim` takes it, and
@@ -198,7 +198,7 @@ def dead_samples(folder: Path) -> set[int]:
 
 SECONDS = 30.0  # between two reports
 
-Subject = tuple[str, str]  # model, task
+ProgressSubject = tuple[str, str]  # model, task
 
 
 class SweepProgress:
@@ -217,8 +217,8 @@ class SweepProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._parts, self._clock = {part.number: part for part in parts}, clock
-        self._num_planned, self._num_left = Counter[Subject](), Counter[Subject]()
-        self._configurations: dict[Subject, set[tuple[str, str, int]]] = {}
+        self._num_planned, self._num_left = Counter[ProgressSubject](), Counter[ProgressSubject]()
+        self._configurations: dict[ProgressSubject, set[tuple[str, str, int]]] = {}
         for part in parts:
             rows = Counter(map(_subject, part.rows))
             self._num_planned += rows
@@ -248,7 +248,7 @@ class SweepProgress:
         self._shown_at = time_now
         return [self._line(subject) for subject in self._num_planned if self._num_left[subject] or subject in subjects]
 
-    def _line(self, subject: Subject) -> str:
+    def _line(self, subject: ProgressSubject) -> str:
         model, task = subject
         configurations = len(self._configurations[subject])
         num_problems, num_left = (
@@ -268,7 +268,7 @@ class SweepProgress:
         return rows * (self._clock() - self._start) / self._num_done
 
 
-def _subject(row: Row) -> Subject:
+def _subject(row: Row) -> ProgressSubject:
     return (row["model"], row["task"])
 
 

@@ -14,7 +14,7 @@ def config_of(row: Mapping[str, str]) -> tuple[str, str, str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speed:
+class MeasuredSpeed:
     """One configuration's speed on a task. Seconds are the engine's: from the moment when it is given a request,
     nothing of it cached, to the moment when it gives the whole answer back; text is made elsewhere.
 
@@ -46,7 +46,7 @@ class Speed:
     latency_together_p99: float | None
 
 
-def speeds(rows: Iterable[Mapping[str, Any]]) -> list[Speed]:
+def speeds(rows: Iterable[Mapping[str, Any]]) -> list[MeasuredSpeed]:
     """The speed of every configuration that was timed, in the order of its first row; of rows of `TIMED_COLUMNS`."""
     cases: dict[tuple[str, str, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -55,7 +55,7 @@ def speeds(rows: Iterable[Mapping[str, Any]]) -> list[Speed]:
     return [_speed(*case, of_case) for case, of_case in cases.items()]
 
 
-def _speed(model: str, method: str, task: str, config: str, rows: Sequence[Mapping[str, Any]]) -> Speed:
+def _speed(model: str, method: str, task: str, config: str, rows: Sequence[Mapping[str, Any]]) -> MeasuredSpeed:
     lone_rows = [row for row in rows if row["run"] == ALONE]
     rows_at_once = [row for row in rows if row["run"] == TOGETHER]
     alone_seconds, together_seconds = (
@@ -64,7 +64,7 @@ def _speed(model: str, method: str, task: str, config: str, rows: Sequence[Mappi
     alone_tokens, alone_forwards = (sum(row[name] for row in lone_rows) for name in ("num_tokens", "num_forwards"))
     decode_seconds = sum(row["decode_seconds"] for row in lone_rows)
     wall = max(row["ended"] for row in rows_at_once) - min(row["begun"] for row in rows_at_once)
-    return Speed(
+    return MeasuredSpeed(
         model=model,
         method=method,
         task=task,

@@ -64,14 +64,14 @@ def _closes_at_end(content: str, start: int) -> bool:
 
 # The form of an answer.
 
-Kind = Literal["part", "list", "set", "brackets", "union", "matrix"]
+FormKind = Literal["part", "list", "set", "brackets", "union", "matrix"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class AnswerForm:
     """An answer's parts. `ends` are the brackets around them, `[` and `)` for example; a matrix has rows of parts."""
 
-    kind: Kind
+    kind: FormKind
     parts: tuple[str, ...]
     ends: str = ""
     rows: int = 1
@@ -110,32 +110,32 @@ def split_outside(text: str, separators: str) -> list[str]:
     return [piece.strip() for piece in [*parts, "".join(part)]]
 
 
-def form_of(text: str) -> Form:
+def form_of(text: str) -> AnswerForm:
     """The form of an answer in plain notation."""
     if match := _MATRIX.fullmatch(text):
         rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\cr\b", match[1]) if row.strip()]
-        return Form(kind="matrix", parts=tuple(c.strip() for r in rows for c in r.split("&")), rows=len(rows))
+        return AnswerForm(kind="matrix", parts=tuple(c.strip() for r in rows for c in r.split("&")), rows=len(rows))
     if match := _ANGLES.fullmatch(text):
-        return Form(kind="brackets", parts=tuple(split_outside(match[1], ",")), ends="()")
+        return AnswerForm(kind="brackets", parts=tuple(split_outside(match[1], ",")), ends="()")
     if (parts := _CUP.split(text)) and len(parts) > 1:
-        return Form(kind="union", parts=tuple(part.strip() for part in parts))
+        return AnswerForm(kind="union", parts=tuple(part.strip() for part in parts))
     if interval := _interval_of_relation(text):
         return interval
     if (match := _MEMBER.match(text)) and match[1]:
         return form_of(match[1].strip())
     if text.startswith(r"\{") and text.endswith(r"\}"):
-        return Form(kind="set", parts=_items(text[2:-2]))
+        return AnswerForm(kind="set", parts=_items(text[2:-2]))
     if text[:1] in tuple("([") and text[-1:] in tuple(")]"):
         inner = split_outside(text[1:-1], ",;")
         if len(inner) > 1 and _is_balanced(text[1:-1]):
-            return Form(kind="brackets", parts=tuple(inner), ends=text[0] + text[-1])
+            return AnswerForm(kind="brackets", parts=tuple(inner), ends=text[0] + text[-1])
     items = _items(text)
     if len(items) > 1:
         relations = [_interval_of_relation(item) for item in items]
         if all(relations):
-            return Form(kind="union", parts=items)
-        return Form(kind="list", parts=items)
-    return Form(kind="part", parts=(text,))
+            return AnswerForm(kind="union", parts=items)
+        return AnswerForm(kind="list", parts=items)
+    return AnswerForm(kind="part", parts=(text,))
 
 
 def _is_balanced(text: str) -> bool:
@@ -175,7 +175,7 @@ _HALF_TURNED = re.compile(rf"([^<>a-zA-Z]*(?:\\(?!le|ge|lt|gt)[a-z]+[^<>a-zA-Z]*
 _HALF_TURNED_UP = re.compile(rf"([^<>a-zA-Z]*(?:\\(?!le|ge|lt|gt)[a-z]+[^<>a-zA-Z]*)*){_BELOW}{_VARIABLE}")
 
 
-def _interval_of_relation(text: str) -> Form | None:
+def _interval_of_relation(text: str) -> AnswerForm | None:
     """`2 < x \\le 5` as (2, 5], and `x > 2` as (2, \\infty)."""
     if not re.search(r"[<>]|\\[lg][et]", text) or split_outside(text, ",;")[1:]:
         return None
@@ -183,9 +183,9 @@ def _interval_of_relation(text: str) -> Form | None:
     def is_strict(sign: str) -> bool:
         return sign in ("<", ">", r"\lt", r"\gt")
 
-    def interval(low: str, high: str, *, low_open: bool, high_open: bool) -> Form:
+    def interval(low: str, high: str, *, low_open: bool, high_open: bool) -> AnswerForm:
         ends = ("(" if low_open else "[") + (")" if high_open else "]")
-        return Form(kind="brackets", parts=(low.strip(), high.strip()), ends=ends)
+        return AnswerForm(kind="brackets", parts=(low.strip(), high.strip()), ends=ends)
 
     if match := _WITHIN.fullmatch(text):
         return interval(match[1], match[5], low_open=is_strict(match[2]), high_open=is_strict(match[4]))
@@ -287,7 +287,7 @@ def _same(gold: str, answer: str, same_expression: SameExpression) -> bool:
     return False
 
 
-def _without_name(form: Form) -> Form:
+def _without_name(form: AnswerForm) -> AnswerForm:
     """The form of `(1,2)` for `(x,y) = (1,2)`."""
     sides = split_outside(form.parts[0], "=") if form.kind == "part" else []
     return form_of(sides[-1]) if len(sides) > 1 else form

@@ -23,7 +23,7 @@ from mbd_core.evaluation.tasks.kinds.harness import (
 )
 from mbd_core.evaluation.tasks.kinds.task import Problem
 from mbd_core.evaluation.tasks.problems import ProblemSet
-from mbd_core.evaluation.tasks.prompts import Form, Wording
+from mbd_core.evaluation.tasks.prompts import PromptForm, Wording
 from mbd_core.evaluation.tasks.recipes import TaskPrompt
 
 FEW_SHOT_SEED = 1234  # of the harness
@@ -32,7 +32,7 @@ FEW_SHOT_SEED = 1234  # of the harness
 def load_harness_problems(
     names: Sequence[str],
     *,
-    form: Form,
+    form: PromptForm,
     include: str | None,
     limit: int | None,
     max_tokens: int | None,
@@ -60,7 +60,7 @@ def load_harness_problems(
     return asked_tasks
 
 
-def _built_task(name: str, include: str | None, *, form: Form, limit: int | None) -> Any:
+def _built_task(name: str, include: str | None, *, form: PromptForm, limit: int | None) -> Any:
     """A task with its requests; `ValueError` for one that is not offered, with the reason."""
     task, label = harness_task(name, include), f"{HARNESS_PREFIX}{name}"
     if task.OUTPUT_TYPE not in ("generate_until", "multiple_choice", "loglikelihood"):
@@ -82,7 +82,7 @@ def _built_task(name: str, include: str | None, *, form: Form, limit: int | None
 
 
 def _decoded_task(
-    task: Any, groups: Sequence[str], *, form: Form, include: str | None, max_tokens: int | None
+    task: Any, groups: Sequence[str], *, form: PromptForm, include: str | None, max_tokens: int | None
 ) -> AskedTask:
     """A task whose answers are decoded, one to a document."""
     arguments = [instance.args for instance in task.instances]
@@ -108,7 +108,7 @@ def _decoded_task(
 
 
 def _scored_task(
-    task: Any, groups: Sequence[str], *, form: Form, include: str | None, draws: int, seed: int
+    task: Any, groups: Sequence[str], *, form: PromptForm, include: str | None, draws: int, seed: int
 ) -> AskedTask:
     """A task that compares log-likelihoods: to each document some continuations, of one context or of several."""
     requests: dict[int, list[Any]] = {}
@@ -177,7 +177,7 @@ def _document(doc: Any) -> dict[str, Any]:
         return {}
 
 
-def _prompt(task: Any, form: Form, generation: Generation) -> TaskPrompt:
+def _prompt(task: Any, form: PromptForm, generation: Generation) -> TaskPrompt:
     source = _source(task)
     return TaskPrompt(
         wording=Wording(form=form),

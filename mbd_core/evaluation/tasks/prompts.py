@@ -10,7 +10,7 @@ from mbd_core.checkpoint.chat import question
 from mbd_core.evaluation.tasks.kinds.task import Problem, Task
 from mbd_core.evaluation.tasks.problems import read_rows
 
-Form = Literal["turn", "turns", "plain"]
+PromptForm = Literal["turn", "turns", "plain"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Wording:
     system   the chat's system turn, if it has one
     """
 
-    form: Form = "turn"
+    form: PromptForm = "turn"
     text: str = "{question}"
     answer: str = "{answer}"
     joint: str = " "

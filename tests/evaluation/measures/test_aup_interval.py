@@ -12,7 +12,7 @@ from mbd_core.evaluation.measures.summary import (
     AupMean,
     AupRow,
     ReportKey,
-    Samples,
+    SamplesByKey,
     build_aup,
     build_rows,
     drawn_points,
@@ -20,12 +20,12 @@ from mbd_core.evaluation.measures.summary import (
 )
 
 
-def found(samples: Samples) -> dict[tuple[str, str], AupRow]:
+def found(samples: SamplesByKey) -> dict[tuple[str, str], AupRow]:
     rows, _ = with_intervals(build_aup(build_rows(samples)), samples)
     return {(aup.model, aup.task): aup for aup in rows}
 
 
-def means(samples: Samples) -> dict[str, AupMean]:
+def means(samples: SamplesByKey) -> dict[str, AupMean]:
     _, found = with_intervals(build_aup(build_rows(samples)), samples)
     return {one.model: one for one in found}
 

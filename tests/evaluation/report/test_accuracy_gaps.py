@@ -11,7 +11,7 @@ from mbd_core.evaluation.measures.rates import GradedSample
 from mbd_core.evaluation.measures.statistics import wilson_interval
 from mbd_core.evaluation.measures.summary import ReportKey, build_rows
 from mbd_core.evaluation.report.comparisons import accuracy_gaps, gap_table
-from mbd_core.evaluation.report.summary import report_tables
+from mbd_core.evaluation.report.contents import SweepNumbers, report_tables
 
 
 def answers(right: Sequence[bool], *, first: int = 0) -> list[GradedSample]:
@@ -80,5 +80,5 @@ def test_the_section_names_the_baseline_and_is_left_out_without_differences() ->
     table = gap_table(accuracy_gaps(rows, samples), {"a": "A"}, {row.key: row.varied for row in rows})
     assert table.lead[1] == ["A: base, MBD, tau_m2t=0.9"]
     assert table.rows == [["base", "MBD", "A", "tau_m2t=0.7", 2, 0, 1, "-50.00 [-100.00, +0.00]", "1.000"]]
-    without = report_tables(rows, [], [], labels={"a": "A"}, settings={}, gaps={})
+    without = report_tables(SweepNumbers(rows=rows, labels={"a": "A"}, settings={}))
     assert table.title not in {one.title for one in without}

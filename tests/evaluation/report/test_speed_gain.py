@@ -8,16 +8,16 @@ from sweep_rows import report_rows
 from written_sweeps import timed_table
 
 from mbd_core.evaluation.measures.summary import ReportKey, token_efficiency
+from mbd_core.evaluation.report.contents import SweepNumbers, report_files, report_tables
 from mbd_core.evaluation.report.page import ShownSamples
 from mbd_core.evaluation.report.speeds import SpeedGain, gain_table, speed_gains
-from mbd_core.evaluation.report.summary import report_files, report_tables
-from mbd_core.evaluation.sweep.speed import Speed, speeds
+from mbd_core.evaluation.sweep.speed import MeasuredSpeed, speeds
 from mbd_core.tables import markdown
 
 NOTHING_SHOWN = ShownSamples(samples={}, prompts=[], total=0, each=0, left_out=0)
 
 
-def timed(key: ReportKey, *, tpf: float, forward_ms: float, tps: float) -> Speed:
+def timed(key: ReportKey, *, tpf: float, forward_ms: float, tps: float) -> MeasuredSpeed:
     (speed,) = speeds(timed_table({**vars(key), "problem_id": "p"}).to_pylist())
     return replace(speed, tpf_alone=tpf, forward_ms_batch_1=forward_ms, tps_batch_1=tps)
 
@@ -54,9 +54,8 @@ def test_the_baseline_is_the_first_method_s_most_accurate_timed_configuration() 
 def test_the_report_has_the_gain_with_the_times_and_the_token_efficiency_of_each_row() -> None:
     rows = report_rows()
     times = [timed(row.key, tpf=row.summary.tpf, forward_ms=2.0, tps=10.0) for row in rows[:3]]
-    settings = {"labels": {"a": "A", "b": "B"}, "settings": {}, "gaps": {}}
-    tables = report_tables(rows, [], times, **settings)
-    report = json.loads(report_files(tables, rows, [], [], times, NOTHING_SHOWN, **settings)["report.json"])
+    numbers = SweepNumbers(rows=rows, times=times, labels={"a": "A", "b": "B"}, settings={})
+    report = json.loads(report_files(numbers, report_tables(numbers), NOTHING_SHOWN)["report.json"])
     assert [entry["gain"]["tpf_gain"] for entry in report["times"]] == pytest.approx([1, 1, 2])
     assert [row["token_efficiency"] for row in report["rows"][:3]] == pytest.approx([2 / 8, 2 / 8, 4 / 8])
     wide = replace(rows[0], config={**rows[0].config, "buffer_size": 4})

@@ -9,18 +9,19 @@ import pytest
 from sweep_rows import report_rows, report_samples
 from written_sweeps import timed_table
 
-from mbd_core.evaluation.measures.summary import build_aup, build_rows, with_intervals
+from mbd_core.evaluation.measures.summary import AupRow, ReportRow, build_aup, build_rows, with_intervals
 from mbd_core.evaluation.report.comparisons import accuracy_gaps
+from mbd_core.evaluation.report.contents import SweepNumbers, report_tables
 from mbd_core.evaluation.report.metrics import METRICS
-from mbd_core.evaluation.report.summary import report_tables
 from mbd_core.evaluation.sweep.speed import speeds
 from mbd_core.evaluation.tasks.recipes import RECIPES
 from mbd_core.tables import Table, markdown
 
 
-def render_markdown(*numbers: Any, **options: Any) -> str:
+def render_markdown(rows: Sequence[ReportRow], aups: Sequence[AupRow], times: Sequence[Any], **others: Any) -> str:
     """The report without the papers' tables, which have tests of their own."""
-    return markdown(report_tables(*numbers, **options)).partition("\n## Beside the papers")[0]
+    numbers = SweepNumbers(rows=rows, aups=aups, times=times, **others)
+    return markdown(report_tables(numbers)).partition("\n## Beside the papers")[0]
 
 
 def test_the_table_has_the_columns_of_table_1_and_their_averages() -> None:
@@ -93,7 +94,7 @@ def test_no_prompt_s_fence_or_markup_reaches_beyond_its_setting() -> None:
 
 def test_one_task_has_no_average() -> None:
     rows = [row for row in report_rows() if row.key.task == "a"]
-    (best, *_) = report_tables(rows, build_aup(rows), [], labels={"a": "A"}, settings={})
+    (best, *_) = report_tables(SweepNumbers(rows=rows, aups=build_aup(rows), labels={"a": "A"}, settings={}))
     assert best.columns == ("Model", "A Acc ↑", "A TPF ↑", "AUP Eq. 4.1 [95 %] ↑", "AUP d3LLM [95 %] ↑")
     assert [len(row) for row in best.rows] == [1, 5, 1, 5]
     assert best.rows[0] == ["bd (blksz=8)"] and best.rows[1][:2] == ["SingleBD", "100.00 [51.0, 100.0]"]
@@ -102,7 +103,8 @@ def test_one_task_has_no_average() -> None:
 def test_a_number_is_named_as_the_table_of_metrics_names_it() -> None:
     rows = report_rows()
     speed = speeds(timed_table({**asdict(rows[0].key), "problem_id": "p"}).to_pylist())
-    tables = report_tables(rows, build_aup(rows), speed, labels={"a": "A", "b": "B"}, settings={})
+    labels = {"a": "A", "b": "B"}
+    tables = report_tables(SweepNumbers(rows=rows, aups=build_aup(rows), times=speed, labels=labels, settings={}))
     heads = {head for table in tables for head in table.columns}
     named = [metric for metric in METRICS.values() if metric.field != "tokens"]
     assert all(any(metric.name in head for head in heads) for metric in named)
@@ -117,7 +119,10 @@ def tables_of(name: str, settings: Mapping[str, Any]) -> Sequence[Table]:
     rows = build_rows(samples)
     times = speeds(timed_table({**vars(rows[0].key), "problem_id": "p"}).to_pylist())
     gaps = accuracy_gaps(rows, samples)
-    return report_tables(rows, build_aup(rows), times, labels={"a": "A", "b": "B"}, settings=settings, gaps=gaps)
+    labels = {"a": "A", "b": "B"}
+    return report_tables(
+        SweepNumbers(rows=rows, aups=build_aup(rows), times=times, labels=labels, settings=settings, gaps=gaps)
+    )
 
 
 @pytest.mark.parametrize("name", ["a|b", r"a\|b", "a|", "a\n| b |", "a\n## b", "a\u2028b"])

@@ -8,8 +8,8 @@ from sweep_rows import graded_sample
 from written_sweeps import timed_table
 
 from mbd_core.evaluation.measures.summary import ReportKey
-from mbd_core.evaluation.sweep.best import By, Samples, check_halves, choose_best, is_for_choice, knee
-from mbd_core.evaluation.sweep.speed import Speed, speeds
+from mbd_core.evaluation.sweep.best import By, SamplesByKey, check_halves, choose_best, is_for_choice, knee
+from mbd_core.evaluation.sweep.speed import MeasuredSpeed, speeds
 
 IDS = [f"p{number}" for number in range(40)]
 CHOICE, OTHER = [p for p in IDS if is_for_choice(p)], [p for p in IDS if not is_for_choice(p)]
@@ -20,7 +20,7 @@ def key(tau: float) -> ReportKey:
     return ReportKey("m", "MBD", "a", json.dumps(config))
 
 
-def samples_of(**right: tuple[float, float, int]) -> Samples:
+def samples_of(**right: tuple[float, float, int]) -> SamplesByKey:
     """By a threshold's decimals the shares that are right of the choosing half and of the other, and the TPF."""
     return {
         key(float(f"0.{name[1:]}")): [
@@ -32,13 +32,13 @@ def samples_of(**right: tuple[float, float, int]) -> Samples:
     }
 
 
-def times_of(**tps: float) -> list[Speed]:
+def times_of(**tps: float) -> list[MeasuredSpeed]:
     rows = [timed_table({**vars(key(float(f"0.{name[1:]}"))), "problem_id": "p"}) for name in tps]
     found = [speeds(table.to_pylist())[0] for table in rows]
     return [replace(speed, tps_batch_1=value) for speed, value in zip(found, tps.values(), strict=True)]
 
 
-def chosen(samples: Samples, by: By, times: list[Speed] | None = None) -> float:
+def chosen(samples: SamplesByKey, by: By, times: list[MeasuredSpeed] | None = None) -> float:
     return float(choose_best(samples, times or [], model="m", by=by).best.config["tau_m2t"])
 
 

@@ -10,7 +10,7 @@ from mbd_core.batch.inputs import prompt_ids
 from mbd_core.checkpoint.chat import chat_prompt, question
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.evaluation.tasks.kinds.task import Problem
-from mbd_core.evaluation.tasks.prompts import FewShotExample, Form, Wording, prompt_content
+from mbd_core.evaluation.tasks.prompts import FewShotExample, PromptForm, Wording, prompt_content
 
 ASKED = Problem(problem_id="p", prompt="What is {x} + 1?", reference="2")
 SOLVED = (FewShotExample(question="One?", answer="#### 1"), FewShotExample(question="Two?", answer="#### 2"))
@@ -39,7 +39,7 @@ def tokenizer(tiny_model_dir: Path) -> Any:
         ),
     ],
 )
-def test_examples_stand_in_one_text_in_one_turn_or_in_turns_of_their_own(form: Form, whole: Any) -> None:
+def test_examples_stand_in_one_text_in_one_turn_or_in_turns_of_their_own(form: PromptForm, whole: Any) -> None:
     assert json.loads(prompt_content(Wording(form=form, **WORDS), ASKED, SOLVED)) == whole
 
 
