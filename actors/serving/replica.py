@@ -19,7 +19,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from actors.serving.args import EngineContent, ModelArgs, ServingArgs
 from actors.serving.logs import join_core_logs, keep_to_loopback
 from actors.serving.metrics import ENGINE_MEASURES, Exporter, ExportTimer
-from actors.serving.routing import KV_LOAD, REQUESTS, TokenPolicy
+from actors.serving.scaling import KV_LOAD, REQUESTS, TokenPolicy
 from actors.serving.tracing import annotate
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput
 from mbd_core.engine.parallel.group import RankLost

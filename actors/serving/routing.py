@@ -1,4 +1,4 @@
-"""Which replica gets a request, and how many replicas a model's load asks for.
+"""Serve's router before a model's replicas: each request goes where the longest part of its prompt has been stored.
 
 Ray's own `PrefixCacheAffinityRouter` does not fit: it is imported with vLLM or SGLang only, and it reads prompts as
 text. Those of token ids are empty to it, and it divides by their length. The decision is `PrefixAffinity`'s, made in
@@ -7,18 +7,14 @@ each gateway with what that gateway has sent; this file tells it what Serve know
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection
 from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ray.serve.config import AutoscalingContext
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.serving.tokens.prefix_affinity import PrefixAffinity, leading_pages
-
-# Serve's router before a model's replicas: each request goes where the longest part of its prompt has been stored.
 
 NUM_CHAINS = 64  # of requests between their choice and their acceptance; more are computed twice
 
@@ -93,45 +89,3 @@ class PrefixRouter(RequestRouter):
             if pending.metadata is request_metadata and not pending.future.done():
                 return pending
         return None
-
-
-# How many replicas a model's load asks for: requests under way, and the KV memory that they take or wait for.
-#
-# Serve's controller runs `TokenPolicy`. It gets this file's code with the deployment's configuration, but may not
-# have the project on its path: nothing of the project is imported here, and nothing but `AutoscalingContext` of Ray.
-
-REQUESTS, KV_LOAD = "requests", "kv_load"  # what a replica reports
-
-
-def replicas_wanted(
-    *, num_requests: float, target_requests: float, kv_loads: Collection[float], target_kv_load: float | None
-) -> float:
-    """Replicas at which each has `target_requests` under way and its KV memory is loaded to `target_kv_load`, on
-    average: the larger of both numbers."""
-    by_requests = num_requests / target_requests
-    return by_requests if target_kv_load is None else max(by_requests, sum(kv_loads) / target_kv_load)
-
-
-class TokenPolicy:
-    """A number of replicas that is to be had; Serve applies delays and bounds, and starts the first of none itself.
-
-    Requests are those that the engines have, and those that wait in the gateways. Serve's own count holds every call,
-    so that whoever asks `/health` each second keeps the last replica from being removed: it counts only until the
-    replicas have reported.
-    """
-
-    def __init__(self, *, target_kv_load: float | None = None) -> None:
-        self._target_kv_load = target_kv_load
-
-    def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        reported = context.aggregated_metrics or {}
-        num_requests = context.total_num_requests
-        if reported.get(REQUESTS):
-            num_requests = (context.total_queued_requests or 0.0) + sum(reported[REQUESTS].values())
-        num_replicas = replicas_wanted(
-            num_requests=num_requests,
-            target_requests=context.config.get_target_ongoing_requests(),
-            kv_loads=reported.get(KV_LOAD, {}).values(),
-            target_kv_load=self._target_kv_load,
-        )
-        return num_replicas, {}

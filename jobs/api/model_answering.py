@@ -175,7 +175,7 @@ class Answerer:
 
         decode: DecodeParts
         if num_actors is not None:
-            from actors.training.data import AnswerPool
+            from actors.training.answer_pool import AnswerPool
 
             decode, rows = AnswerPool(self.model, self.answering, engine, num_actors=num_actors), 4 * PART * num_actors
         else:

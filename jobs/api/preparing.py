@@ -277,7 +277,7 @@ def prepare_chosen(
     ):
         encode = None
         if own.workers is not None:
-            from actors.training.data import encode_on_cluster
+            from actors.training.encoding import encode_on_cluster
 
             encode = encode_on_cluster(own.model, num_workers=own.workers, every=every, max_length=own.max_length)
         if answerer is not None:

@@ -1,7 +1,7 @@
 """Calls that every rank of an engine makes, and what the ranks settle together; an engine alone is its only rank.
 
 A method of `Engine` that changes more than one rank's state is marked here once: `on_all_ranks` or `with_next_step`.
-Rank 0 sends each call of it to the others (`parallel/leader.py`), which make the same call (`parallel/followers.py`).
+Rank 0 sends each call of it to the others (`parallel/leader.py`), which make the same call (`parallel/follow.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -24,7 +24,7 @@ from mbd_core.engine import vocab as device_vocab
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.parallel import leader
-from mbd_core.engine.parallel.followers import run_follower
+from mbd_core.engine.parallel.follow import run_follower
 from mbd_core.engine.parallel.group import Rank
 from mbd_core.engine.parallel.leader import start_parallel
 from mbd_core.models.decoder import Decoder

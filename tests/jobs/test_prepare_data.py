@@ -143,7 +143,7 @@ def test_a_cluster_that_fails_is_one_sentence(
         raise WorkerCrashedError
 
     monkeypatch.setattr("cluster.local.connect", lambda **_: False)
-    monkeypatch.setattr("actors.training.data.encode_on_cluster", fails)
+    monkeypatch.setattr("actors.training.encoding.encode_on_cluster", fails)
     write_rows(Path("rows.jsonl"), [chat(0)])
     assert prepare("rows.jsonl", "--workers", "2") == 1
     error = capsys.readouterr().err

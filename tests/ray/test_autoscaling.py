@@ -11,7 +11,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from actors.serving.args import ServingArgs
 from actors.serving.replica import engine_replicas
-from actors.serving.routing import KV_LOAD, REQUESTS, PrefixRouter, TokenPolicy, replicas_wanted
+from actors.serving.routing import PrefixRouter
+from actors.serving.scaling import KV_LOAD, REQUESTS, TokenPolicy, replicas_wanted
 
 
 def context(*, running: int, reported: dict[str, list[float]], requests: float = 0, queued: float = 0) -> Any:

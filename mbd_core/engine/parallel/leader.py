@@ -27,7 +27,8 @@ from mbd_core.decoding.grammar.guide import Grammars, GuideState
 from mbd_core.engine.admission import AdmittedRequest
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.parallel.followers import REFUSALS, Followers, Orders, Setup, fingerprint, run_follower
+from mbd_core.engine.parallel.follow import REFUSALS, Orders, Setup, fingerprint, run_follower
+from mbd_core.engine.parallel.followers import Followers
 from mbd_core.engine.parallel.group import Group, Rank, RankLost, init_group, num_arrived, open_store, sized_alike
 from mbd_core.engine.parallel.shared_sums import GroupSums, SharedSums, load_shard
 from mbd_core.engine.ranks import EngineCall

@@ -21,7 +21,8 @@ from mbd_core.engine.engine import Engine
 from mbd_core.engine.graphs import CapturedStep, StepGraphs
 from mbd_core.engine.kinds import StepKind
 from mbd_core.engine.parallel import leader
-from mbd_core.engine.parallel.followers import Followers, follow
+from mbd_core.engine.parallel.follow import follow
+from mbd_core.engine.parallel.followers import Followers
 from mbd_core.engine.parallel.group import Group, Rank, RankLost
 from mbd_core.engine.parallel.leader import ParallelEngine
 from mbd_core.models.decoder import Decoder, init_weights

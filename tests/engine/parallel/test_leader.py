@@ -35,7 +35,7 @@ from mbd_core.engine.engine import Engine
 from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.parallel import group as kv_agreement
 from mbd_core.engine.parallel import leader
-from mbd_core.engine.parallel.followers import OutOfStep, run_follower
+from mbd_core.engine.parallel.follow import OutOfStep, run_follower
 from mbd_core.engine.parallel.group import Rank, RankLost, init_group, open_store
 from mbd_core.engine.parallel.leader import ParallelEngine, start_parallel
 from mbd_core.engine.parallel.shared_sums import load_shard

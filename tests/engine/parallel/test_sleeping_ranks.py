@@ -10,7 +10,7 @@ from small_groups import LIMIT, SIZES, gist, requests
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.parallel import leader
-from mbd_core.engine.parallel.followers import run_follower
+from mbd_core.engine.parallel.follow import run_follower
 from mbd_core.engine.parallel.group import Rank
 from mbd_core.engine.parallel.leader import start_parallel
 from mbd_core.engine.weights import DormantMemory

@@ -17,7 +17,7 @@ from typing import Any
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
-    ["torch.distributed.tensor", "transformers", "mbd_core.engine.parallel.followers"]  # none of them starts a thread
+    ["torch.distributed.tensor", "transformers", "mbd_core.engine.parallel.follow"]  # none of them starts a thread
 )
 
 

@@ -1,0 +1,72 @@
+"""A pool of engines that answer a data set's rows: parts go to whichever actor is free."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.util import ActorPool
+
+from cluster.topology import plan_topology
+from mbd_core.batch.decoding_model import DecodingModel
+from mbd_core.batch.model_answers import Answering, Line, PartDecoder, Parts
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.engine.config import EngineConfig
+from mbd_core.multitf.data.chats import Chat
+from mbd_core.serving.tokens.load import load_engine
+from mbd_core.storage.models import fetch_model
+
+
+class AnswerActor:
+    """A `PartDecoder` in an actor, which loads the model for its first part."""
+
+    def __init__(self, model: str, answering: Answering, engine: EngineConfig) -> None:
+        def load() -> DecodingModel:
+            loaded = load_engine(model_folder(fetch_model(model)), engine)
+            return DecodingModel(loaded.engine, loaded.tokenizer)
+
+        self._decoder = PartDecoder(answering, load)
+
+    def decode(self, number: int, chats: list[Chat]) -> tuple[int, list[Line] | str]:
+        """A part's number with its lines, or with why the engine refuses it: Ray wraps what an actor raises."""
+        try:
+            return number, self._decoder.decode(number, chats)
+        except ValueError as error:
+            return number, str(error)
+
+
+class AnswerPool:
+    """Actors on the connected cluster. They start with the first parts; one that is lost starts again, and so does its
+    part.
+
+    Raises `ClusterTooSmall` if not all find room, and a `ValueError` as `PartDecoder` does.
+    """
+
+    def __init__(self, model: str, answering: Answering, engine: EngineConfig, *, num_actors: int) -> None:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        topology = plan_topology(nodes, processes=num_actors)
+        if topology.num_gpus == 0:  # actors on CPUs may share a machine's memory
+            engine = replace(engine, kv_memory_fraction=engine.kv_memory_fraction / num_actors)
+        self._arguments = (model, answering, engine)
+        self._actor = ray.remote(AnswerActor).options(
+            num_cpus=topology.num_cpus, num_gpus=topology.num_gpus, max_restarts=3, max_task_retries=3
+        )
+        self._num_actors = num_actors
+        self._actors: list[Any] = []
+
+    def __call__(self, parts: Parts) -> Iterator[tuple[int, list[Line]]]:
+        if not self._actors:
+            self._actors = [self._actor.remote(*self._arguments) for _ in range(self._num_actors)]
+        pool = ActorPool(self._actors)
+        for number, lines in pool.map_unordered(
+            lambda actor, part: actor.decode.remote(part[0], list(part[1])), parts
+        ):
+            if isinstance(lines, str):
+                raise ValueError(lines)
+            yield number, lines
+
+    def close(self) -> None:
+        """End the actors."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
