@@ -106,7 +106,7 @@ class CountedRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class CountedAnswer:
     """An answer's forwards, counted: in all, until its first block is stored, and its blocks in a forward on average.
 
     open_blocks  those of them that are not complete
@@ -118,7 +118,7 @@ class Answer:
     open_blocks: float
 
 
-def counted_answer(rate: Rate, decoding: DecodingConfig, *, length: int, samples: int = 16) -> Answer:
+def counted_answer(rate: Rate, decoding: DecodingConfig, *, length: int, samples: int = 16) -> CountedAnswer:
     """The mean over `samples` answers of `length` tokens, behind prompts that end anywhere in a block."""
     size = decoding.block_size
     forwards = first = blocks = open_blocks = 0
@@ -136,7 +136,7 @@ def counted_answer(rate: Rate, decoding: DecodingConfig, *, length: int, samples
             if stored and not row.start:
                 first += forwards - begin
             row.slide(stored)
-    return Answer(
+    return CountedAnswer(
         forwards=forwards / samples,
         first=first / samples,
         blocks=blocks / forwards,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from benchmarks.capacity.counted_blocks import Answer, Rate, counted_answer, rate_for
+from benchmarks.capacity.counted_blocks import CountedAnswer, Rate, counted_answer, rate_for
 from benchmarks.capacity.step_model import CHUNK, Deployment, StepModel, Work, prompt_work
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.engine.pacing import LEAST_LIMIT, QUIET_STEPS
@@ -82,7 +82,7 @@ def gpu_place(deployment: Deployment) -> Place:
     )
 
 
-def decode_work(place: Place, answer: Answer, demand: Demand, *, rows: int, buffer_size: int) -> Work:
+def decode_work(place: Place, answer: CountedAnswer, demand: Demand, *, rows: int, buffer_size: int) -> Work:
     """A step in which `rows` sequences decode, half of their answers behind them."""
     size = place.config.block_size
     length = demand.context + demand.output // 2
