@@ -1,107 +1,31 @@
 """The answer to one API request, from the engine's steps: whole, or as server-sent events."""
 
 import json
-from base64 import b64encode
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from mbd_core.checkpoint.chat import CallRule
 from mbd_core.decoding.answers.counts import Counts
-from mbd_core.decoding.answers.piece import ForwardExperts, Piece
+from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.request import FinishReason, Output, Request
 from mbd_core.serving.api.errors import ApiError
-from mbd_core.serving.api.fields import TemplateTokens
 from mbd_core.serving.api.replies import Reply, ReplyChoice, frame_fields
-from mbd_core.serving.api.requests import GenerationRequest
 from mbd_core.serving.api.shapes import (
     AnswerCall,
     Chunk,
     Completion,
     EndReason,
     Error,
-    ExpertFields,
     FrameEvent,
     Logprobs,
     ResumePlace,
-    RolloutFields,
-    TokenFields,
 )
 from mbd_core.serving.server.measures import RequestWatch
 from mbd_core.serving.server.text_stream import TextStep, TextStream
-from mbd_core.serving.text.committed import CallReader, DecodeTokens, TextPiece
+from mbd_core.serving.server.token_details import TokenDetails
+from mbd_core.serving.text.committed import CallReader, TextPiece
 from mbd_core.serving.text.logprobs import ChoiceLogprobs, TokenTexts
-
-# What a reply says of tokens beside their text: their ids, and for rollouts when each was accepted.
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenDetails:
-    """The fields that a choice gets where the client asked for them, empty otherwise.
-
-    ids    `token_ids`, and of the prompt `prompt_token_ids`
-    steps  `rollout`: the step map and log-probabilities of these tokens, and at the end of the terminal block's rest
-    holes  of a template: the texts in its holes
-    """
-
-    ids: bool = False
-    steps: bool = False
-    holes: Callable[[Sequence[int]], tuple[str, list[str]]] | None = None
-
-    def of_step(self, step: TextStep) -> TokenFields:
-        """The fields for a step of a choice."""
-        return self._of(step.piece.tokens, step.piece, None if step.output is None else step.tail)
-
-    def of_output(self, output: Output) -> TokenFields:
-        """The fields for a whole choice."""
-        return self._of(output.tokens, output.piece, output.tail, output.experts) | self.of_answer(output.tokens)
-
-    def _of(
-        self, tokens: Sequence[int], piece: Piece, tail: Piece | None, experts: Sequence[ForwardExperts] = ()
-    ) -> TokenFields:
-        fields: TokenFields = {"token_ids": list(tokens)} if self.ids else {}
-        if self.steps and piece.steps is not None:
-            steps: RolloutFields = {"step_map": list(piece.steps), "logprobs": list(piece.logprobs or ())}
-            if tail is not None:
-                steps["terminal"] = {
-                    "token_ids": list(tail.tokens),
-                    "step_map": list(tail.steps or ()),
-                    "logprobs": list(tail.logprobs or ()),
-                }
-            if experts:
-                steps["experts"] = list(map(_expert_fields, experts))
-            fields["rollout"] = steps
-        return fields
-
-    def of_answer(self, tokens: Sequence[int]) -> TokenFields:
-        """The field for all tokens of a choice."""
-        return {} if self.holes is None else {"holes": self.holes(tokens)[1]}
-
-    def text(self, text: str, tokens: Sequence[int], *, echo: str) -> str:
-        """A whole choice's text: of a template `echo` and its parts, fixed ones exactly as the client gave them."""
-        return text if self.holes is None else echo + self.holes(tokens)[0]
-
-    def of_prompt(self, prompt: Sequence[int]) -> TokenFields:
-        """The field for a prompt."""
-        return {"prompt_token_ids": list(prompt)} if self.ids else {}
-
-
-def _expert_fields(record: ForwardExperts) -> ExpertFields:
-    columns = record.columns()
-    ids = b64encode(columns["ids"]).decode()
-    return {"forward": record.forward, "start": record.start, "shape": columns["shape"], "ids": ids}
-
-
-def token_details(
-    api_request: GenerationRequest, template: TemplateTokens | None, decode: DecodeTokens
-) -> TokenDetails:
-    return TokenDetails(
-        ids=bool(api_request.return_token_ids or api_request.resumable),
-        steps=bool(api_request.return_step_map),
-        holes=None if template is None else partial(template.texts, decode=decode),
-    )
-
 
 DONE = "data: [DONE]\n\n"
 
@@ -120,43 +44,52 @@ def _place(request: Request, reply_id: str, num_tokens: int, num_forwards: int) 
     return place
 
 
-class ServedAnswer:
-    """What the engine commits to one API request, in the shapes of `reply`; `close()` it, however it ends.
+@dataclass(frozen=True, kw_only=True)
+class AnswerParts:
+    """What a client asked to see of its answer.
 
     streamed       whether the client asked for `events()`; otherwise it gets `whole()`
     logprobs       one for each choice, where the client asked for log-probabilities
     details        what is said of tokens beside their text
     calls          the rule that the answers were held to, if they may have calls
     echoes         the text before each choice's own, if any
-    texts          the text of each token, for frames
+    frame_texts    the text of each token, where frames are asked for
     resumable      whether each commit of a stream ends with its place, from which it can go on (`Resume`)
     usage          which events carry the usage: none, an extra last one, or that and each before it
-    watch          measures the steps
-    on_close       called by `close()`, each time
+    """
+
+    streamed: bool = False
+    logprobs: Sequence[ChoiceLogprobs] | None = None
+    details: TokenDetails = TokenDetails()
+    calls: CallRule | None = None
+    echoes: Sequence[str] = ()
+    frame_texts: TokenTexts | None = None
+    resumable: bool = False
+    usage: Literal["none", "last", "each"] = "none"
+
+
+class ServedAnswer:
+    """What the engine commits to one API request, in the shapes of `reply`; `close()` it, however it ends.
+
+    `watch` measures the steps; `on_close` is called by `close()`, each time.
     """
 
     def __init__(
         self,
         reply: Reply,
         stream: TextStream,
+        parts: AnswerParts = AnswerParts(),
         *,
-        streamed: bool = False,
-        logprobs: Sequence[ChoiceLogprobs] | None = None,
-        details: TokenDetails | None = None,
-        calls: CallRule | None = None,
-        echoes: Sequence[str] = (),
-        texts: TokenTexts | None = None,
-        resumable: bool = False,
-        usage: Literal["none", "last", "each"] = "none",
         watch: RequestWatch | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.streamed, self._watch, self._on_close = streamed, watch, on_close
+        self.streamed, self._watch, self._on_close = parts.streamed, watch, on_close
         self._steps: AsyncIterable[TextStep] = stream if watch is None else watch.steps(stream)
-        self._reply, self._stream, self._logprobs, self._usage = reply, stream, logprobs, usage
-        self._details, self._texts, self._resumable = details or TokenDetails(), texts, resumable
-        self._calls = [None if calls is None else CallReader(form=calls.form is not None) for _ in stream.requests]
-        self._echoes = list(echoes) or [""] * len(stream.requests)
+        self._reply, self._stream, self._logprobs, self._usage = reply, stream, parts.logprobs, parts.usage
+        self._details, self._texts, self._resumable = parts.details, parts.frame_texts, parts.resumable
+        is_form = parts.calls is not None and parts.calls.form is not None
+        self._calls = [None if parts.calls is None else CallReader(form=is_form) for _ in stream.requests]
+        self._echoes = list(parts.echoes) or [""] * len(stream.requests)
         self._num_tokens = [len(request.committed) for request in stream.requests]  # of each choice's chunks so far
 
     def close(self) -> None:

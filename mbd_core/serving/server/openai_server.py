@@ -2,68 +2,40 @@
 
 import asyncio
 import logging
-import secrets
 import time
-import uuid
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TypeVar
 
-from mbd_core.checkpoint.chat import decode_text, unknown_variables
-from mbd_core.checkpoint.tokenizer import grammars_of
-from mbd_core.decoding.answers.piece import Piece
-from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.decoding.blocks.methods import SpeedPoint
-from mbd_core.decoding.blocks.request import Request
-from mbd_core.engine.admission import RequestRefused, compile_guide, penalties_refused
 from mbd_core.serving.api.access import OpenRequest, OpenRequests
 from mbd_core.serving.api.engine_requests import (
     TokenizerThreads,
-    chat_ids,
-    check_calls,
     check_number,
-    committed_texts,
     detokenize,
-    engine_requests,
-    grammar_of,
-    text_ids,
     tokenize,
     tokenizer_info,
 )
 from mbd_core.serving.api.errors import AGAIN_SECONDS, ApiError, FieldError, clip
-from mbd_core.serving.api.fields import Template, TemplateTokens, template_tokens
 from mbd_core.serving.api.parsing import MAX_PROMPTS, parse
-from mbd_core.serving.api.replies import Reply
 from mbd_core.serving.api.requests import (
-    MAX_TOKENS_DEFAULT,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationRequest,
     TokenizeRequest,
 )
 from mbd_core.serving.api.responses import ResponsesRequest, own_error
 from mbd_core.serving.api.shapes import Model, Models, TokenIds, TokenizerInfo, TokenText
-from mbd_core.serving.server.answer import ServedAnswer, token_details
+from mbd_core.serving.server.answer import ServedAnswer
+from mbd_core.serving.server.large_bodies import LARGE_BODY, K, LargeBodies
 from mbd_core.serving.server.measures import RequestWatch, ServerMeasures
-from mbd_core.serving.server.prompt_scores import PromptScores, score_requests
+from mbd_core.serving.server.model_route import ApiRequest, ModelRoute, TokenizedBody, first_seed
 from mbd_core.serving.server.response_answer import ResponseAnswer
-from mbd_core.serving.server.text_stream import ClientPlaces, OpenChoices, TextStream
-from mbd_core.serving.text.logprobs import ChoiceLogprobs, TokenTexts
-from mbd_core.serving.tokens.served_model import GrammarCompiler, ServedModel
-from mbd_core.serving.tokens.stream import FairTurns, Refusals, TimeLimit, TooManyRequests, has_room
+from mbd_core.serving.tokens.served_model import ServedModel
+from mbd_core.serving.tokens.stream import Refusals, TimeLimit
 
 Body = bytes | Callable[[], Awaitable[bytes]]
-ApiRequest = CompletionRequest | ChatRequest
-K = TypeVar("K", CompletionRequest, ChatRequest, ResponsesRequest)
 
-LARGE_BODY = 2**17  # bytes: parsing more takes the event loop for many milliseconds
-MOST_LARGE = 16  # large bodies that may wait to be parsed
 MOST_SLOWED = 64  # refusals that last, each with its connection and its body
-REST = 5.0  # seconds of the event loop that a large body leaves to others for each one that its parsing takes
-PLACES = 2  # choices of a client that the engines know at once, for each of their batch rows
 
 
 class OpenAIServer:
@@ -89,12 +61,12 @@ class OpenAIServer:
         self._models, self._request_seconds, self._body_prompts = dict(models), request_seconds, body_prompts
         self._log = log or logging.getLogger(__name__)
         self.measures = measures or ServerMeasures(self._models)
-        self._routes: dict[str, _Route] = {}
-        self._learning: dict[str, asyncio.Future[_Route]] = {}
+        self._routes: dict[str, ModelRoute] = {}
+        self._learning: dict[str, asyncio.Future[ModelRoute]] = {}
         self._open_requests = OpenRequests(most_each=client_requests)
         self._created = int(time.time())
         self._tokenizing = TokenizerThreads()
-        self._bodies = _LargeBodies()
+        self._bodies = LargeBodies()
         self._refusals = Refusals(seconds=AGAIN_SECONDS, most=MOST_SLOWED)
 
     def offer(self, models: Mapping[str, Callable[[], Awaitable[ServedModel]]]) -> None:
@@ -152,7 +124,7 @@ class OpenAIServer:
         if tasks := [self._learning[name] for name in names if name in self._learning]:
             await asyncio.wait(tasks, timeout=seconds)
 
-    def _learned(self, name: str, task: "asyncio.Future[_Route]") -> None:
+    def _learned(self, name: str, task: "asyncio.Future[ModelRoute]") -> None:
         del self._learning[name]
         if not task.cancelled() and task.exception() is not None:
             self._log.warning("%s did not tell its limits", name, exc_info=task.exception())
@@ -202,9 +174,9 @@ class OpenAIServer:
         route = await self._route(api_request.model)
         check_number(api_request, route.model.capacity)
         api_request = route.with_defaults(api_request)
-        call = partial(route.requests, api_request, seed=0)
-        requests, _, _ = await self._tokenizing.run(call, characters=api_request.num_characters(len(body)))
-        await route.check_grammar(api_request, requests)
+        call = partial(route.tokenized, api_request, seed=0)
+        tokenized = await self._tokenizing.run(call, characters=api_request.num_characters(len(body)))
+        await route.check_grammar(api_request, tokenized.requests)
 
     async def respond(self, body: Body, *, key: str = "", limited: bool = True) -> ResponseAnswer:
         """The answer to a request of `/v1/responses`; as `complete`."""
@@ -250,89 +222,33 @@ class OpenAIServer:
                 self._count(api_request, request)
                 route = await self._route(api_request.model)
                 check_number(api_request, route.model.capacity)
-                route.choices.check(
-                    client, api_request.num_prompts * api_request.num_choices
-                )  # before anything is tokenised
-            api_request = route.with_defaults(api_request)
-            seed = _seed(api_request)
-            call = partial(route.requests, api_request, seed=seed)
-            try:
-                requests, template, echoes = await self._tokenizing.run(call, characters=characters)
-            except FieldError as error:
-                if error.code == "context_length_exceeded":
-                    await route.check_long_form(api_request)
-                raise
-            await route.check_grammar(api_request, requests)
-            rule = api_request.call_rule if isinstance(api_request, ChatRequest) else None
-            decode = route.decode if rule is None else route.decode_all
-            make_texts = partial(committed_texts, requests, decode, api_request.stop_strings)
-            texts = (
-                make_texts()
-                if api_request.resume is None
-                else await self._tokenizing.run(make_texts, characters=characters)
-            )
-        with route.choices.opening(client, len(requests)):
-            stream = await TextStream.open(
-                route.model.source,
-                requests,
-                texts=texts,
-                key=client,
-                places=route.places,
-                limit=limit,
-                waits=route.model.may_grow,
-            )
-            route.choices.add(client, stream)
-        chat = isinstance(api_request, ChatRequest)
-        new_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        reply = Reply(
-            id=new_id if api_request.resume is None else api_request.resume.id,
-            created=int(time.time()),
-            model=api_request.model,
-            chat=chat,
-            num_choices=api_request.num_choices,
-            seed=seed if api_request.draws else None,
-            speed=None if api_request.speed is None else route.point(api_request.speed)[0],
-            notes=route.notes(api_request),
-        )
-        watch.on_accepted(requests)
-        if isinstance(api_request, CompletionRequest) and api_request.scores_prompt:
-            return PromptScores(
-                api_request,
-                reply,
-                stream,
-                texts=route.token_texts,
-                decode=route.decode,
-                details=token_details(api_request, None, route.decode),
-                echoes=echoes,
-                watch=watch,
-                on_close=request.end,
-            )
-        logprobs = None
-        if api_request.wants_logprobs:
-            logprobs = [ChoiceLogprobs(route.token_texts, route.decode, chat=chat) for _ in requests]
-            for choice, begun_request in zip(logprobs, requests, strict=True):  # text_offset goes on behind these
-                begun = begun_request.committed
-                choice.add(Piece(tokens=begun, logprobs=(0.0,) * len(begun)))
-        return ServedAnswer(
-            reply,
-            stream,
-            streamed=bool(api_request.stream),
-            logprobs=logprobs,
-            details=token_details(api_request, template, route.decode),
-            calls=rule,
-            echoes=() if api_request.resume else echoes,
-            texts=route.token_texts if api_request.frames else None,
-            resumable=bool(api_request.resumable),
-            usage=api_request.usage_in_stream,
-            watch=watch,
-            on_close=request.end,
-        )
+                num_choices = api_request.num_prompts * api_request.num_choices
+                route.choices.check(client, num_choices)  # before anything is tokenised
+            body = await self._tokenized(route, route.with_defaults(api_request), characters)
+            make_texts = partial(route.texts, body)
+            is_long = api_request.resume is not None
+            texts = await self._tokenizing.run(make_texts, characters=characters) if is_long else make_texts()
+        stream = await route.open(body, texts, client=client, limit=limit)
+        watch.on_accepted(body.requests)
+        return route.answer(body, stream, watch=watch, on_close=request.end)
 
-    async def _route(self, name: str) -> "_Route":
+    async def _tokenized(self, route: ModelRoute, api_request: ApiRequest, characters: int) -> TokenizedBody:
+        """The body's requests, whose grammar the engines can honour."""
+        call = partial(route.tokenized, api_request, seed=first_seed(api_request))
+        try:
+            body = await self._tokenizing.run(call, characters=characters)
+        except FieldError as error:
+            if error.code == "context_length_exceeded":
+                await route.check_long_form(api_request)
+            raise
+        await route.check_grammar(api_request, body.requests)
+        return body
+
+    async def _route(self, name: str) -> ModelRoute:
         """The model's side of a request."""
         if name not in self._routes:
             model = await self._models[name]()
-            route = await self._tokenizing.run(partial(_Route, model, self._log), characters=0)
+            route = await self._tokenizing.run(partial(ModelRoute, model, self._log), characters=0)
             if self._routes.setdefault(name, route) is not route:  # another request's was quicker
                 route.stop()
         return self._routes[name]
@@ -349,168 +265,3 @@ def served_name(name: str | None, names: Collection[str]) -> str:
         message = f"unknown model '{clip(name)}'; served here: {', '.join(names)}"
         raise ApiError(404, message, param="model", code="model_not_found")
     return name
-
-
-def _seed(api_request: ApiRequest) -> int:
-    """Of the first choice; where tokens are drawn without one, any."""
-    if api_request.resume is not None and api_request.resume.seed is not None:
-        return api_request.resume.seed
-    if not api_request.draws:
-        return 0
-    return secrets.randbits(32) if api_request.seed is None else api_request.seed
-
-
-class _LargeBodies:
-    """Parses bodies on the event loop: large ones one at a time, and with rests, in which the others go on."""
-
-    def __init__(self) -> None:
-        self._turns = FairTurns(1, seconds=60.0)
-        self._waiting: Counter[str] = Counter()
-        self._next_parse = 0.0  # when the next may be parsed, on the clock of the loop
-
-    async def parse(self, kind: type[K], body: bytes, *, client: str) -> K:
-        """The request in a body; raises as `parse`, and `TooManyRequests` where many large ones wait."""
-        if len(body) <= LARGE_BODY:
-            return parse(kind, body)
-        if not has_room(self._waiting, client, 1, capacity=MOST_LARGE):
-            raise TooManyRequests(f"{self._waiting.total()} large bodies wait to be read; try again later")
-        self._waiting[client] += 1
-        try:
-            async with self._turns.turn((client,)):
-                clock = asyncio.get_running_loop().time
-                await asyncio.sleep(max(0.0, self._next_parse - clock()))
-                start = clock()
-                try:
-                    return parse(kind, body)
-                finally:
-                    self._next_parse = clock() + REST * (clock() - start)
-        finally:
-            self._waiting[client] -= 1
-            if not self._waiting[client]:
-                del self._waiting[client]
-
-
-class _Route:
-    """From a parsed request to the requests of one model's engine, and back from tokens to text."""
-
-    def __init__(self, model: ServedModel, log: logging.Logger) -> None:
-        """Called in the tokenizer's thread."""
-        self.model, self._log = model, log
-        self.choices = OpenChoices(model.capacity)
-        self.places = ClientPlaces(PLACES * model.num_engines * model.limits.rows)
-        model.tokenizer.encode("")  # its first call switches padding and truncation off, which no two threads may do
-        self.decode = partial(decode_text, model.tokenizer)
-        self.decode_all = partial(decode_text, model.tokenizer, special=True)
-        self.token_texts = TokenTexts(model.tokenizer)
-        self._edit_noted = False
-        grammars = grammars_of(model.tokenizer, model.limits.admission.model)
-        self._compile = GrammarCompiler(partial(compile_guide, grammars))
-
-    def requests(
-        self, api_request: ApiRequest, *, seed: int
-    ) -> tuple[list[Request], TemplateTokens | None, list[str]]:
-        """In the tokenizer's thread: prompts to ids, one request for each prompt and choice, their template, and the
-        text before each."""
-        read_prompts = self._read(api_request)
-        if isinstance(api_request, CompletionRequest) and api_request.scores_prompt:
-            requests = score_requests(api_request, read_prompts(), self.model, seed=seed)
-            return requests, None, api_request.echoes(self.decode)
-        template = None
-        if isinstance(api_request, CompletionRequest) and api_request.template is not None:
-            template = self._template(api_request.template, parse_special=bool(api_request.parse_special))
-        requests = engine_requests(
-            api_request,
-            read_prompts(),
-            decoding=self._decoding(api_request),
-            seed=seed,
-            admission=self.model.limits.admission,
-            adapter=self.model.adapter,
-            template=template,
-            added_tokens=self.model.tokenizer.get_added_vocab(),
-            default_max_tokens=int(self.model.limits.sampling.get("max_tokens", MAX_TOKENS_DEFAULT)),
-        )
-        echoes = api_request.echoes(self.decode) if isinstance(api_request, CompletionRequest) else []
-        return requests, template, echoes
-
-    def with_defaults(self, api_request: ApiRequest) -> ApiRequest:
-        """The request with the model's own sampling where it says nothing; its default penalty gives way to a decoding
-        that takes none. A prompt is scored without them."""
-        if isinstance(api_request, CompletionRequest) and api_request.scores_prompt:
-            return api_request
-        defaults = {name: value for name, value in self.model.limits.sampling.items() if name != "max_tokens"}
-        if "repetition_penalty" in defaults and penalties_refused(self._decoding(api_request)):
-            del defaults["repetition_penalty"]
-        absent = {name: value for name, value in defaults.items() if getattr(api_request, name) is None}
-        return api_request.model_copy(update=absent) if absent else api_request
-
-    def _read(self, api_request: ApiRequest) -> Callable[[], list[list[int]]]:
-        if isinstance(api_request, ChatRequest):
-            return partial(self._chat_prompts, api_request)
-        return partial(self._plain_prompts, api_request)
-
-    def _template(self, parts: Template, *, parse_special: bool) -> TemplateTokens:
-        encode = partial(text_ids, self.model, field="template", special=False, parse_special=parse_special)
-        return template_tokens(parts, encode, limit=self.model.limits.admission.max_length)
-
-    def stop(self) -> None:
-        """End its threads."""
-        self._compile.stop()
-
-    async def check_grammar(self, api_request: GenerationRequest, requests: list[Request]) -> None:
-        """Refuse a grammar that no engine could honour, before one is asked; `ApiError` (400) names the field."""
-        try:
-            await self._compile(min(requests, key=lambda r: r.max_tokens))
-        except RequestRefused as error:
-            raise FieldError(api_request.grammar_field or "", str(error), code=error.code) from None
-
-    async def check_long_form(self, api_request: GenerationRequest) -> None:
-        """As `check_grammar`, of a request whose prompt is too long: a shorter one would not help a wrong grammar."""
-        grammar = grammar_of(api_request, self.model.tokenizer.get_added_vocab())
-        if grammar is not None:
-            length = self.model.limits.admission.max_length
-            decoding = self._decoding(api_request)
-            request = Request(request_id="", prompt=(0,), max_tokens=length, decoding=decoding, grammar=grammar)
-            await self.check_grammar(api_request, [request])
-
-    def _plain_prompts(self, api_request: CompletionRequest) -> list[list[int]]:
-        encode = partial(
-            text_ids, self.model, field="prompt", special=True, parse_special=bool(api_request.parse_special)
-        )
-        return [encode(p) if isinstance(p, str) else p for p in api_request.prompts]
-
-    def _chat_prompts(self, api_request: ChatRequest) -> list[list[int]]:
-        if api_request.call_rule is not None:
-            check_calls(self.model)
-        return [chat_ids(self.model, api_request.turns, api_request, tools=api_request.shown_tools)]
-
-    def notes(self, api_request: ApiRequest) -> list[str]:
-        """The fields that were taken and have no effect."""
-        if not isinstance(api_request, ChatRequest):
-            return api_request.notes
-        unknown = partial(unknown_variables, self.model.tokenizer)
-        return [*api_request.notes, *api_request.template_notes(unknown)]
-
-    def point(self, speed: float) -> tuple[float, SpeedPoint]:
-        """The point of the model's front at `speed`, and its own speed; `ApiError` (400) where there is no front."""
-        front = self.model.speed_front
-        if front is None:
-            raise FieldError(
-                "speed",
-                "this model has no measured front",
-                remedy="measure one with jobs/eval_sweep.py and put it into the model's folder with "
-                "jobs/report_sweep.py front, or give decoding",
-            )
-        return front.at(speed)
-
-    def _decoding(self, api_request: GenerationRequest) -> DecodingConfig:
-        if api_request.speed is not None:
-            return self.model.decoding(self.point(api_request.speed)[1].decoding)
-        try:
-            decoding = self.model.decoding(api_request.decoding or {})
-        except ValueError as error:
-            raise FieldError("decoding", str(error)) from None
-        note = None if self._edit_noted else self.model.edit_note(decoding)
-        if note is not None:
-            self._edit_noted = True
-            self._log.warning(note)
-        return decoding

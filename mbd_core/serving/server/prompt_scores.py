@@ -13,7 +13,7 @@ from mbd_core.serving.api.errors import ApiError, FieldError
 from mbd_core.serving.api.replies import Reply, ReplyChoice
 from mbd_core.serving.api.requests import CompletionRequest
 from mbd_core.serving.api.shapes import Completion, TokenFields
-from mbd_core.serving.server.answer import ServedAnswer
+from mbd_core.serving.server.answer import AnswerParts, ServedAnswer
 from mbd_core.serving.server.text_stream import TextStep, TextStream
 from mbd_core.serving.text.committed import DecodeTokens
 from mbd_core.serving.text.logprobs import LEAST_LOGPROB, ChoiceLogprobs, TokenTexts
@@ -67,12 +67,14 @@ class PromptScores(ServedAnswer):
         api_request: CompletionRequest,
         reply: Reply,
         stream: TextStream,
+        parts: AnswerParts,
         *,
         texts: TokenTexts,
         decode: DecodeTokens,
-        **fields: Any,
+        **ends: Any,
     ) -> None:
-        super().__init__(reply, stream, **fields)
+        """`texts` and `decode` give the text of tokens; `ends` as in `ServedAnswer`."""
+        super().__init__(reply, stream, parts, **ends)
         self._api_request, self._token_texts, self._decode = api_request, texts, decode
 
     async def whole(self, on_step: Callable[[TextStep], None] = lambda step: None) -> Completion:

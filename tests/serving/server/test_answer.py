@@ -7,7 +7,7 @@ from typing import Any
 
 from mbd_core.serving.api.errors import ApiError, api_error
 from mbd_core.serving.api.replies import Reply
-from mbd_core.serving.server.answer import DONE, ServedAnswer
+from mbd_core.serving.server.answer import DONE, AnswerParts, ServedAnswer
 from mbd_core.serving.tokens.stream import EngineFailed
 
 
@@ -28,7 +28,7 @@ def test_a_failure_inside_a_stream_is_an_event_and_no_done() -> None:
 
     async def sent() -> list[str]:
         reply = Reply(id="x", created=0, model="m", chat=True)
-        answer = ServedAnswer(reply, BrokenStream(), streamed=True)  # type: ignore[arg-type]
+        answer = ServedAnswer(reply, BrokenStream(), AnswerParts(streamed=True))  # type: ignore[arg-type]
         return [e async for e in answer.events(on_failure)]
 
     (only,) = asyncio.run(sent())

@@ -15,7 +15,7 @@ from chat_templates import REFUSAL, with_strict_template
 from local_server import server_of
 
 from mbd_core.serving.api.errors import ApiError, api_error
-from mbd_core.serving.server import openai_server
+from mbd_core.serving.server import large_bodies
 from mbd_core.serving.server.openai_server import OpenAIServer
 from mbd_core.serving.tokens.served_model import ServedModel
 from mbd_core.serving.tokens.stream import EngineFailed, RequestTimedOut, TooManyRequests
@@ -530,14 +530,14 @@ def test_the_tokenizer_s_routes_agree_with_the_prompts(tiny_model_dir: Path) -> 
 def test_large_bodies_leave_the_event_loop_to_others(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of them at once are parsed one by one, and between them a small one of another client."""
     server, parsed = server_of(tiny_model_dir), []
-    parse = openai_server.parse
+    parse = large_bodies.parse
 
     def noted(kind: Any, given: bytes) -> Any:
         time.sleep(0.05)
-        parsed.append("large" if len(given) > openai_server.LARGE_BODY else "small")
+        parsed.append("large" if len(given) > large_bodies.LARGE_BODY else "small")
         return parse(kind, given)
 
-    monkeypatch.setattr(openai_server, "parse", noted)
+    monkeypatch.setattr(large_bodies, "parse", noted)
 
     async def scenario() -> None:
         large = body(prompt=[[7] * 200_000])
@@ -549,7 +549,7 @@ def test_large_bodies_leave_the_event_loop_to_others(tiny_model_dir: Path, monke
         for refused in await asyncio.gather(*crowd, return_exceptions=True):
             assert isinstance(refused, ApiError) and refused.code == "context_length_exceeded"
         waiting = [
-            asyncio.create_task(server.complete(large, key="crowd")) for _ in range(openai_server.MOST_LARGE + 1)
+            asyncio.create_task(server.complete(large, key="crowd")) for _ in range(large_bodies.MOST_LARGE + 1)
         ]
         ends = await asyncio.gather(*waiting, return_exceptions=True)
         assert sum(isinstance(end, TooManyRequests) for end in ends) == 1

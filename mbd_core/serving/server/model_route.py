@@ -1,0 +1,274 @@
+"""From a parsed request to the requests of one model's engines, and from their tokens back to an answer."""
+
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeGuard
+
+from mbd_core.checkpoint.chat import CallRule, decode_text, unknown_variables
+from mbd_core.checkpoint.tokenizer import grammars_of
+from mbd_core.decoding.answers.piece import Piece
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.methods import SpeedPoint
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.admission import RequestRefused, compile_guide, penalties_refused
+from mbd_core.serving.api.engine_requests import (
+    chat_ids,
+    check_calls,
+    committed_texts,
+    engine_requests,
+    grammar_of,
+    text_ids,
+)
+from mbd_core.serving.api.errors import FieldError
+from mbd_core.serving.api.fields import Template, TemplateTokens, template_tokens
+from mbd_core.serving.api.replies import Reply
+from mbd_core.serving.api.requests import (
+    MAX_TOKENS_DEFAULT,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from mbd_core.serving.server.answer import AnswerParts, ServedAnswer
+from mbd_core.serving.server.measures import RequestWatch
+from mbd_core.serving.server.prompt_scores import PromptScores, score_requests
+from mbd_core.serving.server.text_stream import ClientPlaces, OpenChoices, TextStream
+from mbd_core.serving.server.token_details import token_details
+from mbd_core.serving.text.committed import CommittedText
+from mbd_core.serving.text.logprobs import ChoiceLogprobs, TokenTexts
+from mbd_core.serving.tokens.served_model import GrammarCompiler, ServedModel
+from mbd_core.serving.tokens.stream import TimeLimit
+
+ApiRequest = CompletionRequest | ChatRequest
+
+PLACES = 2  # choices of a client that the engines know at once, for each of their batch rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizedBody:
+    """An API request as requests of tokens.
+
+    api_request  with the model's defaults where it says nothing
+    seed         of its first choice
+    requests     one for each prompt and choice
+    template     of a template, its tokens
+    echoes       the text before each choice's own, if any
+    """
+
+    api_request: ApiRequest
+    seed: int
+    requests: list[Request]
+    template: TemplateTokens | None = None
+    echoes: Sequence[str] = ()
+
+    @property
+    def call_rule(self) -> CallRule | None:
+        """The rule that answers with calls are held to."""
+        return self.api_request.call_rule if isinstance(self.api_request, ChatRequest) else None
+
+
+def scored(api_request: ApiRequest) -> TypeGuard[CompletionRequest]:
+    """Whether it asks for the log-probabilities of its prompts."""
+    return isinstance(api_request, CompletionRequest) and api_request.scores_prompt
+
+
+def first_seed(api_request: ApiRequest) -> int:
+    """Of the first choice; where tokens are drawn without one, any."""
+    if api_request.resume is not None and api_request.resume.seed is not None:
+        return api_request.resume.seed
+    if not api_request.draws:
+        return 0
+    return secrets.randbits(32) if api_request.seed is None else api_request.seed
+
+
+class ModelRoute:
+    """From a parsed request to the requests of one model's engine, and back from tokens to text."""
+
+    def __init__(self, model: ServedModel, log: logging.Logger) -> None:
+        """Called in the tokenizer's thread."""
+        self.model, self._log = model, log
+        self.choices = OpenChoices(model.capacity)
+        self.places = ClientPlaces(PLACES * model.num_engines * model.limits.rows)
+        model.tokenizer.encode("")  # its first call switches padding and truncation off, which no two threads may do
+        self.decode = partial(decode_text, model.tokenizer)
+        self.decode_all = partial(decode_text, model.tokenizer, special=True)
+        self.token_texts = TokenTexts(model.tokenizer)
+        self._edit_noted = False
+        grammars = grammars_of(model.tokenizer, model.limits.admission.model)
+        self._compile = GrammarCompiler(partial(compile_guide, grammars))
+
+    def tokenized(self, api_request: ApiRequest, *, seed: int) -> "TokenizedBody":
+        """In the tokenizer's thread: prompts to ids, and one request for each prompt and choice."""
+        read_prompts = self._read(api_request)
+        echoes = api_request.echoes(self.decode) if isinstance(api_request, CompletionRequest) else []
+        if scored(api_request):
+            requests = score_requests(api_request, read_prompts(), self.model, seed=seed)
+            return TokenizedBody(api_request=api_request, seed=seed, requests=requests, echoes=echoes)
+        template = None
+        if isinstance(api_request, CompletionRequest) and api_request.template is not None:
+            template = self._template(api_request.template, parse_special=bool(api_request.parse_special))
+        requests = engine_requests(
+            api_request,
+            read_prompts(),
+            decoding=self._decoding(api_request),
+            seed=seed,
+            admission=self.model.limits.admission,
+            adapter=self.model.adapter,
+            template=template,
+            added_tokens=self.model.tokenizer.get_added_vocab(),
+            default_max_tokens=int(self.model.limits.sampling.get("max_tokens", MAX_TOKENS_DEFAULT)),
+        )
+        return TokenizedBody(api_request=api_request, seed=seed, requests=requests, template=template, echoes=echoes)
+
+    def texts(self, body: "TokenizedBody") -> list[CommittedText]:
+        """The text of each of its requests so far; of a stream that goes on, in the tokenizer's thread."""
+        decode = self.decode if body.call_rule is None else self.decode_all
+        return committed_texts(body.requests, decode, body.api_request.stop_strings)
+
+    async def open(
+        self, body: "TokenizedBody", texts: Sequence[CommittedText], *, client: str, limit: TimeLimit
+    ) -> TextStream:
+        """The stream of its requests, once the engines have taken them; raises as `TextStream.open` does."""
+        with self.choices.opening(client, len(body.requests)):
+            stream = await TextStream.open(
+                self.model.source,
+                body.requests,
+                texts=texts,
+                key=client,
+                places=self.places,
+                limit=limit,
+                waits=self.model.may_grow,
+            )
+            self.choices.add(client, stream)
+        return stream
+
+    def answer(
+        self, body: "TokenizedBody", stream: TextStream, *, watch: RequestWatch, on_close: Callable[[], None]
+    ) -> ServedAnswer:
+        """The answer that its client asked for, over the steps of `stream`."""
+        api_request, reply = body.api_request, self._reply(body)
+        details = token_details(api_request, body.template, self.decode)
+        if scored(api_request):
+            parts = AnswerParts(details=details, echoes=body.echoes)
+            ends = {"watch": watch, "on_close": on_close}
+            return PromptScores(api_request, reply, stream, parts, texts=self.token_texts, decode=self.decode, **ends)
+        parts = AnswerParts(
+            streamed=bool(api_request.stream),
+            logprobs=self._logprobs(body) if api_request.wants_logprobs else None,
+            details=details,
+            calls=body.call_rule,
+            echoes=() if api_request.resume else body.echoes,
+            frame_texts=self.token_texts if api_request.frames else None,
+            resumable=bool(api_request.resumable),
+            usage=api_request.usage_in_stream,
+        )
+        return ServedAnswer(reply, stream, parts, watch=watch, on_close=on_close)
+
+    def _reply(self, body: "TokenizedBody") -> Reply:
+        api_request, chat = body.api_request, isinstance(body.api_request, ChatRequest)
+        new_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        return Reply(
+            id=new_id if api_request.resume is None else api_request.resume.id,
+            created=int(time.time()),
+            model=api_request.model,
+            chat=chat,
+            num_choices=api_request.num_choices,
+            seed=body.seed if api_request.draws else None,
+            speed=None if api_request.speed is None else self.point(api_request.speed)[0],
+            notes=self.notes(api_request),
+        )
+
+    def _logprobs(self, body: "TokenizedBody") -> list[ChoiceLogprobs]:
+        chat = isinstance(body.api_request, ChatRequest)
+        logprobs = [ChoiceLogprobs(self.token_texts, self.decode, chat=chat) for _ in body.requests]
+        for choice, request in zip(logprobs, body.requests, strict=True):  # text_offset goes on behind these
+            begun = request.committed
+            choice.add(Piece(tokens=begun, logprobs=(0.0,) * len(begun)))
+        return logprobs
+
+    def with_defaults(self, api_request: ApiRequest) -> ApiRequest:
+        """The request with the model's own sampling where it says nothing; its default penalty gives way to a decoding
+        that takes none. A prompt is scored without them."""
+        if isinstance(api_request, CompletionRequest) and api_request.scores_prompt:
+            return api_request
+        defaults = {name: value for name, value in self.model.limits.sampling.items() if name != "max_tokens"}
+        if "repetition_penalty" in defaults and penalties_refused(self._decoding(api_request)):
+            del defaults["repetition_penalty"]
+        absent = {name: value for name, value in defaults.items() if getattr(api_request, name) is None}
+        return api_request.model_copy(update=absent) if absent else api_request
+
+    def _read(self, api_request: ApiRequest) -> Callable[[], list[list[int]]]:
+        if isinstance(api_request, ChatRequest):
+            return partial(self._chat_prompts, api_request)
+        return partial(self._plain_prompts, api_request)
+
+    def _template(self, parts: Template, *, parse_special: bool) -> TemplateTokens:
+        encode = partial(text_ids, self.model, field="template", special=False, parse_special=parse_special)
+        return template_tokens(parts, encode, limit=self.model.limits.admission.max_length)
+
+    def stop(self) -> None:
+        """End its threads."""
+        self._compile.stop()
+
+    async def check_grammar(self, api_request: GenerationRequest, requests: list[Request]) -> None:
+        """Refuse a grammar that no engine could honour, before one is asked; `ApiError` (400) names the field."""
+        try:
+            await self._compile(min(requests, key=lambda r: r.max_tokens))
+        except RequestRefused as error:
+            raise FieldError(api_request.grammar_field or "", str(error), code=error.code) from None
+
+    async def check_long_form(self, api_request: GenerationRequest) -> None:
+        """As `check_grammar`, of a request whose prompt is too long: a shorter one would not help a wrong grammar."""
+        grammar = grammar_of(api_request, self.model.tokenizer.get_added_vocab())
+        if grammar is not None:
+            length = self.model.limits.admission.max_length
+            decoding = self._decoding(api_request)
+            request = Request(request_id="", prompt=(0,), max_tokens=length, decoding=decoding, grammar=grammar)
+            await self.check_grammar(api_request, [request])
+
+    def _plain_prompts(self, api_request: CompletionRequest) -> list[list[int]]:
+        encode = partial(
+            text_ids, self.model, field="prompt", special=True, parse_special=bool(api_request.parse_special)
+        )
+        return [encode(p) if isinstance(p, str) else p for p in api_request.prompts]
+
+    def _chat_prompts(self, api_request: ChatRequest) -> list[list[int]]:
+        if api_request.call_rule is not None:
+            check_calls(self.model)
+        return [chat_ids(self.model, api_request.turns, api_request, tools=api_request.shown_tools)]
+
+    def notes(self, api_request: ApiRequest) -> list[str]:
+        """The fields that were taken and have no effect."""
+        if not isinstance(api_request, ChatRequest):
+            return api_request.notes
+        unknown = partial(unknown_variables, self.model.tokenizer)
+        return [*api_request.notes, *api_request.template_notes(unknown)]
+
+    def point(self, speed: float) -> tuple[float, SpeedPoint]:
+        """The point of the model's front at `speed`, and its own speed; `ApiError` (400) where there is no front."""
+        front = self.model.speed_front
+        if front is None:
+            raise FieldError(
+                "speed",
+                "this model has no measured front",
+                remedy="measure one with jobs/eval_sweep.py and put it into the model's folder with "
+                "jobs/report_sweep.py front, or give decoding",
+            )
+        return front.at(speed)
+
+    def _decoding(self, api_request: GenerationRequest) -> DecodingConfig:
+        if api_request.speed is not None:
+            return self.model.decoding(self.point(api_request.speed)[1].decoding)
+        try:
+            decoding = self.model.decoding(api_request.decoding or {})
+        except ValueError as error:
+            raise FieldError("decoding", str(error)) from None
+        note = None if self._edit_noted else self.model.edit_note(decoding)
+        if note is not None:
+            self._edit_noted = True
+            self._log.warning(note)
+        return decoding
