@@ -25,7 +25,7 @@ from benchmarks.graded_texts import (
 )
 from benchmarks.measuring import markdown
 from jobs.command_line import CommandText, JsonFile, Seed, command
-from mbd_core.evaluation.tasks.math_answers import MathJudge
+from mbd_core.evaluation.tasks.answers.math_judge import MathJudge
 from mbd_core.files import check_new_file, write_json
 from mbd_core.options import DATA, OUTPUT, Option
 

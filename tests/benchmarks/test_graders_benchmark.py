@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.graded_texts import OWN_GOLDS
 from benchmarks.graders import count, kinds_of, totals
-from mbd_core.evaluation.tasks.math_answers import MathAnswer, MathJudge
+from mbd_core.evaluation.tasks.answers.math_judge import MathAnswer, MathJudge
 
 KINDS = {task: list(kinds_of(task, golds, number=6, seed=1)) for task, golds in OWN_GOLDS.items()}
 

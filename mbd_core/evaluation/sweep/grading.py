@@ -14,9 +14,9 @@ from mbd_core.batch.rows import PROBLEM_COLUMNS
 from mbd_core.evaluation.measures.statistics import wilson_interval
 from mbd_core.evaluation.sandbox.processes import available_isolation, describe_isolation
 from mbd_core.evaluation.sweep.graded_rows import ISOLATION, VOTE, graded_schema
+from mbd_core.evaluation.tasks.answers.math_judge import same_answer
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.kinds.task import Grade, Problem, Task, ungradable
-from mbd_core.evaluation.tasks.math_answers import same_answer
 from mbd_core.evaluation.tasks.problems import ProblemSet
 from mbd_core.files import write_json, write_text
 from mbd_core.row_files.paths import read_row_files

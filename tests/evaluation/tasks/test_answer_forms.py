@@ -2,9 +2,9 @@
 
 import pytest
 
+from mbd_core.evaluation.tasks.answers.math_worker import judge
 from mbd_core.evaluation.tasks.benchmarks import TASKS
 from mbd_core.evaluation.tasks.kinds.task import Problem
-from mbd_core.evaluation.tasks.math_worker import judge
 
 RIGHT = (
     ("3,5,7", r"7, 3 \text{ and } 5"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mbd_core.evaluation.tasks.exact_numbers import read_quantity
+from mbd_core.evaluation.tasks.answers.exact_numbers import read_quantity
 
 
 @pytest.mark.parametrize(

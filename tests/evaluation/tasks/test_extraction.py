@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mbd_core.evaluation.tasks.math_answers import boxed, flexible_number, parse_number, same_number, strict_number
+from mbd_core.evaluation.tasks.answers.marked_answers import (
+    boxed,
+    flexible_number,
+    parse_number,
+    same_number,
+    strict_number,
+)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mbd_core.evaluation.tasks.answer_forms import undressed
-from mbd_core.evaluation.tasks.math_worker import judge
-from mbd_core.evaluation.tasks.stated_answers import stated_answer
+from mbd_core.evaluation.tasks.answers.answer_forms import undressed
+from mbd_core.evaluation.tasks.answers.math_worker import judge
+from mbd_core.evaluation.tasks.answers.stated_answers import stated_answer
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "benchmarks"
 PLAIN = r"So it is \boxed{%s}"

@@ -14,10 +14,10 @@ import pytest
 from program_corruptions import corruptions
 
 from mbd_core.evaluation.sandbox.program_text import extract_program
+from mbd_core.evaluation.tasks.answers.math_judge import MathJudge
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.kinds.evalplus import PlusProblem
 from mbd_core.evaluation.tasks.kinds.task import Problem
-from mbd_core.evaluation.tasks.math_answers import MathJudge
 from mbd_core.evaluation.tasks.problems import load_problems
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "benchmarks"

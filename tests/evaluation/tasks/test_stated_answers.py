@@ -2,7 +2,8 @@
 
 import pytest
 
-from mbd_core.evaluation.tasks.stated_answers import stated_answer, without_markdown
+from mbd_core.evaluation.tasks.answers.markdown_text import without_markdown
+from mbd_core.evaluation.tasks.answers.stated_answers import stated_answer
 
 RIGHT = (
     "So the answer for the first shelf is 40.\nThe second shelf adds 33 books.\n\nFinal Answer: **73**",

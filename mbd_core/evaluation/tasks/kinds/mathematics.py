@@ -2,16 +2,15 @@
 
 from typing import Any
 
-from mbd_core.evaluation.tasks.kinds.task import Grade, Grader, Problem, Task
-from mbd_core.evaluation.tasks.math_answers import (
-    MathAnswer,
+from mbd_core.evaluation.tasks.answers.marked_answers import (
     boxed,
     flexible_number,
-    judge_answer,
     parse_number,
     same_number,
     strict_number,
 )
+from mbd_core.evaluation.tasks.answers.math_judge import MathAnswer, judge_answer
+from mbd_core.evaluation.tasks.kinds.task import Grade, Grader, Problem, Task
 from mbd_core.tasks.generated import GENERATED_TASKS
 
 

@@ -1,6 +1,6 @@
-"""Judges mathematical answers, one JSON line in, one out. Started by `math_answers.py`.
+"""Judges mathematical answers, one JSON line in, one out. Started by `math_judge.py`.
 
-Where the answer stands, its form and its numbers are this project's (`stated_answers.py`, `answer_forms.py`,
+Where the answer stands, its form and its numbers are this project's (`stated_answers.py`, `same_answers.py`,
 `exact_numbers.py`). Every other expression is read by math-verify, and its numbers are compared exactly too.
 
 It is a process of its own because an answer like `9^{9^{9^9}}` can take any time and memory, inside one operation that
@@ -16,9 +16,9 @@ import sys
 from fractions import Fraction
 from typing import Any
 
-from mbd_core.evaluation.tasks.answer_forms import same_answer_form
-from mbd_core.evaluation.tasks.exact_numbers import read_quantity
-from mbd_core.evaluation.tasks.stated_answers import stated_answer
+from mbd_core.evaluation.tasks.answers.exact_numbers import read_quantity
+from mbd_core.evaluation.tasks.answers.same_answers import same_answer_form
+from mbd_core.evaluation.tasks.answers.stated_answers import stated_answer
 
 MEMORY_BYTES = 4 << 30
 DIGITS = 60  # by which two constants that are written otherwise are compared
