@@ -60,9 +60,6 @@ def plan_sweep(inputs: SweepInputs) -> Sweep:
     )
 
 
-# What is refused.
-
-
 def _check_draws(inputs: SweepInputs) -> None:
     """Several answers to a problem are drawn, and at the temperature that a task asks for."""
     options, temperature = inputs.options, inputs.sampling.temperature
@@ -139,9 +136,6 @@ def endpoint_notes(endpoint: Endpoint, tasks: Sequence[AskedTask]) -> list[str]:
         f"model '{endpoint.name}' is '{endpoint.model}' at {endpoint.url}, {asked}{note}",
         *(f"endpoint '{endpoint.name}' {difference}" for difference in endpoint.form.notes()),
     ]
-
-
-# The configurations.
 
 
 def _method_names(inputs: SweepInputs, prefix_methods: Sequence[str] = ()) -> Sequence[str]:
