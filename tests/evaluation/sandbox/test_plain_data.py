@@ -103,5 +103,5 @@ def test_nested_without_end_is_opaque_inside() -> None:
     ],
 )
 def test_what_a_candidate_makes_up_is_refused(line: bytes) -> None:
-    with pytest.raises(ValueError, match="no plain data"):
+    with pytest.raises(ValueError):
         decode(line)

@@ -23,7 +23,7 @@ def test_the_grid_is_a_product_of_which_single_takes_its_own_fields() -> None:
 def test_the_label_says_how_the_model_was_trained() -> None:
     assert variants("buffer_size=2", "multi", trained_with="multitf")[0].method == "MBD"
     assert variants("buffer_size=2", "multi", trained_with=None)[0].method == "MultiBD"
-    with pytest.raises(ValueError, match="unknown trained_with='other'"):
+    with pytest.raises(ValueError, match="trained_with='other'"):
         variants("buffer_size=2", "multi", trained_with="other")
 
 
@@ -84,7 +84,7 @@ def test_a_row_of_table_4_has_a_name() -> None:
 
 
 def test_an_unknown_method_lists_the_known() -> None:
-    with pytest.raises(ValueError, match="'double'; known: single, multi"):
+    with pytest.raises(ValueError, match="known: single, multi"):
         variants("buffer_size=2", "double")
 
 

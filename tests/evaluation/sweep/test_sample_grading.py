@@ -156,7 +156,7 @@ def test_what_is_no_sample_is_refused(
     data = write_lines(tmp_path / "gsm.jsonl", [{"question": "?", "answer": "#### 18"}])
     samples = tmp_path / "samples.jsonl"
     samples.write_text('{"doc_id": 0, "text": "18"}\n' + row + "\n")
-    with pytest.raises(ValueError, match=r"samples\.jsonl, line 2: ") as caught:
+    with pytest.raises(ValueError, match="line 2") as caught:
         load_samples(samples, load_problems(find_task("gsm8k"), data=str(data)))
     assert reason in str(caught.value)
     out = tmp_path / "grades"
@@ -181,5 +181,5 @@ def test_programs_are_graded_behind_walls_only_where_these_are_required(
         assert "--isolation required: this machine has neither bubblewrap nor Landlock" in error
         assert MEANING[weaker] in error and error.count("\n") == 1 and not out.exists()
         table = pa.table({"task": ["code-mini"], "text": ["x"]})
-        with pytest.raises(ValueError, match="neither bubblewrap nor Landlock"):
+        with pytest.raises(ValueError, match="bubblewrap"):
             process_part(pack(0, table), Grading(isolated=True))

@@ -48,5 +48,5 @@ def test_shards_share_nothing_and_lack_nothing() -> None:
 
 @pytest.mark.parametrize("text", ["", "2", "0/2", "3/2", "a/b", "-1/2", "1/2/3", "1/0"])
 def test_what_is_no_shard_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="must be i/n"):
+    with pytest.raises(ValueError, match="i/n"):
         SweepShard.parse(text)

@@ -39,7 +39,7 @@ def test_a_real_task_is_not_cut_at_128_tokens_and_has_the_papers_limit(gsm8k: Pa
 def test_a_limit_of_the_user_s_own_is_kept_or_refused(gsm8k: Path) -> None:
     sweep = plan_sweep(load_inputs(options(gsm8k, max_tokens=700)))
     assert {(row["max_tokens"], row["may_shorten"]) for row in sweep.rows()} == {(700, False)} and not sweep.notes
-    with pytest.raises(ValueError, match=r"^--max-tokens 1024 .*'tiny-mbd' holds 1024 positions"):
+    with pytest.raises(ValueError, match="--max-tokens 1024"):
         plan_sweep(load_inputs(options(gsm8k, max_tokens=1024)))
 
 

@@ -31,10 +31,10 @@ def paper(name: str) -> str:
 
 def test_recipes_are_found_by_name_and_ours_has_every_task() -> None:
     assert all(find_recipe(name).name == name for name in RECIPES)
-    with pytest.raises(ValueError, match="'bd3lm'; known: own, bare"):
+    with pytest.raises(ValueError, match="known: own, bare"):
         find_recipe("bd3lm")
     assert set(OWN_CHAT.prompts) == set(REAL_TASKS)
-    with pytest.raises(ValueError, match=r"'blockbatch' .*'mbpp-plus'; it has gsm8k, math"):
+    with pytest.raises(ValueError, match="it has gsm8k, math"):
         find_recipe("blockbatch").task_prompt("mbpp-plus")
 
 

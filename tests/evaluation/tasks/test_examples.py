@@ -49,7 +49,7 @@ def test_an_example_is_a_row_of_the_task_s_own_file(
 )
 def test_a_row_that_is_no_example_is_named(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
     good = {"question": "1?", "answer": "The answer is 1."}
-    with pytest.raises(ValueError, match=r"train\.jsonl, line 2: ") as caught:
+    with pytest.raises(ValueError, match="line 2") as caught:
         examples(tmp_path, "gsm8k-cot", good, row)
     assert sentence in str(caught.value)
 

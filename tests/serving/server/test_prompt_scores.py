@@ -220,7 +220,7 @@ def test_a_prompt_that_is_not_scored_to_its_end_is_an_error(tiny_model_dir: Path
         whole = asyncio.create_task(answer.whole())
         while await server.service.engine.abort_all() == 0:
             await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="before all of its prompt was scored") as refused:
+        with pytest.raises(ApiError) as refused:
             await whole
         assert refused.value.status == 503
         await server.stop()

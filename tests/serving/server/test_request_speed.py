@@ -82,5 +82,5 @@ def test_health_names_the_points(folder: Path, tiny_model_dir: Path) -> None:
 
 def test_a_folder_with_a_wrong_front_is_not_served(tiny_model_dir: Path, tmp_path: Path) -> None:
     folder = with_front(tiny_model_dir, tmp_path / "model", [{"decoding": {"tau": 1}, "accuracy": 9, "tpf": 9}])
-    with pytest.raises(ValueError, match=r"generation_config\.json: speed_front\.points\.0: unknown decoding field"):
+    with pytest.raises(ValueError, match=r"speed_front\.points\.0"):
         server_of(folder)

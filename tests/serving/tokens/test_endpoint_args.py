@@ -100,5 +100,5 @@ def test_a_folder_is_loaded_with_as_many_slots_as_its_model_decodes_with(tiny_mo
 
 def test_a_trace_goes_into_a_folder(tiny_model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file, not a folder"):
+    with pytest.raises(ValueError):
         EndpointArgs(model=str(tiny_model_dir), trace=tmp_path / "file").checked()

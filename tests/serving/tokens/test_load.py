@@ -127,7 +127,7 @@ def test_decoding_that_cannot_be_honoured_is_refused(folder: Path, values: dict[
 @pytest.mark.parametrize("read", [read_folder, load_model])
 def test_a_distributed_checkpoint_is_sent_to_the_converter(folder: Path, read: Callable[[Path], Any]) -> None:
     convert(folder, folder.parent / "dcp", to="dcp")
-    with pytest.raises(ValueError, match=r"dcp is a distributed .* with jobs/convert_checkpoint.py --format hf$"):
+    with pytest.raises(ValueError, match=r"jobs/convert_checkpoint.py --format hf"):
         read(folder.parent / "dcp")
 
 
