@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -16,35 +15,32 @@ from typing import Annotated, Any, Literal
 from tqdm import tqdm
 
 from benchmarks.measuring import device_name, markdown, usable_device
-from jobs.command_line import CommandText, Fields, JsonFile, MaxTokens, ModelName, OwnThreads, Seed, command
+from jobs.command_line import JsonFile, MaxTokens, ModelName, OwnThreads, Seed
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.command_line import CommandText, Fields, command
+from mbd_core.fields import DATA, DECODING, ENGINE, MODEL, OUTPUT, Flag, Ge, Gt, configuration
 from mbd_core.files import check_new_file, write_json
 from mbd_core.models.model_config import Fp8Parts
 from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.recipes.shipped import TINY_MODEL
-from mbd_core.options import DATA, DECODING, ENGINE, MODEL, OUTPUT, Option
 
 TRAINING_SHAPES = {"tiny": TINY_MODEL, **SHAPES}
 LEAST_ANSWERS = 16
 AT_ONCE = (1, 2, 4, 8, 16, 32, 64)
 
-Buffer = Annotated[tuple[int, ...], Option("Slots of each sequence.", DATA, at_least=1, separator=",")]
+Buffer = Annotated[tuple[Annotated[int, Ge(1)], ...], Flag("Slots of each sequence.", DATA, commas=True)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=ENGINE)
 class BenchmarkOptions:
     """Where and how often a benchmark measures, and the file that gets its rows."""
 
-    repeats: Annotated[int, Option("Repetitions, in turn with what is compared.", ENGINE, at_least=1)] = 3
-    static: Annotated[
-        bool | None,
-        Option(
-            "Every slot of every row, or resident slots only (default: static on a GPU)",
-            ENGINE,
-            flag="--static/--dynamic",
-        ),
-    ] = None
-    device: Annotated[str | None, Option("cpu or cuda (default: the GPU if there is one)", ENGINE)] = None
+    repeats: Annotated[int, Ge(1)] = 3
+    """Repetitions, in turn with what is compared."""
+    static: Annotated[bool | None, Flag(name="--static/--dynamic")] = None
+    """Every slot of every row, or resident slots only (default: static on a GPU)"""
+    device: str | None = None
+    """cpu or cuda (default: the GPU if there is one)"""
     threads: OwnThreads = None
     json: JsonFile = None
 
@@ -70,15 +66,15 @@ def run_decoders(
     command_line: CommandText,
     *,
     models: Annotated[
-        tuple[str, ...], Option("Models whose name begins with one of these (default: all)", MODEL, separator=",")
+        tuple[str, ...], Flag("Models whose name begins with one of these (default: all)", MODEL, commas=True)
     ] = (),
     fixtures: Annotated[
         Path | None,
-        Option("Folder of model folders, for the families' models (default: random weights)", MODEL, metavar="DIR"),
+        Flag("Folder of model folders, for the families' models (default: random weights)", MODEL, metavar="DIR"),
     ] = None,
-    requests: Annotated[int, Option("Requests, and how many are decoded at once.", DATA, at_least=1)] = 8,
+    requests: Annotated[int, Ge(1), Flag("Requests, and how many are decoded at once.", DATA)] = 8,
     methods: Annotated[
-        tuple[str, ...], Option("Methods whose name contains one of these (default: all)", DECODING, separator=",")
+        tuple[str, ...], Flag("Methods whose name contains one of these (default: all)", DECODING, commas=True)
     ] = (),
     max_tokens: MaxTokens = 64,
     measuring: Annotated[BenchmarkOptions, Fields("repeats", "threads", "json")] = FIVE_TIMES,
@@ -133,30 +129,31 @@ def run_decoders(
 def run_engine(
     command_line: CommandText,
     *,
-    model: Annotated[str, Option(f"A model folder, or a shape: {', '.join(SHAPES)}.", MODEL)] = "sdar-50m",
+    model: Annotated[str, Flag(f"A model folder, or a shape: {', '.join(SHAPES)}.", MODEL)] = "sdar-50m",
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, Option("(default: bfloat16 on a GPU, else float32)", MODEL)
+        Literal["float32", "bfloat16", "float16"] | None, Flag("(default: bfloat16 on a GPU, else float32)", MODEL)
     ] = None,
     fp8: Annotated[
         Fp8Parts | None,
-        Option(
+        Flag(
             "Round these weights to FP8; blocks: the experts, with a scale for each block, an FP8 folder's own.", MODEL
         ),
     ] = None,
-    uniform_routing: Annotated[bool, Option("Tokens choose their experts evenly.", MODEL)] = False,
-    rows: Annotated[tuple[int, ...], Option("Sequences.", DATA, at_least=1, separator=",")] = (8,),
-    prefix: Annotated[tuple[int, ...], Option("Stored tokens of each sequence.", DATA, at_least=1, separator=",")] = (
-        512,
-    ),
+    uniform_routing: Annotated[bool, Flag("Tokens choose their experts evenly.", MODEL)] = False,
+    rows: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag("Sequences.", DATA, commas=True)] = (8,),
+    prefix: Annotated[
+        tuple[Annotated[int, Ge(1)], ...], Flag("Stored tokens of each sequence.", DATA, commas=True)
+    ] = (512,),
     buffer: Buffer = (1, 2, 4),
     tpf: Annotated[
         float | None,
-        Option("Tokens a forward, to state TPS (default: Table 3's, 3.47 with one slot, else 6.19)", DATA, above=0),
+        Gt(0),
+        Flag("Tokens a forward, to state TPS (default: Table 3's, 3.47 with one slot, else 6.19)", DATA),
     ] = None,
-    steps: Annotated[int, Option("Measured steps.", ENGINE, at_least=1)] = 20,
-    eager: Annotated[bool, Option("On a GPU, run static steps without CUDA graphs.", ENGINE)] = False,
-    attention: Annotated[str | None, Option("The attention kernel (default: the best there is)", ENGINE)] = None,
-    trace: Annotated[bool, Option("Measure a trace recorder too.", OUTPUT)] = False,
+    steps: Annotated[int, Ge(1), Flag("Measured steps.", ENGINE)] = 20,
+    eager: Annotated[bool, Flag("On a GPU, run static steps without CUDA graphs.", ENGINE)] = False,
+    attention: Annotated[str | None, Flag("The attention kernel (default: the best there is)", ENGINE)] = None,
+    trace: Annotated[bool, Flag("Measure a trace recorder too.", OUTPUT)] = False,
     measuring: Annotated[BenchmarkOptions, Fields("static", "device", "threads", "json")],
 ) -> None:
     """A decode step of the engine beside its bare forward and beside the least time the machine allows.
@@ -199,21 +196,20 @@ def run_buffer(
     command_line: CommandText,
     *,
     model: Annotated[
-        str,
-        Option(f"A shipped model's name or a folder; or a shape, with random weights: {', '.join(SHAPES)}.", MODEL),
+        str, Flag(f"A shipped model's name or a folder; or a shape, with random weights: {', '.join(SHAPES)}.", MODEL)
     ] = "tiny-mbd",
-    concurrency: Annotated[tuple[int, ...], Option("Requests at once.", DATA, at_least=1, separator=",")] = AT_ONCE,
+    concurrency: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag("Requests at once.", DATA, commas=True)] = AT_ONCE,
     buffer: Buffer = (1, 2, 4),
     budget: Annotated[
-        tuple[int, ...], Option("Block budgets, for the largest buffer.", DATA, at_least=1, separator=",")
+        tuple[Annotated[int, Ge(1)], ...], Flag("Block budgets, for the largest buffer.", DATA, commas=True)
     ] = (16,),
     max_tokens: MaxTokens = 128,
-    answers: Annotated[int, Option("Measured answers a row, at least 16 in all.", DATA, at_least=1)] = 2,
+    answers: Annotated[int, Ge(1), Flag("Measured answers a row, at least 16 in all.", DATA)] = 2,
     measuring: BenchmarkOptions,
-    predict: Annotated[str | None, Option("Also compute the table of this model.", OUTPUT, metavar="SHAPE")] = None,
-    bandwidth: Annotated[float, Option("GB/s of the machine to compute it for.", OUTPUT, above=0)] = 3350.0,
-    tflops: Annotated[float, Option("TFLOP/s of that machine, in 16 bits.", OUTPUT, above=0)] = 989.0,
-    prefix: Annotated[int, Option("Stored tokens of each sequence there.", OUTPUT, at_least=0)] = 512,
+    predict: Annotated[str | None, Flag("Also compute the table of this model.", OUTPUT, metavar="SHAPE")] = None,
+    bandwidth: Annotated[float, Gt(0), Flag("GB/s of the machine to compute it for.", OUTPUT)] = 3350.0,
+    tflops: Annotated[float, Gt(0), Flag("TFLOP/s of that machine, in 16 bits.", OUTPUT)] = 989.0,
+    prefix: Annotated[int, Ge(0), Flag("Stored tokens of each sequence there.", OUTPUT)] = 512,
 ) -> None:
     """Tokens a second and tokens per forward of fixed buffer sizes and of block budgets, by the requests at once.
 
@@ -267,18 +263,18 @@ def run_modes(
     *,
     model: Annotated[
         str | None,
-        Option(
+        Flag(
             "A folder of a model with causal rows, or such a shape (default: one trained here, in half a minute)",
             MODEL,
         ),
     ] = None,
-    concurrency: Annotated[tuple[int, ...], Option("Requests at once.", DATA, at_least=1, separator=",")] = AT_ONCE,
+    concurrency: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag("Requests at once.", DATA, commas=True)] = AT_ONCE,
     budget: Annotated[
-        tuple[int, ...], Option("Block budgets of the adaptive mode.", DATA, at_least=1, separator=",")
+        tuple[Annotated[int, Ge(1)], ...], Flag("Block budgets of the adaptive mode.", DATA, commas=True)
     ] = (64,),
     max_tokens: MaxTokens = 96,
-    answers: Annotated[int, Option("Measured answers a row, at least 64 in all.", DATA, at_least=1)] = 1,
-    updates: Annotated[int, Option("Updates of the model that is trained here.", DATA, at_least=0)] = 120,
+    answers: Annotated[int, Ge(1), Flag("Measured answers a row, at least 64 in all.", DATA)] = 1,
+    updates: Annotated[int, Ge(0), Flag("Updates of the model that is trained here.", DATA)] = 120,
     measuring: Annotated[BenchmarkOptions, Fields("repeats", "device", "threads", "json")],
 ) -> None:
     """Tokens a second of single tokens (ar), self-speculation and diffusion, and of the mode that follows the load.
@@ -318,30 +314,28 @@ def run_train(
     *,
     model: Annotated[
         tuple[str, ...],
-        Option(
-            f"Shapes, with random weights: {', '.join(TRAINING_SHAPES)}.", MODEL, separator=",", metavar="SHAPE,..."
-        ),
+        Flag(f"Shapes, with random weights: {', '.join(TRAINING_SHAPES)}.", MODEL, metavar="SHAPE,...", commas=True),
     ] = ("tiny", "sdar-50m"),
     layouts: Annotated[
         tuple[str, ...],
-        Option("Largest noise-groups, each with a number of random layouts.", DATA, separator=",", metavar="G:N,..."),
+        Flag("Largest noise-groups, each with a number of random layouts.", DATA, metavar="G:N,...", commas=True),
     ] = ("2:0", "2:2", "4:2", "4:3"),
-    length: Annotated[tuple[int, ...], Option("Tokens of a sample.", DATA, at_least=1, separator=",")] = (128,),
-    count: Annotated[bool, Option("Count operations instead of measuring.", OUTPUT)] = False,
+    length: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag("Tokens of a sample.", DATA, commas=True)] = (128,),
+    count: Annotated[bool, Flag("Count operations instead of measuring.", OUTPUT)] = False,
     data: Annotated[
         Path | None,
-        Option(
+        Flag(
             "Count the padding of batches of this prepared data, with --pack and without, instead of measuring.",
             DATA,
             metavar="DIR",
         ),
     ] = None,
     pack: Annotated[
-        tuple[int, ...], Option("With --data: tokens of samples that are packed.", DATA, at_least=1, separator=",")
+        tuple[Annotated[int, Ge(1)], ...], Flag("With --data: tokens of samples that are packed.", DATA, commas=True)
     ] = (2048,),
-    batch: Annotated[int, Option("With --data: samples of a step.", DATA, at_least=1)] = 32,
+    batch: Annotated[int, Ge(1), Flag("With --data: samples of a step.", DATA)] = 32,
     micro_batch: Annotated[
-        tuple[int, ...], Option("With --data: sequences computed at once.", DATA, at_least=1, separator=",")
+        tuple[Annotated[int, Ge(1)], ...], Flag("With --data: sequences computed at once.", DATA, commas=True)
     ] = (1, 4),
     measuring: Annotated[BenchmarkOptions, Fields("repeats", "device", "threads", "json")],
 ) -> None:
@@ -402,10 +396,10 @@ def run_fp8(
     command_line: CommandText,
     *,
     model: ModelName,
-    limit: Annotated[int, Option("Sequences that are compared.", DATA, at_least=1)] = 16,
+    limit: Annotated[int, Ge(1), Flag("Sequences that are compared.", DATA)] = 16,
     seed: Seed = 0,
     parts: Annotated[
-        Fp8Parts | None, Option("What is rounded (default: the experts, or all without any)", ENGINE)
+        Fp8Parts | None, Flag("What is rounded (default: the experts, or all without any)", ENGINE)
     ] = None,
     measuring: Annotated[BenchmarkOptions, Fields("json")],
 ) -> None:

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from benchmarks.measuring import markdown, run_seconds
-from jobs.command_line import Fields, ModelName, command
+from jobs.command_line import ModelName
 from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.command_line import Fields, command
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sandbox.processes import Limits, describe_isolation
 from mbd_core.evaluation.sandbox.programs import Call, RunVerdict, run_calls, run_tests
 from mbd_core.evaluation.sweep.shard import SweepShard
-from mbd_core.options import CLUSTER, DATA, DECODING, ENGINE, Option
+from mbd_core.fields import CLUSTER, DATA, DECODING, ENGINE, Flag, Ge
 from mbd_core.storage.folder import Folder
 
 if TYPE_CHECKING:
@@ -86,17 +87,15 @@ class SweepCost:
 def run_sweep(
     model: ModelName = "tiny-mbd",
     *,
-    tasks: Annotated[tuple[str, ...], Option("Generated tasks.", DATA, separator=",")] = ("gsm-mini", "code-mini"),
-    grid: Annotated[str, Option("As eval_sweep's.", DECODING, metavar="FIELD=VALUE,...;...")] = "tau_m2t=0.7,0.9",
+    tasks: Annotated[tuple[str, ...], Flag("Generated tasks.", DATA, commas=True)] = ("gsm-mini", "code-mini"),
+    grid: Annotated[str, Flag("As eval_sweep's.", DECODING, metavar="FIELD=VALUE,...;...")] = "tau_m2t=0.7,0.9",
     seconds: Annotated[
-        float, Option("Length of the direct run, about; a trial finds the problems.", DATA, at_least=1)
+        float, Ge(1), Flag("Length of the direct run, about; a trial finds the problems.", DATA)
     ] = 300.0,
-    limit: Annotated[int | None, Option("Problems a task.", DATA, at_least=1, default="by --seconds")] = None,
+    limit: Annotated[int | None, Ge(1), Flag("Problems a task.", DATA, default="by --seconds")] = None,
     engine: Annotated[EngineConfig, Fields("max_rows")],
-    actors: Annotated[int, Option("Run the sweep again with so many engines; 1: not.", CLUSTER, at_least=1)] = 1,
-    threads: Annotated[
-        int, Option("Torch's threads of the direct run; a sweep's engine has one.", ENGINE, at_least=1)
-    ] = 1,
+    actors: Annotated[int, Ge(1), Flag("Run the sweep again with so many engines; 1: not.", CLUSTER)] = 1,
+    threads: Annotated[int, Ge(1), Flag("Torch's threads of the direct run; a sweep's engine has one.", ENGINE)] = 1,
 ) -> None:
     """Decode one plan by the engine in this process, all samples at once, and by a sweep with one engine on Ray.
 
@@ -116,8 +115,8 @@ def run_sweep(
 
     torch.set_num_threads(threads)
     options = SweepOptions(
-        models=[model],
-        tasks=list(tasks),
+        models=(model,),
+        tasks=tasks,
         grid=grid,
         limit=TRIAL if limit is None else limit,
         engine=engine,
@@ -221,7 +220,7 @@ TESTS = "def check(candidate):\n    assert candidate(2) == 2\n"
 
 
 def run_sandbox(
-    repeats: Annotated[int, Option("Runs of each kind.", DATA, at_least=1)] = 20,
+    repeats: Annotated[int, Ge(1), Flag("Runs of each kind.", DATA)] = 20,
 ) -> None:
     """Time a program that returns its input: a process that gets inputs, and the two processes of tests.
 

@@ -24,10 +24,11 @@ from benchmarks.graded_texts import (
     value_of,
 )
 from benchmarks.measuring import markdown
-from jobs.command_line import CommandText, JsonFile, Seed, command
+from jobs.command_line import JsonFile, Seed
+from mbd_core.command_line import CommandText, command
 from mbd_core.evaluation.tasks.answers.math_judge import MathJudge
+from mbd_core.fields import DATA, OUTPUT, Flag, Ge
 from mbd_core.files import check_new_file, write_json
-from mbd_core.options import DATA, OUTPUT, Option
 
 FILES = {"gsm8k": "gsm8k/test.jsonl", "math500": "math500/test.jsonl"}
 MOST_TRIES = 200  # golds a text, until a form is taken as one that these golds do not have
@@ -146,12 +147,12 @@ def run_graders(
     *,
     data_dir: Annotated[
         Path | None,
-        Option("Folder of gsm8k/test.jsonl and math500/test.jsonl (default: golds of our own)", DATA, metavar="DIR"),
+        Flag("Folder of gsm8k/test.jsonl and math500/test.jsonl (default: golds of our own)", DATA, metavar="DIR"),
     ] = None,
-    number: Annotated[int, Option("Texts of each kind.", DATA, at_least=1)] = 500,
+    number: Annotated[int, Ge(1), Flag("Texts of each kind.", DATA)] = 500,
     seed: Seed = 0,
-    alone: Annotated[bool, Option("Ask math-verify alone too.", DATA, flag="--alone/--no-alone")] = True,
-    show: Annotated[int, Option("Texts with a wrong verdict to print, of each kind.", OUTPUT, at_least=0)] = 3,
+    alone: Annotated[bool, Flag("Ask math-verify alone too.", DATA, name="--alone/--no-alone")] = True,
+    show: Annotated[int, Ge(0), Flag("Texts with a wrong verdict to print, of each kind.", OUTPUT)] = 3,
     json: JsonFile = None,
 ) -> int:
     """Right and wrong texts of many kinds, judged by the grader of GSM8K and MATH and by math-verify alone.

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from benchmarks.commands import BenchmarkOptions, Buffer
 from benchmarks.measuring import interleaved, markdown, medians, run_seconds
-from jobs.command_line import CommandText, Fields, ModelName, Seed, command
+from jobs.command_line import ModelName, Seed
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.options import DATA, STATES, Option
+from mbd_core.command_line import CommandText, Fields, command
+from mbd_core.fields import DATA, STATES, Flag, Ge
 
 if TYPE_CHECKING:
     from mbd_core.models.decoder import Decoder
@@ -45,11 +46,11 @@ def run_replay(
     command_line: CommandText,
     *,
     model: ModelName = "ledger-mbd",
-    task: Annotated[str, Option("A generated task, whose problems are answered.", DATA)] = "ledger-mini",
-    answers: Annotated[int, Option("Answers, drawn at temperature 1.", DATA, at_least=1)] = 16,
+    task: Annotated[str, Flag("A generated task, whose problems are answered.", DATA)] = "ledger-mini",
+    answers: Annotated[int, Ge(1), Flag("Answers, drawn at temperature 1.", DATA)] = 16,
     slots: Buffer = (1, 2, 4),
     shrink: Annotated[
-        tuple[int, ...], Option("Successive forwards that become one state.", STATES, at_least=1, separator=",")
+        tuple[Annotated[int, Ge(1)], ...], Flag("Successive forwards that become one state.", STATES, commas=True)
     ] = (1, 2, 4),
     seed: Seed = 0,
     measuring: Annotated[BenchmarkOptions, Fields("repeats", "threads", "json")] = THREE_TIMES,

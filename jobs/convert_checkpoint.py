@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 from tqdm import tqdm
 
 from cluster.signals import interrupt_on
-from jobs.command_line import Overwrite, command
+from jobs.command_line import Overwrite
 from mbd_core.checkpoint.model_family import ExpertLayout, Format
+from mbd_core.command_line import command
+from mbd_core.fields import MODEL, OUTPUT, Flag, Gt
 from mbd_core.models.shapes import SHAPES
-from mbd_core.options import MODEL, OUTPUT, Option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,22 +31,21 @@ Progress = Callable[[int, int], None]
 
 def run(
     *,
-    source: Annotated[Path | None, Option("Checkpoint to read.", MODEL, flag="--from", metavar="DIR")] = None,
+    source: Annotated[Path | None, Flag("Checkpoint to read.", MODEL, name="--from", metavar="DIR")] = None,
     random: Annotated[
-        str | None, Option(f"Or random weights, with a tokenizer: {', '.join(SHAPES)}.", MODEL, metavar="SHAPE")
+        str | None, Flag(f"Or random weights, with a tokenizer: {', '.join(SHAPES)}.", MODEL, metavar="SHAPE")
     ] = None,
     config: Annotated[
-        Path | None, Option("Folder with config.json and tokenizer.", MODEL, metavar="DIR", default="--from")
+        Path | None, Flag("Folder with config.json and tokenizer.", MODEL, metavar="DIR", default="--from")
     ] = None,
-    target: Annotated[Path, Option("Folder to write.", OUTPUT, flag="--to", metavar="DIR")],
+    target: Annotated[Path, Flag("Folder to write.", OUTPUT, name="--to", metavar="DIR")],
     experts: Annotated[
-        Literal["fused", "per-expert"] | None, Option("The experts' layout.", OUTPUT, default="the source's")
+        Literal["fused", "per-expert"] | None, Flag("The experts' layout.", OUTPUT, default="the source's")
     ] = None,
     to_format: Annotated[
-        Format | None,
-        Option("Hugging Face or distributed.", OUTPUT, flag="--format", default="the source's"),
+        Format | None, Flag("Hugging Face or distributed.", OUTPUT, name="--format", default="the source's")
     ] = None,
-    max_shard_gb: Annotated[float, Option("Largest file to write, in GB.", OUTPUT, above=0)] = 5.0,
+    max_shard_gb: Annotated[float, Gt(0), Flag("Largest file to write, in GB.", OUTPUT)] = 5.0,
     overwrite: Overwrite = False,
 ) -> int:
     """Convert a checkpoint: single or stacked experts, Hugging Face folder or PyTorch distributed checkpoint (DCP).

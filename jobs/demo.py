@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tqdm import tqdm
 
-from jobs.command_line import command
+from mbd_core.command_line import command
+from mbd_core.fields import DATA, MODEL, OUTPUT, Flag, Ge
 from mbd_core.files import check_target_folder
-from mbd_core.options import DATA, MODEL, OUTPUT, Option
 from mbd_core.tasks import gsm_mini
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ NUM_QUESTIONS = 8
 
 def run(
     *,
-    out: Annotated[Path, Option("Folder for all results.", OUTPUT, metavar="DIR")] = Path("out/demo"),
-    steps: Annotated[int, Option("Updates of the short training job.", MODEL, at_least=1)] = 30,
-    limit: Annotated[int, Option("Problems of the sweep.", DATA, at_least=1)] = 100,
+    out: Annotated[Path, Flag("Folder for all results.", OUTPUT, metavar="DIR")] = Path("out/demo"),
+    steps: Annotated[int, Ge(1), Flag("Updates of the short training job.", MODEL)] = 30,
+    limit: Annotated[int, Ge(1), Flag("Problems of the sweep.", DATA)] = 100,
 ) -> None:
     """All of it on this machine: train a little, sweep a base and its MBD, serve a model and ask it questions.
 

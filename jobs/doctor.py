@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from jobs.command_line import Fields, command
-from mbd_core.options import OUTPUT, Option
+from mbd_core.command_line import Fields, command
+from mbd_core.fields import OUTPUT, Flag
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
 from mbd_core.tables import PAIRS, Cell, Table, plain
 
@@ -51,12 +51,13 @@ def run(
     endpoint: Annotated[
         EndpointArgs,
         Fields(
-            *("model", "fp8", "tensor_parallel", "max_rows", "buffer_size", "block_size", "page_size", "num_pages"),
-            *("kv_memory_fraction", "static_shapes", "graphs", "batch_invariant", "attention"),
+            *("model", "fp8", "tensor_parallel", "engine.max_rows", "engine.buffer_size", "engine.block_size"),
+            *("engine.page_size", "engine.num_pages", "engine.kv_memory_fraction", "engine.static_shapes"),
+            *("engine.graphs", "engine.batch_invariant", "engine.attention"),
         ),
     ] = UNNAMED,
     *,
-    as_json: Annotated[bool, Option("Print JSON instead of tables.", OUTPUT, flag="--json")] = False,
+    as_json: Annotated[bool, Flag("Print JSON instead of tables.", OUTPUT, name="--json")] = False,
 ) -> int:
     """Say what this machine can do, and what a model folder needs of it.
 

@@ -7,10 +7,10 @@ from typing import Annotated
 
 from jobs.api.call_options import OF_VARIABLE
 from jobs.api.sweeping import ENGINE_FIELDS, SweepWork, sweep_chosen
-from jobs.command_line import Fields, command
+from mbd_core.command_line import Fields, command
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.options import SweepOptions
-from mbd_core.options import OUTPUT, Option
+from mbd_core.fields import OUTPUT, Flag
 from mbd_core.storage.folder import Folder
 
 
@@ -19,7 +19,7 @@ def run(
     engine: Annotated[EngineConfig, Fields(*ENGINE_FIELDS)],
     own: SweepWork,
     *,
-    out: Annotated[str, Option("Folder to write, or a URL as s3://bucket/path.", OUTPUT, metavar="DIR|URL")],
+    out: Annotated[str, Flag("Folder to write, or a URL as s3://bucket/path.", OUTPUT, metavar="DIR|URL")],
 ) -> None:
     """Sweep models x methods x thresholds over tasks on Ray Data, and report accuracy, TPF, AUP and speed.
 

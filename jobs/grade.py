@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Annotated
 
 from jobs.api.grading import GradeOptions, grade_chosen
-from jobs.command_line import OutFolder, command
-from mbd_core.options import DATA, Option
+from jobs.command_line import OutFolder
+from mbd_core.command_line import command
+from mbd_core.fields import DATA, Flag
 
 
 def run(
     options: GradeOptions,
     *,
-    samples: Annotated[Path, Option("One sample a row, in any format that --data has.", DATA, metavar="FILE")],
+    samples: Annotated[Path, Flag("One sample a row, in any format that --data has.", DATA, metavar="FILE")],
     out: OutFolder,
 ) -> None:
     """Grade anybody's samples without a model.

@@ -2,7 +2,8 @@
 
 import sys
 
-from jobs.command_line import OutFolder, Overwrite, command
+from jobs.command_line import OutFolder, Overwrite
+from mbd_core.command_line import command
 from mbd_core.evaluation.sweep.options import TaskOptions
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.problems import load_problems

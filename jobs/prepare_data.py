@@ -19,8 +19,8 @@ if __name__ == "__main__":  # run by its path, it finds the project's packages b
 from jobs.api.call_options import OF_VARIABLE
 from jobs.api.model_answering import AnswerOptions
 from jobs.api.preparing import PrepareOptions, prepare_chosen
-from jobs.command_line import command
-from mbd_core.options import DATA, OUTPUT, Option
+from mbd_core.command_line import command
+from mbd_core.fields import DATA, OUTPUT, Flag
 from mbd_core.storage.folder import Folder
 from mbd_core.tables import plain
 
@@ -31,7 +31,7 @@ def run(
     *,
     sources: Annotated[
         tuple[str, ...],
-        Option(
+        Flag(
             "JSON lines, JSON, Parquet or Arrow files, or folders of them, as of a data set.",
             DATA,
             positional=True,
@@ -39,8 +39,7 @@ def run(
         ),
     ],
     out: Annotated[
-        str | None,
-        Option("Folder to write.", OUTPUT, metavar="DIR|URL", default="with --show none: nothing is written"),
+        str | None, Flag("Folder to write.", OUTPUT, metavar="DIR|URL", default="with --show none: nothing is written")
     ] = None,
 ) -> None:
     """Make a folder of training samples of conversations: templated, tokenised, filtered, compared with benchmarks.

@@ -7,18 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from jobs.command_line import JsonFile, Main, Overwrite, command, with_default
+from jobs.command_line import JsonFile, Overwrite, with_default
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.command_line import Main, command
 from mbd_core.evaluation.sweep.best import BEST, By
+from mbd_core.fields import DATA, DECODING, MODEL, OUTPUT, Flag
 from mbd_core.files import check_target_folder, folder_beside, write_json
-from mbd_core.options import DATA, DECODING, MODEL, OUTPUT, Option
 
 if TYPE_CHECKING:
     from mbd_core.tables import Table
 
 KIND = "sweep report"
 Folders = Annotated[
-    tuple[Path, ...], Option("--out folders of sweeps or of their shards.", DATA, positional=True, metavar="DIR...")
+    tuple[Path, ...], Flag("--out folders of sweeps or of their shards.", DATA, positional=True, metavar="DIR...")
 ]
 
 
@@ -26,7 +27,7 @@ def report(
     folders: Folders,
     out: Annotated[
         Path | None,
-        Option("Folder to write; several sweeps need one.", OUTPUT, metavar="DIR", default="the sweep's own"),
+        Flag("Folder to write; several sweeps need one.", OUTPUT, metavar="DIR", default="the sweep's own"),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -60,9 +61,9 @@ def best(
     folders: Folders,
     folder: Annotated[
         tuple[Path, ...],
-        Option("The folder of a model of the sweep, known by its files; repeatable.", OUTPUT, metavar="DIR"),
+        Flag("The folder of a model of the sweep, known by its files; repeatable.", OUTPUT, metavar="DIR"),
     ],
-    by: Annotated[By, Option(f"Which is the best: {BEST}", DATA)] = "accuracy",
+    by: Annotated[By, Flag(f"Which is the best: {BEST}", DATA)] = "accuracy",
 ) -> None:
     """Write the best configuration of each model into its generation_config.json, where engine and endpoint find it.
 
@@ -76,11 +77,11 @@ def best(
 
 
 def front(
-    sweep: Annotated[Path, Option("--out folder of a sweep.", DATA, positional=True, metavar="DIR")],
-    folder: Annotated[str, Option("The model folder that gets the front.", OUTPUT, metavar="DIR")],
-    model: Annotated[str | None, Option("The model's name in the sweep.", MODEL, default="its only one")] = None,
-    tasks: Annotated[tuple[str, ...], Option("Tasks to take the means of.", DATA, separator=",", default="all")] = (),
-    overwrite: Annotated[bool, Option("Replace a front that the folder has.", OUTPUT)] = False,
+    sweep: Annotated[Path, Flag("--out folder of a sweep.", DATA, positional=True, metavar="DIR")],
+    folder: Annotated[str, Flag("The model folder that gets the front.", OUTPUT, metavar="DIR")],
+    model: Annotated[str | None, Flag("The model's name in the sweep.", MODEL, default="its only one")] = None,
+    tasks: Annotated[tuple[str, ...], Flag("Tasks to take the means of.", DATA, default="all", commas=True)] = (),
+    overwrite: Annotated[bool, Flag("Replace a front that the folder has.", OUTPUT)] = False,
 ) -> None:
     """Write the Pareto front of a sweep (accuracy against tokens per forward) into a model's generation_config.json.
 
@@ -110,12 +111,11 @@ def seeds(folders: Folders, json_file: JsonFile = None) -> None:
 
 def transfer(
     chosen_on: Annotated[
-        tuple[Path, ...], Option("A sweep that settings are chosen on; repeatable.", DATA, metavar="DIR")
+        tuple[Path, ...], Flag("A sweep that settings are chosen on; repeatable.", DATA, metavar="DIR")
     ],
-    reported_on: Annotated[tuple[Path, ...], Option("A sweep of the same on other problems.", DATA, metavar="DIR")],
+    reported_on: Annotated[tuple[Path, ...], Flag("A sweep of the same on other problems.", DATA, metavar="DIR")],
     by: Annotated[
-        Literal["accuracy", "knee"],
-        Option("The most accurate setting, or the knee of accuracy against TPF.", DATA),
+        Literal["accuracy", "knee"], Flag("The most accurate setting, or the knee of accuracy against TPF.", DATA)
     ] = "accuracy",
     json_file: JsonFile = None,
 ) -> None:
@@ -145,11 +145,11 @@ def overlap(folders: Folders, json_file: JsonFile = None) -> None:
 
 def pairs(
     folders: Folders,
-    first: Annotated[str, Option("A model's name in the sweeps.", MODEL)],
-    second: Annotated[str, Option("The other model's name.", MODEL)],
-    task: Annotated[str, Option("The task.", DATA)],
-    tau_m2t: Annotated[float, Option("The configuration's threshold.", DECODING)],
-    buffer_size: Annotated[int, Option("The configuration's slots.", DECODING)],
+    first: Annotated[str, Flag("A model's name in the sweeps.", MODEL)],
+    second: Annotated[str, Flag("The other model's name.", MODEL)],
+    task: Annotated[str, Flag("The task.", DATA)],
+    tau_m2t: Annotated[float, Flag("The configuration's threshold.", DECODING)],
+    buffer_size: Annotated[int, Flag("The configuration's slots.", DECODING)],
 ) -> None:
     """Two models on the same problems: how often only one of them is right, and how their tokens per forward differ.
 

@@ -5,16 +5,16 @@ from dataclasses import replace
 from typing import Annotated
 
 from actors.serving.args import GatewayArgs, ModelArgs
-from jobs.command_line import command
-from mbd_core.options import CLUSTER, Option
+from mbd_core.command_line import command
+from mbd_core.fields import CLUSTER, Flag, Ge, Le
 
 
 def run(
     model: ModelArgs,
     gateways: GatewayArgs,
     *,
-    host: Annotated[str, Option("Address to listen on; others than loopback want --api-keys.", CLUSTER)] = "127.0.0.1",
-    port: Annotated[int, Option("Port to listen on.", CLUSTER, at_least=1, at_most=65535)] = 8000,
+    host: Annotated[str, Flag("Address to listen on; others than loopback want --api-keys.", CLUSTER)] = "127.0.0.1",
+    port: Annotated[int, Ge(1), Le(65535), Flag("Port to listen on.", CLUSTER)] = 8000,
 ) -> None:
     """Serve a model over OpenAI's HTTP API, until Ctrl-C or SIGTERM.
 

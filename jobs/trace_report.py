@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from jobs.command_line import CommandText, MaxTokens, OutFolder, Overwrite, command
+from jobs.command_line import MaxTokens, OutFolder, Overwrite
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.command_line import CommandText, command
+from mbd_core.fields import DATA, DECODING, MODEL, OUTPUT, Flag, Ge
 from mbd_core.files import check_target_folder, folder_beside
-from mbd_core.options import DATA, DECODING, MODEL, OUTPUT, Option
 from mbd_core.tasks import gsm_mini
 
 if TYPE_CHECKING:
@@ -43,32 +44,28 @@ def run(
     *,
     traces: Annotated[
         tuple[str, ...],
-        Option(
-            "Trace files, or folders of parts, each with a name or without.", positional=True, metavar="NAME=TRACE"
-        ),
+        Flag("Trace files, or folders of parts, each with a name or without.", positional=True, metavar="NAME=TRACE"),
     ] = (),
     model: Annotated[
         str | None,
-        Option(
-            "Record traces of this model instead of reading any: a shipped model's name, or a model folder.", MODEL
-        ),
+        Flag("Record traces of this model instead of reading any: a shipped model's name, or a model folder.", MODEL),
     ] = None,
     tokenizer: Annotated[
-        str | None, Option("The traces' model, for the texts of the replay page.", MODEL, metavar="MODEL")
+        str | None, Flag("The traces' model, for the texts of the replay page.", MODEL, metavar="MODEL")
     ] = None,
-    prompt: Annotated[tuple[str, ...], Option("What the user asks.", DATA, default="16 questions of gsm-mini")] = (),
+    prompt: Annotated[tuple[str, ...], Flag("What the user asks.", DATA, default="16 questions of gsm-mini")] = (),
     block_size: Annotated[
-        int | None, Option("B, for traces recorded without tokens that do not say it.", DATA, at_least=1)
+        int | None, Ge(1), Flag("B, for traces recorded without tokens that do not say it.", DATA)
     ] = None,
     max_tokens: MaxTokens = 128,
     buffer_size: Annotated[
-        int | None, Option("MultiBD's slots.", DECODING, default="the model's, if more than 1, or 4")
+        int | None, Flag("MultiBD's slots.", DECODING, default="the model's, if more than 1, or 4")
     ] = None,
     decoding: Annotated[
-        dict[str, Any] | None, Option('Decoding fields, as {"tau_m2t": 0.8}.', DECODING, metavar="JSON")
+        dict[str, Any] | None, Flag('Decoding fields, as {"tau_m2t": 0.8}.', DECODING, metavar="JSON")
     ] = None,
     out: OutFolder,
-    request: Annotated[str | None, Option("Request to replay.", OUTPUT, default="the first of all traces")] = None,
+    request: Annotated[str | None, Flag("Request to replay.", OUTPUT, default="the first of all traces")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Numbers of decode traces, the pictures of Figure 2, and a replay page.

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # run by its path, it finds the project's packages b
     sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from jobs.api.training import RayOptions, chosen_on_ray, train_on_ray
-from jobs.command_line import Changes, command
+from mbd_core.command_line import Changes, command
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.choice import RecipeChoice
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
@@ -38,7 +38,7 @@ def run(
     Data, updates, training states, adapter and computation are the recipe's where no option or file changes them.
     """
     if own.schema:
-        from mbd_core.multitf.recipes.config_schema import config_schema
+        from mbd_core.multitf.recipes.choice import config_schema
 
         print(json.dumps(config_schema(), indent=2))
         return
@@ -60,7 +60,16 @@ def print_plan(choice: RecipeChoice, changes: dict[str, Any], options: RunOption
         print("\n".join(plan_lines(workload, plan_memory(workload), device=kind)))
 
 
-main = command(run, epilog=f"Recipes: {', '.join(sorted(RECIPES))}.")
+SHOWN = (
+    *("recipe", "config", "base", "data", "held_out.validation"),
+    *("train.steps", "train.batch_size", "train.lr", "train.seed", "train.precision"),
+    *("train.lora.rank", "train.tensor_parallel"),
+    *("workers", "device", "sharding", "plan", "schema"),
+    *("storage", "run_name", "resume", "out", "overwrite", "write", "log_to"),
+)
+"""What most runs choose; `--set` and a file reach all fields. New fields of a recipe get no option."""
+
+main = command(run, shown=SHOWN, epilog=f"Recipes: {', '.join(sorted(RECIPES))}.")
 
 if __name__ == "__main__":
     sys.exit(main())

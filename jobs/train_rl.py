@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,15 +24,16 @@ if __name__ == "__main__":  # run by its path, it finds the project's packages b
 
 from cluster.topology import Device
 from jobs.api.training import RayOptions
-from jobs.command_line import Changes, Fields, IsolationText, command
+from jobs.command_line import IsolationText
 from mbd_core.checkpoint.shipped import named_model
+from mbd_core.command_line import Changes, Fields, command
 from mbd_core.engine.config import EngineConfig
+from mbd_core.fields import CLUSTER, MODEL, Flag, Ge, changed, configuration, leaves_of
 from mbd_core.files import write_text
 from mbd_core.json_text import merge_fields
 from mbd_core.multitf.recipes.choice import FIELD, read_config, recipe_in_file
 from mbd_core.multitf.run.log_targets import chosen_targets, default_targets
 from mbd_core.multitf.run.options import RunOptions
-from mbd_core.options import CLUSTER, MODEL, Option, changed, changes_of
 from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.recipes import RL_RECIPES, rl_recipe_named
 from mbd_core.storage.folder import Folder
@@ -45,37 +45,34 @@ if TYPE_CHECKING:
 OF_TRAIN = ("lr", "warmup", "schedule", "weight_decay", "clip", "optimizer", "precision", "micro_batch", "pack")
 """Fields of `train` that are options beside those of an adapter; a file (--config) changes the others."""
 CHANGEABLE = [
-    item.name
-    for item in changes_of(RLRecipe)
-    if not item.name.startswith("train.")
-    or item.name.startswith("train.lora.")
-    or item.name.removeprefix("train.") in OF_TRAIN
+    item.path
+    for item in leaves_of(RLRecipe)
+    if not item.path.startswith("train.")
+    or item.path.startswith("train.lora.")
+    or item.path.removeprefix("train.") in OF_TRAIN
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=CLUSTER)
 class RLOptions:
     """What this command alone has."""
 
-    recipe: Annotated[
-        str, Option("What is trained, and how: a recipe's name, or one of your own as FILE.py:NAME.", MODEL)
-    ] = "tiny-rl"
-    config: Annotated[
-        Path | None,
-        Option("A YAML or JSON file of what is changed in the recipe; options win over it.", MODEL, metavar="FILE"),
-    ] = None
-    engines: Annotated[int, Option("Engines that make rollouts.", CLUSTER, at_least=1)] = 1
-    learners: Annotated[int, Option("Workers of the learner.", CLUSTER, at_least=1)] = 1
-    tensor_parallel: Annotated[
-        int,
-        Option("Ranks that each engine is cut among: GPUs of a node, or processes without GPUs.", CLUSTER, at_least=1),
-    ] = 1
-    device: Annotated[Device | None, Option("What all compute on.", CLUSTER, default="GPUs, if there are any")] = None
-    share: Annotated[
-        bool,
-        Option("An engine and a learner share a device, and the engine sleeps while the learner works.", CLUSTER),
-    ] = False
-    local: Annotated[bool, Option("Run in this process alone, without Ray.", CLUSTER)] = False
+    recipe: Annotated[str, Flag(panel=MODEL)] = "tiny-rl"
+    """What is trained, and how: a recipe's name, or one of your own as FILE.py:NAME."""
+    config: Annotated[Path | None, Flag(panel=MODEL, metavar="FILE")] = None
+    """A YAML or JSON file of what is changed in the recipe; options win over it."""
+    engines: Annotated[int, Ge(1)] = 1
+    """Engines that make rollouts."""
+    learners: Annotated[int, Ge(1)] = 1
+    """Workers of the learner."""
+    tensor_parallel: Annotated[int, Ge(1)] = 1
+    """Ranks that each engine is cut among: GPUs of a node, or processes without GPUs."""
+    device: Annotated[Device | None, Flag(default="GPUs, if there are any")] = None
+    """What all compute on."""
+    share: bool = False
+    """An engine and a learner share a device, and the engine sleeps while the learner works."""
+    local: bool = False
+    """Run in this process alone, without Ray."""
 
 
 def run(

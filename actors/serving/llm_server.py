@@ -18,7 +18,7 @@ from actors.serving.args import ModelArgs
 from actors.serving.data_rows import ADDED_FIELDS, answer_row
 from actors.serving.logs import log_failure
 from cluster.ray_private import llm_types
-from mbd_core.options import read
+from mbd_core.fields import load
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.orders import SleepOrder, WakeUpOrder
 from mbd_core.serving.server.answer import ServedAnswer
@@ -53,7 +53,7 @@ def model_args(config: "LLMConfig") -> ModelArgs:
                 f"engine_kwargs.{name} has no effect here; the model stands in model_loading_config, the number of "
                 "replicas in deployment_config; adapters and weights are served by actors.serving.app:build"
             )
-    return read(ModelArgs, {"model": source, "name": loading.model_id, **config.engine_kwargs})
+    return load(ModelArgs, {"model": source, "name": loading.model_id, **config.engine_kwargs})
 
 
 def fields_given(request: BaseModel) -> dict[str, Any]:

@@ -7,7 +7,6 @@ over a link beside operations of a chip. Nothing here ran on a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from benchmarks.capacity.chips import LINKS
@@ -24,7 +23,7 @@ from benchmarks.capacity.plan import (
 )
 from benchmarks.capacity.step_model import Deployment
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.options import DATA, DECODING, Option, check
+from mbd_core.fields import DATA, DECODING, Flag, Ge, Gt, configuration
 
 LINK_SHARE = 0.85  # of a link's data sheet that large copies reach: an estimate
 
@@ -39,18 +38,20 @@ AGENTS: tuple[tuple[Deployment, tuple[int, ...]], ...] = (
 """Released shapes on as many GPUs as they need, and the prompts that agents send, up to each model's positions."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=DATA)
 class Turns:
     """An agent's turns: new tokens and answers, the pause between two, and tokens a forward with two slots."""
 
-    new_tokens: Annotated[int, Option("New tokens of a turn.", DATA, at_least=1)] = 2048
-    output: Annotated[int, Option("Tokens of an answer.", DATA, at_least=1)] = 256
-    think: Annotated[float, Option("Seconds between an answer and the next turn.", DATA, at_least=0)] = 10.0
-    slots: Annotated[int, Option("Slots of a sequence.", DECODING, at_least=1)] = 2
-    tpf: Annotated[float, Option("Tokens a forward.", DECODING, above=0)] = 6.19
-
-    def __post_init__(self) -> None:
-        check(self)
+    new_tokens: Annotated[int, Ge(1)] = 2048
+    """New tokens of a turn."""
+    output: Annotated[int, Ge(1)] = 256
+    """Tokens of an answer."""
+    think: Annotated[float, Ge(0)] = 10.0
+    """Seconds between an answer and the next turn."""
+    slots: Annotated[int, Ge(1), Flag(panel=DECODING)] = 2
+    """Slots of a sequence."""
+    tpf: Annotated[float, Gt(0), Flag(panel=DECODING)] = 6.19
+    """Tokens a forward."""
 
     def rate(self, block_size: int) -> tuple[DecodingConfig, Rate]:
         decoding = DecodingConfig(block_size=block_size, buffer_size=self.slots)

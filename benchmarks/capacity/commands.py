@@ -13,11 +13,12 @@ from benchmarks.capacity.plan import PLAN_COLUMNS, Demand, Place, best_plan, gpu
 from benchmarks.capacity.step_model import CPU, Deployment
 from benchmarks.capacity.traffic import Routing, Traffic
 from benchmarks.measuring import markdown
-from jobs.command_line import CommandText, Fields, JsonFile, OwnThreads, Seed, command
+from jobs.command_line import JsonFile, OwnThreads, Seed
+from mbd_core.command_line import CommandText, Fields, command
 from mbd_core.engine.config import EngineConfig
+from mbd_core.fields import CLUSTER, DATA, DECODING, LOAD, MODEL, Flag, Ge, Gt, Le
 from mbd_core.files import check_new_file, write_json
 from mbd_core.models.shapes import SHAPES
-from mbd_core.options import CLUSTER, DATA, DECODING, LOAD, MODEL, Option
 
 if TYPE_CHECKING:
     from mbd_core.decoding.blocks.config import DecodingConfig
@@ -91,11 +92,11 @@ def run_arrivals(
     *,
     deployment: Deployment,
     traffic: Traffic,
-    replicas: Annotated[tuple[int, ...], Option("Engines.", CLUSTER, at_least=1, separator=",")] = (1,),
-    rate_each: Annotated[bool, Option("--rate is one replica's: it grows with their number.", LOAD)] = False,
-    routing: Annotated[Routing, Option("Where requests go; load: the less busy of two.", CLUSTER)] = "prefix",
-    buffer: Annotated[int, Option("Slots of a sequence.", DECODING, at_least=1)] = 2,
-    tpf: Annotated[float, Option("Tokens a forward.", DECODING, above=0)] = 6.19,
+    replicas: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag("Engines.", CLUSTER, commas=True)] = (1,),
+    rate_each: Annotated[bool, Flag("--rate is one replica's: it grows with their number.", LOAD)] = False,
+    routing: Annotated[Routing, Flag("Where requests go; load: the less busy of two.", CLUSTER)] = "prefix",
+    buffer: Annotated[int, Ge(1), Flag("Slots of a sequence.", DECODING)] = 2,
+    tpf: Annotated[float, Gt(0), Flag("Tokens a forward.", DECODING)] = 6.19,
     engine: Annotated[
         EngineConfig,
         Fields(
@@ -171,12 +172,9 @@ def run_beyond(
     command_line: CommandText,
     *,
     turns: Turns,
-    speed: Annotated[
-        float, Option("Tokens a second of an answer, at least, in the second table.", LOAD, above=0)
-    ] = 100.0,
+    speed: Annotated[float, Gt(0), Flag("Tokens a second of an answer, at least, in the second table.", LOAD)] = 100.0,
     found: Annotated[
-        float,
-        Option("Share of a prompt that is found in a cache, in the second table.", DATA, at_least=0, at_most=0.99),
+        float, Ge(0), Le(0.99), Flag("Share of a prompt that is found in a cache, in the second table.", DATA)
     ] = 0.9,
     json: JsonFile = None,
 ) -> None:
@@ -220,12 +218,12 @@ MOST_ERROR = 0.15
 def run_agreement(
     command_line: CommandText,
     *,
-    model: Annotated[str, Option(f"A shape, with random weights: {', '.join(SHAPES)}.", MODEL)] = "sdar-50m",
+    model: Annotated[str, Flag(f"A shape, with random weights: {', '.join(SHAPES)}.", MODEL)] = "sdar-50m",
     rates: Annotated[
-        tuple[float, ...],
-        Option("Sessions that begin in a second of the processor.", LOAD, above=0, separator=",", metavar="R,..."),
+        tuple[Annotated[float, Gt(0)], ...],
+        Flag("Sessions that begin in a second of the processor.", LOAD, metavar="R,...", commas=True),
     ] = (0.3, 0.6, 1.0),
-    buffer: Annotated[int, Option("Slots of a sequence.", DECODING, at_least=1)] = 2,
+    buffer: Annotated[int, Ge(1), Flag("Slots of a sequence.", DECODING)] = 2,
     traffic: Annotated[
         Traffic, Fields("sessions", "burst", "prompt", "output", "vary", "turns", "turn_tokens", "think", "shared")
     ] = SMALL_TRAFFIC,

@@ -12,41 +12,37 @@ from benchmarks.capacity.counted_blocks import CountedAnswer, Rate, counted_answ
 from benchmarks.capacity.step_model import CHUNK, Deployment, StepModel, Work, prompt_work
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.engine.pacing import LEAST_LIMIT, QUIET_STEPS
+from mbd_core.fields import DATA, DECODING, ENGINE, LOAD, Flag, Ge, Gt, Le, configuration
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.options import DATA, DECODING, ENGINE, LOAD, Option, check
 
 PAPER_TPF = {1: 3.47, 2: 6.19}  # Table 3 of the MBD-LMs paper
 BATCHES = (1, *range(2, 257, 2))
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=LOAD)
 class Demand:
     """Requests a second of one kind, and what each of them is promised."""
 
-    rate: Annotated[float, Option("Requests a second, on all replicas together.", LOAD, above=0)] = 10.0
-    context: Annotated[int, Option("Tokens of a prompt.", DATA, at_least=1)] = 2048
-    found: Annotated[float, Option("Share of a prompt that the prefix cache holds.", DATA, at_least=0, at_most=1)] = (
-        0.0
-    )
-    output: Annotated[int, Option("Tokens of an answer.", DATA, at_least=1)] = 256
-    ttft: Annotated[float | None, Option("Milliseconds to the first tokens, at most, on average.", LOAD, above=0)] = (
-        None
-    )
-    speed: Annotated[float | None, Option("Tokens a second of an answer under way, at least.", LOAD, above=0)] = None
-    tpf: Annotated[
-        tuple[float, ...],
-        Option("Tokens a forward with each of --buffer's slots (default: Table 3's).", DECODING, separator=","),
-    ] = (3.47, 6.19)
-    max_step_seconds: Annotated[
-        float | None,
-        Option("Seconds of a step that stores a prompt beside others (default: the engine's).", ENGINE, above=0),
-    ] = None
-    buffer: Annotated[
-        tuple[int, ...], Option("Slots of a sequence that are compared.", DECODING, at_least=1, separator=",")
-    ] = (1, 2)
+    rate: Annotated[float, Gt(0)] = 10.0
+    """Requests a second, on all replicas together."""
+    context: Annotated[int, Ge(1), Flag(panel=DATA)] = 2048
+    """Tokens of a prompt."""
+    found: Annotated[float, Ge(0), Le(1), Flag(panel=DATA)] = 0.0
+    """Share of a prompt that the prefix cache holds."""
+    output: Annotated[int, Ge(1), Flag(panel=DATA)] = 256
+    """Tokens of an answer."""
+    ttft: Annotated[float | None, Gt(0)] = None
+    """Milliseconds to the first tokens, at most, on average."""
+    speed: Annotated[float | None, Gt(0)] = None
+    """Tokens a second of an answer under way, at least."""
+    tpf: Annotated[tuple[float, ...], Flag(panel=DECODING, commas=True)] = (3.47, 6.19)
+    """Tokens a forward with each of --buffer's slots (default: Table 3's)."""
+    max_step_seconds: Annotated[float | None, Gt(0), Flag(panel=ENGINE)] = None
+    """Seconds of a step that stores a prompt beside others (default: the engine's)."""
+    buffer: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag(panel=DECODING, commas=True)] = (1, 2)
+    """Slots of a sequence that are compared."""
 
     def __post_init__(self) -> None:
-        check(self)
         if len(self.tpf) != len(self.buffer):
             raise ValueError(f"tpf has {len(self.tpf)} numbers and buffer {len(self.buffer)}; give one for each")
 

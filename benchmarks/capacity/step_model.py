@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from benchmarks.capacity.chips import CHIPS, Chip
+from mbd_core.fields import ENGINE, MODEL, Flag, Ge, Gt, Le, configuration
 from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.shapes import SHAPES
-from mbd_core.options import ENGINE, MODEL, Option, check
 
 if TYPE_CHECKING:
     from benchmarks.roofline import ForwardCost
@@ -143,36 +143,34 @@ ONE_SHOT_SECONDS, RING_SECONDS = 6e-6, 17e-6  # of one sum; published: 7 us at 0
 NODES_A_LAYER, NODES_BESIDE = 12, 8  # of a captured step: python -m benchmarks.gpu.step_nodes
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=ENGINE)
 class Deployment:
     """A model on a number of GPUs, and what is assumed of them."""
 
-    model: Annotated[str, Option(f"A shape: {', '.join(SHAPES)}.", MODEL)] = "llada2-mini"
+    model: Annotated[str, Flag(help=f"A shape: {', '.join(SHAPES)}.", panel=MODEL)] = "llada2-mini"
     chip: Annotated[
-        str, Option(f"The GPU, {' or '.join(CHIPS)}, or {CPU}: this machine, measured on one thread.", MODEL)
+        str, Flag(help=f"The GPU, {' or '.join(CHIPS)}, or {CPU}: this machine, measured on one thread.", panel=MODEL)
     ] = "h100"
-    fp8: Annotated[Fp8Parts | None, Option("Weights that have one byte.", MODEL)] = None
-    tensor_parallel: Annotated[int, Option("GPUs of a replica.", ENGINE, at_least=1)] = 1
-    memory_fraction: Annotated[
-        float, Option("Share of a GPU's memory for weights, activations and pages.", ENGINE, above=0, at_most=1)
-    ] = 0.9
-    bandwidth_share: Annotated[
-        float, Option("Share of the data sheet's bytes a second that kernels reach.", ENGINE, above=0, at_most=1)
-    ] = 0.9
-    flops_share: Annotated[
-        float, Option("The same of its operations, in matrix products.", ENGINE, above=0, at_most=1)
-    ] = 0.6
-    score_share: Annotated[float, Option("The same in attention.", ENGINE, above=0, at_most=1)] = 0.4
-    node_us: Annotated[
-        float, Option("Microseconds between the end of a graph's kernel and the next one's begin.", ENGINE, at_least=0)
-    ] = 5.5
-    launch_us: Annotated[float, Option("The same where the host launches each kernel.", ENGINE, at_least=0)] = 10.0
-    host_ms: Annotated[
-        float, Option("Milliseconds of a step's work on the host, beside the GPU's.", ENGINE, at_least=0)
-    ] = 0.2
+    fp8: Annotated[Fp8Parts | None, Flag(panel=MODEL)] = None
+    """Weights that have one byte."""
+    tensor_parallel: Annotated[int, Ge(1)] = 1
+    """GPUs of a replica."""
+    memory_fraction: Annotated[float, Gt(0), Le(1)] = 0.9
+    """Share of a GPU's memory for weights, activations and pages."""
+    bandwidth_share: Annotated[float, Gt(0), Le(1)] = 0.9
+    """Share of the data sheet's bytes a second that kernels reach."""
+    flops_share: Annotated[float, Gt(0), Le(1)] = 0.6
+    """The same of its operations, in matrix products."""
+    score_share: Annotated[float, Gt(0), Le(1)] = 0.4
+    """The same in attention."""
+    node_us: Annotated[float, Ge(0)] = 5.5
+    """Microseconds between the end of a graph's kernel and the next one's begin."""
+    launch_us: Annotated[float, Ge(0)] = 10.0
+    """The same where the host launches each kernel."""
+    host_ms: Annotated[float, Ge(0)] = 0.2
+    """Milliseconds of a step's work on the host, beside the GPU's."""
 
     def __post_init__(self) -> None:
-        check(self)
         for name, known in (("model", SHAPES), ("chip", (*CHIPS, CPU))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)} must be one of {', '.join(known)}")

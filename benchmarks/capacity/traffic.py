@@ -10,41 +10,40 @@ from typing import Annotated, Literal
 from benchmarks.capacity.counted_blocks import FILLER, request_of
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.options import DATA, LOAD, Option, check
+from mbd_core.fields import DATA, LOAD, Flag, Ge, Gt, Le, configuration
 
 Routing = Literal["prefix", "load"]
 DIGITS = 100  # tokens that number sessions; any vocabulary has so many
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=DATA)
 class Traffic:
     """Sessions that arrive at random, each with one or more turns; the same for the same seed."""
 
-    rate: Annotated[float, Option("Sessions that begin in a second, on all replicas together.", LOAD, above=0)] = 1.0
-    sessions: Annotated[int | None, Option("Sessions in all (default: 20 a replica).", LOAD, at_least=1)] = None
-    burst: Annotated[
-        float, Option("Sessions that begin together, on average; 1: Poisson arrivals.", LOAD, at_least=1)
-    ] = 1.0
-    prompt: Annotated[int, Option("Tokens of a session's first prompt, on average.", DATA, at_least=1)] = 1024
-    output: Annotated[int, Option("Tokens of an answer, on average.", DATA, at_least=1)] = 256
-    vary: Annotated[
-        float, Option("Lengths are drawn evenly from so much below to so much above.", DATA, at_least=0, at_most=1)
-    ] = 0.5
-    turns: Annotated[int, Option("Turns of a session.", DATA, at_least=1)] = 1
-    turn_tokens: Annotated[
-        int, Option("New tokens of each later turn, on average, behind all that was said.", DATA, at_least=1)
-    ] = 512
-    think: Annotated[
-        float, Option("Seconds from an answer to the session's next turn, on average.", DATA, at_least=0)
-    ] = 5.0
-    long_every: Annotated[
-        int, Option("Every so manieth session begins with a long prompt; 0: none does.", DATA, at_least=0)
-    ] = 0
-    long_prompt: Annotated[int, Option("Tokens of a long prompt, on average.", DATA, at_least=1)] = 131072
-    shared: Annotated[int, Option("Leading tokens that all sessions share.", DATA, at_least=0)] = 0
-
-    def __post_init__(self) -> None:
-        check(self)
+    rate: Annotated[float, Gt(0), Flag(panel=LOAD)] = 1.0
+    """Sessions that begin in a second, on all replicas together."""
+    sessions: Annotated[int | None, Ge(1), Flag(panel=LOAD)] = None
+    """Sessions in all (default: 20 a replica)."""
+    burst: Annotated[float, Ge(1), Flag(panel=LOAD)] = 1.0
+    """Sessions that begin together, on average; 1: Poisson arrivals."""
+    prompt: Annotated[int, Ge(1)] = 1024
+    """Tokens of a session's first prompt, on average."""
+    output: Annotated[int, Ge(1)] = 256
+    """Tokens of an answer, on average."""
+    vary: Annotated[float, Ge(0), Le(1)] = 0.5
+    """Lengths are drawn evenly from so much below to so much above."""
+    turns: Annotated[int, Ge(1)] = 1
+    """Turns of a session."""
+    turn_tokens: Annotated[int, Ge(1)] = 512
+    """New tokens of each later turn, on average, behind all that was said."""
+    think: Annotated[float, Ge(0)] = 5.0
+    """Seconds from an answer to the session's next turn, on average."""
+    long_every: Annotated[int, Ge(0)] = 0
+    """Every so manieth session begins with a long prompt; 0: none does."""
+    long_prompt: Annotated[int, Ge(1)] = 131072
+    """Tokens of a long prompt, on average."""
+    shared: Annotated[int, Ge(0)] = 0
+    """Leading tokens that all sessions share."""
 
     @property
     def longest(self) -> int:

@@ -9,9 +9,9 @@ from tqdm import tqdm
 
 from benchmarks.commands import BenchmarkOptions
 from benchmarks.measuring import device_name, markdown, usable_device
-from jobs.command_line import CommandText, Fields, command
+from mbd_core.command_line import CommandText, Fields, command
+from mbd_core.fields import DATA, ENGINE, MODEL, OUTPUT, Flag, Ge, Gt
 from mbd_core.models.shapes import SHAPES
-from mbd_core.options import DATA, ENGINE, MODEL, OUTPUT, Option
 
 PARTS = ("storing", "decoding", "host", "gap", "counted")
 
@@ -19,37 +19,35 @@ PARTS = ("storing", "decoding", "host", "gap", "counted")
 def run_context(
     command_line: CommandText,
     *,
-    model: Annotated[str, Option(f"A shape, with random weights: {', '.join(SHAPES)}.", MODEL)] = "sdar-50m",
-    parts: Annotated[tuple[str, ...], Option(f"What is measured: {', '.join(PARTS)}.", OUTPUT, separator=",")] = PARTS,
+    model: Annotated[str, Flag(f"A shape, with random weights: {', '.join(SHAPES)}.", MODEL)] = "sdar-50m",
+    parts: Annotated[tuple[str, ...], Flag(f"What is measured: {', '.join(PARTS)}.", OUTPUT, commas=True)] = PARTS,
     length: Annotated[
-        tuple[int, ...],
-        Option("Tokens of the prompts that are stored, and behind which is decoded.", DATA, at_least=1, separator=","),
+        tuple[Annotated[int, Ge(1)], ...],
+        Flag("Tokens of the prompts that are stored, and behind which is decoded.", DATA, commas=True),
     ] = (2048, 4096, 8192),
-    compare: Annotated[
-        int, Option("Up to this length also a block a forward, and the plain loop.", DATA, at_least=0)
-    ] = 4096,
+    compare: Annotated[int, Ge(0), Flag("Up to this length also a block a forward, and the plain loop.", DATA)] = 4096,
     host: Annotated[
-        tuple[int, ...],
-        Option("Stored tokens behind which the host's work is measured.", DATA, at_least=1, separator=","),
+        tuple[Annotated[int, Ge(1)], ...],
+        Flag("Stored tokens behind which the host's work is measured.", DATA, commas=True),
     ] = (2048, 8192, 32768, 131072),
-    steps: Annotated[int, Option("Steps of each length there.", DATA, at_least=4)] = 100,
-    gap: Annotated[int, Option("Tokens of the prompt that comes while others decode.", DATA, at_least=1)] = 4096,
-    streams: Annotated[int, Option("Requests that decode meanwhile.", DATA, at_least=1)] = 2,
+    steps: Annotated[int, Ge(4), Flag("Steps of each length there.", DATA)] = 100,
+    gap: Annotated[int, Ge(1), Flag("Tokens of the prompt that comes while others decode.", DATA)] = 4096,
+    streams: Annotated[int, Ge(1), Flag("Requests that decode meanwhile.", DATA)] = 2,
     max_step_seconds: Annotated[
-        float | None, Option("The engine's limit there (default: its own), beside none.", ENGINE, above=0)
+        float | None, Gt(0), Flag("The engine's limit there (default: its own), beside none.", ENGINE)
     ] = None,
-    counted: Annotated[tuple[str, ...], Option("Released shapes whose prompts are counted.", MODEL, separator=",")] = (
+    counted: Annotated[tuple[str, ...], Flag("Released shapes whose prompts are counted.", MODEL, commas=True)] = (
         "sdar-8b",
         "llada2-mini",
         "llada2-flash",
     ),
-    counted_length: Annotated[tuple[int, ...], Option("Tokens of these.", DATA, at_least=1, separator=",")] = (
+    counted_length: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag("Tokens of these.", DATA, commas=True)] = (
         2048,
         16384,
         131072,
     ),
-    bandwidth: Annotated[float, Option("GB/s of the machine to count them for.", OUTPUT, above=0)] = 3350.0,
-    tflops: Annotated[float, Option("TFLOP/s of that machine, in 16 bits.", OUTPUT, above=0)] = 989.0,
+    bandwidth: Annotated[float, Gt(0), Flag("GB/s of the machine to count them for.", OUTPUT)] = 3350.0,
+    tflops: Annotated[float, Gt(0), Flag("TFLOP/s of that machine, in 16 bits.", OUTPUT)] = 989.0,
     measuring: Annotated[BenchmarkOptions, Fields("device", "threads", "json")],
 ) -> None:
     """Long prompts: how they are stored, what a step costs behind them, and what other streams notice.
@@ -109,10 +107,10 @@ def run_context(
 def run_turns(
     command_line: CommandText,
     *,
-    model: Annotated[str, Option(f"A shape, with random weights: {', '.join(SHAPES)}.", MODEL)] = "tiny-sdar",
-    turns: Annotated[int, Option("Turns of the conversation.", DATA, at_least=1)] = 10,
-    turn_tokens: Annotated[int, Option("Tokens of a turn, its answer included.", DATA, at_least=128)] = 3072,
-    answer_tokens: Annotated[int, Option("Tokens of its answer.", DATA, at_least=32)] = 64,
+    model: Annotated[str, Flag(f"A shape, with random weights: {', '.join(SHAPES)}.", MODEL)] = "tiny-sdar",
+    turns: Annotated[int, Ge(1), Flag("Turns of the conversation.", DATA)] = 10,
+    turn_tokens: Annotated[int, Ge(128), Flag("Tokens of a turn, its answer included.", DATA)] = 3072,
+    answer_tokens: Annotated[int, Ge(32), Flag("Tokens of its answer.", DATA)] = 64,
     measuring: Annotated[BenchmarkOptions, Fields("device", "threads", "json")],
 ) -> None:
     """A conversation's next turn: what is found of the last answer, and what a turn costs beside a cold start.
@@ -146,22 +144,22 @@ def run_turns(
 def run_affinity(
     command_line: CommandText,
     *,
-    conversations: Annotated[int, Option("Conversations.", DATA, at_least=1)] = 200,
-    turns: Annotated[int, Option("Turns of each.", DATA, at_least=1)] = 10,
-    turn_tokens: Annotated[int, Option("Tokens of a question and its answer, in halves.", DATA, at_least=64)] = 3000,
-    rate: Annotated[float, Option("Conversations that begin a second.", DATA, above=0)] = 0.5,
-    replicas: Annotated[int, Option("Replicas at the beginning.", ENGINE, at_least=2)] = 4,
+    conversations: Annotated[int, Ge(1), Flag("Conversations.", DATA)] = 200,
+    turns: Annotated[int, Ge(1), Flag("Turns of each.", DATA)] = 10,
+    turn_tokens: Annotated[int, Ge(64), Flag("Tokens of a question and its answer, in halves.", DATA)] = 3000,
+    rate: Annotated[float, Gt(0), Flag("Conversations that begin a second.", DATA)] = 0.5,
+    replicas: Annotated[int, Ge(2), Flag("Replicas at the beginning.", ENGINE)] = 4,
     kills: Annotated[
-        tuple[float, ...], Option("Seconds at which the oldest replica is killed.", ENGINE, separator=",")
+        tuple[float, ...], Flag("Seconds at which the oldest replica is killed.", ENGINE, commas=True)
     ] = (150.0, 300.0),
-    adds: Annotated[tuple[float, ...], Option("Seconds at which one is added.", ENGINE, separator=",")] = (
+    adds: Annotated[tuple[float, ...], Flag("Seconds at which one is added.", ENGINE, commas=True)] = (
         170.0,
         320.0,
         400.0,
     ),
-    cache: Annotated[int, Option("Tokens that a replica's pages hold.", ENGINE, at_least=1024)] = 1_000_000,
+    cache: Annotated[int, Ge(1024), Flag("Tokens that a replica's pages hold.", ENGINE)] = 1_000_000,
     balance: Annotated[
-        int, Option("Requests under way that a preferred replica may have more than another.", ENGINE, at_least=0)
+        int, Ge(0), Flag("Requests under way that a preferred replica may have more than another.", ENGINE)
     ] = 8,
     measuring: Annotated[BenchmarkOptions, Fields("json")],
 ) -> None:

@@ -18,8 +18,8 @@ from benchmarks.load.attacks import ATTACKS, CROWD, HEADERS
 from benchmarks.load.crowd import Attackers, CrowdProcess, Endings
 from benchmarks.load.soak_parts import ROLES
 from benchmarks.load.stream_client import RequestSeconds, Target, open_session, record_stream, served_models
-from jobs.command_line import command
-from mbd_core.options import DATA, LOAD, MODEL, Option
+from mbd_core.command_line import command
+from mbd_core.fields import DATA, LOAD, MODEL, Flag, Ge
 
 # What the serving processes of this machine hold in memory, by role.
 
@@ -129,26 +129,22 @@ SHORT = "Tom has 12 pens and buys 9 pens. How many pens does Tom have now?"
 
 def run(
     *,
-    url: Annotated[str, Option("The endpoint, without /v1.", MODEL)],
-    model: Annotated[str | None, Option("Its model.", MODEL, default="the first it serves")] = None,
+    url: Annotated[str, Flag("The endpoint, without /v1.", MODEL)],
+    model: Annotated[str | None, Flag("Its model.", MODEL, default="the first it serves")] = None,
     attacks: Annotated[
-        tuple[str, ...], Option(f"What the crowd sends, in turn: {', '.join(CHOICES)}.", DATA, separator=",")
+        tuple[str, ...], Flag(f"What the crowd sends, in turn: {', '.join(CHOICES)}.", DATA, commas=True)
     ] = ("prompts",),
-    characters: Annotated[int, Option("Of a long text.", DATA, at_least=1)] = 100_000,
-    crowd: Annotated[int, Option("Senders of the attack.", LOAD, at_least=1)] = 8,
-    requests: Annotated[
-        int, Option("Short requests in quiet, and as many beside the crowd's.", LOAD, at_least=4)
-    ] = 40,
-    max_tokens: Annotated[int, Option("Of a short request.", LOAD, at_least=1)] = 16,
+    characters: Annotated[int, Ge(1), Flag("Of a long text.", DATA)] = 100_000,
+    crowd: Annotated[int, Ge(1), Flag("Senders of the attack.", LOAD)] = 8,
+    requests: Annotated[int, Ge(4), Flag("Short requests in quiet, and as many beside the crowd's.", LOAD)] = 40,
+    max_tokens: Annotated[int, Ge(1), Flag("Of a short request.", LOAD)] = 16,
     request_seconds: RequestSeconds = 600.0,
     crowd_key: Annotated[
-        str, Option("The environment variable that holds the crowd's API key.", LOAD, metavar="VARIABLE")
+        str, Flag("The environment variable that holds the crowd's API key.", LOAD, metavar="VARIABLE")
     ] = KEY,
-    one_client: Annotated[bool, Option("The crowd's bodies name the bystander's user.", LOAD)] = False,
-    rounds: Annotated[int, Option("How often to send all attacks.", LOAD, at_least=1)] = 1,
-    memory: Annotated[
-        bool, Option("Print what the server's processes hold, which run on this machine.", LOAD)
-    ] = False,
+    one_client: Annotated[bool, Flag("The crowd's bodies name the bystander's user.", LOAD)] = False,
+    rounds: Annotated[int, Ge(1), Flag("How often to send all attacks.", LOAD)] = 1,
+    memory: Annotated[bool, Flag("Print what the server's processes hold, which run on this machine.", LOAD)] = False,
 ) -> None:
     """Measure how long short requests take in quiet and beside a crowd's, in turns, and print the ratio.
 

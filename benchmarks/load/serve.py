@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from benchmarks.load.endpoints import Asking, measure, own_sides, url_sides
 from benchmarks.load.stream_client import RequestSeconds, Route
-from jobs.command_line import Changes, CommandText, JsonFile, MaxTokens, Seed, command
+from jobs.command_line import JsonFile, MaxTokens, Seed
+from mbd_core.command_line import Changes, CommandText, command
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task
 from mbd_core.evaluation.tasks.problems import load_problems
+from mbd_core.fields import CLUSTER, DATA, DECODING, ENGINE, LOAD, MODEL, OUTPUT, Flag, Ge, Gt, load
 from mbd_core.files import check_new_file, file_beside, write_json
+from mbd_core.json_text import parse_json
 from mbd_core.models.shapes import SHAPES
-from mbd_core.options import CLUSTER, DATA, DECODING, ENGINE, LOAD, MODEL, OUTPUT, Option, json_object
 
 if TYPE_CHECKING:
     from benchmarks.load.loads import Load
@@ -28,7 +30,7 @@ def run(
     *,
     url: Annotated[
         tuple[str, ...],
-        Option(
+        Flag(
             "An OpenAI endpoint, http://HOST:PORT; repeatable. Without one, ours is started and measured beside its "
             "engine alone. OPENAI_API_KEY is sent where it is set.",
             MODEL,
@@ -36,39 +38,38 @@ def run(
     ] = (),
     model: Annotated[
         str | None,
-        Option(
+        Flag(
             "With --url: what the endpoints call it (default: the one that they serve). Else a shipped model, a "
             f"folder, or a shape with random weights: {', '.join(SHAPES)} (default: sdar-50m).",
             MODEL,
         ),
     ] = None,
-    route: Annotated[Route, Option("The route, under /v1.", MODEL)] = "chat/completions",
-    task: Annotated[str, Option(f"Whose problems are the prompts: {', '.join(TASKS)}.", DATA)] = "gsm-mini",
-    data: Annotated[str | None, Option("The file of a task that is not generated.", DATA, metavar="PATH")] = None,
+    route: Annotated[Route, Flag("The route, under /v1.", MODEL)] = "chat/completions",
+    task: Annotated[str, Flag(f"Whose problems are the prompts: {', '.join(TASKS)}.", DATA)] = "gsm-mini",
+    data: Annotated[str | None, Flag("The file of a task that is not generated.", DATA, metavar="PATH")] = None,
     seed: Seed = 0,
     concurrency: Annotated[
-        tuple[int, ...],
-        Option("Requests open at once (default: 1,4,16,64).", LOAD, at_least=1, separator=","),
+        tuple[Annotated[int, Ge(1)], ...], Flag("Requests open at once (default: 1,4,16,64).", LOAD, commas=True)
     ] = (),
     rate: Annotated[
-        tuple[float, ...], Option("Poisson arrivals a second.", LOAD, above=0, separator=",", metavar="R,...")
+        tuple[Annotated[float, Gt(0)], ...], Flag("Poisson arrivals a second.", LOAD, metavar="R,...", commas=True)
     ] = (),
     requests: Annotated[
         int | None,
-        Option(
+        Ge(1),
+        Flag(
             "Requests of each load in a round (default: 2 for each that is open at once, or 20 s of arrivals; at "
             "least 16).",
             LOAD,
-            at_least=1,
         ),
     ] = None,
-    repeats: Annotated[int, Option("Rounds; the targets take turns in each.", LOAD, at_least=1)] = 3,
-    warm_up: Annotated[int, Option("Requests to each target before it counts.", LOAD, at_least=0)] = 4,
+    repeats: Annotated[int, Ge(1), Flag("Rounds; the targets take turns in each.", LOAD)] = 3,
+    warm_up: Annotated[int, Ge(0), Flag("Requests to each target before it counts.", LOAD)] = 4,
     request_seconds: RequestSeconds = 600.0,
     max_tokens: MaxTokens = 64,
     extra_body: Annotated[
         tuple[str, ...],
-        Option(
+        Flag(
             'More fields of each request, such as {"decoding": {"buffer_size": 4}}; once for all targets, or once '
             "for each --url.",
             DECODING,
@@ -76,16 +77,16 @@ def run(
         ),
     ] = (),
     engine: Annotated[dict[str, Any], Changes(EngineConfig, "max_rows", "buffer_size", "num_pages")],
-    threads: Annotated[int | None, Option("Torch's threads, each rank's.", ENGINE, at_least=1, default="1")] = None,
+    threads: Annotated[int | None, Ge(1), Flag("Torch's threads, each rank's.", ENGINE, default="1")] = None,
     replicas: Annotated[
-        tuple[int, ...],
-        Option("Replicas; an endpoint of ours for each number.", CLUSTER, at_least=1, separator=",", default="1"),
+        tuple[Annotated[int, Ge(1)], ...],
+        Flag("Replicas; an endpoint of ours for each number.", CLUSTER, default="1", commas=True),
     ] = (),
     slo: Annotated[
-        str | None, Option("Count the requests within these limits.", OUTPUT, metavar="ttft=MS,tpot=MS,e2e=MS")
+        str | None, Flag("Count the requests within these limits.", OUTPUT, metavar="ttft=MS,tpot=MS,e2e=MS")
     ] = None,
     json: JsonFile = None,
-    plot: Annotated[Path | None, Option("Also draw latency and throughput.", OUTPUT, metavar="FILE")] = None,
+    plot: Annotated[Path | None, Flag("Also draw latency and throughput.", OUTPUT, metavar="FILE")] = None,
 ) -> None:
     """Load endpoints with streamed requests, and print their latencies, throughput and goodput beside each other.
 
@@ -99,7 +100,10 @@ def run(
     objective = None if slo is None else parse_objective(slo)
     loads = _loads(concurrency, rate, seed)
     counts = [requests or _requests_of(load) for load in loads]
-    extra = [json_object(text, "--extra-body") for text in extra_body or ("{}",)]
+    extra = [
+        load(dict[str, Any], parse_json(text, f"--extra-body {text!r}"), path="--extra-body.")
+        for text in extra_body or ("{}",)
+    ]
     asking = Asking(model=model, route=route, max_tokens=max_tokens, extra=extra, seconds=request_seconds)
     own_options = {**engine, "threads": threads, "replicas": replicas or None}
     _check_options(url, asking, [name for name, value in own_options.items() if value is not None])

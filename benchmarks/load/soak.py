@@ -13,12 +13,13 @@ from benchmarks.load.endpoints import OwnEndpoint, own_endpoint
 from benchmarks.load.soak_parts import Ended, SoakClient, SoakWatch, memory_rows
 from benchmarks.load.stream_client import Target, open_session, served_models
 from benchmarks.measuring import markdown
-from jobs.command_line import CommandText, Fields, JsonFile, MaxTokens, ModelName, Seed, command
+from jobs.command_line import JsonFile, MaxTokens, ModelName, Seed
+from mbd_core.command_line import CommandText, Fields, command
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.problems import load_problems
+from mbd_core.fields import CLUSTER, LOAD, OUTPUT, Flag, Ge
 from mbd_core.files import check_new_file, write_json
-from mbd_core.options import CLUSTER, LOAD, OUTPUT, Option
 
 SETTLE_SECONDS = 60.0
 NUM_PROMPTS = 40
@@ -37,16 +38,14 @@ def run(
     *,
     model: ModelName = "tiny-mbd",
     seed: Seed = 0,
-    minutes: Annotated[float, Option("How long requests are sent.", LOAD, at_least=0.01)] = 10.0,
-    clients: Annotated[int, Option("Clients, each with one request at a time.", LOAD, at_least=1)] = 8,
-    kill_every: Annotated[float, Option("Seconds between kills of a replica; 0: none.", LOAD, at_least=0)] = 60.0,
-    recovery_seconds: Annotated[
-        float, Option("Time limit of a recovery, and of a request.", LOAD, at_least=1)
-    ] = 300.0,
+    minutes: Annotated[float, Ge(0.01), Flag("How long requests are sent.", LOAD)] = 10.0,
+    clients: Annotated[int, Ge(1), Flag("Clients, each with one request at a time.", LOAD)] = 8,
+    kill_every: Annotated[float, Ge(0), Flag("Seconds between kills of a replica; 0: none.", LOAD)] = 60.0,
+    recovery_seconds: Annotated[float, Ge(1), Flag("Time limit of a recovery, and of a request.", LOAD)] = 300.0,
     max_tokens: MaxTokens = 96,
     engine: Annotated[EngineConfig, Fields("max_rows", "num_pages")] = SMALL_ENGINE,
-    replicas: Annotated[int, Option("Replicas of the engine.", CLUSTER, at_least=1)] = 2,
-    sample_every: Annotated[float, Option("Seconds between memory samples.", OUTPUT, at_least=0.1)] = 5.0,
+    replicas: Annotated[int, Ge(1), Flag("Replicas of the engine.", CLUSTER)] = 2,
+    sample_every: Annotated[float, Ge(0.1), Flag("Seconds between memory samples.", OUTPUT)] = 5.0,
     json: JsonFile = None,
 ) -> int:
     """Serve a model on a Ray of its own and load it for long: streams, whole answers, clients that hang up, bad

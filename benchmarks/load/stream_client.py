@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 import aiohttp
 
 from benchmarks.load.loads import Arrival, RequestRecord, proportional_shares
-from mbd_core.options import LOAD, Option
+from mbd_core.fields import LOAD, Flag, Ge
 
 Route = Literal["chat/completions", "completions"]
-RequestSeconds = Annotated[float, Option("Time limit of a request.", LOAD, at_least=0.1)]
+RequestSeconds = Annotated[float, Ge(0.1), Flag("Time limit of a request.", LOAD)]
 LINE_BYTES = 2**24  # the longest event that is read
 TOGETHER_SECONDS = 1e-3  # events that follow each other within it came together: a block's, an event a token
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")

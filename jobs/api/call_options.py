@@ -6,17 +6,17 @@ from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, TypeVar
 
-from mbd_core.options import ENGINE, Option, read
+from mbd_core.fields import ENGINE, Flag, load
 
 T = TypeVar("T")
 Say = Callable[[str], object]
 """Is called with each remark."""
 IsolationOption = Annotated[
     Literal["any", "required"],
-    Option(
+    Flag(
         "What must contain programs; required: bubblewrap or Landlock, or nothing is graded.",
         ENGINE,
-        flag="--isolation",
+        name="--isolation",
     ),
 ]
 OF_VARIABLE = "RAY_ADDRESS"
@@ -29,7 +29,7 @@ def silent(text: str) -> None:
 
 def options_from(kind: type[T], values: Mapping[str, Any]) -> T:
     """A dataclass of options from keywords; `ValueError`, in the words of the commands, for what it refuses."""
-    return read(kind, {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in values.items()})
+    return load(kind, {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in values.items()})
 
 
 def unknown(noun: str, name: str, known: Collection[str]) -> ValueError:

@@ -21,8 +21,8 @@ from mbd_core.evaluation.sweep.sample_grading import (
 from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task
 from mbd_core.evaluation.tasks.kinds.task import Task
 from mbd_core.evaluation.tasks.problems import load_problems
+from mbd_core.fields import DATA, ENGINE, OUTPUT, Flag, Ge, configuration
 from mbd_core.files import check_target_folder, folder_beside
-from mbd_core.options import DATA, ENGINE, OUTPUT, Option, check
 from mbd_core.tasks.split import Split
 
 KIND = "grades"
@@ -70,28 +70,24 @@ class Grades:
         return text
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=DATA)
 class GradeOptions:
     """How samples are graded."""
 
-    task: Annotated[str, Option(f"Task: {', '.join(TASKS)}.", DATA, metavar="NAME")]
-    data: Annotated[
-        str | None,
-        Option(
-            "The task's problems, as their upstream or the hub has them; not for generated tasks.",
-            DATA,
-            metavar="PATH|URL",
-        ),
-    ] = None
-    limit: Annotated[int | None, Option("Problems of a generated task.", DATA, at_least=1)] = None
-    split: Annotated[Split, Option("Split of a generated task.", DATA)] = "test"
-    seed: Annotated[int, Option("Of a generated task.", DATA, at_least=0)] = 0
-    workers: Annotated[int | None, Option("Samples graded at once.", ENGINE, at_least=1, default="the CPUs")] = None
+    task: Annotated[str, Flag(help=f"Task: {', '.join(TASKS)}.", metavar="NAME")]
+    data: Annotated[str | None, Flag(metavar="PATH|URL")] = None
+    """The task's problems, as their upstream or the hub has them; not for generated tasks."""
+    limit: Annotated[int | None, Ge(1)] = None
+    """Problems of a generated task."""
+    split: Split = "test"
+    """Split of a generated task."""
+    seed: Annotated[int, Ge(0)] = 0
+    """Of a generated task."""
+    workers: Annotated[int | None, Ge(1), Flag(panel=ENGINE, default="the CPUs")] = None
+    """Samples graded at once."""
     isolation: IsolationOption = "any"
-    overwrite: Annotated[bool, Option("Replace a folder that this command wrote before.", OUTPUT)] = False
-
-    def __post_init__(self) -> None:
-        check(self)
+    overwrite: Annotated[bool, Flag(panel=OUTPUT)] = False
+    """Replace a folder that this command wrote before."""
 
 
 class GradeKeywords(TypedDict, total=False):

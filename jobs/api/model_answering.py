@@ -14,9 +14,9 @@ from mbd_core.decoding.blocks.config import decoding_config
 from mbd_core.decoding.blocks.methods import METHODS, MULTI
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
+from mbd_core.fields import CLUSTER, DECODING, OUTPUT, Flag, Ge, configuration
 from mbd_core.files import check_target_folder, folder_kind
 from mbd_core.json_text import merge_fields
-from mbd_core.options import CLUSTER, DECODING, OUTPUT, Option, check
 from mbd_core.storage.folder import Folder
 from mbd_core.storage.models import fetch_model
 
@@ -27,64 +27,35 @@ if TYPE_CHECKING:
     from mbd_core.batch.model_answers import Answering, DecodeParts, ModelAnswers
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=DECODING)
 class AnswerOptions:
     """How a model answers the rows; none has a meaning without the model."""
 
-    answers_from: Annotated[
-        str | None,
-        Option(
-            "Let this model answer the rows: a shipped model's name, a model folder, or its URL.",
-            DECODING,
-            metavar="MODEL",
-        ),
-    ] = None
+    answers_from: Annotated[str | None, Flag(metavar="MODEL")] = None
+    """Let this model answer the rows: a shipped model's name, a model folder, or its URL."""
     method: Annotated[
         str | None,
-        Option(
-            f"How it decodes: one of {', '.join(METHODS)}.",
-            DECODING,
-            metavar="NAME",
-            default="as its folder recommends",
-        ),
+        Flag(help=f"How it decodes: one of {', '.join(METHODS)}.", metavar="NAME", default="as its folder recommends"),
     ] = None
-    decoding: Annotated[
-        dict[str, Any] | None, Option('Fields of the method, as {"tau_m2t": 0.8}.', DECODING, metavar="JSON")
-    ] = None
-    max_tokens: Annotated[
-        int | None, Option("Tokens of an answer, at most.", DECODING, at_least=1, default="1024")
-    ] = None
-    temperature: Annotated[float | None, Option("0 takes the likeliest token, more draws.", DECODING, default="0")] = (
-        None
-    )
-    seed: Annotated[int | None, Option("Of drawn answers.", DECODING, at_least=0, default="0")] = None
-    keep_unfinished: Annotated[
-        bool | None,
-        Option("Keep answers that did not end within --max-tokens, as they are.", DECODING, flag="--keep-unfinished"),
-    ] = None
-    max_rows: Annotated[int | None, Option("Answers decoded at once.", DECODING, at_least=1, default="16")] = None
-    answers: Annotated[
-        str | None,
-        Option(
-            "Where answers are kept as they come; the same command goes on from them.",
-            OUTPUT,
-            metavar="DIR",
-            default="OUT.answers",
-        ),
-    ] = None
-    actors: Annotated[
-        int | None,
-        Option(
-            "Engines that answer at once, actors with a GPU each if there are any, on the cluster of RAY_ADDRESS or "
-            "on one of its own.",
-            CLUSTER,
-            at_least=1,
-            default="one in this process, without Ray",
-        ),
-    ] = None
+    decoding: Annotated[dict[str, Any] | None, Flag(metavar="JSON")] = None
+    """Fields of the method, as {"tau_m2t": 0.8}."""
+    max_tokens: Annotated[int | None, Ge(1), Flag(default="1024")] = None
+    """Tokens of an answer, at most."""
+    temperature: Annotated[float | None, Flag(default="0")] = None
+    """0 takes the likeliest token, more draws."""
+    seed: Annotated[int | None, Ge(0), Flag(default="0")] = None
+    """Of drawn answers."""
+    keep_unfinished: Annotated[bool | None, Flag(name="--keep-unfinished")] = None
+    """Keep answers that did not end within --max-tokens, as they are."""
+    max_rows: Annotated[int | None, Ge(1), Flag(default="16")] = None
+    """Answers decoded at once."""
+    answers: Annotated[str | None, Flag(panel=OUTPUT, metavar="DIR", default="OUT.answers")] = None
+    """Where answers are kept as they come; the same command goes on from them."""
+    actors: Annotated[int | None, Ge(1), Flag(panel=CLUSTER, default="one in this process, without Ray")] = None
+    """Engines that answer at once, actors with a GPU each if there are any, on the cluster of RAY_ADDRESS or on one of
+    its own."""
 
     def __post_init__(self) -> None:
-        check(self)
         names = [name for name, value in vars(self).items() if value is not None]
         if self.answers_from is None and names:
             option = names[0].replace("_", "-")

@@ -18,7 +18,7 @@ from jobs.api.call_options import options_from, plain_value, unknown
 from jobs.api.model_answering import Answerer, AnswerOptions, cluster_of
 from jobs.api.rows import names_of, rows_of
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.options import CLUSTER, DATA, MODEL, OUTPUT, Option, check
+from mbd_core.fields import CLUSTER, DATA, MODEL, OUTPUT, Flag, Ge, Gt, Texts, configuration
 from mbd_core.row_files.paths import read_row_files
 from mbd_core.storage.folder import Folder
 from mbd_core.storage.models import fetch_model
@@ -30,112 +30,55 @@ if TYPE_CHECKING:
     from mbd_core.multitf.data.row_summary import RowSummary
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=DATA)
 class PrepareOptions:
     """How rows are read, filtered and tokenised."""
 
-    model: Annotated[str, Option("A shipped model's name, or a model folder.", MODEL, flag="--model")]
-    split: Annotated[
-        str | None, Option("Of a folder with several splits, as train and test, read this one.", DATA, metavar="NAME")
-    ] = None
-    messages: Annotated[
-        str | None,
-        Option("Where the conversations are.", DATA, metavar="COLUMN", default="messages, conversations"),
-    ] = None
+    model: Annotated[str, Flag(panel=MODEL, name="--model")]
+    """A shipped model's name, or a model folder."""
+    split: Annotated[str | None, Flag(metavar="NAME")] = None
+    """Of a folder with several splits, as train and test, read this one."""
+    messages: Annotated[str | None, Flag(metavar="COLUMN", default="messages, conversations")] = None
+    """Where the conversations are."""
     prompt: Annotated[
-        str | None,
-        Option(
-            "Where the prompts are, if not in conversations.",
-            DATA,
-            metavar="COLUMN",
-            default="prompt, question, instruction, problem, query, input, inputs",
-        ),
+        str | None, Flag(metavar="COLUMN", default="prompt, question, instruction, problem, query, input, inputs")
     ] = None
+    """Where the prompts are, if not in conversations."""
     response: Annotated[
-        str | None,
-        Option(
-            "Where their answers are.",
-            DATA,
-            metavar="COLUMN",
-            default="response, answer, output, solution, completion, target, targets",
-        ),
+        str | None, Flag(metavar="COLUMN", default="response, answer, output, solution, completion, target, targets")
     ] = None
-    system: Annotated[
-        str | None,
-        Option("Where the system prompts are.", DATA, metavar="COLUMN", default="system, system_prompt"),
-    ] = None
-    tools: Annotated[
-        str | None,
-        Option("Where the functions are that may be called.", DATA, metavar="COLUMN", default="tools, functions"),
-    ] = None
-    roles: Annotated[
-        Sequence[str],
-        Option(
-            "What the data's own names of roles are: bot=assistant,narrator=system.",
-            DATA,
-            metavar="NAME=ROLE,...",
-            separator=",",
-        ),
-    ] = ()
-    ignore_columns: Annotated[
-        Sequence[str],
-        Option(
-            "Columns that are not read, and fields of turns, as messages.weight.",
-            DATA,
-            metavar="NAME,...",
-            separator=",",
-        ),
-    ] = ()
-    max_length: Annotated[
-        int, Option("Rows of more tokens, with their EOS, are counted and left out.", DATA, at_least=2)
-    ] = 2048
-    answers_trained: Annotated[
-        Literal["every", "last"] | None,
-        Option(
-            "Train every answer of a conversation, or the last one alone.",
-            DATA,
-            default="every; with --answers-from last",
-        ),
-    ] = None
-    weight: Annotated[
-        Sequence[float],
-        Option(
-            "How often the rows of a source are in the data, 0.5 for every second row. One for each source, in order.",
-            DATA,
-            above=0,
-            default="1",
-        ),
-    ] = ()
-    show: Annotated[
-        int, Option("Print so many rows as the model sees them, with what is trained marked.", OUTPUT, at_least=0)
-    ] = 0
-    skip_bad: Annotated[
-        bool, Option("Leave rows out that cannot be trained on; OUT/skipped.txt lists them.", DATA)
-    ] = False
-    limit: Annotated[int | None, Option("Read only so many rows.", DATA, at_least=1)] = None
-    against: Annotated[
-        Sequence[str],
-        Option(
-            "A benchmark's file, of any format that sweeps read; rows that repeat its problems are reported. May be "
-            "given again.",
-            DATA,
-            metavar="FILE",
-        ),
-    ] = ()
-    drop_overlap: Annotated[bool, Option("Leave out the rows that --against reports.", DATA)] = False
-    workers: Annotated[
-        int | None,
-        Option(
-            "Tokenise by so many tasks of Ray Data, on the cluster of RAY_ADDRESS or one of its own; the same bytes.",
-            CLUSTER,
-            at_least=1,
-            default="in this process, without Ray",
-        ),
-    ] = None
-    overwrite: Annotated[bool, Option("Replace a folder that this command wrote before.", OUTPUT)] = False
+    """Where their answers are."""
+    system: Annotated[str | None, Flag(metavar="COLUMN", default="system, system_prompt")] = None
+    """Where the system prompts are."""
+    tools: Annotated[str | None, Flag(metavar="COLUMN", default="tools, functions")] = None
+    """Where the functions are that may be called."""
+    roles: Annotated[Texts, Flag(metavar="NAME=ROLE,...", commas=True)] = ()
+    """What the data's own names of roles are: bot=assistant,narrator=system."""
+    ignore_columns: Annotated[Texts, Flag(commas=True)] = ()
+    """Columns that are not read, and fields of turns, as messages.weight."""
+    max_length: Annotated[int, Ge(2)] = 2048
+    """Rows of more tokens, with their EOS, are counted and left out."""
+    answers_trained: Annotated[Literal["every", "last"] | None, Flag(default="every; with --answers-from last")] = None
+    """Train every answer of a conversation, or the last one alone."""
+    weight: Annotated[tuple[Annotated[float, Gt(0)], ...], Flag(default="1")] = ()
+    """How often the rows of a source are in the data, 0.5 for every second row. One for each source, in order."""
+    show: Annotated[int, Ge(0), Flag(panel=OUTPUT)] = 0
+    """Print so many rows as the model sees them, with what is trained marked."""
+    skip_bad: bool = False
+    """Leave rows out that cannot be trained on; OUT/skipped.txt lists them."""
+    limit: Annotated[int | None, Ge(1)] = None
+    """Read only so many rows."""
+    against: Annotated[Texts, Flag(metavar="FILE")] = ()
+    """A benchmark's file, of any format that sweeps read; rows that repeat its problems are reported. May be given
+    again."""
+    drop_overlap: bool = False
+    """Leave out the rows that --against reports."""
+    workers: Annotated[int | None, Ge(1), Flag(panel=CLUSTER, default="in this process, without Ray")] = None
+    """Tokenise by so many tasks of Ray Data, on the cluster of RAY_ADDRESS or one of its own; the same bytes."""
+    overwrite: Annotated[bool, Flag(panel=OUTPUT)] = False
+    """Replace a folder that this command wrote before."""
 
     def __post_init__(self) -> None:
-        check(self)
         if self.drop_overlap and not self.against:
             raise ValueError("--drop-overlap needs the benchmarks' files: name them with --against")
 

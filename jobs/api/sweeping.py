@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack
 
@@ -20,55 +20,36 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.best import BEST, By
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.shard import SweepShard
-from mbd_core.options import CLUSTER, DATA, ENGINE, MODEL, OUTPUT, Option, check
+from mbd_core.fields import CLUSTER, DATA, ENGINE, MODEL, OUTPUT, Flag, Ge, Texts, configuration
 from mbd_core.storage.folder import Folder
 
 ENGINE_FIELDS = ("max_rows", "num_pages", "kv_memory_fraction")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=MODEL)
 class SweepWork:
     """Beside models, methods and tasks: what is asked over HTTP, timed, computed at once, and written."""
 
-    endpoint: Annotated[
-        Sequence[str],
-        Option(
-            "An OpenAI endpoint that is asked instead of an engine, as mine=http://host:8000/v1; repeatable.",
-            MODEL,
-            metavar="NAME=URL[#MODEL]",
-        ),
-    ] = ()
-    endpoint_key: Annotated[
-        Sequence[str],
-        Option(
-            "The environment variable that holds an endpoint's API key; repeatable.", MODEL, metavar="NAME=VARIABLE"
-        ),
-    ] = ()
-    shard: Annotated[
-        str, Option("Compute the I-th of N shards; jobs/report_sweep.py joins their folders.", DATA, metavar="I/N")
-    ] = "1/1"
-    timed: Annotated[
-        int,
-        Option(
-            "Problems a task on which each configuration is timed by itself, after the sweep; 0: none. The p99 of "
-            "latency takes 100 timed requests, and is a dash below.",
-            DATA,
-            at_least=0,
-        ),
-    ] = Timing.problems
-    concurrency: Annotated[
-        int, Option("Requests under way at an endpoint, and where throughput is timed.", ENGINE, at_least=1)
-    ] = Timing.concurrency
-    actors: Annotated[int, Option("Engines in parallel, with a CPU a rank.", CLUSTER, at_least=1)] = 1
+    endpoint: Annotated[Texts, Flag(metavar="NAME=URL[#MODEL]")] = ()
+    """An OpenAI endpoint that is asked instead of an engine, as mine=http://host:8000/v1; repeatable."""
+    endpoint_key: Annotated[Texts, Flag(metavar="NAME=VARIABLE")] = ()
+    """The environment variable that holds an endpoint's API key; repeatable."""
+    shard: Annotated[str, Flag(panel=DATA, metavar="I/N")] = "1/1"
+    """Compute the I-th of N shards; jobs/report_sweep.py joins their folders."""
+    timed: Annotated[int, Ge(0), Flag(panel=DATA)] = Timing.problems
+    """Problems a task on which each configuration is timed by itself, after the sweep; 0: none. The p99 of latency
+    takes 100 timed requests, and is a dash below."""
+    concurrency: Annotated[int, Ge(1), Flag(panel=ENGINE)] = Timing.concurrency
+    """Requests under way at an endpoint, and where throughput is timed."""
+    actors: Annotated[int, Ge(1), Flag(panel=CLUSTER)] = 1
+    """Engines in parallel, with a CPU a rank."""
     isolation: IsolationOption = "any"
     write_best: Annotated[
         By | None,
-        Option(f"Write each model's best configuration into its generation_config.json: {BEST}", OUTPUT),
+        Flag(help=f"Write each model's best configuration into its generation_config.json: {BEST}", panel=OUTPUT),
     ] = None
-    overwrite: Annotated[bool, Option("Replace a folder that this command wrote before.", OUTPUT)] = False
-
-    def __post_init__(self) -> None:
-        check(self)
+    overwrite: Annotated[bool, Flag(panel=OUTPUT)] = False
+    """Replace a folder that this command wrote before."""
 
 
 class SweepKeywords(TypedDict, total=False):
@@ -167,8 +148,8 @@ def sweep_chosen(
     place.check_writable()
     sampling = Sampling(temperature=options.temperature, top_p=options.top_p)
     subjects = Subjects.find(options.models, own.endpoint, own.endpoint_key, sampling)
-    models = list(subjects.fetched.values())
-    options = replace(options, models=models, endpoints=subjects.endpoints, engine=engine)
+    models = tuple(subjects.fetched.values())
+    options = replace(options, models=models, endpoints=tuple(subjects.endpoints), engine=engine)
     planned = plan_sweep(load_inputs(options))
     edits = edit_notes({name: model_folder(model) for name, model in planned.models.items()})
     planned = replace(planned, notes=[*planned.notes, *edits])

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cluster.topology import Device
 from jobs.api.call_options import OF_VARIABLE, Say, options_from, ray_address, silent, unknown
 from jobs.api.rows import table_of
+from mbd_core.fields import CLUSTER, OUTPUT, Field, Flag, Ge, changed, configuration, leaves_of
 from mbd_core.json_text import merge_fields, merge_paths
 from mbd_core.multitf.recipes.choice import ChosenRecipe, RecipeChoice, choose_recipe
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.run.log_targets import chosen_targets
-from mbd_core.multitf.run.options import RunOptions, build_options, options_inside
-from mbd_core.options import CLUSTER, OUTPUT, Option, OptionField, changes_of, check, flag, value_text
+from mbd_core.multitf.run.options import RunOptions
 from mbd_core.storage.folder import Folder
 from mbd_core.storage.models import fetch_model
 
@@ -28,36 +28,30 @@ DEFAULT = "tiny-mbd"
 FAILURE = "failure.txt"
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=OUTPUT)
 class RayOptions:
     """How a run lies on a cluster, and where."""
 
-    workers: Annotated[int, Option("Training processes.", CLUSTER, at_least=1)] = 2
-    device: Annotated[
-        Device | None, Option("What workers compute on.", CLUSTER, default="a GPU each, if there are any")
-    ] = None
-    plan: Annotated[bool, Option("Print what a step takes of each worker's memory, and end.", CLUSTER)] = False
-    schema: Annotated[bool, Option("Print the JSON Schema of --config files, for editors, and end.", OUTPUT)] = False
-    max_failures: Annotated[int, Option("Lost workers the run survives.", CLUSTER, at_least=0)] = 3
-    storage: Annotated[
-        str,
-        Option(
-            "Where runs lie: a folder that every worker reaches, or a URL as s3://bucket/path.",
-            OUTPUT,
-            metavar="DIR|URL",
-        ),
-    ] = "~/mbd-runs"
-    run_name: Annotated[
-        str | None, Option("The run's folder in --storage.", OUTPUT, metavar="NAME", default="the recipe's")
-    ] = None
-    resume: Annotated[bool, Option("Go on with the run of this name.", OUTPUT)] = False
-    checkpoint_every: Annotated[int, Option("Steps between checkpoints.", OUTPUT, at_least=1, metavar="N")] = 100
-    out: Annotated[
-        str | None, Option("Model folder to write.", OUTPUT, metavar="DIR|URL", default="STORAGE/NAME/model")
-    ] = None
-
-    def __post_init__(self) -> None:
-        check(self)
+    workers: Annotated[int, Ge(1), Flag(panel=CLUSTER)] = 2
+    """Training processes."""
+    device: Annotated[Device | None, Flag(panel=CLUSTER, default="a GPU each, if there are any")] = None
+    """What workers compute on."""
+    plan: Annotated[bool, Flag(panel=CLUSTER)] = False
+    """Print what a step takes of each worker's memory, and end."""
+    schema: bool = False
+    """Print the JSON Schema of --config files, for editors, and end."""
+    max_failures: Annotated[int, Ge(0), Flag(panel=CLUSTER)] = 3
+    """Lost workers the run survives."""
+    storage: Annotated[str, Flag(metavar="DIR|URL")] = "~/mbd-runs"
+    """Where runs lie: a folder that every worker reaches, or a URL as s3://bucket/path."""
+    run_name: Annotated[str | None, Flag(metavar="NAME", default="the recipe's")] = None
+    """The run's folder in --storage."""
+    resume: bool = False
+    """Go on with the run of this name."""
+    checkpoint_every: Annotated[int, Ge(1)] = 100
+    """Steps between checkpoints."""
+    out: Annotated[str | None, Flag(metavar="DIR|URL", default="STORAGE/NAME/model")] = None
+    """Model folder to write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +123,8 @@ def train(
         names.check(name)
     choice_values = {n: v for n, v in (given | values).items() if n in RecipeChoice.__dataclass_fields__}
     choice = options_from(RecipeChoice, {name: value for name, value in choice_values.items() if value is not None})
-    named = {item.name: values.get(item.name, item.default) for item in options_inside(RunOptions)}
-    for item in options_inside(RunOptions):
-        if (refusal := item.refusal(named[item.name])) is not None:
-            raise ValueError(f"{item.name}={value_text(named[item.name])} {refusal}")
-    options: RunOptions = build_options(RunOptions, named)
+    stated = {item.path: item.load(values[item.name]) for item in leaves_of(RunOptions) if item.name in values}
+    options = changed(RunOptions(), merge_paths({}, stated))
     changed_fields = merge_fields(
         {name: value for name, value in values.items() if name in names.parts},
         merge_paths({}, {names.paths[name]: value for name, value in values.items() if name in names.paths}),
@@ -154,9 +145,9 @@ class Names:
 
     def __init__(self, on_cluster: bool) -> None:
         self.on_cluster = on_cluster
-        self.paths = {_keyword(item): item.name for item in changes_of(TrainingRecipe)}
+        self.paths = {keyword(item): item.path for item in leaves_of(TrainingRecipe)}
         self.parts = {name for name in TrainingRecipe.__dataclass_fields__ if name not in self.paths}
-        self._others = {item.name for item in options_inside(RunOptions)} | {*RecipeChoice.__dataclass_fields__}
+        self._others = {item.name for item in leaves_of(RunOptions)} | {*RecipeChoice.__dataclass_fields__}
 
     def check(self, name: str) -> None:
         """Raise `ValueError` for a name that is unknown, or belongs to the other place."""
@@ -170,8 +161,9 @@ class Names:
         raise unknown("keyword", name, known)
 
 
-def _keyword(item: OptionField) -> str:
-    return flag(item).partition("/")[0].removeprefix("--").replace("-", "_")
+def keyword(item: Field) -> str:
+    """What a call names a field of the recipe: as an option would be named."""
+    return (item.flag.name or item.name).removeprefix("--").replace("-", "_")
 
 
 def train_on_ray(

@@ -1,15 +1,15 @@
 """The engine's sizes and switches."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
-from mbd_core.options import ENGINE, MOST, Option, check
+from mbd_core.fields import ENGINE, MOST, Flag, Ge, Gt, Le, configuration
 
 LEAST_SLOTS = 4
 """Slots of each batch row where nobody chose a number, or as many more as the model decodes with."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=ENGINE)
 class EngineConfig:
     """The engine's sizes and switches. `None` leaves a choice to the engine.
 
@@ -18,125 +18,58 @@ class EngineConfig:
     prompts with them.
     """
 
-    max_rows: Annotated[int, Option("Sequences decoded at once.", ENGINE, at_least=1)] = 16
+    max_rows: Annotated[int, Ge(1)] = 16
+    """Sequences decoded at once."""
     buffer_size: Annotated[
         int | None,
-        Option(
-            "Slots of a sequence, the most that a request may ask for (default: as many as the model decodes with, at "
-            f"least {LEAST_SLOTS}).",
-            ENGINE,
-            at_least=1,
+        Ge(1),
+        Flag(
+            help="Slots of a sequence, the most that a request may ask for (default: as many as the model decodes "
+            f"with, at least {LEAST_SLOTS})."
         ),
     ] = None
-    block_budget: Annotated[
-        int | None,
-        Option(
-            "Blocks that all running sequences together may grow to have: many each when idle, one when saturated; "
-            "where none is left for each, or drafts are measured to give fewer tokens a second, those that draft go "
-            "on token by token (default: no budget).",
-            ENGINE,
-            at_least=1,
-        ),
-    ] = None
-    block_size: Annotated[
-        int | None,
-        Option(
-            "Tokens of D2F's blocks, for a model that was trained without blocks (LLaDA, Dream).", ENGINE, at_least=1
-        ),
-    ] = None
-    max_model_len: Annotated[
-        int | None,
-        Option(
-            "Tokens that a prompt and its answer can have together, at most the model's positions (default: these, or "
-            "what all pages hold).",
-            ENGINE,
-            at_least=2,
-        ),
-    ] = None
-    page_size: Annotated[
-        int | None,
-        Option("Tokens of a page, a multiple of the block size (default: at least 16).", ENGINE, at_least=1),
-    ] = None
-    num_pages: Annotated[
-        int | None, Option("Pages of KV memory, each engine's (default: as many as fit).", ENGINE, at_least=2)
-    ] = None
-    kv_memory_fraction: Annotated[
-        float,
-        Option(
-            "Share of a device's memory for an engine, where the number of pages is not given. Engines on CPUs divide "
-            "it.",
-            ENGINE,
-            above=0,
-            at_most=1,
-        ),
-    ] = 0.9
-    max_prefill_tokens: Annotated[int, Option("Prompt tokens stored in a step, at most.", ENGINE, at_least=1)] = 2048
-    max_step_seconds: Annotated[
-        float | None,
-        Option(
-            "Seconds of a step in which sequences decode: it stores as many blocks of prompts as fit, at least one "
-            "(default: 1.75 times a step that stores none, as this device takes it, at least 0.05, and so long that a "
-            "chunk's operations may be half of its cost).",
-            ENGINE,
-            above=0,
-        ),
-    ] = None
-    prefix_caching: Annotated[
-        bool, Option("Keep stored blocks, of prompts and generated, for requests that begin alike.", ENGINE)
-    ] = True
-    host_kv_bytes: Annotated[
-        int,
-        Option(
-            "Bytes of the host's memory, each rank's, for cached pages that a device has no room for (0: none).",
-            ENGINE,
-            at_least=0,
-        ),
-    ] = 0
-    static_shapes: Annotated[
-        bool | None,
-        Option(
-            "In steps that decode blocks alone, send every slot through the model, so that a CUDA graph can be "
-            "replayed; prompts have a forward of their own before it (default: on a GPU).",
-            ENGINE,
-        ),
-    ] = None
-    graphs: Annotated[
-        bool | None,
-        Option("Replay static steps as CUDA graphs, with kernels that allow it (default: on a GPU).", ENGINE),
-    ] = None
-    overlap: Annotated[
-        bool | None,
-        Option(
-            "Launch a static step before the results of the one before are read, where that is safe (default: on a "
-            "GPU).",
-            ENGINE,
-        ),
-    ] = None
-    batch_invariant: Annotated[
-        bool,
-        Option(
-            "Compute every request by itself: slower, its numbers are the same, bit for bit, whatever runs beside it.",
-            ENGINE,
-        ),
-    ] = False
-    attention: Annotated[
-        str | None,
-        Option(
-            "The attention kernel (default: the best there is); of an unknown one, the error names those there are.",
-            ENGINE,
-            metavar="NAME",
-        ),
-    ] = None
-    max_adapters: Annotated[
-        int, Option("LoRA adapters that can be loaded at once; 0: none, at no cost.", ENGINE, at_least=0, flag=False)
-    ] = 0
-    max_rank: Annotated[
-        int,
-        Option("The largest rank of an adapter; it takes memory for each one.", ENGINE, at_least=1, flag=False),
-    ] = 16
+    block_budget: Annotated[int | None, Ge(1)] = None
+    """Blocks that all running sequences together may grow to have: many each when idle, one when saturated; where none
+    is left for each, or drafts are measured to give fewer tokens a second, those that draft go on token by token
+    (default: no budget)."""
+    block_size: Annotated[int | None, Ge(1)] = None
+    """Tokens of D2F's blocks, for a model that was trained without blocks (LLaDA, Dream)."""
+    max_model_len: Annotated[int | None, Ge(2)] = None
+    """Tokens that a prompt and its answer can have together, at most the model's positions (default: these, or what
+    all pages hold)."""
+    page_size: Annotated[int | None, Ge(1)] = None
+    """Tokens of a page, a multiple of the block size (default: at least 16)."""
+    num_pages: Annotated[int | None, Ge(2)] = None
+    """Pages of KV memory, each engine's (default: as many as fit)."""
+    kv_memory_fraction: Annotated[float, Gt(0), Le(1)] = 0.9
+    """Share of a device's memory for an engine, where the number of pages is not given. Engines on CPUs divide it."""
+    max_prefill_tokens: Annotated[int, Ge(1)] = 2048
+    """Prompt tokens stored in a step, at most."""
+    max_step_seconds: Annotated[float | None, Gt(0)] = None
+    """Seconds of a step in which sequences decode: it stores as many blocks of prompts as fit, at least one (default:
+    1.75 times a step that stores none, as this device takes it, at least 0.05, and so long that a chunk's operations
+    may be half of its cost)."""
+    prefix_caching: bool = True
+    """Keep stored blocks, of prompts and generated, for requests that begin alike."""
+    host_kv_bytes: Annotated[int, Ge(0)] = 0
+    """Bytes of the host's memory, each rank's, for cached pages that a device has no room for (0: none)."""
+    static_shapes: bool | None = None
+    """In steps that decode blocks alone, send every slot through the model, so that a CUDA graph can be replayed;
+    prompts have a forward of their own before it (default: on a GPU)."""
+    graphs: bool | None = None
+    """Replay static steps as CUDA graphs, with kernels that allow it (default: on a GPU)."""
+    overlap: bool | None = None
+    """Launch a static step before the results of the one before are read, where that is safe (default: on a GPU)."""
+    batch_invariant: bool = False
+    """Compute every request by itself: slower, its numbers are the same, bit for bit, whatever runs beside it."""
+    attention: Annotated[str | None, Flag(metavar="NAME")] = None
+    """The attention kernel (default: the best there is); of an unknown one, the error names those there are."""
+    max_adapters: Annotated[int, Ge(0), Flag(name=False)] = 0
+    """LoRA adapters that can be loaded at once; 0: none, at no cost."""
+    max_rank: Annotated[int, Ge(1), Flag(name=False)] = 16
+    """The largest rank of an adapter; it takes memory for each one."""
 
     def __post_init__(self) -> None:
-        check(self)
         if self.block_budget is not None and self.batch_invariant:
             raise ValueError(
                 f"block_budget={self.block_budget} cannot be honoured with batch_invariant=True: under a budget a "

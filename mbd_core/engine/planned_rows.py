@@ -23,9 +23,9 @@ from mbd_core.engine.drafting import DraftChoices, StepLoad
 from mbd_core.engine.pages import PagedKVCache
 from mbd_core.engine.runner import ModelRunner
 from mbd_core.engine.sequence import SequenceState
+from mbd_core.fields import MOST
 from mbd_core.models.gemma import Denoising
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.options import MOST
 
 
 @dataclass

@@ -4,10 +4,9 @@ Values alone, without PyTorch, so that a command shows its options at once.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mbd_core.options import CLUSTER, COMPUTING, DATA, LORA, OUTPUT, UPDATES, Option, check
+from mbd_core.fields import CLUSTER, COMPUTING, DATA, LORA, OUTPUT, UPDATES, Flag, Ge, Gt, Le, configuration
 
 Precision = Literal["auto", "float32", "bfloat16"]
 OptimizerName = Literal["muon", "adamw"]
@@ -27,53 +26,39 @@ ReplayStates = Literal["exact", "block-local", "all-masked"]
 """Which states a learner scores an answer's tokens in (`states/replay.py`)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=LORA)
 class LoraSettings:
     """An adapter's rank, scale (alpha / rank), dropout on its input, and the projections that have one."""
 
-    rank: Annotated[
-        int,
-        Option(
-            "Train an adapter of this rank instead of all weights.", LORA, at_least=1, flag="--lora", metavar="RANK"
-        ),
-    ] = 32
-    alpha: Annotated[
-        int,
-        Option(
-            "The adapter's scale is alpha / rank.", LORA, at_least=1, flag="--lora-alpha", default="RANK of --lora"
-        ),
-    ] = 32
-    dropout: Annotated[
-        float, Option("Share of its inputs that are dropped; below 1.", LORA, at_least=0, flag="--lora-dropout")
-    ] = 0.1
-    modules: Annotated[
-        tuple[str, ...],
-        Option("The projections that get one.", LORA, flag="--lora-modules", metavar="NAME,...", separator=","),
-    ] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    quantize_base: Annotated[
-        QuantizedBase | None,
-        Option(
-            "Train an adapter, and keep the matrices of the frozen base's layers in 4 bits (QLoRA), by bitsandbytes.",
-            LORA,
-        ),
-    ] = None
+    rank: Annotated[int, Ge(1), Flag(name="--lora", metavar="RANK")] = 32
+    """Train an adapter of this rank instead of all weights."""
+    alpha: Annotated[int, Ge(1), Flag(name="--lora-alpha", default="RANK of --lora")] = 32
+    """The adapter's scale is alpha / rank."""
+    dropout: Annotated[float, Ge(0), Flag(name="--lora-dropout")] = 0.1
+    """Share of its inputs that are dropped; below 1."""
+    modules: Annotated[tuple[str, ...], Flag(name="--lora-modules", commas=True)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    )
+    """The projections that get one."""
+    quantize_base: QuantizedBase | None = None
+    """Train an adapter, and keep the matrices of the frozen base's layers in 4 bits (QLoRA), by bitsandbytes."""
 
     def __post_init__(self) -> None:
-        check(self)
         if self.dropout >= 1.0 or not self.modules:
             raise ValueError(f"LoRA needs dropout < 1 and modules, not dropout={self.dropout}, modules={self.modules}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=OUTPUT)
 class Measuring:
     """What a run measures of itself: of its third update and those that follow, `updates` altogether."""
 
-    profile: Annotated[
-        int, Option("Write torch's trace of N updates, from the third on; 0: none.", OUTPUT, at_least=0, metavar="N")
-    ] = 0
-    memory_snapshot: Annotated[
-        bool, Option("Write what lies in a GPU's memory, and which line put it there.", OUTPUT)
-    ] = False
+    profile: Annotated[int, Ge(0)] = 0
+    """Write torch's trace of N updates, from the third on; 0: none."""
+    memory_snapshot: bool = False
+    """Write what lies in a GPU's memory, and which line put it there."""
 
     @property
     def updates(self) -> int:
@@ -83,7 +68,7 @@ class Measuring:
 NOTHING_MEASURED = Measuring()
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=UPDATES)
 class TrainConfig:
     """The optimisation of a run. `batch_size` counts samples over all workers.
 
@@ -99,96 +84,55 @@ class TrainConfig:
     bfloat16 the objective runs under autocast; weights and optimizer states are float32 in either precision.
     """
 
-    steps: Annotated[
-        int,
-        Option("Updates. Where they are given, warm-up and generated data shrink with them.", UPDATES, at_least=1),
-    ]
-    batch_size: Annotated[int, Option("Samples of an update, over all workers.", UPDATES, at_least=1)]
-    lr: Annotated[float, Option("The highest learning rate.", UPDATES, at_least=0)]
-    warmup: Annotated[int, Option("Updates in which the learning rate rises.", UPDATES, at_least=0)] = 100
-    decay: Annotated[
-        float, Option("Share of the updates in which a trapezoid falls.", UPDATES, at_least=0, at_most=1)
-    ] = 0.4
-    weight_decay: Annotated[float, Option("The optimizer's weight decay.", UPDATES, at_least=0)] = 0.01
-    clip: Annotated[float, Option("The gradients' norm is clipped to this.", UPDATES, above=0)] = 1.0
-    seed: Annotated[int, Option("Of order, noise, dropout and fresh weights.", UPDATES, at_least=0)] = 0
-    precision: Annotated[
-        Precision,
-        Option(
-            "float32, bfloat16, or auto: bfloat16 where all workers compute it, else float32.",
-            COMPUTING,
-            metavar="DTYPE",
-        ),
-    ] = "auto"
-    optimizer: Annotated[
-        OptimizerName, Option("adamw, or muon: Muon for the layers' matrices, AdamW for the rest.", UPDATES)
-    ] = "muon"
+    steps: Annotated[int, Ge(1)]
+    """Updates. Where they are given, warm-up and generated data shrink with them."""
+    batch_size: Annotated[int, Ge(1)]
+    """Samples of an update, over all workers."""
+    lr: Annotated[float, Ge(0)]
+    """The highest learning rate."""
+    warmup: Annotated[int, Ge(0)] = 100
+    """Updates in which the learning rate rises."""
+    decay: Annotated[float, Ge(0), Le(1)] = 0.4
+    """Share of the updates in which a trapezoid falls."""
+    weight_decay: Annotated[float, Ge(0)] = 0.01
+    """The optimizer's weight decay."""
+    clip: Annotated[float, Gt(0)] = 1.0
+    """The gradients' norm is clipped to this."""
+    seed: Annotated[int, Ge(0)] = 0
+    """Of order, noise, dropout and fresh weights."""
+    precision: Annotated[Precision, Flag(panel=COMPUTING, metavar="DTYPE")] = "auto"
+    """float32, bfloat16, or auto: bfloat16 where all workers compute it, else float32."""
+    optimizer: OptimizerName = "muon"
+    """adamw, or muon: Muon for the layers' matrices, AdamW for the rest."""
     betas: Annotated[
-        tuple[float, float], Option("AdamW's.", UPDATES, at_least=0, at_most=1, metavar="B1,B2", separator=",")
+        tuple[Annotated[float, Ge(0), Le(1)], Annotated[float, Ge(0), Le(1)]], Flag(metavar="B1,B2", commas=True)
     ] = (0.9, 0.95)
+    """AdamW's."""
     schedule: Annotated[
-        Literal["trapezoid", "cosine", "linear", "constant"],
-        Option(
-            "How the learning rate goes after the warm-up: trapezoid, cosine, linear, or constant.",
-            UPDATES,
-            flag="--lr-schedule",
-            metavar="NAME",
-        ),
+        Literal["trapezoid", "cosine", "linear", "constant"], Flag(name="--lr-schedule", metavar="NAME")
     ] = "trapezoid"
-    lr_min: Annotated[float, Option("Where cosine and linear end.", UPDATES, at_least=0)] = 0.0
-    micro_batch: Annotated[
-        int | None,
-        Option(
-            "Samples, or with --pack training sequences, a worker computes at once.",
-            COMPUTING,
-            at_least=1,
-            metavar="N",
-        ),
-    ] = None
-    pack: Annotated[
-        int | None,
-        Option(
-            "Short samples share training sequences, up to N tokens of samples in each.",
-            COMPUTING,
-            at_least=1,
-            metavar="N",
-        ),
-    ] = None
-    distillation: Annotated[
-        Distillation | None,
-        Option(
-            "Learn from the network without its adapter (D2F), by KL(student_teacher) or KL(teacher_student).",
-            UPDATES,
-            metavar="NAME",
-        ),
-    ] = None
+    """How the learning rate goes after the warm-up: trapezoid, cosine, linear, or constant."""
+    lr_min: Annotated[float, Ge(0)] = 0.0
+    """Where cosine and linear end."""
+    micro_batch: Annotated[int | None, Ge(1), Flag(panel=COMPUTING)] = None
+    """Samples, or with `pack` training sequences, a worker computes at once."""
+    pack: Annotated[int | None, Ge(1), Flag(panel=COMPUTING)] = None
+    """Short samples share training sequences, up to N tokens of samples in each."""
+    distillation: Annotated[Distillation | None, Flag(metavar="NAME")] = None
+    """Learn from the network without its adapter (D2F), by KL(student_teacher) or KL(teacher_student)."""
     lora: LoraSettings | None = None
-    activation_checkpointing: Annotated[
-        bool, Option("Keep each layer's input alone, and compute the layer again in the backward pass.", COMPUTING)
-    ] = False
-    attention: Annotated[
-        AttentionChoice,
-        Option("flex (a block mask, on GPUs), dense, or auto: flex on a GPU.", COMPUTING, metavar="NAME"),
-    ] = "auto"
-    compile: Annotated[
-        bool, Option("Compile the layers (torch.compile); the first steps take minutes then.", COMPUTING)
-    ] = False
-    tensor_parallel: Annotated[
-        int,
-        Option(
-            "Workers that share their samples and every layer, each with its part of it.",
-            CLUSTER,
-            at_least=1,
-            metavar="N",
-        ),
-    ] = 1
-    cut_experts: Annotated[
-        ExpertsCut,
-        Option("How tensor-parallel workers share experts: whole ones, or a part of each one's width.", CLUSTER),
-    ] = "expert"
+    activation_checkpointing: Annotated[bool, Flag(panel=COMPUTING)] = False
+    """Keep each layer's input alone, and compute the layer again in the backward pass."""
+    attention: Annotated[AttentionChoice, Flag(panel=COMPUTING, metavar="NAME")] = "auto"
+    """flex (a block mask, on GPUs), dense, or auto: flex on a GPU."""
+    compile: Annotated[bool, Flag(panel=COMPUTING)] = False
+    """Compile the layers (torch.compile); the first steps take minutes then."""
+    tensor_parallel: Annotated[int, Ge(1), Flag(panel=CLUSTER)] = 1
+    """Workers that share their samples and every layer, each with its part of it."""
+    cut_experts: Annotated[ExpertsCut, Flag(panel=CLUSTER)] = "expert"
+    """How tensor-parallel workers share experts: whole ones, or a part of each one's width."""
 
     def __post_init__(self) -> None:
-        check(self)
         if len(self.betas) != 2 or max(self.betas) >= 1:
             raise ValueError(f"betas={list(self.betas)} must be two numbers below 1")
         if self.tensor_parallel > 1 and self.lora is not None:
@@ -197,16 +141,18 @@ class TrainConfig:
             )
         if self.compile and self.lora is not None and self.lora.quantize_base:
             raise ValueError(
-                "--compile does not compile layers in 4 bits: leave one of --compile and --quantize-base out"
+                "train.compile does not compile layers in 4 bits: leave one of train.compile and "
+                "train.lora.quantize_base out"
             )
         if self.tensor_parallel > 1 and self.compile:
             raise ValueError(
-                "--compile does not compile the layers of tensor-parallel workers: leave one of --compile and "
+                "train.compile does not compile the layers of tensor-parallel workers: leave one of train.compile and "
                 "--tensor-parallel out"
             )
         if self.tensor_parallel == 1 and self.cut_experts != "expert":
             raise ValueError(
-                f"--cut-experts {self.cut_experts} is for tensor-parallel workers: say how many with --tensor-parallel"
+                f"--set train.cut_experts={self.cut_experts} is for tensor-parallel workers: say how many with "
+                "--tensor-parallel"
             )
         if self.distillation is not None and self.lora is None:
             raise ValueError("distillation needs lora: the teacher is the network without its adapter")
@@ -240,26 +186,19 @@ def check_workers(config: TrainConfig, num_workers: int) -> None:
 Metric = Literal["validation_loss", "validation_accuracy", "sweep_accuracy", "none"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=DATA)
 class ValidationOptions:
     """What a run measures besides its updates, and which checkpoint it keeps for that."""
 
-    validation: Annotated[
-        str | None,
-        Option(
-            "Log the losses of held-out data: a folder that jobs/prepare_data.py wrote, a file of conversations as it "
-            "takes them, or a share of the training data, as 0.02.",
-            DATA,
-            metavar="DIR|FILE|SHARE",
-        ),
-    ] = None
-    validate_every: Annotated[int, Option("Updates between two validations.", DATA, at_least=1, metavar="N")] = 100
-    keep_best: Annotated[
-        Metric, Option("The number by which the best checkpoint is kept beside the newest two.", OUTPUT)
-    ] = "validation_loss"
+    validation: Annotated[str | None, Flag(metavar="DIR|FILE|SHARE")] = None
+    """Log the losses of held-out data: a folder that jobs/prepare_data.py wrote, a file of conversations as it takes
+    them, or a share of the training data, as 0.02."""
+    validate_every: Annotated[int, Ge(1)] = 100
+    """Updates between two validations."""
+    keep_best: Annotated[Metric, Flag(panel=OUTPUT)] = "validation_loss"
+    """The number by which the best checkpoint is kept beside the newest two."""
 
     def __post_init__(self) -> None:
-        check(self)
         if self.share is not None and not 0 < self.share < 1:
             raise ValueError(
                 f"--validation {self.validation}: a share of the training data is above 0 and below 1, as 0.02; write "
@@ -278,35 +217,23 @@ class ValidationOptions:
 NOTHING_HELD_OUT = ValidationOptions()
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=DATA)
 class Sweeping:
     """A small task that an engine beside the run decodes with the run's weights."""
 
-    sweep_every: Annotated[
-        int,
-        Option(
-            "On a Ray cluster, log accuracy and TPF of a small task, decoded beside the run, every N updates; 0: "
-            "never.",
-            DATA,
-            at_least=0,
-            metavar="N",
-        ),
-    ] = 0
-    sweep_task: Annotated[
-        str, Option("The task of these sweeps, and how many of its problems.", DATA, metavar="NAME[:LIMIT]")
-    ] = "gsm-mini:32"
-    sweep_data: Annotated[
-        str | None,
-        Option("Where a task that is not generated lies, as jobs/eval_sweep.py takes it.", DATA, metavar="PATH"),
-    ] = None
+    sweep_every: Annotated[int, Ge(0)] = 0
+    """On a Ray cluster, log accuracy and TPF of a small task, decoded beside the run, every N updates; 0: never."""
+    sweep_task: Annotated[str, Flag(metavar="NAME[:LIMIT]")] = "gsm-mini:32"
+    """The task of these sweeps, and how many of its problems."""
+    sweep_data: Annotated[str | None, Flag(metavar="PATH")] = None
+    """Where a task that is not generated lies, as jobs/eval_sweep.py takes it."""
 
     def __post_init__(self) -> None:
-        check(self)
         limit = self.sweep_task.partition(":")[2]
         if ":" in self.sweep_task and (not limit.isdecimal() or int(limit) < 1):
             raise ValueError(
-                f"--sweep-task {self.sweep_task} must be a task, or a task and a number of problems of at least 1, as "
-                "gsm-mini:32"
+                f"--set sweeping.sweep_task={self.sweep_task} must be a task, or a task and a number of problems of "
+                "at least 1, as gsm-mini:32"
             )
 
     @property
@@ -327,4 +254,6 @@ NO_SWEEPS = Sweeping()
 def check_best(held_out: ValidationOptions, sweeping: Sweeping) -> None:
     """Raise `ValueError` for a best checkpoint by the accuracy of sweeps that are not made."""
     if held_out.keep_best == "sweep_accuracy" and not sweeping.sweep_every:
-        raise ValueError("--keep-best sweep_accuracy needs sweeps: say how often with --sweep-every N")
+        raise ValueError(
+            "--set held_out.keep_best=sweep_accuracy needs sweeps: say how often with --set sweeping.sweep_every=N"
+        )

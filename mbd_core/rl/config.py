@@ -2,24 +2,24 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from typing import Annotated, Any, Literal
 
 from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task
 from mbd_core.evaluation.tasks.kinds.harness import HARNESS_PREFIX
 from mbd_core.evaluation.tasks.recipes import OWN_CHAT
 from mbd_core.evaluation.tasks.recipes import RECIPES as PROMPT_RECIPES
+from mbd_core.fields import CLUSTER, DATA, DECODING, MODEL, OUTPUT, STATES, UPDATES, Flag, Ge, Gt, configuration
 from mbd_core.json_text import differing_fields
 from mbd_core.multitf.config import ReplayStates, TrainConfig
 from mbd_core.multitf.step.objective import PolicyObjective
-from mbd_core.options import CLUSTER, DATA, DECODING, MODEL, OUTPUT, STATES, UPDATES, Option, check
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.rewards import RewardConfig
 
 RLSchedule = Literal["sync", "one-step-off"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=DATA)
 class RolloutConfig:
     """What an iteration asks, and how its answers are drawn.
 
@@ -28,42 +28,31 @@ class RolloutConfig:
     """
 
     task: Annotated[
-        str, Option(f"The task whose answers are drawn and graded: {', '.join(TASKS)}.", DATA, metavar="NAME")
+        str, Flag(help=f"The task whose answers are drawn and graded: {', '.join(TASKS)}.", metavar="NAME")
     ] = "ledger-mini"
-    data: Annotated[
-        str | None,
-        Option(
-            "Where a task that is not generated lies: a file of JSON lines, or hub:NAME[:CONFIGURATION[:SPLIT]].",
-            DATA,
-            metavar="PATH",
-        ),
-    ] = None
+    data: Annotated[str | None, Flag(metavar="PATH")] = None
+    """Where a task that is not generated lies: a file of JSON lines, or hub:NAME[:CONFIGURATION[:SPLIT]]."""
     prompt_recipe: Annotated[
-        str, Option(f"How the task is asked: {', '.join(PROMPT_RECIPES)}.", DATA, metavar="NAME")
+        str, Flag(help=f"How the task is asked: {', '.join(PROMPT_RECIPES)}.", metavar="NAME")
     ] = OWN_CHAT.name
-    prompts: Annotated[int, Option("Problems of an iteration.", DATA, at_least=1)] = 8
-    group: Annotated[int, Option("Answers drawn to each problem, which are compared.", DECODING, at_least=2)] = 8
-    part_rows: Annotated[
-        int,
-        Option("Answers that an engine is given and writes together: whole groups.", DATA, at_least=1),
-    ] = 32
-    temperature: Annotated[
-        float, Option("Of drawn tokens; 1 is the policy that learns.", DECODING, metavar="T", above=0)
-    ] = 1.0
-    max_tokens: Annotated[
-        int | None,
-        Option("New tokens of an answer.", DECODING, at_least=1, default="the prompt recipe's, the task's own"),
-    ] = None
-    decoding: Annotated[
-        dict[str, Any],
-        Option("Decoding fields that differ from the model's own.", DECODING, metavar="JSON"),
-    ] = field(default_factory=dict)
-    record_experts: Annotated[
-        bool, Option("Record which experts the engine chose, and learn under these (R3).", DECODING)
-    ] = False
+    prompts: Annotated[int, Ge(1)] = 8
+    """Problems of an iteration."""
+    group: Annotated[int, Ge(2), Flag(panel=DECODING)] = 8
+    """Answers drawn to each problem, which are compared."""
+    part_rows: Annotated[int, Ge(1)] = 32
+    """Answers that an engine is given and writes together: whole groups."""
+    temperature: Annotated[float, Gt(0), Flag(panel=DECODING, metavar="T")] = 1.0
+    """Of drawn tokens; 1 is the policy that learns."""
+    max_tokens: Annotated[int | None, Ge(1), Flag(panel=DECODING, default="the prompt recipe's, the task's own")] = (
+        None
+    )
+    """New tokens of an answer."""
+    decoding: Annotated[dict[str, Any], Flag(panel=DECODING, metavar="JSON")] = field(default_factory=dict)
+    """Decoding fields that differ from the model's own."""
+    record_experts: Annotated[bool, Flag(panel=DECODING)] = False
+    """Record which experts the engine chose, and learn under these (R3)."""
 
     def __post_init__(self) -> None:
-        check(self)
         if self.task.startswith(HARNESS_PREFIX):
             raise ValueError(
                 f"task '{self.task}' has no grader of one answer: lm-evaluation-harness grades its own runs; choose "
@@ -72,30 +61,25 @@ class RolloutConfig:
         find_task(self.task)
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=DATA)
 class HeldOutConfig:
     """The front of accuracy and TPF on problems that the run does not learn from, greedily."""
 
-    evaluate_every: Annotated[
-        int, Option("Iterations between two sweeps of held-out problems; 0: none.", OUTPUT, at_least=0, metavar="N")
-    ] = 10
-    held_out: Annotated[int, Option("Held-out problems of a sweep.", DATA, at_least=1)] = 100
-    held_out_data: Annotated[
-        str | None,
-        Option("Where they lie for a task that is not generated (generated: the split valid).", DATA, metavar="PATH"),
-    ] = None
-    thresholds: Annotated[
-        tuple[float, ...],
-        Option("Thresholds tau_m2t of the front.", DECODING, separator=",", metavar="X,..."),
-    ] = (0.8, 0.9, 0.95)
+    evaluate_every: Annotated[int, Ge(0), Flag(panel=OUTPUT)] = 10
+    """Iterations between two sweeps of held-out problems; 0: none."""
+    held_out: Annotated[int, Ge(1)] = 100
+    """Held-out problems of a sweep."""
+    held_out_data: Annotated[str | None, Flag(metavar="PATH")] = None
+    """Where they lie for a task that is not generated (generated: the split valid)."""
+    thresholds: Annotated[tuple[float, ...], Flag(panel=DECODING, commas=True)] = (0.8, 0.9, 0.95)
+    """Thresholds tau_m2t of the front."""
 
     def __post_init__(self) -> None:
-        check(self)
         if not self.thresholds:
             raise ValueError("thresholds names none; give at least one")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=STATES)
 class RLRecipe:
     """What is trained, on what, and how.
 
@@ -108,47 +92,35 @@ class RLRecipe:
     run's seed, whatever it is given. `states` and `shrink` are those of `replay_batch`.
     """
 
-    name: Annotated[str, Option("What the run and its folder are called.", flag=False)]
-    model: Annotated[
-        str, Option("The model to start from: a shipped model's name, or a model folder.", MODEL, metavar="MODEL")
-    ]
+    name: Annotated[str, Flag(name=False)]
+    """What the run and its folder are called."""
+    model: Annotated[str, Flag(panel=MODEL, metavar="MODEL")]
+    """The model to start from: a shipped model's name, or a model folder."""
     rollouts: RolloutConfig = RolloutConfig()
     rewards: RewardConfig = RewardConfig()
     groups: GroupConfig = GroupConfig()
     objective: PolicyObjective = PolicyObjective()
-    states: Annotated[
-        ReplayStates,
-        Option("The states in which answers are scored: the engine's (exact), or those of released learners.", STATES),
-    ] = "exact"
-    shrink: Annotated[
-        int, Option("Successive forwards that become one state; exact for 1.", STATES, at_least=1, metavar="N")
-    ] = 1
+    states: ReplayStates = "exact"
+    """The states in which answers are scored: the engine's (exact), or those of released learners."""
+    shrink: Annotated[int, Ge(1)] = 1
+    """Successive forwards that become one state; exact for 1."""
     train: TrainConfig
     held_out: HeldOutConfig = HeldOutConfig()
-    schedule: Annotated[
-        RLSchedule, Option("Rollouts and updates in turn (sync), or side by side (one-step-off).", CLUSTER)
-    ] = "sync"
-    iterations: Annotated[int, Option("Iterations.", UPDATES, at_least=1)] = 30
-    most_idle: Annotated[
-        int,
-        Option(
-            "The run ends after so many iterations in a row that taught nothing; 0: it never does.",
-            UPDATES,
-            at_least=0,
-            metavar="N",
-        ),
-    ] = 5
-    checkpoint_every: Annotated[
-        int, Option("Iterations between two checkpoints of the learner.", OUTPUT, at_least=1, metavar="N")
-    ] = 1
-    samples_every: Annotated[
-        int, Option("Iterations between two pages of sample rollouts; 0: none.", OUTPUT, at_least=0, metavar="N")
-    ] = 5
-    seed: Annotated[int, Option("Of the problems, of what is drawn, and of the learner.", DATA, at_least=0)] = 0
+    schedule: Annotated[RLSchedule, Flag(panel=CLUSTER)] = "sync"
+    """Rollouts and updates in turn (sync), or side by side (one-step-off)."""
+    iterations: Annotated[int, Ge(1), Flag(panel=UPDATES)] = 30
+    """Iterations."""
+    most_idle: Annotated[int, Ge(0), Flag(panel=UPDATES)] = 5
+    """The run ends after so many iterations in a row that taught nothing; 0: it never does."""
+    checkpoint_every: Annotated[int, Ge(1), Flag(panel=OUTPUT)] = 1
+    """Iterations between two checkpoints of the learner."""
+    samples_every: Annotated[int, Ge(0), Flag(panel=OUTPUT)] = 5
+    """Iterations between two pages of sample rollouts; 0: none."""
+    seed: Annotated[int, Ge(0), Flag(panel=DATA)] = 0
+    """Of the problems, of what is drawn, and of the learner."""
     source: str = "this project's own (docs/reference/rl.md)"
 
     def __post_init__(self) -> None:
-        check(self)
         objective = self.objective
         is_off_policy = objective.correction is None and (objective.kind, objective.old) != ("clipped", "rollout")
         if self.schedule == "one-step-off" and is_off_policy:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 from typing import Annotated, Literal
 
-from mbd_core.options import UPDATES, Option, check
+from mbd_core.fields import UPDATES, Flag, Ge, Le, configuration
 from mbd_core.rl.parts import CORRECT, TPF
 
 AdvantageRule = Literal["decoupled", "joint", "correct", "shuffled"]
@@ -24,7 +24,7 @@ REASONS: tuple[Reason, ...] = typing.get_args(Reason)
 LIGHTNING_RL = 0.01  # the filter of LightningRL: some answer is right, and TPF differs
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=UPDATES)
 class GroupConfig:
     """Which groups are kept, and how rewards become advantages.
 
@@ -35,34 +35,20 @@ class GroupConfig:
     shuffled   decoupled, then permuted within each group: a control that must teach nothing
     """
 
-    advantages: Annotated[
-        AdvantageRule, Option("How a group's rewards become advantages.", UPDATES, metavar="NAME")
-    ] = "decoupled"
+    advantages: Annotated[AdvantageRule, Flag(metavar="NAME")] = "decoupled"
+    """How a group's rewards become advantages."""
     least_right: Annotated[
-        float | None,
-        Option(
-            "Groups are kept whose share of right answers is at least this; 0 keeps those that are all wrong.",
-            UPDATES,
-            at_least=0,
-            at_most=1,
-            default="0.01 where correct is rewarded, beside nothing but tpf; else 0",
-        ),
+        float | None, Ge(0), Le(1), Flag(default="0.01 where correct is rewarded, beside nothing but tpf; else 0")
     ] = None
-    most_right: Annotated[
-        float, Option("And at most this; 1 keeps groups that are all right.", UPDATES, at_least=0, at_most=1)
-    ] = 1.0
+    """Groups are kept whose share of right answers is at least this; 0 keeps those that are all wrong."""
+    most_right: Annotated[float, Ge(0), Le(1)] = 1.0
+    """And at most this; 1 keeps groups that are all right."""
     least_tpf_range: Annotated[
-        float | None,
-        Option(
-            "Groups are kept whose TPF differs by at least this; 0 keeps those of one TPF.",
-            UPDATES,
-            at_least=0,
-            default="0.01 where tpf is rewarded, beside nothing but correct; else 0",
-        ),
+        float | None, Ge(0), Flag(default="0.01 where tpf is rewarded, beside nothing but correct; else 0")
     ] = None
+    """Groups are kept whose TPF differs by at least this; 0 keeps those of one TPF."""
 
     def __post_init__(self) -> None:
-        check(self)
         if self.least_right is not None and self.least_right > self.most_right:
             raise ValueError(f"least_right={self.least_right} must be at most most_right={self.most_right}")
 

@@ -17,15 +17,15 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal, Self
 
 import pyarrow as pa
 
 from mbd_core.evaluation.sweep.grading import grade_table
-from mbd_core.options import UPDATES, Option, check
+from mbd_core.fields import UPDATES, Flag, Ge, Gt, configuration
 from mbd_core.rl.functions import FunctionReward
-from mbd_core.rl.parts import CORRECT, TPF, Failure, RewardFailed, RewardOutcome, failed, first_error, is_finite
+from mbd_core.rl.parts import CORRECT, TPF, Failure, RewardFailed, RewardOutcome, failed, first_error
 from mbd_core.rl.services import HttpReward, has_host, key_in
 
 FUNCTION = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_][\w.]*")
@@ -40,60 +40,30 @@ SCORES = pa.schema(
 its reward as JSON, or which part failed and why."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=UPDATES)
 class RewardConfig:
     """What an answer is rewarded for."""
 
-    rewards: Annotated[
-        dict[str, float],
-        Option(
-            "The parts of the reward and their weights: correct, tpf, MODULE:NAME or FILE.py:NAME of a function, or "
-            "the URL of a service; weight 0 leaves one out.",
-            UPDATES,
-            metavar="JSON",
-        ),
-    ] = field(default_factory=lambda: {CORRECT: 1.0, TPF: 1.0})
-    overlong_is_wrong: Annotated[
-        bool, Option("An answer that met its limit of tokens is wrong, whatever it says.", UPDATES)
-    ] = True
-    reward_seconds: Annotated[
-        float, Option("Seconds that a function or a service has for one answer.", UPDATES, above=0)
-    ] = 30.0
-    judge_patience: Annotated[
-        float,
-        Option(
-            "Seconds within which a service that is busy, fails or cannot be reached is asked again about an answer.",
-            UPDATES,
-            above=0,
-        ),
-    ] = 120.0
-    judge_concurrency: Annotated[
-        int,
-        Option(
-            "Answers that a function or a service is asked about at once, for each part of rollouts.",
-            UPDATES,
-            at_least=1,
-        ),
-    ] = 32
-    judge_key: Annotated[
-        dict[str, str],
-        Option(
-            "Services that want a key, as {URL: VARIABLE}: the environment variable that holds it.",
-            UPDATES,
-            metavar="JSON",
-        ),
-    ] = field(default_factory=dict)
-    on_reward_error: Annotated[
-        Literal["drop", "stop"],
-        Option(
-            "What an answer without a reward does, whose function or service failed: it is dropped, or the run stops.",
-            UPDATES,
-        ),
-    ] = "drop"
+    rewards: Annotated[dict[str, float], Flag(metavar="JSON")] = field(
+        default_factory=lambda: {CORRECT: 1.0, TPF: 1.0}
+    )
+    """The parts of the reward and their weights: correct, tpf, MODULE:NAME or FILE.py:NAME of a function, or the URL
+    of a service; weight 0 leaves one out."""
+    overlong_is_wrong: bool = True
+    """An answer that met its limit of tokens is wrong, whatever it says."""
+    reward_seconds: Annotated[float, Gt(0)] = 30.0
+    """Seconds that a function or a service has for one answer."""
+    judge_patience: Annotated[float, Gt(0)] = 120.0
+    """Seconds within which a service that is busy, fails or cannot be reached is asked again about an answer."""
+    judge_concurrency: Annotated[int, Ge(1)] = 32
+    """Answers that a function or a service is asked about at once, for each part of rollouts."""
+    judge_key: Annotated[dict[str, str], Flag(metavar="JSON")] = field(default_factory=dict)
+    """Services that want a key, as {URL: VARIABLE}: the environment variable that holds it."""
+    on_reward_error: Literal["drop", "stop"] = "drop"
+    """What an answer without a reward does, whose function or service failed: it is dropped, or the run stops."""
 
     def __post_init__(self) -> None:
-        check(self)
-        for name, weight in self.rewards.items():
+        for name in self.rewards:
             if name.startswith(HTTP):
                 if not has_host(name):
                     raise ValueError(f"reward '{name}' is no URL of a service; give http(s)://HOST[:PORT]/PATH")
@@ -101,8 +71,6 @@ class RewardConfig:
                 raise ValueError(
                     f"unknown reward '{name}'; known: {CORRECT}, {TPF}, MODULE:FUNCTION, FILE.py:FUNCTION, http(s)://..."
                 )
-            if not is_finite(weight):
-                raise ValueError(f"the weight of reward '{name}' must be a finite number, not {weight}")
         if not self.weights:
             raise ValueError("rewards has no part with a weight other than 0; give at least one")
         for url, variable in self.judge_key.items():

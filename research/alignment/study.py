@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from jobs.command_line import CommandText, OutFolder, Overwrite, Seed, command
+from jobs.command_line import OutFolder, Overwrite, Seed
+from mbd_core.command_line import CommandText, command
+from mbd_core.fields import DATA, DECODING, MODEL, OUTPUT, Flag, Ge
 from mbd_core.files import check_target_folder, folder_beside
-from mbd_core.options import DATA, DECODING, MODEL, OUTPUT, Option
 from mbd_core.tasks.generated import GENERATED_TASKS
 
 KIND = "alignment report"
@@ -26,44 +27,42 @@ def run(
     *,
     models: Annotated[
         tuple[str, ...] | None,
-        Option(
+        Flag(
             "Decode with these: shipped models' names, or model folders (default: tiny-bd,tiny-mbd)",
             MODEL,
-            separator=",",
             metavar="MODEL,...",
+            commas=True,
         ),
     ] = None,
     traces: Annotated[
         Path | None,
-        Option("Take the traces that an earlier run wrote there instead: no model is loaded.", MODEL, metavar="DIR"),
+        Flag("Take the traces that an earlier run wrote there instead: no model is loaded.", MODEL, metavar="DIR"),
     ] = None,
     schedules: Annotated[
         tuple[str, ...],
-        Option(
+        Flag(
             "Noise-schedules, each with a layout or the recipe's: NAME or NAME@LAYOUT. `fitted` is fitted here.",
             DATA,
-            separator=",",
             default=", ".join(SCHEDULES),
+            commas=True,
         ),
     ] = SCHEDULES,
     recipe: Annotated[
-        str, Option("Where all else of the training states is from: one of those of train_multitf.py.", DATA)
+        str, Flag("Where all else of the training states is from: one of those of train_multitf.py.", DATA)
     ] = "tiny-mbd",
     task: Annotated[
-        str | None, Option(f"What is asked: {' or '.join(GENERATED_TASKS)} (default: gsm-mini)", DATA)
+        str | None, Flag(f"What is asked: {' or '.join(GENERATED_TASKS)} (default: gsm-mini)", DATA)
     ] = None,
-    limit: Annotated[int | None, Option("Problems, half of them for `fitted` (default: 64)", DATA, at_least=2)] = None,
-    draws: Annotated[int, Option("Draws of each problem's layouts.", DATA, at_least=1)] = 8,
-    bootstrap: Annotated[int, Option("Samples of the intervals.", OUTPUT, at_least=20)] = 500,
+    limit: Annotated[int | None, Ge(2), Flag("Problems, half of them for `fitted` (default: 64)", DATA)] = None,
+    draws: Annotated[int, Ge(1), Flag("Draws of each problem's layouts.", DATA)] = 8,
+    bootstrap: Annotated[int, Ge(20), Flag("Samples of the intervals.", OUTPUT)] = 500,
     seed: Seed = 0,
-    max_tokens: Annotated[
-        int | None, Option("Tokens of an answer, at most (default: 128)", DECODING, at_least=1)
-    ] = None,
+    max_tokens: Annotated[int | None, Ge(1), Flag("Tokens of an answer, at most (default: 128)", DECODING)] = None,
     buffer_size: Annotated[
-        int | None, Option("Slots (default: the model's, if more than 1, or 4)", DECODING, at_least=2)
+        int | None, Ge(2), Flag("Slots (default: the model's, if more than 1, or 4)", DECODING)
     ] = None,
     decoding: Annotated[
-        dict[str, Any] | None, Option('Decoding fields, as {"tau_m2t": 0.8}.', DECODING, metavar="JSON")
+        dict[str, Any] | None, Flag('Decoding fields, as {"tau_m2t": 0.8}.', DECODING, metavar="JSON")
     ] = None,
     out: OutFolder,
     overwrite: Overwrite = False,
@@ -73,7 +72,7 @@ def run(
     Every model decodes the same problems under MultiBD, and its steps are traced. They are compared with the training
     states of noise-schedules and layouts: mask ratios by slot, running-set sizes, and their distances (MBD-LMs Section
     4.4, Appendix A). DIR gets alignment.md, alignment.json, the plots, the traces, and for each model a noise-schedule
-    fitted to them, which train_multitf.py takes as --fitted-noise. It needs no cluster.
+    fitted to them, which train_multitf.py takes as --set fitted_noise=FILE. It needs no cluster.
     """
     from mbd_core.multitf.recipes.by_name import recipe_named
     from research.alignment.distances import check_schedules, compare_models

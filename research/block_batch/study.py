@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tqdm import tqdm
 
-from jobs.command_line import CommandText, MaxTokens, ModelName, OutFolder, Overwrite, Seed, command
+from jobs.command_line import MaxTokens, ModelName, OutFolder, Overwrite, Seed
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.command_line import CommandText, command
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.kinds.task import Problem, Task
 from mbd_core.evaluation.tasks.problems import load_problems
+from mbd_core.fields import DATA, DECODING, OUTPUT, Flag, Ge
 from mbd_core.files import check_target_folder, folder_beside
-from mbd_core.options import DATA, DECODING, OUTPUT, Option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,29 +33,28 @@ def run(
     command_line: CommandText,
     *,
     model: ModelName,
-    prompts: Annotated[Path | None, Option("JSON lines with prompt or prompt_ids.", DATA, metavar="FILE")] = None,
+    prompts: Annotated[Path | None, Flag("JSON lines with prompt or prompt_ids.", DATA, metavar="FILE")] = None,
     task: Annotated[
-        str | None,
-        Option("A benchmark, whose answers are graded: gsm-mini, code-mini, gsm8k, humaneval.", DATA),
+        str | None, Flag("A benchmark, whose answers are graded: gsm-mini, code-mini, gsm8k, humaneval.", DATA)
     ] = None,
     data: Annotated[
-        str | None, Option("The benchmark's file, if its problems are not generated.", DATA, metavar="FILE")
+        str | None, Flag("The benchmark's file, if its problems are not generated.", DATA, metavar="FILE")
     ] = None,
     limit: Annotated[
-        int | None, Option("Prompts, at most (default: all of a file, 16 of a generated task)", DATA, at_least=1)
+        int | None, Ge(1), Flag("Prompts, at most (default: all of a file, 16 of a generated task)", DATA)
     ] = None,
     seed: Seed = 1729,
     max_tokens: MaxTokens = 128,
-    block_lengths: Annotated[tuple[int, ...], Option("Ascending.", DECODING, at_least=1, separator=",")] = LENGTHS,
-    tau: Annotated[float | None, Option("Confidence threshold (default: 0.9)", DECODING)] = None,
+    block_lengths: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag("Ascending.", DECODING, commas=True)] = LENGTHS,
+    tau: Annotated[float | None, Flag("Confidence threshold (default: 0.9)", DECODING)] = None,
     decoding: Annotated[
         dict[str, Any] | None,
-        Option('More of the decoding, as {"canvas": {"branches": {"tau_sync": 16}}}.', DECODING, metavar="JSON"),
+        Flag('More of the decoding, as {"canvas": {"branches": {"tau_sync": 16}}}.', DECODING, metavar="JSON"),
     ] = None,
     out: OutFolder,
-    watch: Annotated[int, Option("Watch the caches of the first prompts, this many.", OUTPUT, at_least=0)] = 4,
-    draw: Annotated[int, Option("Pictures of the first prompts, this many.", OUTPUT, at_least=0)] = 3,
-    sketch: Annotated[int, Option("Numbers that a watched cache is projected to.", OUTPUT, at_least=1)] = 256,
+    watch: Annotated[int, Ge(0), Flag("Watch the caches of the first prompts, this many.", OUTPUT)] = 4,
+    draw: Annotated[int, Ge(0), Flag("Pictures of the first prompts, this many.", OUTPUT)] = 3,
+    sketch: Annotated[int, Ge(1), Flag("Numbers that a watched cache is projected to.", OUTPUT)] = 256,
     overwrite: Overwrite = False,
 ) -> None:
     """Each block length alone, all of them under BlockBatch, and what happens to their caches.

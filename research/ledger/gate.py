@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from jobs.command_line import ModelName, OwnThreads, Seed, command
+from jobs.command_line import ModelName, OwnThreads, Seed
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.command_line import command
 from mbd_core.evaluation.measures.statistics import Interval, mean, percent_right
-from mbd_core.options import DATA, DECODING, Option
+from mbd_core.fields import DATA, DECODING, Flag, Ge
 from research.tables import table_lines
 
 if TYPE_CHECKING:
@@ -30,10 +31,10 @@ ROWS = 16
 def run(
     model: ModelName,
     *,
-    problems: Annotated[int, Option("Problems of the valid split.", DATA, at_least=1)] = 500,
-    tau: Annotated[float, Option("The threshold.", DECODING, flag="--tau-m2t")] = 0.9,
+    problems: Annotated[int, Ge(1), Flag("Problems of the valid split.", DATA)] = 500,
+    tau: Annotated[float, Flag("The threshold.", DECODING, name="--tau-m2t")] = 0.9,
     buffers: Annotated[
-        tuple[int, ...], Option("Slots beside SingleBD's one.", DECODING, at_least=1, separator=",")
+        tuple[Annotated[int, Ge(1)], ...], Flag("Slots beside SingleBD's one.", DECODING, commas=True)
     ] = (1,),
     seed: Seed = 0,
     threads: OwnThreads = None,

@@ -7,15 +7,15 @@ EXPERIMENT/           of one experiment: sweeps/seed-SEED, the evaluations; rows
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from mbd_core.fields import DATA, DECODING, MODEL, Flag, Ge, configuration
 from mbd_core.files import write_json
 from mbd_core.multitf.data.prepared import TinyData
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened, with_fitted_noise
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_MBD, LEDGER_TF
-from mbd_core.options import DATA, DECODING, MODEL, Option
 
 Experiment = Literal["ordering", "ablation", "alignment", "thresholds"]
 BASE = "base"
@@ -40,7 +40,7 @@ TRAINED_RECIPES: dict[Experiment, tuple[TrainingRecipe, ...]] = {
 """What each experiment adds; the noise of `FITTED` is measured first. `thresholds` decodes the base anew."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=DATA)
 class StudySize:
     """How large a study is.
 
@@ -48,17 +48,16 @@ class StudySize:
             sweep's seed `s`, and so is the base
     """
 
-    seeds: Annotated[
-        tuple[int, ...],
-        Option("Training seeds.", DATA, at_least=0, separator=",", metavar="S,..."),
-    ] = (0, 1, 2)
-    problems: Annotated[int, Option("Unseen problems a seed.", DATA, at_least=2)] = 2000
-    taus: Annotated[
-        tuple[float, ...],
-        Option("Thresholds tau_m2t.", DECODING, separator=",", metavar="TAU,..."),
-    ] = (0.8, 0.9, 0.95)
-    buffers: Annotated[tuple[int, ...], Option("Slots of MultiBD.", DECODING, at_least=1, separator=",")] = (2, 4)
-    steps: Annotated[int | None, Option("Updates of a run.", MODEL, at_least=1, default="the recipe's")] = None
+    seeds: Annotated[tuple[Annotated[int, Ge(0)], ...], Flag(metavar="S,...", commas=True)] = (0, 1, 2)
+    """Training seeds."""
+    problems: Annotated[int, Ge(2)] = 2000
+    """Unseen problems a seed."""
+    taus: Annotated[tuple[float, ...], Flag(panel=DECODING, metavar="TAU,...", commas=True)] = (0.8, 0.9, 0.95)
+    """Thresholds tau_m2t."""
+    buffers: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag(panel=DECODING, commas=True)] = (2, 4)
+    """Slots of MultiBD."""
+    steps: Annotated[int | None, Ge(1), Flag(panel=MODEL, default="the recipe's")] = None
+    """Updates of a run."""
 
     def __post_init__(self) -> None:
         if not self.seeds or not self.taus or not self.buffers or self.problems < 2:
@@ -69,7 +68,7 @@ class StudySize:
             raise ValueError(f"thresholds {self.taus} must lie between 0 and 1")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class StudyPlan(StudySize):
     """A study as its folder records it. Two plans that are equal give the same rows.
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 from jobs.api.call_options import OF_VARIABLE
 from jobs.api.sweep_work import Subjects, run_work
 from jobs.api.training import train_on_cluster
-from jobs.command_line import command
 from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.command_line import command
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.shard import SweepShard
+from mbd_core.fields import CLUSTER, DATA, MODEL, OUTPUT, Flag, Ge
 from mbd_core.multitf.recipes.shipped import LEDGER_BD
-from mbd_core.options import CLUSTER, DATA, MODEL, OUTPUT, Option
 from mbd_core.storage.folder import Folder
 from mbd_core.storage.models import fetch_model
 from research.ledger.plan import (
@@ -43,28 +43,25 @@ MAX_ROWS = 64
 
 def run(
     experiment: Annotated[
-        Experiment, Option("What is studied; each needs the rows of those before it.", positional=True)
+        Experiment, Flag("What is studied; each needs the rows of those before it.", positional=True)
     ],
     *,
-    out: Annotated[str, Option("Folder to write, which every node reaches.", OUTPUT, metavar="DIR")],
+    out: Annotated[str, Flag("Folder to write, which every node reaches.", OUTPUT, metavar="DIR")],
     base: Annotated[
-        str, Option("The model that all runs go on from: a folder, or a shipped model.", MODEL)
+        str, Flag("The model that all runs go on from: a folder, or a shipped model.", MODEL)
     ] = LEDGER_BD.name,
     size: StudySize,
     traced: Annotated[
-        int, Option("Problems that are traced for alignment, half of them for its fit.", DATA, at_least=4)
+        int, Ge(4), Flag("Problems that are traced for alignment, half of them for its fit.", DATA)
     ] = 512,
-    workers: Annotated[int, Option("Training processes of a run.", CLUSTER, at_least=1)] = 2,
+    workers: Annotated[int, Ge(1), Flag("Training processes of a run.", CLUSTER)] = 2,
     at_once: Annotated[
         int,
-        Option(
-            "Runs that are trained at once; refused where the cluster has no room for all their workers.",
-            CLUSTER,
-            at_least=1,
-        ),
+        Ge(1),
+        Flag("Runs that are trained at once; refused where the cluster has no room for all their workers.", CLUSTER),
     ] = 1,
-    actors: Annotated[int, Option("Engines of a sweep.", CLUSTER, at_least=1)] = 2,
-    report_only: Annotated[bool, Option("Write the report again, from the rows alone.", OUTPUT)] = False,
+    actors: Annotated[int, Ge(1), Flag("Engines of a sweep.", CLUSTER)] = 2,
+    report_only: Annotated[bool, Flag("Write the report again, from the rows alone.", OUTPUT)] = False,
 ) -> None:
     """Train an experiment's recipes with several seeds from one base, evaluate them, and judge the papers' claims.
 
@@ -186,8 +183,8 @@ class Study:
         methods, grid = self.plan.decoded(self.experiment)
         subjects = Subjects.find([str(path) for path in self.models(seed)], (), ())
         options = SweepOptions(
-            models=list(subjects.fetched.values()),
-            tasks=list(LEDGER_TASK),
+            models=tuple(subjects.fetched.values()),
+            tasks=tuple(LEDGER_TASK),
             methods=methods,
             grid=grid,
             limit=self.plan.problems,

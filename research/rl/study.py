@@ -16,14 +16,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from jobs.command_line import OutFolder, OwnThreads, command
+from jobs.command_line import OutFolder, OwnThreads
+from mbd_core.command_line import command
 from mbd_core.engine.config import EngineConfig
+from mbd_core.fields import DATA, DECODING, OUTPUT, Flag, Ge, configuration
 from mbd_core.files import file_beside, is_partial, write_json
-from mbd_core.options import DATA, DECODING, OUTPUT, Option
 from mbd_core.rl.config import HeldOutConfig, RLRecipe
 from research.ledger.plan import BASE, run_name, seeded
 from research.rl.arms import ARMS, A
@@ -38,17 +39,20 @@ METHOD = "study"
 TRAINED = ("iteration", "answers_learned", "correct", "tpf", "tokens", "labels", "kl_reference", "entropy", "d_max")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=DATA)
 class StudySize:
     """How large a study is. Seed `s` draws the problems and the answers of its runs, and the problems on which they
     and the start are evaluated."""
 
-    seeds: Annotated[tuple[int, ...], Option("Seeds.", DATA, at_least=0, separator=",", metavar="S,...")] = (1, 2, 3)
-    problems: Annotated[int, Option("Unseen problems a seed.", DATA, at_least=2)] = 200
-    taus: Annotated[tuple[float, ...], Option("Thresholds tau_m2t.", DECODING, separator=",", metavar="TAU,...")] = (
+    seeds: Annotated[tuple[Annotated[int, Ge(0)], ...], Flag(metavar="S,...", commas=True)] = (1, 2, 3)
+    """Seeds."""
+    problems: Annotated[int, Ge(2)] = 200
+    """Unseen problems a seed."""
+    taus: Annotated[tuple[float, ...], Flag(panel=DECODING, metavar="TAU,...", commas=True)] = (
         0.8,
         0.9,
     )
+    """Thresholds tau_m2t."""
 
 
 def run(
@@ -56,7 +60,7 @@ def run(
     out: OutFolder,
     size: StudySize,
     threads: OwnThreads = None,
-    report_only: Annotated[bool, Option("Write the report again, from the rows that are there.", OUTPUT)] = False,
+    report_only: Annotated[bool, Flag("Write the report again, from the rows that are there.", OUTPUT)] = False,
 ) -> None:
     """Train the arms of the study of reinforcement learning, evaluate them, and judge its claims (research/README.md).
 

@@ -67,7 +67,12 @@ class Training:
     def __init__(self, cluster: HostCluster, base: Path, storage: Path) -> None:
         self.cluster, self.folder, self.log = cluster, storage / "run", storage / "job.log"
         options = {"--recipe": "tiny-bd", "--base": base, "--precision": "float32", "--workers": TRAINERS}
-        options |= {"--steps": STEPS, "--checkpoint-every": 1, "--storage": storage, "--run-name": self.folder.name}
+        options |= {
+            "--steps": STEPS,
+            "--set": "checkpoint_every=1",
+            "--storage": storage,
+            "--run-name": self.folder.name,
+        }
         arguments = [str(part) for option in options.items() for part in option]
         self.job = cluster.submit("python", "jobs/train_multitf.py", *arguments, log=self.log)
 

@@ -1,51 +1,63 @@
-"""Options are said once: a dataclass's annotations are its checks, its reader, its command line and its table."""
+"""A field is said once: a configuration's annotations are its checks, its reader, its command line and its table."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
 
-from jobs.command_line import Changes, Fields, command, command_options
 from jobs.option_tables import described_commands, page
-from mbd_core.options import DATA, ENGINE, OUTPUT, Option, check, flag, options_of, read
+from mbd_core.command_line import Changes, Fields, command, command_options, flag
+from mbd_core.fields import DATA, ENGINE, OUTPUT, Flag, Ge, Gt, Le, Texts, changed, configuration, fields_of, load
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=ENGINE)
 class Sizes:
-    rows: Annotated[int, Option("Rows.", ENGINE, at_least=1)] = 4
-    share: Annotated[float, Option("Of the memory.", ENGINE, above=0, at_most=1)] = 0.5
-    caching: Annotated[bool, Option("Keep blocks.", ENGINE)] = True
-    exact: Annotated[bool, Option("Row by row.", ENGINE)] = False
-    pages: Annotated[int | None, Option("Pages.", ENGINE, at_least=2)] = None
-    lengths: Annotated[tuple[int, ...], Option("Lengths.", DATA, at_least=1, separator=",")] = (4, 8)
+    rows: Annotated[int, Ge(1)] = 4
+    """Rows."""
+    share: Annotated[float, Gt(0), Le(1)] = 0.5
+    """Of the memory."""
+    caching: bool = True
+    """Keep
+    blocks."""
+    exact: bool = False
+    """Row by row."""
+    pages: Annotated[int | None, Ge(2)] = None
+    """Pages."""
+    lengths: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag(panel=DATA, commas=True)] = (4, 8)
+    """Lengths."""
 
-    def __post_init__(self) -> None:
-        check(self)
 
-
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class Setup:
-    model: Annotated[str, Option("A folder.")]
-    kind: Annotated[Literal["cpu", "gpu"] | None, Option("Device.")] = None
-    fields: Annotated[dict[str, Any], Option("JSON.", DATA, metavar="JSON")] = field(default_factory=dict)
-    weights: Annotated[dict[str, float], Option("Numbers.", DATA, metavar="JSON")] = field(default_factory=dict)
-    file: Annotated[Path | None, Option("A file.", flag="--from")] = None
-    tags: Annotated[Sequence[str], Option("Repeatable.")] = ()
-    replicas: Annotated[int | Sizes, Option("A number, or more.")] = 1
-    secret: Annotated[list[Sizes], Option("In files alone.", flag=False)] = field(default_factory=list)
-    sizes: Annotated[Sizes, Option("Sizes.")] = Sizes()
+    model: str
+    """A folder."""
+    kind: Literal["cpu", "gpu"] | None = None
+    """Device."""
+    fields: Annotated[dict[str, Any], Flag(panel=DATA, metavar="JSON")] = field(default_factory=dict)
+    """JSON."""
+    weights: Annotated[dict[str, float], Flag(panel=DATA, metavar="JSON")] = field(default_factory=dict)
+    """Numbers."""
+    file: Annotated[Path | None, Flag(name="--from")] = None
+    """A file."""
+    tags: Texts = ()
+    """Repeatable."""
+    replicas: int | Sizes = 1
+    """A number, or more."""
+    secret: Annotated[tuple[Sizes, ...], Flag(name=False)] = ()
+    """In files alone."""
+    sizes: Sizes = Sizes()
+    """Sizes."""
 
-    def __post_init__(self) -> None:
-        check(self)
+
+SEVEN = Sizes(exact=True, rows=7)
 
 
 def run_line(line: list[str], calls: list[Any]) -> int:
-    def run(setup: Setup, *, out: Annotated[Path, Option("Folder.", OUTPUT)]) -> None:
+    def run(setup: Setup, *, out: Annotated[Path, Flag("Folder.", OUTPUT)]) -> None:
         calls.append((setup, out))
 
     return command(run)(line)
@@ -61,7 +73,7 @@ def run_line(line: list[str], calls: list[Any]) -> int:
         ({"share": float("nan")}, "share=NaN must be"),
         ({"share": "much"}, 'share="much" must be a number'),
         ({"caching": 1}, "caching=1 must be one of true, false"),
-        ({"lengths": [4, 0]}, r"lengths=\[4, 0\] must be a list of at least 1"),
+        ({"lengths": [4, 0]}, r"lengths=\[4, 0\] must be a list of whole numbers of at least 1"),
         ({"lengths": 4}, "lengths=4 must be a list"),
     ],
 )
@@ -69,17 +81,17 @@ def test_a_value_outside_its_bounds_is_named(values: dict[str, Any], sentence: s
     with pytest.raises(ValueError, match=f"^{sentence}"):
         Sizes(**values)
     with pytest.raises(ValueError, match=f"^sizes.{sentence}"):
-        read(Setup, {"model": "m", "sizes": values})
+        load(Setup, {"model": "m", "sizes": values})
     with pytest.raises(ValueError, match=f"^secret.1.{sentence}"):
-        read(Setup, {"model": "m", "secret": [{}, values]})
+        load(Setup, {"model": "m", "secret": [{}, values]})
 
 
 def test_a_file_is_read_into_the_dataclasses() -> None:
     values = {"model": "m", "kind": "gpu", "file": "a/b", "tags": ["x"], "replicas": {"rows": 2}, "secret": [{}]}
-    assert read(Setup, values) == Setup(
+    assert load(Setup, values) == Setup(
         model="m", kind="gpu", file=Path("a/b"), tags=("x",), replicas=Sizes(rows=2), secret=(Sizes(),)
     )
-    assert read(Setup, {"model": "m", "sizes": {"share": 1, "lengths": [1]}}).sizes == Sizes(share=1, lengths=(1,))
+    assert load(Setup, {"model": "m", "sizes": {"share": 1, "lengths": [1]}}).sizes == Sizes(share=1, lengths=(1,))
 
 
 @pytest.mark.parametrize(
@@ -92,14 +104,14 @@ def test_a_file_is_read_into_the_dataclasses() -> None:
         ({"model": 1}, "model=1 must be a text"),
         ({"model": "m", "kind": "tpu"}, 'kind="tpu" must be one of null, "cpu", "gpu"'),
         ({"model": "m", "sizes": 3}, "sizes=3 must be an object with the fields of Sizes"),
-        ([], r"=\[\] must be an object"),
+        ([], r"\[\] must be an object"),
         ({"model": "m", "weights": {"a": "b"}}, r'weights={"a": "b"} must be an object whose values are numbers$'),
         ({"model": "m", "weights": 1}, "weights=1 must be an object whose values are numbers$"),
     ],
 )
 def test_what_a_file_must_not_say_is_named(values: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{sentence}"):
-        read(Setup, values)
+        load(Setup, values)
 
 
 def test_a_command_line_is_derived_from_the_dataclasses(tmp_path: Path) -> None:
@@ -154,7 +166,7 @@ def test_a_command_takes_some_fields_or_the_changes_of_some() -> None:
     calls: list[Any] = []
 
     def run(
-        sizes: Annotated[Sizes, Fields("rows", "share")] = Sizes(exact=True, rows=7),
+        sizes: Annotated[Sizes, Fields("rows", "share")] = SEVEN,
         *,
         changes: Annotated[dict[str, Any], Changes(Setup, "kind", "tags")],
         chosen: Annotated[dict[str, Any], Changes(Sizes, "pages", "caching")],
@@ -166,13 +178,58 @@ def test_a_command_takes_some_fields_or_the_changes_of_some() -> None:
     assert main(["--share", "0.1", "--tags", "a", "--no-caching"]) == 0
     assert calls.pop() == (Sizes(exact=True, rows=7, share=0.1), {"tags": ("a",)}, {"caching": False})
     assert main(["--exact"]) == 2 and main(["--pages", "1"]) == 2 and not calls
-    assert [item.name for item in command_options(run)] == ["rows", "share", "kind", "tags", "pages", "caching"]
+    assert [item.path for item in command_options(run)] == ["rows", "share", "kind", "tags", "pages", "caching"]
 
 
-def test_the_options_of_a_dataclass_are_listed() -> None:
-    rows, share, *_ = options_of(Sizes)
-    assert (rows.name, rows.hint, rows.default, rows.values) == ("rows", int, 4, "a whole number of at least 1")
-    assert (share.option.help, share.option.panel) == ("Of the memory.", ENGINE)
+def test_set_reaches_every_field_and_its_refusals_name_it(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[Any] = []
+
+    def run(setup: Setup, changes: Annotated[dict[str, Any], Changes(Sizes)]) -> None:
+        calls.append((setup, changes))
+
+    main = command(run, shown=("model", "rows"))
+    line = ["--model", "a", "--set", "sizes.share=0.25", "--set", "kind=gpu", "--set", 'fields={"a": 1}']
+    line += [
+        "--set",
+        "lengths=1,2",
+        "--set",
+        "sizes.lengths=[3]",
+        "--set",
+        "sizes.pages=null",
+        "--set",
+        "caching=false",
+    ]
+    assert main(line) == 0
+    setup, changes = calls.pop()
+    assert setup == Setup(model="a", kind="gpu", fields={"a": 1}, sizes=Sizes(share=0.25, lengths=(3,)))
+    assert changes == {"lengths": (1, 2), "caching": False}
+    for setting, sentence in (
+        ("sizes.share=2", "--set sizes.share=2 must be a number above 0 and at most 1"),
+        ("sizes.share=much", "--set sizes.share=much must be a number"),
+        ("sizes.shar=0.5", "there is no field sizes.shar; is 'sizes.share' meant?"),
+        ("sizes.share", "say its value, as --set sizes.share=VALUE"),
+        ("lengths=1,x", "--set lengths=1,x must be a list of whole numbers"),
+    ):
+        assert main(["--model", "a", "--set", setting]) == 2 and sentence in capsys.readouterr().err
+    assert main(["--model", "a", "--pages", "3"]) == 2
+    assert "No such option: --pages" in (text := capsys.readouterr().err) and "say --set pages=VALUE" in text
+    assert not calls
+
+
+def test_the_fields_of_a_configuration_are_listed() -> None:
+    rows, share, caching, *_ = fields_of(Sizes)
+    assert (rows.name, rows.hint, rows.default) == ("rows", Annotated[int, Ge(1)], 4)
+    assert rows.values == "a whole number of at least 1"
+    assert (share.help, share.flag.panel, caching.help) == ("Of the memory.", ENGINE, "Keep blocks.")
+
+
+def test_a_configuration_is_changed_by_what_a_file_says() -> None:
+    setup = Setup(model="m", fields={"a": 1})
+    values = {"sizes": {"rows": 2}, "fields": {"b": 2}, "replicas": {"rows": 3}}
+    expected = replace(setup, sizes=Sizes(rows=2), fields={"a": 1, "b": 2}, replicas=Sizes(rows=3))
+    assert changed(setup, values) == expected
+    with pytest.raises(ValueError, match=r"^unknown option 'sizes.row'; known: rows.* is 'rows' meant"):
+        changed(setup, {"sizes": {"row": 2}})
 
 
 def test_the_page_of_options_is_current() -> None:
@@ -188,12 +245,12 @@ def test_the_page_has_every_option_of_a_command() -> None:
     for name, module, _ in commands:
         heading = f"## mbd {name}, {module.replace('.', '/')}.py\n"
         sections[name] = page().partition(heading)[2].partition("\n## ")[0].replace("\\|", "|")
-    for name, _, run in commands:
-        assert command_options(run)
-        for item in command_options(run):
-            option = f"`{item.option.metavar if item.option.positional else flag(item)}`"
+    for name, _, main in commands:
+        for item in main.options:
+            shown = item.flag.metavar if item.flag.positional else flag(item)
+            option = f"`{shown if main.shows(item) else item.path}`"
             (other,) = re.findall(rf"^As of `mbd (\w+)`:.* {re.escape(option)}[,.]", sections[name], re.MULTILINE) or [
                 name
             ]
             (row,) = [line for line in sections[other].splitlines() if line.startswith(f"| {option} |")]
-            assert item.option.help.replace("\\|", "|") in row, (name, option)
+            assert item.help.replace("\\|", "|") in row, (name, option)

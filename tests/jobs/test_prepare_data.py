@@ -61,7 +61,7 @@ def test_own_chats_become_samples_that_a_recipe_trains_on(
     alone = [i for i in range(40) if not filled[i].earlier]
     assert [filled.lengths[i] for i in alone] == [len(filled[i].tokens) for i in alone]
     options = ["--recipe", "SDAR-8B-b4", "--base", str(tiny_model_dir), "--data", "data", "--steps", "1"]
-    assert training.main([*options, "--precision", "float32", "--out", "model", "--pack", "99"]) == 0
+    assert training.main([*options, "--precision", "float32", "--out", "model", "--set", "train.pack=99"]) == 0
     recorded = json.loads(Path("model/recipe.json").read_text())
     assert recorded["data"]["digest"] == json.loads(Path("data", RECORD).read_text())["digest"]
     line = capsys.readouterr().out

@@ -47,7 +47,10 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainingRun
         (["--recipe", "tiny-bd-b8", "--data", "data"], "trains its own tokenizer"),
         (["--data", "data"], "prepare it again with --max-length 160"),
         (["--tensor-parallel", "3"], "--tensor-parallel 3 does not divide the number of training processes, 2"),
-        (["--tensor-parallel", "2", "--compile"], "leave one of --compile and --tensor-parallel out"),
+        (
+            ["--tensor-parallel", "2", "--set", "train.compile=true"],
+            "leave one of train.compile and --tensor-parallel out",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_a_worker_starts(
@@ -74,7 +77,7 @@ def test_a_shipped_base_and_own_data_are_handed_on(started: list[TrainingRun]) -
     write_rows(Path("rows.jsonl"), [chat(i) for i in range(40)])
     assert prepare_data.main(["rows.jsonl", "--model", "tiny-bd", "--out", "data"]) == 0
     options = ["--recipe", "SDAR-8B-b32", "--base", "tiny-bd", "--data", "data", "--steps", "3", "--storage", "runs"]
-    assert train_multitf.main([*options, "--compile", "--log-to", "tensorboard"]) == 0
+    assert train_multitf.main([*options, "--set", "train.compile=true", "--log-to", "tensorboard"]) == 0
     (run,) = started
     assert run.recipe.train.compile and run.log_targets == ("tensorboard",)
     assert run.recipe.base == "tiny-bd" and run.recipe.train.steps == 3

@@ -15,7 +15,7 @@ from research.ledger.rows import write_rows
     ("argv", "sentence"),
     [
         (["ordering", "--base", "no-such-model"], "no-such-model"),
-        (["ordering", "--base", "tiny-bd", "--seeds", "0,x"], "--seeds x must be a whole number"),
+        (["ordering", "--base", "tiny-bd", "--seeds", "0,x"], "--seeds 0,x must be a list of whole numbers"),
         (["ordering", "--base", "tiny-bd", "--taus", "high"], "--taus high"),
         (["ordering", "--base", "tiny-bd", "--buffers", "1"], "at least 2"),
         (["ablation", "--base", "tiny-bd"], "run ordering first"),

@@ -5,7 +5,7 @@ import re
 import pytest
 from scored_rows import scores
 
-from mbd_core.options import changed
+from mbd_core.fields import changed
 from mbd_core.rl.parts import RewardFailed
 from mbd_core.rl.rewards import RewardConfig
 

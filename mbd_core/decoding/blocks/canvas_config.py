@@ -5,49 +5,45 @@ The methods differ in four things: which positions may be filled now (`block_len
 `refresh`).
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Literal
 
-from mbd_core.options import MOST, Option, OptionRefused, check
+from mbd_core.fields import MOST, Flag, Ge, Le, configuration
 
 LEAST_TAU_MERGE = 0.01  # bounds the 1 / tau_merge likeliest tokens that a branch keeps for each position
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class Leap:
     """LocalLeap: positions with confidence >= `tau` are anchors; near an anchor `tau_relaxed` is enough."""
 
-    tau_relaxed: Annotated[float, Option("Confidence that is enough near an anchor.", at_least=0, at_most=1)] = 0.75
-    radius: Annotated[
-        int, Option("Positions up to this distance from an anchor are near it.", at_least=1, at_most=MOST)
-    ] = 4
-
-    def __post_init__(self) -> None:
-        check(self)
+    tau_relaxed: Annotated[float, Ge(0), Le(1)] = 0.75
+    """Confidence that is enough near an anchor."""
+    radius: Annotated[int, Ge(1), Le(MOST)] = 4
+    """Positions up to this distance from an anchor are near it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class Refresh:
     """dLLM-Cache: how often the keys and values of the prompt, and of the whole response, are recomputed, in steps.
 
     All other steps compute only the current block.
     """
 
-    prompt_interval: Annotated[int, Option("Steps between two of the prompt.", at_least=1, at_most=MOST)] = 25
-    response_interval: Annotated[int, Option("Steps between two of the whole response.", at_least=1, at_most=MOST)] = 5
-
-    def __post_init__(self) -> None:
-        check(self)
+    prompt_interval: Annotated[int, Ge(1), Le(MOST)] = 25
+    """Steps between two of the prompt."""
+    response_interval: Annotated[int, Ge(1), Le(MOST)] = 5
+    """Steps between two of the whole response."""
 
 
 EosTest = Literal["always", "block_forward"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class Branches:
     """BlockBatch: one branch for each block length decodes the same canvas at the same time."""
 
-    block_lengths: Annotated[tuple[int, ...], Option("One for each branch, ascending.", at_least=1, at_most=MOST)] = (
+    block_lengths: tuple[Annotated[int, Ge(1), Le(MOST)], ...] = (
         4,
         8,
         16,
@@ -55,94 +51,47 @@ class Branches:
         64,
         128,
     )
-    tau_merge: Annotated[
-        float,
-        Option(
-            "A branch copies another branch's token if its own probability of it exceeds this (1: never).",
-            at_least=LEAST_TAU_MERGE,
-            at_most=1,
-        ),
-    ] = 0.5
-    tau_sync: Annotated[
-        int,
-        Option(
-            "A branch that is more than this many tokens behind the leader is overwritten by it.",
-            at_least=0,
-            at_most=MOST,
-        ),
-    ] = 8
-    refresh: Annotated[
-        int,
-        Option(
-            "A branch requests a full forward of all branches after this many tokens of completed blocks.",
-            at_least=1,
-            at_most=MOST,
-        ),
-    ] = 32
-    eos_test: Annotated[
-        EosTest,
-        Option(
-            "When a branch may end the request. always: whenever its block with the EOS is complete. block_forward: "
-            "only right after a block forward of that branch (Alg. 1 line 19, the released code)."
-        ),
-    ] = "always"
+    """One for each branch, ascending."""
+    tau_merge: Annotated[float, Ge(LEAST_TAU_MERGE), Le(1)] = 0.5
+    """A branch copies another branch's token if its own probability of it exceeds this (1: never)."""
+    tau_sync: Annotated[int, Ge(0), Le(MOST)] = 8
+    """A branch that is more than this many tokens behind the leader is overwritten by it."""
+    refresh: Annotated[int, Ge(1), Le(MOST)] = 32
+    """A branch requests a full forward of all branches after this many tokens of completed blocks."""
+    eos_test: EosTest = "always"
+    """When a branch may end the request. always: whenever its block with the EOS is complete. block_forward: only
+    right after a block forward of that branch (Alg. 1 line 19, the released code)."""
 
     def __post_init__(self) -> None:
-        check(self)
         object.__setattr__(self, "block_lengths", tuple(self.block_lengths))
         if not self.block_lengths or list(self.block_lengths) != sorted(set(self.block_lengths)):
-            raise OptionRefused("block_lengths", f"={self.block_lengths} must be ascending, each length once")
+            raise ValueError(f"canvas.branches.block_lengths={self.block_lengths} must be ascending, each length once")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class MultiBlock:
     """d3LLM: several blocks of the canvas are decoded at once, and tokens are accepted by their entropy."""
 
-    tau_entropy: Annotated[
-        float, Option("A masked position becomes a token when its entropy, in nats, is at most this.", at_least=0)
-    ] = 0.45
-    tau_add: Annotated[
-        float,
-        Option("The next block is added when the last one has this share of its tokens.", at_least=0, at_most=1),
-    ] = 0.1
-    tau_active: Annotated[
-        float,
-        Option(
-            "A block is active once the one before it has this share of its tokens. The first active block gets its "
-            "best token in every forward.",
-            at_least=0,
-            at_most=1,
-        ),
-    ] = 0.95
-    cache_delay: Annotated[
-        int | None,
-        Option(
-            "A done block is stored this many forwards after it was done; null: nothing is stored.",
-            at_least=0,
-            at_most=MOST,
-        ),
-    ] = None
-    refresh: Annotated[
-        int | None,
-        Option(
-            "With a cache: every so many forwards the whole canvas is computed again (null: never).",
-            at_least=1,
-            at_most=MOST,
-        ),
-    ] = None
-    rule: Annotated[
-        Literal["llada", "dream"] | None,
-        Option(
-            "The released rule. llada: entropy <= tau_entropy, and always the lowest. dream: entropy < tau_entropy. "
-            "null: that of the model, by whether its logits are shifted.",
-            default="the model's",
-        ),
-    ] = None
+    tau_entropy: Annotated[float, Ge(0)] = 0.45
+    """A masked position becomes a token when its entropy, in nats, is at most this."""
+    tau_add: Annotated[float, Ge(0), Le(1)] = 0.1
+    """The next block is added when the last one has this share of its tokens."""
+    tau_active: Annotated[float, Ge(0), Le(1)] = 0.95
+    """A block is active once the one before it has this share of its tokens. The first active block gets its best
+    token in every forward."""
+    cache_delay: Annotated[int | None, Ge(0), Le(MOST)] = None
+    """A done block is stored this many forwards after it was done; null: nothing is stored."""
+    refresh: Annotated[int | None, Ge(1), Le(MOST)] = None
+    """With a cache: every so many forwards the whole canvas is computed again (null: never)."""
+    rule: Annotated[Literal["llada", "dream"] | None, Flag(default="the model's")] = None
+    """The released rule. llada: entropy <= tau_entropy, and always the lowest. dream: entropy < tau_entropy. null:
+    that of the model, by whether its logits are shifted."""
 
     def __post_init__(self) -> None:
-        check(self)
         if self.refresh is not None and self.cache_delay is None:
-            raise OptionRefused("refresh", f"={self.refresh} has no effect without cache_delay; leave it out")
+            raise ValueError(
+                f"canvas.multi_block.refresh={self.refresh} has no effect without cache_delay; leave it out"
+            )
 
 
 Accept = Literal["quota", "schedule", "origin", "threshold", "factor"]
@@ -150,83 +99,54 @@ Score = Literal["confidence", "margin", "neg_entropy", "random"]
 Cache = Literal["none", "prefix", "dual"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class Canvas:
     """One full-attention method; the defaults are Fast-dLLM's threshold decoding without a cache.
 
     Raises `ValueError` naming the field, also for a field without effect under the other fields.
     """
 
-    block_length: Annotated[
-        int | None,
-        Option(
-            "Positions that may be filled now, from the prompt's end on; null: the whole canvas (Dream).",
-            at_least=1,
-            at_most=MOST,
-        ),
-    ] = 32
-    steps: Annotated[
-        int | None,
-        Option(
-            "With accept = quota, schedule or origin: forwards for the whole canvas (default: max_tokens). With "
-            "threshold: a step fills at most 1 / steps of the canvas plus what earlier steps of the block left unused "
-            "(Fast-dLLM for Dream; default: no bound).",
-            at_least=1,
-            at_most=MOST,
-        ),
-    ] = None
-    accept: Annotated[
-        Accept,
-        Option(
-            "quota: an equal share of the block in each of its steps (LLaDA). schedule: int(masked * (1 - s / t)) "
-            "positions a step, for times from 1 to `eps` (Dream); all `steps` forwards run, also those that accept "
-            "nothing: that is the baseline's cost. origin: each position with probability 1 - s / t (Dream). "
-            'threshold: all positions with confidence >= tau, at least the best (Fast-dLLM; ">=" as released). '
-            "factor: the best n positions, for the largest n with (n + 1)(1 - c_n) <= factor (Fast-dLLM, Sec. 3)."
-        ),
-    ] = "threshold"
-    score: Annotated[
-        Score,
-        Option(
-            'What "best" means: highest probability of the token, largest lead over the second token, lowest entropy, '
-            "or a random order."
-        ),
-    ] = "confidence"
-    score_temperature: Annotated[
-        float,
-        Option(
-            "quota and schedule draw their positions with odds exp(score / score_temperature) (Dream's `alg_temp`; 0: "
-            "take the best).",
-            at_least=0,
-        ),
-    ] = 0.0
-    tau: Annotated[float, Option("The threshold of `accept` = threshold.", at_least=0, at_most=1)] = 0.9
-    factor: Annotated[float, Option("The factor of `accept` = factor.", at_least=0)] = 1.0
-    eps: Annotated[float, Option("The last time of `accept` = schedule or origin.", at_least=0, at_most=1)] = 1e-3
-    cache: Annotated[
-        Cache,
-        Option(
-            "none: every forward computes the whole canvas. prefix: the first forward of a block computes the whole "
-            "canvas, the others the block and all after it. dual: the others the block (Fast-dLLM)."
-        ),
-    ] = "none"
-    refresh: Annotated[Refresh | None, Option("dLLM-Cache's intervals instead of `cache`.")] = None
-    cfg_scale: Annotated[
-        float,
-        Option(
-            "Classifier-free guidance: logits are un + (cfg_scale + 1)(cond - un), from a second lane (LLaDA).",
-            at_least=0,
-        ),
-    ] = 0.0
-    forbid_eos: Annotated[bool, Option("EOS is never predicted and has probability 0 (LLaDA's `logits_eos_inf`).")] = (
-        False
-    )
-    leap: Annotated[Leap | None, Option("LocalLeap's relaxed threshold.")] = None
-    branches: Annotated[Branches | None, Option("BlockBatch.")] = None
-    multi_block: Annotated[MultiBlock | None, Option("d3LLM's several blocks at once.")] = None
+    block_length: Annotated[int | None, Ge(1), Le(MOST)] = 32
+    """Positions that may be filled now, from the prompt's end on; null: the whole canvas (Dream)."""
+    steps: Annotated[int | None, Ge(1), Le(MOST)] = None
+    """With accept = quota, schedule or origin: forwards for the whole canvas (default: max_tokens). With threshold: a
+    step fills at most 1 / steps of the canvas plus what earlier steps of the block left unused (Fast-dLLM for Dream;
+    default: no bound)."""
+    accept: Accept = "threshold"
+    """quota: an equal share of the block in each of its steps (LLaDA). schedule: int(masked * (1 - s / t)) positions a
+    step, for times from 1 to `eps` (Dream); all `steps` forwards run, also those that accept nothing: that is the
+    baseline's cost. origin: each position with probability 1 - s / t (Dream). threshold: all positions with confidence
+    >= tau, at least the best (Fast-dLLM; ">=" as released). factor: the best n positions, for the largest n with (n +
+    1)(1 - c_n) <= factor (Fast-dLLM, Sec. 3)."""
+    score: Score = "confidence"
+    """What "best" means: highest probability of the token, largest lead over the second token, lowest entropy, or a
+    random order."""
+    score_temperature: Annotated[float, Ge(0)] = 0.0
+    """quota and schedule draw their positions with odds exp(score / score_temperature) (Dream's `alg_temp`; 0: take
+    the best)."""
+    tau: Annotated[float, Ge(0), Le(1)] = 0.9
+    """The threshold of `accept` = threshold."""
+    factor: Annotated[float, Ge(0)] = 1.0
+    """The factor of `accept` = factor."""
+    eps: Annotated[float, Ge(0), Le(1)] = 1e-3
+    """The last time of `accept` = schedule or origin."""
+    cache: Cache = "none"
+    """none: every forward computes the whole canvas. prefix: the first forward of a block computes the whole canvas,
+    the others the block and all after it. dual: the others the block (Fast-dLLM)."""
+    refresh: Refresh | None = None
+    """dLLM-Cache's intervals instead of `cache`."""
+    cfg_scale: Annotated[float, Ge(0)] = 0.0
+    """Classifier-free guidance: logits are un + (cfg_scale + 1)(cond - un), from a second lane (LLaDA)."""
+    forbid_eos: bool = False
+    """EOS is never predicted and has probability 0 (LLaDA's `logits_eos_inf`)."""
+    leap: Leap | None = None
+    """LocalLeap's relaxed threshold."""
+    branches: Branches | None = None
+    """BlockBatch."""
+    multi_block: MultiBlock | None = None
+    """d3LLM's several blocks at once."""
 
     def __post_init__(self) -> None:
-        check(self)
         self._check_parts()
 
     def _check_parts(self) -> None:

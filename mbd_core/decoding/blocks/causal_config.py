@@ -9,7 +9,7 @@ methods work on one cache, so a request may change from drafts to single tokens 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mbd_core.options import MOST, Option, check
+from mbd_core.fields import MOST, Flag, Ge, Gt, Le, configuration
 
 CausalMethod = Literal["ar", "linear_spec", "dlm"]
 
@@ -31,54 +31,37 @@ class PlannedRows:
     store: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class Thinking:
     """The answer's thinking is ended after a number of tokens (the released rule)."""
 
-    budget: Annotated[int, Option("Tokens of the answer behind which thinking is ended.", at_least=0, at_most=MOST)]
-    end_token_id: Annotated[int, Option("The token that ends it.", at_least=0, at_most=MOST)]
+    budget: Annotated[int, Ge(0), Le(MOST)]
+    """Tokens of the answer behind which thinking is ended."""
+    end_token_id: Annotated[int, Ge(0), Le(MOST)]
+    """The token that ends it."""
 
-    def __post_init__(self) -> None:
-        check(self)
 
-
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class Causal:
     """Decoding behind a prefix that causal rows store. Raises `ValueError` for a field without effect."""
 
-    method: Annotated[
-        CausalMethod,
-        Option(
-            "ar: one token a forward. linear_spec: a block is drafted without order and verified by a causal row, as "
-            "far as the two agree and one token more; greedy, and drawn, its tokens are those of ar. dlm: blocks are "
-            "filled without order and then stored."
-        ),
-    ] = "linear_spec"
-    block_length: Annotated[
-        int | None,
-        Option("Positions of a draft or a block.", at_least=1, at_most=MOST, default="the model's block size"),
-    ] = None
-    tau: Annotated[
-        float | None,
-        Option(
-            "A forward fills the masks whose confidence >= tau, at least the best. null: dlm fills the best alone, a "
-            "draft all in one forward.",
-            at_least=0,
-            at_most=1,
-        ),
-    ] = None
-    context: Annotated[
-        Literal["causal", "full"],
-        Option("dlm: how the prompt and finished blocks are stored; full: without order, and no store gives a token."),
-    ] = "causal"
-    thinking: Annotated[Thinking | None, Option("An end of the answer's thinking.")] = None
-    draft_adapter: Annotated[
-        str | None,
-        Option("linear_spec: the name of the LoRA adapter of the rows that draft; the others have the request's own."),
-    ] = None
+    method: CausalMethod = "linear_spec"
+    """ar: one token a forward. linear_spec: a block is drafted without order and verified by a causal row, as far as
+    the two agree and one token more; greedy, and drawn, its tokens are those of ar. dlm: blocks are filled without
+    order and then stored."""
+    block_length: Annotated[int | None, Ge(1), Le(MOST), Flag(default="the model's block size")] = None
+    """Positions of a draft or a block."""
+    tau: Annotated[float | None, Ge(0), Le(1)] = None
+    """A forward fills the masks whose confidence >= tau, at least the best. null: dlm fills the best alone, a draft
+    all in one forward."""
+    context: Literal["causal", "full"] = "causal"
+    """dlm: how the prompt and finished blocks are stored; full: without order, and no store gives a token."""
+    thinking: Thinking | None = None
+    """An end of the answer's thinking."""
+    draft_adapter: str | None = None
+    """linear_spec: the name of the LoRA adapter of the rows that draft; the others have the request's own."""
 
     def __post_init__(self) -> None:
-        check(self)
         for name, methods in HAS_EFFECT.items():
             if getattr(self, name) != getattr(Causal, name) and self.method not in methods:
                 raise ValueError(
@@ -98,39 +81,27 @@ class Causal:
         return PlannedRows(longest=length, overhang=length - 1 if self.method == "linear_spec" else 0, seeds=1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class Renoise:
     """DiffusionGemma: canvases of drawn tokens, which each forward draws anew as far as a bound on entropy allows,
     behind a prefix that causal rows store. A canvas has the model's block size. Raises `ValueError` naming the
     field."""
 
-    steps: Annotated[int, Option("The most forwards of a canvas.", at_least=1, at_most=MOST)] = 48
-    entropy_bound: Annotated[
-        float,
-        Option(
-            "Drawn tokens are kept, the lowest entropies first, while the entropies before sum to at most this, in "
-            "nats; all other positions are drawn anew.",
-            at_least=0,
-        ),
-    ] = 0.1
-    t_max: Annotated[float, Option("The temperature of a canvas's first forward.", above=0)] = 0.8
-    t_min: Annotated[
-        float, Option("The one that it falls towards; it would be that of a forward after the last.", above=0)
-    ] = 0.4
-    stability: Annotated[
-        int,
-        Option(
-            "A canvas may end once its likeliest tokens are those of so many forwards before.",
-            at_least=0,
-            at_most=MOST,
-        ),
-    ] = 1
-    tau_entropy: Annotated[
-        float, Option("And if the mean entropy of its positions is below this, in nats.", at_least=0)
-    ] = 0.005
+    steps: Annotated[int, Ge(1), Le(MOST)] = 48
+    """The most forwards of a canvas."""
+    entropy_bound: Annotated[float, Ge(0)] = 0.1
+    """Drawn tokens are kept, the lowest entropies first, while the entropies before sum to at most this, in nats; all
+    other positions are drawn anew."""
+    t_max: Annotated[float, Gt(0)] = 0.8
+    """The temperature of a canvas's first forward."""
+    t_min: Annotated[float, Gt(0)] = 0.4
+    """The one that it falls towards; it would be that of a forward after the last."""
+    stability: Annotated[int, Ge(0), Le(MOST)] = 1
+    """A canvas may end once its likeliest tokens are those of so many forwards before."""
+    tau_entropy: Annotated[float, Ge(0)] = 0.005
+    """And if the mean entropy of its positions is below this, in nats."""
 
     def __post_init__(self) -> None:
-        check(self)
         if self.t_min > self.t_max:
             raise ValueError(f"renoise.t_min={self.t_min} exceeds renoise.t_max={self.t_max}")
 

@@ -1,12 +1,12 @@
 """How one request is decoded: the papers' methods and thresholds as one value, checked once."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.causal_config import Causal, PlannedRows, Renoise
-from mbd_core.options import MOST, Option, check, read
+from mbd_core.fields import MOST, Flag, Ge, Le, configuration, load
 
 Fallback = Literal["confidence", "leftmost", "margin", "neg_entropy"]
 PromptAttention = Literal["block_causal", "full"]
@@ -14,105 +14,62 @@ EntropyRule = Literal["paper", "jetengine"]
 EditVariant = Literal["fluxserve", "sglang"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class T2T:
     """Token-to-token editing (LLaDA2.1; Alg. 5 line 15)."""
 
-    tau: Annotated[
-        float,
-        Option(
-            "A filled token is replaced when another token is predicted with confidence > tau.", at_least=0, at_most=1
-        ),
-    ] = 0.5
-    max_edits: Annotated[
-        int,
-        Option(
-            "After this many forwards a complete block is final, even if the last one edited it.",
-            at_least=1,
-            at_most=MOST,
-        ),
-    ] = 16
-
-    def __post_init__(self) -> None:
-        check(self)
+    tau: Annotated[float, Ge(0), Le(1)] = 0.5
+    """A filled token is replaced when another token is predicted with confidence > tau."""
+    max_edits: Annotated[int, Ge(1), Le(MOST)] = 16
+    """After this many forwards a complete block is final, even if the last one edited it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class Soft:
     """Soft parallel decoding (DMax): accept from the left, revise every filled position, feed mixed embeddings."""
 
-    stop_confidence: Annotated[
-        float,
-        Option(
-            "A complete block is final when every prediction has at least this confidence, when a forward changes "
-            "nothing, or after `block_size` forwards.",
-            at_least=0,
-            at_most=1,
-        ),
-    ] = 0.9
-
-    def __post_init__(self) -> None:
-        check(self)
+    stop_confidence: Annotated[float, Ge(0), Le(1)] = 0.9
+    """A complete block is final when every prediction has at least this confidence, when a forward changes nothing, or
+    after `block_size` forwards."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class EntropyBound:
     """Acceptance by a bound on entropy instead of a threshold on confidence (EB sampler, arXiv 2505.24857).
 
     The open positions of a block are taken in the order of their entropies, the lowest first.
     """
 
-    gamma: Annotated[float, Option("The bound on the sum of the entropies, in nats.", at_least=0)] = 0.35
-    rule: Annotated[
-        EntropyRule,
-        Option(
-            "paper: accept while the entropies *before* the candidate sum to at most gamma. jetengine: accept while "
-            "the sum *with* the candidate is below gamma."
-        ),
-    ] = "paper"
-
-    def __post_init__(self) -> None:
-        check(self)
+    gamma: Annotated[float, Ge(0)] = 0.35
+    """The bound on the sum of the entropies, in nats."""
+    rule: EntropyRule = "paper"
+    """paper: accept while the entropies *before* the candidate sum to at most gamma. jetengine: accept while the sum
+    *with* the candidate is below gamma."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class Levenshtein:
     """LLaDA2.2's decoding, in which tokens also come and go inside a block; `tau_m2t` is its threshold."""
 
-    tau: Annotated[
-        float,
-        Option("A filled position takes a new token, or an edit, whose confidence > tau.", at_least=0, at_most=1),
-    ] = 0.0
-    variant: Annotated[
-        EditVariant,
-        Option(
-            "fluxserve: `steps` forwards fill a block's masks. sglang: each forward fills one mask at least, and the "
-            "mask may be predicted. `levenshtein.py` has all that differs."
-        ),
-    ] = "fluxserve"
-    steps: Annotated[
-        int, Option("fluxserve: forwards over which a block's masks are spread.", at_least=1, at_most=MOST)
-    ] = 32
-    max_post_steps: Annotated[
-        int,
-        Option(
-            "After so many forwards without a mask of the block's begin the block is resolved; 0: with the last one.",
-            at_least=0,
-            at_most=MOST,
-        ),
-    ] = 16
-    max_steps: Annotated[
-        int, Option("fluxserve: the forward of a block that resolves it in any case.", at_least=1, at_most=MOST)
-    ] = 1000
+    tau: Annotated[float, Ge(0), Le(1)] = 0.0
+    """A filled position takes a new token, or an edit, whose confidence > tau."""
+    variant: EditVariant = "fluxserve"
+    """fluxserve: `steps` forwards fill a block's masks. sglang: each forward fills one mask at least, and the mask may
+    be predicted. `levenshtein.py` has all that differs."""
+    steps: Annotated[int, Ge(1), Le(MOST)] = 32
+    """fluxserve: forwards over which a block's masks are spread."""
+    max_post_steps: Annotated[int, Ge(0), Le(MOST)] = 16
+    """After so many forwards without a mask of the block's begin the block is resolved; 0: with the last one."""
+    max_steps: Annotated[int, Ge(1), Le(MOST)] = 1000
+    """fluxserve: the forward of a block that resolves it in any case."""
 
     def __post_init__(self) -> None:
-        check(self)
         for f in fields(self):
             if self.variant == "sglang" and f.name in ("steps", "max_steps") and getattr(self, f.name) != f.default:
                 raise ValueError(f"edit.{f.name}={getattr(self, f.name)} has no meaning with sglang; leave it out")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class DecodingConfig:
     """Every decoding method as one value: block by block (the fields below), a canvas (`canvas`), or behind a causally
     stored prefix (`causal`).
@@ -125,120 +82,57 @@ class DecodingConfig:
     `max_tokens`. Raises `ValueError` naming the field.
     """
 
-    block_size: Annotated[
-        int, Option("B, tokens of a diffusion block; it must be the model's.", at_least=1, at_most=MOST)
-    ]
-    buffer_size: Annotated[
-        int, Option("N_buf, the most blocks of the request that are resident at once.", at_least=1, at_most=MOST)
-    ] = 1
-    adaptive: Annotated[
-        bool,
-        Option(
-            "A busy engine may hold the request to fewer blocks (its block budget); without it, its tokens do not "
-            "depend on how busy the engine is. With `causal`: to single tokens instead of drafts, which changes no "
-            "token unless `thinking` ends."
-        ),
-    ] = True
-    tau_add: Annotated[
-        float,
-        Option("The next block is activated when the last active one has progress > tau_add.", at_least=0, at_most=1),
-    ] = 0.1
-    tau_stable: Annotated[
-        float | None,
-        Option(
-            "And, if set, stability > tau_stable: the share of its filled positions whose tokens the last forward "
-            "predicted again (needs `t2t` or `soft`).",
-            at_least=0,
-            at_most=1,
-        ),
-    ] = None
-    tau_semi: Annotated[
-        float,
-        Option("A block may use the fallback when its predecessor has progress >= tau_semi.", at_least=0, at_most=1),
-    ] = 0.9
-    tau_m2t: Annotated[
-        float,
-        Option(
-            "A masked position becomes a token when its confidence > tau_m2t (1: only by fallback).",
-            at_least=0,
-            at_most=1,
-        ),
-    ] = 0.95
-    tokens_per_step: Annotated[
-        int,
-        Option(
-            "The fallback: if fewer positions exceed tau_m2t, so many of the best are accepted.",
-            at_least=1,
-            at_most=MOST,
-        ),
-    ] = 1
-    fallback: Annotated[
-        Fallback,
-        Option(
-            'What "best" means: highest confidence, leftmost (SDAR\'s sequential remasking), largest lead over the '
-            "second token, or lowest entropy (D2F's margin_confidence and neg_entropy)."
-        ),
-    ] = "confidence"
-    entropy: Annotated[
-        EntropyBound | None,
-        Option("Accept by a bound on entropy; then `tau_m2t`, `tokens_per_step` and `fallback` must be left out."),
-    ] = None
-    sub_block: Annotated[
-        int | None,
-        Option(
-            "Positions of a part of a block; only the leftmost part with masks is filled. It divides `block_size`.",
-            at_least=1,
-            at_most=MOST,
-            default="the whole block",
-        ),
-    ] = None
-    carry: Annotated[
-        bool,
-        Option(
-            "The forward that stores a block also fills the first position of the next one, whatever its confidence "
-            "(models whose logits predict the next position)."
-        ),
-    ] = False
-    prompt_attention: Annotated[
-        PromptAttention,
-        Option("How the prompt attends: in blocks, or in full with the block grid beginning at its end (D2F)."),
-    ] = "block_causal"
-    prefix_cache: Annotated[
-        bool | None, Option("Share stored blocks with other requests.", default="if that is exact")
-    ] = None
-    t2t: Annotated[T2T | None, Option("Token-to-token editing of filled positions.")] = None
-    soft: Annotated[Soft | None, Option("Soft parallel decoding.")] = None
-    edit: Annotated[
-        Levenshtein | None,
-        Option(
-            "Insert and delete tokens inside a block (LLaDA2.2); then all fields except `block_size`, `tau_m2t` and "
-            "`prefix_cache` must be left out."
-        ),
-    ] = None
-    canvas: Annotated[
-        Canvas | None,
-        Option(
-            "Decode a canvas with a full-attention model instead; then all fields except `block_size` and "
-            "`prefix_cache` must be left out."
-        ),
-    ] = None
-    causal: Annotated[
-        Causal | None,
-        Option(
-            "Decode a model that stores its keys by causal rows (Nemotron-Labs-Diffusion); then all fields except "
-            "`block_size`, `adaptive` and `prefix_cache` must be left out."
-        ),
-    ] = None
-    renoise: Annotated[
-        Renoise | None,
-        Option(
-            "Decode canvases of drawn tokens with a model that has no mask (DiffusionGemma); then all fields except "
-            "`block_size`, `adaptive` and `prefix_cache` must be left out."
-        ),
-    ] = None
+    block_size: Annotated[int, Ge(1), Le(MOST)]
+    """B, tokens of a diffusion block; it must be the model's."""
+    buffer_size: Annotated[int, Ge(1), Le(MOST)] = 1
+    """N_buf, the most blocks of the request that are resident at once."""
+    adaptive: bool = True
+    """A busy engine may hold the request to fewer blocks (its block budget); without it, its tokens do not depend on
+    how busy the engine is. With `causal`: to single tokens instead of drafts, which changes no token unless `thinking`
+    ends."""
+    tau_add: Annotated[float, Ge(0), Le(1)] = 0.1
+    """The next block is activated when the last active one has progress > tau_add."""
+    tau_stable: Annotated[float | None, Ge(0), Le(1)] = None
+    """And, if set, stability > tau_stable: the share of its filled positions whose tokens the last forward predicted
+    again (needs `t2t` or `soft`)."""
+    tau_semi: Annotated[float, Ge(0), Le(1)] = 0.9
+    """A block may use the fallback when its predecessor has progress >= tau_semi."""
+    tau_m2t: Annotated[float, Ge(0), Le(1)] = 0.95
+    """A masked position becomes a token when its confidence > tau_m2t (1: only by fallback)."""
+    tokens_per_step: Annotated[int, Ge(1), Le(MOST)] = 1
+    """The fallback: if fewer positions exceed tau_m2t, so many of the best are accepted."""
+    fallback: Fallback = "confidence"
+    """What "best" means: highest confidence, leftmost (SDAR's sequential remasking), largest lead over the second
+    token, or lowest entropy (D2F's margin_confidence and neg_entropy)."""
+    entropy: EntropyBound | None = None
+    """Accept by a bound on entropy; then `tau_m2t`, `tokens_per_step` and `fallback` must be left out."""
+    sub_block: Annotated[int | None, Ge(1), Le(MOST), Flag(default="the whole block")] = None
+    """Positions of a part of a block; only the leftmost part with masks is filled. It divides `block_size`."""
+    carry: bool = False
+    """The forward that stores a block also fills the first position of the next one, whatever its confidence (models
+    whose logits predict the next position)."""
+    prompt_attention: PromptAttention = "block_causal"
+    """How the prompt attends: in blocks, or in full with the block grid beginning at its end (D2F)."""
+    prefix_cache: Annotated[bool | None, Flag(default="if that is exact")] = None
+    """Share stored blocks with other requests."""
+    t2t: T2T | None = None
+    """Token-to-token editing of filled positions."""
+    soft: Soft | None = None
+    """Soft parallel decoding."""
+    edit: Levenshtein | None = None
+    """Insert and delete tokens inside a block (LLaDA2.2); then all fields except `block_size`, `tau_m2t` and
+    `prefix_cache` must be left out."""
+    canvas: Canvas | None = None
+    """Decode a canvas with a full-attention model instead; then all fields except `block_size` and `prefix_cache` must
+    be left out."""
+    causal: Causal | None = None
+    """Decode a model that stores its keys by causal rows (Nemotron-Labs-Diffusion); then all fields except
+    `block_size`, `adaptive` and `prefix_cache` must be left out."""
+    renoise: Renoise | None = None
+    """Decode canvases of drawn tokens with a model that has no mask (DiffusionGemma); then all fields except
+    `block_size`, `adaptive` and `prefix_cache` must be left out."""
 
     def __post_init__(self) -> None:
-        check(self)
         if self.tau_stable is not None and not self.revises:
             raise ValueError(f"tau_stable={self.tau_stable} needs t2t or soft: without them no filled token changes")
         if self.tokens_per_step > self.block_size:
@@ -351,7 +245,7 @@ REPLACED_BY_ENTROPY = ("tau_m2t", "tokens_per_step", "fallback")
 
 def read_decoding(values: Mapping[str, Any]) -> DecodingConfig:
     """A whole configuration of JSON values; `ValueError` names an unknown, missing or refused field."""
-    return read(DecodingConfig, values, noun="decoding field")
+    return load(DecodingConfig, values, noun="decoding field")
 
 
 def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *, block_size: int) -> DecodingConfig:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from mbd_core.decoding.blocks.config import decoding_config
-from mbd_core.options import read
+from mbd_core.fields import configuration, load
 
 MethodFields = Mapping[str, Any]
 
@@ -128,7 +128,7 @@ D2F_TABLE_8: dict[str, MethodFields] = {
 KEY = "speed_front"  # of generation_config.json
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class SpeedPoint:
     """A measured decoding configuration: percent right, and tokens per forward."""
 
@@ -199,7 +199,7 @@ def read_front(generation: Mapping[str, Any], *, block_size: int) -> SpeedFront 
             decoding_config(generation, point["decoding"], block_size=block_size)
         except ValueError as error:
             raise ValueError(f"{KEY}.points.{number}: {error}") from None
-        points.append(read(SpeedPoint, point, path=f"{KEY}.points.{number}."))
+        points.append(load(SpeedPoint, point, path=f"{KEY}.points.{number}."))
     return SpeedFront(
         points=tuple(points), tasks=tuple(front.get("tasks", ())), num_samples=int(front.get("num_samples", 0))
     )

@@ -3,12 +3,11 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
 
-from mbd_core.options import Option, check
+from mbd_core.fields import configuration
 
 if TYPE_CHECKING:
     from pydantic_core import SchemaValidator
@@ -32,7 +31,7 @@ class GrammarRefused(ValueError):
     """A grammar that cannot be honoured, and why."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class Grammar:
     """The grammar of one answer. Raises `GrammarRefused` for a text that is empty or too long, and for a JSON schema
     that is no JSON.
@@ -46,13 +45,13 @@ class Grammar:
     A schema is kept as `plain_schema` makes it.
     """
 
-    syntax: Annotated[Syntax, Option("What the text is.")]
+    syntax: Syntax
+    """What the text is."""
     text: str
     may_be_cut: bool = False
     schemas: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        check(self)
         if not self.text:
             raise GrammarRefused("the grammar is empty; leave it out if any text will do")
         if self.syntax == "json_schema":

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from mbd_core.checkpoint.chat import question
+from mbd_core.fields import DATA, Flag, Ge, configuration
 from mbd_core.files import write_json
 from mbd_core.multitf.data.encoding import (
     EncodedChat,
@@ -30,7 +31,6 @@ from mbd_core.multitf.data.encoding import (
     filled_length,
     tokenizer_fingerprint,
 )
-from mbd_core.options import DATA, Option, OptionRefused, check
 from mbd_core.tasks.generated import GENERATED_TASKS
 
 if TYPE_CHECKING:
@@ -248,22 +248,21 @@ TOKENIZER_PAIRS = 8000
 """A fresh model's tokenizer learns its merges from so many conversations."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=DATA)
 class TinyData:
     """How many problems of each task, and the stream they come from."""
 
-    per_task: Annotated[int, Option("Generated problems of each task.", DATA, at_least=1)]
-    seed: Annotated[int, Option("Of the generated problems.", DATA, at_least=0, flag="--data-seed")] = 0
-    tasks: Annotated[
-        tuple[str, ...],
-        Option("The tasks whose problems are generated.", DATA, metavar="NAME,...", separator=","),
-    ] = ("gsm-mini", "code-mini")
+    per_task: Annotated[int, Ge(1)]
+    """Generated problems of each task."""
+    seed: Annotated[int, Ge(0), Flag(name="--data-seed")] = 0
+    """Of the generated problems."""
+    tasks: Annotated[tuple[str, ...], Flag(commas=True)] = ("gsm-mini", "code-mini")
+    """The tasks whose problems are generated."""
 
     def __post_init__(self) -> None:
-        check(self)
         for name in self.tasks:
             if name not in GENERATED_TASKS:
-                raise OptionRefused("tasks", f": there is no task {name}; known: {', '.join(GENERATED_TASKS)}")
+                raise ValueError(f"data.tasks: there is no task {name}; known: {', '.join(GENERATED_TASKS)}")
 
 
 def conversations(data: TinyData) -> Iterator[tuple[str, str]]:

@@ -16,59 +16,39 @@ from typing import Annotated, Any, TypeVar
 
 import yaml
 
+from mbd_core.fields import DATA, MODEL, Flag, changed, configuration, load, schema_of
 from mbd_core.json_text import differences, merge_fields
 from mbd_core.multitf.data.prepared import PreparedData
 from mbd_core.multitf.recipes.by_name import recipe_named
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, shortened, with_fitted_noise
-from mbd_core.options import DATA, MODEL, Option, changed, read
 
 FIELD = "recipe field"
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+NAMED = {
+    "recipe": {
+        "type": "string",
+        "description": "The recipe that is changed: a name, or FILE.py:NAME. Without one the file is a whole recipe.",
+    },
+    "data": {"type": "string", "description": "A folder or URL of prepared data, in place of an object."},
+}
 AnyRecipe = TypeVar("AnyRecipe")
 Values = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=MODEL)
 class RecipeChoice:
     """The options that say which recipe is trained."""
 
-    recipe: Annotated[
-        str | None,
-        Option(
-            "What is trained, and how: a recipe's name, or one of your own as FILE.py:NAME.", MODEL, metavar="NAME"
-        ),
-    ] = None
-    config: Annotated[
-        Path | None,
-        Option(
-            "A YAML or JSON file of what is changed in the recipe, or a whole recipe.json; options win over it.",
-            MODEL,
-            metavar="FILE",
-        ),
-    ] = None
-    base: Annotated[
-        str | None,
-        Option(
-            "Start from this model instead of the recipe's: a shipped model's name, a model folder, or its URL.",
-            MODEL,
-            metavar="MODEL",
-        ),
-    ] = None
-    data: Annotated[
-        str | None,
-        Option(
-            "Train on the data that jobs/prepare_data.py wrote there, instead of the recipe's.",
-            DATA,
-            metavar="DIR|URL",
-        ),
-    ] = None
-    fitted_noise: Annotated[
-        Path | None,
-        Option(
-            "Mask ratios as research alignment measured and wrote them, instead of the recipe's noise-schedule.",
-            DATA,
-            metavar="FILE",
-        ),
-    ] = None
+    recipe: Annotated[str | None, Flag(metavar="NAME")] = None
+    """What is trained, and how: a recipe's name, or one of your own as FILE.py:NAME."""
+    config: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """A YAML or JSON file of what is changed in the recipe, or a whole recipe.json; options win over it."""
+    base: Annotated[str | None, Flag(metavar="MODEL")] = None
+    """Start from this model instead of the recipe's: a shipped model's name, a model folder, or its URL."""
+    data: Annotated[str | None, Flag(panel=DATA, metavar="DIR|URL")] = None
+    """Train on the data that jobs/prepare_data.py wrote there, instead of the recipe's."""
+    fitted_noise: Annotated[Path | None, Flag(panel=DATA, metavar="FILE")] = None
+    """Mask ratios as research alignment measured and wrote them, instead of the recipe's noise-schedule."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +104,7 @@ def _recipe_and_changes(
     name = values.pop("recipe", None) if choice.recipe is None else choice.recipe
     if name is None and {"name", "states", "train"} <= values.keys():
         data = {"data": values.pop("data")} if isinstance(values.get("data"), str) else {}
-        return read(TrainingRecipe, {"data": None, **values}, noun=FIELD), data
+        return load(TrainingRecipe, {"data": None, **values}, noun=FIELD), data
     values.pop("recipe", None)
     return find_recipe(name or default), values
 
@@ -152,6 +132,16 @@ def with_changes(recipe: TrainingRecipe, values: Values) -> TrainingRecipe:
         if isinstance(lora, Mapping) and "rank" in lora:
             values = merge_fields({"train": {"lora": {"alpha": lora["rank"]}}}, values)
     return changed(recipe, values, noun=FIELD)
+
+
+def config_schema() -> dict[str, Any]:
+    """The JSON Schema of `--config` files, for editors: every field of a recipe may be there, and no other."""
+    schema = {name: value for name, value in schema_of(TrainingRecipe).items() if name != "required"}
+    parts = {name: part | {"required": []} for name, part in schema["$defs"].items()}
+    data = schema["properties"]["data"] | {"anyOf": [*schema["properties"]["data"]["anyOf"], NAMED["data"]]}
+    properties = schema["properties"] | {"recipe": NAMED["recipe"], "data": data}
+    heads = {"$schema": DIALECT, "title": "A training's --config file"}
+    return schema | heads | {"$defs": parts, "properties": properties}
 
 
 def find_recipe(name: str | None) -> TrainingRecipe:

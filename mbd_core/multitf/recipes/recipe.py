@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from mbd_core.fields import DATA, OUTPUT, Flag, Ge, configuration
 from mbd_core.json_text import differing_fields
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.config import Precision, TrainConfig
 from mbd_core.multitf.data.prepared import TOKENIZER_PAIRS, PreparedData, TinyData
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.noise import read_noise
-from mbd_core.options import DATA, OUTPUT, Option, check
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=DATA)
 class TrainingRecipe:
     """What is trained, on what, and how.
 
@@ -31,23 +31,22 @@ class TrainingRecipe:
     decoding. `source` says where the numbers come from.
     """
 
-    name: Annotated[str, Option("What the run and its folder are called.", flag=False)]
-    base: Annotated[str | None, Option("A shipped model's name, or an absolute path.", flag=False)]
+    name: Annotated[str, Flag(name=False)]
+    """What the run and its folder are called."""
+    base: Annotated[str | None, Flag(name=False)]
+    """A shipped model's name, or an absolute path."""
     model: ModelConfig | None
     data: TinyData | PreparedData | None
     states: StateConfig
     train: TrainConfig
-    max_length: Annotated[int, Option("Tokens of a sample with its fill, at most.", DATA, at_least=1)]
-    generation: Annotated[
-        dict[str, Any],
-        Option("What the trained model recommends for decoding.", OUTPUT, metavar="JSON"),
-    ]
-    trailing_fill: Annotated[int, Option("Tokens of fill beyond the last block, at most.", DATA, at_least=0)] = 0
+    max_length: Annotated[int, Ge(1)]
+    """Tokens of a sample with its fill, at most."""
+    generation: Annotated[dict[str, Any], Flag(panel=OUTPUT, metavar="JSON")]
+    """What the trained model recommends for decoding."""
+    trailing_fill: Annotated[int, Ge(0)] = 0
+    """Tokens of fill beyond the last block, at most."""
     architectures: tuple[str, ...] = ()
     source: str = "this project's own (research/README.md)"
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def shortened(recipe: TrainingRecipe, steps: int) -> TrainingRecipe:

@@ -11,6 +11,7 @@ import torch
 
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import named_model
+from mbd_core.fields import CLUSTER, OUTPUT, Flag, Ge, configuration
 from mbd_core.files import check_target_folder
 from mbd_core.multitf import config
 from mbd_core.multitf.data.prepared import named_data
@@ -26,26 +27,21 @@ from mbd_core.multitf.run.worker import settle_precision, train_worker
 from mbd_core.multitf.step.memory import fitting, plan_lines
 from mbd_core.multitf.step.workers import Workers, torchrun_workers
 from mbd_core.ops.machine import free_host_memory
-from mbd_core.options import CLUSTER, OUTPUT, Option, check
 from mbd_core.storage.folder import Folder
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=OUTPUT)
 class PlainOptions:
     """What this command alone has."""
 
-    plan: Annotated[
-        int | None, Option("Print what N GPUs would need of memory, and end.", CLUSTER, at_least=1, metavar="N")
-    ] = None
-    out: Annotated[str | None, Option("Model folder to write.", OUTPUT, metavar="DIR", default="out/RECIPE")] = None
-    checkpoints: Annotated[
-        str | None,
-        Option("Where checkpoints and losses.jsonl lie; if one is there, go on.", OUTPUT, metavar="DIR|URL"),
-    ] = None
-    every: Annotated[int, Option("Steps between two checkpoints.", OUTPUT, at_least=1)] = 500
-
-    def __post_init__(self) -> None:
-        check(self)
+    plan: Annotated[int | None, Ge(1), Flag(panel=CLUSTER)] = None
+    """Print what N GPUs would need of memory, and end."""
+    out: Annotated[str | None, Flag(metavar="DIR", default="out/RECIPE")] = None
+    """Model folder to write."""
+    checkpoints: Annotated[str | None, Flag(metavar="DIR|URL")] = None
+    """Where checkpoints and losses.jsonl lie; if one is there, go on."""
+    every: Annotated[int, Ge(1)] = 500
+    """Steps between two checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +69,17 @@ def train_alone(
     recipe = chosen.recipe
     if options.sweeping.sweep_every:
         raise ValueError(
-            f"--sweep-every {options.sweeping.sweep_every} needs a Ray cluster, whose engines sweep beside the run: "
-            "train with jobs/train_multitf.py, or leave it out"
+            f"--set sweeping.sweep_every={options.sweeping.sweep_every} needs a Ray cluster, whose engines sweep "
+            "beside the run: train with jobs/train_multitf.py, or leave it out"
         )
     config.check_best(options.held_out, options.sweeping)
     log_targets = chosen_targets(options.log_to)
     if options.log_to is not None and plain.checkpoints is None:
         raise ValueError(f"--log-to {options.log_to} needs a folder for the run: name it with --checkpoints")
     if (options.measuring.profile or options.measuring.memory_snapshot) and plain.checkpoints is None:
-        raise ValueError("--profile and --memory-snapshot need a folder for the run: name it with --checkpoints")
+        raise ValueError(
+            "measuring.profile and measuring.memory_snapshot need a folder for the run: name it with --checkpoints"
+        )
     if plain.checkpoints is not None:
         check_checkpoints(plain.checkpoints)
     folder = model_target(f"out/{recipe.name}" if plain.out is None else plain.out, overwrite=options.overwrite)

@@ -75,5 +75,6 @@ def check_measuring(measuring: Measuring, device: torch.device) -> None:
     """Raise `ValueError` for a memory snapshot of a device that has none."""
     if measuring.memory_snapshot and device.type != "cuda":
         raise ValueError(
-            "--memory-snapshot records what a GPU's memory holds, and this training computes on a CPU; leave it out"
+            "measuring.memory_snapshot records what a GPU's memory holds, and this training computes on a CPU; "
+            "leave it out"
         )

@@ -105,7 +105,7 @@ class StartingPoint:
         if base.config.attention != "full" and base.config.block_size != recipe.states.block_size:
             raise ValueError(
                 f"--write adapter: an adapter keeps its base's blocks of {base.config.block_size}, and recipe "
-                f"{recipe.name} trains blocks of {recipe.states.block_size}; give --block-size "
+                f"{recipe.name} trains blocks of {recipe.states.block_size}; give states.block_size "
                 f"{base.config.block_size}, or --write model"
             )
 
@@ -216,8 +216,8 @@ def allowed_shardings(train: TrainConfig, choice: ShardingChoice, *, num_workers
     if train.lora is not None and train.lora.quantize_base:
         if choice == "sharded":
             raise ValueError(
-                f"--quantize-base {train.lora.quantize_base} keeps the whole base on each worker: leave --sharding at "
-                "auto, or --quantize-base out"
+                f"--set train.lora.quantize_base={train.lora.quantize_base} keeps the whole base on each worker: "
+                "leave --sharding at auto, or train.lora.quantize_base out"
             )
         return ["replicated"]
     if num_workers == 1:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal, get_args
 
+from mbd_core.fields import STATES, Flag, Ge, configuration
 from mbd_core.multitf.states.noise import NoiseBounds, Rounding, ScheduleName
-from mbd_core.options import STATES, Option, check
 
 # Group-layouts: partitions of K consecutive blocks into noise-groups (paper Section 3.2, App. B.1).
 
@@ -126,7 +126,7 @@ Weighting = Literal["masked_mean", "block_ratio", "self_normalised", "ratio_mean
 SelfDenoising = Literal["none", "both", "half"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=STATES)
 class StateConfig:
     """The training states of a run.
 
@@ -147,38 +147,42 @@ class StateConfig:
                       `both` branches of every layout, or each layout in one of them, drawn evenly (`half`)
     """
 
-    block_size: Annotated[int, Option("Tokens of a block, the trained model's too.", STATES, at_least=1)]
-    max_group: Annotated[int, Option("Blocks of the largest noise-group; 1: teacher forcing.", STATES, at_least=1)] = 1
-    num_random: Annotated[int, Option("Random layouts beside the systematic ones.", STATES, at_least=0)] = 0
-    num_layouts: Annotated[int | None, Option("Layouts drawn for each sample, of all.", STATES, at_least=1)] = None
-    span: Annotated[
-        Literal["content", "response"], Option("Where layouts lie: from the first block, or the response's.", STATES)
-    ] = "content"
+    block_size: Annotated[int, Ge(1)]
+    """Tokens of a block, the trained model's too."""
+    max_group: Annotated[int, Ge(1)] = 1
+    """Blocks of the largest noise-group; 1: teacher forcing."""
+    num_random: Annotated[int, Ge(0)] = 0
+    """Random layouts beside the systematic ones."""
+    num_layouts: Annotated[int | None, Ge(1)] = None
+    """Layouts drawn for each sample, of all."""
+    span: Literal["content", "response"] = "content"
+    """Where layouts lie: from the first block, or the response's."""
     schedule: Annotated[
         ScheduleName,
-        Option(
-            f"The noise-schedule, which draws mask ratios: {', '.join(get_args(ScheduleName))}.",
-            STATES,
-            flag="--noise",
+        Flag(
+            help=f"The noise-schedule, which draws mask ratios: {', '.join(get_args(ScheduleName))}.",
+            name="--noise",
             metavar="NAME",
         ),
     ] = "chain_uniform"
     bounds: NoiseBounds = NoiseBounds()
-    rounding: Annotated[Rounding, Option("Masked positions of a block, from its ratio.", STATES)] = "floor"
+    rounding: Rounding = "floor"
+    """Masked positions of a block, from its ratio."""
     weighting: Annotated[
         Weighting,
-        Option(f"The weight of each label in the loss: {', '.join(get_args(Weighting))}.", STATES, metavar="NAME"),
+        Flag(help=f"The weight of each label in the loss: {', '.join(get_args(Weighting))}.", metavar="NAME"),
     ] = "masked_mean"
     layouts: Annotated[
-        Layouts,
-        Option(f"How blocks are cut into noise-groups: {', '.join(get_args(Layouts))}.", STATES, metavar="NAME"),
+        Layouts, Flag(help=f"How blocks are cut into noise-groups: {', '.join(get_args(Layouts))}.", metavar="NAME")
     ] = "systematic"
-    random_sizes: Annotated[RandomSizes, Option("How random layouts are drawn.", STATES)] = "paper"
-    labels: Annotated[Literal["masked", "answer"], Option("Which positions have labels.", STATES)] = "masked"
-    self_denoising: Annotated[SelfDenoising, Option("DMax's branches with own predictions.", STATES)] = "none"
+    random_sizes: RandomSizes = "paper"
+    """How random layouts are drawn."""
+    labels: Literal["masked", "answer"] = "masked"
+    """Which positions have labels."""
+    self_denoising: SelfDenoising = "none"
+    """DMax's branches with own predictions."""
 
     def __post_init__(self) -> None:
-        check(self)
         if self.layouts in ("one_group", "d2f") and (self.max_group, self.num_random) != (1, 0):
             raise ValueError(f"layouts={self.layouts} is one layout: leave max_group at 1 and num_random at 0")
         if self.layouts == "random" and (self.max_group < 2 or self.num_random < 1):

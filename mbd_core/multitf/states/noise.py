@@ -13,9 +13,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from mbd_core.fields import STATES, Flag, Ge, Gt, Le, configuration
 from mbd_core.files import write_json
 from mbd_core.json_text import parse_json
-from mbd_core.options import STATES, Option, check
 
 # A noise-schedule fitted to decode traces: mask ratios as running-sets had them, drawn as often as they occurred.
 
@@ -107,7 +107,7 @@ def _check_fields(value: Any, name: str, *fields: str) -> None:
 # Noise-schedules: a mask ratio for each block of a noise-group (paper App. B.2, B.5).
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=STATES)
 class NoiseBounds:
     """The mask-ratio range of Table 5 and its margin; `t_eff` is Eq. B.3.
 
@@ -115,20 +115,19 @@ class NoiseBounds:
     groups with more blocks use the last one again. `fitted` is what the schedule of that name draws from.
     """
 
-    t_low: Annotated[float, Option("The lowest mask ratio.", STATES, at_least=0, at_most=1)] = 0.001
-    t_high: Annotated[float, Option("The highest mask ratio.", STATES, at_least=0, at_most=1)] = 1.0
-    margin: Annotated[
-        float, Option("Share of the range that is left out at its upper end.", STATES, at_least=0, at_most=1)
-    ] = 0.01
-    gamma: Annotated[float, Option("The bias of power_law.", STATES, above=0)] = 2.0
-    slots: Annotated[
-        tuple[tuple[float, float], ...],
-        Option("Ranges of slot_ranges, one a slot.", STATES, flag="--noise-slots", metavar="[[LOW,HIGH],...]"),
-    ] = ()
+    t_low: Annotated[float, Ge(0), Le(1)] = 0.001
+    """The lowest mask ratio."""
+    t_high: Annotated[float, Ge(0), Le(1)] = 1.0
+    """The highest mask ratio."""
+    margin: Annotated[float, Ge(0), Le(1)] = 0.01
+    """Share of the range that is left out at its upper end."""
+    gamma: Annotated[float, Gt(0)] = 2.0
+    """The bias of power_law."""
+    slots: Annotated[tuple[tuple[float, float], ...], Flag(name="--noise-slots", metavar="[[LOW,HIGH],...]")] = ()
+    """Ranges of slot_ranges, one a slot."""
     fitted: FittedNoise | None = None
 
     def __post_init__(self) -> None:
-        check(self)
         if not self.t_low < self.t_high:
             raise ValueError(f"noise bounds need 0 <= t_low < t_high <= 1, not {self.t_low} and {self.t_high}")
         if self.margin == 1.0:

@@ -384,10 +384,13 @@ def _smaller_workloads(workload: Workload, device: str) -> Iterator[tuple[str, W
     """Workloads that take less, the mildest first: smaller parts, layers computed again, more workers, an adapter."""
     train, options = workload.train, ""
     if workload.sequences_at_once > 1:
-        train, options = replace(train, micro_batch=1), "--micro-batch 1 "
+        train, options = replace(train, micro_batch=1), "--set train.micro_batch=1 "
         yield options.rstrip(), replace(workload, train=train)
     if not train.activation_checkpointing:
-        train, options = replace(train, activation_checkpointing=True), f"{options}--activation-checkpointing "
+        train, options = (
+            replace(train, activation_checkpointing=True),
+            f"{options}--set train.activation_checkpointing=true ",
+        )
         yield options.rstrip(), replace(workload, train=train)
     for count in _more_workers(workload):
         with_shards = replace(workload, train=train, num_workers=count, sharding="sharded")
@@ -399,7 +402,7 @@ def _smaller_workloads(workload: Workload, device: str) -> Iterator[tuple[str, W
         yield from ((f"{options} {what}", smaller) for what, smaller in _smaller_workloads(with_adapter, device))
     elif train.lora is not None and train.lora.quantize_base is None:
         train = replace(train, lora=replace(train.lora, quantize_base="nf4"))
-        yield f"{options}--quantize-base nf4", replace(workload, train=train, sharding="replicated")
+        yield f"{options}--set train.lora.quantize_base=nf4", replace(workload, train=train, sharding="replicated")
 
 
 def _more_workers(workload: Workload) -> Iterable[int]:

@@ -4,11 +4,10 @@ Values alone, without PyTorch, so that a command shows its options at once; `pol
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal
 
-from mbd_core.options import UPDATES, Option, check
+from mbd_core.fields import UPDATES, Flag, Ge, Gt, Le, configuration
 
 Aggregation = Literal["answers", "tokens", "states", "transitions"]
 """What a sum over labels is the mean over.
@@ -24,7 +23,7 @@ CLIP = 0.2
 """How far from 1 a ratio counts, in the papers."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=UPDATES)
 class PolicyObjective:
     """What a learner minimises.
 
@@ -34,51 +33,34 @@ class PolicyObjective:
     Raises `ValueError` for fields that contradict each other, and for one that these others leave without effect.
     """
 
-    kind: Annotated[
-        Literal["reinforce", "clipped"], Option("The term of each token: reinforce, or clipped (PPO).", UPDATES)
-    ] = "reinforce"
-    clip: Annotated[
-        float | None,
-        Option(
-            "How far below 1 a ratio counts; above it too.",
-            UPDATES,
-            above=0,
-            at_most=1,
-            flag="--ratio-clip",
-            default=f"{CLIP} with --kind clipped",
-        ),
-    ] = None
-    clip_high: Annotated[
-        float | None, Option("How far above 1 a ratio counts.", UPDATES, above=0, default="that of --ratio-clip")
-    ] = None
-    dual_clip: Annotated[
-        float | None,
-        Option("The largest ratio that counts where the advantage is negative; above 1.", UPDATES, above=1),
-    ] = None
-    aggregation: Annotated[
-        Aggregation, Option("The mean over answers, tokens, states or transitions.", UPDATES, metavar="NAME")
-    ] = "answers"
-    old: Annotated[
-        Literal["learner", "rollout"],
-        Option("Whose log-probabilities a ratio is of: the learner's, or the engine's.", UPDATES),
-    ] = "learner"
-    correction: Annotated[
-        float | None,
-        Option("Weigh tokens by the learner's over the engine's probability, up to this.", UPDATES, above=0),
-    ] = None
-    kl: Annotated[float, Option("The weight of the KL divergence (k3).", UPDATES, at_least=0)] = 0.0
-    kl_to: Annotated[
-        Literal["reference", "old"],
-        Option("From the model that training began with, or from the old policy.", UPDATES),
-    ] = "reference"
-    kl_aggregation: Annotated[
-        Literal["tokens", "policy"], Option("Its mean: over tokens, or the same as of --aggregation.", UPDATES)
-    ] = "tokens"
-    passes: Annotated[int, Option("Updates made of the same answers.", UPDATES, at_least=1)] = 1
-    nll: Annotated[float, Option("The weight of correct answers' negative log-likelihood.", UPDATES, at_least=0)] = 0.0
+    kind: Literal["reinforce", "clipped"] = "reinforce"
+    """The term of each token: reinforce, or clipped (PPO)."""
+    clip: Annotated[float | None, Gt(0), Le(1), Flag(name="--ratio-clip", default=f"{CLIP} with --kind clipped")] = (
+        None
+    )
+    """How far below 1 a ratio counts; above it too."""
+    clip_high: Annotated[float | None, Gt(0), Flag(default="that of --ratio-clip")] = None
+    """How far above 1 a ratio counts."""
+    dual_clip: Annotated[float | None, Gt(1)] = None
+    """The largest ratio that counts where the advantage is negative; above 1."""
+    aggregation: Annotated[Aggregation, Flag(metavar="NAME")] = "answers"
+    """The mean over answers, tokens, states or transitions."""
+    old: Literal["learner", "rollout"] = "learner"
+    """Whose log-probabilities a ratio is of: the learner's, or the engine's."""
+    correction: Annotated[float | None, Gt(0)] = None
+    """Weigh tokens by the learner's over the engine's probability, up to this."""
+    kl: Annotated[float, Ge(0)] = 0.0
+    """The weight of the KL divergence (k3)."""
+    kl_to: Literal["reference", "old"] = "reference"
+    """From the model that training began with, or from the old policy."""
+    kl_aggregation: Literal["tokens", "policy"] = "tokens"
+    """Its mean: over tokens, or the same as of --aggregation."""
+    passes: Annotated[int, Ge(1)] = 1
+    """Updates made of the same answers."""
+    nll: Annotated[float, Ge(0)] = 0.0
+    """The weight of correct answers' negative log-likelihood."""
 
     def __post_init__(self) -> None:
-        check(self)
         if self.kind == "reinforce" and (self.clip, self.clip_high, self.dual_clip) != (None, None, None):
             raise ValueError(
                 "kind=reinforce has no ratio to clip: leave clip, clip_high and dual_clip out, or give kind=clipped"

@@ -29,14 +29,15 @@ def check_bitsandbytes(device: torch.device | None = None) -> None:
     try:
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
     except ImportError:
-        raise ValueError("--quantize-base nf4 needs bitsandbytes: install mbd-cluster[qlora]") from None
+        raise ValueError("--set train.lora.quantize_base=nf4 needs bitsandbytes: install mbd-cluster[qlora]") from None
     if device is None:
         return
     try:
         dequantize_4bit(*quantize_4bit(torch.ones(BLOCK, device=device), quant_type="nf4"))
     except Exception as error:  # whatever a library without a kernel for the device raises
         raise ValueError(
-            f"--quantize-base nf4 cannot be honoured: bitsandbytes does not compute on {device} here: {error}"
+            f"--set train.lora.quantize_base=nf4 cannot be honoured: bitsandbytes does not compute on {device} "
+            f"here: {error}"
         ) from error
 
 

@@ -3,58 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.sampling_config import sampling_defaults
 from mbd_core.engine.config import EngineConfig
+from mbd_core.fields import CLUSTER, ENGINE, MODEL, OUTPUT, Flag, Ge, configuration
 from mbd_core.models.model_config import Fp8Parts
-from mbd_core.options import CLUSTER, ENGINE, MODEL, OUTPUT, Option, check
 
 if TYPE_CHECKING:
     from mbd_core.checkpoint.folder import ModelFolder
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(panel=MODEL)
 class EndpointArgs:
     """What a replica needs to start."""
 
-    model: Annotated[
-        str, Option("A shipped model's name, a model folder on every machine that serves it, or a storage URL.", MODEL)
-    ]
-    name: Annotated[str | None, Option("What clients call it (default: the folder's name).", MODEL)] = None
-    fp8: Annotated[
-        Fp8Parts | None,
-        Option(
-            "FP8 weights: round the experts' or all layers', or keep the experts of an FP8 folder and their blocks.",
-            MODEL,
-        ),
-    ] = None
-    generation_config: Annotated[
-        Literal["model", "ignore"],
-        Option(
-            "Defaults of temperature, top_p, top_k, min_p, repetition_penalty and length: those of the model's "
-            "generation_config.json, or none of them. Its decoding counts in either case.",
-            MODEL,
-        ),
-    ] = "model"
-    tensor_parallel: Annotated[
-        int,
-        Option("Ranks that the model is cut among: GPUs of a node, or processes without GPUs.", CLUSTER, at_least=1),
-    ] = 1
-    engine: Annotated[EngineConfig, Option("The engine's sizes and switches.", ENGINE)] = EngineConfig()
-    max_waiting: Annotated[
-        int, Option("Requests that wait for a batch row of a replica; more get 429.", ENGINE, at_least=1)
-    ] = 256
-    threads: Annotated[int, Option("Torch's threads, each rank's.", ENGINE, at_least=1)] = 1
-    trace: Annotated[
-        Path | None, Option("Write step traces, each replica's in a folder in DIR.", OUTPUT, metavar="DIR")
-    ] = None
-
-    def __post_init__(self) -> None:
-        check(self)
+    model: str
+    """A shipped model's name, a model folder on every machine that serves it, or a storage URL."""
+    name: str | None = None
+    """What clients call it (default: the folder's name)."""
+    fp8: Fp8Parts | None = None
+    """FP8 weights: round the experts' or all layers', or keep the experts of an FP8 folder and their blocks."""
+    generation_config: Literal["model", "ignore"] = "model"
+    """Defaults of temperature, top_p, top_k, min_p, repetition_penalty and length: those of the model's
+    generation_config.json, or none of them. Its decoding counts in either case."""
+    tensor_parallel: Annotated[int, Ge(1), Flag(panel=CLUSTER)] = 1
+    """Ranks that the model is cut among: GPUs of a node, or processes without GPUs."""
+    engine: Annotated[EngineConfig, Flag(panel=ENGINE)] = EngineConfig()
+    """The engine's sizes and switches."""
+    max_waiting: Annotated[int, Ge(1), Flag(panel=ENGINE)] = 256
+    """Requests that wait for a batch row of a replica; more get 429."""
+    threads: Annotated[int, Ge(1), Flag(panel=ENGINE)] = 1
+    """Torch's threads, each rank's."""
+    trace: Annotated[Path | None, Flag(panel=OUTPUT, metavar="DIR")] = None
+    """Write step traces, each replica's in a folder in DIR."""
 
     @property
     def served_name(self) -> str:

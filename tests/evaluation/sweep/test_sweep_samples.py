@@ -55,10 +55,20 @@ def test_a_grid_is_for_our_endpoint_beside_one_that_takes_none() -> None:
     bare = Endpoint(name="bare", url="http://h/v1", model="m")
     ours = Endpoint(name="ours", url="http://h/v1", model="m", defaults={"block_size": 4}, slots=4)
     asked = {**OPTIONS, "models": [], "methods": ["multi"], "grid": "tau_m2t=0.7,0.9"}
-    sweep = plan_sweep(load_inputs(SweepOptions(**asked, endpoints=[ours, bare])))
+    sweep = plan_sweep(
+        load_inputs(
+            SweepOptions(
+                **asked,
+                endpoints=(
+                    ours,
+                    bare,
+                ),
+            )
+        )
+    )
     assert [len(sweep.variants[name]) for name in ("ours", "bare")] == [2, 1]
     with pytest.raises(ValueError):
-        plan_sweep(load_inputs(SweepOptions(**asked, endpoints=[bare])))
+        plan_sweep(load_inputs(SweepOptions(**asked, endpoints=(bare,))))
 
 
 @pytest.mark.parametrize("forwards", [4, None])

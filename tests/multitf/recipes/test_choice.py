@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.command_line import flag
+from mbd_core.fields import leaves_of
 from mbd_core.multitf.config import LoraSettings
 from mbd_core.multitf.data.prepared import PreparedData
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.choice import ChosenRecipe, RecipeChoice, choose_recipe, with_changes
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, shortened
-from mbd_core.options import changes_of, flag, options_of
 
 TINY = RECIPES["tiny-mbd"]
 
@@ -34,7 +35,7 @@ def test_every_recipe_as_it_stands_has_no_changes() -> None:
 
 
 def test_every_field_of_a_recipe_has_an_option_or_is_a_dataclass() -> None:
-    paths = {item.name for item in changes_of(TrainingRecipe)}
+    paths = {item.path for item in leaves_of(TrainingRecipe)}
     read_otherwise = {"name", "base", "model", "source", "architectures", "states.bounds.fitted"}
 
     def check(instance: Any, path: str) -> None:
@@ -46,7 +47,7 @@ def test_every_field_of_a_recipe_has_an_option_or_is_a_dataclass() -> None:
                 assert name in paths | read_otherwise, name
 
     check(replace(TINY, train=replace(TINY.train, lora=LoraSettings())), "")
-    flags = [flag(item) for item in changes_of(TrainingRecipe)] + [flag(item) for item in options_of(RecipeChoice)]
+    flags = [flag(item) for kind in (TrainingRecipe, RecipeChoice) for item in leaves_of(kind)]
     assert len({*flags}) == len(flags)
 
 

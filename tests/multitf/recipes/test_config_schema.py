@@ -10,8 +10,7 @@ from jsonschema import Draft202012Validator
 from jobs.train_multitf import main
 from mbd_core.multitf.config import LoraSettings
 from mbd_core.multitf.recipes.by_name import RECIPES
-from mbd_core.multitf.recipes.choice import with_changes
-from mbd_core.multitf.recipes.config_schema import config_schema
+from mbd_core.multitf.recipes.choice import config_schema, with_changes
 from mbd_core.multitf.recipes.recipe import as_recorded
 
 SCHEMA = Draft202012Validator(config_schema())
@@ -54,5 +53,5 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema == config_schema()
-    rank = next(kind for kind in schema["properties"]["train"]["properties"]["lora"]["anyOf"] if "properties" in kind)
-    assert rank["properties"]["rank"]["minimum"] == 1 and "description" in rank["properties"]["rank"]
+    rank = schema["$defs"]["LoraSettings"]["properties"]["rank"]
+    assert rank["minimum"] == 1 and "description" in rank

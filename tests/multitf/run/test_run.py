@@ -119,12 +119,27 @@ def test_a_run_goes_on_from_its_checkpoint(recipe: str, capsys: pytest.CaptureFi
         assert ("train.lora is null there, not {" in error) == ("--lora" in other)
     assert run.main([*options, "--precision", "bfloat16", "--out", "other"]) == 2
     assert f"--precision bfloat16: the run in {Path.cwd()}/run began in float32" in capsys.readouterr().err
-    assert run.main([*options, "--micro-batch", "1", "--attention", "dense", "--pack", "300", "--out", "other"]) == 0
+    assert (
+        run.main(
+            [
+                *options,
+                "--set",
+                "train.micro_batch=1",
+                "--set",
+                "train.attention=dense",
+                "--set",
+                "train.pack=300",
+                "--out",
+                "other",
+            ]
+        )
+        == 0
+    )
 
 
 def test_the_page_of_a_run_says_what_differs_from_its_recipe(recipe: str) -> None:
     Path("my.yaml").write_text(f"recipe: {recipe}\ntrain: {{lr: 1e-4}}\n")
-    assert run.main(["--config", "my.yaml", "--steps", "1", "--clip", "0.5", "--checkpoints", "run"]) == 0
+    assert run.main(["--config", "my.yaml", "--steps", "1", "--set", "train.clip=0.5", "--checkpoints", "run"]) == 0
     page = Path("run/run.md").read_text()
     assert "- train.lr: 0.0001, not " in page and "- train.clip: 0.5, not 1.0" in page and "train.betas" not in page
     assert json.loads((Path("out") / recipe / "recipe.json").read_text())["train"]["clip"] == 0.5
@@ -135,7 +150,21 @@ def test_an_adapter_alone_is_written_on_demand(recipe: str, capsys: pytest.Captu
     assert run.main(options) == 2 and "--lora" in capsys.readouterr().err
     base = RECIPES[recipe].base
     size = load_config(Path(str(base))).block_size
-    assert run.main([*options, "--lora", "2", "--lora-alpha", "6", "--block-size", str(size), "--overwrite"]) == 0
+    assert (
+        run.main(
+            [
+                *options,
+                "--lora",
+                "2",
+                "--set",
+                "train.lora.alpha=6",
+                "--set",
+                f"states.block_size={size}",
+                "--overwrite",
+            ]
+        )
+        == 0
+    )
     adapter = read_adapter(Path("a"), load_config(Path(str(base))))
     assert adapter.rank == 2 and json.loads(Path("a/adapter_config.json").read_text())["lora_alpha"] == 6
     assert sorted(path.name for path in Path("a").iterdir()) == [
@@ -148,13 +177,16 @@ def test_an_adapter_alone_is_written_on_demand(recipe: str, capsys: pytest.Captu
 
 def test_some_updates_are_profiled(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--recipe", recipe, "--steps", "5", "--checkpoints", "run"]
-    assert run.main([*options, "--out", "a", "--profile", "2"]) == 0
+    assert run.main([*options, "--out", "a", "--set", "measuring.profile=2"]) == 0
     (trace,) = Path("run/profile").iterdir()
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert sum("Optimizer.step#AdamW" in event["name"] for event in events if event.get("ph") == "X") == 2
-    assert run.main(["--recipe", recipe, "--profile", "2"]) == 2 and "--checkpoints" in capsys.readouterr().err
-    assert run.main(["--recipe", recipe, "--memory-snapshot", "--checkpoints", "other"]) == 2
-    assert "--memory-snapshot" in capsys.readouterr().err.splitlines()[-1]
+    assert (
+        run.main(["--recipe", recipe, "--set", "measuring.profile=2"]) == 2
+        and "--checkpoints" in capsys.readouterr().err
+    )
+    assert run.main(["--recipe", recipe, "--set", "measuring.memory_snapshot=true", "--checkpoints", "other"]) == 2
+    assert "measuring.memory_snapshot" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -170,8 +202,8 @@ def test_a_run_goes_on_with_two_workers_and_then_with_one(tiny_recipe: TrainingR
         "6",
         "--every",
         "2",
-        "--optimizer",
-        "adamw",
+        "--set",
+        "train.optimizer=adamw",
         "--log-to",
         "none",
         "--checkpoints",
@@ -233,7 +265,7 @@ def test_a_storage_that_fails_is_one_sentence(recipe: str, capsys: pytest.Captur
     part.write_bytes(bytes(part.stat().st_size))
     assert run.main(options) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    start = f"multitf.run: the checkpoint {Path.cwd()}/run/step_000001 cannot be read: "
+    start = f"mbd_core.multitf.run: the checkpoint {Path.cwd()}/run/step_000001 cannot be read: "
     assert error.startswith(start) and "remove" not in error
 
 
@@ -272,7 +304,7 @@ def test_a_training_that_does_not_fit_is_refused(
     monkeypatch.setattr(alone, "train_worker", lambda *_, **__: pytest.fail("training must not begin"))
     assert run.main(["--recipe", recipe]) == 2
     assert (
-        "multitf.run: training takes 0.3 GB on each CPU, and 0.0 GB of its 0.0 are for it; choose"
+        "mbd_core.multitf.run: training takes 0.3 GB on each CPU, and 0.0 GB of its 0.0 are for it; choose"
         in capsys.readouterr().err
     )
 
@@ -302,8 +334,11 @@ LONG = "x" * 300
         (["--tensor-parallel", "2"], "--tensor-parallel 2 does not divide the number of training processes, 1"),
         (["--tensor-parallel", "7", "--base", "tiny-bd"], "does not divide among --tensor-parallel 7 workers"),
         (["--tensor-parallel", "2", "--lora", "4"], "an adapter (LoRA) is not trained by tensor-parallel workers"),
-        (["--tensor-parallel", "2", "--compile"], "leave one of --compile and --tensor-parallel out"),
-        (["--cut-experts", "width"], "--cut-experts width is for tensor-parallel workers"),
+        (
+            ["--tensor-parallel", "2", "--set", "train.compile=true"],
+            "leave one of train.compile and --tensor-parallel out",
+        ),
+        (["--set", "train.cut_experts=width"], "--set train.cut_experts=width is for tensor-parallel workers"),
         (["--tensor-parallel", "2", "--sharding", "replicated", "--plan", "2"], "leave --sharding at auto"),
     ],
 )

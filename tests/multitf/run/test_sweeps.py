@@ -181,12 +181,28 @@ def test_sweeps_that_cannot_be_made_are_refused(
     monkeypatch.setattr("jobs.api.training.train_on_cluster", lambda *_, **__: pytest.fail("nothing is to begin"))
     ray = ["--recipe", tiny_recipe.name, "--storage", str(tmp_path / "runs")]
     for main, arguments, named in (
-        (plain.main, ["--recipe", tiny_recipe.name, "--sweep-every", "5"], "jobs/train_multitf.py"),
-        (train_multitf.main, [*ray, "--sweep-every", "5", "--sweep-task", "nope"], "unknown task 'nope'"),
-        (train_multitf.main, [*ray, "--sweep-every", "5", "--sweep-task", "gsm-mini:x"], "--sweep-task gsm-mini:x"),
-        (train_multitf.main, [*ray, "--sweep-every", "5", "--sweep-task", "gsm8k:8"], "gsm8k"),
-        (train_multitf.main, [*ray, "--keep-best", "sweep_accuracy"], "--sweep-every N"),
-        (plain.main, ["--recipe", tiny_recipe.name, "--keep-best", "sweep_accuracy"], "--sweep-every N"),
+        (plain.main, ["--recipe", tiny_recipe.name, "--set", "sweeping.sweep_every=5"], "jobs/train_multitf.py"),
+        (
+            train_multitf.main,
+            [*ray, "--set", "sweeping.sweep_every=5", "--set", "sweeping.sweep_task=nope"],
+            "unknown task 'nope'",
+        ),
+        (
+            train_multitf.main,
+            [*ray, "--set", "sweeping.sweep_every=5", "--set", "sweeping.sweep_task=gsm-mini:x"],
+            "--set sweeping.sweep_task=gsm-mini:x",
+        ),
+        (
+            train_multitf.main,
+            [*ray, "--set", "sweeping.sweep_every=5", "--set", "sweeping.sweep_task=gsm8k:8"],
+            "gsm8k",
+        ),
+        (train_multitf.main, [*ray, "--set", "held_out.keep_best=sweep_accuracy"], "--set sweeping.sweep_every=N"),
+        (
+            plain.main,
+            ["--recipe", tiny_recipe.name, "--set", "held_out.keep_best=sweep_accuracy"],
+            "--set sweeping.sweep_every=N",
+        ),
     ):
         assert main(arguments) == 2
         error = capsys.readouterr().err

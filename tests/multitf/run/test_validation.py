@@ -156,7 +156,14 @@ def test_both_commands_measure_what_their_options_name(
     monkeypatch.chdir(tmp_path)
     recipe = ["--recipe", "held-out-run", "--log-to", "none"]
     for given, every in (("held-out", 2), ("0.25", 3)):
-        options = ["--validation", given, "--validate-every", str(every), "--keep-best", "validation_accuracy"]
+        options = [
+            "--validation",
+            given,
+            "--set",
+            f"held_out.validate_every={every}",
+            "--set",
+            "held_out.keep_best=validation_accuracy",
+        ]
         place = ["--checkpoints", f"run-{every}", "--out", f"out-{every}"]
         assert plain.main([*recipe, *options, *place]) == 0
         lines = [json.loads(line) for line in (tmp_path / f"run-{every}" / LOSSES).read_text().splitlines()]
@@ -167,8 +174,8 @@ def test_both_commands_measure_what_their_options_name(
 
     runs: list[TrainingRun] = []
     monkeypatch.setattr("jobs.api.training.train_on_cluster", lambda training, *_, **__: runs.append(training))
-    command = [*recipe, "--workers", "1", "--storage", str(tmp_path / "runs"), "--validate-every", "7"]
-    assert train_multitf.main([*command, "--validation", "held-out", "--keep-best", "none"]) == 0
+    command = [*recipe, "--workers", "1", "--storage", str(tmp_path / "runs"), "--set", "held_out.validate_every=7"]
+    assert train_multitf.main([*command, "--validation", "held-out", "--set", "held_out.keep_best=none"]) == 0
     assert train_multitf.main([*command, "--validation", "0.25"]) == 0
     assert train_multitf.main([*command, "--validation", "held-out.jsonl"]) == 0
     given = [str(tmp_path / "held-out"), "0.25", str(tmp_path / "held-out.jsonl")]

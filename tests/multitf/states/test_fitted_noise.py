@@ -105,7 +105,7 @@ def test_a_bad_file_is_one_sentence_that_names_the_field(
     write_noise(path, measured())
     text = "{" if change is None else json.dumps(json.loads(path.read_text()) | change)
     path.write_text(text)
-    argv = ["--recipe", tiny_recipe.name, "--fitted-noise", str(path), "--out", str(tmp_path / "model")]
+    argv = ["--recipe", tiny_recipe.name, "--set", f"fitted_noise={path}", "--out", str(tmp_path / "model")]
     assert run.main(argv) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{path} is no fitted noise-schedule: {sentence}" in line
@@ -118,7 +118,7 @@ def test_a_recipe_is_trained_with_it(
     monkeypatch.setitem(RECIPES, tiny_recipe.name, tiny_recipe)
     path, out = tmp_path / "noise.json", tmp_path / "model"
     write_noise(path, measured())
-    argv = ["--recipe", tiny_recipe.name, "--fitted-noise", str(path), "--steps", "1", "--out", str(out)]
+    argv = ["--recipe", tiny_recipe.name, "--set", f"fitted_noise={path}", "--steps", "1", "--out", str(out)]
     assert run.main(argv) == 0
     states = json.loads((out / "recipe.json").read_text())["states"]
     assert states["schedule"] == "fitted" and len(states["bounds"]["fitted"]["states"]) == 4

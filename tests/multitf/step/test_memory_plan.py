@@ -151,8 +151,8 @@ def test_all_layers_keep_one_dense_mask() -> None:
 @pytest.mark.parametrize(
     ("changes", "room", "remedy"),
     [
-        ({}, 45, "it fits with --micro-batch 1"),
-        ({"micro_batch": 1}, 33, "it fits with --activation-checkpointing"),
+        ({}, 45, "it fits with --set train.micro_batch=1"),
+        ({"micro_batch": 1}, 33, "it fits with --set train.activation_checkpointing=true"),
         ({"micro_batch": 1, "activation_checkpointing": True}, 25, "it fits with --sharding sharded on 2 GPUs"),
         ({"micro_batch": 1, "activation_checkpointing": True}, 0.1, "choose a smaller model or shorter samples"),
     ],

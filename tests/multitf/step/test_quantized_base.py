@@ -166,7 +166,7 @@ def test_a_released_model_fits_where_an_adapter_alone_does_not() -> None:
     assert lora.weights > 32e9
     assert qlora.weights == pytest.approx(4 * wide + 4.127 / 8 * (lora.num_parameters - wide), rel=0.01)
     assert qlora.gathered == pytest.approx(2 * wide + 2 * 4096 * 12288, rel=0.02)
-    with pytest.raises(ValueError, match=r"--quantize-base nf4$"):
+    with pytest.raises(ValueError, match=r"--set train.lora.quantize_base=nf4$"):
         fitting([workload("sdar-8b", train, precision="bfloat16")], round(24e9))
 
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_honoured_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="base"):
         allowed_shardings(TRAIN, "sharded", num_workers=2)
     assert allowed_shardings(TRAIN, "auto", num_workers=2) == ["replicated"]
-    with pytest.raises(ValueError, match="--compile"):
+    with pytest.raises(ValueError, match="compile"):
         replace(TRAIN, compile=True)
     with pytest.raises(ValueError, match="quantize_base"):
         replace(LORA, quantize_base="int8")
@@ -213,8 +213,8 @@ def test_a_run_writes_a_peft_folder_and_goes_on(
     monkeypatch.setitem(RECIPES, tiny_recipe.name, tiny_recipe)
     monkeypatch.chdir(tmp_path)
     base = load_config(Path(str(tiny_recipe.base)))
-    options = ["--recipe", tiny_recipe.name, "--steps", "4", "--lora", "2", "--quantize-base", "nf4"]
-    options += ["--block-size", str(base.block_size), "--checkpoints", "run", "--every", "2"]
+    options = ["--recipe", tiny_recipe.name, "--steps", "4", "--lora", "2", "--set", "train.lora.quantize_base=nf4"]
+    options += ["--set", f"states.block_size={base.block_size}", "--checkpoints", "run", "--every", "2"]
     assert run.main([*options, "--write", "adapter", "--out", "a"]) == 0
     assert read_adapter(Path("a"), base).rank == 2
     assert json.loads(Path("a/recipe.json").read_text())["train"]["lora"]["quantize_base"] == "nf4"

@@ -1,0 +1,407 @@
+"""Command lines: a command is a function, whose configurations (`mbd_core/fields.py`) and parameters are its options.
+
+    def run(engine: EngineConfig, *, out: Annotated[Path, Flag("Folder to write.", OUTPUT)]) -> None: ...
+
+    main = command(run)
+
+`Annotated[EngineConfig, Fields("max_rows", "num_pages")]` takes some of the fields alone; `Changes` takes the given
+ones, for a configuration that is found later. A parameter's default gives a configuration's fields other defaults. A
+parameter that is a `CommandText` gets the command itself. With `shown` a command has these options alone, and
+`--set PATH=VALUE` for every field. Typer is named here and in jobs/command_line.py alone.
+
+Exit codes: 0 done, 1 it failed, 2 bad input, in one sentence on stderr and before any work begins.
+"""
+
+import difflib
+import inspect
+import json
+import os
+import re
+import shlex
+import sys
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, is_dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.exceptions import TyperException
+from typer.main import get_command
+
+from mbd_core.fields import OUTPUT, PANELS, Field, Flag, changed, leaves_of, load
+from mbd_core.json_text import merge_paths, parse_json
+from mbd_core.proxies import keep_direct
+
+SCALARS: dict[Any, type] = {"integer": int, "number": float, "boolean": bool, "string": str}
+SETTING = Field(
+    path="set",
+    hint=tuple[str, ...],
+    help="Change any field, as train.clip=0.5; docs/reference/options.md lists them.",
+    flag=Flag(panel=OUTPUT, metavar="PATH=VALUE"),
+    default=(),
+)
+
+
+class CommandText(str):
+    """The command as it was given, for reports."""
+
+
+class Fields:
+    """Beside a configuration in `Annotated`: the fields that a command takes, by name; the others keep defaults."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+
+class Changes(Fields):
+    """In `Annotated[dict[str, Any], ...]`: fields of a configuration of which a command takes the given ones, by path,
+    or all of them, as `mbd_core.fields.changed` takes them."""
+
+    def __init__(self, kind: type, *names: str) -> None:
+        super().__init__(*names)
+        self.kind = kind
+
+
+class Command(TyperCommand):
+    """A command whose help has one column of names: a switch's second name stands behind its text."""
+
+    unshown: Mapping[str, str]
+    """The fields that have no option, by the name that it would have."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for option in self.params:
+            if isinstance(option, TyperOption) and option.secondary_opts:
+                option.help = f"{option.help} Or {', '.join(option.secondary_opts)}"
+                option.secondary_opts = []
+        super().format_help(ctx, formatter)
+
+
+class Main:
+    """A command's entry: the command line, by default the process's own, to the exit code.
+
+    A `ValueError` is bad input (2), an error of `failures` a failure (1); each is one sentence, which of torchrun's
+    processes the first prints. Other errors are defects of ours and keep their traceback.
+
+    `shown` are the paths of the fields that are options, or `None` for all.
+    """
+
+    def __init__(
+        self,
+        derive: Callable[[], Any],
+        called: str,
+        *,
+        options: Callable[[], list[Field]] = list,
+        shown: Collection[str] | None = None,
+        failures: tuple[type[Exception], ...] = (RuntimeError, OSError),
+    ) -> None:
+        """`derive` makes Typer's command of the options; `called` is how a user calls it."""
+        self._derive, self._called, self._failures = derive, called, failures
+        self._options, self.shown = options, shown
+
+    def shows(self, item: Field) -> bool:
+        """Whether a field is an option, or `--set` alone changes it."""
+        return self.shown is None or item.path in self.shown
+
+    @cached_property
+    def options(self) -> list[Field]:
+        """What the command takes, if it is one function's."""
+        return self._options()
+
+    @cached_property
+    def command(self) -> TyperCommand | TyperGroup:
+        """Typer's command."""
+        derived = self._derive()
+        assert isinstance(derived, TyperCommand | TyperGroup)
+        return derived
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        arguments = sys.argv[1:] if argv is None else list(argv)
+        line = f"{self._called} {shlex.join(arguments)}".strip()
+        keep_direct()
+        try:
+            code = self.command.main(arguments, prog_name=self._called, standalone_mode=False, obj=line)
+        except TyperException as error:
+            unshown = getattr(getattr(getattr(error, "ctx", None), "command", None), "unshown", {})
+            path = unshown.get(getattr(error, "option_name", None))
+            remedy = "see --help" if path is None else f"say --set {path}=VALUE"
+            return self._failed(arguments, f"{error.format_message()} ({remedy})", 2)
+        except ValueError as error:
+            return self._failed(arguments, error, 2)
+        except self._failures as error:
+            return self._failed(arguments, error, 1)
+        return int(code or 0)
+
+    def _failed(self, arguments: Sequence[str], sentence: object, code: int) -> int:
+        """Print the sentence behind the command's name, or the sub-command's; the exit code."""
+        name = Path(self._called.rpartition(" ")[2]).name.removesuffix(".py")
+        if arguments and isinstance(self.command, TyperGroup) and arguments[0] in self.command.commands:
+            name = arguments[0]
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"{name}: {sentence}", file=sys.stderr)
+        return code
+
+
+def command(
+    run: Callable[..., Any],
+    called: str | None = None,
+    *,
+    shown: Collection[str] | None = None,
+    epilog: str | None = None,
+    failures: tuple[type[Exception], ...] = (RuntimeError, OSError),
+) -> Main:
+    """The `main(argv=None) -> exit code` of a command's function, which returns `None` or an exit code.
+
+    `called` is how a user calls it (default: `python jobs/NAME.py`). `shown` are the paths of the fields that are
+    options (default: all). `epilog` stands below the options.
+    """
+
+    def derive() -> Any:
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+        app.command(cls=Command, help=_help(run), epilog=epilog)(_typer_function(run, main))
+        derived: Any = get_command(app)
+        assert {*(shown or ())} <= {item.path for item in main.options}, shown
+        derived.unshown = {
+            name: item.path for item in main.options if not main.shows(item) for name in flag(item).split("/")
+        }
+        return derived
+
+    name = run.__module__.rpartition(".")[2]
+    name = Path(sys.argv[0]).stem if name == "__main__" else name
+    main = Main(
+        derive,
+        called or f"python jobs/{name}.py",
+        options=lambda: command_options(run),
+        shown=shown,
+        failures=failures,
+    )
+    return main
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A parameter of a command's function: its options, and its value from the values that were given, by path."""
+
+    options: list[Field]
+    value: Callable[[Mapping[str, Any]], Any]
+
+
+def command_options(run: Callable[..., Any]) -> list[Field]:
+    """The options of a command's function, and what `--set` takes."""
+    options = [option for part in _parts(run).values() for option in part.options]
+    paths = [option.path for option in options]
+    assert len({*paths}) == len(paths), f"two options have the same path: {sorted(paths)}"
+    return options
+
+
+def by_panel(options: Iterable[Field]) -> list[Field]:
+    """Options in the order of the panels of --help; first those that have none."""
+    return sorted(options, key=lambda item: PANELS.index(item.flag.panel) if item.flag.panel else -1)
+
+
+def flag(item: Field) -> str:
+    """An option's name; a switch has two, if it is on by default or can be left open."""
+    if item.flag.name:
+        return item.flag.name
+    name = item.name.replace("_", "-")
+    switches = _form(item).get("type") == "boolean" and item.default is not False
+    return f"--{name}/--no-{name}" if switches else f"--{name}"
+
+
+def _typer_function(run: Callable[..., Any], main: Main) -> Callable[..., Any]:
+    """The function as Typer takes it: each option is a parameter, and the configurations are built of their values."""
+    parts = _parts(run)
+    items = {_parameter_name(item): item for part in parts.values() for item in part.options}
+    paths = {item.path: item for item in items.values()}
+
+    def call(_context: typer.Context, **arguments: Any) -> Any:
+        given = {"": _context.obj} | dict(_setting(text, paths) for text in arguments.pop(SETTING.path, None) or ())
+        for name, value in arguments.items():
+            if _context.get_parameter_source(name).name != "DEFAULT":  # type: ignore[union-attr]
+                given[items[name].path] = value_of(items[name], value)
+        return run(**{name: part.value(given) for name, part in parts.items()})
+
+    parameters = [inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    parameters += map(_typer_parameter, by_panel(item for item in items.values() if main.shows(item)))
+    if main.shown is not None:
+        parameters.append(_typer_parameter(SETTING))
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {}
+    return call
+
+
+def _parts(run: Callable[..., Any]) -> dict[str, _Part]:
+    hints = typing.get_type_hints(run, include_extras=True)
+    parts = {}
+    for name, parameter in inspect.signature(run).parameters.items():
+        marks: tuple[Any, ...] = getattr(hints[name], "__metadata__", ())
+        kind = hints[name].__origin__ if marks else hints[name]
+        default = MISSING if parameter.default is parameter.empty else parameter.default
+        selection = next((item for item in marks if isinstance(item, Fields)), None)
+        shown = next((item for item in marks if isinstance(item, Flag)), None)
+        if kind is CommandText:
+            parts[name] = _Part([], lambda given: CommandText(given[""]))
+        elif isinstance(selection, Changes):
+            items = _selected([replace(item, default=None) for item in leaves_of(selection.kind)], selection)
+            parts[name] = _Part(items, partial_values(items))
+        elif shown is not None:
+            bounds = [item for item in marks if item is not shown]
+            hint = Annotated[(kind, *bounds)] if bounds else kind
+            parts[name] = _single(Field(path=name, hint=hint, help=shown.help, flag=shown, default=default))
+        elif is_dataclass(kind):
+            parts[name] = _of_configuration(typing.cast(type, kind), selection, default)
+        else:
+            raise TypeError(f"{run.__name__}: the parameter {name} has no option")
+    return parts
+
+
+def _single(item: Field) -> _Part:
+    return _Part([item], lambda given: given.get(item.path, item.default))
+
+
+def _of_configuration(kind: type, selection: Fields | None, defaults: Any) -> _Part:
+    """The options of a configuration; `defaults` is an instance with the defaults, if any."""
+    items = _selected(leaves_of(kind, defaults), selection)
+    values = partial_values(items)
+    return _Part(
+        items, lambda given: load(kind, values(given)) if defaults is MISSING else changed(defaults, values(given))
+    )
+
+
+def _selected(items: Iterable[Field], selection: Fields | None) -> list[Field]:
+    by_path = {item.path: item for item in items}
+    return list(by_path.values()) if selection is None or not selection.names else [*map(by_path.pop, selection.names)]
+
+
+def partial_values(items: Iterable[Field]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Of the values that were given those of these fields, as an object of objects."""
+    paths = [item.path for item in items]
+    return lambda given: merge_paths({}, {path: given[path] for path in paths if path in given})
+
+
+# Texts of a command line as values.
+
+
+def _form(item: Field) -> Mapping[str, Any]:
+    """The schema of what a command line gives: no object with fields of its own, and not null."""
+    forms = item.schema.get("anyOf", [item.schema])
+    return next(form for form in forms if form.get("type") != "null" and "$ref" not in form)
+
+
+def _is_json(form: Mapping[str, Any]) -> bool:
+    """Whether the value is JSON on a command line: an object, or a list of lists."""
+    return form.get("type") == "object" or (
+        form.get("type") == "array" and form.get("items", {}).get("type") == "array"
+    )
+
+
+def value_of(item: Field, given: Any) -> Any:
+    """A field's value from what Typer gives for its option; `ValueError` names the option."""
+    name, form = flag(item).partition("/")[0], _form(item)
+    value = given
+    if _is_json(form):
+        value = parse_json(given, f"{name} {given!r}")
+    elif item.flag.commas:
+        value = _listed(given, form, name)
+    return _loaded(item, value, f"{name} {given}")
+
+
+def _setting(text: str, items: Mapping[str, Field]) -> tuple[str, Any]:
+    """The path and the value of `PATH=VALUE`; `ValueError` for a path that is unknown, and for a refused value."""
+    path, equals, given = text.partition("=")
+    item = items.get(path)
+    if item is None:
+        near = difflib.get_close_matches(path, items, n=1, cutoff=0.5)
+        raise ValueError(f"--set {text}: there is no field {path}" + (f"; is '{near[0]}' meant?" if near else ""))
+    if not equals:
+        raise ValueError(f"--set {text}: say its value, as --set {path}=VALUE")
+    form = _form(item)
+    value: Any = given
+    if _is_json(form) or (form.get("type") == "array" and given.startswith("[")):
+        value = parse_json(given, f"--set {path}={given!r}")
+    elif form.get("type") == "array":
+        value = _listed(given, form, f"--set {path}")
+    elif given == "null" or form.get("type") in ("integer", "number", "boolean"):
+        value = _scalar(given)
+    return path, _loaded(item, value, f"--set {text}")
+
+
+def _listed(text: str, form: Mapping[str, Any], name: str) -> list[Any]:
+    """The items of a text with commas, each once; `ValueError` if there is none."""
+    items = list(dict.fromkeys(item.strip() for item in text.split(",") if item.strip()))
+    if not items:
+        raise ValueError(f"{name} names nothing; give at least one, separated by commas")
+    kind = (form.get("items") or form["prefixItems"][0]).get("type")
+    return items if kind == "string" else [*map(_scalar, items)]
+
+
+def _scalar(text: str) -> Any:
+    """The number, switch or null that a text is, or the text, which its field refuses."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _loaded(item: Field, value: Any, said: str) -> Any:
+    try:
+        return load(item.hint, value)
+    except ValueError:
+        raise ValueError(f"{said} must be {item.values}") from None
+
+
+# Options as Typer declares them.
+
+
+def _parameter_name(item: Field) -> str:
+    return item.path.replace(".", "__")
+
+
+def metavar(item: Field) -> str | None:
+    """What --help shows for the value; `None`: its type."""
+    form = _form(item)
+    scalar = {"integer": "N", "number": "X", "string": "NAME"}
+    if item.flag.metavar is None and item.flag.commas:
+        return f"{scalar[(form.get('items') or form['prefixItems'][0])['type']]},..."
+    if item.flag.metavar is None and not item.flag.positional and form.get("type") in ("integer", "number"):
+        return scalar[form["type"]]
+    return item.flag.metavar
+
+
+def _typer_parameter(item: Field) -> inspect.Parameter:
+    form, default = _form(item), item.default
+    kind = _python_type(form)
+    if _is_json(form):
+        kind, default = str, None
+    elif form.get("type") == "array":
+        kind = str if item.flag.commas else list[_python_type(form["items"])]  # type: ignore[misc]
+        if default is not MISSING:
+            default = (",".join(map(str, default or ())) if item.flag.commas else default) or None
+    is_number, above = kind in (int, float), form.get("exclusiveMinimum")
+    settings: dict[str, Any] = {
+        "help": item.help if above is None else f"{item.help} (above {above:g})",
+        "metavar": metavar(item),
+        "min": form.get("minimum") if is_number else None,
+        "max": form.get("maximum") if is_number else None,
+        "show_default": item.flag.default or True,
+        "rich_help_panel": item.flag.panel,
+    }
+    info = typer.Argument(**settings) if item.flag.positional else typer.Option(flag(item), **settings)
+    default = inspect.Parameter.empty if default is MISSING else default
+    annotation: Any = Annotated[kind | None if default is None else kind, info]
+    return inspect.Parameter(
+        _parameter_name(item), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+def _python_type(form: Mapping[str, Any]) -> Any:
+    if "enum" in form or "const" in form:
+        return Literal[tuple(form.get("enum") or [form["const"]])]
+    return Path if form.get("format") == "path" else SCALARS.get(form.get("type"), str)
+
+
+def _help(run: Callable[..., Any]) -> str:
+    """The docstring, each paragraph on one line, so that the terminal breaks it."""
+    return re.sub(r"(?<!\n)\n(?=\w)", " ", inspect.cleandoc(run.__doc__ or ""))

@@ -1,0 +1,374 @@
+'''Fields: what a configuration holds is said once, where the field is.
+
+    @configuration(panel=ENGINE)
+    class EngineConfig:
+        max_rows: Annotated[int, Ge(1)] = 16
+        """Sequences decoded at once."""
+
+The annotation has the type and the bounds, the docstring below it the help. Construction and `dataclasses.replace`
+check both; `load` reads JSON, `changed` changes an instance. Command lines (`mbd_core/command_line.py`), JSON Schemas
+and the tables of docs/reference come from `fields_of`. Every refusal is one sentence (`refusal`).
+
+pydantic does this. A machine that is lent for GPU checks has none (docs/reference/gpu.md): there a configuration is a
+plain dataclass whose types and bounds are not checked, only what `__post_init__` says; and `load` raises.
+'''
+
+import difflib
+import functools
+import inspect
+import json
+import os
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar
+
+try:
+    from annotated_types import Ge, Gt, Le
+    from pydantic import ConfigDict, Strict, TypeAdapter, ValidationError
+    from pydantic.dataclasses import dataclass as checked_dataclass
+except ModuleNotFoundError as missing:
+    if missing.name not in ("annotated_types", "pydantic"):
+        raise
+    CHECKED = False
+    Ge = Gt = Le = Strict = lambda bound: bound  # type: ignore[assignment,misc]
+else:
+    CHECKED = True
+    CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+# The panels of --help, in this order.
+MODEL, DATA, DECODING, ENGINE, CLUSTER, OUTPUT = "What runs", "Data", "Decoding", "Engine", "Cluster", "Output"
+LOAD = "Load"
+UPDATES, STATES, LORA, COMPUTING = "Updates", "Training states", "Adapter (LoRA)", "How a step is computed"
+PANELS = (MODEL, DATA, LOAD, UPDATES, STATES, LORA, COMPUTING, DECODING, ENGINE, CLUSTER, OUTPUT)
+MOST = 2**31 - 1  # of counts that tensors of 32-bit integers hold
+T = TypeVar("T")
+Texts = Annotated[tuple[str, ...], Strict(False)]
+"""Texts that a call may give as a list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """In a field's annotation: how a command line shows it, where name, type and docstring do not say so.
+
+    help        of a function's parameter, which has no docstring, or with parts that are computed
+    panel       the panel of --help (default: that of the dataclass)
+    name        the name on a command line (default: the field's); `False`: files alone have it
+    positional  an argument of a command line instead of an option
+    metavar     what --help shows for the value
+    default     what --help shows for the default
+    commas      a list is one text with commas (default: the option is repeated for each item)
+    """
+
+    help: str = field(default="", kw_only=False)
+    panel: str | None = field(default=None, kw_only=False)
+    name: str | Literal[False] | None = None
+    positional: bool = False
+    metavar: str | None = None
+    default: str | None = None
+    commas: bool = False
+
+
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+def configuration(*, panel: str | None = None) -> Callable[[type[T]], type[T]]:
+    """A class as a configuration: a strict, frozen dataclass with keywords alone. `panel` is that of its fields."""
+
+    def decorated(cls: type[T]) -> type[T]:
+        if not CHECKED:
+            return dataclass(frozen=True, kw_only=True)(cls)
+        kind: Any = checked_dataclass(cls, frozen=True, kw_only=True, config=CONFIG)
+        kind.__panel__ = panel
+        build = kind.__init__
+
+        @functools.wraps(build)
+        def checked(self: Any, *arguments: Any, **values: Any) -> None:
+            try:
+                build(self, *arguments, **values)
+            except ValidationError as error:
+                raise refusal(error, kind, values) from None
+
+        kind.__init__ = checked
+        return typing.cast(type[T], kind)
+
+    return decorated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """A field of a configuration, or a parameter of a command.
+
+    path     its name, behind those of the fields that hold its configuration (`train.lr`)
+    hint     its type with its bounds
+    default  `MISSING` of a required one
+    """
+
+    path: str
+    hint: Any
+    help: str = ""
+    flag: Flag = Flag()
+    default: Any = MISSING
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @functools.cached_property
+    def schema(self) -> dict[str, Any]:
+        """The JSON Schema of its values."""
+        return schema_of(self.hint)
+
+    @property
+    def values(self) -> str:
+        """What its values are, in words."""
+        return words(self.schema)
+
+    def load(self, value: Any) -> Any:
+        """Its value of a JSON value; `ValueError` names the field."""
+        return load(self.hint, value, path=f"{self.name}.")
+
+
+@functools.cache
+def fields_of(kind: type) -> tuple[Field, ...]:
+    """The fields of a configuration, in order."""
+    found = []
+    for name, info in typing.cast(Any, kind).__pydantic_fields__.items():
+        flag = next((item for item in info.metadata if isinstance(item, Flag)), Flag())
+        owner: Any = next(base for base in kind.__mro__ if name in inspect.get_annotations(base))
+        described = owner.__pydantic_fields__[name].description
+        flag = replace(flag, panel=flag.panel or getattr(owner, "__panel__", None))
+        bounds = [item for item in info.metadata if not isinstance(item, Flag)]
+        default = MISSING if info.is_required() else info.get_default(call_default_factory=True)
+        hint = Annotated[(info.annotation, *bounds)] if bounds else info.annotation
+        found.append(
+            Field(
+                path=name,
+                hint=hint,
+                help=" ".join((described or flag.help).split()),
+                flag=flag,
+                default=default,
+            )
+        )
+    return tuple(found)
+
+
+def leaves_of(kind: type, defaults: Any = MISSING, path: str = "") -> Iterator[Field]:
+    """The fields of a configuration and of those that it holds, by their paths, but for `Flag(name=False)`.
+
+    `defaults` is an instance with other defaults. A field whose values are configurations alone, or nothing, stands
+    for the fields of the first of them; a field without help is read from files alone.
+    """
+    for item in fields_of(kind):
+        default = item.default if defaults is MISSING else getattr(defaults, item.name)
+        kinds = [member for member in members(item.hint) if member is not type(None)]
+        if item.flag.name is False:
+            continue
+        if hasattr(kinds[0], "__pydantic_fields__"):
+            inner = default if isinstance(default, kinds[0]) else MISSING
+            yield from leaves_of(kinds[0], inner, f"{path}{item.name}.")
+        elif item.help and not is_dataclass(kinds[0]):
+            yield replace(item, path=f"{path}{item.name}", default=default)
+
+
+# Reading.
+
+
+def load(kind: Any, values: Any, *, noun: str = "option", path: str = "") -> Any:
+    """A configuration, or a value of another type, of what JSON has for it: objects, lists, texts, numbers.
+
+    Raises `ValueError` that names the field which is unknown, missing or refused; `noun` is what such a field is
+    called, `path` the place of the values, with a dot at its end.
+    """
+    try:
+        return _adapter(kind).validate_json(json.dumps(values, default=_plain))
+    except ValidationError as error:
+        raise refusal(error, kind, values, noun=noun, path=path) from None
+
+
+def load_json(kind: Any, text: str | bytes, *, noun: str = "field", path: str = "") -> Any:
+    """`load` of a JSON text; `ValueError` for a text that is none."""
+    return load(kind, json.loads(text), noun=noun, path=path)
+
+
+def changed(instance: T, values: Any, *, noun: str = "option", path: str = "") -> T:
+    """A configuration with the fields that a JSON or YAML file, or a command line, gives: configurations that it holds
+    are changed in turn, other objects by their keys. Raises `ValueError` as `load` does."""
+    merged = _merged(instance, values) if isinstance(values, Mapping) else values
+    return typing.cast(T, load(type(instance), merged, noun=noun, path=path))
+
+
+def _merged(instance: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {item.name: getattr(instance, item.name) for item in fields(instance)}
+    for name, value in values.items():
+        old = merged.get(name)
+        if isinstance(value, Mapping) and is_dataclass(old) and value.keys() <= {item.name for item in fields(old)}:
+            merged[name] = _merged(old, value)
+        else:
+            merged[name] = {**old, **value} if isinstance(value, Mapping) and isinstance(old, dict) else value
+    return merged
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has for a configuration or a path."""
+    if is_dataclass(value):
+        return {item.name: getattr(value, item.name) for item in fields(value)}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise ValueError(f"{value!r} of type {type(value).__name__} has no form in JSON")
+
+
+@functools.cache
+def _adapter(kind: Any) -> "TypeAdapter[Any]":
+    if not CHECKED:
+        raise ModuleNotFoundError("reading a configuration needs pydantic: pip install pydantic", name="pydantic")
+    has_config = hasattr(kind, "__pydantic_config__")
+    return TypeAdapter(kind, config=None if has_config or is_dataclass(kind) else CONFIG)
+
+
+@functools.cache
+def schema_of(kind: Any) -> dict[str, Any]:
+    """The JSON Schema of a type's values."""
+    return _adapter(kind).json_schema()
+
+
+# Refusals in words.
+
+
+def refusal(error: "ValidationError", kind: Any, values: Any, *, noun: str = "option", path: str = "") -> ValueError:
+    """pydantic's error as one sentence that names the field: an unknown field first, then a missing one, then others.
+
+    What a `__post_init__` raised is returned as it is.
+    """
+    problems = [_Problem(kind, values, found) for found in error.errors(include_url=False)]
+    problem = min((each for each in problems if each.counts), key=lambda each: ORDER.get(each.type, len(ORDER)))
+    name = f"{path}{'.'.join(map(str, problem.path))}".removesuffix(".")
+    if problem.type == UNKNOWN:
+        known = [item.name for item in fields(problem.holder)]
+        near = difflib.get_close_matches(str(problem.path[-1]), known, n=1)
+        hint = f"; is '{near[0]}' meant?" if near else ""
+        return ValueError(f"unknown {noun} '{name}'; known: {', '.join(known)}{hint}")
+    if problem.type == LACKING:
+        return ValueError(f"{noun} '{name}' is missing")
+    if isinstance(problem.context.get("error"), ValueError):
+        return typing.cast(ValueError, problem.context["error"])
+    remedy = f"at most {MOST}" if problem.context.get("le") == MOST else words(schema_of(problem.hint))
+    return ValueError(f"{name}{'=' if name else ''}{value_text(problem.value)} must be {remedy}")
+
+
+UNKNOWN, LACKING = "unexpected_keyword_argument", "missing"  # pydantic's names
+ORDER = {UNKNOWN: 0, LACKING: 1}
+
+
+class _Problem:
+    """One of pydantic's errors, and the field that it is about: the innermost one, though its list's item be wrong.
+
+    counts   whether the value has the form that the error is about, if the field is a union of configurations
+    holder   the configuration that lacks the field or does not know it
+    """
+
+    def __init__(self, kind: Any, values: Any, found: Mapping[str, Any]) -> None:
+        self.hint, self.value, self.holder = kind, values, kind
+        self.path: list[Any] = []
+        self.counts, self.context = True, found.get("ctx", {})
+        hint, value = kind, values
+        steps: list[Any] = []
+        for step in found["loc"]:
+            kinds = _kinds(hint)
+            if step in (each.__name__ for each in kinds):  # the name of a form
+                fitting = [
+                    each for each in kinds if isinstance(value, Mapping) and value.keys() <= _hints(each).keys()
+                ]
+                hint = (fitting or kinds)[0]
+                self.counts &= not isinstance(value, Mapping) or hint.__name__ == step
+            elif holder := next((each for each in kinds if step in _hints(each)), None):
+                hint = _hints(holder)[step]
+                value = value.get(step) if isinstance(value, Mapping) else getattr(value, step, None)
+                self.path, steps = [*self.path, *steps, step], []
+                self.hint, self.value, self.holder = hint, value, holder
+            elif isinstance(value, Mapping) and kinds and step == found["loc"][-1] and found["type"] == UNKNOWN:
+                self.path, self.holder = [*self.path, *steps, step], kinds[0]
+            elif (isinstance(value, Mapping) and step in value) or (
+                isinstance(value, list | tuple) and isinstance(step, int) and step < len(value)
+            ):
+                value, steps = value[step], [*steps, step]
+            else:  # the name of another form than an object
+                self.counts &= not (isinstance(value, Mapping) and kinds)
+        self.type = "value" if found["type"] == LACKING and isinstance(found["loc"][-1], int) else found["type"]
+        if steps and _kinds(hint) and self.type.startswith("dataclass"):
+            self.path, self.value, self.hint = [*self.path, *steps], value, _kinds(hint)[0]
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The dataclasses in a type: it, of a union, or of a list's or object's values."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        return [hint]
+    return [kind for argument in typing.get_args(hint) for kind in _kinds(argument)]
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the type itself, without their bounds."""
+    if typing.get_origin(hint) is Annotated:
+        hint = hint.__origin__
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return tuple(each for member in typing.get_args(hint) for each in members(member)) if is_union else (hint,)
+
+
+def value_text(value: Any) -> str:
+    """A value in a sentence: as JSON where it is that, else as Python writes it."""
+    return json.dumps(value, default=repr)
+
+
+SINGULAR = {"integer": "a whole number", "number": "a number", "string": "a text", "boolean": "one of true, false"}
+PLURAL = {"integer": "whole numbers", "number": "numbers", "string": "texts", "array": "lists"}
+
+
+def words(schema: Mapping[str, Any]) -> str:
+    """The values of a JSON Schema in words: "a whole number of at least 1", "one of null, true, false"."""
+    forms = schema.get("anyOf") or schema.get("oneOf") or [schema]
+    kinds = [form for form in forms if form.get("type") != "null"]
+    if all("enum" in kind or "const" in kind or kind.get("type") == "boolean" for kind in kinds):
+        choices: list[Any] = [None] if len(kinds) < len(forms) else []
+        for kind in kinds:
+            choices += kind.get("enum") or ([kind["const"]] if "const" in kind else [True, False])
+        return "one of " + ", ".join(map(json.dumps, choices))
+    return " or ".join(dict.fromkeys(map(_form_words, kinds)))
+
+
+def _form_words(schema: Mapping[str, Any]) -> str:
+    if "$ref" in schema:
+        return f"an object with the fields of {schema['$ref'].rpartition('/')[2]}"
+    kind = schema.get("type")
+    if kind == "object" and "title" in schema:
+        return f"an object with the fields of {schema['title']}"
+    if kind == "object":
+        inner = PLURAL.get(_type_of(schema.get("additionalProperties")))
+        return f"an object whose values are {inner}" if inner else "an object"
+    if kind == "array":
+        items = schema.get("items") or (schema.get("prefixItems") or [{}])[0]
+        number = f"{schema['minItems']} " if schema.get("minItems") and "prefixItems" in schema else ""
+        inner = PLURAL.get(_type_of(items))
+        return f"a list of {number}{inner} {bounds(items)}".strip() if inner else "a list"
+    if schema.get("format") == "path":
+        return "a path"
+    return f"{SINGULAR.get(str(kind), 'any value')} {bounds(schema)}".strip()
+
+
+def _type_of(schema: Any) -> str:
+    return str(schema.get("type")) if isinstance(schema, Mapping) else ""
+
+
+def bounds(schema: Mapping[str, Any]) -> str:
+    """The bounds of a number in words: "from 0 to 1", "above 0 and at most 1"; "" for none, and for `MOST`."""
+    least, most = schema.get("minimum"), schema.get("maximum")
+    most = None if most == MOST else most
+    if least is not None and most is not None:
+        return f"from {least:.15g} to {most:.15g}"
+    named = {"of at least": least, "above": schema.get("exclusiveMinimum"), "at most": most}
+    return " and ".join(f"{text} {value:.15g}" for text, value in named.items() if value is not None)
