@@ -91,7 +91,7 @@ def client_key(request: Request) -> str:
 
 
 def check_query(request: Request, *, allowed: Mapping[str, str]) -> None:
-    """`ApiError` (400) for a parameter behind the route's `?` that is not `taken` with that value."""
+    """Raise `ApiError` (400) for a parameter behind the route's `?` that `allowed` lacks or has with another value."""
     for name, value in request.query_params.items():
         if allowed.get(name) != value:
             raise FieldError(clip(name), "is not supported here", value=value, remedy="leave it out")
