@@ -47,7 +47,7 @@ async def under_way(server: DiffusionServer, number: int) -> list[asyncio.Task[d
     tasks = [asyncio.create_task(answer(server, user=str(i))) for i in range(number)]
     engine = server.service.loaded.engine
     while server.service.engine.load.waiting < number - 1 or not any(
-        sequence.emitted for sequence in list(engine.scheduler.running.values())
+        sequence.num_emitted for sequence in list(engine.scheduler.running.values())
     ):
         await asyncio.sleep(0.001)
     return tasks

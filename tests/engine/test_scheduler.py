@@ -298,10 +298,12 @@ def run_to_end(s: Scheduler, *requests: Request, seed: int = 0) -> list[Sequence
 def test_the_second_turn_finds_the_first_answer() -> None:
     s = scheduler()
     first = run_to_end(s, request("a", 13, 22))[0]
-    assert first.num_cached_tokens == 0 and len(first.tokens) >= 35
+    assert first.counted.num_cached_tokens == 0 and len(first.tokens) >= 35
     follow_up = (*first.tokens[:35], 9, 9, 9)
     second = run_to_end(s, request("b", follow_up, 4))[0]
-    assert second.num_cached_tokens == 32 > 13 + PAGE, "whole pages: of the prompt, across its end, of the answer"
+    assert second.counted.num_cached_tokens == 32 > 13 + PAGE, (
+        "whole pages: of the prompt, across its end, of the answer"
+    )
     assert (s.pool.hits, s.pool.lookups) == (32, 12 + 36)
     assert second.counts().num_cached_tokens == 32
 
@@ -310,14 +312,14 @@ def test_positions_past_the_budget_are_not_published() -> None:
     s = scheduler()
     a = run_to_end(s, request("a", 12, 2))[0]  # its last block, and with it page 1, ends with unfilled positions
     assert a.tokens[-2:] == [UNFILLED, UNFILLED]
-    assert run_to_end(s, request("b", (*a.tokens, 5), 4))[0].num_cached_tokens == PAGE
+    assert run_to_end(s, request("b", (*a.tokens, 5), 4))[0].counted.num_cached_tokens == PAGE
 
 
 def test_equal_prefixes_share_pages_and_namespaces_do_not() -> None:
     pool = PagePool(40)
     one, other = scheduler(pool=pool, namespace="one"), scheduler(pool=pool, namespace="other")
     run_to_end(one, request("a", 24))
-    assert run_to_end(other, request("b", 24))[0].num_cached_tokens == 0
+    assert run_to_end(other, request("b", 24))[0].counted.num_cached_tokens == 0
     sequences = [one.add(request(name, 24 + n)) for n, name in enumerate("cd")]
     one.admit()
     c, d = sequences
@@ -337,9 +339,9 @@ def test_prefixes_are_found_only_once_their_forward_has_run() -> None:
     assert [(c.sequence, c.start, c.stop) for c in chunks] == [(a, 0, 24), (b, 0, 24)]
     late = s.add(request("c", 24))
     s.admit()
-    assert late.num_cached_tokens == 0
+    assert late.counted.num_cached_tokens == 0
     s.publish_chunks(chunks)
-    assert s.add(request("d", 24)) in s.admit() and s.find("d").num_cached_tokens == 24
+    assert s.add(request("d", 24)) in s.admit() and s.find("d").counted.num_cached_tokens == 24
     s.check_integrity()
 
 
@@ -350,7 +352,7 @@ def test_what_cannot_be_shared_is_not(changes: dict) -> None:
     assert s.pool.num_cached == 0
     run_to_end(s, request("b", 24))
     assert s.pool.num_cached > 0
-    assert run_to_end(s, request("c", 24, **changes))[0].num_cached_tokens == 0
+    assert run_to_end(s, request("c", 24, **changes))[0].counted.num_cached_tokens == 0
 
 
 def test_a_full_attention_prompt_goes_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,13 +451,13 @@ def test_a_preempted_sequence_waits_in_front_and_finds_its_pages_again() -> None
     s.commit(young, [7] * B)
     newcomer = s.add(request("newcomer", 4, 4))
     assert s.grow(lambda q: 40 if q is old else 32) == [young]
-    assert list(s.waiting) == [young, newcomer] and not young.pages and young.num_preemptions == 1
+    assert list(s.waiting) == [young, newcomer] and not young.pages and young.counted.num_preemptions == 1
     assert len(old.pages) == 5 and (young.prefix_length, young.prefilled, young.committed) == (24, 0, 0)
     s.check_integrity()
     assert s.admit() == [], "the pages of its window are not there, and no younger one passes it"
     s.release(old)
     assert s.admit() == [young, newcomer]
-    assert (young.prefilled, young.committed, young.num_cached_tokens) == (24, 24, 0)
+    assert (young.prefilled, young.committed, young.counted.num_cached_tokens) == (24, 24, 0)
     assert young.tokens[16:] == [6] * B + [7] * B
     s.check_integrity()
 
@@ -475,7 +477,7 @@ def test_a_lone_request_always_gets_in() -> None:
     assert s.pool.num_cached > 0
     r = request("b", (9,) * 40, 24)
     assert pages_needed(r, block_size=B, page_size=PAGE) == s.pool.capacity
-    assert run_to_end(s, r)[0].num_preemptions == 0
+    assert run_to_end(s, r)[0].counted.num_preemptions == 0
 
 
 def test_admission_leaves_a_page_to_whoever_grows() -> None:
@@ -492,7 +494,7 @@ def test_a_blocked_request_gets_in_once_its_prefix_is_there_to_share() -> None:
     a, b = s.add(request("a", 40, 8)), s.add(request("b", 40, 8))
     assert s.admit() == [a]
     s.publish_chunks(s.prefill())
-    assert s.admit() == [b] and b.num_cached_tokens == 40
+    assert s.admit() == [b] and b.counted.num_cached_tokens == 40
     s.check_integrity()
 
 

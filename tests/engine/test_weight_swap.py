@@ -188,7 +188,7 @@ def test_preempted_requests_keep_what_they_committed_and_go_on_with_the_new_weig
     served = engine_of(old, max_rows=3)
     for r in asked:
         served.add(r)
-    begun = run(served, lambda e: min([len(s.emitted) for s in e.scheduler.running.values()], default=0) >= 8)
+    begun = run(served, lambda e: min([s.num_emitted for s in e.scheduler.running.values()], default=0) >= 8)
     served.update_weights(folders["sdar"], mode="preempt")
     outputs = joined(begun, run(served))
     assert len(outputs) == 5 and all(len(o.tokens) == 40 for o in outputs.values())
@@ -211,7 +211,7 @@ def test_requests_that_run_may_end_with_the_old_weights_first(
     served = engine_of(old, max_rows=3, static_shapes=overlap, overlap=overlap)
     for r in asked[:5]:
         served.add(r)
-    begun = run(served, lambda e: any(s.emitted for s in e.scheduler.running.values()))
+    begun = run(served, lambda e: any(s.num_emitted > 0 for s in e.scheduler.running.values()))
     assert served.preempt() == "r2"
     served.update_weights(folders["sdar"], mode="wait")
     assert served.swap_waits and served.weights_version == 0
@@ -249,7 +249,7 @@ def test_a_canvas_that_has_given_out_tokens_does_not_take_them_back(
     late = replace(canvas, request_id="late")
     served = engine_of(old)
     served.add(canvas)
-    begun = run(served, lambda e: bool(e.scheduler.find("c").emitted))
+    begun = run(served, lambda e: bool(e.scheduler.find("c").num_emitted))
     served.add(blocks)
     more = run(served, most=1)
     served.update_weights(folders["llada"], mode=mode)
@@ -383,7 +383,7 @@ def test_all_ranks_swap_between_the_same_steps(
                 served.update_weights(tmp_path)
             for r in asked:
                 served.add(r)
-            begun = run(served, lambda e: any(s.emitted for s in e.scheduler.running.values()))
+            begun = run(served, lambda e: any(s.num_emitted > 0 for s in e.scheduler.running.values()))
             served.update_weights(folders[family], mode="preempt")
             middle = run(served, most=3)
             served.update_weights(tmp_path / "old", mode="wait")
