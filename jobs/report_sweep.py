@@ -69,7 +69,7 @@ def best(
 
     python jobs/report_sweep.py best out/sweep --by knee --folder out/model
     """
-    from mbd_core.evaluation.report.choice import best_points, models_of, written_best
+    from mbd_core.evaluation.report.best_choice import best_points, models_of, written_best
 
     targets = models_of(folders, [model_folder(str(path)) for path in folder])
     for point in best_points(folders, list(targets), by):
@@ -90,7 +90,7 @@ def front(
 
     A server that loads the folder then takes "speed" in requests: 0 is the front's most accurate point, 1 its fastest.
     """
-    from mbd_core.evaluation.report.choice import front_of, front_table, write_front
+    from mbd_core.evaluation.report.speed_front import front_of, front_table, write_front
     from mbd_core.evaluation.sweep.folder import read_report
 
     points = front_of(read_report(sweep), model=model, tasks=tasks)
@@ -104,7 +104,7 @@ def seeds(folders: Folders, json_file: JsonFile = None) -> None:
     for s in 0 1 2; do python jobs/eval_sweep.py --models ... --tasks ... --seed $s --out out/seed-$s; done;
     python jobs/report_sweep.py seeds out/seed-0 out/seed-1 out/seed-2
     """
-    from mbd_core.evaluation.report.across_sweeps import seed_table
+    from mbd_core.evaluation.report.studies.seeds import seed_table
 
     show(seed_table(folders), json_file)
 
@@ -123,7 +123,7 @@ def transfer(
 
     A sweep has all its models on all its tasks, so models with tasks of their own are sweeps of their own.
     """
-    from mbd_core.evaluation.report.across_sweeps import transfer_table
+    from mbd_core.evaluation.report.studies.setting_transfer import transfer_table
 
     show(transfer_table(chosen_on, reported_on, by=by), json_file)
 
@@ -134,7 +134,7 @@ def overlap(folders: Folders, json_file: JsonFile = None) -> None:
     A chain is all of an answer's equations in order, whatever the words around them. The sweeps' problems and the
     training problems of every recipe that has them are drawn again.
     """
-    from mbd_core.evaluation.report.across_sweeps import overlap_table, training_chains
+    from mbd_core.evaluation.report.studies.chain_overlap import overlap_table, training_chains
     from mbd_core.multitf.data.prepared import TinyData
     from mbd_core.multitf.recipes.by_name import RECIPES
 
@@ -161,7 +161,7 @@ def pairs(
     problem under several seeds count together.
     """
     from mbd_core.evaluation.measures.statistics import p_text
-    from mbd_core.evaluation.report.comparisons import load_answers, pair_answers
+    from mbd_core.evaluation.report.studies.paired_answers import load_answers, pair_answers
 
     sides = (
         load_answers(folders, model=model, task=task, tau_m2t=tau_m2t, buffer_size=buffer_size)

@@ -130,7 +130,7 @@ def run_work(
     say: Say = silent,
 ) -> SweepResult:
     """Check what lies in the folder and what is asked for, compute what is missing, and report it."""
-    from mbd_core.evaluation.report.choice import best_points, check_choice, written_best
+    from mbd_core.evaluation.report.best_choice import best_points, check_choice, written_best
     from mbd_core.evaluation.report.summary import write_summary
     from mbd_core.evaluation.sweep.endpoint import EndpointStage
     from mbd_core.evaluation.sweep.folder import FILES, KIND, REPORT, check_sweep_folder

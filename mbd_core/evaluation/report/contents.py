@@ -14,11 +14,12 @@ from mbd_core.evaluation.measures.summary import (
     ReportRow,
     token_efficiency,
 )
-from mbd_core.evaluation.report.comparisons import AccuracyGap, gap_table
+from mbd_core.evaluation.report.accuracy_gaps import AccuracyGap, gap_table
 from mbd_core.evaluation.report.harness_table import HarnessNumbers, harness_table
 from mbd_core.evaluation.report.metrics import metric_table
-from mbd_core.evaluation.report.page import ShownSamples, draw_plot, render_page
+from mbd_core.evaluation.report.page import render_page
 from mbd_core.evaluation.report.paper_tables import Own, beside_tables, paper_content, paper_section
+from mbd_core.evaluation.report.shown_samples import ShownSamples
 from mbd_core.evaluation.report.speeds import (
     EndpointSeconds,
     gain_table,
@@ -35,6 +36,7 @@ from mbd_core.evaluation.report.tables import (
     rule_table,
     settings_table,
 )
+from mbd_core.evaluation.report.tradeoff_plot import draw_plot
 from mbd_core.evaluation.sweep.speed import MeasuredSpeed
 from mbd_core.tables import Table, markdown
 

@@ -61,8 +61,6 @@ def key_of(speed: MeasuredSpeed) -> ReportKey:
     return ReportKey(speed.model, speed.method, speed.task, speed.config)
 
 
-# The gain in TPS that tokens per forward and the time of a forward predict, beside the measured one (MBD-LMs, 4.5).
-
 GAIN_HEADS = ("TPF gain", "Latency cost", "Predicted TPS gain", "Measured TPS gain", "Measured / predicted")
 GAIN_DEFINITIONS = (
     "TPF gain: tokens per forward of the requests that were timed one at a time (ratio of sums), against the task's "
@@ -137,8 +135,6 @@ def gain_table(
 def _method(row: ReportRow) -> tuple[str, str]:
     return row.key.model, row.key.method
 
-
-# How long endpoints took for a sweep's requests, network and their other load included.
 
 COLUMNS = ("sample", "model", "method", "task", "config", "problem_id", "seconds")
 

@@ -15,10 +15,10 @@ from mbd_core.evaluation.measures.summary import (
     build_rows,
     with_intervals,
 )
-from mbd_core.evaluation.report.comparisons import accuracy_gaps
+from mbd_core.evaluation.report.accuracy_gaps import accuracy_gaps
 from mbd_core.evaluation.report.contents import SweepNumbers, report_files, report_tables
 from mbd_core.evaluation.report.harness_table import harness_numbers
-from mbd_core.evaluation.report.page import choose_samples
+from mbd_core.evaluation.report.shown_samples import choose_samples
 from mbd_core.evaluation.report.speeds import (
     endpoint_seconds,
     key_of,

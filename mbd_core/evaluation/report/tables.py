@@ -23,8 +23,6 @@ from mbd_core.tables import Cell, Table
 SETTINGS = "What was run"
 Varied = Mapping[ReportKey, str]
 
-# The table of each method's best configuration.
-
 BEST_NOTE = (
     "Each row is a model and method, with its most accurate configuration on each task (on ties that of the higher "
     "TPF). The choice was made on these samples, so with many configurations the accuracies are biased upwards."
@@ -98,9 +96,6 @@ def _mean_accuracy_text(summaries: Sequence[Summary]) -> str:
 def accuracy_text(summary: Summary) -> str:
     """The accuracy with its interval."""
     return f"{summary.accuracy:.2f} [{summary.accuracy_low:.1f}, {summary.accuracy_high:.1f}]"
-
-
-# Every configuration, and its accuracy by each rule that judged its samples.
 
 
 def configuration_table(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> Table:
@@ -184,8 +179,6 @@ def repeated_table(repeated: Mapping[ReportKey, Repeated], labels: Mapping[str, 
     )
 
 
-# Both AUPs of each task, with their points.
-
 AUP_CAPTION = (
     "y_max, by which d3LLM's AUP weighs an accuracy, is the best accuracy in its pool: all configurations of this "
     "report on the task. It moves with the pool. The anchor, up to which that area is a rectangle without weight, is "
@@ -224,8 +217,6 @@ def _y_max_text(aup: AupRow) -> str:
 def _point_list(points: Iterable[AupPoint]) -> str:
     return " ".join(f"({p:.2f}, {y:.2f})" for p, y in points)
 
-
-# The settings, as items of which nothing is Markdown.
 
 JSON_KEEPS = "\x85\u2028\u2029"  # ends of lines that JSON leaves as they are
 MARKS = f"`<\n\r\v\f\x1c\x1d\x1e{JSON_KEEPS}"

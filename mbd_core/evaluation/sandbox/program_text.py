@@ -117,8 +117,6 @@ def _before(prompt: str, entry_point: str) -> str:
     return text_before if _state(text_before) == "whole" else ""
 
 
-# Which lines are Python.
-
 CodeState = Literal["whole", "open", "bad"]
 
 
@@ -216,9 +214,6 @@ class _Runs:
             middle = (good + bad) // 2
             good, bad = (good, middle) if self._state(start, middle) == "bad" else (middle, bad)
         return next((end for end in range(good, start, -1) if self._state(start, end) == "whole"), None)
-
-
-# What of the code the function reaches.
 
 
 StatementKind = Literal["import", "usual", "other", "silent"]

@@ -10,7 +10,7 @@ from sweep_rows import graded_sample
 from mbd_core.evaluation.measures.rates import GradedSample
 from mbd_core.evaluation.measures.statistics import wilson_interval
 from mbd_core.evaluation.measures.summary import ReportKey, build_rows
-from mbd_core.evaluation.report.comparisons import accuracy_gaps, gap_table
+from mbd_core.evaluation.report.accuracy_gaps import accuracy_gaps, gap_table
 from mbd_core.evaluation.report.contents import SweepNumbers, report_tables
 
 

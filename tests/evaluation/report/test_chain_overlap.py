@@ -6,7 +6,7 @@ from pathlib import Path
 
 from written_sweeps import write_rows
 
-from mbd_core.evaluation.report.across_sweeps import chain, overlap_table, training_chains
+from mbd_core.evaluation.report.studies.chain_overlap import chain, overlap_table, training_chains
 from mbd_core.tables import markdown
 from mbd_core.tasks import gsm_mini
 

@@ -11,7 +11,7 @@ import pytest
 from jobs import report_sweep
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.methods import KEY, read_front
-from mbd_core.evaluation.report.choice import front_of
+from mbd_core.evaluation.report.speed_front import front_of
 
 MEASURED = {0.9: (90.0, 2.0), 0.7: (70.0, 3.0), 0.6: (60.0, 2.5), 0.5: (40.0, 5.0)}  # tau_m2t: accuracy, tpf
 

@@ -8,7 +8,7 @@ from written_sweeps import write_rows
 
 from jobs.report_sweep import main
 from mbd_core.evaluation.measures.statistics import Interval
-from mbd_core.evaluation.report.comparisons import load_answers, pair_answers
+from mbd_core.evaluation.report.studies.paired_answers import load_answers, pair_answers
 
 SETTING = {"task": "gsm-mini", "tau_m2t": 0.9, "buffer_size": 4}
 

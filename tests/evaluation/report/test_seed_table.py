@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jobs.report_sweep import main
-from mbd_core.evaluation.report.across_sweeps import seed_table
+from mbd_core.evaluation.report.studies.seeds import seed_table
 from mbd_core.tables import markdown
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jobs.report_sweep import main
-from mbd_core.evaluation.report.across_sweeps import transfer_table
+from mbd_core.evaluation.report.studies.setting_transfer import transfer_table
 from mbd_core.tables import markdown
 
 TAUS = (0.7, 0.9, 0.95)

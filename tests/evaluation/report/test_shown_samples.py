@@ -11,8 +11,8 @@ from written_sweeps import graded_table, planned_rows, sweep_record, write_parts
 
 from mbd_core.batch.parts import cut
 from mbd_core.batch.rows import REPLAY
-from mbd_core.evaluation.report import page as shown_samples
-from mbd_core.evaluation.report.page import choose_samples
+from mbd_core.evaluation.report import shown_samples
+from mbd_core.evaluation.report.shown_samples import choose_samples
 from mbd_core.evaluation.sweep.folder import SweepFolder
 from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS
 from mbd_core.evaluation.sweep.shard import SweepShard

@@ -9,7 +9,7 @@ from written_sweeps import timed_table
 
 from mbd_core.evaluation.measures.summary import ReportKey, token_efficiency
 from mbd_core.evaluation.report.contents import SweepNumbers, report_files, report_tables
-from mbd_core.evaluation.report.page import ShownSamples
+from mbd_core.evaluation.report.shown_samples import ShownSamples
 from mbd_core.evaluation.report.speeds import SpeedGain, gain_table, speed_gains
 from mbd_core.evaluation.sweep.speed import MeasuredSpeed, speeds
 from mbd_core.tables import markdown

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from sweep_rows import report_rows
 
-from mbd_core.evaluation.report.page import draw_plot
+from mbd_core.evaluation.report.tradeoff_plot import draw_plot
 
 
 def test_the_plot_is_a_png(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_grid_is_for_our_endpoint_beside_one_that_takes_none() -> None:
 @pytest.mark.parametrize("forwards", [4, None])
 def test_an_error_of_an_endpoint_that_says_forwards_hides_no_tpf(tmp_path: Path, forwards: int | None) -> None:
     endpoint = Endpoint(name="ours", url="http://h/v1", model="m", defaults={"block_size": 4})
-    asked = {**OPTIONS, "models": [], "methods": [ENDPOINT_DEFAULT], "endpoints": [endpoint]}
+    asked = {**OPTIONS, "models": [], "methods": [ENDPOINT_DEFAULT], "endpoints": (endpoint,)}
     sweep = plan_sweep(load_inputs(SweepOptions(**asked)))
     rows = list(sweep.rows())
     parts = cut(rows, rows_per_part=len(rows))
