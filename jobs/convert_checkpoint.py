@@ -1,8 +1,9 @@
-"""Convert a checkpoint's layout, or write random weights in a real model's: the options, and a progress bar.
+"""Convert a checkpoint's layout, make a block-diffusion model of a base, or write random weights: the options.
 
-python jobs/convert_checkpoint.py --from LLaDA2.0-mini --to mini-fused --experts fused
-python jobs/convert_checkpoint.py --from step_1000 --to trained --format hf --experts per-expert --config mini-fused
-python jobs/convert_checkpoint.py --random llada2-mini --to mini   # random weights in the real layout, and a tokenizer
+mbd convert LLaDA2.0-mini --out mini-fused --experts fused
+mbd convert step_1000 --to hf --out trained --experts per-expert --config mini-fused
+mbd convert Qwen3-0.6B --to block-diffusion --out diffusion
+mbd convert --random llada2-mini --out mini   # random weights in the real layout, and a tokenizer
 """
 
 import signal
@@ -10,15 +11,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from tqdm import tqdm
 
 from cluster.signals import interrupt_on
-from jobs.command_line import Overwrite
-from mbd_core.checkpoint.model_family import ExpertLayout, Format
+from jobs.command_line import OutFolder, Overwrite
+from mbd_core.checkpoint.model_family import DiffusionLayout, ExpertLayout
 from mbd_core.command_line import command
-from mbd_core.fields import MODEL, OUTPUT, Flag, Gt
+from mbd_core.fields import MODEL, OUTPUT, Flag, Ge, Gt
 from mbd_core.models.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -31,45 +32,78 @@ Progress = Callable[[int, int], None]
 
 def run(
     *,
-    source: Annotated[Path | None, Flag("Checkpoint to read.", MODEL, name="--from", metavar="DIR")] = None,
+    source: Annotated[Path | None, Flag("Checkpoint to read.", MODEL, positional=True, metavar="[DIR]")] = None,
     random: Annotated[
         str | None, Flag(f"Or random weights, with a tokenizer: {', '.join(SHAPES)}.", MODEL, metavar="SHAPE")
     ] = None,
     config: Annotated[
-        Path | None, Flag("Folder with config.json and tokenizer.", MODEL, metavar="DIR", default="--from")
+        Path | None, Flag("Folder with config.json and tokenizer.", MODEL, metavar="DIR", default="DIR")
     ] = None,
-    target: Annotated[Path, Flag("Folder to write.", OUTPUT, name="--to", metavar="DIR")],
+    target: OutFolder,
+    to: Annotated[
+        Literal["hf", "dcp", "block-diffusion"] | None,
+        Flag(
+            "Hugging Face folder, distributed checkpoint, or the block-diffusion model of an autoregressive folder.",
+            OUTPUT,
+            default="the source's",
+        ),
+    ] = None,
+    layout: Annotated[
+        DiffusionLayout | None,
+        Flag("With --to block-diffusion: whose layout; sdar is for Qwen3 and Qwen3-MoE.", OUTPUT, default="a2d"),
+    ] = None,
+    block_size: Annotated[
+        int | None, Ge(1), Flag("With --to block-diffusion: tokens of a block.", OUTPUT, default="32")
+    ] = None,
+    mask_token: Annotated[
+        str | None,
+        Flag(
+            "With --to block-diffusion: the mask token.",
+            OUTPUT,
+            metavar="TOKEN",
+            default="the tokenizer's own, an unused special token, or a new one",
+        ),
+    ] = None,
     experts: Annotated[
         Literal["fused", "per-expert"] | None, Flag("The experts' layout.", OUTPUT, default="the source's")
-    ] = None,
-    to_format: Annotated[
-        Format | None, Flag("Hugging Face or distributed.", OUTPUT, name="--format", default="the source's")
     ] = None,
     max_shard_gb: Annotated[float, Gt(0), Flag("Largest file to write, in GB.", OUTPUT)] = 5.0,
     overwrite: Overwrite = False,
 ) -> int:
-    """Convert a checkpoint: single or stacked experts, Hugging Face folder or PyTorch distributed checkpoint (DCP).
+    """Convert a checkpoint: single or stacked experts, Hugging Face folder or PyTorch distributed checkpoint (DCP),
+    autoregressive or block-diffusion model.
 
     About one shard is in memory at a time. Values are copied as they are. Open only checkpoints that you trust: a
     distributed checkpoint's metadata is a pickle.
     """
+    from mbd_core.checkpoint.adaptation.block_diffusion import convert_to_block_diffusion
     from mbd_core.checkpoint.conversion import convert
     from mbd_core.checkpoint.saving import save_random
 
     if (source is None) == (random is None):
-        raise ValueError("give either --from, a checkpoint to read, or --random, a shape by name")
+        raise ValueError("give either DIR, a checkpoint to read, or --random, a shape by name")
     if random is not None and random not in SHAPES:
         raise ValueError(f"--random {random} is unknown; choose one of {', '.join(SHAPES)}")
-    if random is not None and (experts or to_format or config):
+    if random is not None and (experts or to or config):
         raise ValueError("--random writes a Hugging Face folder as published; convert it afterwards")
+    settings: dict[str, Any] = {"layout": layout, "block_size": block_size, "mask_token": mask_token}
+    given = [name for name, value in settings.items() if value is not None]
+    if to != "block-diffusion" and given:
+        raise ValueError(f"--{given[0].replace('_', '-')} needs --to block-diffusion")
+    if to == "block-diffusion" and (experts or config):
+        raise ValueError("--to block-diffusion takes neither --experts nor --config; convert the layout afterwards")
     try:
         with any_stop_as_interrupt(), progress_bar(target.name) as progress:
             common = Common(max_shard_bytes=int(max_shard_gb * 10**9), overwrite=overwrite, progress=progress)
             if random is not None:
                 save_random(SHAPES[random], target, tokenizer=tokenizer_of(random), **common)
+            elif source is not None and to != "block-diffusion":
+                kind = None if experts is None else EXPERTS[experts]
+                convert(source, target, experts=kind, to=to, config_from=config, **common)
             elif source is not None:
-                layout = None if experts is None else EXPERTS[experts]
-                convert(source, target, experts=layout, to=to_format, config_from=config, **common)
+                choices = {name: settings[name] for name in given}
+                plan = convert_to_block_diffusion(source, target, **choices, **common)
+                print(f"{plan.config.architecture}, blocks of {plan.config.block_size}, mask {plan.mask}")
     except KeyboardInterrupt:
         print(f"convert_checkpoint: stopped; {target} was not written", file=sys.stderr)
         return 130

@@ -146,8 +146,7 @@ def refuse_dcp(folder: Path) -> None:
     """Raise `ValueError` for a distributed checkpoint where a Hugging Face folder is needed."""
     if (folder / METADATA).exists():
         raise ValueError(
-            f"{folder} is a distributed checkpoint; make a model folder of it with "
-            "jobs/convert_checkpoint.py --format hf"
+            f"{folder} is a distributed checkpoint; make a model folder of it with mbd convert DIR --to hf --out OUT"
         )
 
 

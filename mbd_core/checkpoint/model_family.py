@@ -9,6 +9,8 @@ Json = Mapping[str, Any]
 Format = Literal["hf", "dcp"]
 # One tensor an expert, a layer's experts stacked, or the decoder's own tensors.
 ExpertLayout = Literal["per_expert", "fused", "decoder"]
+# Whose names a block-diffusion folder made of an autoregressive one has: dllm's A2D or SDAR's.
+DiffusionLayout = Literal["a2d", "sdar"]
 
 
 @dataclass(frozen=True, kw_only=True)

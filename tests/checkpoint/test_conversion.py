@@ -33,10 +33,8 @@ def run(*args: object) -> int:
 def test_there_and_back_is_the_same_bytes(tmp_path: Path, config: ModelConfig, middle: str) -> None:
     start = write_model(tmp_path / "start", config)
     stacked = ["--experts", "fused"] if config.moe is not None else []
-    assert run("--from", start, "--to", tmp_path / "there", *stacked, "--format", middle) == 0
-    assert (
-        run("--from", tmp_path / "there", "--to", tmp_path / "back", "--experts", "per-expert", "--format", "hf") == 0
-    )
+    assert run(start, "--out", tmp_path / "there", *stacked, "--to", middle) == 0
+    assert run(tmp_path / "there", "--out", tmp_path / "back", "--experts", "per-expert", "--to", "hf") == 0
     assert contents(tmp_path / "back") == contents(start)
     if middle == "hf":
         model, again = load_model(start), load_model(tmp_path / "there")
@@ -88,7 +86,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     start = write_model(tmp_path / "start", LLADA2)
 
     def refused(sentence: str, *more: object, source: Path = start, target: Path = tmp_path / "out") -> None:
-        assert run("--from", source, "--to", target, "--experts", "fused", *more) == 2
+        assert run(source, "--out", target, "--experts", "fused", *more) == 2
         said = capsys.readouterr()
         last = said.err.rpartition("\r")[2]  # behind the bar, where writing had begun
         assert sentence in last and said.err.count("\n") == 1 + ("\r" in said.err) and not said.out
@@ -133,16 +131,16 @@ def test_a_folder_that_is_there_is_replaced_only_on_demand(tmp_path: Path, capsy
     (foreign / "notes.txt").write_text("mine")
     convert(start, tmp_path / "out", to="dcp")
     old = contents(tmp_path / "out")
-    for given in (["--from", start], ["--random", "tiny-sdar"]):
-        assert run(*given, "--to", tmp_path / "out") == 2
+    for given in ([start], ["--random", "tiny-sdar"]):
+        assert run(*given, "--out", tmp_path / "out") == 2
         assert "out exists already and holds a model; give another folder, or --overwrite\n" in capsys.readouterr().err
         for overwrite in ([], ["--overwrite"]):
-            assert run(*given, "--to", foreign, *overwrite) == 2
+            assert run(*given, "--out", foreign, *overwrite) == 2
             assert "foreign exists already and was not written by this project" in capsys.readouterr().err
     assert contents(tmp_path / "out") == old and contents(foreign) == {"notes.txt": b"mine"}
-    assert run("--from", start, "--to", tmp_path / "out", "--overwrite") == 0
+    assert run(start, "--out", tmp_path / "out", "--overwrite") == 0
     assert contents(tmp_path / "out") == contents(start)
-    assert run("--random", "tiny-sdar", "--to", tmp_path / "out", "--overwrite") == 0
+    assert run("--random", "tiny-sdar", "--out", tmp_path / "out", "--overwrite") == 0
     assert load_model(tmp_path / "out").config == SHAPES["tiny-sdar"]
 
 
@@ -163,18 +161,18 @@ def test_a_source_is_never_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ([], "give either --from, a checkpoint to read, or --random, a shape by name"),
-        (["--from", "x", "--random", "tiny-sdar"], "give either --from"),
+        ([], "give either DIR, a checkpoint to read, or --random, a shape by name"),
+        (["x", "--random", "tiny-sdar"], "give either DIR"),
         (["--random", "tiny-x"], "--random tiny-x is unknown; choose one of sdar-null, "),
         (["--random", "tiny-sdar", "--experts", "fused"], "--random writes a Hugging Face folder as published"),
-        (["--from", "x", "--max-shard-gb", "0"], "--max-shard-gb 0.0 must be a number above 0"),
-        (["--from", "x", "--max-shard-gb", "nan"], "--max-shard-gb nan must be a number above 0"),
+        (["x", "--max-shard-gb", "0"], "--max-shard-gb 0.0 must be a number above 0"),
+        (["x", "--max-shard-gb", "nan"], "--max-shard-gb nan must be a number above 0"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], sentence: str
 ) -> None:
-    assert run(*given, "--to", tmp_path / "out") == 2
+    assert run(*given, "--out", tmp_path / "out") == 2
     said = capsys.readouterr().err
     assert said.startswith(f"convert_checkpoint: {sentence}") and said.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -203,7 +201,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
 
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     target = tmp_path / "new" / "out"
-    assert run(*(("--random", "llada2-mini") if random else ("--from", start)), "--to", target) == 2
+    assert run(*(("--random", "llada2-mini") if random else (start,)), "--out", target) == 2
     said = capsys.readouterr().err
     assert asked == [tmp_path] and not target.parent.exists() and said.count("\n") == 1
     assert f"and {tmp_path} has {needed - 1:,} free" in said
@@ -230,7 +228,7 @@ sys.exit(convert_checkpoint.main(sys.argv[1:]))
 @pytest.mark.parametrize(("number", "to"), [(signal.SIGINT, "hf"), (signal.SIGTERM, "dcp"), (signal.SIGHUP, "hf")])
 def test_a_stopped_conversion_leaves_nothing(tmp_path: Path, number: signal.Signals, to: str) -> None:
     start, target = write_model(tmp_path / "start", SDAR), tmp_path / "out"
-    command = [sys.executable, "-c", SLOWLY, "--from", start, "--to", target, "--format", to]
+    command = [sys.executable, "-c", SLOWLY, start, "--out", target, "--to", to]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "writing\n"
         assert any(p.name.startswith(".out-") for p in tmp_path.iterdir())

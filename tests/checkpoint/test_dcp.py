@@ -57,7 +57,7 @@ def test_an_adapter_alone_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixt
     start = write_model(tmp_path / "start", LLADA2)
     state = {"model": {"model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.ones(2, 3)}}
     dcp.save(state, checkpoint_id=tmp_path / "step-7", no_dist=True)
-    assert main(["--from", str(tmp_path / "step-7"), "--to", str(tmp_path / "to"), "--config", str(start)]) == 2
+    assert main([str(tmp_path / "step-7"), "--out", str(tmp_path / "to"), "--config", str(start)]) == 2
     assert "step-7 holds an adapter (LoRA) without its base; go on with its training" in capsys.readouterr().err
 
 
@@ -66,8 +66,8 @@ def test_trainers_checkpoint_becomes_a_model(tmp_path: Path) -> None:
     model = load_model(start)
     state = {"model": model.state_dict(), "optimizer": {"momentum": torch.ones(3)}, "step": 7}
     dcp.save(state, checkpoint_id=tmp_path / "step-7", no_dist=True)
-    options = {"--from": tmp_path / "step-7", "--to": tmp_path / "hf", "--format": "hf", "--config": start}
-    assert main([str(part) for option in options.items() for part in option]) == 0
+    options = {"--out": tmp_path / "hf", "--to": "hf", "--config": start}
+    assert main([str(tmp_path / "step-7"), *(str(part) for option in options.items() for part in option)]) == 0
     assert contents(tmp_path / "hf") == contents(start)
 
 

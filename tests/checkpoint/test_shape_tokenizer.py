@@ -21,7 +21,7 @@ TINY = [name for name in SHAPES if name.startswith("tiny-")]
 
 @pytest.mark.parametrize("shape", TINY)
 def test_a_random_folder_answers_a_chat(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--random", shape, "--to", str(tmp_path / shape)]) == 0
+    assert main(["--random", shape, "--out", str(tmp_path / shape)]) == 0
     folder, wanted = read_folder(tmp_path / shape), SHAPES[shape]
     assert (folder.config.mask_token_id, folder.config.eos_token_ids) == (wanted.mask_token_id, wanted.eos_token_ids)
     assert folder.defaults.get("tokens_per_step") == (4 if wanted.attention == "block_causal" else None)
@@ -90,6 +90,6 @@ def test_text_comes_back(shape: str) -> None:
 def test_a_vocabulary_too_small_for_text_gets_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError):
         shape_tokenizer(SHAPES["sdar-null"])
-    assert main(["--random", "sdar-null", "--to", str(tmp_path / "null")]) == 0
+    assert main(["--random", "sdar-null", "--out", str(tmp_path / "null")]) == 0
     assert "sdar-null gets no tokenizer: 64 tokens cannot write text" in capsys.readouterr().out
     assert not (tmp_path / "null" / "tokenizer.json").exists()

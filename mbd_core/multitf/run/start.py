@@ -153,7 +153,7 @@ def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
     if not config.has_mask:
         raise ValueError(
             f"recipe {recipe.name} trains a model to fill masks, and {name} has no mask token; choose another --base, "
-            "or make a block-diffusion model of it: mbd convert DIR OUT --to block-diffusion"
+            "or make a block-diffusion model of it: mbd convert DIR --to block-diffusion --out OUT"
         )
     layouts = recipe.states.layouts
     if config.attention == "causal":

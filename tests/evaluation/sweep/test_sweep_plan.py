@@ -66,7 +66,7 @@ def test_defined_methods_run_unless_others_are_named(tiny_model_dir: Path) -> No
     ("shape", "methods"), [("tiny-nemotron", ["ar", "linear-spec", "dlm"]), ("tiny-diffusion-gemma", ["renoise"])]
 )
 def test_a_model_of_causal_rows_is_compared_by_its_own_methods(tmp_path: Path, shape: str, methods: list[str]) -> None:
-    assert main(["--random", shape, "--to", str(tmp_path / shape)]) == 0
+    assert main(["--random", shape, "--out", str(tmp_path / shape)]) == 0
     assert list(planned(tmp_path / shape).methods) == methods
 
 

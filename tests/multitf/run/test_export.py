@@ -178,7 +178,7 @@ def test_fields_of_the_base_stay_but_those_that_would_be_untrue(family: str, fol
 
 @pytest.mark.parametrize("shape", ["tiny-sdar", "tiny-llada2", "tiny-llada", "tiny-dream", "tiny-fast-dllm-v2"])
 def test_a_folder_of_random_weights_is_trained_as_it_is_made(shape: str, tmp_path: Path) -> None:
-    assert convert_checkpoint(["--random", shape, "--to", str(tmp_path / shape)]) == 0
+    assert convert_checkpoint(["--random", shape, "--out", str(tmp_path / shape)]) == 0
     out = trained(tmp_path / shape, tmp_path / "out")
     assert read_folder(out).config.vocab_size == 256
     assert (out / "tokenizer.json").read_bytes() == (tmp_path / shape / "tokenizer.json").read_bytes()

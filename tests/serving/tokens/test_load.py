@@ -101,9 +101,7 @@ def test_jobs_refuse_such_ids_too(
     folder: Path, capsys: pytest.CaptureFixture[str], job: str, values: dict[str, object], sentence: str
 ) -> None:
     change_json(folder / "generation_config.json", **values)
-    given = {"jobs.convert_checkpoint": ["--from", folder, "--to", folder.parent / "out"]}.get(
-        job, ["--model", folder]
-    )
+    given = {"jobs.convert_checkpoint": [folder, "--out", folder.parent / "out"]}.get(job, ["--model", folder])
     module, _, entry = job.partition(":")
     assert getattr(importlib.import_module(module), entry or "main")([str(a) for a in given]) == 2
     said = capsys.readouterr().err
@@ -127,7 +125,7 @@ def test_decoding_that_cannot_be_honoured_is_refused(folder: Path, values: dict[
 @pytest.mark.parametrize("read", [read_folder, load_model])
 def test_a_distributed_checkpoint_is_sent_to_the_converter(folder: Path, read: Callable[[Path], Any]) -> None:
     convert(folder, folder.parent / "dcp", to="dcp")
-    with pytest.raises(ValueError, match=r"jobs/convert_checkpoint.py --format hf"):
+    with pytest.raises(ValueError, match=r"mbd convert DIR --to hf"):
         read(folder.parent / "dcp")
 
 
