@@ -349,7 +349,7 @@ def run_train(
     import torch
 
     from benchmarks import training
-    from mbd_core.multitf.states.mask import TrainingAttention
+    from mbd_core.multitf.states.training_attention import TrainingAttention
 
     measuring.begin()
     groups, shapes = [_layouts(text) for text in layouts], {}

@@ -21,8 +21,8 @@ from mbd_core.fields import DATA, STATES, Flag, Ge
 
 if TYPE_CHECKING:
     from mbd_core.models.decoder import Decoder
+    from mbd_core.multitf.config import ReplayStates
     from mbd_core.multitf.states.answer import ReplayedAnswer
-    from mbd_core.multitf.states.replay import States
 
 COLUMNS = {
     "slots": "slots",
@@ -135,12 +135,15 @@ def replay_rows(
     """A row for each kind of states: what the answers cost, how far they are from the engine, and seconds in turn."""
     import torch
 
-    from mbd_core.multitf.data.encoding import IGNORE
-    from mbd_core.multitf.states.replay import ReplayBatch, ReplayCost, replay_batch, replay_cost
+    from mbd_core.multitf.data.example import IGNORE
+    from mbd_core.multitf.states.replay import ReplayBatch, replay_batch
+    from mbd_core.multitf.states.replay_cost import ReplayCost, replay_cost
     from mbd_core.multitf.step.policy_loss import log_probabilities
     from mbd_core.multitf.step.trainer import split_batch
 
-    kinds: dict[str, tuple[States, int]] = {f"exact, shrink {n}" if n > 1 else "exact": ("exact", n) for n in shrinks}
+    kinds: dict[str, tuple[ReplayStates, int]] = {
+        f"exact, shrink {n}" if n > 1 else "exact": ("exact", n) for n in shrinks
+    }
     kinds |= {"block-local": ("block-local", 1), "all-masked": ("all-masked", 1)}
     config, device = model.config, model.model.norm.weight.device
     batches = {

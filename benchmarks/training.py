@@ -24,11 +24,14 @@ from benchmarks.measuring import interleaved, medians, run_seconds
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.flops import matrix_flops, mlp_flops, pair_flops
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.multitf.data.encoding import IGNORE, Example
+from mbd_core.multitf.data.example import IGNORE, Example
 from mbd_core.multitf.data.prepared import PreparedExamples
+from mbd_core.multitf.states.batch import MultiTFBatch, collate
 from mbd_core.multitf.states.layout import GroupLayout, StateConfig, layout_set
-from mbd_core.multitf.states.mask import TrainingAttention, dual_stream_mask
-from mbd_core.multitf.states.sample import MultiTFBatch, Together, alone, collate, corrupt, lay_out, packed_together
+from mbd_core.multitf.states.mask import dual_stream_mask
+from mbd_core.multitf.states.packing import Together, alone, packed_together
+from mbd_core.multitf.states.sample import corrupt, lay_out
+from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.loss import multitf_loss
 from mbd_core.multitf.step.trainer import batch_indices
 
@@ -38,7 +41,7 @@ from mbd_core.multitf.step.trainer import batch_indices
 # layer's MLP, the head and the loss, which take the same labelled positions either way. The backward pass is twice
 # the forward.
 
-Attention = Literal["dense", "flex"]
+AttentionKind = Literal["dense", "flex"]
 COUNT_COLUMNS = {
     "max_group": "G",
     "num_random": "N",
@@ -70,7 +73,7 @@ def token_ratio(num_layouts: int) -> float:
     return 2 * num_layouts / (num_layouts + 1)
 
 
-def computed_pairs(layouts: Sequence[GroupLayout], block_size: int, attention: Attention) -> int:
+def computed_pairs(layouts: Sequence[GroupLayout], block_size: int, attention: AttentionKind) -> int:
     """Pairs that the attention computes of the streams of `layouts` and their clean stream.
 
     Dense attention computes all. FlexAttention computes the blocks of `FLEX_BLOCK` squared with a visible pair.
@@ -98,7 +101,7 @@ def _last_block(count: int, block_size: int) -> np.ndarray:
 
 
 def sample_cost(
-    config: ModelConfig, layouts: Sequence[GroupLayout], block_size: int, *, attention: Attention, shared: bool
+    config: ModelConfig, layouts: Sequence[GroupLayout], block_size: int, *, attention: AttentionKind, shared: bool
 ) -> SampleCost:
     """The forward of one sample whose layouts are over `layouts[0].num_blocks` blocks.
 

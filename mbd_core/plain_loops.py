@@ -23,7 +23,7 @@ from mbd_core.decoding.blocks.literal_algorithms import BlockTokens, Predictions
 from mbd_core.decoding.blocks.request import FinishReason, Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import CanvasPlan, PlannedDecoder, Query
-from mbd_core.decoding.causal.renoise import Noise, Reading, RenoisingDecoder
+from mbd_core.decoding.causal.renoise import CanvasReading, Noise, RenoisingDecoder
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.gemma import Denoising
 
@@ -273,7 +273,7 @@ def run_renoise(
     *,
     noise: Noise | None = None,
     first: tuple[Tensor, Tensor] | None = None,
-    watch: Callable[[RenoisingDecoder, Reading], None] | None = None,
+    watch: Callable[[RenoisingDecoder, CanvasReading], None] | None = None,
 ) -> PlainRun:
     """DiffusionGemma's decoding without a cache: every forward computes the prompt, the finished canvases and the one
     under way. `first` are a first canvas and the logits that condition it; `watch` is called with what each forward

@@ -17,14 +17,16 @@ from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.multitf.data.chats import Chat
 from mbd_core.multitf.data.encoding import EncodedChat, EncodedRow
-from mbd_core.multitf.data.preparation import Encode, encoder
+from mbd_core.multitf.data.preparation import EncodeChats, encoder
 from mbd_core.storage.models import fetch_model
 
 WINDOW = 64
 """So many chunks are on the cluster at once; their tokens come back in the order of the rows."""
 
 
-def encode_on_cluster(model: str, *, num_workers: int, every: bool = False, max_length: int | None = None) -> Encode:
+def encode_on_cluster(
+    model: str, *, num_workers: int, every: bool = False, max_length: int | None = None
+) -> EncodeChats:
     """Tokenise for a model, which each node fetches for itself, by at most `num_workers` tasks at once.
 
     Raises `ClusterTooSmall` if the connected cluster has no room for them. `every` and `max_length`: as `encode_rows`

@@ -30,8 +30,8 @@ from mbd_core.evaluation.sweep.run import SweepRun
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.multitf.config import Sweeping
 from mbd_core.multitf.run.checkpoints import Checkpoints
+from mbd_core.multitf.run.export import export_checkpoint
 from mbd_core.multitf.run.start import StartingPoint
-from mbd_core.multitf.run.worker import export_checkpoint
 from mbd_core.multitf.step.workers import ALONE
 from mbd_core.storage.models import fetch_model
 

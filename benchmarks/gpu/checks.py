@@ -339,7 +339,7 @@ def _fp8_experts_row(
     generator: torch.Generator,
     small: bool,
     *,
-    block: fp8.Block | None = None,
+    block: fp8.BlockShape | None = None,
 ) -> Row:
     name = "experts in FP8" if block is None else "experts in FP8 blocks"
     x, *stacks, ids, weights = _expert_layer(dtype, generator, small)

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mbd_core.ops.experts.fp8 import BlockShape
+
 FP8 = "F8_E4M3"
 SUFFIX = "_scale_inv"
 READ_AS = torch.bfloat16
 """The dtype in which the released models compute where they do not compute in FP8."""
-BlockShape = tuple[int, int]
 # Keys about the rounding of activations in FP8 products, and keys that the tensors' dtypes already show.
 HARMLESS = ("activation_scheme", "dequantize", "fmt", "ignored_layers", "modules_to_not_convert", "scale_fmt")
 KNOWN_KEYS = ("quant_method", "weight_block_size", *HARMLESS)

@@ -8,8 +8,8 @@ from llguidance import LLTokenizer
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.safetensor_files import read_json
-from mbd_core.decoding.grammar.grammar import GrammarRefused
 from mbd_core.decoding.grammar.guide import Grammars
+from mbd_core.decoding.grammar.schemas import GrammarRefused
 from mbd_core.models.model_config import ModelConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

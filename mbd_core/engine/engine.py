@@ -14,7 +14,8 @@ from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.levenshtein import EditTokens
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput, aborted_step
-from mbd_core.decoding.grammar.guide import STEP_TRIES, Grammars, Guide, GuideState
+from mbd_core.decoding.grammar.closings import STEP_TRIES
+from mbd_core.decoding.grammar.guide import Grammars, Guide, GuideState
 from mbd_core.engine.admission import AdmittedRequest, RequestRefused, compile_guide
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.collector import Collector, LaunchedStep, StepAhead, StepPlan, experts_of

@@ -11,7 +11,8 @@ from mbd_core.decoding.answers.piece import ForwardExperts, Piece
 from mbd_core.decoding.blocks.levenshtein import EditedBlock
 from mbd_core.decoding.blocks.request import FinishReason, Output, Request, TokenScore
 from mbd_core.decoding.blocks.sampling import Vocab
-from mbd_core.decoding.canvas.plan import PlannedDecoder, num_lanes
+from mbd_core.decoding.canvas.lane import num_lanes
+from mbd_core.decoding.canvas.plan import PlannedDecoder
 from mbd_core.decoding.grammar.guide import GuideState, Pick
 from mbd_core.engine.slot_logs import FrameLog, StepMap, TopLog
 from mbd_core.engine.weights import ResidentAdapter

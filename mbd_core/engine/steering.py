@@ -23,7 +23,8 @@ from mbd_core.decoding.blocks.acceptance import Prediction
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer, Chosen, Rewritten
 from mbd_core.decoding.blocks.levenshtein import EditTokens, edited_block
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
-from mbd_core.decoding.grammar.guide import AllowedToken, Guide, GuideState, Pick, Search
+from mbd_core.decoding.grammar.closings import Search
+from mbd_core.decoding.grammar.guide import AllowedToken, Guide, GuideState, Pick
 from mbd_core.engine.sequence import SequenceState, TextScores
 
 FORBIDDEN = -1e30  # a logit whose probability is 0, and finite

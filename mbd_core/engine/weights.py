@@ -20,7 +20,7 @@ from mbd_core.models.lora import Adapter, AdapterSlots
 from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import quantized_parts
 from mbd_core.models.shard import Shard, served_dim
-from mbd_core.ops.experts.fp8 import FP8, Block, Fp8Module, quantize
+from mbd_core.ops.experts.fp8 import FP8, BlockShape, Fp8Module, quantize
 
 # LoRA adapters: each is loaded under a name and has a slot until it is unloaded, when no request uses it.
 
@@ -142,7 +142,7 @@ def stage_weights(model: Decoder, source: WeightSource, mode: SwapMode) -> Stage
     return StagedWeights(_check_tensors(model, source, dtype), mode)
 
 
-def _blocks(model: Decoder) -> dict[str, Block | None]:
+def _blocks(model: Decoder) -> dict[str, BlockShape | None]:
     return {name: module.block for name, module in model.named_modules() if isinstance(module, Fp8Module)}
 
 

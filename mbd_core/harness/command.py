@@ -9,7 +9,7 @@ CLASS = "mbd_core.harness.model:HarnessModel"
 
 
 def register() -> None:
-    """Add the model to the harness's registry, by its name: nothing of it is imported before it is used."""
+    """Adds the model to the harness's registry by its name. Its modules are imported only when it is used."""
     from lm_eval.api.registry import model_registry
 
     if MODEL not in model_registry:
@@ -17,7 +17,7 @@ def register() -> None:
 
 
 def main() -> None:
-    """Run `lm_eval`; exits with code 2, and one sentence, where it is not installed."""
+    """Runs `lm_eval`; exits with code 2, and one sentence, if it is not installed."""
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError:

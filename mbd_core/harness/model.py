@@ -109,8 +109,11 @@ class HarnessModel(TemplateLM):
     # -- generation -------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[CountedText]:
-        """The answers, each cut before the stop string that comes first. A prompt that the model cannot hold is an
-        empty answer without counts, with a warning; any other refusal is the user's to mend, and ends the run."""
+        """The answers, each cut before its first stop string.
+
+        A prompt that the model cannot hold gives an empty answer without counts, with a warning. Any other refusal
+        needs a change by the user, and ends the run.
+        """
         answers: list[CountedText] = []
         group = 4 * self._rows
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
@@ -169,7 +172,7 @@ class HarnessModel(TemplateLM):
             write_text(Path(self._log), "".join(json.dumps(row) + "\n" for row in self._records))
 
     def get_model_info(self) -> dict[str, Any]:
-        """What a report of the harness says of the model: how it decodes, and its counts over all generations."""
+        """The model's part of a harness report: its decoding, and its counts over all generations."""
         rows = [row for row in self._records if "nfe" in row]
         info: dict[str, Any] = {"mbd_backend": self._model.backend, "mbd_decoding": repr(self.decoding)}
         if rows:
@@ -189,8 +192,10 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Monte Carlo estimates (`likelihood.py`), and whether greedy decoding gives the same tokens. A text that the
-        model cannot hold ends the run: no number stands for it."""
+        """Monte Carlo estimates (`likelihood.py`), and whether greedy decoding gives the same tokens.
+
+        A text that the model cannot hold ends the run, because no number could stand for it.
+        """
         results = []
         for texts, context, continuation in tqdm(
             requests, disable=kwargs.get("disable_tqdm", False), desc="Running loglikelihood requests"
@@ -221,7 +226,7 @@ class HarnessModel(TemplateLM):
         return int(self._model.config.eos_token_ids[0])
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text (`evaluated_ids`), which is a chat's where the run uses the model's template."""
+        """Ids of a text (`evaluated_ids`); it is a chat's text if the run uses the model's template."""
         return evaluated_ids(
             self.tokenizer, string, self._masking, in_chat=self._uses_chat, add_special_tokens=add_special_tokens
         )
@@ -230,13 +235,13 @@ class HarnessModel(TemplateLM):
         return super()._encode_pair(context, self._masked(continuation) if self._uses_chat else continuation)
 
     def _masked(self, text: str) -> str:
-        """A text whose control tokens are none, also where a chat's text, which has the template's own, holds it."""
+        """A text without control tokens, also inside a chat's text, which has the template's own control tokens."""
         return hidden_controls(text, self._masking)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True, **_: Any
     ) -> str:
-        """The chat in the model's template; without `add_generation_prompt` the last turn of the assistant goes on."""
+        """The chat in the model's template; without `add_generation_prompt` the last assistant turn continues."""
         self._uses_chat = True
         turns = [{**turn, "content": self._masked(turn["content"])} for turn in chat_history]
         if add_generation_prompt:
@@ -258,14 +263,15 @@ class HarnessModel(TemplateLM):
 
 
 def _device(name: str | None) -> torch.device | None:
-    """The device, `None` where the engine chooses: `cuda:0` is also what the harness says by default."""
+    """The device; `None` if the engine chooses: `cuda:0` is also the harness's default."""
     if name is None or (name in ("cuda", "cuda:0") and not torch.cuda.is_available()):
         return None
     return torch.device(name)
 
 
 def _decoding_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Decoding fields with dotted names as parts; `ValueError` for an unknown one or a value of the wrong type."""
+    """Decoding fields with dotted names as parts. Raises `ValueError` for an unknown field or a value of the wrong
+    type."""
     values = {}
     for path, value in fields.items():
         text = {True: "true", False: "false", None: "none"}.get(value, value) if _is_name(value) else value

@@ -1,4 +1,4 @@
-"""An answer with the counts of its decoding, and its score by this project's graders: what our task files name."""
+"""An answer with the counts of its decoding, and its score by this project's graders, for the harness's task files."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -26,9 +26,9 @@ class CountedText(str):
         return str(self), self.counts, self.finish_reason
 
     def measures(self) -> dict[str, float]:
-        """NFE, tokens, TPF, TPS and whether it was cut, as numbers; nothing of a request that was not decoded.
+        """NFE, tokens, TPF, TPS and whether it was cut, as numbers; empty for a request that was not decoded.
 
-        TPS counts the seconds of the steps that the request took part in, others of its batch beside it.
+        TPS divides by the seconds of the steps that the request took part in, beside others of its batch.
         """
         if self.counts is None:
             return {}
@@ -42,20 +42,18 @@ class CountedText(str):
         }
 
 
-# The score of one sample in lm-evaluation-harness, by this project's graders: what our task files name.
-
 MEASURES = ("nfe", "tokens", "tpf", "tps", "cut")
 
 
 def metrics_of(task: Task) -> tuple[str, ...]:
-    """The names of what `score` returns for a task, the accuracy first."""
+    """The names of the metrics that `score` returns for a task, the accuracy first."""
     return ("accuracy", *task.grader.judgements, *MEASURES)
 
 
 def score(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
     """The metrics of one answer to a row of `task_files`: right or wrong, by every rule of its task, and its counts.
 
-    An answer of another backend has no counts, and adds nothing to their means.
+    An answer of another backend has no counts and does not enter their means.
     """
     task, text = find_task(doc["task"]), results[0]
     verdict = task.grade(Problem(**{name: doc[name] for name in PROBLEM_COLUMNS}), str(text))

@@ -32,10 +32,10 @@ def task_name(recipe: Recipe, task: str) -> str:
 def write_task_files(
     folder: Path, recipe: Recipe, problem_sets: Sequence[ProblemSet], *, examples: Mapping[str, str], home: Path
 ) -> dict[str, str]:
-    """Write the files of every task into `folder`; by task's name, the flags that its prompts need.
+    """Writes the files of every task into `folder`; returns, by task's name, the flags that its prompts need.
 
-    The files name each other as they lie in `home`, where the folder is moved. Raises `ValueError` if the recipe does
-    not have a task, and for examples that are missing, malformed, too few or not wanted.
+    The files name each other by their place in `home`, where the folder is moved. Raises `ValueError` if the recipe
+    does not have a task, and for examples that are missing, malformed, too few or not wanted.
     """
     flags: dict[str, str] = {}
     for problem_set in problem_sets:
@@ -68,7 +68,7 @@ def _problem_rows(problem_set: ProblemSet, prompt: TaskPrompt) -> list[dict[str,
 
 
 def _example_row(task: str, prompt: TaskPrompt, example: FewShotExample) -> dict[str, str]:
-    """A row with the columns of a problem's: the splits of a data set must have the same."""
+    """A row with the columns of a problem's row: the splits of a data set must have the same columns."""
     question = prompt.wording.text.format(question=example.question, tests=example.tests)
     target = prompt.wording.answer.format(answer=example.answer)
     return dict.fromkeys(COLUMNS, "") | {"task": task, "asked": question, "target": target}

@@ -1,4 +1,4 @@
-"""How a run is trained: the optimisation, its precision, and how its weights and samples lie on the workers.
+"""A run's optimisation, its precision, and the layout of its weights and samples on the workers.
 
 Values alone, without PyTorch, so that a command shows its options at once.
 """

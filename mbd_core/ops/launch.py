@@ -1,4 +1,4 @@
-"""Triton kernels: where they are used, compiled and launched; launches can be counted without a GPU or Triton."""
+"""Triton kernels: their use, compilation and launch. Launches can be counted without a GPU or Triton."""
 
 import functools
 import importlib.util
@@ -14,16 +14,16 @@ _watcher: ContextVar[Callable[[str], None] | None] = ContextVar("watcher", defau
 
 
 class Kernel:
-    """A Triton kernel, which its first call compiles (or, where Triton's interpreter is on, prepares for that).
+    """A Triton kernel, compiled by its first call (or, under Triton's interpreter, prepared for it).
 
-    Triton is imported then and not before, so that the kernel's file can be imported where Triton is not installed.
-    The file's global `tl` becomes `triton.language`, and the functions that its kernels call, `parts`, are compiled.
+    Triton is imported then and not before, so that the kernel's file can be imported without Triton. The file's global
+    `tl` becomes `triton.language`, and the functions that its kernels call, `parts`, are compiled.
     """
 
     def __init__(
         self, fn: Callable[..., Any], *, parts: Sequence[Callable[..., Any]] = (), changing: Sequence[str] = ()
     ) -> None:
-        """`changing` are arguments whose values differ from call to call, and for which nothing is compiled anew."""
+        """`changing` are arguments whose values differ from call to call without a new compilation."""
         self.fn, self._parts, self._changing = fn, parts, changing
 
     @functools.cached_property
@@ -43,8 +43,10 @@ class Kernel:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
-    """`kernel[grid](...)` on the device of its first argument, a tensor: Triton itself takes the current one. Inside
-    `watched_launches` the kernel is named instead and does not run."""
+    """`kernel[grid](...)` on the device of its first argument, a tensor; Triton itself takes the current device.
+
+    Inside `watched_launches` the kernel is named instead and does not run.
+    """
     see, first = _watcher.get(), arguments[0]
     assert isinstance(first, torch.Tensor)
     if see is None:
@@ -56,7 +58,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: ob
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is not below `number`: sizes of blocks are such. `triton.next_power_of_2` without
+    """The least power of two at or above `number`, as block sizes are. It is `triton.next_power_of_2` without
     Triton."""
     return 1 << (number - 1).bit_length()
 
@@ -72,8 +74,11 @@ def watched_launches(see: Callable[[str], None]) -> Iterator[None]:
 
 
 def triton_serves(device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether the fused kernels are used for tensors of `dtype` on `device`: on CUDA from compute capability 8.0 on,
-    where Triton is installed, for the dtypes of models. Elsewhere their definitions in plain torch are."""
+    """Whether the fused kernels are used for tensors of `dtype` on `device`.
+
+    They are used on CUDA from compute capability 8.0 on, with Triton installed, for the dtypes of models. Elsewhere
+    their definitions in plain torch are used.
+    """
     return device.type == "cuda" and dtype in DTYPES and _has_triton() and _capable(device)
 
 

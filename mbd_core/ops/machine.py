@@ -1,4 +1,4 @@
-"""What a machine gives: the seconds of a call, the host's free memory, the speed of its matrix products."""
+"""Measurements of a machine: the seconds of a call, the host's free memory, the speed of its matrix products."""
 
 import time
 from collections.abc import Callable
@@ -7,14 +7,12 @@ from pathlib import Path
 import psutil
 import torch
 
-# The seconds that a call takes, also on asynchronous devices.
-
 
 def best_seconds(run: Callable[[], object], device: torch.device, repeats: int, *, calls: int = 1) -> float:
     """Seconds of one call in the fastest of `repeats` runs of `calls` calls each, after one warm-up run.
 
-    On CUDA the device's own events measure. Calls of microseconds need many `calls`, so that the device, not the host
-    that launches them, is what is timed.
+    On CUDA the device's own events measure. Calls of microseconds need many `calls`, so that the device is timed
+    instead of the host that launches them.
     """
     best = float("inf")
     for attempt in range(repeats + 1):
@@ -42,15 +40,13 @@ def _on_host(run: Callable[[], object], calls: int) -> float:
     return time.perf_counter() - start
 
 
-# The host's memory that is still free for this process.
-
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_host_memory() -> int:
-    """Bytes that this process can still take: the machine's, or less where a container (cgroup v2) has a limit.
+    """Bytes that this process can still take: the machine's, or less if a container (cgroup v2) has a limit.
 
-    Of the container's memory what only caches files is free: the kernel gives it back when it is needed.
+    A container's file cache counts as free: the kernel gives it back when it is needed.
     """
     available = int(psutil.virtual_memory().available)
     try:
@@ -59,9 +55,6 @@ def free_host_memory() -> int:
         return min(available, limit - usage + int(statistics["inactive_file"]))
     except (OSError, ValueError):  # no such file, or "max"
         return available
-
-
-# How fast a device multiplies matrices, measured.
 
 
 def measure_flops(device: torch.device, dtype: torch.dtype, *, size: int | None = None, repeats: int = 5) -> float:

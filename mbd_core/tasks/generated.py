@@ -1,4 +1,4 @@
-"""The generated tasks by name: each one's stream of problems, and the columns that are asked and answered."""
+"""The generated tasks by name: each one's stream of problems, and the columns of question and answer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

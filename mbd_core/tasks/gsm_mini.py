@@ -2,7 +2,7 @@
 
 A problem is a short chain of steps over one running count. Its *key* (the verbs and numbers, without the names and
 things) decides the split, so no test problem occurs in training with another name or other things. The same numbers
-may occur in training with another verb of the same meaning (research/README.md says how often).
+may occur in training with another verb of the same meaning (research/README.md has the frequency).
 """
 
 import random
@@ -18,7 +18,7 @@ MAX_COUNT = 99
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class CountChange:
     """One change of the running count, with its sentence in the question and its working in the answer."""
 
     verb: str
@@ -28,13 +28,13 @@ class Step:
     result: int
 
 
-def _gain(rng: random.Random, count: int, name: str, thing: str) -> Step | None:
+def _gain(rng: random.Random, count: int, name: str, thing: str) -> CountChange | None:
     high = min(40, MAX_COUNT - count)
     if high < 2:
         return None
     verb = rng.choice(("buys", "finds", "gets"))
     n = rng.randint(2, high)
-    return Step(
+    return CountChange(
         verb=verb,
         numbers=(n,),
         sentence=f"{name} {verb} {n} more {thing}.",
@@ -43,12 +43,12 @@ def _gain(rng: random.Random, count: int, name: str, thing: str) -> Step | None:
     )
 
 
-def _loss(rng: random.Random, count: int, name: str, thing: str) -> Step | None:
+def _loss(rng: random.Random, count: int, name: str, thing: str) -> CountChange | None:
     if count < 4:
         return None
     verb = rng.choice(("loses", "sells", "gives away"))
     n = rng.randint(2, min(40, count - 1))
-    return Step(
+    return CountChange(
         verb=verb,
         numbers=(n,),
         sentence=f"{name} {verb} {n} {thing}.",
@@ -57,13 +57,13 @@ def _loss(rng: random.Random, count: int, name: str, thing: str) -> Step | None:
     )
 
 
-def _packs(rng: random.Random, count: int, name: str, thing: str) -> Step | None:
+def _packs(rng: random.Random, count: int, name: str, thing: str) -> CountChange | None:
     n, each = rng.randint(2, 6), rng.randint(2, 6)
     if count + n * each > MAX_COUNT:
         return None
     box = rng.choice(CONTAINERS)
     total = n * each
-    return Step(
+    return CountChange(
         verb=box,
         numbers=(n, each),
         sentence=f"{name} buys {n} {box} with {each} {thing} each.",
@@ -72,10 +72,10 @@ def _packs(rng: random.Random, count: int, name: str, thing: str) -> Step | None
     )
 
 
-def _double(rng: random.Random, count: int, name: str, thing: str) -> Step | None:
+def _double(rng: random.Random, count: int, name: str, thing: str) -> CountChange | None:
     if not 2 <= count <= MAX_COUNT // 2:
         return None
-    return Step(
+    return CountChange(
         verb="doubles",
         numbers=(),
         sentence=f"{name} doubles the number of {thing}.",
@@ -90,7 +90,7 @@ STEPS = (_gain, _loss, _packs, _gain, _loss, _double)
 def _problem(rng: random.Random) -> tuple[str, dict[str, str]]:
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     start = count = rng.randint(3, 40)
-    steps: list[Step] = []
+    steps: list[CountChange] = []
     num_steps = rng.randint(2, 3)
     while len(steps) < num_steps:
         step = rng.choice(STEPS)(rng, count, name, thing)

@@ -13,7 +13,7 @@ def frame_side(
 ) -> ReplaySide:
     """The page's side of a request's frames, in their order.
 
-    prompt      the request's prompt, whose end stands in the first block
+    prompt      the request's prompt; its end stands in the first block
     num_tokens  useful tokens of the answer
     ended       whether an EOS or a stop string ended it, so that tokens behind them do not count
     """

@@ -129,7 +129,7 @@ class TraceRecorder:
 
     @property
     def rows(self) -> list[StepTrace]:
-        """The rows in memory, in order; with a folder, those that no part file has yet."""
+        """The rows in memory, in order; with a folder, the rows without a part file."""
         return _to_rows(self.table())
 
     def table(self) -> pa.Table:

@@ -23,7 +23,7 @@ TEMPLATE = Path(__file__).with_name("replay.html")
 class ReplaySlot:
     """A slot in one forward: `state` and `mask_ratio` before it, tokens and confidences after it (-1 = masked).
 
-    `block` counts from 1, the request's first block. `new` and `edited` are offsets into the block. Frames of a server
+    `block` counts from 1, the request's first block. `new` and `edited` are offsets into the block. A server's frames
     have no confidences (`None`).
     """
 
@@ -38,7 +38,7 @@ class ReplaySlot:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayFrame:
-    """One forward. `num_tokens` counts the useful tokens so far, `num_committed` those of them in the cache."""
+    """One forward. `num_tokens` counts the useful tokens so far, `num_committed` the useful tokens in the cache."""
 
     caption: str
     store_only: bool
@@ -118,7 +118,7 @@ def used_tokens(sides: Sequence[ReplaySide]) -> set[int]:
 
 
 def replay_side(request: RequestTrace, *, name: str, eos_token_ids: Sequence[int] = ()) -> ReplaySide:
-    """The frames of a request; `ValueError` if the request was not recorded in detail.
+    """The frames of a request. Raises `ValueError` if the request was not recorded in detail.
 
     With `eos_token_ids`, tokens from the first committed EOS on are not useful.
     """
@@ -191,7 +191,7 @@ def _end(committed: np.ndarray, num_prompt: int, eos_token_ids: Sequence[int]) -
 
 
 def caption(slots: Sequence[ReplaySlot]) -> str:
-    """What a forward does, for example 'Store B1 + decode B2, B3'."""
+    """A forward's work, for example 'Store B1 + decode B2, B3'."""
     stores = [s for s in slots if s.state == STATES[TO_CACHE]]
     active = [s for s in slots if s.state == STATES[ACTIVE]]
     parts = [

@@ -1,4 +1,7 @@
-"""A report on step traces: the measures as JSON and Markdown, and the plots of Figure 2."""
+"""A report on step traces: the measures as JSON and Markdown, and the plots of Figure 2.
+
+The plots show active blocks (Fig. 2 D-E), mask ratios (2 C), block maps, lifetimes and efficiency.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -15,19 +18,8 @@ from matplotlib.ticker import MaxNLocator
 
 from mbd_core.files import write_json, write_text
 from mbd_core.tables import Table, markdown
-from mbd_core.trace.traced_run import (
-    DUMMY,
-    TO_CACHE,
-    RequestTrace,
-    RunMeasures,
-    Spread,
-    TracedRun,
-    active_by_forward,
-    measure,
-    ratios_by_rank,
-)
-
-# The plots of step traces: active blocks (Fig. 2 D-E), mask ratios (2 C), block maps, lifetimes, efficiency.
+from mbd_core.trace.measures import RunMeasures, Spread, active_by_forward, measure, ratios_by_rank
+from mbd_core.trace.traced_run import DUMMY, TO_CACHE, RequestTrace, TracedRun
 
 NUM_TRAJECTORIES = 5
 # Colors of a block: not in the buffer yet; ACTIVE, by mask ratio; TO_CACHE; in the cache.

@@ -13,8 +13,9 @@ from typing import Any, get_args
 import numpy as np
 
 from mbd_core.evaluation.measures.statistics import Interval
+from mbd_core.multitf.states.fitted_noise import FittedNoise
 from mbd_core.multitf.states.layout import Layouts, StateConfig
-from mbd_core.multitf.states.noise import SCHEDULES, FittedNoise, NoiseBounds
+from mbd_core.multitf.states.noise import SCHEDULES, NoiseBounds
 from research.alignment.states import ModelTraces, States, halves, training_states
 
 NUM_BINS = 10

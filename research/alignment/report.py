@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from mbd_core.evaluation.measures.statistics import Interval
 from mbd_core.files import write_json, write_text
-from mbd_core.multitf.states.noise import write_noise
+from mbd_core.multitf.states.fitted_noise import write_noise
 from research.alignment.distances import LEAST_STATES, NUM_BINS, ComparedModel
 from research.alignment.states import States
 from research.tables import table_lines

@@ -24,9 +24,9 @@ from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.files import write_json
-from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.data.example import Example
+from mbd_core.multitf.states.fitted_noise import FittedNoise, fit_noise
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.states.noise import FittedNoise, fit_noise
 from mbd_core.multitf.states.sample import choose_layouts, corrupt
 from mbd_core.tasks.generated import GENERATED_TASKS
 from mbd_core.trace.traced_run import ACTIVE, RequestTrace, TracedRun, block_lives, read_run

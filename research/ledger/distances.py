@@ -23,8 +23,8 @@ from mbd_core.evaluation.measures.statistics import Interval, p_text
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.files import file_beside, folder_beside
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_MBD, LEDGER_TASK
+from mbd_core.multitf.states.fitted_noise import FittedNoise, write_noise
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.states.noise import FittedNoise, write_noise
 from research.alignment.distances import compare
 from research.alignment.states import ModelTraces, TracingPlan, halves, record_models, training_states
 from research.ledger.claims import CLAIM_TAU

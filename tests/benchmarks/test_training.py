@@ -29,9 +29,10 @@ from benchmarks.training import (
 from jobs import prepare_data
 from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.config import TrainConfig
-from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.data.example import Example
 from mbd_core.multitf.states.layout import GroupLayout, StateConfig, layout_set
-from mbd_core.multitf.states.mask import TrainingAttention, dual_stream_sees
+from mbd_core.multitf.states.mask import dual_stream_sees
+from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.loss import multitf_loss
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.ops.attention.whole import block_mask

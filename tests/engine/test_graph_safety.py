@@ -65,7 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qkv_bias": True,
     },
 }
-KERNELS: dict[str, Callable[[FakePackages, FakeDevice], flash.Kernel]] = {
+KERNELS: dict[str, Callable[[FakePackages, FakeDevice], flash.FlashKernel]] = {
     "vllm": lambda packages, device: flash.vllm_flash(device.kernel(packages.vllm), fa_version=3),
     "flash 3": lambda packages, device: flash.flash_3(device.kernel(packages.flash_3)),
     "flash 2": lambda packages, device: flash.flash_2(device.kernel(packages.flash_2)),
@@ -244,7 +244,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
         yield found
 
 
-def attend_by(monkeypatch: pytest.MonkeyPatch, kernel: flash.Kernel) -> None:
+def attend_by(monkeypatch: pytest.MonkeyPatch, kernel: flash.FlashKernel) -> None:
     """Engines made from now on take this kernel, in any dtype."""
     monkeypatch.setattr(build_module, "resolve", lambda *_, **__: attention.flash_attention("stand-in", kernel, {}))
 

@@ -21,8 +21,10 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.decoding.grammar.grammar import MAX_CHARACTERS, Grammar, GrammarRefused, check_bounds
-from mbd_core.decoding.grammar.guide import AllowedToken, Closings, Guide, Search
+from mbd_core.decoding.grammar.closings import Closings, Search
+from mbd_core.decoding.grammar.grammar import MAX_CHARACTERS, Grammar
+from mbd_core.decoding.grammar.guide import AllowedToken, Guide
+from mbd_core.decoding.grammar.schemas import GrammarRefused, check_bounds
 from mbd_core.engine import engine as engine_module
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig

@@ -9,10 +9,11 @@ from torch import Tensor
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.config import AttentionChoice
-from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.data.example import Example
+from mbd_core.multitf.states.batch import MultiTFBatch
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.states.mask import TrainingAttention
-from mbd_core.multitf.states.sample import MultiTFBatch, build_batch
+from mbd_core.multitf.states.sample import build_batch
+from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.loss import multitf_loss
 
 pytestmark = pytest.mark.gpu

@@ -21,7 +21,7 @@ from mbd_core.decoding.blocks.causal_config import Renoise
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.decoding.causal.renoise import Noise, Reading, RenoisingDecoder, accept_within
+from mbd_core.decoding.causal.renoise import CanvasReading, Noise, RenoisingDecoder, accept_within
 from mbd_core.engine.batch import BatchRows, pack
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
@@ -271,7 +271,7 @@ class Seen:
         self.bests: list[list[int]] = []
         self.entropies: list[Tensor] = []
 
-    def __call__(self, decoder: RenoisingDecoder, reading: Reading) -> None:
+    def __call__(self, decoder: RenoisingDecoder, reading: CanvasReading) -> None:
         self.canvases.append(decoder.canvas_L.tolist())
         self.bests.append(reading.best_L.tolist())
         self.entropies.append(reading.entropy_L)

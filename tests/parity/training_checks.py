@@ -16,11 +16,12 @@ from torch import Tensor
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import checkpoint_tensors
 from mbd_core.multitf.config import Distillation
-from mbd_core.multitf.data.encoding import IGNORE, Example, answer_labels
+from mbd_core.multitf.data.example import IGNORE, Example, answer_labels
+from mbd_core.multitf.states.batch import MultiTFBatch, collate
 from mbd_core.multitf.states.layout import GroupLayout, StateConfig, released_random_layout, systematic_layouts
 from mbd_core.multitf.states.mask import dual_stream_mask
 from mbd_core.multitf.states.noise import SCHEDULES, NoiseBounds, d2f_monotonic, num_masked
-from mbd_core.multitf.states.sample import MultiTFBatch, NoisyStream, collate, lay_out, lay_out_d2f
+from mbd_core.multitf.states.sample import NoisyStream, lay_out, lay_out_d2f
 from mbd_core.multitf.step.loss import denominator, distillation_loss, multitf_loss, roll_out
 from mbd_core.ops.attention.whole import DenseAttention
 

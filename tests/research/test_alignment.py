@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mbd_core.checkpoint.shipped import SHIPPED
-from mbd_core.multitf.states.noise import read_noise
+from mbd_core.multitf.states.fitted_noise import read_noise
 from research.alignment import study as alignment
 
 ASKED = ["--limit", "24", "--max-tokens", "32"]

@@ -6,8 +6,9 @@ from simulated_trace import SIZE, simulate
 
 from mbd_core.decoding.answers.slots import StepTrace
 from mbd_core.decoding.blocks.config import T2T
+from mbd_core.trace.measures import measure, ratios_by_rank
 from mbd_core.trace.recorder import TraceRecorder
-from mbd_core.trace.traced_run import TracedRun, measure, ratios_by_rank, traced_run
+from mbd_core.trace.traced_run import TracedRun, traced_run
 
 PROMPTS = (11, 8, 20, 3, 17)
 

@@ -7,9 +7,10 @@ import pytest
 from simulated_trace import EOS, SIZE, simulate
 
 from mbd_core.decoding.answers.slots import StepTrace
+from mbd_core.trace.measures import measure
 from mbd_core.trace.recorder import TraceRecorder, read_trace_table
 from mbd_core.trace.replay import replay_side
-from mbd_core.trace.traced_run import TracedRun, block_lives, measure, traced_run
+from mbd_core.trace.traced_run import TracedRun, block_lives, traced_run
 
 PROMPTS = (11, 8, 20, 3, 17)
 

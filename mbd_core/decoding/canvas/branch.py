@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.canvas.plan import Lane
+from mbd_core.decoding.canvas.lane import Lane
 
 
 class Phase(Enum):
@@ -44,7 +44,8 @@ class BranchStats:
 def likeliest_tokens(logits_PV: Tensor, tau_merge: float) -> tuple[Tensor, Tensor]:
     """The K likeliest tokens of each position and their probabilities (P, K), in one copy to the host.
 
-    Fewer than 1 / tau_merge tokens can be over tau_merge, so K = ceil(1 / tau_merge) hold all that may be merged.
+    Fewer than 1 / tau_merge tokens can exceed tau_merge, so K = ceil(1 / tau_merge) holds all tokens that may be
+    merged.
     """
     count = min(math.ceil(1 / tau_merge), logits_PV.shape[1])
     top = logits_PV.float().softmax(-1).topk(count, dim=-1)
@@ -53,7 +54,8 @@ def likeliest_tokens(logits_PV: Tensor, tau_merge: float) -> tuple[Tensor, Tenso
 
 
 class ProbabilityMap:
-    """A branch's probabilities: the likeliest tokens of each position in the last forward that predicted it."""
+    """A branch's probabilities: the likeliest tokens of each position in the last forward that predicted the
+    position."""
 
     def __init__(self, num_positions: int, tau_merge: float) -> None:
         count = math.ceil(1 / tau_merge)

@@ -23,15 +23,8 @@ from torch import Tensor
 from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.decoding.canvas.branch import Branch, BranchStats, Phase, compatible, lane_changes, likeliest_tokens
-from mbd_core.decoding.canvas.plan import (
-    CanvasPlan,
-    CanvasTask,
-    CanvasUpdate,
-    Guesses,
-    Lane,
-    OpenLogits,
-    distinct_lengths,
-)
+from mbd_core.decoding.canvas.lane import Lane, distinct_lengths
+from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasTask, CanvasUpdate, Guesses, OpenLogits
 from mbd_core.decoding.canvas.unmasking import (
     GuessingDecoder,
     LaneAdjustments,
@@ -43,8 +36,8 @@ from mbd_core.decoding.canvas.unmasking import (
 class BranchedCanvas(GuessingDecoder):
     """BlockBatch on one request: a `PlannedDecoder` with one lane for each branch.
 
-    `tokens`, `log_probs` and `steps` are empty until a branch wins. A token that it merged has the step of the merge,
-    one that a sync brought the step in which the leader accepted it.
+    `tokens`, `log_probs` and `steps` are empty until a branch wins. A merged token's step is the merge's; a synced
+    token's step is the leader's.
     """
 
     def __init__(self, task: CanvasTask) -> None:
@@ -205,7 +198,7 @@ class BranchedCanvas(GuessingDecoder):
             self._winner = self.branches[max(probabilities, key=lambda index: (probabilities[index], -index))]
 
     def _merge(self) -> None:
-        """Confidence-gated merge (Alg. 2 lines 7 to 26); later branches see earlier merges."""
+        """Confidence-gated merge (Alg. 2 lines 7 to 26). Later branches see earlier merges."""
         order = sorted(self._unfinished_branches(), key=lambda b: -b.stop)
         for rank, target in enumerate(order):
             sources = [s for s in order[rank + 1 :] if compatible(s.lane, target.lane)]
@@ -213,9 +206,9 @@ class BranchedCanvas(GuessingDecoder):
                 target.advance(self.settings.refresh)
 
     def _merge_into(self, target: Branch, sources: list[Branch]) -> int:
-        """Fill masks of `target` with tokens of `sources` whose probability under `target` exceeds tau_merge.
+        """Fills masks of `target` with tokens of `sources` whose probability under `target` exceeds tau_merge.
 
-        Returns how many.
+        Returns their number.
         """
         begin = self.prompt_length
         tokens_SG = torch.from_numpy(np.stack([s.lane.tokens[begin:] for s in sources]))
@@ -281,7 +274,8 @@ class BranchedCanvas(GuessingDecoder):
         return np.flatnonzero(predicted)
 
     def _useful_copies(self) -> list[tuple[int, int]]:
-        """The cache copies of syncs, without those to a finished lane or to one that the next forward recomputes."""
+        """The cache copies of syncs, without copies to a finished lane or to a lane that the next forward
+        recomputes."""
         recomputed = {b.index for b in self._participants()} if self._phase is Phase.REFRESH else set()
         unfinished = {b.index for b in self._unfinished_branches()}
         return [(s, t) for s, t in self._copies if t in unfinished and t not in recomputed]

@@ -1,11 +1,11 @@
 """The decoder of a request that fills a canvas: its limits, and decoding along one trajectory.
 
-    prompt | block | block | block        the current block is the first with a mask; only it is filled
+prompt | block | block | block        the current block is the first with a mask; only it is filled
              ^start  ^stop
 
 Vanilla LLaDA and Dream, Fast-dLLM, dLLM-Cache and LocalLeap have one trajectory. Every forward recomputes a range of
-positions (`cache`, `refresh`) and gives logits at the current block's masks; `unmasking.py` decides which of them
-become tokens. BlockBatch, with several trajectories, is in `branches.py`; d3LLM, with several blocks at once, in
+positions (`cache`, `refresh`) and gives logits at the current block's masks; `unmasking.py` accepts some of them as
+tokens. BlockBatch, with several trajectories, is in `branches.py`; d3LLM, with several blocks at once, in
 `multi_block.py`.
 
 Shape legend: P open positions, V vocabulary.
@@ -22,16 +22,15 @@ from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
+from mbd_core.decoding.canvas.lane import Lane, num_lanes
 from mbd_core.decoding.canvas.multi_block import MultiBlockCanvas
 from mbd_core.decoding.canvas.plan import (
     CanvasPlan,
     CanvasTask,
     CanvasUpdate,
     Guesses,
-    Lane,
     OpenLogits,
     PlannedDecoder,
-    num_lanes,
 )
 from mbd_core.decoding.canvas.unmasking import (
     GuessingDecoder,
@@ -46,8 +45,6 @@ from mbd_core.decoding.canvas.unmasking import (
     steps_of_block,
     unmasking_share,
 )
-
-# The limits of a canvas: whether a request fits its settings, and how many tokens it decodes by default.
 
 
 def check_canvas(canvas: Canvas, *, prompt_length: int, max_tokens: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -73,8 +70,10 @@ def check_canvas(canvas: Canvas, *, prompt_length: int, max_tokens: int, eos_tok
 
 
 def canvas_max_tokens(canvas: Canvas, *, preferred: int, most: int) -> int:
-    """The default of `max_tokens`: `preferred`, or the nearest number up to `most` that gives every step a token and
-    every block a step. If there is no such number, `check_canvas` refuses the result.
+    """The default of `max_tokens`.
+
+    It is `preferred`, or the nearest number up to `most` that gives every step a token and every block a step. If
+    there is no such number, `check_canvas` refuses the result.
     """
     number = preferred
     if canvas.steps is not None:
@@ -86,7 +85,7 @@ def canvas_max_tokens(canvas: Canvas, *, preferred: int, most: int) -> int:
 
 
 def _fills_every_step(canvas: Canvas) -> bool:
-    """Whether every step accepts at least one token, so that there are no more steps than tokens."""
+    """Whether every step accepts at least one token, which bounds the steps by the tokens."""
     return canvas.accept in ("quota", "threshold")
 
 
@@ -239,7 +238,7 @@ class SingleCanvas(GuessingDecoder):
         return lane
 
     def _accept(self, guesses: Guesses) -> np.ndarray:
-        """Which open positions become tokens (P,)."""
+        """The open positions (P,) that become tokens."""
         canvas, num_masked = self.canvas, len(guesses.position_P)
         match canvas.accept:
             case "quota":

@@ -1,11 +1,11 @@
 """d3LLM: several blocks of a canvas at once, accepted by entropy, with a delayed cache.
 
-    prompt | block | block | block |  masks: blocks that are not yet added
+prompt | block | block | block |  masks: blocks that are not yet added
     committed -----^                ^end of the added blocks: only positions before it may be filled
 
-A block is added when the one before it has enough tokens, and becomes active when that one is nearly done. Every
-forward sees the whole canvas, or, behind a committed prefix, the rest of it. A done block is committed some forwards
-after it was done: its keys are then those of that forward, in which its tokens had settled.
+A block is added when its predecessor has enough tokens, and becomes active when its predecessor is nearly done. Every
+forward sees the whole canvas, or the rest of it behind a committed prefix. A done block is committed some forwards
+later, when its tokens have settled; that forward's keys are kept.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,17 @@ from torch import Tensor
 
 from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.canvas_config import MultiBlock
-from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasTask, CanvasUpdate, Guesses, Lane, OpenLogits
+from mbd_core.decoding.canvas.lane import Lane
+from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasTask, CanvasUpdate, Guesses, OpenLogits
 from mbd_core.decoding.canvas.unmasking import GuessingDecoder
 
 
 @dataclass
-class _Block:
+class CanvasBlock:
     """Positions [start, stop) of the canvas. Number 0 is the prompt.
 
     active     the rule of the first active block counts for it
-    done_at    the forward before which it was first seen without a mask
+    done_at    the forward before which it first had no mask
     """
 
     start: int
@@ -52,7 +53,7 @@ class MultiBlockCanvas(GuessingDecoder):
         self._rule = self.settings.rule or ("dream" if task.shift else "llada")
         self._lane = Lane.fresh(task.prompt, task.max_tokens, task.vocab.mask_token_id)
         self._size = task.canvas.block_length or task.max_tokens
-        self._blocks = [_Block(0, self.prompt_length, active=True, done_at=0)]
+        self._blocks = [CanvasBlock(0, self.prompt_length, active=True, done_at=0)]
         self._num_committed = 0  # the keys of the positions before it are final
         self._add_block()
         self._prepare()
@@ -95,18 +96,21 @@ class MultiBlockCanvas(GuessingDecoder):
         return CanvasUpdate(counts, ratios)
 
     def _open_positions(self) -> np.ndarray:
-        """The masked positions that this forward may fill: those of all added blocks, active or not."""
+        """The masked positions that this forward may fill, in all added blocks, active or not."""
         return self._lane.open_positions(self.prompt_length, self._end)
 
-    def _num_open(self, block: _Block) -> int:
+    def _num_open(self, block: CanvasBlock) -> int:
         return int(self._lane.masked[block.start : block.stop].sum())
 
-    def _progress(self, block: _Block) -> float:
+    def _progress(self, block: CanvasBlock) -> float:
         return 1.0 - self._num_open(block) / (block.stop - block.start)
 
     def _accept(self, guesses: Guesses) -> np.ndarray:
-        """Which open positions become tokens (P,): those of low entropy. LLaDA's rule always adds the lowest one. If
-        the first active block with a mask got none, its lowest one is added."""
+        """The open positions of low entropy, which become tokens (P,).
+
+        LLaDA's rule always adds the lowest one. If the first active block with a mask got none, its lowest one is
+        added.
+        """
         entropy_P = -guesses.score_P
         if self._rule == "llada":
             accepted_P = entropy_P <= self.settings.tau_entropy
@@ -139,16 +143,16 @@ class MultiBlockCanvas(GuessingDecoder):
     def _add_block(self) -> None:
         last = self._blocks[-1]
         active = self._progress(last) >= self.settings.tau_active
-        self._blocks.append(_Block(last.stop, min(last.stop + self._size, self.length), active=active))
+        self._blocks.append(CanvasBlock(last.stop, min(last.stop + self._size, self.length), active=active))
 
     def _close_behind(self, eos: int) -> None:
-        """Nothing behind the first EOS is decoded: its positions get this EOS, and no forward number."""
+        """Decodes nothing behind the first EOS: its positions get this EOS, and no forward number."""
         positions = np.arange(eos + 1, self.length)
         tokens = np.full_like(positions, int(self._lane.tokens[eos]))
         self._lane.fill(positions, tokens, np.zeros(len(positions)), step=0)
 
     def _commit_done(self) -> int:
-        """Commit the blocks that were done long enough; the first position that the next forward computes.
+        """Commits the blocks that have been done long enough. Returns the first position of the next forward.
 
         The forward that commits a block computes it once more. With a block that is done but not committed, and every
         `refresh` forwards, the whole canvas is computed.
@@ -177,5 +181,5 @@ class MultiBlockCanvas(GuessingDecoder):
         return 0 if waits or refreshes else self._with_predictor(num_committed)
 
     def _with_predictor(self, start: int) -> int:
-        """`start`, or with shifted logits the position before it, if that one predicts a masked position."""
+        """`start`, or with shifted logits the position before it, if that position predicts a masked one."""
         return start - 1 if self._shift and start and bool(self._lane.masked[start]) else start

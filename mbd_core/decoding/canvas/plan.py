@@ -1,31 +1,28 @@
-"""The interface between decoders that plan their rows on the host and engines: the forward that a decoder plans, its
-update; and the lanes of a canvas."""
+"""The interface between engines and decoders that plan their rows on the host: a planned forward, and its update.
+
+A canvas is one sequence of fixed length, the prompt and `max_tokens` masks, under full attention. A decoder keeps it
+on one or more lanes (`lane.py`; guidance has two, BlockBatch one for each branch), each with its own keys and values.
+
+A decoder behind a stored prefix (`decoding/causal`) has one lane. Its rows begin anywhere from the end of the stored
+positions (`num_stored`) on. Every row writes its keys, and the next row at the same positions overwrites them. So a
+row is not stored if `num_stored` stays, and is partly stored if `num_stored` grows by less than the row. Only keys
+before `num_stored` are shared with other requests.
+
+Shape legend: Q positions of one query, A positions with logits, V vocabulary.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.adjustments import Adjust
-from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Score
+from mbd_core.decoding.blocks.canvas_config import Canvas, Score
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
-
-# The interface between decoders and engines: the forward that a decoder plans, and its update afterwards.
-#
-# A canvas is one sequence of fixed length, the prompt and `max_tokens` masks, under full attention. A decoder keeps
-# it on one or more lanes (guidance has two, BlockBatch one for each branch), each with keys and values of its own.
-#
-# A decoder behind a stored prefix (`decoding/causal`) has one lane. Its rows begin where it likes, at the earliest
-# behind what is stored (`num_stored`). Every row writes its keys, and the next row at the same positions overwrites
-# them: so a row that is not to be stored is one behind which `num_stored` stays, and a partial commit is one behind
-# which it grows by less than the row. Only keys before `num_stored` are shared with other requests.
-#
-# Shape legend: Q positions of one query, A those with logits, V vocabulary.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +96,7 @@ class CanvasPlan:
 
 @dataclass(frozen=True)
 class CanvasUpdate:
-    """What one forward changed, by (lane, block); for traces. Behind a prefix, block counts whole blocks of answer.
+    """The changes of one forward by (lane, block), for traces. Behind a prefix, block counts whole blocks of answer.
 
     accepted    masks that became tokens
     mask_ratio  share of the block's positions that were masked before, for every block in `accepted`
@@ -113,8 +110,7 @@ class CanvasUpdate:
 
 @dataclass(frozen=True)
 class Guesses:
-    """What the model predicts at each open position (P,), on the host: the token, its probability and the logarithm of
-    that, and its score."""
+    """The model's prediction at each open position (P,), on the host: token, probability, log-probability, score."""
 
     position_P: np.ndarray
     token_P: np.ndarray
@@ -123,7 +119,7 @@ class Guesses:
     score_P: np.ndarray
 
     def select(self, at: np.ndarray | slice) -> "Guesses":
-        """The guess at some of the positions."""
+        """The guesses at some of the positions."""
         return Guesses(
             self.position_P[at], self.token_P[at], self.confidence_P[at], self.log_prob_P[at], self.score_P[at]
         )
@@ -131,8 +127,11 @@ class Guesses:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenLogits:
-    """The logits (P, V) that predict a decoder's open positions in forward number `forward`, and how to read them;
-    `score` is what positions are ranked by."""
+    """The logits (P, V) that predict a decoder's open positions in forward number `forward`, with the rules to read
+    them.
+
+    `score` is the measure that ranks positions.
+    """
 
     logits_PV: Tensor
     position_P: Tensor
@@ -150,16 +149,17 @@ class OpenLogits:
 
 
 class PlannedDecoder(Protocol):
-    """One request: a state machine without a model. `plan` changes nothing, `update` advances the state; it is
-    `accept` of the guesses at `open_logits`, between which the guesses of many requests are one operation.
-    `hold_to` says how many blocks the engine's budget leaves the request in the next forward, maybe none; with none it
-    gives the same tokens one by one where `draft_length`, the positions of its drafts, is above 1.
+    """One request: a state machine without a model.
 
-    `num_stored` is how many of its leading positions are stored for good: 0 for a canvas.
+    `plan` changes nothing; `update` advances the state. `update` is `open_logits`, then guesses, then `accept`; the
+    guesses of many requests are one operation. `hold_to` sets the blocks that the engine's budget leaves the request
+    in the next forward, maybe none. With none, it gives the same tokens one by one if `draft_length`, the positions of
+    its drafts, is above 1.
 
-    `tokens` begin at the prompt's end and stop before the first mask, or after the first EOS before that mask.
-    `log_probs` are their log-probabilities in the forwards that accepted them, `steps` the numbers of these, from 1.
-    `answer_from(n)` returns the answer after its first n tokens, which hold no EOS, in time linear in its result.
+    `num_stored` is the number of leading positions that are stored for good: 0 for a canvas. `tokens` begin at the
+    prompt's end and stop before the first mask, or after the first EOS before that mask. `log_probs` are their
+    log-probabilities in the forwards that accepted them, and `steps` these forwards' numbers, from 1. `answer_from(n)`
+    returns the answer after its first n tokens (which hold no EOS), in time linear in its result.
     """
 
     @property
@@ -204,93 +204,12 @@ class PlannedDecoder(Protocol):
 
 @runtime_checkable
 class ReadingDecoder(PlannedDecoder, Protocol):
-    """A decoder that reads its forward's logits on the device, in pieces, because the whole of them is large: `read`
-    instead of `open_logits`, and on the host `take` of what was read instead of `accept`.
+    """A decoder that reads its forward's logits on the device in pieces, because all of them would be large.
 
-    `logits_of` gives the logits of a range of the positions asked for, `expect` the mean embeddings (P, D) under
-    probabilities (P, V).
+    It has `read` instead of `open_logits`, and on the host `take` of the reading instead of `accept`. `logits_of`
+    gives the logits of a range of its positions, `expect` the mean embeddings (P, D) under probabilities (P, V).
     """
 
     def read(self, logits_of: Callable[[slice], Tensor], expect: Callable[[Tensor], Tensor]) -> Any: ...
 
     def take(self, reading: Any) -> CanvasUpdate: ...
-
-
-# A lane: one copy of a canvas, with keys and values of its own. Guidance has two, BlockBatch one for each branch.
-
-
-@dataclass
-class Lane:
-    """The tokens of a canvas (L,), on the host. Masked is a boolean, never "token == mask id".
-
-    log_probs  of each token in the forward that accepted it, whose number is in `steps`
-    """
-
-    tokens: np.ndarray
-    masked: np.ndarray
-    log_probs: np.ndarray
-    steps: np.ndarray
-
-    @classmethod
-    def fresh(cls, prompt: tuple[int, ...], max_tokens: int, mask_token_id: int) -> "Lane":
-        """The prompt, followed by `max_tokens` masks."""
-        tokens = np.array([*prompt, *[mask_token_id] * max_tokens], dtype=np.int64)
-        return cls(tokens, np.arange(len(tokens)) >= len(prompt), np.zeros(len(tokens)), np.zeros_like(tokens))
-
-    def copy(self) -> "Lane":
-        return Lane(self.tokens.copy(), self.masked.copy(), self.log_probs.copy(), self.steps.copy())
-
-    def open_positions(self, start: int, stop: int) -> np.ndarray:
-        """Masked positions in [start, stop), ascending."""
-        return self.masked[start:stop].nonzero()[0] + start
-
-    def fill(self, at: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray, *, step: int) -> None:
-        self.tokens[at] = tokens
-        self.log_probs[at] = log_probs
-        self.steps[at] = step
-        self.masked[at] = False
-
-    def first_mask(self, start: int) -> int:
-        """The first masked position from `start` on; the canvas's length if there is none."""
-        masked = self.masked[start:]
-        return start + int(masked.argmax()) if masked.any() else len(self.masked)
-
-    def find(self, ids: tuple[int, ...], start: int, stop: int) -> int | None:
-        """The first decided position in [start, stop) whose token is one of `ids`."""
-        if start >= stop:
-            return None
-        tokens, hits = self.tokens[start:stop], ~self.masked[start:stop]
-        hits &= (tokens[:, None] == np.array(ids, dtype=np.int64)).any(-1)
-        return start + int(hits.argmax()) if hits.any() else None
-
-    def decided_range(self, start: int, eos_token_ids: tuple[int, ...]) -> slice:
-        """The positions from `start` up to the first mask, or up to and including the first EOS before that mask."""
-        stop = self.first_mask(start)
-        eos = self.find(eos_token_ids, start, stop)
-        return slice(start, stop if eos is None else eos + 1)
-
-    def answer(self, start: int, eos_token_ids: tuple[int, ...]) -> Piece:
-        """The tokens of `decided_range`."""
-        if self.masked[start : start + 1].any():
-            return Piece(logprobs=(), steps=())
-        part = self.decided_range(start, eos_token_ids)
-        columns = (self.tokens, self.log_probs, self.steps)
-        tokens, log_probs, steps = (tuple(column[part].tolist()) for column in columns)
-        return Piece(tokens=tokens, logprobs=log_probs, steps=steps)
-
-    def query(self, index: int, start: int, stop: int, logits_at: np.ndarray) -> Query:
-        """The query of positions [start, stop) for lane `index`, with a copy of the tokens."""
-        return Query(index, start, stop, torch.from_numpy(self.tokens[start:stop].copy()), torch.from_numpy(logits_at))
-
-
-def num_lanes(canvas: Canvas, max_tokens: int) -> int:
-    """How many lanes a request's decoder has."""
-    if canvas.branches is not None:
-        return len(distinct_lengths(canvas.branches, max_tokens))
-    return 2 if canvas.cfg_scale else 1
-
-
-def distinct_lengths(branches: Branches, max_tokens: int) -> list[int]:
-    """The block lengths that decode this canvas differently: all that are shorter, and the first that is not."""
-    lengths = branches.block_lengths
-    return [n for i, n in enumerate(lengths) if i == 0 or lengths[i - 1] < max_tokens]

@@ -1,6 +1,6 @@
-"""Acceptance on a canvas: the guess at each open position, how many a step fills, which become tokens.
+"""Acceptance on a canvas: the guess at each open position, the number filled in a step, and the accepted positions.
 
-Each rule returns a boolean mask (P,) of the positions it accepts.
+Each rule returns a boolean mask (P,) of the positions it accepts. Offsets count from the prompt's end.
 
 Shape legend: P open positions, ascending, V vocabulary.
 """
@@ -25,11 +25,10 @@ from mbd_core.decoding.blocks.sampling import (
     uniform,
 )
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.decoding.canvas.plan import CanvasTask, CanvasUpdate, Guesses, Lane, OpenLogits
+from mbd_core.decoding.canvas.lane import Lane
+from mbd_core.decoding.canvas.plan import CanvasTask, CanvasUpdate, Guesses, OpenLogits
 
-# Acceptance on a canvas: the model's guess at each open position, and the positions that become tokens.
-
-# Noise of a position, rather than of a token, is drawn with one of these ids, which no token has.
+# Noise of a position is drawn with one of these ids, which no token has.
 RANDOM_SCORE, RANDOM_RANK, RANDOM_TURN = -1, -2, -3
 
 
@@ -51,7 +50,7 @@ def noise_source(position_P: Tensor, sampling: Sampling, forward: int) -> Draw:
 
 
 class LaneAdjustments:
-    """What a request changes in its logits (`Adjustments`), with the tokens of a lane."""
+    """A request's changes of its logits (`Adjustments`), with the tokens of a lane."""
 
     def __init__(self, task: CanvasTask) -> None:
         self._task, self._adjusts = task, task.adjusts
@@ -104,7 +103,7 @@ class GuessingDecoder:
         """A canvas is filled as fast as its method says, however busy the engine."""
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
-        """This forward's logits, one tensor (len(logits_at), V) for each query, at the positions that it may fill."""
+        """This forward's logits, one tensor (len(logits_at), V) for each query, at the positions it may fill."""
         raise NotImplementedError
 
     def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:
@@ -120,7 +119,7 @@ class GuessingDecoder:
 def guess(parts: Sequence[OpenLogits]) -> list[Guesses]:
     """The guesses at the open positions of several requests of one vocabulary, in one copy to the host.
 
-    Margin and negative entropy are those of the model's own distribution, whatever the temperature.
+    Margin and negative entropy are of the model's own distribution, whatever the temperature.
     """
     groups: dict[str | int, list[int]] = {}
     for number, part in enumerate(parts):
@@ -169,7 +168,7 @@ def accept_best(score_P: np.ndarray, count: int) -> np.ndarray:
 
 
 def best_first(score_P: np.ndarray) -> np.ndarray:
-    """The places by falling score; ties go to the lowest, and what is no number to the end."""
+    """The places by falling score. Ties go to the lowest place, and NaN to the end."""
     return (-score_P).argsort(kind="stable")
 
 
@@ -187,9 +186,10 @@ def noisy_scores(guesses: Guesses, canvas: Canvas, sampling: Sampling, forward: 
 
 
 def accept_over_threshold(guesses: Guesses, tau: float, leap: Leap | None) -> np.ndarray:
-    """Positions with confidence >= tau; with `leap` also those >= tau_relaxed near one of them (LocalLeap).
+    """Positions with confidence >= tau; with `leap` also positions >= tau_relaxed near one of them (LocalLeap).
 
-    Only positions with confidence >= `tau` are anchors: one that the relaxed threshold accepts does not relax others.
+    Only positions with confidence >= `tau` are anchors: a position that the relaxed threshold accepts does not relax
+    others.
     """
     sure_P = guesses.confidence_P >= tau
     if leap is None:
@@ -219,18 +219,14 @@ def accept_by_chance(guesses: Guesses, share: float, sampling: Sampling, forward
     return (uniform(draw, torch.full_like(draw.position_P, RANDOM_TURN)[:, None])[:, 0] < share).numpy()
 
 
-# The number of masks that each step of a block fills: LLaDA's even quota, Dream's schedule of times.
-#
-# Offsets count from the prompt's end.
-
-
 def steps_of_block(steps: int, max_tokens: int, start: int, stop: int) -> int:
-    """The number of the canvas's `steps` that the block [start, stop) gets, in proportion to its length."""
+    """The number of the canvas's `steps` for the block [start, stop), in proportion to its length."""
     return steps * stop // max_tokens - steps * start // max_tokens
 
 
 def quota(num_masked: int, num_steps: int, step: int) -> int:
-    """How many masks of a block step `step` fills: equal parts, the remainder to the first steps; 0 after the last."""
+    """The number of masks of a block that step `step` fills: equal parts, the remainder first; 0 after the last
+    step."""
     if step >= num_steps:
         return 0
     return num_masked // num_steps + (step < num_masked % num_steps)
@@ -248,7 +244,7 @@ def unmasking_share(num_steps: int, step: int, eps: float) -> float:
 
 
 def scheduled_quota(num_masked: int, num_steps: int, step: int, eps: float) -> int:
-    """How many of the `num_masked` masked positions step `step` fills; all at the last step (Dream)."""
+    """The number of the `num_masked` masked positions that step `step` fills; all at the last step (Dream)."""
     if step >= num_steps - 1:
         return num_masked
     times = torch.linspace(1, eps, num_steps + 1)

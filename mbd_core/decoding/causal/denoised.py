@@ -1,6 +1,6 @@
-"""Block by block: a block's masks are filled by rows without order that are not stored, then it is stored (`dlm`).
+"""Block by block: rows without order fill a block's masks unstored, then a row stores the block (`dlm`).
 
-    denoise  [seed, mask, mask, ...]   no order -> the masks' tokens, by confidence
+denoise  [seed, mask, mask, ...]   no order -> the masks' tokens, by confidence
     store    [seed, t1, t2, ...]       causal   -> the last row gives the next block's seed
 
 The blocks begin at the prompt's end. The first seed comes from the causal row of the prompt's last token. A block with
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
-from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, Guesses, Lane, OpenLogits, Query
+from mbd_core.decoding.canvas.lane import Lane
+from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, Guesses, OpenLogits, Query
 from mbd_core.decoding.canvas.unmasking import accept_best
 from mbd_core.decoding.causal.prefix import PrefixDecoder, guessed
 
@@ -71,7 +72,7 @@ class BlockDecoder(PrefixDecoder):
 
     @property
     def _open(self) -> np.ndarray:
-        """The offsets of the block's masks; none where it ends with an EOS before the first of them."""
+        """The offsets of the block's masks; none if an EOS precedes the first mask."""
         if self._block is None:
             return np.zeros(0, dtype=np.int64)
         open_at = self._block.open_positions(0, len(self._block.tokens))
@@ -80,7 +81,7 @@ class BlockDecoder(PrefixDecoder):
         return open_at
 
     def _store(self, seed: list[int], log_probs: list[float]) -> None:
-        """The block is stored; the next one begins with `seed`, if there is one."""
+        """Notes that the block is stored. The next one begins with `seed`, if there is one."""
         if self._block is not None:
             new = slice(len(self._all) - self.num_stored, self._block.first_mask(0))
             lists = (self._block.tokens, self._block.log_probs, self._block.steps)
@@ -92,7 +93,7 @@ class BlockDecoder(PrefixDecoder):
             self._begin_block(seed, log_probs)
 
     def _begin_block(self, seed: list[int], log_probs: list[float]) -> None:
-        """Known tokens that are not stored, the seed, and masks."""
+        """Begins a block: known tokens that are not stored, the seed, and masks."""
         known = [*self._all[self.num_stored :], *seed]
         length = min(self._row_length, self._end - self.num_stored)
         self._block = Lane.fresh(tuple(known), length - len(known), self._vocab.mask_token_id)

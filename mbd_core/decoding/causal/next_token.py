@@ -1,15 +1,15 @@
 """Token by token: the last token's causal row gives the next one; with drafts, one causal row verifies several.
 
-    plain   [next]                       causal   -> the token behind it
+plain   [next]                       causal   -> the token behind it
     draft   [next, mask, mask, ...]      no order -> the masks' tokens, in one forward or, with `tau`, in several
     verify  [next, d1, d2, ...]          causal   -> row i predicts position i + 1
 
-A draft counts as far as each token is the one that the row before it predicts. The first prediction that differs
-counts too, and is the next token. Everything behind it is overwritten by the next row. A token is a function of the
-tokens before it, drawn with the noise of its position alone: so drafts change no token, only the number of forwards
-(but with `thinking`, whose end is put in between two drafts).
+A draft counts as far as the row before each token predicts that token. The first prediction that differs counts too,
+and is the next token. The next row overwrites everything behind it. A token is a function of the tokens before it and
+of the noise of its position alone. So drafts change no token, only the number of forwards. The exception is
+`thinking`, whose end is put in between two drafts.
 
-A request that the engine's budget leaves no block, or that does not gain by drafts, goes on plainly meanwhile.
+A request without a block in the engine's budget, or without gain by drafts, decodes plainly meanwhile.
 """
 
 from typing import Literal
@@ -35,12 +35,13 @@ class TokenDecoder(PrefixDecoder):
         assert request.decoding.causal is not None
         self._causal = request.decoding.causal
         self._drafts = self._causal.method == "linear_spec" and self._row_length > 1
-        # one that thinks has other tokens without drafts; one with a threshold has unfinished drafts, lost where held
+        # a request that thinks has other tokens without drafts; one with a threshold has unfinished drafts, which
+        # holding would lose
         is_free = self._drafts and self._causal.thinking is None and self._causal.tau is None
         self.draft_length = self._row_length if is_free else 1
         self._is_held = False
         self._may_begin = False  # the next token is known, and a draft may follow it
-        self._block: list[int] = []  # the draft: the next token, what is drafted behind it, and masks
+        self._block: list[int] = []  # the draft: the next token, drafted tokens behind it, and masks
         self._open: list[int] = []  # the offsets of its masks
 
     def hold_to(self, num_blocks: int) -> None:
@@ -48,7 +49,7 @@ class TokenDecoder(PrefixDecoder):
 
     def plan(self) -> CanvasPlan:
         if self._may_begin and not self._is_held and not self._block:
-            self._begin_draft()  # one whose tokens are all known is verified at once
+            self._begin_draft()  # a draft without masks is verified at once
         kind, start = self._kind(), self.num_stored
         block = self._all[start:] if kind == "plain" else self._block
         offsets = self._open if kind == "draft" else range(len(block))
@@ -83,7 +84,8 @@ class TokenDecoder(PrefixDecoder):
         return self._update(start, len(self._all) - number, 0.0)
 
     def _kind(self) -> RowKind:
-        """What the next forward is. A finished draft is verified in any case; held, an unfinished one is dropped."""
+        """The kind of the next forward. A finished draft is always verified; an unfinished draft of a held request is
+        dropped."""
         if self._block and not self._open:
             return "verify"
         return "plain" if self._is_held or not self._may_begin else "draft"
@@ -102,7 +104,7 @@ class TokenDecoder(PrefixDecoder):
                 self._open.remove(offset)
 
     def _verify(self, tokens: list[int], log_probs: list[float], *, drafted: list[int]) -> None:
-        """Take over the predictions as far as they are what was drafted, and one more."""
+        """Takes the predictions as far as they equal the draft, and one more."""
         if (forced := self._forced()) is not None:
             tokens[0], log_probs[0] = forced, 0.0
         number = 1
@@ -114,13 +116,13 @@ class TokenDecoder(PrefixDecoder):
         self._may_begin = self._drafts
 
     def _begin_draft(self) -> None:
-        """The next token, one that is forced, and masks."""
+        """Begins a draft: the next token, a forced one, and masks."""
         known = [*self._all[self.num_stored :], *([] if (forced := self._forced()) is None else [forced])]
         self._block = [*known, *[self._vocab.mask_token_id] * (self._row_length - len(known))]
         self._open = list(range(len(known), self._row_length))
 
     def _forced(self) -> int | None:
-        """The token that ends the thinking, where the next one must be it."""
+        """The token that ends the thinking, if it must come next."""
         thinking, number = self._causal.thinking, len(self._all) - self._start
         if thinking is None or number < thinking.budget + (self._causal.method == "linear_spec"):
             return None

@@ -12,8 +12,8 @@ from mbd_core.decoding.causal.renoise import RenoisingDecoder
 def planned_decoder(request: Request, *, eos_token_ids: tuple[int, ...], vocab: Vocab, shift: bool) -> PlannedDecoder:
     """The decoder of one request, whose decoding names a canvas or a method behind a prefix.
 
-    `eos_token_ids` are the model's, `shift` is whether its logits predict the next position. Raises the `ValueError`
-    of `check_canvas`.
+    `eos_token_ids` are the model's. `shift`: its logits predict the next position. Raises the `ValueError` of
+    `check_canvas`.
     """
     decoding = request.decoding
     if decoding.causal is not None:

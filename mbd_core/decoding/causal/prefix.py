@@ -1,7 +1,7 @@
-"""What decoders behind a stored prefix share: the tokens so far, how many of them are stored, changes of logits.
+"""The common part of decoders behind a stored prefix: the tokens, the number of stored ones, changes of logits.
 
-    prompt | answer ........ | row
-    ^ stored ............ ^    ^ begins at `num_stored`: first the known tokens that are not stored, then new positions
+prompt | answer ........ | row
+    ^ stored ............ ^    ^ begins at `num_stored`: known tokens that are not stored, then new positions
 
 Shape legend: P positions with logits, V vocabulary.
 """
@@ -52,8 +52,10 @@ class PrefixDecoder(GuessingDecoder):
     def _append(
         self, tokens: Sequence[int], log_probs: Sequence[float], steps: Sequence[int], *, num_stored: int
     ) -> None:
-        """Add tokens and the forwards that accepted them to the answer, up to one that ends it and within its budget;
-        `num_stored` positions are stored now, as far as they hold tokens."""
+        """Adds tokens and their forwards' numbers to the answer, up to an ending token and within its budget.
+
+        `num_stored` positions are stored now, as far as they hold tokens.
+        """
         room = self._end - len(self._all)
         ends = (index + 1 for index, token in enumerate(tokens[:room]) if token in self._ends)
         number = next(ends, None)
@@ -67,8 +69,10 @@ class PrefixDecoder(GuessingDecoder):
     def _opened(
         self, logits_PV: Tensor, positions: Sequence[int], history: Callable[[int], Sequence[int]], *, forward: int
     ) -> OpenLogits:
-        """The logits that predict these positions; the noise of drawn tokens is that of `forward`. `history` gives the
-        tokens that a position's penalties count."""
+        """The logits that predict these positions; drawn tokens use the noise of `forward`.
+
+        `history` gives the tokens that a position's penalties count.
+        """
         adjust, position_P = None, torch.tensor(positions, dtype=torch.int64)
         if self._adjustments is not None:
             adjust = self._adjustments.at([history(position) for position in positions], position_P, logits_PV)
@@ -83,7 +87,7 @@ class PrefixDecoder(GuessingDecoder):
         )
 
     def _update(self, start: int, num_accepted: int, mask_ratio: float) -> CanvasUpdate:
-        """What a forward did whose row began at `start`."""
+        """The update of a forward whose row began at `start`."""
         block = 0, max(0, start - self._start) // self._row_length
         return CanvasUpdate({block: num_accepted}, {block: mask_ratio})
 
@@ -97,15 +101,17 @@ def guessed(guesses: Guesses) -> tuple[list[int], list[float]]:
 
 
 class PrefixAdjustments:
-    """What a request changes in its logits (`Adjustments`), where every position counts tokens of its own: of a causal
-    row those before it, as if its tokens had been decoded one by one."""
+    """A request's changes of its logits (`Adjustments`), where every position counts its own tokens.
+
+    In a causal row these are the tokens before it, as if its tokens had been decoded one by one.
+    """
 
     def __init__(self, request: Request, ends: tuple[int, ...], num_rows: int) -> None:
         self._request, self._ends, self._num_rows = request, ends, num_rows
         self._memory: Adjustments | None = None
 
     def at(self, histories: Sequence[Sequence[int]], position_P: Tensor, logits_PV: Tensor) -> Adjust:
-        """The changes at these positions, behind as many histories of tokens, prompt included."""
+        """The changes at these positions, each behind its own history of tokens, prompt included."""
         request, start, device = self._request, len(self._request.prompt), logits_PV.device
         if self._memory is None:
             self._memory = Adjustments(

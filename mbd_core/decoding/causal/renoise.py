@@ -1,23 +1,23 @@
-"""DiffusionGemma's decoding: a canvas of drawn tokens is drawn anew by every forward, as far as a bound on entropy
-allows; the answer is what the model holds likeliest in the end.
+"""DiffusionGemma's decoding: every forward draws a canvas anew, as far as a bound on entropy allows; the last
+forward's likeliest tokens are the answer.
 
-    canvas = uniform tokens
+canvas = uniform tokens
     for n = N, N - 1, ..., 1:                       # N = steps
         l = logits of the canvas / T                # T = t_min + (t_max - t_min) n / N
         drawn ~ softmax(l), best = argmax l, H = entropy of softmax(l), per position
-        accept the lowest H while the sum of those before is at most `entropy_bound`
+        accept the lowest H while the sum of the lower ones is at most `entropy_bound`
         canvas = drawn where accepted, uniform tokens elsewhere
         stop if the last `stability` bests equal this one and the mean of H is below `tau_entropy`
     the answer goes on with the last best
 
-Nothing is accepted for good, and no token is masked. A canvas's rows see the stored prefix and each other. A finished
-canvas is stored by a causal row, which the next canvas's first forward takes with it. What a forward expected at each
-place conditions the next one (`models/gemma.py`).
+Nothing is accepted for good, and no token is masked. A canvas's rows see the stored prefix and each other. A causal
+row stores a finished canvas, together with the next canvas's first forward. A forward's expectation at each place
+conditions the next forward (`models/gemma.py`).
 
 All noise is a hash of the request's seed, the position and the canvas's step, so a canvas that begins anew after a
 preemption, or on another replica, comes out the same.
 
-Shape legend: L positions of a canvas, P those of a piece, V vocabulary, D hidden.
+Shape legend: L positions of a canvas, P positions of a piece, V vocabulary, D hidden.
 """
 
 from collections.abc import Callable
@@ -34,11 +34,11 @@ from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, Query
 from mbd_core.decoding.causal.prefix import PrefixDecoder
 
 PIECE_BYTES = 2**28
-"""What one piece of logits and all that is made of it may take: 256 MiB. A canvas of 256 positions over 262,144 ids is
-268 MB in float32 alone; its pieces have 25 positions."""
+"""The memory limit of one piece of logits and everything made of it: 256 MiB. A canvas of 256 positions over 262,144
+ids is 268 MB in float32 alone; its pieces have 25 positions."""
 COPIES = 10
-"""A bound on the bytes that are held at once for each byte of a piece in float32, by a test's count; the noise is made
-of 64-bit integers."""
+"""A bound, by a test's count, on the bytes held at once for each byte of a piece in float32. The noise is made of
+64-bit integers."""
 
 
 def temperature(rule: Renoise, step: int) -> float:
@@ -47,15 +47,17 @@ def temperature(rule: Renoise, step: int) -> float:
 
 
 def accept_within(entropy_L: Tensor, bound: float) -> Tensor:
-    """The positions (L,) with the lowest entropies, as long as those before a position sum to at most `bound`: the
-    lowest one always (EB sampler, arXiv 2505.24857)."""
+    """The positions (L,) with the lowest entropies, as long as the entropies before a position sum to at most `bound`.
+
+    The lowest position is always accepted (EB sampler, arXiv 2505.24857).
+    """
     sorted_L, order_L = entropy_L.sort(stable=True)
     within_L = sorted_L.cumsum(0) - sorted_L <= bound
     return torch.zeros_like(within_L).scatter(0, order_L, within_L)
 
 
 class Noise(Protocol):
-    """Where drawn tokens come from, for the positions (P,) of a canvas in its step, counted from 0."""
+    """The source of drawn tokens, for the positions (P,) of a canvas in its step, counted from 0."""
 
     def fresh(self, position_P: Tensor, step: int) -> Tensor:
         """Uniform tokens (P,); step -1 is before the first."""
@@ -94,8 +96,8 @@ class PositionNoise:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What one forward says of a canvas's positions (L,), and the embeddings (L, D) that it expects there.
+class CanvasReading:
+    """One forward's results at a canvas's positions (L,), and the embeddings (L, D) that it expects there.
 
     log_p_L  the log-probability of `best_L` under the model itself, at temperature 1
     """
@@ -108,7 +110,7 @@ class Reading:
 
 
 def piece_length(vocab_size: int) -> int:
-    """Positions whose logits are read at once."""
+    """The number of positions whose logits are read at once."""
     return max(1, PIECE_BYTES // (4 * COPIES * vocab_size))
 
 
@@ -122,10 +124,10 @@ def read_canvas(
     vocab: Vocab,
     expect: Callable[[Tensor], Tensor],
     length: int | None = None,
-) -> Reading:
-    """Read the logits of a canvas in pieces of `length` positions (`None`: `piece_length`), never all at once.
+) -> CanvasReading:
+    """Reads the logits of a canvas in pieces of `length` positions (`None`: `piece_length`), never all at once.
 
-    `logits_of` gives those (P, V) of a range of its positions; `expect` makes embeddings (P, D) of probabilities.
+    `logits_of` gives the logits (P, V) of a range of its positions; `expect` makes embeddings (P, D) of probabilities.
     """
     pieces = []
     for start in range(0, len(position_L), length or piece_length(vocab.size)):
@@ -139,14 +141,14 @@ def read_canvas(
         drawn_P = noise.drawn(log_p_PV, position_L[part], step)
         p_PV = log_p_PV.exp_()
         pieces.append((drawn_P, best_P, torch.special.entr(p_PV).sum(-1), own_P, expect(p_PV)))
-    return Reading(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
+    return CanvasReading(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 
 
 class RenoisingDecoder(PrefixDecoder):
     """One request: canvas after canvas behind its stored prefix. `noise` may be given, to decode with known draws.
 
     canvas_L     the tokens of the next forward's canvas
-    expected_LD  what the forward before expected at their places; `None` before a canvas's first
+    expected_LD  the last forward's expectation at their places; `None` before a canvas's first
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class RenoisingDecoder(PrefixDecoder):
         )
         return CanvasPlan([], [*queries, canvas])
 
-    def read(self, logits_of: Callable[[slice], Tensor], expect: Callable[[Tensor], Tensor]) -> Reading:
+    def read(self, logits_of: Callable[[slice], Tensor], expect: Callable[[Tensor], Tensor]) -> CanvasReading:
         """The first half of a forward's reading, on the device: `read_canvas` of this step."""
         return read_canvas(
             logits_of,
@@ -187,7 +189,7 @@ class RenoisingDecoder(PrefixDecoder):
             expect=expect,
         )
 
-    def take(self, reading: Reading) -> CanvasUpdate:
+    def take(self, reading: CanvasReading) -> CanvasUpdate:
         """The second half, on the host."""
         start, self.num_stored = len(self._all), len(self._all)
         self.num_forwards += 1
@@ -213,7 +215,7 @@ class RenoisingDecoder(PrefixDecoder):
         return update
 
     def _begin_canvas(self) -> None:
-        """Uniform tokens behind what is known, on which no forward has said anything."""
+        """Begins a canvas: uniform tokens behind the known ones, without any forward's results."""
         start, length = len(self._all), self._request.decoding.block_size
         self._positions_L = torch.arange(start, start + length)
         self.canvas_L = self._noise.fresh(self._positions_L, -1)

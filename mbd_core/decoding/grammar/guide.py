@@ -1,33 +1,33 @@
-"""Which tokens one answer may have at its next position, and how it can still end in time.
+"""The tokens that an answer under a grammar may have at its next position, and a way for it to end in time.
 
-The positions of an answer are decided from left to right, several in a forward: a grammar knows what may follow a
-text, and nothing of what may stand behind a gap. What the grammar forces is decided at once and needs no forward, as
-does a token that alone is allowed, and an EOS where nothing else has room.
+The positions of an answer are decided from left to right, several in a forward: a grammar knows the continuation of a
+text, but not the text behind a gap. Tokens that the grammar forces are decided at once and need no forward. The same
+holds for a token that alone is allowed, and for an EOS where nothing else has room.
 
-A guide always knows a closing: tokens that complete the answer within its budget. A decision after which no closing is
-found is taken back, and the closing's own token is decided instead. So an answer is never cut in its middle, and one
-whose grammar becomes too complex to go on with is closed.
+A guide always knows a closing: tokens that complete the answer within its budget (`closings.py`). A decision without a
+closing behind it is taken back, and the closing's own token is decided instead. So an answer is never cut in its
+middle, and an answer whose grammar becomes too complex is closed.
 
-The matcher is llguidance's. Only compiling a grammar imports it: an engine without grammars, as in the benchmarks of a
-bare GPU machine, runs without it.
+The matcher is llguidance's. Only compiling a grammar imports it, so an engine without grammars, as in the benchmarks
+of a bare GPU machine, runs without it.
 
 Shape legend: V vocabulary.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import re
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mbd_core.decoding.grammar.grammar import Grammar, GrammarRefused, Syntax, at, check_bounds, inner_schemas
+from mbd_core.decoding.grammar.closings import NUM_TRIED, Closings, Search, Vocabulary
+from mbd_core.decoding.grammar.grammar import Grammar
+from mbd_core.decoding.grammar.matchers import compile_grammar, first_line
+from mbd_core.decoding.grammar.schemas import GrammarRefused
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AllowedToken:
-    """A token among the allowed ones, its probability among them, and whether the model's likeliest token of all is
-    none of them: the grammar overrules the model there."""
+    """A token among the allowed ones, and its probability among them.
+
+    It is overruled if the model's likeliest token of all is not allowed.
+    """
 
     token: int
     probability: float
@@ -46,186 +48,17 @@ class AllowedToken:
 Pick = Callable[[int, np.ndarray], AllowedToken]
 """The choice at the i-th open position among the allowed tokens (V,)."""
 
-TAU_OVERRULED = 0.1  # what an overruled choice must exceed, where it is below `tau` and `tau` is below 1
+TAU_OVERRULED = 0.1  # an overruled choice must exceed it, if it is below `tau` and `tau` is below 1
 
-# A step beyond them ends in an error and not in seconds of work; a first mask may take half a second.
-LIMITS: dict[str, Any] = {"initial_lexer_fuel": 300_000, "step_lexer_fuel": 20_000, "max_lexer_states": 50_000}
-MAX_COMPILED = 32  # grammars that are kept for other requests
-MAX_SEARCH, MAX_THOROUGH = 256, 16  # tokens of a closing that is looked for between two forwards, in the two ways
-NUM_TRIED, NUM_FOLLOWED = 64, 24  # tokens that are tried at a position, and those whose next position is looked at
-MAX_LITERALS = 32
-MASK_TRIES = 40  # trying a token costs about this part of computing which ones are allowed
-STEP_TRIES = 25_000  # of all rows of a step together, from which on no other row begins to look for a new closing
-
-
-class Search:
-    """What the guides of one step may do together to find closings, counted in tokens that are tried.
-
-    It is counted and not timed: the same rows are always decided alike. A search that has begun goes to its own end.
-
-    error  why the matcher could not go on in the latest walk that found no end; empty where it could
-    """
-
-    def __init__(self, tries: float = math.inf) -> None:
-        self._num_left = tries
-        self.error = ""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no other search may begin."""
-        return self._num_left <= 0
-
-    def count(self, tries: int) -> None:
-        self._num_left -= tries
-
-
-class Vocabulary(Protocol):
-    """What a guide needs of a tokenizer: llguidance's form of it."""
-
-    def __call__(self) -> LLTokenizer: ...
-
-
-class Closings:
-    """Looks for short ends of answers, in two ways. The quick one takes tokens that close something, which ends JSON.
-    The thorough one takes tokens after which little, or something new, may follow. Both try at each position whether
-    one more token ends the answer, or a literal of the grammar."""
-
-    def __init__(self, tokenizer: LLTokenizer, *, eos_token_id: int, forbidden: Sequence[int]) -> None:
-        self.eos_token_id, self._tokenizer, self._size = eos_token_id, tokenizer, tokenizer.vocab_size
-        texts = [tokenizer.decode_bytes([token]) for token in range(self._size)]
-        special = [texts[t].decode(errors="replace") for t in range(self._size) if tokenizer.is_special_token(t)]
-        self._special = [text for text in special if text]
-        self._rank_V = np.array([_rank(text) for text in texts])
-        self._lengths_V = np.array([len(text) for text in texts])
-        self._order_V = np.lexsort((-self._lengths_V, self._rank_V))
-        single = np.flatnonzero(self._lengths_V == 1)
-        self._single = np.array(sorted(single, key=lambda t: _BYTE_RANK[texts[t][0]]), dtype=np.int64)
-        self._quotes = np.flatnonzero([text == b'"' for text in texts])
-        self._never = np.array(sorted(forbidden), dtype=np.int64)
-
-    def literals(self, grammar: Grammar) -> list[list[int]]:
-        """The tokens of plain words and marks that stand in a grammar's text."""
-        if grammar.syntax == "json_schema":
-            return []
-        words = dict.fromkeys(re.findall(r"[^\\.^$|?*+()\[\]{}\"\s]{2,}", grammar.whole))
-        return [self._tokenizer.tokenize_str(text) for text in list(words)[:MAX_LITERALS]]
-
-    def special_in(self, grammar: Grammar) -> str:
-        """Why an answer may not be found, if a special token's text stands in the grammar; else empty."""
-        text = grammar.whole.replace("\\", "")
-        name = next((special for special in self._special if special in text), None)
-        return "" if name is None else f"'{name}' is a special token's text, which no answer has"
-
-    def allowed(self, matcher: LLMatcher) -> np.ndarray | None:
-        """The tokens (V,) that may come next; `None` where the matcher cannot say."""
-        if matcher.is_error():
-            return None
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        if matcher.is_error():
-            return None
-        mask_V = np.unpackbits(bits, bitorder="little")[: self._size].astype(bool)
-        mask_V[self._never[self._never < self._size]] = False
-        return mask_V if mask_V.any() else None
-
-    def find(
-        self, matcher: LLMatcher, limit: int, *, literals: Sequence[Sequence[int]], thorough: int, search: Search
-    ) -> list[int] | None:
-        """At most `limit` tokens, the last one an EOS, that complete what the matcher has seen; it is not changed.
-
-        Where the quick way finds none, the thorough one is taken, which costs far more: for `thorough` tokens at most.
-        """
-        closing = self._walk(matcher, limit, literals, self._quick, search)
-        return closing or self._walk(matcher, min(limit, thorough), literals, self._thorough, search)
-
-    def _walk(
-        self, matcher: LLMatcher, limit: int, literals: Sequence[Sequence[int]], choose: _Choose, search: Search
-    ) -> list[int] | None:
-        matcher = matcher.deep_copy()
-        tokens: list[int] = []
-        uses: Counter[int] = Counter()
-        while len(tokens) < limit and not matcher.is_error():
-            if matcher.is_stopped() or matcher.is_accepting():
-                return [*tokens, self.eos_token_id]
-            next_tokens = matcher.compute_ff_tokens()
-            if not next_tokens:
-                mask_V = self.allowed(matcher)
-                search.count(MASK_TRIES)
-                if mask_V is None:
-                    break
-                last_tokens = self._last_tokens(matcher, mask_V, literals, search)
-                next_tokens = last_tokens or [choose(matcher, mask_V, uses, search)]
-            if not matcher.consume_tokens(next_tokens):
-                break
-            tokens += next_tokens
-        search.error = _first_line(matcher.get_error()) if matcher.is_error() else ""
-        return None
-
-    def _last_tokens(
-        self, matcher: LLMatcher, mask_V: np.ndarray, literals: Sequence[Sequence[int]], search: Search
-    ) -> list[int] | None:
-        """Tokens with which the answer is complete."""
-        candidates = self._order_V[mask_V[self._order_V]][:NUM_TRIED]
-        single = self._single[mask_V[self._single]]
-        for tokens in (*([t] for t in (*candidates.tolist(), *single.tolist())), *literals):
-            search.count(len(tokens))
-            if matcher.validate_tokens([*tokens, self.eos_token_id]) == len(tokens) + 1:
-                return list(tokens)
-        return None
-
-    def _quick(self, matcher: LLMatcher, mask_V: np.ndarray, uses: Counter[int], search: Search) -> int:
-        candidates = self._order_V[mask_V[self._order_V]][:NUM_TRIED].tolist()
-        if mask_V.sum() > self._size // 4:  # inside a string, where brackets are text
-            candidates = self._quotes[mask_V[self._quotes]].tolist() or candidates
-        token = int(min(candidates, key=lambda t: self._rank_V[t] + uses[t] / 2))
-        uses[token] += 1
-        return token
-
-    def _thorough(self, matcher: LLMatcher, mask_V: np.ndarray, seen: Counter[int], search: Search) -> int:
-        """`seen` counts what was allowed at earlier positions."""
-        candidates = self._order_V[mask_V[self._order_V]][: NUM_FOLLOWED // 4].tolist()
-        candidates += self._single[mask_V[self._single]][:NUM_FOLLOWED].tolist()
-        seen[hash(mask_V.tobytes())] += 1
-        follows: dict[int, tuple[int, int, int]] = {}
-        for token in dict.fromkeys(candidates):
-            next_matcher = matcher.deep_copy()
-            search.count(MASK_TRIES)
-            if next_matcher.consume_token(token) and (next_V := self.allowed(next_matcher)) is not None:
-                num_uses = seen[hash(next_V.tobytes())]
-                follows[token] = (num_uses, int(next_V.sum()), -int(self._lengths_V[token]))
-        return min(follows, key=lambda t: follows[t]) if follows else int(candidates[0])
-
-
-_Choose = Callable[["LLMatcher", np.ndarray, Counter[int], Search], int]
-
-
-def _rank(text: bytes) -> int:
-    """Brackets that close, quotes, digits, other text, brackets that open."""
-    if text and not text.strip(b"}])"):
-        return 0
-    if text and not text.strip(b'}])"'):
-        return 1
-    if text.isdigit():
-        return 2
-    return 4 if any(bracket in text for bracket in b"{[(") else 3
-
-
-def _byte_ranks() -> list[int]:
-    """The place of each byte: ends of lines and strings, closing brackets, other marks, digits, letters, the rest."""
-    first = b"\n\"'}])>;.,:@#|/-+=_ "
-    order = [*first, *b"0123456789", *range(97, 123), *range(65, 91)]
-    order += [byte for byte in (*range(33, 127), *range(128), *range(128, 256)) if byte not in order]
-    ranks = {byte: rank for rank, byte in reversed(list(enumerate(order)))}
-    return [ranks[byte] for byte in range(256)]
-
-
-_BYTE_RANK = _byte_ranks()
+MAX_COMPILED = 32  # grammars cached for other requests
+MAX_SEARCH, MAX_THOROUGH = 256, 16  # tokens of a closing searched between two forwards, in both ways
 
 
 @dataclass(eq=False)
 class GuideState:
-    """What a decoding engine knows of an answer under a grammar; the guide itself may be in another process.
+    """An engine's view of an answer under a grammar. The guide itself may be in another process.
 
-    pending  tokens that are decided and have no place in the Block Buffer yet
+    pending  decided tokens without a place in the Block Buffer
     ended    an EOS is decided
     """
 
@@ -233,15 +66,15 @@ class GuideState:
     ended: bool = False
 
     def rest(self, number: int) -> list[int]:
-        """A way from the answer's first `number` tokens to its end; only the guide knows one."""
+        """A way from the answer's first `number` tokens to its end. Only the guide knows one."""
         return []
 
 
 class Guide(GuideState):
     """One answer's way through its grammar.
 
-    waited     steps in a row in which nothing was decided, because the searches of other rows were enough work
-    num_waits  all such steps: the answer's noise does not count them
+    waited     steps in a row without a decision, because other rows used up the step's searches
+    num_waits  all such steps; the answer's noise does not count them
     """
 
     def __init__(
@@ -255,9 +88,11 @@ class Guide(GuideState):
         closing: Sequence[int],
         tools: bool = False,
     ) -> None:
-        """`matcher` has seen what is `committed`. `budget` is how many tokens the answer may still have, its EOS
-        included; `GrammarRefused` if no way to its end is found, in the words of who gave `tools` or a grammar.
-        `closing` is a known one, or empty."""
+        """`matcher` has seen the `committed` tokens. `budget` bounds the answer's further tokens, its EOS included.
+
+        Raises `GrammarRefused` if no way to its end is found, in the words of the user's `tools` or grammar. `closing`
+        is a known one, or empty.
+        """
         self._matcher, self._closings, self._literals, self._num_left = matcher, closings, literals, budget
         self._decided_tokens = list(committed)
         known_closing = list(closing) if closing and len(closing) <= budget and self._accepts(list(closing)) else None
@@ -271,7 +106,7 @@ class Guide(GuideState):
             raise GrammarRefused(f"no answer of at most {budget} tokens was found that {accepts}; {remedy}")
         self._closing = new_closing
         self.waited = self.num_waits = 0
-        self._room = (0, 0)  # the places and rows that it had when it began to wait
+        self._room = (0, 0)  # its places and rows when it began to wait
         super().__init__(self._forced_by_closing())
         self.ended = self._ends(self.pending)
         self._decided_tokens += self.pending
@@ -280,14 +115,15 @@ class Guide(GuideState):
     def extend(
         self, num_places: int, num_rows: int, pick: Pick, *, tau: float, quota: int, search: Search
     ) -> list[tuple[int, float]]:
-        """Decide tokens for at most `num_places` open positions, and their probabilities. Where that takes a new
-        closing and `search` is over, there are none, and nothing has changed.
+        """Decides tokens for at most `num_places` open positions, and their probabilities.
 
-        `pick` chooses at the first `num_rows` of them. The first `quota` choices are taken, further ones while their
-        probability exceeds `tau`, or `TAU_OVERRULED` where the grammar overrules the model: its confidence is then
-        that of another text. With `tau` 1 only the quota is taken. A forced token has probability 1. What has no place
-        becomes `pending`. Places that were added while it waited are not used: it decides what it would have decided
-        at once.
+        If that takes a new closing and `search` is over, it returns none and changes nothing. `pick` chooses at the
+        first `num_rows` of the positions. The first `quota` choices are taken. Further ones are taken while their
+        probability exceeds `tau`, or `TAU_OVERRULED` where the grammar overrules the model, whose confidence is then
+        another text's. With `tau` 1 only the quota is taken. A forced token has probability 1. Tokens without a place
+        become `pending`.
+
+        Positions added while the row waited are ignored, so waiting does not change the result.
         """
         assert not self.pending and not self.ended
         if self.waited:
@@ -320,16 +156,18 @@ class Guide(GuideState):
         return trail[:num_places]
 
     def rest(self, number: int) -> list[int]:
-        """A way from the answer's first `number` tokens to its end: what is decided behind them, and a closing."""
+        """A way from the answer's first `number` tokens to its end: the decided tokens behind them, and a closing."""
         return self._decided_tokens[number:] + self._closing
 
     def _ends(self, tokens: list[int]) -> bool:
         return tokens[-1:] == [self._closings.eos_token_id]
 
     def _force(self, limit: int) -> tuple[list[int], np.ndarray | None]:
-        """Consume the tokens that must follow, about `limit` at most; and what is allowed (V,) behind them: `None`
-        after an EOS, and where the matcher cannot say. A token must follow where the text must go on with it, and
-        where no other one is allowed."""
+        """Consumes the tokens that must follow, about `limit` at most, and returns the allowed ones (V,) behind them.
+
+        The result is `None` after an EOS, and if the matcher cannot say. A token must follow if the text must go on
+        with it, or if no other token is allowed.
+        """
         eos, tokens = self._closings.eos_token_id, list[int]()
         while True:
             forced_tokens = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
@@ -344,7 +182,7 @@ class Guide(GuideState):
             self._matcher.consume_tokens(forced_tokens)
 
     def _forced_by_closing(self) -> list[int]:
-        """Forced tokens, taken from the closing; none where it writes the same text with other tokens."""
+        """Forced tokens, taken from the closing; none if the closing writes the same text with other tokens."""
         tokens, _ = self._force(self._num_left)
         if self._closing[: len(tokens)] != tokens:
             self._matcher.rollback(len(tokens) - self._ends(tokens))
@@ -353,10 +191,11 @@ class Guide(GuideState):
         return tokens
 
     def _close(self, trail: list[tuple[int, float]], marks: list[int], search: Search) -> list[tuple[int, float]]:
-        """As many of the choices as leave a closing; if none does, or there is none, the closing's next token.
+        """As many of the choices as leave a closing. If there is none, the closing's next token.
 
-        A new closing is looked for once, behind all choices; behind fewer of them only what is known counts. None of
-        the choices, where it takes a new one and `search` was over before."""
+        A new closing is searched once, behind all choices. Behind fewer choices only the known closing counts. No
+        choice is taken if it needs a new closing and `search` was over before.
+        """
         has_searched, may_look = False, not search.is_over
         while len(marks) > 1 and not self._matcher.is_error():
             tokens = [token for token, _ in trail]
@@ -382,13 +221,13 @@ class Guide(GuideState):
         return [(token, 1.0) for token in tokens]
 
     def _without(self, trail: list[tuple[int, float]], number: int) -> list[tuple[int, float]]:
-        """The first `number` of the choices; the matcher forgets the others."""
+        """The first `number` of the choices. The matcher forgets the others."""
         tokens = [token for token, _ in trail[number:] if token != self._closings.eos_token_id]
         self._matcher.rollback(len(tokens))
         return trail[:number]
 
     def _rest_of_closing(self, tokens: list[int]) -> list[int] | None:
-        """What is left of the known closing after these tokens, if they are its first ones, or the answer's last."""
+        """The rest of the known closing after these tokens, if they are its first ones, or the answer's last."""
         if tokens[-1] == self._closings.eos_token_id:
             return [] if len(tokens) <= self._num_left else None
         closing = self._closing
@@ -414,10 +253,7 @@ class Guide(GuideState):
 
 
 class Grammars:
-    """Compiles the grammars of one model's requests; may be called from several threads.
-
-    A grammar that was compiled lately is not compiled again.
-    """
+    """Compiles the grammars of one model's requests, from several threads. Recent grammars are cached."""
 
     def __init__(self, vocabulary: Vocabulary, *, eos_token_id: int, forbidden: Sequence[int] = ()) -> None:
         """`vocabulary` is called once, with the first grammar; `forbidden` tokens are never allowed."""
@@ -429,10 +265,10 @@ class Grammars:
     def guide(
         self, grammar: Grammar, *, max_tokens: int, committed: Sequence[int] = (), closing: Sequence[int] = ()
     ) -> Guide:
-        """The guide of an answer of at most `max_tokens` tokens, its EOS included, that begins with `committed` and
-        can go on with `closing`, if that is known. Raises `GrammarRefused`.
+        """The guide of an answer of at most `max_tokens` tokens, its EOS included. Raises `GrammarRefused`.
 
-        Where the answer may be cut, its EOS has a place behind the last token, which is never reached.
+        The answer begins with `committed` and can go on with `closing`, if that is known. If the answer may be cut,
+        its EOS has a place behind the last token, which is never reached.
         """
         matcher, closings = self._matcher(grammar)
         if not matcher.consume_tokens(list(committed)):
@@ -454,7 +290,7 @@ class Grammars:
             raise GrammarRefused(f"no answer was found that {accepted}: {special}") from None
 
     def _matcher(self, grammar: Grammar) -> tuple[LLMatcher, Closings]:
-        """A matcher of its own, at the beginning."""
+        """A new matcher at the beginning."""
         with self._lock:
             if self._parts is None:
                 tokenizer = self._vocabulary()
@@ -466,9 +302,9 @@ class Grammars:
             if grammar in self._compiled:
                 self._compiled.move_to_end(grammar)
                 return self._compiled[grammar].deep_copy(), closings
-        compiled = _compile(tokenizer, grammar)
+        compiled = compile_grammar(tokenizer, grammar)
         if closings.allowed(compiled) is None:
-            reason = closings.special_in(grammar) or _first_line(compiled.get_error())
+            reason = closings.special_in(grammar) or first_line(compiled.get_error())
             accepts = "accept no call" if grammar.schemas else "accepts no text"
             raise GrammarRefused(f"{grammar.subject()} {accepts}: {reason or 'no token may begin the answer'}")
         with self._lock:
@@ -476,91 +312,3 @@ class Grammars:
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
             return compiled.deep_copy(), closings
-
-
-MAX_PLACES = 200  # parts of a schema that are compiled alone, to find the one that cannot be honoured
-
-
-def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    matcher, reason = _matcher_of(tokenizer, grammar.syntax, grammar.whole)
-    if matcher is None:
-        for subject, schema in grammar.parts:
-            _check_part(tokenizer, subject, schema)
-        if grammar.schemas:
-            why = f"their parameters are too many to be followed together ({reason})"
-            raise GrammarRefused(f"the {grammar.num_tools} tools cannot be honoured: {why}; give fewer tools")
-        raise GrammarRefused(f"{grammar.subject()} cannot be honoured: {reason}")
-    for subject, schema in grammar.parts:
-        try:
-            check_bounds(schema)
-        except GrammarRefused as error:
-            raise GrammarRefused(f"{subject} {error}") from None
-    return matcher
-
-
-_REMEDIES = {
-    "Unimplemented keys": "leave them out, and check them yourself",
-    "look-around": "write the pattern without it, or leave it out and check it yourself",
-    "lookarounds": "give ^ and $ at the pattern's ends alone",
-    "backreferences": "write the pattern without them, or leave it out and check it yourself",
-    "Invalid type": "give string, number, integer, boolean, array, object or null, in small letters",
-    "type must be": "leave it out for any value",
-    "intersection stack level": "a reference leads to itself; give the schema that it stands for",
-}
-"""By a part of llguidance's message: what to do."""
-
-
-def _check_part(tokenizer: LLTokenizer, subject: str, schema: str) -> None:
-    """Raise `GrammarRefused` for a schema that llguidance does not take, with the place of its least part."""
-    matcher, reason = _matcher_of(tokenizer, "json_schema", schema)
-    if matcher is not None:
-        return
-    root = json.loads(schema)
-    shared = {name: root[name] for name in ("$defs", "definitions") if isinstance(root, dict) and name in root}
-    path: tuple[str, ...] = ()
-    part, tries = root, MAX_PLACES
-    while True:
-        for way, inner in inner_schemas(part):
-            tries -= 1
-            if tries < 0:
-                break
-            found, inner_reason = _matcher_of(tokenizer, "json_schema", json.dumps({**shared, **inner}))
-            if found is None:
-                part, path, reason = inner, (*path, *way), inner_reason
-                break
-        else:
-            break
-        if tries < 0:
-            break
-    if "coerce_one_of" in reason:
-        reason = "oneOf needs alternatives that exclude each other by type or by constants; give anyOf"
-    elif "Default retriever" in reason:
-        reason = "a reference to another document is not followed; put its schema into $defs"
-    else:
-        reason += next((f"; {remedy}" for found, remedy in _REMEDIES.items() if found in reason), "")
-    raise GrammarRefused(f"{subject} cannot be honoured{at(path)}: {reason}")
-
-
-def _matcher_of(tokenizer: LLTokenizer, syntax: Syntax, text: str) -> tuple[LLMatcher | None, str]:
-    """A matcher of a text, or `None` and why there is none."""
-    from llguidance import LLMatcher, LLParserLimits
-
-    try:
-        if syntax == "json_schema":
-            text = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
-        elif syntax == "regex":
-            text = LLMatcher.grammar_from_regex(text)
-        else:
-            text = LLMatcher.grammar_from_lark(text)
-    except ValueError as error:
-        return None, _first_line(str(error))
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
-    return (None, _first_line(matcher.get_error())) if matcher.is_error() else (matcher, "")
-
-
-def _first_line(text: str) -> str:
-    """The first line of an error, and the last one too where the first only announces it."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-    if lines[0].endswith(":") and len(lines) > 1:
-        lines[0] = f"{lines[0]} {lines[-1].removeprefix('error: ')}"
-    return lines[0][:200]

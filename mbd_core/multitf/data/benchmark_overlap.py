@@ -8,7 +8,7 @@ from typing import Any
 from mbd_core.multitf.data.known_names import PROMPTS
 
 RUN = 13
-"""So many words in a row, as decontamination usually takes; a shorter problem counts as a whole."""
+"""The length of a run in words, as is usual in decontamination; a shorter problem counts as a whole."""
 MOST_EXAMPLES = 5
 PROBLEM_COLUMNS = (*PROMPTS, "text")
 
@@ -28,7 +28,7 @@ def runs(text: str, size: int = RUN) -> Iterator[tuple[str, ...]]:
 
 @dataclass
 class Benchmark:
-    """A benchmark's problems as runs of words, and what training prompts had of them so far."""
+    """A benchmark's problems as runs of words, and the counts of training prompts that repeat them."""
 
     name: str
     problems: dict[tuple[str, ...], int]
@@ -39,7 +39,7 @@ class Benchmark:
 
     @classmethod
     def of(cls, name: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> "Benchmark":
-        """The benchmark of a file's rows, each with its name; `ValueError` if they hold no problem."""
+        """The benchmark of a file's rows, each with its name. Raises `ValueError` if they hold no problem."""
         problems: dict[tuple[str, ...], int] = {}
         for number, (row_name, row) in enumerate(rows):
             column = next((c for c in PROBLEM_COLUMNS if isinstance(row.get(c), str)), None)
@@ -52,7 +52,7 @@ class Benchmark:
         return cls(name, problems, frozenset(map(len, problems)))
 
     def check(self, name: str, prompts: Sequence[str]) -> bool:
-        """Whether a row's prompts repeat a problem; it is counted."""
+        """Whether a row's prompts repeat a problem; counts the row if so."""
         problems = {
             self.problems[run]
             for prompt in prompts
@@ -68,7 +68,7 @@ class Benchmark:
         return bool(problems)
 
     def report(self) -> dict[str, object]:
-        """Rows that repeat a problem, how many of its problems they repeat, and the first rows' names."""
+        """The number of rows that repeat a problem, the number of repeated problems, and the first rows' names."""
         return {"rows": self.rows, "problems": len(self.seen), "first": list(self.examples)}
 
 

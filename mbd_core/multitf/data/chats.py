@@ -1,4 +1,4 @@
-"""A row's conversation, and as a chat template takes it: its reasoning under the template's name, its variables."""
+"""A row's conversation, and its form for a chat template: reasoning under the template's name, variables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Chat(NamedTuple):
     """A row's name, its conversation, and the functions that it may call, as a chat template shows them.
 
-    `variables` are further ones of the template. `untrained` are the places of messages that are context alone.
+    `variables` are further variables of the template. `untrained` are the places of messages that are only context.
     """
 
     name: str
@@ -34,8 +34,10 @@ def is_empty(answer: Mapping[str, Any]) -> bool:
 
 
 def for_template(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> Chat:
-    """The chat with its reasoning under the name that the template shows; `ValueError` if it shows none, or has not a
-    variable of the chat."""
+    """The chat with its reasoning under the template's name for it.
+
+    Raises `ValueError` if the template shows no reasoning, or lacks a variable of the chat.
+    """
     for variable in unknown_variables(tokenizer, chat.variables or ()):
         raise ValueError(
             f"its chat_template_kwargs have {variable!r}, and --model's chat template has no such variable; leave it "
@@ -59,7 +61,7 @@ def for_template(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> Chat:
 
 @lru_cache(maxsize=16)
 def _reasoning_name(tokenizer: PreTrainedTokenizerBase, template: str, variables: str) -> str | None:
-    """The name under which this template of the tokenizer shows an answer's reasoning: tried by rendering one."""
+    """The name under which this template shows an answer's reasoning, found by rendering one."""
     for name in REASONING if template != "null" else ():
         answer = {"role": "assistant", "content": "4", name: "2 and 2"}
         try:
@@ -72,6 +74,6 @@ def _reasoning_name(tokenizer: PreTrainedTokenizerBase, template: str, variables
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> MaskedText:
-    """A chat without its answer in the template, up to where the answer begins."""
+    """A chat without its answer in the template, up to the beginning of the answer."""
     shown = for_template(tokenizer, chat)
     return chat_text(tokenizer, shown.messages, tools=shown.tools, variables=shown.variables or {})

@@ -1,11 +1,11 @@
-"""A user's row as a conversation: what each column holds, by its name, its place beside others, or an option.
+"""A user's row as a conversation: a column's meaning follows from its name, its neighbours, or an option.
 
-    messages | conversations       a list of messages; beside it a system prompt, tools, variables of the template
+messages | conversations       a list of messages; beside it a system prompt, tools, variables of the template
     prompt, response               and all pairs of such names; each is a text or a list of messages
     instruction, input, output     and history, a list of pairs of texts (Alpaca)
 
-Each column is read, known to say nothing of the conversation, or refused by its name. Of both the others a row's
-`Notes` tell what became of them.
+Each column is read, known to say nothing of the conversation, or refused by its name. A row's `Notes` record each
+column's fate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,16 +25,16 @@ from mbd_core.multitf.data.known_names import (
     is_content,
     says_nothing,
 )
-from mbd_core.multitf.data.tool_calls import Messages, as_objects, parsed, tools_of, without_padding
+from mbd_core.multitf.data.tool_calls import ChatMessages, as_objects, parsed, tools_of, without_padding
 from mbd_core.multitf.data.turn_forms import as_messages
 from mbd_core.multitf.data.turns import (
     BY_OPTION,
     LEFT_OUT,
     ROLES,
     TARGETS,
+    ChatTurn,
     ColumnRefused,
     Notes,
-    Turn,
     TurnReader,
     check_turns,
     text_turn,
@@ -49,9 +49,9 @@ ANSWERED = "left out: a model answers instead"
 class Columns:
     """The columns that hold conversations: one of messages, or a pair of prompt and response; or none yet (`found`).
 
-    If rows need not be `answered`, they may lack the response, and their conversations end before it. `system` and
-    `tools` name columns beside them, by default those of the usual names. `roles` says what a user's names of roles
-    are, `ignored` names columns that are left out, and fields of turns, tools or variables, as `messages.weight`.
+    Without `answered`, rows may lack the response, and their conversations end before it. `system` and `tools` name
+    columns beside them; the defaults are the usual names. `roles` maps a user's names of roles. `ignored` names
+    columns to leave out, and fields of turns, tools or variables, like `messages.weight`.
     """
 
     chat: str | None = None
@@ -77,11 +77,11 @@ class Columns:
 
     @classmethod
     def of(cls, row: Mapping[str, Any], *, answered: bool = True) -> "Columns":
-        """The columns by their usual names; `ValueError` lists those that are there."""
+        """The columns by their usual names. Raises `ValueError` listing the row's columns."""
         return cls(answered=answered).found(row)
 
     def found(self, row: Mapping[str, Any]) -> "Columns":
-        """These columns, with those of the conversation by their usual names if none is named."""
+        """These columns, or the conversation's columns by their usual names if none is named."""
         if self.chat is not None or self.prompt is not None:
             return self
         there = [name for name in row if name not in self.ignored]
@@ -102,13 +102,16 @@ class Columns:
             "those of prompt and response (--prompt, --response)" + "".join(f" ({reason})" for reason in reasons[:1])
         )
 
-    def messages(self, row: Mapping[str, Any]) -> Messages:
-        """The row's conversation, which ends with the answer; `ValueError` says what is wrong with it."""
+    def messages(self, row: Mapping[str, Any]) -> ChatMessages:
+        """The row's conversation, which ends with the answer. Raises `ValueError` for a malformed one."""
         return list(self.conversation("", row, []).messages)  # type: ignore[arg-type]
 
     def conversation(self, name: str, row: Mapping[str, Any], notes: Notes) -> Chat:
-        """The row of this name as a conversation, with its functions and variables; `notes` get what became of its
-        columns and fields. Raises `ValueError` for what is wrong with it, `ColumnRefused` for what is not read."""
+        """The row of this name as a conversation, with its functions and variables. `notes` get the fates of its
+        columns.
+
+        Raises `ValueError` for a malformed conversation, `ColumnRefused` for a column that is not read.
+        """
         for column in filter(None, (self.chat, self.prompt, self.response if self.answered else None)):
             if row.get(column) is None:
                 raise ValueError(f"it has no {column!r}")
@@ -120,7 +123,7 @@ class Columns:
         reader.check_others(turns)
         return chat
 
-    def _checked(self, reader: "_RowReader", turns: Sequence[Turn]) -> tuple[Any, ...]:
+    def _checked(self, reader: "_RowReader", turns: Sequence[ChatTurn]) -> tuple[Any, ...]:
         tools, variables = reader.functions(), reader.variables()
         messages, untrained = check_turns(turns, answered=self.answered)
         if padding := without_padding(messages, tools):
@@ -129,14 +132,14 @@ class Columns:
 
 
 class _RowReader:
-    """Reads one row column by column, and knows which are read."""
+    """Reads one row column by column, and keeps the set of read columns."""
 
     def __init__(self, row: Mapping[str, Any], columns: Columns, notes: Notes) -> None:
         self.row, self.columns, self.notes = row, columns, notes
         self._texts: list[str] = []
         self._read: set[str] = set()
 
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[ChatTurn]:
         columns = self.columns
         if columns.chat is not None:
             turns = self._chat(columns.chat)
@@ -170,8 +173,8 @@ class _RowReader:
         self.notes += [(f"{VARIABLES}.{name}", BY_OPTION) for name in value if name not in given]
         return given or None
 
-    def check_others(self, turns: Sequence[Turn]) -> None:
-        """Take note of the columns that are not read; `ColumnRefused` names those that are not known either."""
+    def check_others(self, turns: Sequence[ChatTurn]) -> None:
+        """Takes note of the columns that are not read. Raises `ColumnRefused` naming unknown ones."""
         texts = [*self._texts, *(turn.message["content"] for turn in turns if not turn.joins)]
         unknown = []
         for name, value in self.row.items():
@@ -208,7 +211,7 @@ class _RowReader:
         )
 
     def _repeats(self, name: str, value: Any, texts: Sequence[str]) -> bool:
-        """Whether a column says again what the conversation says."""
+        """Whether a column repeats the conversation's text."""
         if name in CHATS or name == "chosen":
             return self.columns.chat is not None and _plain(value) == _plain(self.row[self.columns.chat]) is not None
         if not isinstance(value, str):
@@ -228,25 +231,25 @@ class _RowReader:
         return self.columns.response in ("target", "targets")
 
     def _has(self, name: str) -> bool:
-        """Whether the row has something in a column that is not left out."""
+        """Whether the row has a value in a column that is not left out."""
         return name not in self.columns.ignored and self.row.get(name) not in (None, "", [], {})
 
     def _note(self, name: str, fate: str) -> None:
         self._read.add(name)
         self.notes.append((name, fate))
 
-    def _chat(self, name: str) -> list[Turn]:
+    def _chat(self, name: str) -> list[ChatTurn]:
         value, form = as_messages(self.row[name], f"its {name!r}")
         return self._turns(name, "the conversation" + (f"; {form}" if form else ""), value=value)
 
-    def _turns(self, name: str, fate: str, first: int = 1, *, value: Any = None) -> list[Turn]:
+    def _turns(self, name: str, fate: str, first: int = 1, *, value: Any = None) -> list[ChatTurn]:
         reader = TurnReader(name, self.columns.roles, self.columns.ignored)
         turns = reader.read(self.row[name] if value is None else value, self.notes, first=first)
         self._note(name, fate)
         return turns
 
-    def _part(self, name: str, role: str, fate: str, number: int) -> list[Turn]:
-        """The turns of a column that is a text, or messages."""
+    def _part(self, name: str, role: str, fate: str, number: int) -> list[ChatTurn]:
+        """The turns of a column that holds a text or messages."""
         value = self.row[name]
         are_turns = isinstance(value, Mapping) or (isinstance(value, Sequence) and not isinstance(value, str))
         if are_turns and value and not _are_parts(value):
@@ -257,7 +260,7 @@ class _RowReader:
         self._note(name, fate)
         return [turn]
 
-    def _prompt(self, name: str, number: int) -> list[Turn]:
+    def _prompt(self, name: str, number: int) -> list[ChatTurn]:
         turns = self._part(name, "user", "the prompt", number)
         for context in CONTEXTS if name == "instruction" and len(turns) == 1 else ():
             if self._has(context) and context != self.columns.response:
@@ -270,7 +273,7 @@ class _RowReader:
                     self._note(context, "the prompt's second part")
         return turns
 
-    def _history(self) -> list[Turn]:
+    def _history(self) -> list[ChatTurn]:
         if not self._has("history"):
             return []
         pairs = parsed(self.row["history"], "its 'history'")
@@ -280,7 +283,7 @@ class _RowReader:
         texts = [text for pair in pairs for text in pair]
         return [text_turn(("user", "assistant")[i % 2], text, i + 1) for i, text in enumerate(texts)]
 
-    def _with_system(self, turns: list[Turn]) -> list[Turn]:
+    def _with_system(self, turns: list[ChatTurn]) -> list[ChatTurn]:
         name = self.columns.system or next((name for name in SYSTEMS if self._has(name)), None)
         if name is None or not self._has(name):
             return turns
@@ -311,7 +314,7 @@ def _plain(value: Any) -> list[tuple[Any, Any]] | None:
     """The roles and contents of a list of messages, whatever their fields are called."""
     try:
         turns = as_objects(value, "its conversation")
-    except ValueError:  # a text that begins as JSON does
+    except ValueError:  # a text that only begins like JSON
         turns = None
     if turns is None:
         return None
@@ -320,7 +323,8 @@ def _plain(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def refuse_preferences(row: Mapping[str, Any], columns: Columns) -> None:
-    """Raise `ColumnRefused` for a row of a preferred and another answer, with the options that take the preferred."""
+    """Raises `ColumnRefused` for a row of a preferred and another answer, with the options that take the preferred
+    one."""
     if "rejected" in columns.ignored or not row.get("chosen") or not row.get("rejected"):
         return
     prompt = next((name for name in (*PROMPTS, *CHATS) if row.get(name) and name not in columns.ignored), None)

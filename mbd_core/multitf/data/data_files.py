@@ -19,16 +19,16 @@ SPLIT_WORDS = (
     *("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"),
     *("heldout", "holdout"),
 )
-"""The words that name a split in a file's or a folder's name, those of training first."""
+"""The words that name a split in a file's or a folder's name, training's words first."""
 SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")
 MOST_NAMED = 5  # files in a sentence
 
 
 def find_files(path: str, *, split: str | None = None) -> list[str]:
-    """The data files at a path or URL, in order: the file itself, or those of a folder's `split`.
+    """The data files at a path or URL, in order: the file itself, or the files of a folder's `split`.
 
-    A folder's splits are those of a saved dataset or of a README's `configs`, or stand in the names of its files and
-    folders. Raises `ValueError` if there are no files, and for a folder of several splits without `split`.
+    A folder's splits come from a saved dataset, from a README's `configs`, or from the names of its files and folders.
+    Raises `ValueError` if there are no files, and for a folder of several splits without `split`.
     """
     with one_sentence(path):
         system, root = fsspec.core.url_to_fs(path)
@@ -59,7 +59,7 @@ def _folder_files(system: Any, root: str, path: str, split: str | None) -> list[
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of a folder; the split that its name or a folder's gives it, and the folder of that split's files."""
+    """A file of a folder; the split that its own or its folder's name gives, and the folder of that split's files."""
 
     path: str
     inside: str
@@ -103,7 +103,7 @@ def _split_name(name: str) -> str | None:
 
 
 def _listing(system: Any, root: str, path: str) -> list[DataFile]:
-    """The folder's data files in order: no hidden ones, no descriptions, and of saved datasets their own files."""
+    """The folder's data files in order, without hidden files and descriptions; a saved dataset's own files only."""
     names = sorted(system.find(root))
     saved: dict[str, list[str]] = {}
     for name in names:
@@ -123,9 +123,9 @@ def _listing(system: Any, root: str, path: str) -> list[DataFile]:
 
 
 def _described_files(system: Any, root: str, path: str, files: Sequence[DataFile]) -> list[DataFile]:
-    """The files that the `configs` of a data set's README name, each with its split; none where it has no such list.
+    """The files that the `configs` of a data set's README name, each with its split; none without such a list.
 
-    Of several configurations the default one. Raises `ValueError` if there is none.
+    The default configuration counts if there are several. Raises `ValueError` if there is no default.
     """
     if not system.exists(f"{root}/README.md"):
         return []
@@ -154,7 +154,7 @@ def _described_files(system: Any, root: str, path: str, files: Sequence[DataFile
 
 
 def _card(text: str) -> Mapping[str, Any]:
-    """What stands in YAML at the beginning of a README; nothing where it is none."""
+    """The YAML at the beginning of a README; empty without one."""
     parts = text.removeprefix("\ufeff").split("---\n", 2)
     try:
         card = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
@@ -164,7 +164,7 @@ def _card(text: str) -> Mapping[str, Any]:
 
 
 def _patterns(data_files: Any) -> Iterator[tuple[str, str]]:
-    """Splits and patterns of their files, in each of the forms that a README has."""
+    """Splits and patterns of their files, from each of the forms in READMEs."""
     if isinstance(data_files, Mapping):
         data_files = [{"split": split, "path": path} for split, path in data_files.items()]
     for entry in [data_files] if isinstance(data_files, str) else data_files:

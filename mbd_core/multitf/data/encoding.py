@@ -19,80 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# One tokenised sample: a prompt that is never masked and a response that ends with EOS.
-
-IGNORE = -100
-KEPT_FILL = 32
-"""Of the EOS that fill a sample's end so many are labelled, as DMax trains them."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """A sample's tokens, its response padded with EOS to a whole block; `prompt_length` tokens are never masked.
-
-    `earlier`: the conversation's answers before that one which are trained too, each as the sample that it would be
-    alone. What precedes their EOS begins `tokens`. Raises `ValueError` for a sample without a response.
-    """
-
-    tokens: tuple[int, ...]
-    prompt_length: int
-    earlier: tuple[Example, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.prompt_length < len(self.tokens):
-            raise ValueError(
-                f"a sample of {len(self.tokens)} tokens whose prompt has {self.prompt_length} holds no response; "
-                "give one with a response"
-            )
-
-
-def filled_length(length: Any, block_size: int) -> Any:
-    """A sample's tokens once they fill their blocks, of one length or an array of them."""
-    return -(-length // block_size) * block_size
-
-
-def encode_example(
-    prompt: Sequence[int],
-    response: Sequence[int],
-    *,
-    eos_token_id: int,
-    block_size: int,
-    max_length: int,
-    trailing_fill: int = 0,
-) -> Example | None:
-    """Prompt + response + EOS, filled with EOS to a block boundary; `None` if that exceeds `max_length` tokens.
-
-    `trailing_fill` adds up to that many EOS more, as far as `max_length` has room.
-    """
-    tokens = [*prompt, *response, eos_token_id]
-    if filled_length(len(tokens), block_size) > max_length:
-        return None
-    tokens += [eos_token_id] * min(trailing_fill, max_length // block_size * block_size - len(tokens))
-    tokens += [eos_token_id] * (-len(tokens) % block_size)
-    return Example(tuple(tokens), len(prompt))
-
-
-def answer_labels(tokens: Sequence[int], prompt_length: int, *, kept_fill: int = KEPT_FILL) -> list[int]:
-    """A label at every response position, masked or not (DMax), except past `kept_fill` of the EOS at the end.
-
-    The fill is the run of the last token at the end; `IGNORE` elsewhere.
-    """
-    end = len(tokens)
-    while end > prompt_length and tokens[end - 1] == tokens[-1]:
-        end -= 1
-    stop = min(len(tokens), end + kept_fill)
-    return [t if prompt_length <= i < stop else IGNORE for i, t in enumerate(tokens)]
-
-
-# Conversations to prompt and response tokens: the template's own text, the boundary between the two checked.
-
-
 @dataclass(frozen=True)
 class EncodedChat:
     """A conversation's tokens up to its last answer, and that answer's, without the EOS that ends and fills it.
 
-    `earlier` are the places, from the first token of an answer up to its end, of answers before the last that are
-    trained too.
+    `earlier` are [first token, end) of the trained answers before the last one.
     """
 
     prompt: list[int]
@@ -105,13 +36,13 @@ class EncodedChat:
 
     @property
     def num_trained(self) -> int:
-        """Tokens of all its answers with what is before each, and each one's EOS."""
+        """The tokens of each trained answer with its context and its EOS, summed."""
         return len(self.tokens) + 1 + sum(stop + 1 for _, stop in self.earlier)
 
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """A conversation's samples; or none, because it is too long, or for what `error` says is wrong with it."""
+    """A conversation's samples. There are none if it is too long, or if `error` says what is wrong with it."""
 
     samples: tuple[EncodedChat, ...] = ()
     is_too_long: bool = False
@@ -130,7 +61,7 @@ def encode_chats(
     *,
     eos_token_id: int,
 ) -> list[EncodedChat]:
-    """The last answers of named conversations; a `ValueError` names the first in which something is wrong."""
+    """The last answers of named conversations. Raises `ValueError` naming the first malformed conversation."""
     encoded_chats: list[EncodedChat] = []
     rows = encode_rows(tokenizer, [Chat(*chat) for chat in chats], eos_token_id=eos_token_id)
     for (name, _), row in zip(chats, rows, strict=True):
@@ -148,17 +79,17 @@ def encode_rows(
     every: bool = False,
     max_length: int | None = None,
 ) -> list[EncodedRow]:
-    """Tokenise conversations that end with an answer, together.
+    """Tokenises conversations that end with an answer, together.
 
-    An answer's prompt is the template of all messages before it, with the beginning of an answer; it must be the
-    beginning of the template of the conversation up to the answer's end, as text and as tokens. Control tokens that a
-    message spells are text, in answers too.
+    An answer's prompt is the template of all messages before it, with the beginning of an answer. It must be a prefix
+    of the template of the conversation up to the answer's end, as text and as tokens. Control tokens that a message
+    spells are text, in answers too.
 
-    `every`: train all answers, each turn of the assistant after a user's or a tool's, without a chat's `untrained`.
-    An answer is part of the next
-    answer's sample if it begins it, token by token; a template that shows earlier turns otherwise makes it a sample
-    of its own. A conversation with a sample of more than `max_length` tokens with its EOS is too long. One of which
-    more than twice as many are known before it is tokenised is not (`least_tokens`).
+    `every`: train all answers, each turn of the assistant after a user's or a tool's, without a chat's `untrained`. An
+    answer that is a prefix of the next answer's sample, token by token, is part of that sample. If the template shows
+    earlier turns otherwise, it is a sample of its own. A conversation is too long if a sample has more than
+    `max_length` tokens with its EOS. A conversation with at least twice that by `least_tokens` is not tokenised at
+    all.
     """
     rows: list[EncodedRow | None] = []
     texts: list[list[tuple[MaskedText, MaskedText]]] = []
@@ -198,7 +129,7 @@ def _row(
     eos_token_id: int,
     max_length: int | None,
 ) -> EncodedRow:
-    """The samples of a conversation's answers, each given by the tokens before it and those up to its end."""
+    """The samples of a conversation's answers, each given by the tokens before it and the tokens up to its end."""
     chats: list[EncodedChat] = []
     for prompt, conversation in answers:
         for ids in (prompt, conversation):
@@ -223,7 +154,7 @@ def _row(
 
 
 def _join_answers(answers: Sequence[EncodedChat]) -> list[EncodedChat]:
-    """Answers as parts of the next one's sample, where they begin it."""
+    """Joins answers into the next one's sample where they are its prefix."""
     samples: list[EncodedChat] = []
     for answer in answers:
         last_sample = samples[-1] if samples else None
@@ -236,7 +167,7 @@ def _join_answers(answers: Sequence[EncodedChat]) -> list[EncodedChat]:
 
 
 def _answer_ends(messages: Sequence[Mapping[str, Any]], *, every: bool, untrained: Sequence[int] = ()) -> list[int]:
-    """For each answer that is trained the number of messages up to it; `ValueError` if there is none."""
+    """For each trained answer the number of messages up to it. Raises `ValueError` if there is none."""
     earlier_ends = [
         end
         for end in range(2, len(messages) if every else 0)
@@ -251,7 +182,7 @@ def _answer_ends(messages: Sequence[Mapping[str, Any]], *, every: bool, untraine
 
 
 def _ids_or_errors(tokenizer: PreTrainedTokenizerBase, texts: Sequence[MaskedText]) -> list[list[int] | str]:
-    """The ids of each text, or why there are none."""
+    """The ids of each text, or the reason why there are none."""
     try:
         return list(token_ids(tokenizer, texts))
     except ValueError as error:
@@ -261,9 +192,9 @@ def _ids_or_errors(tokenizer: PreTrainedTokenizerBase, texts: Sequence[MaskedTex
 
 
 def least_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """A number of tokens that a text has at least: its bytes over those of the longest token.
+    """A lower bound of a text's tokens: its bytes over the bytes of the longest token.
 
-    0 where nothing is known: only of byte-level vocabularies every token stands for so many bytes of the text.
+    It is 0 for vocabularies that are not byte-level, where tokens do not stand for a bounded number of bytes.
     """
     longest = _longest_token(tokenizer, len(tokenizer))
     if not longest:
@@ -274,7 +205,7 @@ def least_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
 
 @lru_cache(maxsize=4)
 def _longest_token(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> int:
-    """Bytes of the longest token of a byte-level vocabulary of so many tokens; 0 of any other."""
+    """Bytes of the longest token of a byte-level vocabulary of `num_tokens` tokens; 0 for other vocabularies."""
     assert num_tokens == len(tokenizer)
     if not tokenizer.is_fast:
         return 0
@@ -306,7 +237,7 @@ def _texts(tokenizer: PreTrainedTokenizerBase, chat: Chat, end: int) -> tuple[Ma
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, response: list[int], eos_token_id: int) -> list[int]:
-    """The response without the EOS that the template ends it with, and white space after that; it is filled again."""
+    """The response without the EOS of the template and white space after it; the fill adds them again."""
     if eos_token_id not in response:
         return response
     last = len(response) - 1 - response[::-1].index(eos_token_id)
@@ -314,6 +245,6 @@ def _without_end(tokenizer: PreTrainedTokenizerBase, response: list[int], eos_to
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of the vocabulary and the chat template: whether two model folders encode conversations alike."""
+    """A digest of the vocabulary and the chat template. Equal digests mean equal encodings of conversations."""
     content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
     return hashlib.sha256(content.encode()).hexdigest()

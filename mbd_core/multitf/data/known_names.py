@@ -1,4 +1,4 @@
-"""What names of columns and of a turn's fields say: of which a conversation is read, and which say nothing of it."""
+"""Known names of columns and of a turn's fields: names of conversations' parts, and names that say nothing of them."""
 
 import re
 from functools import lru_cache
@@ -9,7 +9,7 @@ PAIRS = (("prompt", "response"), ("question", "answer"), ("instruction", "output
 PROMPTS = ("prompt", "question", "instruction", "problem", "query", "input", "inputs")
 RESPONSES = ("response", "answer", "output", "solution", "completion", "target", "targets")
 CONTEXTS = ("input", "context")
-"""What an instruction speaks of, in a column beside it."""
+"""Names of columns beside an instruction that hold its subject."""
 SYSTEMS = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
 
@@ -27,9 +27,9 @@ model generator provider moderation toxicity toxic redacted perplexity ppl embed
 cost latency state metadata meta
 """
 LAST_WORDS = frozenset(LAST.split())
-"""A name that ends with one of these words says nothing of a conversation, as `prompt_id` and `score`."""
+"""A name that ends with one of these words says nothing of a conversation, like `prompt_id` and `score`."""
 FIRST_WORDS = frozenset(("score", "scores", "rating", "source", "num"))
-"""And one that begins with one of these, as `score_chosen`."""
+"""So does a name that begins with one of these words, like `score_chosen`."""
 NOTES = frozenset(("meta", "metadata"))
 LONG = 300  # characters
 WHOLE = """
@@ -39,12 +39,12 @@ parallel_tool_calls tool_choice function_call skip_prompt_formatting
 """
 WHOLE_NAMES = frozenset(WHOLE.split())
 FIELDS_THAT_SAY = frozenset(("type", "tokens", "state", "function_call", "tool_choice", "reward"))
-"""Names that say nothing as columns, but may in a turn."""
+"""Names that say nothing as columns, but may say something in a turn."""
 
 
 @lru_cache(maxsize=4096)
 def says_nothing(name: str, *, of_turn: bool = False) -> bool:
-    """Whether a column of this name is known to say nothing of the conversation; or a field of a turn."""
+    """Whether a column of this name, or a field of a turn, is known to say nothing of the conversation."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_")
     if of_turn and snake in FIELDS_THAT_SAY:
         return False
@@ -55,7 +55,7 @@ def says_nothing(name: str, *, of_turn: bool = False) -> bool:
 
 
 def is_content(name: str, value: Any) -> bool:
-    """Whether what a column says is too much for a name that says nothing: several lines, or a long text."""
+    """Whether a value is too much for a name that says nothing: several lines, or a long text."""
     if not isinstance(value, str) or name.lower().split("_")[-1] in NOTES:
         return False
     text = value.strip()
@@ -80,4 +80,4 @@ HINTS = {
         ("image", "images", "video", "videos", "audio", "audios"), "images, videos and sounds are not read"
     ),
 }
-"""Why columns that people bring are not read, and what to do."""
+"""The reason why common columns are not read, and the remedy."""

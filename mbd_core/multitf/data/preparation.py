@@ -21,31 +21,31 @@ from mbd_core.multitf.data.row_summary import RowSummary
 from mbd_core.multitf.data.turns import ColumnRefused, Notes
 from mbd_core.row_files.rows import read_file
 
-# Rows to samples.
-
 CHUNK = 256
-"""So many conversations are tokenised together."""
+"""The number of conversations that are tokenised together."""
 
-Encode = Callable[[Iterable[list[Chat]]], Iterator[list[EncodedRow]]]
-"""Tokenises chunks of conversations, in their order: here (`encoder`), or on a cluster."""
+EncodeChats = Callable[[Iterable[list[Chat]]], Iterator[list[EncodedRow]]]
+"""Tokenises chunks of conversations in their order: here (`encoder`), or on a cluster."""
 
 MOST_SHOWN = 20
-"""So many bad rows are named where they end the preparation."""
+"""The number of bad rows that a refusal names."""
 SKIPPED = "skipped.txt"
-"""In a data folder: the rows that were left out because something is wrong with them, and what it is."""
+"""The file in a data folder that lists the rows left out as bad, and the reasons."""
 
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """A model's answer to a row; or why there is none: it did not end within its tokens, or is empty, or the prompt
-    does not fit into the model."""
+    """A model's answer to a row, or the reason why there is none.
+
+    The reasons: it did not end within its tokens, it is empty, or the prompt does not fit into the model.
+    """
 
     text: str
     missing: Literal["unfinished", "unanswered"] | None = None
 
 
-class Answers(Protocol):
-    """Whoever answers rows in place of the answers that they have, chats that end with the user's message."""
+class AnswerSource(Protocol):
+    """A source of answers that replace rows' own answers, for chats that end with the user's message."""
 
     rows_at_once: int
 
@@ -55,10 +55,10 @@ class Answers(Protocol):
 
 @dataclass
 class RowCounts:
-    """What became of the rows that were read.
+    """The fates of the rows, counted.
 
-    Answers of a model that cannot be encoded count as `unanswered`; `not_encoded` says of the first why. `bad` rows
-    cannot be trained on; `left_by_weight` are those that their file's weight leaves out.
+    Answers of a model that cannot be encoded count as `unanswered`; `not_encoded` is the reason for the first. `bad`
+    rows cannot be trained on. `left_by_weight` rows are left out by their file's weight.
     """
 
     num_read: int = 0
@@ -85,14 +85,14 @@ class RowCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What is prepared: rows of `files`, for the tokenizer of `model`, in at most `max_length` tokens with their EOS.
+    """A preparation: rows of `files`, for the tokenizer of `model`, in at most `max_length` tokens with their EOS.
 
-    `columns` say what is read; by default each file has its conversations under usual names. `weights`, one for each
-    file: of a file with weight w row n is there floor(w (n + 1)) - floor(w n) times. `every`: train all answers of a
-    conversation, not the last alone. `skip_bad`: leave rows out that cannot be trained on. A prompt that a model
-    answers must pass the chat templates of all `readers`. Rows whose prompts repeat a problem of one of
-    `benchmarks` are reported, and with `drop_overlap` left out. `limit` reads only so many rows. With `answers` a
-    row's own answer, if it has one, gives way to that of a model.
+    `columns` choose the columns; by default each file has its conversations under usual names. `weights`, one for each
+    file: of a file with weight w, row n appears floor(w (n + 1)) - floor(w n) times. `every`: train all answers of a
+    conversation, not the last alone. `skip_bad`: leave out rows that cannot be trained on. A prompt that a model
+    answers must pass the chat templates of all `readers`. Rows whose prompts repeat a problem of one of `benchmarks`
+    are reported, and with `drop_overlap` left out. `limit` bounds the number of rows. With `answers`, a model's answer
+    replaces a row's own.
     """
 
     files: Sequence[str]
@@ -102,7 +102,7 @@ class Preparation:
     benchmarks: Sequence[Benchmark] = ()
     drop_overlap: bool = False
     limit: int | None = None
-    answers: Answers | None = None
+    answers: AnswerSource | None = None
     weights: Sequence[float] | None = None
     every: bool = False
     skip_bad: bool = False
@@ -110,14 +110,14 @@ class Preparation:
 
 
 class BadRows:
-    """The rows that cannot be trained on: counted and written into a file, the first of them kept."""
+    """The rows that cannot be trained on: counted and written into a file. The first of them are kept."""
 
     def __init__(self, file: Path | None, counts: RowCounts) -> None:
         self._file, self._counts = file, counts
         self._first: list[str] = []
 
     def add(self, name: str, reason: str) -> None:
-        """Take a row's name, and what is wrong with it."""
+        """Takes a row's name, and the reason."""
         self._counts.bad += 1
         line = f"{name}: {reason}"
         if len(self._first) < MOST_SHOWN:
@@ -127,17 +127,17 @@ class BadRows:
                 file.write(line + "\n")
 
     def add_unread(self, name: str, reason: str) -> None:
-        """Take a line that is no row; it was read, though nobody counted it."""
+        """Takes a line that is no row. It was read, but is not counted yet."""
         self._counts.num_read += 1
         self.add(name, reason)
 
     @property
     def first(self) -> str:
-        """The first row with what is wrong with it; "" if there is none."""
+        """The first row with its reason; "" if there is none."""
         return self._first[0] if self._first else ""
 
     def refuse(self) -> None:
-        """Raise `ValueError` if there is one, with the first of them."""
+        """Raises `ValueError` with the first bad rows if there are any."""
         total = self._counts.bad
         if total == 1:
             raise ValueError(f"{self._first[0]}; correct the row, or leave it out with --skip-bad")
@@ -152,13 +152,13 @@ def prepare_data(
     folder: Path,
     *,
     overwrite: bool = False,
-    encode: Encode | None = None,
+    encode: EncodeChats | None = None,
     summary: RowSummary | None = None,
 ) -> RowCounts:
-    """Write the folder, whole or not at all; the same rows give the same bytes, whoever tokenises (`encode`).
+    """Writes the folder, whole or not at all. The same rows give the same bytes, whoever tokenises (`encode`).
 
-    `summary` gets what was understood of the rows. Raises `ValueError` naming the rows that are malformed, have no
-    answer, or that the template refuses, unless they are skipped; and if no row is left.
+    `summary` collects what the rows were read as. Raises `ValueError` naming rows that are malformed, have no answer,
+    or that the template refuses, unless they are skipped. Raises it too if no row is left.
     """
     model, counts = preparation.model, RowCounts()
     eos = fill_token(model.tokenizer, model.config)
@@ -176,7 +176,7 @@ def prepare_data(
 
 
 def preview(preparation: Preparation, summary: RowSummary) -> RowCounts:
-    """Read rows until `summary` has all that it shows, and write nothing; raises as `prepare_data`."""
+    """Reads rows until `summary` is full, and writes nothing; raises as `prepare_data`."""
     counts = RowCounts()
     bad = BadRows(None, counts)
     encode = encoder(preparation.model, every=preparation.every, max_length=preparation.max_length)
@@ -196,7 +196,7 @@ def _none_left(preparation: Preparation, counts: RowCounts, bad: BadRows) -> str
 
 
 def record(preparation: Preparation, counts: RowCounts, eos_token_id: int) -> dict[str, Any]:
-    """What the data folder says of its making; the sizes of what was written are added."""
+    """The data folder's record of its preparation; the sizes of the result are added later."""
     model, answers = preparation.model, preparation.answers
     return {
         "files": list(preparation.files),
@@ -212,8 +212,8 @@ def record(preparation: Preparation, counts: RowCounts, eos_token_id: int) -> di
     }
 
 
-def encoder(model: ModelFolder, *, every: bool = False, max_length: int | None = None) -> Encode:
-    """Tokenise for a model in this process, as `encode_rows` does."""
+def encoder(model: ModelFolder, *, every: bool = False, max_length: int | None = None) -> EncodeChats:
+    """An `EncodeChats` in this process, as `encode_rows` works."""
     eos = fill_token(model.tokenizer, model.config)
 
     def encode(chunks: Iterable[list[Chat]]) -> Iterator[list[EncodedRow]]:
@@ -224,9 +224,9 @@ def encoder(model: ModelFolder, *, every: bool = False, max_length: int | None =
 
 
 def _samples(
-    preparation: Preparation, encode: Encode, counts: RowCounts, bad: BadRows, summary: RowSummary
+    preparation: Preparation, encode: EncodeChats, counts: RowCounts, bad: BadRows, summary: RowSummary
 ) -> Iterator[EncodedChat]:
-    queue: deque[tuple[Chat, int]] = deque()  # the chats that are being encoded, with their numbers of copies
+    queue: deque[tuple[Chat, int]] = deque()  # the chats in encoding, with their numbers of copies
     for rows in encode(_chunks(preparation, counts, bad, queue, summary)):
         for row in rows:
             chat, copies = queue.popleft()
@@ -247,7 +247,7 @@ def _chunks(
     answers = preparation.answers
     rows = _conversations(preparation, counts, bad, answered=answers is None, summary=summary)
     while chunk := list(itertools.islice(rows, CHUNK if answers is None else answers.rows_at_once)):
-        # all are answered: answers are kept whatever is left out now
+        # all rows are answered: answers are kept even if the row is left out now
         chunk_answers = [None] * len(chunk) if answers is None else answers.answer([chat for chat, _ in chunk])
         chats = []
         for (chat, copies), answer in zip(chunk, chunk_answers, strict=True):
@@ -279,8 +279,10 @@ def _with_answer(preparation: Preparation, chat: Chat, answer: ModelAnswer, coun
 
 
 def check_prompts(preparation: Preparation) -> int:
-    """How many rows a model would answer; `ValueError` naming those whose prompts cannot be read, unless they are
-    skipped."""
+    """The number of rows that a model would answer.
+
+    Raises `ValueError` naming rows whose prompts cannot be read, unless they are skipped.
+    """
     counts = RowCounts()
     bad = BadRows(None, counts)
     count = sum(1 for _ in _conversations(preparation, counts, bad, answered=False))
@@ -290,7 +292,7 @@ def check_prompts(preparation: Preparation) -> int:
 
 
 def _is_left_out(preparation: Preparation, chat: Chat) -> bool:
-    """Whether a row repeats a benchmark, which is counted, and is to be left out then."""
+    """Whether a row is left out because it repeats a benchmark; counts the repetition."""
     prompts = [message["content"] for message in chat.messages if message["role"] == "user"]
     repeating = [benchmark.check(chat.name, prompts) for benchmark in preparation.benchmarks]
     return any(repeating) and preparation.drop_overlap
@@ -324,7 +326,7 @@ def _conversations(
 
 
 def _weighted_rows(preparation: Preparation, bad: BadRows) -> Iterator[tuple[str, Mapping[str, Any], int, int]]:
-    """Every row with its name, its place in its file, and how often it is in the data."""
+    """Every row with its name, its place in its file, and the number of its copies."""
     weights = preparation.weights or [1.0] * len(preparation.files)
     for file, weight in zip(preparation.files, weights, strict=True):
         for place, row in enumerate(read_file(file, unique=True, bad=bad.add_unread)):

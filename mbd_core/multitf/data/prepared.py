@@ -1,7 +1,7 @@
 """Folders of training samples, written once and read from the disk as needed; and the generated tasks' samples.
 
-`samples.arrow` holds tokens without fill, so that one folder serves all block sizes; `data.json` says what they were
-made of. Its digest identifies the data in a run's record.
+`samples.arrow` holds tokens without fill, so that one folder serves all block sizes. `data.json` records their origin.
+Its digest identifies the data in a run's record.
 """
 
 from __future__ import annotations
@@ -23,14 +23,8 @@ import pyarrow.compute
 from mbd_core.checkpoint.chat import question
 from mbd_core.fields import DATA, Flag, Ge, configuration
 from mbd_core.files import write_json
-from mbd_core.multitf.data.encoding import (
-    EncodedChat,
-    Example,
-    encode_chats,
-    encode_example,
-    filled_length,
-    tokenizer_fingerprint,
-)
+from mbd_core.multitf.data.encoding import EncodedChat, encode_chats, tokenizer_fingerprint
+from mbd_core.multitf.data.example import Example, encode_example, filled_length
 from mbd_core.tasks.generated import GENERATED_TASKS
 
 if TYPE_CHECKING:
@@ -38,14 +32,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# A folder of training samples: written once, read from the disk by every worker as it needs them.
-
 DATA_KIND = "training set"  # the kind in its manifest
 SAMPLES, RECORD = "samples.arrow", "data.json"
 PLAIN = pa.schema([("tokens", pa.list_(pa.int32())), ("prompt_length", pa.int32())])
-"""Of samples with one answer each."""
+"""The schema of samples with one answer each."""
 SCHEMA = PLAIN.append(pa.field("earlier", pa.list_(pa.int32())))
-"""`earlier` are beginnings and ends of a conversation's earlier answers, one behind the other."""
+"""The schema with `earlier`: beginnings and ends of a conversation's earlier answers, one behind the other."""
 BATCH = 1024
 FIELDS = {"samples", "longest", "digest", "tokenizer", "eos_token_id", "mask_token_id", "max_length"}
 
@@ -62,14 +54,14 @@ class PreparedData:
 
 
 def named_data(folder: Path, path: str | None = None) -> PreparedData:
-    """The data of a folder as recipes name them, with the path or URL where they lie if that is not the folder."""
+    """The data of a folder under recipes' name for it; `path` is its path or URL if that differs from the folder."""
     return PreparedData(path or str(folder.resolve()), read_record(folder)["digest"])
 
 
 def write_samples(folder: Path, samples: Iterable[EncodedChat]) -> dict[str, Any]:
-    """Write the samples as they come; returns their number, the longest with its EOS, all tokens, and their digest.
+    """Writes the samples as they come. Returns their number, the longest with its EOS, all tokens, and their digest.
 
-    And the most answers that one sample has, and the most tokens of them, each with what is before it.
+    The result also has the largest number of answers in a sample, and of their tokens, each with its context.
     """
     digest, count, longest, total, answers, most_trained = hashlib.sha256(), 0, 0, 0, 0, 0
     rows: list[EncodedChat] = []
@@ -90,7 +82,7 @@ def write_samples(folder: Path, samples: Iterable[EncodedChat]) -> dict[str, Any
             longest, total = max(longest, length + 1), total + length
             answers, most_trained = max(answers, 1 + len(sample.earlier)), max(most_trained, sample.num_trained)
             digest.update(np.array([len(sample.prompt), length, *sample.prompt, *sample.response], "<i4").tobytes())
-            if sample.earlier:  # those of one answer keep their digest
+            if sample.earlier:  # samples of one answer keep their digest
                 digest.update(np.array([-len(sample.earlier), *itertools.chain(*sample.earlier)], "<i4").tobytes())
             rows.append(sample)
             if len(rows) == BATCH:
@@ -108,13 +100,13 @@ def write_samples(folder: Path, samples: Iterable[EncodedChat]) -> dict[str, Any
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write what the samples are, which `read_record` reads."""
+    """Writes the samples' record, which `read_record` reads."""
     assert record.keys() >= FIELDS
     write_json(folder / RECORD, record)
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What a data folder says of itself; `ValueError` for a folder that is none, or whose files are not whole."""
+    """A data folder's record. Raises `ValueError` if it is no data folder or its files are not whole."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -126,7 +118,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _read_samples(folder: Path, record: dict[str, Any]) -> pa.Table:
-    """The samples, mapped into memory; `ValueError` for a file that is cut or another's."""
+    """The samples, mapped into memory. Raises `ValueError` for a file that is cut or is not the record's."""
     file = folder / SAMPLES
     try:
         table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
@@ -139,11 +131,11 @@ def _read_samples(folder: Path, record: dict[str, Any]) -> pa.Table:
 
 
 class PreparedExamples(Sequence[Example]):
-    """The samples of a data folder, filled to blocks; each is read when it is asked for.
+    """The samples of a data folder, filled to blocks; each is read on access.
 
     A conversation with several answers is one sample, or with `apart` one for each answer. `lengths` are the tokens of
-    a sample's answers, each with what is before it. Raises `ValueError` for a sample that is longer than `max_length`
-    with its fill.
+    a sample's answers, each with its context. Raises `ValueError` for a sample that is longer than `max_length` with
+    its fill.
     """
 
     def __init__(
@@ -184,9 +176,9 @@ class PreparedExamples(Sequence[Example]):
         self.lengths: list[int] = lengths.tolist()
 
     def split(self, share: float) -> tuple[PreparedExamples, PreparedExamples]:
-        """These samples without `num_held_out` of the conversations, and the samples of those.
+        """The samples of the training conversations, and of `num_held_out` held-out ones.
 
-        Which ones depends on their number and the share alone.
+        The choice depends on the number of conversations and the share alone.
         """
         count = len(self._table)
         held_out_places = random.Random(f"held-out/{count}").sample(range(count), num_held_out(count, share))
@@ -231,21 +223,19 @@ class PreparedExamples(Sequence[Example]):
 
 
 def num_held_out(count: int, share: float) -> int:
-    """How many of so many conversations a share is, at least one."""
+    """The number of held-out conversations of `count`, at least one."""
     return max(1, round(share * count))
 
 
 def sample_lengths(examples: Sequence[Example]) -> Sequence[int]:
-    """The samples' lengths, without reading prepared ones; of a conversation, those of its answers' samples."""
+    """The samples' lengths, without reading prepared ones; of a conversation, its answers' samples' lengths."""
     if isinstance(examples, PreparedExamples):
         return examples.lengths
     return [sum(len(answer.tokens) for answer in (*e.earlier, e)) for e in examples]
 
 
-# Training samples from the task generators, tokenised in the chat format.
-
 TOKENIZER_PAIRS = 8000
-"""A fresh model's tokenizer learns its merges from so many conversations."""
+"""The number of conversations from which a fresh model's tokenizer learns its merges."""
 
 
 @configuration(panel=DATA)
@@ -277,9 +267,9 @@ def conversations(data: TinyData) -> Iterator[tuple[str, str]]:
 def write_conversations(
     folder: Path, tokenizer: PreTrainedTokenizerBase, data: TinyData, *, block_size: int, max_length: int
 ) -> None:
-    """Tokenise them into a folder of samples, some at a time.
+    """Tokenises them into a folder of samples, some at a time.
 
-    One longer than `max_length` tokens when it fills its blocks is a `ValueError`, since nothing is cut silently.
+    Raises `ValueError` for a sample longer than `max_length` tokens with its fill, because nothing is cut silently.
     """
     ids = {"eos_token_id": tokenizer.eos_token_id, "mask_token_id": tokenizer.mask_token_id}
 
@@ -299,7 +289,7 @@ def write_conversations(
 
 
 def _batches(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[int, list[tuple[str, str]]]]:
-    """The pairs in lists, each with the number of its first."""
+    """The pairs in lists, each with its first pair's number."""
     source, first = iter(pairs), 0
     while batch := list(itertools.islice(source, BATCH)):
         yield first, batch

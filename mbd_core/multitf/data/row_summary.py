@@ -1,4 +1,4 @@
-"""What was understood of the rows: columns, turns and tokens as tables, and samples as the model sees them."""
+"""A summary of the rows: columns, turns and tokens as tables, and samples as the model sees them."""
 
 import itertools
 from collections import Counter
@@ -27,10 +27,10 @@ class ShownSample(NamedTuple):
 
 @dataclass
 class RowSummary:
-    """Counts of what was read. `num_shown` rows are kept with their samples.
+    """Counts of the rows. `num_shown` rows are kept with their samples.
 
-    `fates` counts for each column or field what became of it; `roles` and `turns` count the kept rows' messages and
-    their number in a row; `tokens` are those of all samples with their EOS, `trained` those with a label.
+    `fates` counts the fates of each column or field. `roles` and `turns` count the kept rows' messages, and their
+    number in a row. `tokens` counts all samples' tokens with their EOS, `trained` the tokens with a label.
     """
 
     num_shown: int = 0
@@ -47,11 +47,11 @@ class RowSummary:
     _rows_shown: int = 0
 
     def add_row(self, notes: Iterable[tuple[str, str]]) -> None:
-        """Count what became of a row's columns and fields."""
+        """Counts the fates of a row's columns and fields."""
         self.fates.update(notes)
 
     def add_samples(self, chat: Chat, samples: Sequence[EncodedChat], copies: int) -> None:
-        """Count a row that is kept, so many times."""
+        """Counts a kept row, `copies` times."""
         self.roles.update(message["role"] for message in chat.messages)
         self.turns[len(chat.messages)] += 1
         self.assistant_turns += copies * sum(message["role"] == "assistant" for message in chat.messages)
@@ -66,7 +66,7 @@ class RowSummary:
 
     @property
     def is_full(self) -> bool:
-        """Whether all rows are there that are shown."""
+        """Whether all rows to show are there."""
         return self._rows_shown >= self.num_shown
 
     @property
@@ -76,7 +76,7 @@ class RowSummary:
 
     @property
     def columns_table(self) -> Table:
-        """What became of each column and field, those that are read first."""
+        """The fate of each column and field, read ones first."""
         fates = sorted(self.fates.items(), key=lambda item: (item[0][1].startswith(("left out", "empty")), item[0]))
         rows: list[list[Cell]] = [[name, count, fate] for (name, fate), count in fates]
         seen = {name for name, _ in self.fates}
@@ -106,8 +106,8 @@ def trained_tokens(sample: EncodedChat) -> int:
 
 
 def show(shown: ShownSample, tokenizer: PreTrainedTokenizerBase, eos_token_id: int, *, colour: bool) -> str:
-    """A sample as text: what is trained in green, control tokens in blue. Without colours `[[` and `]]` enclose what
-    is trained."""
+    """A sample as text, with trained text in green and control tokens in blue. Without colours, `[[` and `]]` enclose
+    the trained text."""
     sample = shown.sample
     tokens = [*sample.tokens, eos_token_id]
     trained = [False] * len(sample.prompt) + [True] * (len(sample.response) + 1)
@@ -123,7 +123,7 @@ def show(shown: ShownSample, tokenizer: PreTrainedTokenizerBase, eos_token_id: i
 def _parts(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], kinds: Sequence[tuple[bool, bool]]
 ) -> Iterator[tuple[tuple[bool, bool], str]]:
-    """The runs of tokens of one kind as texts, which together are the text of all tokens."""
+    """The runs of tokens of one kind as texts; joined, they are the text of all tokens."""
     end, before = 0, ""
     for kind, run in itertools.groupby(kinds):
         end += len(list(run))

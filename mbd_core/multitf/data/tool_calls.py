@@ -1,4 +1,4 @@
-"""Functions that a conversation may call, and its calls, from a user's row: as chat templates are shown them."""
+"""Functions that a conversation may call, and its calls: a user's row in the form of chat templates."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -13,19 +13,19 @@ MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "d
 VALUES = ("default", "const", "enum", "examples", "example")
 """Keywords of a JSON Schema whose values are data, where null is a value."""
 
-Messages = list[dict[str, Any]]
+ChatMessages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]
 
 
 def parsed(value: Any, what: str) -> Any:
-    """A value, or what a JSON text of a list or an object says."""
+    """A value, or the list or object that a JSON text holds."""
     is_json = isinstance(value, str) and value.lstrip("\ufeff \t\r\n")[:1] in ("[", "{")
     return parse_json(value, what, unique=True) if is_json else value
 
 
 def as_objects(value: Any, what: str) -> list[Mapping[str, Any]] | None:
-    """A list of objects, all or each of which may be a JSON text; an object alone is a list of one. `None` for any
-    other value."""
+    """A list of objects; the list or each object may be a JSON text, and an object alone is a list of one. `None` for
+    any other value."""
     value = parsed(value, what)
     if isinstance(value, Mapping):
         return [value]
@@ -38,7 +38,8 @@ def as_objects(value: Any, what: str) -> list[Mapping[str, Any]] | None:
 def tools_of(row: Mapping[str, Any], column: str = "tools", ignored: Collection[str] = ()) -> Tools:
     """The functions of a row's column, a list or its JSON text, as serving shows them to a chat template.
 
-    `ignored`: fields of a tool that say nothing, as `tools.returns`. Raises `ValueError` for what is no function.
+    `ignored`: fields of a tool that say nothing, like `tools.returns`. Raises `ValueError` for a value that is no
+    function.
     """
     value = row.get(column)
     if value is None or (isinstance(value, str) and value.strip() in ("", "null")):
@@ -101,7 +102,7 @@ def _without_nulls(schema: Any) -> Any:
 
 
 def read_call(call: Any, number: int) -> dict[str, Any]:
-    """A call whose arguments are an object, or its text; `number` is that of its message."""
+    """A call whose arguments are an object or its text; `number` is its message's."""
     whole = parsed(call, f"its message {number} has a call whose text")
     function = parsed(whole.get("function") or whole, "its call") if isinstance(whole, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
@@ -132,11 +133,11 @@ def _check_json(value: Any, what: str) -> None:
         raise ValueError(f"{what} cannot be written as JSON: {error}") from None
 
 
-def without_padding(messages: Messages, tools: Tools) -> int:
-    """Take null arguments out of calls that the functions' schemas have no place for; returns how many.
+def without_padding(messages: ChatMessages, tools: Tools) -> int:
+    """Removes null arguments that the functions' schemas have no place for; returns their number.
 
-    Tools that write rows of many functions into one struct leave them: the other functions' arguments, as null. They
-    also make 1.0 of an integer that has another type in another row, so an integer of the schema is written as one.
+    Tools that write rows of many functions into one struct add the other functions' arguments as null. They also turn
+    an integer into 1.0 if another row has another type there, so an integer of the schema is written as one.
     """
     properties = {tool["function"]["name"]: tool["function"]["parameters"].get("properties") for tool in tools}
     count = 0
@@ -172,9 +173,9 @@ def _admits_null(properties: Mapping[str, Any], name: str) -> bool:
     )
 
 
-def in_order_of_calls(messages: Messages) -> Messages:
-    """Results of calls in the order of the calls, where both have ids: templates show none."""
-    results: Messages = []
+def in_order_of_calls(messages: ChatMessages) -> ChatMessages:
+    """Results of calls in the order of the calls, where both have ids, because templates show no ids."""
+    results: ChatMessages = []
     places: dict[str, int] = {}
     for message in messages:
         if message["role"] != "tool":

@@ -1,4 +1,4 @@
-"""Conversations whose turns are no messages: texts in turn, or pairs of a prompt and its answer; as messages."""
+"""Conversations whose turns are not messages (texts in turn, or pairs of a prompt and its answer) as messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ IN_TURN = "its texts are the user's and the assistant's in turn"
 
 
 def as_messages(value: Any, what: str) -> tuple[Any, str]:
-    """The messages of a list of texts or of pairs, and in words how it is read; any other value as it is, and ""."""
+    """The messages of a list of texts or of pairs, and the name of that form; any other value unchanged, and ""."""
     value = parsed(value, what)
     if _is_list(value) and value and all(isinstance(item, str) for item in value) and not _is_object(value[0]):
         roles = ("user", "assistant")
@@ -42,7 +42,7 @@ def _is_object(text: str) -> bool:
 
 
 def _pair_names(turns: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """The names of a pair that every turn has, none of which has a role."""
+    """The names of a pair that every turn has, if no turn has a role."""
     if any(name in turn for turn in turns for name in ("role", "from", "content", "value")):
         return None
     return next((pair for pair in TURN_PAIRS if turns and all(name in turn for turn in turns for name in pair)), None)

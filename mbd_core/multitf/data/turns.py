@@ -6,7 +6,7 @@ from typing import Any
 
 from mbd_core.multitf.data.chats import is_empty
 from mbd_core.multitf.data.known_names import FLAGS, REASONING, says_nothing
-from mbd_core.multitf.data.tool_calls import Messages, as_objects, in_order_of_calls, parsed, read_call
+from mbd_core.multitf.data.tool_calls import ChatMessages, as_objects, in_order_of_calls, parsed, read_call
 
 ROLES = {
     "human": "user",
@@ -23,7 +23,7 @@ ROLES = {
     "tool_call": "call",
     "function": "function",
 }
-"""Roles by the names that data sets give them; `call` is an assistant's turn whose text is a call."""
+"""Roles by their names in data sets; `call` is an assistant's turn whose text is a call."""
 TARGETS = ("system", "user", "assistant", "tool", "function_call")
 TEXT_PARTS = ("text", "input_text", "output_text")
 PART_REMEDIES = {
@@ -34,13 +34,13 @@ PART_REMEDIES = {
 }
 
 Notes = list[tuple[str, str]]
-"""Names of columns and of fields, as `messages.weight`, each with what became of it."""
+"""Names of columns and of fields, like `messages.weight`, each with its fate."""
 LEFT_OUT, BY_OPTION = "left out: says nothing of the conversation", "left out by --ignore-columns"
 NO_PLACE = "left out: chat templates have no place for it"
 
 
 class ColumnRefused(ValueError):
-    """A column or a field of turns that is not read; an option settles it for the whole file."""
+    """A column or a field of turns that is not read. An option settles it for the whole file."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ class TurnReader:
     roles: Mapping[str, str] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
 
-    def read(self, value: Any, notes: Notes, *, first: int = 1) -> list["Turn"]:
-        """The turns of a list of messages, in which each or all may be JSON texts; `first` numbers them."""
+    def read(self, value: Any, notes: Notes, *, first: int = 1) -> list["ChatTurn"]:
+        """The turns of a list of messages; the list or each message may be a JSON text. `first` numbers them."""
         turns = as_objects(value, f"its {self.column!r}")
         if turns is None:
             items = parsed(value, f"its {self.column!r}")
             if isinstance(items, list | tuple) and None in items:
                 raise ValueError(f"its message {first + items.index(None)} is null, no message")
             raise ValueError(f"its {self.column!r} is no list of messages, each with a role and a content")
-        results: list[Turn] = []
+        results: list[ChatTurn] = []
         for number, turn in enumerate(turns, start=first):
             self._add(results, turn, number, notes)
         return results
 
-    def _add(self, turns: list["Turn"], fields: Mapping[str, Any], number: int, notes: Notes) -> None:
+    def _add(self, turns: list["ChatTurn"], fields: Mapping[str, Any], number: int, notes: Notes) -> None:
         fields = {name: value for name, value in fields.items() if value is not None and not self._skips(name, notes)}
         kind = self._role(fields, number, turns)
         role = "assistant" if kind == "call" else kind
@@ -98,7 +98,7 @@ class TurnReader:
             last.message["tool_calls"] = [*last.message.get("tool_calls", ()), *calls]
             last.is_trained = is_trained if last.is_trained is None else last.is_trained
         else:
-            turns.append(Turn(message, is_trained))
+            turns.append(ChatTurn(message, is_trained))
 
     def _skips(self, name: str, notes: Notes) -> bool:
         if f"{self.column}.{name}" not in self.ignored:
@@ -106,7 +106,7 @@ class TurnReader:
         notes.append((f"{self.column}.{name}", BY_OPTION))
         return True
 
-    def _role(self, fields: Mapping[str, Any], number: int, turns: Sequence["Turn"]) -> str:
+    def _role(self, fields: Mapping[str, Any], number: int, turns: Sequence["ChatTurn"]) -> str:
         name = self._one_of(fields, ("role", "from"), number)
         role = ROLES.get(self.roles.get(name, name).lower()) if isinstance(name, str) else None
         if role is None:
@@ -118,7 +118,7 @@ class TurnReader:
             )
         if role != "function":
             return role
-        # OpenAI's role is a result; ShareGPT's tag is a call where a user or a result is before it
+        # OpenAI's role is a result; ShareGPT's tag is a call if a user or a result precedes it
         after = turns[-1].message if turns else None
         return "tool" if "role" in fields or (after is not None and "tool_calls" in after) else "call"
 
@@ -149,7 +149,7 @@ class TurnReader:
         return [read_call(call, number) for call in calls]
 
     def _reasoning(self, fields: Mapping[str, Any], number: int, role: str) -> dict[str, str]:
-        """An answer's reasoning under its name."""
+        """An answer's reasoning, under either name."""
         found = {name: fields[name] for name in REASONING if fields.get(name) not in (None, "", [])}
         if not found:
             return {}
@@ -193,7 +193,7 @@ class TurnReader:
         return is_trained
 
     def _check_field(self, name: str, value: Any, number: int, notes: Notes) -> None:
-        """Take note of a field that says nothing; refuse one that is not known."""
+        """Takes note of a field that says nothing; refuses an unknown one."""
         read = ("role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", *REASONING, *FLAGS)
         if name in read or (not isinstance(value, bool) and not value and value != 0):
             if name in REASONING and value:
@@ -208,8 +208,8 @@ class TurnReader:
 
 
 @dataclass
-class Turn:
-    """A message as a chat template takes it, as serving makes it of the same message; and whether it is trained.
+class ChatTurn:
+    """A message in the form for a chat template, the same as serving's; and whether it is trained.
 
     `joins`: it is made of several columns.
     """
@@ -219,9 +219,9 @@ class Turn:
     joins: bool = False
 
 
-def text_turn(role: str, content: Any, number: int) -> Turn:
-    """A turn of a text in a column of its own."""
-    return Turn({"role": role, "content": _text(content, number)})
+def text_turn(role: str, content: Any, number: int) -> ChatTurn:
+    """A turn of a text in its own column."""
+    return ChatTurn({"role": role, "content": _text(content, number)})
 
 
 def _text(content: Any, number: int) -> str:
@@ -248,8 +248,8 @@ def _text(content: Any, number: int) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def check_turns(turns: Sequence[Turn], *, answered: bool) -> tuple[Messages, tuple[int, ...]]:
-    """The messages of a conversation up to its answer, or to before it, and the places of those not to be trained."""
+def check_turns(turns: Sequence[ChatTurn], *, answered: bool) -> tuple[ChatMessages, tuple[int, ...]]:
+    """The messages of a conversation up to its answer, or to before it, and the places of the untrained ones."""
     for turn in turns:
         turn.message["is_trained"] = turn.is_trained
     messages = in_order_of_calls([turn.message for turn in turns])
@@ -266,8 +266,8 @@ def check_turns(turns: Sequence[Turn], *, answered: bool) -> tuple[Messages, tup
     return messages, untrained
 
 
-def _prompt(messages: Messages) -> Messages:
-    """The messages before the last answer, which need not be there."""
+def _prompt(messages: ChatMessages) -> ChatMessages:
+    """The messages before the last answer; a last answer is optional."""
     prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     if not prompt or prompt[-1]["role"] not in ("user", "tool"):
         raise ValueError("its conversation does not end with a user's message, or with one and its answer")

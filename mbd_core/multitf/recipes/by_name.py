@@ -8,7 +8,7 @@ RECIPES: dict[str, TrainingRecipe] = {r.name: r for r in (*TINY_RECIPES, *LEDGER
 
 
 def recipe_named(name: str) -> TrainingRecipe:
-    """The recipe of that name; `ValueError` lists the known names."""
+    """The recipe of that name. Raises `ValueError` listing the known names."""
     if name not in RECIPES:
         raise ValueError(f"unknown recipe '{name}'; known: {', '.join(sorted(RECIPES))}")
     return RECIPES[name]

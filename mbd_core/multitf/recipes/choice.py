@@ -1,10 +1,10 @@
-"""The recipe that a command trains: one by its name or from a file, with what file and command line change in it.
+"""The recipe that a command trains: by its name or from a file, changed by a file and the command line.
 
-    recipe: tiny-mbd            # a name, or FILE.py:NAME; without one the file is a whole recipe, as recipe.json is
+recipe: tiny-mbd            # a name, or FILE.py:NAME; without one the file is a whole recipe, as recipe.json is
     train: {lr: 1e-3, batch_size: 48}
     states: {max_group: 2, bounds: {t_high: 0.9}}
 
-The fields are those of `TrainingRecipe` and of what it holds; a command line has the same by their flags, and wins.
+The fields are `TrainingRecipe`'s and its parts'. A command line has flags for the same fields, and wins.
 """
 
 import re
@@ -37,7 +37,7 @@ Values = Mapping[str, Any]
 
 @configuration(panel=MODEL)
 class RecipeChoice:
-    """The options that say which recipe is trained."""
+    """The options that choose the recipe."""
 
     recipe: Annotated[str | None, Flag(metavar="NAME")] = None
     """What is trained, and how: a recipe's name, or one of your own as FILE.py:NAME."""
@@ -53,7 +53,7 @@ class RecipeChoice:
 
 @dataclass(frozen=True)
 class ChosenRecipe:
-    """The recipe as it is trained, and what differs in it from the one that was named (`train.lr: 0.1, not 0.2`)."""
+    """The recipe to train, and its differences from the named one (`train.lr: 0.1, not 0.2`)."""
 
     recipe: TrainingRecipe
     changes: tuple[str, ...]
@@ -69,8 +69,8 @@ def choose_recipe(
 ) -> ChosenRecipe:
     """The recipe of a command's options; `default` is the recipe where none is named.
 
-    `named_base` and `named_data` find a base and prepared data. Raises `ValueError`, one sentence, for a recipe, file
-    or field that is not there, or a value that its field refuses.
+    `named_base` and `named_data` find a base and prepared data. Raises `ValueError`, one sentence, for a missing
+    recipe, file or field, or a value that its field refuses.
     """
     values = {} if choice.config is None else read_config(choice.config)
     try:
@@ -99,7 +99,7 @@ def choose_recipe(
 def _recipe_and_changes(
     choice: RecipeChoice, values: Values, default: str | None
 ) -> tuple[TrainingRecipe, dict[str, Any]]:
-    """The recipe that command line or file name, else the whole one that the file is; and what the file changes."""
+    """The recipe that command line or file names, else the file as a whole recipe; and the file's changes."""
     values = dict(values)
     name = values.pop("recipe", None) if choice.recipe is None else choice.recipe
     if name is None and {"name", "states", "train"} <= values.keys():
@@ -110,16 +110,16 @@ def _recipe_and_changes(
 
 
 def recipe_changes(named_recipe: TrainingRecipe, recipe: TrainingRecipe) -> list[str]:
-    """What differs in a recipe from another one."""
+    """The differences of a recipe from another one."""
     pairs = differences(as_recorded(named_recipe), as_recorded(recipe))
     return [f"{name}: {new_value}, not {old_value}" for name, old_value, new_value in pairs]
 
 
 def with_changes(recipe: TrainingRecipe, values: Values) -> TrainingRecipe:
-    """The recipe with the given fields, those inside its dataclasses as objects.
+    """The recipe with the given fields; fields inside its dataclasses come as objects.
 
-    Fewer `steps` shrink the warm-up and the generated data (`shortened`), and an adapter's `rank` is its `alpha`,
-    unless these are given too. Raises `ValueError`, naming the field, for one that is unknown or refused.
+    Fewer `steps` shrink the warm-up and the generated data (`shortened`), and an adapter's `rank` sets its `alpha`,
+    unless these are given too. Raises `ValueError` naming an unknown or refused field.
     """
     train = values.get("train")
     if isinstance(train, Mapping):
@@ -145,7 +145,7 @@ def config_schema() -> dict[str, Any]:
 
 
 def find_recipe(name: str | None) -> TrainingRecipe:
-    """A recipe by its name, or as FILE.py:NAME; `ValueError` if it is not there."""
+    """A recipe by its name, or as FILE.py:NAME. Raises `ValueError` if there is none."""
     if name is None:
         raise ValueError("no recipe is named: give --recipe NAME")
     if not isinstance(name, str) or ".py" not in name:
@@ -154,7 +154,7 @@ def find_recipe(name: str | None) -> TrainingRecipe:
 
 
 def recipe_in_file(name: str, kind: type[AnyRecipe]) -> AnyRecipe:
-    """A recipe of this kind in a user's module, as FILE.py:NAME; `ValueError` if it is not there."""
+    """A recipe of this kind in a user's module, as FILE.py:NAME. Raises `ValueError` if there is none."""
     path, _, variable = name.rpartition(":")
     if not path.endswith(".py"):
         raise ValueError(f"--recipe {name}: say which recipe of the file, as {name}:NAME")
@@ -162,7 +162,7 @@ def recipe_in_file(name: str, kind: type[AnyRecipe]) -> AnyRecipe:
         recipe = runpy.run_path(path).get(variable)
     except OSError as error:
         raise ValueError(f"--recipe {name}: {path} cannot be read: {error.strerror}") from None
-    except Exception as error:  # whatever the user's file raises
+    except Exception as error:  # the user's file may raise anything
         raise ValueError(f"--recipe {name}: {path} fails: {type(error).__name__}: {error}") from error
     if not isinstance(recipe, kind):
         raise ValueError(f"--recipe {name}: {path} has no {kind.__name__} of the name {variable}")
@@ -170,7 +170,7 @@ def recipe_in_file(name: str, kind: type[AnyRecipe]) -> AnyRecipe:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose `1e-5` is a number, as in JSON and YAML 1.2."""
+    """YAML that reads `1e-5` as a number, as JSON and YAML 1.2 do."""
 
 
 _Loader.add_implicit_resolver(
@@ -179,7 +179,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The object in a YAML or JSON file; `ValueError` names a file that cannot be read or holds none."""
+    """The object in a YAML or JSON file. Raises `ValueError` naming a file that cannot be read or holds no object."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:

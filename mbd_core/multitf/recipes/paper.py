@@ -1,8 +1,8 @@
-"""The papers' recipes as constants: MBD-LMs' Tables 5 and 2b, DMax's and D2F's, for a base and data of the user's.
+"""The papers' recipes as constants: MBD-LMs' Tables 5 and 2b, DMax's and D2F's, for a user's base and data.
 
-Where the paper leaves a number out, it is that of the released configurations: margin 0.01, AdamW with weight decay on
+Where the paper leaves a number out, the released configurations give it: margin 0.01, AdamW with weight decay on
 everything, cosine to 1e-7 after 3 % warmup, global batch 32, float32 weights. Where paper and released code differ,
-the paper's rule is taken, and each recipe's `source` says what is the released code's.
+the paper's rule is taken, and each recipe's `source` names the released code's.
 """
 
 from dataclasses import replace

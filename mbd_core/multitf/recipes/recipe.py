@@ -1,4 +1,4 @@
-"""A training run as a value: what is trained, on what, how, and what a command changes in it."""
+"""A training run as a value: the model, the data, the optimisation, and a command's changes in them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mbd_core.json_text import differing_fields
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.config import Precision, TrainConfig
 from mbd_core.multitf.data.prepared import TOKENIZER_PAIRS, PreparedData, TinyData
+from mbd_core.multitf.states.fitted_noise import read_noise
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.states.noise import read_noise
 
 if TYPE_CHECKING:
     import torch
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @configuration(panel=DATA)
 class TrainingRecipe:
-    """What is trained, on what, and how.
+    """The model to train, its data and its optimisation.
 
-    The run starts from the model `base` (a shipped model's name or an absolute path), or, without one, from random
-    weights of the configuration `model`. A recipe with neither, or without `data`, needs them from the user: then
-    `architectures` are the models that it is for (none named: any that the training states fit). `max_length` bounds a
-    sample with its fill, of which up to `trailing_fill` tokens are added beyond the last block. `states.block_size` is
-    the trained model's block size, whatever the base had. `generation` is what the trained model recommends for
-    decoding. `source` says where the numbers come from.
+    The run starts from the model `base` (a shipped model's name or an absolute path) or, without one, from random
+    weights of the configuration `model`. A recipe with neither, or without `data`, needs them from the user;
+    `architectures` are then the models that it is for (none named: any that the training states fit). `max_length`
+    bounds a sample with its fill, of which up to `trailing_fill` tokens are added beyond the last block.
+    `states.block_size` is the trained model's block size, whatever the base had. `generation` is the trained model's
+    recommended decoding. `source` is the origin of the numbers.
     """
 
     name: Annotated[str, Flag(name=False)]
@@ -50,9 +50,9 @@ class TrainingRecipe:
 
 
 def shortened(recipe: TrainingRecipe, steps: int) -> TrainingRecipe:
-    """The recipe with `steps` updates: the schedule in proportion, and no more generated samples than they consume.
+    """The recipe with `steps` updates: the schedule in proportion, and only the generated samples that they consume.
 
-    A recipe that also trains its tokenizer keeps the samples that the tokenizer is learned from.
+    A recipe that also trains its tokenizer keeps the samples for the tokenizer.
     """
     warmup = max(1, round(recipe.train.warmup * steps / recipe.train.steps))
     train = replace(recipe.train, steps=steps, warmup=warmup)
@@ -78,11 +78,11 @@ WITHOUT_EFFECT = (
     "tensor_parallel",
     "cut_experts",
 )
-"""How updates are computed, which leaves them as they are up to the order of sums: what a resumed run may change."""
+"""Fields that leave updates as they are, up to the order of sums. A resumed run may change them."""
 
 
 def with_fitted_noise(recipe: TrainingRecipe, path: Path) -> TrainingRecipe:
-    """The recipe with the mask ratios of a file that `write_noise` wrote, instead of its own schedule's.
+    """The recipe with the mask ratios of a file by `write_noise`, instead of its own schedule's.
 
     Raises `ValueError` as `read_noise` does.
     """
@@ -98,14 +98,16 @@ def as_recorded(recipe: TrainingRecipe) -> dict[str, Any]:
 
 
 def other_settings(recorded: dict[str, Any], given: dict[str, Any]) -> str:
-    """Which fields of two recipes, as they were recorded, are of different runs, in words; "" if they are alike in all
-    but `WITHOUT_EFFECT`."""
+    """The fields in which two recorded recipes differ, in words; "" if they differ at most in `WITHOUT_EFFECT`."""
     return differing_fields(_with_effect(recorded), _with_effect(given))
 
 
 def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe without what has no effect on the weights; generated data of before `tasks` could be chosen are of
-    both, and the base of an adapter that does not say is not quantised."""
+    """The recipe without fields that have no effect on the weights.
+
+    Old records lack two fields: generated data without `tasks` are of both tasks, and an adapter's base is not
+    quantised.
+    """
     train = {name: value for name, value in recipe["train"].items() if name not in WITHOUT_EFFECT}
     if isinstance(train["lora"], dict):
         train["lora"] = {"quantize_base": None} | train["lora"]
@@ -116,11 +118,11 @@ def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def start_line(recipe: TrainingRecipe, *, device: torch.device, num_workers: int = 1) -> str:
-    """What a run says when it starts: the recipe's size, the precision it computes in, and how it attends.
+    """The first line of a run: the recipe's size, the precision, and the attention.
 
     Raises `ValueError` for an attention that cannot be trained on `device`.
     """
-    from mbd_core.multitf.states.mask import TrainingAttention
+    from mbd_core.multitf.states.training_attention import TrainingAttention
 
     train, data = recipe.train, recipe.data
     pack_text = "" if train.pack is None else f", samples packed up to {train.pack:,} tokens"

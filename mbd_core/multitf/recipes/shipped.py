@@ -1,7 +1,7 @@
-"""The recipes of the shipped models: the tiny ones, and those of the study on ledger-mini.
+"""The recipes of the shipped models: the tiny ones, and the study's on ledger-mini (`research/ledger`).
 
-All but the base go on from it, with the same data, updates and number of noisy streams, so that they differ
-in their training states alone.
+All but the base go on from the base, with the same data, updates and number of noisy streams, so they differ in their
+training states alone.
 """
 
 from dataclasses import replace
@@ -13,8 +13,6 @@ from mbd_core.multitf.data.prepared import TinyData
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.noise import NoiseBounds
-
-# The recipes of the tiny models, and what recipes of other small models share with them.
 
 TINY_VOCAB = 640
 
@@ -98,8 +96,6 @@ TINY_TF = replace(
 TINY_RECIPES = (TINY_BD_B8, TINY_BD, TINY_MBD, TINY_TF)
 
 
-# The recipes of the study on ledger-mini (`research/ledger`): base, control, Table 2b's rows, editing.
-
 LEDGER_TASK = ("ledger-mini",)
 NUM_STREAMS = 4
 """Noisy streams of a sample in every recipe that goes on from the base."""
@@ -165,8 +161,8 @@ ABLATION_ROWS: dict[str, TrainingRecipe] = {
     "power-law noise": _row("power-law", schedule="power_law"),
     "sorted-uniform noise": _row("sorted", schedule="sorted_uniform"),
 }
-"""Table 2b in small, by what each row is. The table's SingleBD row trains nothing; here the control has its compute.
-Its last row is its third again, so D2F's noise stands here in both of its forms."""
+"""Table 2b in small, by row. The table's SingleBD row trains nothing; here the control has its compute. The table's
+last row repeats its third, so both forms of D2F's noise stand here."""
 
 LEDGER_OPUT = replace(
     LEDGER_MBD,
@@ -174,7 +170,7 @@ LEDGER_OPUT = replace(
     states=replace(LEDGER_MBD.states, labels="answer", self_denoising="half"),
 )
 """MBD trained for editing: DMax's OPUT on its states, every token of the answer labelled. It has MBD's data and
-updates, and a forward more in each for its own predictions."""
+updates, and one more forward in each update for its own predictions."""
 
 assert LEDGER_BD.model is not None
 LEDGER_BD_B32 = replace(

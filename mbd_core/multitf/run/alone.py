@@ -32,7 +32,7 @@ from mbd_core.storage.folder import Folder
 
 @configuration(panel=OUTPUT)
 class PlainOptions:
-    """What this command alone has."""
+    """The options of this command alone."""
 
     plan: Annotated[int | None, Ge(1), Flag(panel=CLUSTER)] = None
     """Print what N GPUs would need of memory, and end."""
@@ -46,8 +46,8 @@ class PlainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedAlone:
-    """The model folder that was written, the recipe as it was trained, what differs in it from the one that was named,
-    and the numbers of each update."""
+    """The written model folder, the trained recipe, its differences from the named one, and the numbers of each
+    update."""
 
     model: Path
     recipe: TrainingRecipe
@@ -63,8 +63,10 @@ def chosen_here(choice: RecipeChoice, changes: Mapping[str, Any]) -> ChosenRecip
 def train_alone(
     choice: RecipeChoice, changes: Mapping[str, Any], options: RunOptions, plain: PlainOptions
 ) -> TrainedAlone:
-    """Train a recipe and write its model; every process of torchrun's calls it. Raises `ValueError`, before any work,
-    for what cannot be honoured."""
+    """Trains a recipe and writes its model. Every process of torchrun calls it.
+
+    Before any work, raises `ValueError` for options that cannot be honoured.
+    """
     chosen = chosen_here(choice, changes)
     recipe = chosen.recipe
     if options.sweeping.sweep_every:
@@ -112,7 +114,7 @@ def train_alone(
 
 
 def model_target(out: str, *, overwrite: bool) -> Path:
-    """The model folder to write; `ValueError` if it cannot be written, so that no run trains for nothing."""
+    """The model folder to write. Raises `ValueError` if it cannot be written, so that no run trains in vain."""
     if not out.strip():
         raise ValueError("--out is empty; name a folder, or leave it out")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", out):
@@ -122,7 +124,7 @@ def model_target(out: str, *, overwrite: bool) -> Path:
 
 
 def check_checkpoints(location: str) -> None:
-    """Raise `ValueError` for a place that cannot be written; at a URL a file is made and removed."""
+    """Raises `ValueError` for a place that cannot be written; at a URL, a file is written and removed."""
     if not location.strip():
         raise ValueError("--checkpoints is empty; name a folder or a URL, or leave it out")
     if Path(location).is_file():
@@ -131,7 +133,7 @@ def check_checkpoints(location: str) -> None:
 
 
 def chosen_sharding(start: StartingPoint, choice: config.ShardingChoice, workers: Workers) -> config.Sharding:
-    """How the weights lie on the workers, whose memory plan is printed; `ValueError` if they do not fit."""
+    """The sharding of the weights; prints the memory plan. Raises `ValueError` if they do not fit."""
     if workers.device.type == "cuda":
         available, device = torch.cuda.get_device_properties(workers.device).total_memory, "GPU"
     else:

@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded
 from mbd_core.multitf.run.log_targets import GuardedLog, RunLogger, default_targets, open_logs
-from mbd_core.multitf.step.compute import Peak, mfu
-from mbd_core.multitf.step.loss import BUCKETS
+from mbd_core.multitf.step.loss_buckets import BUCKETS
+from mbd_core.multitf.step.mfu import Peak, mfu
 from mbd_core.storage.folder import Folder
 
 # `losses.jsonl` of a run: a line an update, written as they are done; the update's point of the curve, and its speed.

@@ -9,7 +9,7 @@ from mbd_core.multitf.run.log_targets import PACKAGES
 
 @configuration(panel=OUTPUT)
 class RunOptions:
-    """How a run lies on its workers, and what it writes."""
+    """A run's layout on its workers, and its output."""
 
     sharding: Annotated[ShardingChoice, Flag(panel=CLUSTER)] = "auto"
     """Weights, gradients and optimizer states of each worker: replicated, or sharded among them (FSDP2); auto:

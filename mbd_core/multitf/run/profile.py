@@ -1,6 +1,6 @@
-"""What a run measures of itself on demand: a trace of some updates by torch's profiler, and a GPU's memory.
+"""Measurements of a run on demand: a trace of some updates by torch's profiler, and a GPU's memory.
 
-The files lie in `profile/` of the run's folder, one of each worker: the trace for https://ui.perfetto.dev, the memory
+Each worker writes its files into `profile/` of the run's folder: the trace for https://ui.perfetto.dev, the memory
 snapshot for https://docs.pytorch.org/memory_viz.
 """
 
@@ -16,12 +16,12 @@ from mbd_core.multitf.run.checkpoints import Checkpoints
 from mbd_core.multitf.step.workers import Workers
 
 SKIPPED = 2
-"""Updates before the measured ones: they compile, allocate and fill caches."""
+"""Updates before the measured ones; they compile, allocate and fill caches."""
 MAX_EVENTS = 200_000  # of a memory snapshot
 
 
 class Profile:
-    """Measures updates of a run of which `left` remain; `step` is called after each one."""
+    """Measures `left` updates of a run; `step` is called after each update."""
 
     def __init__(self, measuring: Measuring, checkpoints: Checkpoints, workers: Workers, *, num_left: int) -> None:
         self.measuring, self.checkpoints, self.workers = measuring, checkpoints, workers
@@ -39,7 +39,7 @@ class Profile:
         return self
 
     def step(self) -> None:
-        """An update was done."""
+        """Counts an update."""
         self._num_steps += 1
         if self._num_steps == self._last:
             self._write()
@@ -72,7 +72,7 @@ class Profile:
 
 
 def check_measuring(measuring: Measuring, device: torch.device) -> None:
-    """Raise `ValueError` for a memory snapshot of a device that has none."""
+    """Raises `ValueError` for a memory snapshot of a device that has none."""
     if measuring.memory_snapshot and device.type != "cuda":
         raise ValueError(
             "measuring.memory_snapshot records what a GPU's memory holds, and this training computes on a CPU; "

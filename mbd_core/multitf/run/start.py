@@ -1,4 +1,4 @@
-"""What a run starts from, read once: whether recipe, model, data and memory fit, before anything is trained."""
+"""A run's starting point, read once: recipe, model, data and memory are checked before any training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,10 +12,11 @@ from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.config import Precision, Sharding, ShardingChoice, TrainConfig, Written, check_workers
-from mbd_core.multitf.data.encoding import filled_length, tokenizer_fingerprint
+from mbd_core.multitf.data.encoding import tokenizer_fingerprint
+from mbd_core.multitf.data.example import filled_length
 from mbd_core.multitf.data.prepared import PreparedData, read_record
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
-from mbd_core.multitf.states.mask import TrainingAttention
+from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.adapter import check_peft
 from mbd_core.multitf.step.compute import computes_bfloat16
 from mbd_core.multitf.step.memory import Workload
@@ -27,12 +28,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class StartingPoint:
-    """A recipe that fits its model and its data, and what was read of both.
+    """A recipe that fits its model and its data, with both files' contents.
 
     recipe  names base and data as the user did, which may be URLs
     config  the model's, with the recipe's block size
     base    the base's folder on this machine; `None` for a model that begins with random weights
-    data    the folder of prepared data on this machine, `None` for generated data; `record` is what it says of itself
+    data    the folder of prepared data on this machine, `None` for generated data; `record` is its record
     """
 
     recipe: TrainingRecipe
@@ -43,7 +44,7 @@ class StartingPoint:
 
     @classmethod
     def read(cls, recipe: TrainingRecipe, *, fetch: Callable[[str], str] = str) -> "StartingPoint":
-        """Read files' headers and check that everything fits.
+        """Reads files' headers and checks that everything fits.
 
         `fetch` gives the local name or path of a base or of data. Raises `ValueError`, one sentence, if the recipe
         cannot be trained: on its model, on its data, or at all.
@@ -82,11 +83,11 @@ class StartingPoint:
 
     @property
     def sample_length(self) -> int:
-        """Tokens that a sample may have with its fill."""
+        """The longest sample with its fill, in tokens."""
         return min(self.recipe.max_length, self.config.max_positions)
 
     def note(self) -> str | None:
-        """A sentence where the recipe trains other blocks than those that its base decodes with."""
+        """A sentence if the recipe trains other blocks than its base decodes with."""
         recipe, base = self.recipe, self.base
         if base is None or base.config.attention == "full" or base.config.block_size == recipe.states.block_size:
             return None
@@ -110,10 +111,10 @@ class StartingPoint:
             )
 
     def workloads(self, choice: ShardingChoice, *, num_workers: int, device: str) -> list[Workload]:
-        """What the workers' memory must hold, for each way in which `choice` lets the weights lie; the first is best.
+        """The contents of the workers' memory, for each sharding that `choice` allows; the best first.
 
-        `device` is GPU or CPU; for GPUs the precision `auto` is bfloat16. Raises `ValueError` for a recipe that
-        cannot be trained so.
+        `device` is GPU or CPU; for GPUs the precision `auto` is bfloat16. Raises `ValueError` for a recipe that cannot
+        be trained with any of them.
         """
         recipe = self.recipe
         if device == "CPU":
@@ -142,7 +143,7 @@ class StartingPoint:
 
 
 def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
-    """Raise `ValueError` if the recipe is for other models than `name`, or its training states or workers are."""
+    """Raises `ValueError` if the recipe, its training states or its workers do not fit the model `name`."""
     if recipe.train.tensor_parallel > 1:
         check_divides(config, recipe.train.tensor_parallel, recipe.train.cut_experts)
     if recipe.architectures and config.architecture not in recipe.architectures:
@@ -181,7 +182,7 @@ def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
 def check_data(
     recipe: TrainingRecipe, record: dict[str, Any], config: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raise `ValueError` if the prepared data were made for another tokenizer, or are too long or too few."""
+    """Raises `ValueError` if the prepared data are for another tokenizer, too long, or too few."""
     data, size = recipe.data, recipe.states.block_size
     assert isinstance(data, PreparedData)
     if record["digest"] != data.digest:
@@ -204,7 +205,7 @@ def check_data(
 
 
 def allowed_shardings(train: TrainConfig, choice: ShardingChoice, *, num_workers: int) -> list[Sharding]:
-    """How the weights may lie on the workers, the first choice first; one worker has all of them.
+    """The possible shardings of the weights, the first choice first; a single worker has all weights.
 
     Raises `ValueError` for a number of workers, or a choice, that tensor-parallel groups cannot have.
     """

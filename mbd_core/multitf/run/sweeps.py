@@ -1,7 +1,7 @@
-"""Sweeps while training: every some updates an engine beside the run decodes a small task with the run's weights.
+"""Sweeps while training: at intervals an engine beside the run decodes a small task with the run's weights.
 
-The first worker begins a sweep once the checkpoint of its update is whole, and waits for one at the end alone.
-Training does not know the engine: a `Sweeper` is handed in. A sweep that fails is a line, and the run goes on.
+The first worker begins a sweep once the checkpoint of its update is whole. It waits for a sweep only at the end.
+Training does not know the engine: a `Sweeper` is handed in. A sweep that fails prints a line, and the run goes on.
 """
 
 import time
@@ -12,22 +12,22 @@ from mbd_core.multitf.run.checkpoints import Checkpoints, best_step
 from mbd_core.multitf.run.log import Log, say
 
 END_SECONDS = 300.0
-"""So long a run waits at its end for the sweep that is under way and for the last one, together."""
+"""The time that a run waits at its end for the current sweep and the last one, together."""
 Numbers = dict[str, float]
 
 
 class Sweeper(Protocol):
-    """What sweeps, outside this process."""
+    """The process that sweeps, outside this one."""
 
     def begin(self, step: int) -> Future[Numbers]:
-        """Begin to sweep the checkpoint of a step: `sweep_accuracy`, a share, and `sweep_tpf`. Raises where it has no
+        """Begins to sweep the checkpoint of a step: `sweep_accuracy`, a share, and `sweep_tpf`. Raises if it has no
         room."""
 
     def reason(self, error: BaseException) -> str:
-        """Why a sweep did not begin or failed, in one line."""
+        """The reason why a sweep did not begin or failed, in one line."""
 
     def end(self) -> None:
-        """End the sweep that is under way."""
+        """Ends the current sweep."""
 
 
 class Sweeps:
@@ -39,7 +39,8 @@ class Sweeps:
         self._under_way: tuple[int, Future[Numbers]] | None = None
 
     def request(self, step: int) -> None:
-        """Sweep the checkpoint of this step, which is about to be written, if no other sweep is due or under way."""
+        """Plans a sweep of this step's checkpoint, which is about to be written, unless another sweep is due or
+        running."""
         step_under_way = self._due_step if self._under_way is None else self._under_way[0]
         if step_under_way is not None:
             say(f"sweep after step {step} is skipped: the one after step {step_under_way} has not ended")
@@ -47,18 +48,18 @@ class Sweeps:
         self._due_step = self.checkpoints.in_use = step
 
     def poll(self) -> None:
-        """Log the sweep that has ended, and begin the one that is due; nobody waits."""
+        """Logs a sweep that has ended, and begins the due one, without waiting."""
         if self._under_way is not None and self._under_way[1].done():
             self._collect()
         if self._due_step is not None and self._under_way is None and not self.checkpoints.is_writing(self._due_step):
             step, self._due_step = self._due_step, None
             try:
                 self._under_way = step, self.sweeper.begin(step)
-            except Exception as error:  # whatever the sweeper raises
+            except Exception as error:  # the sweeper may raise anything
                 self._forget(f"sweep after step {step} is skipped: {self.sweeper.reason(error)}")
 
     def finish(self, last_step: int) -> None:
-        """Sweep the last step's checkpoint, which is whole; wait for it, and before for what is under way."""
+        """Waits for the current sweep, then sweeps the last step's checkpoint, which is whole, and waits for it."""
         deadline = time.monotonic() + END_SECONDS
         self._wait(deadline)
         self.request(last_step)

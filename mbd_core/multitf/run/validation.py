@@ -1,7 +1,7 @@
 """Validation while training: the losses of held-out conversations on the run's weights, the same noise every time.
 
-Every `validate_every` updates all workers compute them together. They are numbers of that update's point: so they are
-in `losses.jsonl`, the plot, every log target, and in the checkpoints, from which a run that goes on knows its best.
+Every `validate_every` updates all workers compute them together. They belong to that update's point, so they are in
+`losses.jsonl`, the plot, every log target, and the checkpoints. From these a resumed run knows its best.
 """
 
 import random
@@ -15,13 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.errors import error_sentence
 from mbd_core.multitf.config import ValidationOptions
 from mbd_core.multitf.data.data_files import find_files
-from mbd_core.multitf.data.encoding import filled_length, tokenizer_fingerprint
+from mbd_core.multitf.data.encoding import tokenizer_fingerprint
+from mbd_core.multitf.data.example import filled_length
 from mbd_core.multitf.data.preparation import Preparation, prepare_data
 from mbd_core.multitf.data.prepared import PreparedExamples, TinyData, num_held_out, read_record
 from mbd_core.multitf.data.row_summary import RowSummary
 from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.start import StartingPoint
-from mbd_core.multitf.step.loss import BUCKETS, bucket_means
+from mbd_core.multitf.step.loss_buckets import BUCKETS, bucket_means
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.multitf.step.workers import Workers
 from mbd_core.row_files.rows import SUFFIXES
@@ -34,9 +35,12 @@ class ValidationFailed(RuntimeError):
 def check_held_out(
     options: ValidationOptions, start: StartingPoint, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Raise `ValueError` for held-out data of another tokenizer, or longer than the recipe and the model have room
-    for; for a file of conversations with bad rows, which are named; and for a share that leaves less than a batch. A
-    run whose tokenizer is yet to be trained has none here."""
+    """Raises `ValueError` for held-out data that do not fit.
+
+    They must have the run's tokenizer and the recipe's and the model's room. A file of conversations must have no bad
+    rows, which are named. A share must leave at least a batch. A run that still trains its tokenizer has no held-out
+    data here.
+    """
     if options.validation is None:
         return
     if are_conversations(options.validation):
@@ -70,7 +74,7 @@ def check_held_out(
 
 
 def are_conversations(validation: str) -> bool:
-    """Whether held-out data are a file of conversations, by its ending, and no prepared folder."""
+    """Whether held-out data are a file of conversations, by its ending, instead of a prepared folder."""
     return validation.endswith(SUFFIXES) and not Path(validation).is_dir()
 
 
@@ -78,11 +82,10 @@ FOLDER = "held-out"
 
 
 def prepare_held_out(file: str, start: StartingPoint, place: Path) -> str:
-    """Prepare a file of conversations, all of their answers, in a folder `FOLDER` of `place`; what became of its rows
-    and columns, in words.
+    """Prepares a file of conversations, with all of their answers, in a folder `FOLDER` of `place`.
 
-    Rows that the run has no room for are left out. Raises `ValueError` as `prepare_data`, and for a run without a
-    base, whose tokenizer is not there before it.
+    Returns the fates of its rows and columns, in words. Rows that the run has no room for are left out. Raises
+    `ValueError` as `prepare_data`, and for a run without a base, whose tokenizer does not exist yet.
     """
     size = start.recipe.states.block_size
     if start.base is None:
@@ -104,8 +107,10 @@ def prepare_held_out(file: str, start: StartingPoint, place: Path) -> str:
 
 
 class Validation:
-    """The held-out samples that a run's weights are measured on: `share`, or those that were checked
-    (`check_held_out`). Every worker makes it: of a file of conversations one of each machine prepares them."""
+    """The held-out samples that measure a run's weights: `share`, or the data of `check_held_out`.
+
+    Every worker makes it. For a file of conversations, one worker of each machine prepares them.
+    """
 
     def __init__(
         self, options: ValidationOptions, start: StartingPoint, workers: Workers, share: PreparedExamples | None = None
@@ -129,7 +134,7 @@ class Validation:
                 if workers.is_first:
                     say(f"held out: {read_rows}")
 
-            with workers.folder_of_machine(write) as place:  # what is mapped stays, without the file's name
+            with workers.folder_of_machine(write) as place:  # a mapped file stays readable without its name
                 self.examples = read(place / FOLDER)
         else:
             self.examples = read(Path(options.validation))
@@ -137,8 +142,8 @@ class Validation:
     def measure(self, trainer: Trainer, workers: Workers) -> dict[str, float]:
         """Loss and accuracy on all held-out samples, by slot and mask ratio too; every worker calls it.
 
-        A sample's layouts and noise depend on its number alone. Raises `ValidationFailed`, on all workers where one
-        cannot lay out its samples; an error of one worker's forward is its own.
+        A sample's layouts and noise depend on its number alone. Raises `ValidationFailed` on all workers if one cannot
+        lay out its samples. An error of one worker's forward is raised there alone.
         """
         at_once = trainer.config.micro_batch or max(1, trainer.config.batch_size // trainer.world_size)
         total = torch.zeros(4 + 2 * len(BUCKETS), dtype=torch.float64, device=workers.device)
@@ -148,7 +153,7 @@ class Validation:
             for first in range(0, len(order), at_once * trainer.world_size):
                 numbers = order[first : first + at_once * trainer.world_size][trainer.rank :: trainer.world_size]
                 problem, batch = "", None
-                try:  # a worker without samples of its own computes the first, and counts nothing
+                try:  # a worker without samples of its own computes the first one, without counting it
                     batch_numbers = numbers or order[first : first + 1]
                     rngs = [random.Random(f"validation/{number}") for number in batch_numbers]
                     batch = trainer.lay_out([self.examples[number] for number in batch_numbers], rngs)

@@ -3,25 +3,18 @@
 Ray Train or torchrun starts the workers; a run without either has one.
 """
 
-import itertools
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
-import torch
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.adapter_saving import save_adapter
-from mbd_core.checkpoint.base_files import BaseFiles, read_base
-from mbd_core.checkpoint.loading import fill_parts, load_model
+from mbd_core.checkpoint.base_files import read_base
+from mbd_core.checkpoint.loading import fill_parts
 from mbd_core.checkpoint.model_digest import model_digest
-from mbd_core.checkpoint.saving import checkpoint_tensors, save_model
+from mbd_core.checkpoint.saving import checkpoint_tensors
 from mbd_core.errors import error_sentence
-from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.multitf.config import (
     NO_SWEEPS,
     NOTHING_HELD_OUT,
@@ -32,26 +25,19 @@ from mbd_core.multitf.config import (
     ValidationOptions,
     Written,
 )
-from mbd_core.multitf.data.prepared import (
-    TOKENIZER_PAIRS,
-    PreparedExamples,
-    TinyData,
-    conversations,
-    write_conversations,
-)
-from mbd_core.multitf.recipes.recipe import TrainingRecipe, start_line
+from mbd_core.multitf.recipes.recipe import start_line
+from mbd_core.multitf.run.beginning import prepare
 from mbd_core.multitf.run.checkpoints import Checkpoints, Curve, best_step
+from mbd_core.multitf.run.export import RECIPE, export, recipe_text
 from mbd_core.multitf.run.log import Log, RunLog, say
 from mbd_core.multitf.run.profile import Profile, check_measuring
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.sweeps import Sweeper, Sweeps
 from mbd_core.multitf.run.validation import Validation, ValidationFailed, are_conversations, check_held_out
-from mbd_core.multitf.step.adapter import adapter_factors, add_adapter, base_tensors, fill_adapter, merge_adapter
-from mbd_core.multitf.step.compute import device_peak
-from mbd_core.multitf.step.quantized_base import quantize_base
+from mbd_core.multitf.step.adapter import adapter_factors, base_tensors, fill_adapter, merge_adapter
+from mbd_core.multitf.step.mfu import device_peak
 from mbd_core.multitf.step.trainer import Trainer
-from mbd_core.multitf.step.workers import ALONE, Workers
-from mbd_core.tasks.tiny_tokenizer import train_tokenizer
+from mbd_core.multitf.step.workers import Workers
 
 
 def train_worker(
@@ -68,11 +54,11 @@ def train_worker(
     sweeping: Sweeping = NO_SWEEPS,
     sweeper: Sweeper | None = None,
 ) -> "Run":
-    """Do all updates that are left; the first worker prints, and logs where the checkpoints lie.
+    """Does all remaining updates. The first worker prints, and logs beside the checkpoints.
 
-    The precision is settled (`settle_precision`). `log_targets`: where the numbers go besides `losses.jsonl`; `None`
-    is TensorBoard where the first worker has it. `changes`: what differs from the recipe that was named. `sweeper`
-    makes the first worker's sweeps. `Run.write` then writes the model.
+    The precision is settled (`settle_precision`). `log_targets` are further targets beside `losses.jsonl`; `None` is
+    TensorBoard where the first worker has it. `changes` are the differences from the named recipe. `sweeper` makes the
+    first worker's sweeps. `Run.write` then writes the model.
     """
     check_measuring(measuring, workers.device)
     run = Run(start, workers, sharding, checkpoints, measuring=measuring, validation=validation, sweeping=sweeping)
@@ -108,9 +94,9 @@ def train_worker(
 
 
 def settle_precision(start: StartingPoint, workers: Workers, checkpoints: Checkpoints | None) -> StartingPoint:
-    """The run in the precision that it began in, or for a new one in what all workers compute; every worker calls it.
+    """The run in its first precision, or for a new run in a precision of all workers. Every worker calls it.
 
-    Raises `ValueError` where another precision was given than the newest checkpoint's, and as `Checkpoints.newest`.
+    Raises `ValueError` if another precision was given than the newest checkpoint's, and as `Checkpoints.newest`.
     """
     choice, record = start.recipe.train.precision, None
     if checkpoints is not None:
@@ -124,7 +110,7 @@ def settle_precision(start: StartingPoint, workers: Workers, checkpoints: Checkp
 
 
 class Run:
-    """A run where it stands: at its newest checkpoint, or at its beginning.
+    """A run at its newest checkpoint, or at its beginning.
 
     `curve` has a point for each update, averaged over the workers. A sharded model is loaded part by part: no worker
     holds all of its weights. Raises `ValueError` if the base cannot be loaded, and as `Checkpoints.newest`.
@@ -144,7 +130,7 @@ class Run:
         recipe, base = start.recipe, start.base
         self.start, self.workers, self.checkpoints, self.measuring = start, workers, checkpoints, measuring
         self.sweep_every = sweeping.sweep_every
-        # read before training, for the folder may be gone when the model is written
+        # read before training, because the folder may be gone when the model is written
         self._base_files = None if base is None or not workers.is_first else read_base(base.path)
         in_parts = sharding == "sharded" and workers.size > 1 and base is not None
         model, self.tokenizer, examples = prepare(start, workers=workers, on_meta=in_parts)
@@ -187,8 +173,8 @@ class Run:
         """The updates that were done before this start."""
 
     def train(self, *, every: int = 1, log: Log | None = None, sweeps: Sweeps | None = None) -> None:
-        """Do the remaining updates; a checkpoint is begun every `every` steps, where a validation is the best yet, for
-        every sweep, and after the last one."""
+        """Does the remaining updates. A checkpoint begins every `every` steps, at the best validation, for every
+        sweep, and at the end."""
         measuring, num_left = self.measuring, self.trainer.config.steps - self.trainer.step_number
         if self.checkpoints is None or not (measuring.profile or measuring.memory_snapshot):
             self._train(every, log, None, sweeps)
@@ -228,7 +214,7 @@ class Run:
             sweeps.finish(steps)
 
     def _validate(self, log: Log | None) -> float:
-        """Add a validation's numbers to the update's point, if one is due; the seconds that it took."""
+        """Adds a validation's numbers to the update's point, if one is due; returns its seconds."""
         if self.validation is None:
             return 0.0
         step, start = self.trainer.step_number, time.perf_counter()
@@ -236,7 +222,7 @@ class Run:
             return 0.0
         try:
             values = self.validation.measure(self.trainer, self.workers)
-        except Exception as error:  # a run does not end for it
+        except Exception as error:  # a failed validation does not end the run
             if self.workers.size > 1 and not isinstance(error, ValidationFailed):
                 raise  # the others are within an exchange that this worker has left
             if log is not None:
@@ -250,7 +236,7 @@ class Run:
         return time.perf_counter() - start
 
     def write(self, folder: Path | None, *, written: Written = "model", overwrite: bool = False) -> None:
-        """Write the trained model (`export`), or its adapter; every worker calls it, and the first one names the
+        """Writes the trained model (`export`) or its adapter. Every worker calls it, and the first one names the
         folder."""
         model, recipe = self.trainer.model, self.start.recipe
         if written == "adapter":
@@ -275,94 +261,3 @@ class Run:
             merge_adapter(model)
             for _ in checkpoint_tensors(model, "per_expert"):  # the first worker's `export` gathers each tensor
                 pass
-
-
-def export(
-    folder: Path,
-    recipe: TrainingRecipe,
-    model: Decoder,
-    tokenizer: PreTrainedTokenizerBase,
-    base: BaseFiles | None,
-    *,
-    overwrite: bool = False,
-) -> None:
-    """Write the trained model, in bfloat16 as these families are published, with the recipe that trained it.
-
-    Its folder has all that its base's has, so that it loads wherever the base does. An adapter is merged into the
-    model first. Where the recipe recommends to decode a full-attention model in blocks of another size than it was
-    trained in, as D2F does, the model says that size. Raises `ValueError` for a folder that is not to be replaced.
-    """
-    merge_adapter(model)
-    if model.config.attention == "full":
-        size = recipe.generation.get("block_size", model.config.block_size)
-        model.config = replace(model.config, block_size=size)
-    save_model(
-        folder,
-        model,
-        base=base,
-        tokenizer=tokenizer if base is None else None,
-        generation=recipe.generation,
-        dtype=torch.bfloat16,
-        extra={RECIPE: recipe_text(recipe)},
-        overwrite=overwrite,
-    )
-
-
-def export_checkpoint(folder: Path, start: StartingPoint, checkpoints: Checkpoints, step: int) -> None:
-    """Write the model of a checkpoint, from its weights alone. Raises as `Checkpoints.load`."""
-    recipe, base = start.recipe, start.base
-    model, tokenizer = initial_model(start)
-    if recipe.train.lora is not None:
-        add_adapter(model, recipe.train.lora, seed=recipe.train.seed)
-        if recipe.train.lora.quantize_base:
-            quantize_base(model, torch.device("cpu"), torch.float32)
-    checkpoints.load_weights(model, step, adapter=recipe.train.lora is not None)
-    export(folder, recipe, model, tokenizer, None if base is None else read_base(base.path))
-
-
-RECIPE = "recipe.json"
-
-
-def recipe_text(recipe: TrainingRecipe) -> str:
-    """The recipe as it lies beside what it trained."""
-    return json.dumps(asdict(recipe), indent=2, default=str) + "\n"
-
-
-def initial_model(start: StartingPoint, *, on_meta: bool = False) -> tuple[Decoder, PreTrainedTokenizerBase]:
-    """The model that the run begins with, on the CPU in float32, and its tokenizer; `on_meta`: a base's shapes without
-    its values. Raises `ValueError` if the base cannot be loaded."""
-    recipe, config = start.recipe, start.config
-    if start.base is not None:
-        if on_meta:
-            with torch.device("meta"):
-                model = Decoder(config)
-        else:
-            model = load_model(start.base.path, dtype=torch.float32)
-        tokenizer, model.config = start.base.tokenizer, config
-        return model, tokenizer
-    assert isinstance(recipe.data, TinyData)
-    texts = (f"{user}\n{assistant}" for user, assistant in conversations(recipe.data))
-    tokenizer = train_tokenizer(itertools.islice(texts, TOKENIZER_PAIRS), vocab_size=config.vocab_size)
-    model = Decoder(config)
-    init_weights(model, seed=recipe.train.seed)
-    return model, tokenizer
-
-
-def prepare(
-    start: StartingPoint, *, workers: Workers = ALONE, on_meta: bool = False
-) -> tuple[Decoder, PreTrainedTokenizerBase, PreparedExamples]:
-    """The model and its tokenizer (`initial_model`), and all samples.
-
-    Of generated data each machine makes its samples once, for all of its workers.
-    """
-    recipe = start.recipe
-    model, tokenizer = initial_model(start, on_meta=on_meta)
-    size, room, fill = recipe.states.block_size, start.sample_length, recipe.trailing_fill
-    if start.data is not None:
-        is_d2f = recipe.states.layouts == "d2f"  # whose sequences have no clean stream that answers could share
-        examples = PreparedExamples(start.data, block_size=size, max_length=room, trailing_fill=fill, apart=is_d2f)
-        return model, tokenizer, examples
-    assert isinstance(recipe.data, TinyData)
-    write = partial(write_conversations, tokenizer=tokenizer, data=recipe.data, block_size=size, max_length=room)
-    with workers.folder_of_machine(write) as folder:  # what is mapped stays, without the file's name
-        return model, tokenizer, PreparedExamples(folder, block_size=size, max_length=room, trailing_fill=fill)

@@ -1,14 +1,13 @@
-"""An answer to learn from: what the engine was asked, what it answered, and when each token was decided.
+"""An answer to learn from: the engine's request, its answer, and the forward that decided each token.
 
-A trainer makes it in Python, or reads it from the JSON of a served choice, or of another system that writes the same
-members:
+A trainer makes it in Python, or reads it from the JSON of a served choice or of another system with the same members:
 
-    {"prompt_token_ids": [91, 17], "token_ids": [4, 8, 15],
+{"prompt_token_ids": [91, 17], "token_ids": [4, 8, 15],
      "rollout": {"step_map": [1, 1, 2], "logprobs": [-0.1, -0.4, -0.2],
                  "terminal": {"token_ids": [1], "step_map": [3], "logprobs": [-0.3]}}}
 
 The server adds them where a request has `return_token_ids` and `return_step_map`, and with `return_routed_experts`
-also `rollout.experts`; docs/reference/rl.md says what each one is. What else a choice has is ignored.
+also `rollout.experts`; docs/reference/rl.md describes each member. Other members of a choice are ignored.
 """
 
 import math
@@ -23,17 +22,17 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedAnswer:
-    """An answer to learn from: what the engine was asked, what it answered, and what that was worth.
+    """An answer to learn from: the engine's request, its answer, and the answer's worth.
 
     answer     its tokens, steps and log-probabilities
     tail       the same of the EOS and the tokens behind it in its block; empty if `max_tokens` ended it
-    experts    where recorded, the experts of its forwards
-    advantage  what the log-probabilities of all its tokens are raised by
-    correct    whether it counts as a correct one, to be imitated too (`PolicyObjective.nll`)
+    experts    the experts of its forwards, if recorded
+    advantage  the weight by which the log-probabilities of all its tokens are raised
+    correct    whether it is a correct answer, to be imitated too (`PolicyObjective.nll`)
     template   the request's: fixed tokens have step 0 in the rollout, and are no actions
 
-    Raises `ValueError` for what cannot be replayed: decoding in which filled tokens change, or a canvas; a rollout
-    that is not of these tokens, or whose last block's rest is missing; numbers that are not finite.
+    Raises `ValueError` for decoding that cannot be replayed (filled tokens change, or a canvas), for a rollout of
+    other tokens or without the rest of its last block, and for numbers that are not finite.
     """
 
     prompt: tuple[int, ...]
@@ -86,12 +85,12 @@ class ReplayedAnswer:
 
     @property
     def decided(self) -> tuple[int, ...]:
-        """The tokens with those of the tail, which are actions too."""
+        """The tokens and the tail's tokens, which are actions too."""
         return (self.answer + self.tail).tokens
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The forward that decided each of them; 0 for those that were there before the first."""
+        """The forward that decided each of them; 0 for tokens that were there before the first."""
         return (self.answer + self.tail).steps or ()
 
     @property
@@ -109,7 +108,7 @@ def _check_lengths(noun: str, piece: Piece) -> None:
 
 
 def replay_refused(decoding: DecodingConfig) -> str | None:
-    """Why the forwards of a decoding cannot be rebuilt from a step map; `None` where they can."""
+    """The reason why the forwards of a decoding cannot be rebuilt from a step map; `None` if they can."""
     for part in ("t2t", "soft", "edit", "canvas"):
         if getattr(decoding, part) is not None:
             return (
@@ -117,9 +116,6 @@ def replay_refused(decoding: DecodingConfig) -> str | None:
                 f"tokens; make the rollouts without {part}"
             )
     return None
-
-
-# The answer as JSON.
 
 
 def read_answer(
@@ -131,9 +127,10 @@ def read_answer(
     correct: bool,
     template: Sequence[int | None] = (),
 ) -> ReplayedAnswer:
-    """The answer of a choice; `decoding`, `max_tokens` and `template` are those that the request was decoded with.
+    """The answer of a choice; `decoding`, `max_tokens` and `template` are its request's.
 
-    Raises `ValueError`, one sentence, for a member that is missing or of another kind, and for what is not replayed.
+    Raises `ValueError`, one sentence, for a member that is missing or of another kind, and for decoding that cannot be
+    replayed.
     """
     rollout = _member(choice, "rollout")
     terminal = _member(rollout, "terminal", of="rollout.")

@@ -1,4 +1,7 @@
-"""Group-layouts, and how training states are drawn: layouts, noise, labels, weights (Section 3.2, App. B.1)."""
+"""The training states of a run: group-layouts, noise, labels and weights (Section 3.2, App. B.1).
+
+Group-layouts are partitions of K consecutive blocks into noise-groups.
+"""
 
 import random
 from dataclasses import dataclass
@@ -7,8 +10,6 @@ from typing import Annotated, Literal, get_args
 
 from mbd_core.fields import STATES, Flag, Ge, configuration
 from mbd_core.multitf.states.noise import NoiseBounds, Rounding, ScheduleName
-
-# Group-layouts: partitions of K consecutive blocks into noise-groups (paper Section 3.2, App. B.1).
 
 Layouts = Literal["systematic", "random", "one_group", "d2f"]
 RandomSizes = Literal["paper", "released"]
@@ -51,7 +52,8 @@ def systematic_layouts(num_blocks: int, max_group: int) -> list[GroupLayout]:
 
 
 def random_layout(num_blocks: int, max_group: int, rng: random.Random) -> GroupLayout:
-    """One of `Lambda_rand`: group sizes uniform on 2..max_group until the blocks are covered, the last one clipped."""
+    """A layout of `Lambda_rand`: group sizes uniform on 2..max_group until the blocks are covered, the last one
+    clipped."""
     _check(num_blocks, max_group)
     sizes: list[int] = []
     blocks_left = num_blocks
@@ -62,10 +64,10 @@ def random_layout(num_blocks: int, max_group: int, rng: random.Random) -> GroupL
 
 
 def released_random_layout(num_blocks: int, max_group: int, rng: random.Random) -> GroupLayout:
-    """A random layout as the released code draws it: a last group of one block is repaired, then sizes are shuffled.
+    """A random layout of the released code: a last group of one block is repaired, then sizes are shuffled.
 
-    The repair (for `max_group` >= 3) grows the first group that has room by one block; without one it takes a block
-    from a group of at least 3, so that two are left over. The paper has neither step.
+    The repair (for `max_group` >= 3) grows the first group that has room by one block; without such a group it takes a
+    block from a group of at least 3, so that two blocks are left over. The paper has neither step.
     """
     sizes = list(random_layout(num_blocks, max_group, rng).sizes)
     if max_group >= 3 and sizes[-1] == 1:
@@ -100,7 +102,7 @@ def layout_set(
     kind: Layouts = "systematic",
     random_sizes: RandomSizes = "paper",
 ) -> list[GroupLayout]:
-    """`Lambda = Lambda_sys + Lambda_rand` (Eq. B.2), or the random ones alone; `max_group=1` is plain teacher forcing.
+    """`Lambda = Lambda_sys + Lambda_rand` (Eq. B.2), or random layouts alone; `max_group=1` is plain teacher forcing.
 
     `one_group` and `d2f` are one layout, of one noise-group over all blocks.
     """
@@ -119,8 +121,6 @@ def _check(num_blocks: int, max_group: int) -> None:
     if max_group < 2:
         raise ValueError(f"max_group={max_group}: noise-groups hold at least 2 blocks; use 1 for teacher forcing")
 
-
-# How training states are drawn: layouts, noise, labels and the weight of each label.
 
 Weighting = Literal["masked_mean", "block_ratio", "self_normalised", "ratio_mean"]
 SelfDenoising = Literal["none", "both", "half"]

@@ -5,106 +5,11 @@ A schedule is a function of the group size, the bounds and a generator.
 
 import math
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Literal
 
 from mbd_core.fields import STATES, Flag, Ge, Gt, Le, configuration
-from mbd_core.files import write_json
-from mbd_core.json_text import parse_json
-
-# A noise-schedule fitted to decode traces: mask ratios as running-sets had them, drawn as often as they occurred.
-
-Ratios = tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FittedNoise:
-    """Measured states: the mask ratios of the active blocks in a forward, in their order, and how often they occurred.
-
-    A noise-group of n blocks takes one of the states with n active blocks. If none was measured, it takes the first n
-    blocks of one with the next larger number, since a block does not see the blocks behind it; and blocks beyond the
-    largest number are fully masked, as decoding begins them. `source` says what was measured.
-    """
-
-    states: tuple[tuple[Ratios, int], ...]
-    source: str
-
-    def __post_init__(self) -> None:
-        if not self.states:
-            raise ValueError("states is empty: no forward with a masked position was measured")
-        for number, (ratios, count) in enumerate(self.states):
-            are_ratios = all(isinstance(t, float | int) and 0.0 <= t <= 1.0 for t in ratios) and any(ratios)
-            if not are_ratios or not isinstance(count, int) or count < 1:
-                raise ValueError(
-                    f"states.{number}: {list(ratios)} counted {count} times must be mask ratios from 0 to 1, not all "
-                    "0, counted at least once"
-                )
-
-    def draw(self, size: int, rng: random.Random) -> list[float]:
-        """The mask ratios of a noise-group of `size` blocks."""
-        known_size = min((n for n in self._by_size if n >= size), default=max(self._by_size))
-        states, up_to = self._by_size[known_size]
-        (ratios,) = rng.choices(states, cum_weights=up_to)
-        return [*ratios[:size], *[1.0] * (size - known_size)]
-
-    @cached_property
-    def _by_size(self) -> dict[int, tuple[list[Ratios], list[int]]]:
-        """For each number of active blocks its states, and their counts summed up to each."""
-        sizes = sorted({len(ratios) for ratios, _ in self.states})
-        of_size = {n: [state for state in self.states if len(state[0]) == n] for n in sizes}
-        return {n: ([r for r, _ in states], list(accumulate(c for _, c in states))) for n, states in of_size.items()}
-
-
-def fit_noise(states: Iterable[Sequence[float]], *, source: str) -> FittedNoise:
-    """The schedule that draws these states as often as they are given; those without a mask train nothing.
-
-    Raises `ValueError` if none is left.
-    """
-    counts = Counter(tuple(map(float, ratios)) for ratios in states if any(ratios))
-    return FittedNoise(states=tuple(sorted(counts.items())), source=source)
-
-
-KIND = "fitted noise"
-
-
-def write_noise(path: Path, noise: FittedNoise) -> None:
-    """Write a fitted schedule as JSON."""
-    states = [{"ratios": list(ratios), "count": count} for ratios, count in noise.states]
-    write_json(path, {"kind": KIND, "source": noise.source, "states": states})
-
-
-def read_noise(path: Path) -> FittedNoise:
-    """What `write_noise` wrote; `ValueError`, one sentence, names the file and the field that is wrong."""
-    try:
-        fields = parse_json(path.read_bytes(), "it")
-        _check_fields(fields, "it", "kind", "source", "states")
-        if fields["kind"] != KIND:
-            raise ValueError(f"kind: {fields['kind']!r} must be {KIND!r}")
-        if not isinstance(fields["source"], str):
-            raise ValueError(f"source: {fields['source']!r} must be text")
-        for number, state in enumerate(fields["states"]):
-            _check_fields(state, f"states.{number}", "ratios", "count")
-        states = tuple((tuple(state["ratios"]), state["count"]) for state in fields["states"])
-        return FittedNoise(states=states, source=fields["source"])
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no fitted noise-schedule: {error}") from None
-
-
-def _check_fields(value: Any, name: str, *fields: str) -> None:
-    """Raise `ValueError` for what is no JSON object of exactly these fields."""
-    if not isinstance(value, dict) or value.keys() != set(fields):
-        wrong = sorted(value.keys() ^ set(fields)) if isinstance(value, dict) else "no object"
-        raise ValueError(f"{name} must have the fields {', '.join(fields)} and no others; wrong: {wrong}")
-
-
-# Noise-schedules: a mask ratio for each block of a noise-group (paper App. B.2, B.5).
+from mbd_core.multitf.states.fitted_noise import FittedNoise
 
 
 @configuration(panel=STATES)
@@ -112,7 +17,7 @@ class NoiseBounds:
     """The mask-ratio range of Table 5 and its margin; `t_eff` is Eq. B.3.
 
     `gamma` is the bias of `power_law`. `slots` are the ranges of `slot_ranges`, one for each place in a noise-group;
-    groups with more blocks use the last one again. `fitted` is what the schedule of that name draws from.
+    further blocks use the last range. The schedule `fitted` draws from `fitted`.
     """
 
     t_low: Annotated[float, Ge(0), Le(1)] = 0.001
@@ -141,7 +46,7 @@ class NoiseBounds:
         return self.t_high - self.margin * (self.t_high - self.t_low)
 
 
-Schedule = Callable[[int, NoiseBounds, random.Random], list[float]]
+NoiseSchedule = Callable[[int, NoiseBounds, random.Random], list[float]]
 
 
 def chain_uniform(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
@@ -173,7 +78,7 @@ def independent_uniform(size: int, bounds: NoiseBounds, rng: random.Random) -> l
 
 
 def power_law(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
-    """The paper's random scheduler (Table 2b): each block takes `1 - (1 - u)^gamma` of what is left up to `t_eff`."""
+    """The paper's random scheduler (Table 2b): each block takes `1 - (1 - u)^gamma` of the rest up to `t_eff`."""
     ratio, ratios = bounds.t_low, []
     for _ in range(size):
         ratio += (bounds.t_eff - ratio) * (1.0 - (1.0 - rng.random()) ** bounds.gamma)
@@ -182,7 +87,7 @@ def power_law(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]
 
 
 def linear(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
-    """Even steps from `t_low` to `t_eff`, nothing drawn: Table 2b's D2F-style noise. One block alone is uniform."""
+    """Even steps from `t_low` to `t_eff`, without a draw: Table 2b's D2F-style noise. A single block is uniform."""
     if size == 1:
         return [rng.uniform(bounds.t_low, bounds.t_eff)]
     return [bounds.t_low + (bounds.t_eff - bounds.t_low) * i / (size - 1) for i in range(size)]
@@ -213,13 +118,13 @@ def d2f_monotonic(size: int, bounds: NoiseBounds, rng: random.Random) -> list[fl
 
 
 def slot_ranges(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
-    """Each place in the group uniform in a range of its own (`bounds.slots`), independent of the others."""
+    """Each place in the group uniform in its own range (`bounds.slots`), independent of the others."""
     last_slot = len(bounds.slots) - 1
     return [rng.uniform(*bounds.slots[min(i, last_slot)]) for i in range(size)]
 
 
 def fitted(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
-    """Mask ratios as they were measured in decode traces (`bounds.fitted`), whatever `t_low` and `t_high` are."""
+    """Mask ratios measured in decode traces (`bounds.fitted`), whatever `t_low` and `t_high` are."""
     assert bounds.fitted is not None
     return bounds.fitted.draw(size, rng)
 
@@ -237,7 +142,7 @@ ScheduleName = Literal[
     "slot_ranges",
     "fitted",
 ]
-SCHEDULES: dict[ScheduleName, Schedule] = {
+SCHEDULES: dict[ScheduleName, NoiseSchedule] = {
     "chain_uniform": chain_uniform,
     "chain_from_low": chain_from_low,
     "sorted_uniform": sorted_uniform,
@@ -254,7 +159,7 @@ Rounding = Literal["floor", "ceil", "bernoulli"]
 
 
 SLACK = 1e-4
-"""How near to a whole number of positions a measured ratio's product counts as it: such ratios are rounded."""
+"""The distance from a whole number of positions below which a measured ratio's product is rounded to it."""
 
 
 def num_masked(ratio: float, num_maskable: int, rounding: Rounding, *, slack: float = 0.0) -> int:
@@ -271,7 +176,7 @@ def num_masked(ratio: float, num_maskable: int, rounding: Rounding, *, slack: fl
 def choose_masked(
     maskable: range, ratio: float, rounding: Rounding, rng: random.Random, *, slack: float = 0.0
 ) -> list[int]:
-    """The positions of a block to mask: `num_masked` of them, or each by itself with probability `ratio`."""
+    """The positions of a block to mask: `num_masked` of them, or each independently with probability `ratio`."""
     if rounding == "bernoulli":
         return [i for i in maskable if rng.random() < ratio]
     return rng.sample(maskable, num_masked(ratio, len(maskable), rounding, slack=slack))

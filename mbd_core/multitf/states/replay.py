@@ -1,22 +1,25 @@
-"""Rollouts as training sequences: every forward that decided tokens is a noisy stream behind one clean stream.
+"""Rollouts as training sequences: each forward that decided tokens is a noisy stream behind one clean stream.
 
-A rollout's step map says which forward decided each token, and forward k has seen the prompt, the tokens whose step is
-less than k, and masks elsewhere. Forward k is rebuilt as a window of blocks under the predicate of `mask.py`:
+A rollout's step map names the forward that decided each token. Forward k saw the prompt, the tokens with a step less
+than k, and masks elsewhere. It is rebuilt as a window of blocks under the predicate of `mask.py`:
 
-    first(k)  the first block with a token of step >= k: what is before it is complete, and its keys are the clean ones
+first(k)  the first block with a token of step >= k: what is before it is complete, and its keys are the clean ones
     last(k)   the last block with a token of step k: attention is block-causal, so later blocks do not matter
     content   a token where its step is less than k, else the mask; labels where its step is k
 
 Four slots, blocks of two, `. ` for a mask, labels in brackets; forward 3 begins at block 2, since block 1 is complete:
 
-    steps      1 2 | 1 3 | 2 3 | 4 4
+steps      1 2 | 1 3 | 2 3 | 4 4
     forward 1  [][]  [] .                  blocks 1 to 2
     forward 2  a []  b .   [] .            blocks 1 to 3
     forward 3        b []  c []            blocks 2 to 3, behind clean block 1
     forward 4                    [][]      block 4, behind clean blocks 1 to 3
 
 So the learner's log-probabilities are the engine's, forward by forward, for any buffer size. The other two kinds of
-states are those of released learners, and are wrong under MultiBD (`States`).
+states are released learners', and are wrong under MultiBD. `block-local` is TraceRL's: steps are ranked within each
+block, and a block sees clean blocks before it. These states are the engine's own with one slot; with more, a block's
+logits depended on its predecessors' gaps. `all-masked` is LightningRL's released learner: each block is predicted in
+one forward, all its tokens masked, from clean blocks before it.
 
 Shape legend: L positions of an answer with its prompt, S training sequences.
 """
@@ -31,22 +34,10 @@ from torch import Tensor
 
 from mbd_core.decoding.answers.piece import ForwardExperts
 from mbd_core.multitf.config import ReplayStates
-from mbd_core.multitf.data.encoding import IGNORE
+from mbd_core.multitf.data.example import IGNORE
 from mbd_core.multitf.states.answer import ReplayedAnswer
-from mbd_core.multitf.states.sample import Columns, MultiTFBatch, Together, collate_as
-
-States = ReplayStates
-"""Which states a learner scores an answer's tokens in.
-
-exact        those of the engine's forwards
-block-local  TraceRL's: steps are ranked within each block, and a block sees clean blocks before it. The engine's own
-             with one slot; with more, a block's logits depended on what its predecessors lacked then
-all-masked   LightningRL's released learner: each block is predicted in one forward, all its tokens masked, from clean
-             blocks before it
-"""
-
-
-# The states of an answer, and its training sequence.
+from mbd_core.multitf.states.batch import MultiTFBatch, SequenceColumns, collate_as
+from mbd_core.multitf.states.packing import Together
 
 
 @dataclass(frozen=True)
@@ -54,7 +45,7 @@ class AnswerGrid:
     """A prompt and its answer on their block grid, up to the end of the answer's last block; all (L).
 
     tokens    the mask past `max_tokens`
-    steps     which forward decided a position; 0 for the prompt, fixed tokens, and masks past `max_tokens`
+    steps     the forward that decided a position; 0 for the prompt, fixed tokens, and masks past `max_tokens`
     logprobs  the engine's log-probability there, 0 where no forward decided
     blocks    its block; a prompt that attends in full is block 0, and the answer's blocks follow (D2F)
     """
@@ -83,9 +74,9 @@ class AnswerGrid:
         """Where a forward has put a token (L)."""
         return self.steps > 0
 
-    def clock(self, states: States) -> np.ndarray:
-        """The time at which each position is decided in these states (L): a state's labels have one time, and it sees
-        what is earlier."""
+    def clock(self, states: ReplayStates) -> np.ndarray:
+        """The time at which each position is decided in these states (L). A state's labels have one time, and it sees
+        earlier ones."""
         clock: np.ndarray = self.steps.copy()
         if states == "block-local":
             for block in np.unique(self.blocks[self.is_decided]):
@@ -97,8 +88,8 @@ class AnswerGrid:
 
 
 @dataclass(frozen=True)
-class State:
-    """What a noisy stream holds; all (L).
+class ReplayState:
+    """The content of a noisy stream; all (L).
 
     is_there    the positions that it has
     is_visible  those whose tokens it shows; the others are masks
@@ -112,8 +103,9 @@ class State:
     first: np.ndarray
 
 
-def replayed_states(grid: AnswerGrid, states: States, shrink: int) -> Iterator[State]:
-    """The states of an answer in order; of `shrink` successive ones the first, whose labels are all their tokens."""
+def replayed_states(grid: AnswerGrid, states: ReplayStates, shrink: int) -> Iterator[ReplayState]:
+    """The states of an answer in order. Every `shrink` consecutive states become one: the first one's inputs, all of
+    their labels."""
     clock, blocks = grid.clock(states), grid.blocks
     times = np.unique(clock[grid.is_decided])
     for start in range(0, len(times), shrink):
@@ -124,17 +116,17 @@ def replayed_states(grid: AnswerGrid, states: States, shrink: int) -> Iterator[S
             is_there, first = (blocks >= window[0]) & (blocks <= window[1]), np.full_like(blocks, window[0])
         else:
             is_there, first = np.isin(blocks, blocks[is_label]), blocks
-        yield State(is_there, clock < low, is_label, first)
+        yield ReplayState(is_there, clock < low, is_label, first)
 
 
 @dataclass(frozen=True)
 class ReplayBatch(MultiTFBatch):
     """Training sequences of rollouts, all (S, L): a sample is an answer, and each of its noisy streams a state.
 
-    `forward`, `logprobs`, `advantage` and `correct` are those of a label's token; `old` and `reference` are the
-    log-probabilities that a ratio and a KL divergence are of: the engine's, until a learner puts its own there.
-    `weights` make the mean over an answer's tokens until an objective sets them, `kl_weights` and `nll_weights` are 0
-    until then (`policy_loss.weighed`).
+    `forward`, `logprobs`, `advantage` and `correct` belong to a label's token. `old` and `reference` are the
+    log-probabilities of a ratio's denominator and of a KL divergence: the engine's, until a learner writes its own.
+    `weights` give the mean over an answer's tokens until an objective sets them; `kl_weights` and `nll_weights` are 0
+    until then (`policy_weights.weighed`).
     """
 
     padding: ClassVar[dict[str, Any]] = MultiTFBatch.padding | {
@@ -159,14 +151,17 @@ class ReplayBatch(MultiTFBatch):
 
 @dataclass(frozen=True)
 class RoutedBatch(ReplayBatch):
-    """Training sequences of rollouts with the experts (S, L, M, K) that the engine gave each token in M layers:
-    rollout routing replay, R3 (arXiv:2510.11370). Padding has expert 0."""
+    """Training sequences of rollouts with the engine's experts (S, L, M, K) of each token in M layers.
+
+    This is rollout routing replay, R3 (arXiv:2510.11370). Padding has expert 0.
+    """
 
     experts: Tensor
 
 
-def collate_answers(rows: Sequence[Columns], together: Together | None = None) -> ReplayBatch:
-    """`collate_as` for answers; of rows with experts, a `RoutedBatch`. Raises `ValueError` where some have none."""
+def collate_answers(rows: Sequence[SequenceColumns], together: Together | None = None) -> ReplayBatch:
+    """`collate_as` for answers; a `RoutedBatch` for rows with experts. Raises `ValueError` if only some rows have
+    them."""
     tables = [row.get("experts") for row in rows]
     batch = collate_as(ReplayBatch, [{n: c for n, c in row.items() if n != "experts"} for row in rows], together)
     records = [table for table in tables if table is not None]
@@ -187,15 +182,15 @@ def replay_batch(
     *,
     mask_token_id: int,
     shrink: int = 1,
-    states: States = "exact",
+    states: ReplayStates = "exact",
     shift: bool = False,
     together: Together | None = None,
 ) -> ReplayBatch:
     """The answers' states as one batch, on the CPU.
 
-    `shrink`: so many successive states become one, that before the first of them; exact for 1 alone. `shift`: the
-    model's logits at a position predict the next one's token. `together`: the answers that share a training sequence,
-    by default none. Raises `ValueError` where `replay_row` does.
+    Every `shrink` consecutive states become one; only 1 is exact. `shift`: the model's logits at a position predict
+    the next one's token. `together`: the answers that share a training sequence, by default none. Raises `ValueError`
+    where `replay_row` does.
     """
     rows = [
         replay_row(answer, mask_token_id=mask_token_id, shrink=shrink, states=states, shift=shift)
@@ -205,12 +200,12 @@ def replay_batch(
 
 
 def replay_row(
-    answer: ReplayedAnswer, *, mask_token_id: int, shrink: int = 1, states: States = "exact", shift: bool = False
-) -> Columns:
+    answer: ReplayedAnswer, *, mask_token_id: int, shrink: int = 1, states: ReplayStates = "exact", shift: bool = False
+) -> SequenceColumns:
     """One answer's training sequence: its noisy streams, then the clean blocks that they see.
 
-    Raises `ValueError` for a `shrink` that cannot be honoured, where nothing predicts an answer's first token, and for
-    recorded experts that are not those of these states.
+    Raises `ValueError` for a `shrink` that cannot be honoured, if nothing predicts an answer's first token, and for
+    recorded experts of other states.
     """
     if shrink < 1 or (states == "all-masked" and shrink > 1):
         raise ValueError(f"shrink={shrink} must be at least 1, and 1 with states=all-masked, which are one already")
@@ -227,7 +222,7 @@ def replay_row(
         parts.append(_noisy_columns(grid, state, number, mask_token_id=mask_token_id))
         (places,) = state.is_there.nonzero()
         source = start + np.arange(len(places)) - shift
-        if shift:  # before the first token of a window stands the last clean one
+        if shift:  # the last clean token stands before the first token of a window
             is_head = (grid.blocks[places] == state.first[places]) & (np.diff(grid.blocks[places], prepend=-1) != 0)
             source = np.where(is_head, clean_at + places - 1, source)
         parts[-1]["source"] = source.clip(min=0)
@@ -263,7 +258,7 @@ def _recorded_experts(
 ) -> list[np.ndarray]:
     """The experts (M, K) of each token, given its forward and position (L).
 
-    Those of the clean stream, forward 0, are of the last forward that held the position: the one that stored it.
+    The clean stream, forward 0, has the experts of the last forward that held the position, which stored it.
     """
     by_forward = {record.forward: record for record in records if record.forward}
     stored = {record.start + place: ids for record in records for place, ids in enumerate(record.ids)}
@@ -282,7 +277,7 @@ def _recorded_experts(
     return experts
 
 
-def _noisy_columns(grid: AnswerGrid, state: State, number: int, *, mask_token_id: int) -> dict[str, np.ndarray]:
+def _noisy_columns(grid: AnswerGrid, state: ReplayState, number: int, *, mask_token_id: int) -> dict[str, np.ndarray]:
     """The columns of noisy stream `number`, without `source`."""
     places, blocks = state.is_there, grid.blocks[state.is_there]
     is_label = state.is_label[places]
@@ -317,47 +312,3 @@ def _clean_columns(grid: AnswerGrid, end: int) -> dict[str, np.ndarray]:
         "forward": zeros,
         "logprobs": zeros.astype(float),
     }
-
-
-# What a replay costs, and what TraceRL's rows would.
-
-
-@dataclass(frozen=True)
-class ReplayCost:
-    """Tokens through a learner: `noisy` ones of all states and the `clean` stream, for so many `forwards`.
-
-    `trace_rl` are those of TraceRL's rows: one for each step of the answer's slowest block, with the prompt and twice
-    the answer in whole blocks. It scores block-local states, so they are no price of the same thing.
-    """
-
-    forwards: int = 0
-    noisy: int = 0
-    clean: int = 0
-    trace_rl: int = 0
-
-    def __add__(self, other: "ReplayCost") -> "ReplayCost":
-        return ReplayCost(
-            self.forwards + other.forwards,
-            self.noisy + other.noisy,
-            self.clean + other.clean,
-            self.trace_rl + other.trace_rl,
-        )
-
-    @property
-    def tokens(self) -> int:
-        return self.noisy + self.clean
-
-
-def replay_cost(answer: ReplayedAnswer, *, shrink: int = 1, states: States = "exact") -> ReplayCost:
-    """What one answer costs a learner, from its step map alone."""
-    grid = AnswerGrid.of(answer, mask_token_id=0)
-    all_states = list(replayed_states(grid, states, shrink))
-    end = max(int(state.first[state.is_there].max()) for state in all_states)
-    response = len(grid.tokens) - len(answer.prompt)
-    slowest = int(grid.clock("block-local")[grid.is_decided].max())
-    return ReplayCost(
-        forwards=len(np.unique(grid.steps[grid.is_decided])),
-        noisy=sum(int(state.is_there.sum()) for state in all_states),
-        clean=int((grid.blocks < end).sum()),
-        trace_rl=-(-slowest // shrink) * (len(answer.prompt) + 2 * response),
-    )

@@ -12,74 +12,22 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, ClassVar, Self, TypeVar
 
-import torch
-from torch import Tensor
-
-from mbd_core.multitf.data.encoding import IGNORE, Example, answer_labels
+from mbd_core.multitf.data.example import IGNORE, Example, answer_labels
+from mbd_core.multitf.states.batch import MultiTFBatch, SequenceColumns, check_columns, collate
 from mbd_core.multitf.states.layout import GroupLayout, StateConfig, layout_set
 from mbd_core.multitf.states.noise import SCHEDULES, SLACK, choose_masked
-
-# Several samples in one training sequence: which ones together, so that little of a batch is padding.
-#
-# Samples of a sequence do not see each other (`mask.py`), and keep their own positions and weights: losses and
-# gradients are those of a sequence each. Which samples are together depends on their lengths alone, so every worker
-# knows it of all workers.
-
-Together = list[list[int]]
-"""The samples of each training sequence, by their places in a worker's share of the batch."""
-
-
-def alone(count: int) -> Together:
-    """A sequence for each sample."""
-    return [[number] for number in range(count)]
-
-
-def packed_together(lengths: Sequence[int], max_tokens: int) -> Together:
-    """First-fit decreasing: the longest sample first, each into the first sequence of samples that has room for it.
-
-    The samples of a sequence have up to `max_tokens` tokens together; one that has more is alone.
-    """
-    groups: Together = []
-    room: list[int] = []
-    for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
-        length = lengths[number]
-        place = next((place for place, room_left in enumerate(room) if length <= room_left), None)
-        if place is None:
-            groups.append([number])
-            room.append(max_tokens - length)
-        else:
-            groups[place].append(number)
-            room[place] -= length
-    return groups
-
-
-def packed_alike(shares: Sequence[Sequence[int]], max_tokens: int) -> list[Together]:
-    """`packed_together` of each worker's share, its samples' lengths; all workers have equally many sequences.
-
-    Workers that hold parts of one model must call it equally often. Who needs fewer sequences divides its fullest.
-    """
-    packings = [packed_together(lengths, max_tokens) for lengths in shares]
-    most_groups = max(map(len, packings))
-    for groups in packings:
-        while len(groups) < most_groups:
-            fullest = max(groups, key=len)
-            half = len(fullest) // 2
-            groups.append(fullest[half:])
-            del fullest[half:]
-    return packings
-
+from mbd_core.multitf.states.packing import Together
 
 EPSILON = 1e-6
-"""The least mask ratio that a label's weight is divided by (Eq. B.13)."""
+"""The least divisor of a label's weight (Eq. B.13)."""
 
 
 @dataclass(frozen=True)
 class NoisyStream:
     """One layout's corrupted blocks: `tokens`, `masked` and the sampled `ratio` of each token's block.
 
-    With `rollout` the model's own predictions take the place of the masks before it trains on the stream (Alg. 2).
+    With `rollout`, the model's own predictions replace the masks before it trains on the stream (Alg. 2).
     """
 
     tokens: list[int]
@@ -89,61 +37,7 @@ class NoisyStream:
 
 
 AnswerStreams = tuple[Example, Sequence[tuple[GroupLayout, NoisyStream]], int]
-"""An answer as a sample of its own, its noisy streams with their layouts, and the block where they begin."""
-
-Columns = dict[str, list]
-"""One sample's training sequence as lists, named as the fields of `MultiTFBatch` but `sample`."""
-
-
-@dataclass(frozen=True)
-class MultiTFBatch:
-    """Padded training sequences, all (S, L).
-
-    `input_ids`, `positions` and the mask's three numbers (`stream`, `block`, `first`) go into the model. `source` is
-    where in its sequence a label's logits come from: the label's own place, or with shifted logits the place of the
-    token before it. `rollout` marks masks that the model's own predictions replace first. `weights`, in float64, sum
-    to 1 per sample under `masked_mean`. `slot` is a noisy token's block counted from its noise-group's first, `ratio`
-    the mask ratio that was drawn for that block: what a loss is reported by (`bucket_sums`). `sample` is which of the
-    batch's samples a token is of, -1 for padding.
-    """
-
-    padding: ClassVar[dict[str, Any]] = {
-        "stream": -1,
-        "sample": -1,
-        "labels": IGNORE,
-        "weights": 0.0,
-        "rollout": False,
-        "ratio": 0.0,
-    }
-    """What fills a column behind its sequence, where that is not 0; a column of floats is in float64."""
-
-    input_ids: Tensor
-    positions: Tensor
-    stream: Tensor
-    block: Tensor
-    first: Tensor
-    labels: Tensor
-    weights: Tensor
-    source: Tensor
-    rollout: Tensor
-    slot: Tensor
-    ratio: Tensor
-    sample: Tensor
-
-    @property
-    def num_samples(self) -> int:
-        return int((self.sample.unique() >= 0).sum())
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens without padding."""
-        return int((self.stream >= 0).sum())
-
-    def to(self, device: torch.device) -> Self:
-        return type(self)(*(t.to(device) for t in vars(self).values()))
-
-
-AnyBatch = TypeVar("AnyBatch", bound=MultiTFBatch)
+"""An answer as its own sample, its noisy streams with their layouts, and the first block of these."""
 
 
 def choose_layouts(num_blocks: int, config: StateConfig, rng: random.Random) -> list[GroupLayout]:
@@ -192,12 +86,12 @@ def build_batch(
     shift: bool = False,
     together: Together | None = None,
 ) -> MultiTFBatch:
-    """Draw layouts and noise for each example and lay out its noisy streams before what they see of its clean one.
+    """Draws layouts and noise for each example, and lays out its noisy streams before the visible part of its clean
+    one.
 
     Each example has a generator of its own in `rngs`, so its draws do not depend on its neighbours in the batch.
-    `shift`: the model's logits at a position predict the next one's token. `together`: the samples
-    that share a training sequence, by default none. Raises `ValueError` for an example that cannot be laid
-    out.
+    `shift`: the model's logits at a position predict the next one's token. `together`: the samples that share a
+    training sequence, by default none. Raises `ValueError` for an example that cannot be laid out.
     """
     rows = []
     for example, rng in zip(examples, rngs, strict=True):
@@ -211,7 +105,7 @@ def build_batch(
 
 def _draw_streams(
     example: Example, config: StateConfig, draw: Callable[..., NoisyStream], rng: random.Random, shift: bool
-) -> Columns:
+) -> SequenceColumns:
     size = config.block_size
     answers = []
     for answer in (*example.earlier, example):
@@ -224,7 +118,7 @@ def _draw_streams(
 
 def _draw_d2f(
     example: Example, config: StateConfig, draw: Callable[..., NoisyStream], rng: random.Random, shift: bool
-) -> Columns:
+) -> SequenceColumns:
     num_blocks = -(-(len(example.tokens) - example.prompt_length) // config.block_size)
     (layout,) = choose_layouts(num_blocks, config, rng)
     return lay_out_d2f(example, draw(example, layout, start=example.prompt_length), config, shift=shift)
@@ -248,25 +142,25 @@ def lay_out(
     *,
     first_block: int,
     shift: bool = False,
-) -> Columns:
+) -> SequenceColumns:
     """One training sequence: the noisy streams, which begin at block `first_block`, before the clean one.
 
-    With `shift` a token's logits come from the token before it in its stream, and for the first token of a noise-group
-    from the clean stream: decoding takes them from the last committed position.
+    With `shift` a token's logits come from the token before it in its stream. A noise-group's first token takes them
+    from the clean stream, as decoding takes them from the last committed position.
     """
     return lay_out_answers([(example, streams, first_block)], config, shift=shift)
 
 
-def lay_out_answers(answers: Sequence[AnswerStreams], config: StateConfig, *, shift: bool = False) -> Columns:
+def lay_out_answers(answers: Sequence[AnswerStreams], config: StateConfig, *, shift: bool = False) -> SequenceColumns:
     """One training sequence of a conversation: the noisy streams of each answer before the clean one of the last.
 
-    A noisy stream of an answer is that of the sample which the answer would be alone, with its own EOS and fill. It
-    sees clean blocks before the one with that EOS, and there all samples are the same conversation. So the losses are
-    those of a sample for each answer. Under weights that are means, the conversation's loss is the mean of them.
+    A noisy stream of an answer is the stream of the answer as its own sample, with its own EOS and fill. It sees clean
+    blocks before its EOS's block, and there all samples are the same conversation. So the losses equal a sample's for
+    each answer. Under weights that are means, the conversation's loss is their mean.
     """
     size, (last_answer, _, _) = config.block_size, answers[-1]
     clean_at = sum(len(streams) * (len(answer.tokens) - first * size) for answer, streams, first in answers)
-    row: Columns = {f.name: [] for f in fields(MultiTFBatch) if f.name != "sample"}
+    row: SequenceColumns = {f.name: [] for f in fields(MultiTFBatch) if f.name != "sample"}
     for answer, streams, first_block in answers:
         _add_noisy(row, answer, streams, config, first_block=first_block, clean_at=clean_at if shift else None)
     if len(answers) > 1 and config.weighting in ("masked_mean", "block_ratio"):
@@ -274,12 +168,12 @@ def lay_out_answers(answers: Sequence[AnswerStreams], config: StateConfig, *, sh
     _add_clean(row, last_answer, size)
     length = len(row["input_ids"])
     row["source"] = [max(0, s) for s in row["source"]] + list(range(len(row["source"]), length))
-    _check_columns(row)
+    check_columns(row)
     return row
 
 
 def _add_noisy(
-    row: Columns,
+    row: SequenceColumns,
     example: Example,
     streams: Sequence[tuple[GroupLayout, NoisyStream]],
     config: StateConfig,
@@ -287,7 +181,7 @@ def _add_noisy(
     first_block: int,
     clean_at: int | None,
 ) -> None:
-    """Add an answer's noisy streams. `clean_at`: where the clean stream begins, for logits that are shifted."""
+    """Adds an answer's noisy streams. `clean_at` is the clean stream's first place, for shifted logits."""
     size, length = config.block_size, len(example.tokens)
     num_blocks, start = length // size, first_block * size
     for number, (layout, noisy) in enumerate(streams, start=max(row["stream"], default=0) + 1):
@@ -312,10 +206,10 @@ def _add_noisy(
             ]
 
 
-def without_unseen(row: Columns) -> Columns:
+def without_unseen(row: SequenceColumns) -> SequenceColumns:
     """The sequence without the clean blocks at its end that no noisy token sees: neither loss nor gradient needs them.
 
-    They are those from the first block of the last noise-group on, of all layouts, and see no noisy token themselves.
+    These are the blocks from the first block of the last noise-group on, in all layouts. They see no noisy token.
     """
     noisy = sum(1 for stream in row["stream"] if stream > 0)
     last_group = max(row["first"][:noisy])
@@ -323,7 +217,7 @@ def without_unseen(row: Columns) -> Columns:
     return {name: column[:length] for name, column in row.items()}
 
 
-def lay_out_d2f(example: Example, noisy: NoisyStream, config: StateConfig, *, shift: bool = False) -> Columns:
+def lay_out_d2f(example: Example, noisy: NoisyStream, config: StateConfig, *, shift: bool = False) -> SequenceColumns:
     """Native D2F's one sequence: the prompt, whose tokens see each other, then the response in blocks of its own.
 
     With `shift` a token's logits come from the token before it.
@@ -333,7 +227,7 @@ def lay_out_d2f(example: Example, noisy: NoisyStream, config: StateConfig, *, sh
     sequence = NoisyStream(head.tokens + noisy.tokens, head.masked + noisy.masked, head.ratio + noisy.ratio)
     labels = _labels(example, sequence, config, start=0)
     blocks = [0] * prompt + [1 + i // config.block_size for i in range(length - prompt)]
-    row: Columns = {
+    row: SequenceColumns = {
         "input_ids": sequence.tokens,
         "positions": list(range(length)),
         "stream": [1] * length,
@@ -346,51 +240,11 @@ def lay_out_d2f(example: Example, noisy: NoisyStream, config: StateConfig, *, sh
         "slot": [max(0, b - 1) for b in blocks],
         "ratio": sequence.ratio,
     }
-    _check_columns(row)
+    check_columns(row)
     return row
 
 
-def collate(samples: Sequence[Columns], together: Together | None = None) -> MultiTFBatch:
-    """Training sequences padded to the longest; `together`: the samples of each, by default one."""
-    return collate_as(MultiTFBatch, samples, together)
-
-
-def collate_as(kind: type[AnyBatch], samples: Sequence[Columns], together: Together | None = None) -> AnyBatch:
-    """`collate`, for a kind of batch that may have columns of its own."""
-    rows = [_one_behind_the_other(samples, numbers) for numbers in together or alone(len(samples))]
-    length = max(len(row["input_ids"]) for row in rows)
-    fill = {f.name: 0 for f in fields(kind)} | kind.padding
-    columns = {
-        name: torch.tensor(
-            [row[name] + [pad] * (length - len(row[name])) for row in rows],
-            dtype=torch.float64 if isinstance(pad, float) else None,
-        )
-        for name, pad in fill.items()
-    }
-    return kind(**columns)
-
-
-def _one_behind_the_other(samples: Sequence[Columns], numbers: Sequence[int]) -> Columns:
-    """The samples of these numbers as one training sequence; each keeps its own positions, streams and blocks."""
-    sequence: Columns = {name: [] for name in (*samples[0], "sample")}
-    for number in numbers:
-        start, sample = len(sequence["input_ids"]), samples[number]
-        for name, column in sample.items():
-            sequence[name] += [start + place for place in column] if name == "source" else column
-        sequence["sample"] += [number] * len(sample["input_ids"])
-    return sequence
-
-
-def samples_of(batch: MultiTFBatch) -> list[list[tuple[int, int]]]:
-    """Of each training sequence its samples in their order: each one's number in the batch, and its tokens."""
-    rows = []
-    for sample in batch.sample:
-        numbers, counts = sample[sample >= 0].unique_consecutive(return_counts=True)
-        rows.append(list(zip(numbers.tolist(), counts.tolist(), strict=True)))
-    return rows
-
-
-def _add_clean(row: Columns, example: Example, size: int) -> None:
+def _add_clean(row: SequenceColumns, example: Example, size: int) -> None:
     length = len(example.tokens)
     row["input_ids"] += example.tokens
     row["positions"] += range(length)
@@ -413,9 +267,9 @@ def _labels(example: Example, noisy: NoisyStream, config: StateConfig, *, start:
 def _weights(
     labels: Sequence[int], noisy: NoisyStream, config: StateConfig, *, num_blocks: int, num_streams: int
 ) -> list[float]:
-    """Each label's part of the loss's numerator; `loss.denominator` is the other part of the same definition.
+    """Each label's part of the loss's numerator; `loss.denominator` is the other part of the definition.
 
-    `masked_mean` and `block_ratio` are means over the layouts, the other two pool the labels of all layouts.
+    `masked_mean` and `block_ratio` are means over the layouts. The other two pool the labels of all layouts.
     """
     has_label = [label != IGNORE for label in labels]
     if config.weighting == "masked_mean":
@@ -436,9 +290,3 @@ def _check_example(example: Example, config: StateConfig, *, shift: bool) -> Non
         )
     if shift and not example.prompt_length:
         raise ValueError("a sample without a prompt cannot be trained with shifted logits: nothing predicts its start")
-
-
-def _check_columns(row: Columns) -> None:
-    lengths = {name: len(column) for name, column in row.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"a training sequence has columns of unequal lengths: {lengths}; its sample is malformed")

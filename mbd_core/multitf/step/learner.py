@@ -1,8 +1,8 @@
-"""The learner of reinforcement learning: rollouts with advantages in, one update, new weights out; without a launcher.
+"""The learner of reinforcement learning: rollouts with advantages in, one update, new weights out.
 
 A rollout's forwards are rebuilt (`states/replay.py`), so that the learner scores its tokens in the states in which the
-engine chose them. Before anything is learned, its log-probabilities are compared with the engine's: what differs is
-the two programs' arithmetic, or weights that changed between them.
+engine chose them. Before it learns, its log-probabilities are compared with the engine's. They differ by the two
+programs' arithmetic, and by weights that changed between them.
 """
 
 import math
@@ -26,23 +26,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from mbd_core.models.decoder import Decoder
-from mbd_core.multitf.config import Sharding, TrainConfig, check_workers
-from mbd_core.multitf.data.encoding import IGNORE
+from mbd_core.multitf.config import ReplayStates, Sharding, TrainConfig, check_workers
+from mbd_core.multitf.data.example import IGNORE
 from mbd_core.multitf.states.answer import ReplayedAnswer
-from mbd_core.multitf.states.replay import ReplayBatch, ReplayCost, States, collate_answers, replay_cost, replay_row
-from mbd_core.multitf.states.sample import Columns, packed_alike
+from mbd_core.multitf.states.batch import SequenceColumns
+from mbd_core.multitf.states.packing import packed_alike
+from mbd_core.multitf.states.replay import ReplayBatch, collate_answers, replay_row
+from mbd_core.multitf.states.replay_cost import ReplayCost, replay_cost
 from mbd_core.multitf.step.adapter import merged_tensors, without_adapter
-from mbd_core.multitf.step.compute import update_flops
-from mbd_core.multitf.step.policy_loss import (
-    LOSSES,
-    MAXIMA,
-    PARTS,
-    SUMS,
-    PolicyModule,
-    PolicyObjective,
-    Totals,
-    weighed,
-)
+from mbd_core.multitf.step.mfu import update_flops
+from mbd_core.multitf.step.policy_loss import LOSSES, MAXIMA, PARTS, SUMS, PolicyModule, PolicyObjective
+from mbd_core.multitf.step.policy_weights import Totals, weighed
 from mbd_core.multitf.step.trainer import Updater, split_batch
 from mbd_core.multitf.step.workers import ALONE, Workers
 
@@ -52,14 +46,14 @@ class LearnerReport:
     """One update, over all workers.
 
     loss              the weighted sum, with `policy_loss`, `kl_loss` and `nll_loss` before their weights
-    grad_norm         of all gradients together, before it was clipped
-    labels            tokens that were learned from; `tokens` went through the model in each pass, `positions` with
-                      padding and what was computed twice so that workers keep step
-    trace_rl_tokens   what TraceRL's rows of the same answers would be (`ReplayCost`)
+    grad_norm         of all gradients together, before clipping
+    labels            learned tokens; `tokens` went through the model in each pass, `positions` with padding and with
+                      repetitions that keep workers in step
+    trace_rl_tokens   TraceRL's rows of the same answers, in tokens (`ReplayCost`)
     d_*               the learner's log-probability minus the engine's, before the update: mean and largest absolute
                       value, the share above 0.1, and `mean(e^d - 1 - d)`
     effective_share   the effective sample size of the weights e^d, as a share of the labels
-    ratio_*, clip_share, entropy, kl_*   means over the labels, but the largest ratio; `kl_reference` where it is paid
+    ratio_*, clip_share, entropy, kl_*   means over the labels, except the largest ratio; `kl_reference` if weighted
     d_parts           the mean of |d| by slot of the Block Buffer and by part of the answer's forwards
     """
 
@@ -102,10 +96,10 @@ class LearnerReport:
 class Learner(Updater):
     """A policy in training on replayed answers.
 
-    `config.batch_size` is how many answers an update is planned with; it may have fewer, since groups are dropped, and
-    more. `states` and `shrink` are those of `replay_batch`. Where the objective has a KL divergence to a frozen
-    reference, that is the model as it is given, or under an adapter the model without it. So a learner that resumes is
-    given the model that the run began with, and then its state (`load_state_dict`).
+    `config.batch_size` is the planned number of answers in an update; dropped groups may leave fewer, and there may be
+    more. `states` and `shrink` are `replay_batch`'s. If the objective has a KL divergence to a frozen reference, the
+    reference is the given model, or under an adapter the model without it. So a resumed learner gets the run's first
+    model, and then its state (`load_state_dict`).
     """
 
     def __init__(
@@ -114,7 +108,7 @@ class Learner(Updater):
         config: TrainConfig,
         objective: PolicyObjective,
         *,
-        states: States = "exact",
+        states: ReplayStates = "exact",
         shrink: int = 1,
         workers: Workers = ALONE,
         sharding: Sharding | None = None,
@@ -147,10 +141,10 @@ class Learner(Updater):
         self._reference = None if reference is None else PolicyModule(reference, objective, self.attention)
 
     def update(self, answers: Sequence[ReplayedAnswer]) -> LearnerReport:
-        """The updates of the weights on these answers, which all workers are given in one order.
+        """Updates the weights on these answers, which all workers get in the same order.
 
-        The same answers, weights and optimizer states give the same update, bit for bit. Raises `ValueError` without
-        answers and for what cannot be replayed, before anything has changed.
+        The same answers, weights and optimizer states give the same update, bit for bit. Before any change, raises
+        `ValueError` without answers and for answers that cannot be replayed.
         """
         began, step = time.perf_counter(), self.step_number
         share = self._share(answers)
@@ -190,13 +184,19 @@ class Learner(Updater):
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of the policy's tensors on the CPU, by the decoder's names and with an adapter merged into them: what
-        `Engine.update_weights` takes. Every worker calls it."""
+        """Copies of the policy's tensors on the CPU, by the decoder's names and with an adapter merged, for
+        `Engine.update_weights`.
+
+        Every worker calls it.
+        """
         return merged_tensors(self.model)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a learner that resumes needs, beside the model that the run began with: step, weights and optimizer
-        states, as copies on the CPU. Every worker calls it, and the first one has it; the others' is empty."""
+        """A resumed learner's state beside the run's first model: step, weights and optimizer states, as copies on the
+        CPU.
+
+        Every worker calls it. The first one gets the state, the others an empty one.
+        """
         options = StateDictOptions(
             full_state_dict=True, cpu_offload=True, ignore_frozen_params=self.config.lora is not None
         )
@@ -213,7 +213,7 @@ class Learner(Updater):
         return deepcopy(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, which the first worker gives, and the others leave empty. Every worker calls it.
+        """Goes on from a state, given by the first worker and left empty by the others. Every worker calls it.
 
         Raises `ValueError` if the state's reference is another model than this learner's.
         """
@@ -233,7 +233,7 @@ class Learner(Updater):
         self.step_number = step
 
     def _reference_digest(self) -> str | None:
-        """A digest of the frozen reference's tensors; `None` where there is none beside the policy."""
+        """A digest of the frozen reference's tensors; `None` without a reference."""
         if self._reference is None:
             return None
         digest = sha256()
@@ -242,11 +242,12 @@ class Learner(Updater):
             digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def _share(self, answers: Sequence[ReplayedAnswer]) -> "Share":
+    def _share(self, answers: Sequence[ReplayedAnswer]) -> "UpdateShare":
         """This worker's answers as a weighed batch.
 
-        They are dealt out longest first, so that workers have about as many tokens each. Where one is left over, the
-        workers without have the longest again, without labels: those with parts of one model compute equally often.
+        They are dealt out longest first, so that workers have about equally many tokens. If one is left over, the
+        workers without it compute the longest again, without labels: workers with parts of one model must compute
+        equally often.
         """
         if not answers:
             raise ValueError("an update needs at least one answer; of none nothing is learned")
@@ -267,9 +268,9 @@ class Learner(Updater):
             totals for totals, counts in self.workers.all_values((Totals.of(batch), self.counts)) if counts
         ]
         cost = sum(map(self._cost, own), ReplayCost())
-        return Share(weighed(batch, self.policy, sum(others, first), num_workers=count), cost)
+        return UpdateShare(weighed(batch, self.policy, sum(others, first), num_workers=count), cost)
 
-    def _row(self, answer: ReplayedAnswer) -> Columns:
+    def _row(self, answer: ReplayedAnswer) -> SequenceColumns:
         model = self.model.config
         layers = 0 if model.moe is None else sum(map(model.moe.is_sparse, range(model.num_layers)))
         for record in answer.experts:
@@ -289,7 +290,7 @@ class Learner(Updater):
 
     @torch.no_grad()
     def _scored(self, part: ReplayBatch) -> ReplayBatch:
-        """The batch with the log-probabilities that ratios and KL divergences are of, where the loss needs them."""
+        """The batch with the log-probabilities for ratios and KL divergences, where the loss needs them."""
         columns = {}
         if self.policy.needs_reference and self._reference is None:
             with without_adapter(self.model):
@@ -301,7 +302,7 @@ class Learner(Updater):
         return replace(part, **columns)
 
     def _scores(self, module: nn.Module, part: ReplayBatch) -> Tensor:
-        """A column of what a module says of the labels."""
+        """A column of a module's scores for the labels."""
         with self._autocast():
             scores_N, _ = module(part.to(self.device), only_scores=True)
         column = torch.zeros_like(part.logprobs)
@@ -310,7 +311,7 @@ class Learner(Updater):
 
     @property
     def _is_old(self) -> bool:
-        """Whether each update is made with the old policy's own weights."""
+        """Whether each update starts from the old policy's own weights."""
         return self.policy.old == "learner" and self.policy.passes == 1
 
     def _pass(self, parts: Sequence[ReplayBatch]) -> tuple[Tensor, float]:
@@ -328,7 +329,7 @@ class Learner(Updater):
 
 
 @dataclass(frozen=True)
-class Share:
+class UpdateShare:
     """A worker's part of an update."""
 
     batch: ReplayBatch
@@ -336,7 +337,8 @@ class Share:
 
 
 def _means(first: Mapping[str, float], mean: Mapping[str, float]) -> dict[str, Any]:
-    """A report's means: of differences those of the first pass, before anything was learned, else means of all."""
+    """A report's means: of differences, the first pass's means, before any change; of other numbers, the means of all
+    passes."""
     labels = first["labels"]
     return {
         **{name: mean[name] for name in ("loss", "policy_loss", "kl_loss", "nll_loss")},

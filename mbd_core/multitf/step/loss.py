@@ -5,7 +5,7 @@ DMax's self-denoising (Alg. 2) and D2F's distillation (Eq. 3) are the same sum a
 Shape legend: N labels, D hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -16,66 +16,34 @@ from torch.utils.checkpoint import checkpoint
 
 from mbd_core.models.decoder import Decoder, Training
 from mbd_core.multitf.config import Distillation
-from mbd_core.multitf.data.encoding import IGNORE
+from mbd_core.multitf.data.example import IGNORE
+from mbd_core.multitf.states.batch import MultiTFBatch
 from mbd_core.multitf.states.layout import Weighting
-from mbd_core.multitf.states.mask import TrainingAttention
-from mbd_core.multitf.states.sample import MultiTFBatch
-
-# Where a run's loss lies: means over the labels of each slot of a noise-group, and of each part of the mask ratios.
-#
-# A label's slot is the place of its block within its noise-group, from 1; its mask ratio is the one that was drawn
-# for its block. Sums and counts travel as one row of numbers, so that workers add theirs in one exchange.
-#
-# Shape legend: N labels, K buckets.
-
-NUM_SLOTS = 8
-"""The last one holds all later slots too: layouts in one group have as many as a response has blocks."""
-NUM_RATIOS = 4
-BUCKETS = tuple(f"loss_slot_{slot}" for slot in range(1, NUM_SLOTS + 1)) + tuple(
-    f"loss_ratio_{100 * part // NUM_RATIOS}_{100 * (part + 1) // NUM_RATIOS}" for part in range(NUM_RATIOS)
-)
-"""The names of all buckets, as logs have them; `loss_ratio_25_50` is of ratios above 0.25 and up to 0.5."""
-
-
-def bucket_sums(losses_N: Tensor, slots_N: Tensor, ratios_N: Tensor) -> Tensor:
-    """The sums of the losses in all buckets, then the numbers of labels: (2K) in float64. Slots count from 0."""
-    slot_N = slots_N.clamp(0, NUM_SLOTS - 1)
-    ratio_N = NUM_SLOTS + ((ratios_N * NUM_RATIOS).ceil().long() - 1).clamp(0, NUM_RATIOS - 1)
-    sums = torch.zeros(2, len(BUCKETS), dtype=torch.float64, device=losses_N.device)
-    for bucket_N in (slot_N, ratio_N):
-        sums[0].index_add_(0, bucket_N, losses_N.detach().double())
-        sums[1].index_add_(0, bucket_N, torch.ones_like(losses_N, dtype=torch.float64))
-    return sums.flatten()
-
-
-def bucket_means(sums: Sequence[float]) -> dict[str, float]:
-    """The mean loss of every bucket that has a label, by its name."""
-    totals, counts = sums[: len(BUCKETS)], sums[len(BUCKETS) :]
-    return {name: total / count for name, total, count in zip(BUCKETS, totals, counts, strict=True) if count}
-
+from mbd_core.multitf.states.training_attention import TrainingAttention
+from mbd_core.multitf.step.loss_buckets import bucket_sums
 
 DENSE = TrainingAttention("dense", torch.device("cpu"))
-"""What a loss attends with unless it is told: a dense mask, on any device."""
+"""The default attention of a loss: a dense mask, on any device."""
 
 LOGIT_BYTES = 2**28
-"""Float32 logits of so many bytes exist at once; more labels go through the head in pieces."""
+"""The limit of float32 logits in memory at once; more labels go through the head in pieces."""
 
 
 Scores = tuple[Tensor, Tensor]
-"""For each label two numbers (N): of a loss the loss, and whether the model's likeliest token is the label."""
+"""Two numbers for each label (N): for a loss, the loss and whether the model's likeliest token is the label."""
 
-Tokens = tuple[Tensor, Tensor]
-"""Tokens of a batch: their rows, and their places in them (N)."""
+TokenPlaces = tuple[Tensor, Tensor]
+"""Tokens of a batch: their rows, and their places in the rows (N)."""
 
 LossAndSums = tuple[Tensor, Tensor]
-"""The loss, a scalar with gradient; and what is reported beside it, in float64: the accuracy on the labels, then the
-sums and counts of `bucket_sums`."""
+"""The loss, a scalar with gradient; then, in float64, the accuracy on the labels and the sums and counts of
+`bucket_sums`."""
 
 
 def denominator(batch: MultiTFBatch, weighting: Weighting) -> Tensor:
-    """What the weighted sum of losses is divided by: samples, or what all labels of the batch have together.
+    """The divisor of the weighted sum of losses: samples, or a sum over all labels of the batch. Never 0.
 
-    Over several workers it is to be summed, and divided by their number, since gradients are averaged. Never 0.
+    Over several workers it is summed and divided by their number, because gradients are averaged.
     """
     if weighting == "self_normalised":
         total = batch.weights.sum()
@@ -97,9 +65,8 @@ def multitf_loss(
     """The weighted CE over `divisor`, by default the number of samples.
 
     The last layer's MLP and the LM head run on labelled positions only, the head in pieces where their logits are
-    large; a batch without any label gives a zero loss. `rolls_out`: whether there is a roll-out, by default where the
-    batch has positions for it; workers with parts of one model must all have one or none, since each forward gathers
-    weights.
+    large; a batch without any label gives a zero loss. `rolls_out` adds a roll-out, by default where the batch has
+    positions for it. Workers with parts of one model must all do the same, because each forward gathers weights.
     """
     if bool(batch.rollout.any()) if rolls_out is None else rolls_out:
         batch = roll_out(model, batch, attention=attention)
@@ -171,14 +138,16 @@ def hidden_states(
     model: Decoder,
     batch: MultiTFBatch,
     attention: TrainingAttention,
-    tokens: Tokens,
+    tokens: TokenPlaces,
     *,
     whole: bool = False,
     experts: Tensor | None = None,
 ) -> Tensor:
-    """The hidden states (N, D) that predict these tokens; `experts` (S, L, M, K) are those of each token, if given.
+    """The hidden states (N, D) that predict these tokens; `experts` (S, L, M, K) replaces each token's choice of
+    experts.
 
-    Where there is none, one token's is computed: weights that a forward does not use have no gradient, not even zero.
+    Without tokens, one token is computed nevertheless: weights that a forward does not use have no gradient, not even
+    zero.
     """
     rows_N, places_N = tokens
     kept_N = rows_N * batch.input_ids.shape[1] + batch.source[rows_N, places_N]
@@ -190,7 +159,7 @@ def hidden_states(
 
 @dataclass(frozen=True)
 class LabelStates:
-    """Of each label the hidden state that predicts it (N, D), and its columns of the batch (N)."""
+    """For each label, the hidden state that predicts it (N, D) and its columns of the batch (N)."""
 
     hidden: Tensor
     labels: Tensor
@@ -214,12 +183,12 @@ def wide_logits(logits: Tensor) -> Tensor:
 
 
 def _piece(model: Decoder) -> int:
-    """Labels whose float32 logits may exist at once."""
+    """The number of labels whose float32 logits may exist at once."""
     return max(1, LOGIT_BYTES // (4 * model.config.vocab_size))
 
 
 def in_pieces(score: Callable[..., Scores], model: Decoder, *columns: Tensor) -> Scores:
-    """`score` of the columns' rows, and in the backward pass again where they are too many for one piece."""
+    """`score` of the columns' rows. If they need several pieces, the backward pass computes it again."""
     size = _piece(model)
     if len(columns[0]) <= size:
         return score(*columns)

@@ -1,18 +1,18 @@
-"""What a training step takes of each worker's memory, counted on the meta device before anything is loaded.
+"""The memory of a training step on each worker, counted on the meta device before anything is loaded.
 
-Weights, gradients and optimizer states are exact: the tensors are counted on the meta device, as they are cut among
-the workers. The rest is an estimate of the peak: what the backward pass keeps (`activation_memory`), gathered weights
-and copies in bfloat16, logits and masks. The allocator's own loss is `RESERVE`.
+Weights, gradients and optimizer states are exact: the tensors are counted on the meta device, cut among the workers.
+The rest is an estimate of the peak: tensors for the backward pass (`activation_memory.py`), gathered weights and
+copies in bfloat16, logits and masks. The allocator's own loss is `RESERVE`.
 
-    weights      float32, also where the run computes in bfloat16: the master weights; a base in 4 bits as it lies
-    gradients    float32, of what is trained
+    weights      float32, also where the run computes in bfloat16: the master weights; a base in 4 bits as stored
+    gradients    float32, of trained parameters
     optimizer    AdamW two float32 numbers a parameter, Muon one
-    gathered     bfloat16 casts of replicated weights, and the largest layer that is dequantised; of sharded weights
-                 what is whole at once: embeddings, last norm and head with their gradients, two layers, and the
-                 gradients of one; gradients of what is trained
+    gathered     bfloat16 casts of replicated weights, and the largest dequantised layer; of sharded weights the
+                 parts that are whole at once: embeddings, last norm and head with their gradients, two layers, and
+                 the gradients of one; gradients of trained parameters
     activations  of the samples computed at once: every layer's tensors, or with activation checkpointing its input,
                  and one layer's tensors twice, kept and computed anew with their gradients
-    logits       of as many labels as go through the head at once
+    logits       of the labels that go through the head at once
     mask         a dense mask's: for each pair of tokens a byte, and the number that all layers add to its score
 """
 
@@ -20,163 +20,36 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from mbd_core.models.decoder import Decoder, DecoderLayer
-from mbd_core.models.mlp import MoE, SwiGLU
+from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.models.rope import rotary
-from mbd_core.multitf.config import ExpertsCut, LoraSettings, Sharding, TrainConfig
+from mbd_core.multitf.config import LoraSettings, Sharding, TrainConfig
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.sample import choose_layouts
+from mbd_core.multitf.step.activation_memory import kept_bytes
 from mbd_core.multitf.step.adapter import add_adapter
 from mbd_core.multitf.step.loss import LOGIT_BYTES
 from mbd_core.multitf.step.optimizers import is_muons, trained_parameters
 from mbd_core.multitf.step.parallel import cut_dim
 from mbd_core.multitf.step.quantized_base import nf4_bytes, quantized_modules
 
-# How many bytes a step keeps for its backward pass, counted on tensors without memory (the meta device).
-#
-# One layer of each kind runs on a training sequence of the asked length, and what autograd saves of it is added up.
-# So the count follows the layer's code. The last layer counts as the others, though its MLP has the predicted tokens
-# alone: how many these are depends on the noise. Two parts stand for themselves. Attention is counted as a fused
-# kernel's: queries, keys, values, output, and a float32 number for each query and head. Experts are counted as
-# grouped products (`ops.experts`): a token's assignment to an expert keeps its input, four inner tensors, and its
-# output in float32.
-#
-# Shape legend: T tokens, A assignments, D hidden, F expert width.
-
-
-@dataclass(frozen=True)
-class KeptBytes:
-    """Of one sequence: `layers` of all layers together, `inputs` of these their inputs, `layer` the largest one's."""
-
-    layers: int
-    inputs: int
-    layer: int
-
-
-def kept_bytes(
-    config: ModelConfig,
-    *,
-    tokens: int,
-    dtype: torch.dtype,
-    tensor_parallel: int = 1,
-    cut_experts: ExpertsCut = "expert",
-) -> KeptBytes:
-    """What `tokens` tokens in one sequence keep in the layers of this model, computed in `dtype`.
-
-    With `tensor_parallel` on one of so many workers; of experts that are cut by expert each then has its equal share.
-    """
-    kinds = {
-        sparse: _layer_bytes(config, sparse, tokens, dtype, tensor_parallel, cut_experts)
-        for sparse in set(_kinds(config))
-    }
-    layer_bytes = [kinds[sparse] for sparse in _kinds(config)]
-    inputs = config.num_layers * tokens * config.hidden_size * dtype.itemsize
-    return KeptBytes(layers=sum(layer_bytes), inputs=inputs, layer=max(layer_bytes))
-
-
-def _kinds(config: ModelConfig) -> list[bool]:
-    return [config.is_sparse(layer) for layer in range(config.num_layers)]
-
-
-def _layer_bytes(
-    config: ModelConfig, sparse: bool, tokens: int, dtype: torch.dtype, parallel: int, cut: ExpertsCut
-) -> int:
-    number = _kinds(config).index(sparse)
-    storages: dict[int, tuple[Tensor, int]] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage._cdata] = (tensor, storage.nbytes())  # the tensor stays, so that no address is used twice
-        return tensor
-
-    with torch.device("meta"):
-        layer = _own_layer(config, number, parallel, cut).to(dtype)
-        if isinstance(layer.mlp, MoE):
-            width = layer.mlp.experts.gate_proj.shape[1]
-            share = parallel if cut == "expert" else 1
-            setattr(layer.mlp.experts, "forward", partial(_counted_experts, width, share))  # noqa: B010
-        x = torch.empty(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
-        rope = rotary(torch.arange(tokens)[None], config)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            layer([x], [rope], _fused_attention, number, None, None)
-        others = (*layer.parameters(), *layer.buffers(), *(part for part in rope if part is not None))
-        other_addresses = {t.untyped_storage()._cdata for t in others}
-        return sum(size for address, (_, size) in storages.items() if address not in other_addresses)
-
-
-def _own_layer(config: ModelConfig, number: int, parallel: int, cut: ExpertsCut) -> DecoderLayer:
-    """What one of `parallel` workers has of a layer; experts that are cut by expert are all there, to be counted."""
-    moe = config.moe
-    worker_config = replace(
-        config,
-        num_heads=config.num_heads // parallel,
-        num_kv_heads=config.num_kv_heads // parallel,
-        intermediate_size=config.intermediate_size // parallel,
-    )
-    if moe is not None and cut == "width":
-        worker_config = replace(worker_config, moe=replace(moe, intermediate_size=moe.intermediate_size // parallel))
-    layer = DecoderLayer(worker_config, number)
-    if isinstance(layer.mlp, MoE) and layer.mlp.shared_experts is not None:
-        assert moe is not None
-        layer.mlp.shared_experts = SwiGLU(config.hidden_size, moe.shared_size // parallel)
-    return layer
-
-
-class _FusedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise AssertionError("this attention only counts")
-
-
-def _fused_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out: Tensor = _FusedAttention.apply(q, k, v)
-    return out
-
-
-class _GroupedExperts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, width: int, share: int) -> Tensor:
-        x_AD = x_TD.new_empty(-(-weights_TK.numel() // share), x_TD.shape[1])
-        inner = [x_AD.new_empty(len(x_AD), width) for _ in range(4)]
-        ctx.save_for_backward(x_AD, *inner, x_AD.float().clone(), weights_TK)
-        return torch.empty_like(x_TD)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise AssertionError("these experts only count")
-
-
-def _counted_experts(width: int, share: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    out: Tensor = _GroupedExperts.apply(x_TD, weights_TK, width, share)
-    return out
-
-
 GB = 10**9
 WIDE, NARROW = 4, 2  # bytes of a float32 and of a bfloat16 number
 RESERVE = 0.06
 """The share of a device's memory that its context and the gaps between allocations take."""
 AUTOCAST_KEEPS = 0.8
-"""What a layer keeps under autocast, of what it keeps in float32: 0.68 to 0.79 in layers of three families."""
+"""The share of a layer's float32 bytes that it keeps under autocast: 0.68 to 0.79 in layers of three families."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What the plan is for: a model, how it is trained, on samples of how many tokens, by how many workers.
+    """The subject of a plan: a model, its training, the length of its samples, the number of workers.
 
-    `dense`: attention under a dense mask instead of a block mask, which takes next to nothing.
+    `dense`: attention under a dense mask instead of a block mask, which takes almost no memory.
     """
 
     config: ModelConfig
@@ -199,12 +72,12 @@ class Workload:
 
     @property
     def packed_tokens(self) -> int:
-        """Tokens of the samples of a training sequence, at most."""
+        """The largest number of tokens in a training sequence of packed samples."""
         return max(self.sample_tokens, self.train.pack or 0)
 
     @property
     def sequences_at_once(self) -> int:
-        """Training sequences that a worker computes at once, at most: those of its longest samples."""
+        """The largest number of training sequences that a worker computes at once, for its longest samples."""
         samples = max(1, self.train.batch_size // self.num_groups)
         count = -(-samples // (self.packed_tokens // self.sample_tokens))
         return count if self.train.micro_batch is None else min(count, self.train.micro_batch)
@@ -212,7 +85,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on the worker that has most, and how many parameters there are and are trained."""
+    """Bytes on the fullest worker, and the numbers of all and of trained parameters."""
 
     num_parameters: int
     num_trained: int
@@ -231,7 +104,7 @@ class MemoryPlan:
 
 
 def plan_memory(workload: Workload) -> MemoryPlan:
-    """The plan of a workload. Nothing is allocated but a LoRA adapter, if it trains one."""
+    """The plan of a workload. It allocates at most a LoRA adapter."""
     with torch.device("meta"):
         model = Decoder(workload.config)
     if workload.train.lora is not None:
@@ -258,7 +131,7 @@ def plan_memory(workload: Workload) -> MemoryPlan:
 
 
 def sequence_tokens(workload: Workload) -> tuple[int, int]:
-    """Tokens of the longest training sequence, and how many of them can have a label."""
+    """Tokens of the longest training sequence, and its possible labels."""
     states, length = workload.states, workload.packed_tokens
     if states.layouts == "d2f":
         return length, length
@@ -268,7 +141,8 @@ def sequence_tokens(workload: Workload) -> tuple[int, int]:
 
 
 def _worker_numel(name: str, parameter: nn.Parameter, workload: Workload) -> int:
-    """Numbers that the first worker keeps of a parameter: its first dimension is cut, the last part may be short."""
+    """The first worker's share of a parameter's numbers. The first dimension is cut, and the last part may be
+    short."""
     shape, dim = list(parameter.shape), cut_dim(name, workload.train.cut_experts)
     if dim is not None:
         shape[dim] //= workload.train.tensor_parallel
@@ -278,13 +152,13 @@ def _worker_numel(name: str, parameter: nn.Parameter, workload: Workload) -> int
 
 
 def _in_group(parameters: Iterable[tuple[str, nn.Parameter]], train: TrainConfig) -> int:
-    """Numbers that a worker has of parameters while they are gathered: all of them, or its tensor-parallel part."""
+    """A worker's share of parameters while they are gathered: all of them, or its tensor-parallel part."""
     parts = {name: 1 if cut_dim(name, train.cut_experts) is None else train.tensor_parallel for name, _ in parameters}
     return sum(parameter.numel() // parts[name] for name, parameter in parameters)
 
 
 def _quantized_parameters(model: Decoder, train: TrainConfig) -> dict[str, str]:
-    """The parameters that lie in 4 bits, each with its module."""
+    """The parameters in 4 bits, each with its module."""
     if train.lora is None or train.lora.quantize_base is None:
         return {}
     modules = quantized_modules(model)
@@ -337,7 +211,7 @@ def _logits(workload: Workload, labels: int) -> int:
 
 
 def plan_lines(workload: Workload, plan: MemoryPlan, *, device: str = "GPU") -> list[str]:
-    """The plan as a run prints it: one line, and one with its parts."""
+    """The plan as a run prints it: one line, and one line with its parts."""
     size = _count(plan.num_parameters)
     count, cut = workload.num_workers, f", {workload.sharding}" if workload.num_workers > 1 else ""
     if workload.train.tensor_parallel > 1:
@@ -360,9 +234,9 @@ def _count(number: int) -> str:
 
 
 def fitting(workloads: Iterable[Workload], available: int, *, device: str = "GPU") -> tuple[Workload, MemoryPlan]:
-    """The first workload that takes no more than is `available` to a worker, in bytes, and its plan.
+    """The first workload that takes at most `available` bytes of a worker, and its plan.
 
-    Raises `ValueError` if none does, saying what would make the last one fit.
+    Raises `ValueError` if none does, with changes that would make the last one fit.
     """
     room = round((1 - RESERVE) * available)
     for workload in workloads:
@@ -381,7 +255,7 @@ def fitting(workloads: Iterable[Workload], available: int, *, device: str = "GPU
 
 
 def _smaller_workloads(workload: Workload, device: str) -> Iterator[tuple[str, Workload]]:
-    """Workloads that take less, the mildest first: smaller parts, layers computed again, more workers, an adapter."""
+    """Workloads that take less, the mildest first: smaller parts, recomputed layers, more workers, an adapter."""
     train, options = workload.train, ""
     if workload.sequences_at_once > 1:
         train, options = replace(train, micro_batch=1), "--set train.micro_batch=1 "

@@ -1,4 +1,4 @@
-"""What a learner of rollouts minimises, as values: the terms, their weights and means, the papers' own by name.
+"""A learner's objective as values: the terms, their weights and means, and the papers' objectives by name.
 
 Values alone, without PyTorch, so that a command shows its options at once; `policy_loss.py` has the formulas.
 """
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from mbd_core.fields import UPDATES, Flag, Ge, Gt, Le, configuration
 
 Aggregation = Literal["answers", "tokens", "states", "transitions"]
-"""What a sum over labels is the mean over.
+"""The levels of the mean that a sum over labels takes.
 
 answers      an answer's tokens, then answers (GRPO, LightningRL)
 tokens       all tokens of the update (DAPO)
@@ -20,17 +20,17 @@ transitions  a state's tokens, then an answer's states, then answers (CJ-GRPO)
 """
 
 CLIP = 0.2
-"""How far from 1 a ratio counts, in the papers."""
+"""The distance from 1 within which a ratio counts, in the papers."""
 
 
 @configuration(panel=UPDATES)
 class PolicyObjective:
-    """What a learner minimises.
+    """A learner's objective.
 
-    `old` is where a ratio's denominator comes from: the learner's own weights before the update (`learner`), or the
-    engine's log-probabilities (`rollout`), which are the same to 2e-4 in float32 where no weights came between.
-    `correction` multiplies each token's term by `min(e^(old - rollout), correction)` where `old` is the learner's.
-    Raises `ValueError` for fields that contradict each other, and for one that these others leave without effect.
+    `old` is the source of a ratio's denominator: the learner's own weights before the update (`learner`), or the
+    engine's log-probabilities (`rollout`). Both agree to 2e-4 in float32 if no weights came between. `correction`
+    multiplies each token's term by `min(e^(old - rollout), correction)` where `old` is the learner's. Raises
+    `ValueError` for contradictory fields and for fields that have no effect in this combination.
     """
 
     kind: Literal["reinforce", "clipped"] = "reinforce"
@@ -80,7 +80,7 @@ class PolicyObjective:
 
     @property
     def ratios(self) -> tuple[float, float]:
-        """Between which a ratio counts."""
+        """The interval within which a ratio counts."""
         low = CLIP if self.clip is None else self.clip
         return 1.0 - low, 1.0 + (low if self.clip_high is None else self.clip_high)
 

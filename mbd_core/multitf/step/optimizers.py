@@ -10,15 +10,15 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import OptimizerName
 from mbd_core.multitf.step.compute import computes_bfloat16
-from mbd_core.multitf.step.parallel import cut_like, whole
+from mbd_core.multitf.step.sharding import cut_like, whole
 
 
 class ShardedMuon(torch.optim.Muon):
     """Muon whose matrices may be cut among workers: the momentum stays cut, each update is computed on whole matrices.
 
-    The orthogonalisation (Newton-Schulz) needs a whole matrix. Each is gathered once a step, every worker computes its
-    update, and applies its own part. On matrices that are not cut it is `torch.optim.Muon`, but for the precision of
-    the orthogonalisation (`orthogonalised`).
+    The orthogonalisation (Newton-Schulz) needs a whole matrix. Each matrix is gathered once a step, and every worker
+    computes its update and applies its own part. On whole matrices it equals `torch.optim.Muon`, except for the
+    precision of the orthogonalisation (`orthogonalised`).
     """
 
     @torch.no_grad()
@@ -45,7 +45,7 @@ class ShardedMuon(torch.optim.Muon):
 
 
 def orthogonalised(matrix: Tensor, coefficients: Sequence[float], *, num_steps: int, eps: float) -> Tensor:
-    """Muon's Newton-Schulz iteration: in bfloat16, as torch has it, where the device computes that, else in float32.
+    """Muon's Newton-Schulz iteration: in bfloat16, as in torch, where the device computes bfloat16, else in float32.
 
     A CPU that emulates bfloat16 would spend most of an update in these products.
     """
@@ -64,7 +64,7 @@ def orthogonalised(matrix: Tensor, coefficients: Sequence[float], *, num_steps: 
 def make_optimizers(
     model: Decoder, name: OptimizerName, *, lr: float, weight_decay: float, betas: tuple[float, float]
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers of the model's trained parameters, which must be where they stay, cut or whole."""
+    """The optimizers of the model's trained parameters, whole or cut. The parameters must not move afterwards."""
     parameters = trained_parameters(model)
     if name == "adamw":
         is_fused = next(iter(parameters.values())).device.type == "cuda"
@@ -85,7 +85,7 @@ def make_optimizers(
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, each once, by name."""
+    """The trained parameters, each once, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -1,13 +1,13 @@
-"""Weights cut among workers: FSDP2 layer by layer, and tensor and expert parallelism of workers that share samples.
+"""Tensor and expert parallelism in training: workers that share their samples, each with its part of every layer.
 
     attention   heads: q, k and v by rows, o by columns
-    MLP         width: gate and up by rows, down by columns; so the shared experts
+    MLP         width: gate and up by rows, down by columns; the same for shared experts
     experts     whole ones, some on each worker (`expert`), or a part of each one's width (`width`)
     the rest    whole on each worker: embeddings, norms, router, head
 
-All are DTensors, also what is whole, so that FSDP2 cuts every tensor once more among the groups of such workers, and
-checkpoints know each part's place. The residual stream is whole on each worker: the sums of the parts are added up
-after the attention and after the MLP, and the gradients of the parts' inputs before them.
+All tensors are DTensors, whole ones too, so that FSDP2 (`sharding.py`) cuts every tensor once more among the groups of
+such workers, and checkpoints know each part's place. The residual stream is whole on each worker: the parts' sums are
+added up after the attention and after the MLP, and the gradients of the parts' inputs before them.
 
 Shape legend: T tokens, K experts a token, D hidden, E experts on this worker, F expert width on this worker.
 """
@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -36,8 +35,6 @@ from mbd_core.models.mlp import Experts, MoE, Router, compute_experts
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shard import split_dim
 from mbd_core.multitf.config import ExpertsCut
-
-# Tensor and expert parallelism in training: workers that share their samples, each with its part of every layer.
 
 
 def check_divides(config: ModelConfig, size: int, experts: ExpertsCut) -> None:
@@ -57,36 +54,37 @@ def check_divides(config: ModelConfig, size: int, experts: ExpertsCut) -> None:
 
 
 def cut_dim(name: str, experts: ExpertsCut) -> int | None:
-    """The dimension along which the decoder's tensor `name` is cut, None if every worker of a group holds it whole."""
+    """The dimension along which the decoder's tensor `name` is cut, `None` if every worker of a group holds it
+    whole."""
     is_stacked = name.endswith(("experts.gate_proj", "experts.up_proj", "experts.down_proj"))
     return 0 if is_stacked and experts == "expert" else split_dim(name)
 
 
 def parallelize(model: Decoder, mesh: DeviceMesh, experts: ExpertsCut) -> None:
-    """Cut the model's layers among the workers of `mesh`, which has one dimension; every one of them calls it.
+    """Cuts the model's layers among the workers of `mesh`, which has one dimension. Every worker calls it.
 
-    A model with values must have the same on each. Raises `ValueError` as `check_divides` does.
+    A model with values must have the same values on each. Raises `ValueError` as `check_divides` does.
     """
     check_divides(model.config, mesh.size(), experts)
     for layer in model.model.layers:
         assert isinstance(layer, DecoderLayer)
         parallelize_module(layer, mesh, _layer_plan(layer, experts), src_data_rank=None)
-    styles: dict[str, ParallelStyle] = {"model.embed_tokens": _Whole(), "model.norm": _Whole()}
+    styles: dict[str, ParallelStyle] = {"model.embed_tokens": _WholeStyle(), "model.norm": _WholeStyle()}
     parallelize_module(model, mesh, styles, src_data_rank=None)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    parallelize_module(model.lm_head, mesh, _Whole(), src_data_rank=None)
+    parallelize_module(model.lm_head, mesh, _WholeStyle(), src_data_rank=None)
 
 
 def _layer_plan(layer: DecoderLayer, experts: ExpertsCut) -> dict[str, ParallelStyle]:
-    plan: dict[str, ParallelStyle] = {"input_layernorm": _Whole(), "post_attention_layernorm": _Whole()}
+    plan: dict[str, ParallelStyle] = {"input_layernorm": _WholeStyle(), "post_attention_layernorm": _WholeStyle()}
     plan |= {f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
     plan |= {"self_attn.o_proj": RowwiseParallel()}
     if layer.self_attn.q_norm is not None:
-        plan |= {"self_attn.q_norm": _Whole(Shard(-2)), "self_attn.k_norm": _Whole(Shard(-2))}
+        plan |= {"self_attn.q_norm": _WholeStyle(Shard(-2)), "self_attn.k_norm": _WholeStyle(Shard(-2))}
     dense = "mlp"
     if isinstance(layer.mlp, MoE):
-        plan |= {"mlp.gate": _Router(), "mlp.experts": _Experts(experts)}
+        plan |= {"mlp.gate": _RouterStyle(), "mlp.experts": _ExpertsStyle(experts)}
         dense = "mlp.shared_experts"
         if layer.mlp.shared_experts is None:
             return plan
@@ -94,8 +92,8 @@ def _layer_plan(layer: DecoderLayer, experts: ExpertsCut) -> dict[str, ParallelS
     return plan | {f"{dense}.down_proj": RowwiseParallel()}
 
 
-class _Whole(ParallelStyle):
-    """A module with whole weights on each worker. Its input is the same on all, or cut as `layout` says."""
+class _WholeStyle(ParallelStyle):
+    """A module with whole weights on each worker. Its input is the same on all workers, or cut by `layout`."""
 
     def __init__(self, layout: Placement | None = None) -> None:
         self.layout = layout or Replicate()
@@ -111,7 +109,7 @@ class _Whole(ParallelStyle):
         return distribute_module(module, device_mesh, input_fn=enter, output_fn=leave)
 
 
-class _Router(ParallelStyle):
+class _RouterStyle(ParallelStyle):
     """A router with whole weights: its scores, and so the choice of experts, are the same on each worker."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -127,8 +125,8 @@ def _scores(logits: Callable[[Tensor], Tensor], mesh: DeviceMesh, x_TD: Tensor) 
     return scores.to_local()
 
 
-class _Experts(ParallelStyle):
-    """Experts of which each worker has some, or a part of each one's width, computed on local tensors."""
+class _ExpertsStyle(ParallelStyle):
+    """Some of the experts, or a part of each expert's width, computed on local tensors."""
 
     def __init__(self, cut: ExpertsCut) -> None:
         self.cut = cut
@@ -145,16 +143,16 @@ class _Experts(ParallelStyle):
 
 
 def _part_of_experts(experts: Experts, mesh: DeviceMesh, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """The weighted experts of which this worker computes a part of the width, added up over the workers."""
+    """The weighted experts, each with this worker's part of the width, summed over the workers."""
     x_TD, weights_TK = _replicated_input(x_TD, mesh), _replicated_input(weights_TK, mesh)
     return _added_up(compute_experts(x_TD, *_local(experts), ids_TK, weights_TK), mesh)
 
 
 def _some_experts(experts: Experts, mesh: DeviceMesh, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """The weighted experts of which this worker computes those that it has, added up over the workers.
+    """The weighted experts, of which this worker computes its own, summed over the workers.
 
-    Every worker has all tokens, so none is sent. One that no token chose gives its first expert a token that counts
-    nothing: its weights then have gradients, zeros, as on every other worker.
+    Every worker has all tokens, so no token is sent. If no token chose a worker's experts, its first expert gets a
+    token with weight zero. Its weights then have gradients, zeros, as on every other worker.
     """
     x_TD, weights_TK = _replicated_input(x_TD, mesh), _replicated_input(weights_TK, mesh)
     gate_EFD, up_EFD, down_EDF = _local(experts)
@@ -177,7 +175,7 @@ def _local(experts: Experts) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _replicated_input(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The same tensor on each worker, each of which uses it for its part: its gradients are added up."""
+    """The same tensor on each worker, which uses it for its part. The gradients are added up."""
     return DTensor.from_local(x, mesh, (Replicate(),), run_check=False).to_local(grad_placements=(Partial(),))
 
 
@@ -195,68 +193,6 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _distribute(module: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, layout: Placement) -> None:
-    """Make a module's parameter this worker's part of it, cut from the values that are here."""
+    """Makes a module's parameter this worker's part, cut from the values that are here."""
     part = distribute_tensor(parameter.detach(), mesh, (layout,), src_data_rank=None)
     module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-
-
-# Weights, gradients and optimizer states cut among the workers: FSDP2 (`fully_shard`), layer by layer.
-#
-# Each worker keeps its part of every tensor, in float32. A layer's whole weights exist while it computes, gathered in
-# the precision of the run, and its gradients are summed in float32 into the parts. What is not a layer (embeddings,
-# last norm, head) is gathered once a step, because the loss uses the head in pieces.
-#
-# The numbers are those of replicated weights, up to the order of sums; in bfloat16 the residual stream is bfloat16
-# too.
-
-
-def shard_model(
-    objective: nn.Module,
-    model: Decoder,
-    *,
-    device: torch.device,
-    world_size: int,
-    in_bfloat16: bool,
-    tensor_parallel: int = 1,
-    cut_experts: ExpertsCut = "expert",
-) -> None:
-    """Cut the model among the workers of the default process group; `objective` is what is called in a step.
-
-    With `tensor_parallel` each so many workers, one after another, share every layer, and what each of them has of it
-    is cut among such groups. A model on a CPU moves to `device` layer by layer; one on the meta device gets memory for
-    its parts, no values.
-    """
-    if tensor_parallel > 1:
-        groups = (world_size // tensor_parallel, tensor_parallel)
-        meshes = init_device_mesh(device.type, groups, mesh_dim_names=("data", "tensor"))
-        meshes._flatten("workers")  # the gradients' norm is summed over all in one exchange, so alike on each
-        parallelize(model, meshes["tensor"], cut_experts)
-        mesh = meshes["data"]
-    else:
-        mesh = init_device_mesh(device.type, (world_size,))
-    # Inputs stay as they are: integers, float32 rotations, and a float64 divisor that bfloat16 would round.
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if in_bfloat16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(objective, mesh=mesh, mp_policy=policy)
-    if any(p.is_meta for p in model.parameters()):
-        objective.to_empty(device=device)
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """What this worker holds of a tensor: its part, or all of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be cut; every worker must call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def cut_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """A whole tensor, the same on every worker, cut as `other` is; nothing is sent."""
-    if not isinstance(other, DTensor):
-        return tensor
-    return distribute_tensor(tensor, other.device_mesh, other.placements, src_data_rank=None)

@@ -2,115 +2,37 @@
 
 With `lp` a token's log-probability now, `old` the one that it was sampled with and A its answer's advantage:
 
-    reinforce  -A lp                                            REINFORCE, here with the advantage of its group
+reinforce  -A lp                                            REINFORCE, here with the advantage of its group
     clipped    -min(r A, clip(r, 1 - c, 1 + c') A), r = e^(lp - old)     PPO; c' above c as in DAPO
                and at most -d A where A < 0                              dual-clip PPO
     k3         e^(ref - lp) - 1 - (ref - lp), for KL(now || ref)         Schulman's estimate, as in GRPO
     nll        -lp on correct answers alone                              VAPO, LightningRL
 
-Each is summed with a column of weights, which say what the mean is over (`weighed`). The choice of the positions that
-become tokens counts as the environment's, as in all published learners: draws that a threshold rejected have no part
-in these sums, so none of them is the exact gradient of the sampler's reward.
+Each is summed with a column of weights, which define its mean (`policy_weights.weighed`). The choice of positions
+counts as the environment's, as in all published learners: draws that a threshold rejected have no part in these sums.
+So none of them is the exact gradient of the sampler's reward.
 
 Shape legend: S training sequences, L tokens of the longest, N labels.
 """
-
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from mbd_core.models.decoder import Decoder
-from mbd_core.multitf.data.encoding import IGNORE
-from mbd_core.multitf.states.mask import TrainingAttention
+from mbd_core.multitf.data.example import IGNORE
 from mbd_core.multitf.states.replay import ReplayBatch, RoutedBatch
+from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.loss import DENSE, Scores, hidden_states, in_pieces, wide_logits
 from mbd_core.multitf.step.objective import PolicyObjective
 
 LARGEST_LOG_RATIO = 10.0
-"""Beyond it a ratio, and the exponential of a KL estimate, go on as constants: no update becomes infinite."""
+"""Beyond it a ratio, and the exponential of a KL estimate, are constants, so that no update becomes infinite."""
 
-
-# What a mean is over, as weights of labels.
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What the answers of an update have together, over all workers; `longest` are the most labels of an answer."""
-
-    answers: int
-    states: int
-    tokens: int
-    correct_tokens: int
-    longest: int
-
-    @classmethod
-    def of(cls, batch: ReplayBatch) -> "Totals":
-        is_label = batch.labels != IGNORE
-        return cls(
-            answers=len(batch.sample[is_label].unique()),
-            states=len(_states(batch).unique()),
-            tokens=int(is_label.sum()),
-            correct_tokens=int((is_label & batch.correct).sum()),
-            longest=int(batch.sample[is_label].bincount(minlength=1).max()),
-        )
-
-    def __add__(self, other: "Totals") -> "Totals":
-        """Those of two workers' answers."""
-        return Totals(
-            answers=self.answers + other.answers,
-            states=self.states + other.states,
-            tokens=self.tokens + other.tokens,
-            correct_tokens=self.correct_tokens + other.correct_tokens,
-            longest=max(self.longest, other.longest),
-        )
-
-
-def weighed(batch: ReplayBatch, objective: PolicyObjective, totals: Totals, *, num_workers: int = 1) -> ReplayBatch:
-    """The batch of an update, or of a worker's share of it, with the weights of an objective's sums.
-
-    `totals` are those of all workers. Their gradients are averaged: each one's weights are `num_workers` times its
-    part.
-    """
-    is_label = batch.labels != IGNORE
-    weights = torch.zeros_like(batch.weights)
-    samples, states = batch.sample[is_label], _states(batch)
-    in_sample = samples.bincount()
-    _, state, in_state = states.unique(return_inverse=True, return_counts=True)
-    if objective.aggregation == "answers":
-        counts = in_sample[samples] * totals.answers
-    elif objective.aggregation == "tokens":
-        counts = torch.full_like(samples, totals.tokens)
-    elif objective.aggregation == "states":
-        counts = torch.full_like(samples, totals.longest * totals.states)
-    else:
-        states_of_sample = (states.unique() // _PER_SAMPLE).bincount()
-        counts = in_state[state] * states_of_sample[samples] * totals.answers
-    weights[is_label] = num_workers / counts.to(weights)
-    by_token = is_label.to(weights) * num_workers / totals.tokens
-    return replace(
-        batch,
-        weights=weights,
-        kl_weights=weights if objective.kl_aggregation == "policy" else by_token,
-        nll_weights=(is_label & batch.correct).to(weights) * num_workers / max(1, totals.correct_tokens),
-    )
-
-
-_PER_SAMPLE = 2**32
-
-
-def _states(batch: ReplayBatch) -> Tensor:
-    """Of each label a number of its state, which no other state of the batch has (N)."""
-    is_label = batch.labels != IGNORE
-    return batch.sample[is_label] * _PER_SAMPLE + batch.stream[is_label]
-
-
-# The loss, and the numbers beside it.
 
 NUM_SLOTS = 8
-"""The last slot that is told apart holds all later ones too."""
+"""The number of slots told apart; the last holds all later ones too."""
 FORWARDS = (2, 4, 8, 16)
-"""Where the forwards of a rollout are cut into parts, each up to and with these."""
+"""The bounds, inclusive, of the parts of a rollout's forwards."""
 PARTS = tuple(f"slot_{slot}" for slot in range(1, NUM_SLOTS + 1)) + tuple(
     f"forward_{low + 1}_{high}" if high else f"forward_{low + 1}_on"
     for low, high in zip((0, *FORWARDS), (*FORWARDS, 0), strict=True)
@@ -134,7 +56,7 @@ SUMS = (
     *(f"labels_{part}" for part in PARTS),
 )
 LARGE = 0.1
-"""A difference of log-probabilities above this is counted as large."""
+"""A larger difference of log-probabilities counts as large."""
 
 PolicyLoss = tuple[Tensor, Tensor]
 """The loss, a scalar with gradient; then `MAXIMA` and `SUMS` of its labels, in float64."""
@@ -143,7 +65,7 @@ PolicyLoss = tuple[Tensor, Tensor]
 def log_probabilities(
     model: Decoder, batch: ReplayBatch, *, attention: TrainingAttention = DENSE
 ) -> tuple[Tensor, Tensor]:
-    """Of each label, row by row, its log-probability with gradient, and the entropy of its distribution (N)."""
+    """For each label, row by row, its log-probability with gradient, and the entropy of its distribution (N)."""
     rows, places = (batch.labels != IGNORE).nonzero(as_tuple=True)
     experts = batch.experts if isinstance(batch, RoutedBatch) else None
     hidden = hidden_states(model, batch, attention, (rows, places), experts=experts)
@@ -165,10 +87,10 @@ def policy_loss(
     attention: TrainingAttention = DENSE,
     is_old: bool = False,
 ) -> PolicyLoss:
-    """The objective's loss on a batch that `weighed` has set the weights of.
+    """The objective's loss on a batch with the weights of `weighed`.
 
-    `is_old`: the model has the old policy's weights, so that all ratios are 1, and `batch.old` is not looked at. The
-    last layer's MLP and the head run on labels only, the head in pieces where their logits are large.
+    `is_old`: the model has the old policy's weights, so all ratios are 1, and `batch.old` is not read. The last
+    layer's MLP and the head run on labels only, the head in pieces where their logits are large.
     """
     logprobs_N, entropy_N = log_probabilities(model, batch, attention=attention)
     return objective_loss(logprobs_N, entropy_N, batch, objective, is_old=is_old)
@@ -177,7 +99,7 @@ def policy_loss(
 def objective_loss(
     logprobs_N: Tensor, entropy_N: Tensor, batch: ReplayBatch, objective: PolicyObjective, *, is_old: bool = False
 ) -> PolicyLoss:
-    """The loss and numbers of a batch's labels, whose log-probabilities these are, row by row."""
+    """The loss and numbers of a batch's labels, given their log-probabilities, row by row."""
     is_label = batch.labels != IGNORE
 
     def column(name: str) -> Tensor:
@@ -227,7 +149,7 @@ def objective_loss(
 def token_loss(
     logprobs_N: Tensor, ratio_N: Tensor, advantage_N: Tensor, objective: PolicyObjective
 ) -> tuple[Tensor, Tensor]:
-    """The term of each token, without weights, and whether a clip has taken its gradient (N)."""
+    """Each token's term without weights, and whether a clip has removed its gradient (N)."""
     if objective.kind == "reinforce":
         return -advantage_N * logprobs_N, torch.zeros_like(logprobs_N, dtype=torch.bool)
     plain_N, clipped_N = ratio_N * advantage_N, ratio_N.clamp(*objective.ratios) * advantage_N
@@ -238,7 +160,7 @@ def token_loss(
 
 
 def k3(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
-    """An unbiased estimate of KL(now || reference) from samples of the former, never negative (N)."""
+    """An unbiased estimate of KL(now || reference) from samples of `now`, never negative (N)."""
     log_ratio_N = reference_N - logprobs_N
     return _exp(log_ratio_N) - 1.0 - log_ratio_N
 
@@ -255,7 +177,7 @@ class PolicyModule(nn.Module):
         self.model, self.objective, self.attention = model, objective, attention
 
     def forward(self, batch: ReplayBatch, *, is_old: bool = False, only_scores: bool = False) -> PolicyLoss:
-        """The loss and its numbers; or with `only_scores` the labels' log-probabilities and entropies (N)."""
+        """The loss and its numbers; with `only_scores` the labels' log-probabilities and entropies (N)."""
         if only_scores:
             return log_probabilities(self.model, batch, attention=self.attention)
         return policy_loss(self.model, batch, self.objective, attention=self.attention, is_old=is_old)

@@ -1,8 +1,8 @@
 """QLoRA: the frozen base of an adapter in 4 bits (NF4), by bitsandbytes.
 
-Quantised are the matrices of the layers: projections, dense MLPs and stacked experts. Embeddings, head, norms and
-router stay as they are. A matrix is dequantised where it is used, and once more in the backward pass, so that a wide
-one never outlives its product. The numbers are those of LoRA on the dequantised base.
+The matrices of the layers are quantised: projections, dense MLPs and stacked experts. Embeddings, head, norms and
+router stay as they are. A matrix is dequantised for its product, and again in the backward pass, so a wide matrix
+never outlives its product. The numbers equal LoRA's on the dequantised base.
 
 NF4 (Dettmers et al. 2023, QLoRA, App. E) keeps for each number the nearest of 16 levels, the quantiles of a normal
 distribution, times the largest magnitude of its block of 64. These magnitudes are 8-bit numbers themselves, in blocks
@@ -25,7 +25,7 @@ STACKS = ("gate_proj", "up_proj", "down_proj")
 
 
 def check_bitsandbytes(device: torch.device | None = None) -> None:
-    """Raise `ValueError` if bitsandbytes is not installed, or does not compute on `device`."""
+    """Raises `ValueError` if bitsandbytes is not installed, or does not compute on `device`."""
     try:
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
     except ImportError:
@@ -34,7 +34,7 @@ def check_bitsandbytes(device: torch.device | None = None) -> None:
         return
     try:
         dequantize_4bit(*quantize_4bit(torch.ones(BLOCK, device=device), quant_type="nf4"))
-    except Exception as error:  # whatever a library without a kernel for the device raises
+    except Exception as error:  # a library without a kernel for the device may raise anything
         raise ValueError(
             f"--set train.lora.quantize_base=nf4 cannot be honoured: bitsandbytes does not compute on {device} "
             f"here: {error}"
@@ -42,7 +42,7 @@ def check_bitsandbytes(device: torch.device | None = None) -> None:
 
 
 class Nf4:
-    """A tensor in NF4. `dtype` is that of `wide`, the dequantised tensor."""
+    """A tensor in NF4. `dtype` is the dequantised tensor's (`wide`)."""
 
     def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
         from bitsandbytes.functional import quantize_4bit
@@ -68,13 +68,13 @@ class Nf4:
 
 
 def nf4_bytes(numel: int) -> int:
-    """Bytes of so many numbers in NF4."""
+    """Bytes of `numel` numbers in NF4."""
     scales = -(-numel // BLOCK)
     return -(-numel // 2) + scales + WIDE * -(-scales // BLOCK_OF_SCALES)
 
 
 class _Product(torch.autograd.Function):
-    """`x @ W^T + b`, which keeps W in NF4 for its backward pass, and nothing else."""
+    """`x @ W^T + b`, keeping only W in NF4 for its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Nf4, bias: Tensor | None) -> Tensor:
@@ -88,7 +88,7 @@ class _Product(torch.autograd.Function):
 
 
 class Nf4Linear(nn.Module):
-    """A frozen `nn.Linear` whose matrix is in NF4; its bias, if it has one, stays as it is."""
+    """A frozen `nn.Linear` whose matrix is in NF4. Its bias, if any, stays as it is."""
 
     def __init__(self, linear: nn.Linear, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Nf4Linear(nn.Module):
 
 
 class Nf4Experts(nn.Module):
-    """Frozen `Experts` whose stacks are in NF4. The backward pass computes them again, from their input."""
+    """Frozen `Experts` whose stacks are in NF4. The backward pass computes them again from their input."""
 
     def __init__(self, experts: Experts, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Nf4Experts(nn.Module):
 
 
 def quantized_modules(model: Decoder) -> dict[str, nn.Linear | Experts]:
-    """The modules of the layers, by name, whose matrices QLoRA quantises: all but an adapter's and the router."""
+    """The modules of the layers whose matrices QLoRA quantises, by name: all but an adapter's and the router."""
     return {
         f"model.layers.{name}": module
         for name, module in model.model.layers.named_modules()
@@ -147,9 +147,9 @@ def quantized_modules(model: Decoder) -> dict[str, nn.Linear | Experts]:
 
 @torch.no_grad()
 def quantize_base(model: Decoder, device: torch.device, dtype: torch.dtype) -> None:
-    """Quantise the layers' matrices of a model with an adapter, one after another, on `device`; they stay there.
+    """Quantises the layers' matrices of a model with an adapter, one after another, on `device`, where they stay.
 
-    `dtype` is the one in which a product has its matrix. Raises `ValueError` as `check_bitsandbytes`.
+    `dtype` is the matrix's dtype in a product. Raises `ValueError` as `check_bitsandbytes`.
     """
     check_bitsandbytes(device)
     for name, module in quantized_modules(model).items():
@@ -159,7 +159,7 @@ def quantize_base(model: Decoder, device: torch.device, dtype: torch.dtype) -> N
 
 @torch.no_grad()
 def dequantize_base(model: Decoder) -> None:
-    """Make plain layers of those in NF4, with their values in float32; others stay as they are."""
+    """Replaces NF4 layers by plain layers with their values in float32; others stay as they are."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Nf4Linear):
             model.set_submodule(name, module.dequantized())

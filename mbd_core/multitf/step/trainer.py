@@ -1,7 +1,7 @@
 """The training loop's one step, without any launcher: batch, loss, gradients, update.
 
-A step's samples and the noise of each depend on (seed, step) alone: a resumed run repeats exactly what was lost, and
-any number of workers trains on the same global batch. So do the draws of an adapter's dropout.
+A step's samples, their noise and an adapter's dropout depend on (seed, step) alone. So a resumed run repeats the lost
+steps exactly, and any number of workers trains on the same global batch.
 """
 
 import random
@@ -18,35 +18,32 @@ from torch.utils.checkpoint import checkpoint
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import Distillation, Sharding, TrainConfig, check_workers
-from mbd_core.multitf.data.encoding import IGNORE, Example
+from mbd_core.multitf.data.example import IGNORE, Example
 from mbd_core.multitf.data.prepared import sample_lengths
+from mbd_core.multitf.states.batch import AnyBatch, MultiTFBatch, samples_of
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.states.mask import TrainingAttention
-from mbd_core.multitf.states.sample import AnyBatch, MultiTFBatch, Together, build_batch, packed_alike, samples_of
-from mbd_core.multitf.step.adapter import SampleDraws, add_adapter, without_adapter
-from mbd_core.multitf.step.compute import compile_layers, compute_precision, update_flops
-from mbd_core.multitf.step.loss import (
-    BUCKETS,
-    DENSE,
-    LossAndSums,
-    bucket_means,
-    denominator,
-    distillation_loss,
-    multitf_loss,
-)
+from mbd_core.multitf.states.packing import Together, packed_alike
+from mbd_core.multitf.states.sample import build_batch
+from mbd_core.multitf.states.training_attention import TrainingAttention
+from mbd_core.multitf.step.adapter import add_adapter, without_adapter
+from mbd_core.multitf.step.compute import compile_layers, compute_precision
+from mbd_core.multitf.step.loss import DENSE, LossAndSums, denominator, distillation_loss, multitf_loss
+from mbd_core.multitf.step.loss_buckets import BUCKETS, bucket_means
+from mbd_core.multitf.step.mfu import update_flops
 from mbd_core.multitf.step.optimizers import make_optimizers
-from mbd_core.multitf.step.parallel import shard_model, whole
 from mbd_core.multitf.step.quantized_base import quantize_base
+from mbd_core.multitf.step.sample_dropout import SampleDraws
+from mbd_core.multitf.step.sharding import shard_model, whole
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One update: loss, accuracy on labels, tokens through the model without padding and `positions` with it (these
-    are this rank's).
+    """One update: loss and accuracy on labels, tokens through the model, and `positions`, which include padding.
 
-    `grad_norm` is that of all gradients together, before it was clipped. This rank's as well: `tflop`, the model's
-    operations (`update_flops`) in units of 10^12, and `sums`, where the loss lies (`bucket_sums`).
-    Of tensor-parallel workers, who have the same samples, the first one counts tokens, operations and `sums`.
+    `grad_norm` is of all gradients together, before clipping. Tokens, positions, `tflop` and `sums` are this rank's.
+    `tflop` counts the model's operations (`update_flops`) in units of 10^12, `sums` the loss by bucket
+    (`bucket_sums`). Among tensor-parallel workers, which have the same samples, the first one counts tokens,
+    operations and `sums`.
     """
 
     step: int
@@ -92,12 +89,12 @@ class Objective(nn.Module):
 
 
 class Updater:
-    """A model, its optimizers and the count of its updates: what all objectives share.
+    """A model, its optimizers and the count of its updates, for all objectives.
 
-    `device`: where it computes, by default where the model is. With several workers (`world_size`) and `sharding` each
-    has the model replicated or its part of it, over the default process group; a model without values (on the meta
-    device) has values yet to be filled in then. Without `sharding` the caller averages the gradients. `objective`
-    makes the module whose forward gives the loss.
+    `device` is the device of computation, by default the model's. With several workers (`world_size`) and `sharding`,
+    each has the model replicated or its part of it, over the default process group. A model without values (on the
+    meta device) still needs its values then. Without `sharding` the caller averages the gradients. `objective` makes
+    the module whose forward gives the loss.
     """
 
     def __init__(
@@ -125,8 +122,8 @@ class Updater:
         self.objective = objective(self.attention)
         self.config = config
         self.num_workers, group = world_size, config.tensor_parallel
-        self.rank, self.world_size = rank // group, world_size // group  # of those with other samples
-        self.counts = rank % group == 0  # once for each group: what workers count is summed
+        self.rank, self.world_size = rank // group, world_size // group  # the rank among workers with other samples
+        self.counts = rank % group == 0  # counted once for each group, because counts are summed over workers
         self.is_sharded = group > 1 or (sharding == "sharded" and world_size > 1)
         self._place(sharding)
         self.step_number = 0
@@ -152,7 +149,7 @@ class Updater:
             self.objective = DistributedDataParallel(self.objective, device_ids=ids, gradient_as_bucket_view=True)
 
     def _announce(self, part: MultiTFBatch, samples: Sequence[int]) -> None:
-        """Say to an adapter's dropout which samples of this rank's share come next; `samples` are their numbers."""
+        """Tells an adapter's dropout the next samples of this rank's share, by their numbers."""
         if self._draws is not None:
             draws = partial(SampleDraws.of, seed=self.config.seed, step=self.step_number)
             self._draws.rows = [
@@ -160,18 +157,18 @@ class Updater:
             ]
 
     def _autocast(self) -> AbstractContextManager[None]:
-        """Sharded weights are gathered in bfloat16 already; whole ones are cast where they are used."""
+        """Sharded weights are gathered in bfloat16 already; whole ones are cast in their products."""
         is_enabled = self.precision == "bfloat16" and not self.is_sharded
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_enabled)
 
     def _gradients_stay_here(self, here: bool) -> AbstractContextManager[None]:
-        """Replicas average a step's gradients once, after its last part; those of shards add up where they lie."""
+        """Replicas average a step's gradients once, after its last part; shards add them up in place."""
         if here and isinstance(self.objective, DistributedDataParallel):
             return self.objective.no_sync()
         return nullcontext()
 
     def _apply(self) -> float:
-        """Update the weights by their gradients, and return the norm of these before it was clipped."""
+        """Updates the weights by their gradients, and returns the gradients' norm before clipping."""
         norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)).item()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -185,7 +182,7 @@ class Updater:
 class Trainer(Updater):
     """MultiTF on samples: each update's batch, its noise, its loss.
 
-    `mean` must average a tensor over the workers, where there are several; the rest is as in `Updater`.
+    `mean` must average a tensor over several workers. The rest is as in `Updater`.
     """
 
     def __init__(
@@ -232,7 +229,7 @@ class Trainer(Updater):
 
     @torch.no_grad()
     def measure(self, batch: MultiTFBatch) -> Tensor:
-        """Of a batch the sum of its losses, what divides it, the labels that are hit and all, then `bucket_sums`.
+        """The sum of a batch's losses, its divisor, the numbers of correct and of all labels, then `bucket_sums`.
 
         Nothing is learned. Workers with parts of one model call it equally often.
         """
@@ -244,12 +241,12 @@ class Trainer(Updater):
         return torch.cat([torch.stack([loss.to(sums), divisor, accuracy * labels, labels]), sums])
 
     def _indices(self, step: int, *, of_all: bool = False) -> list[int]:
-        """The samples of this rank's share, or with `of_all` the whole batch's."""
+        """The samples of this rank's share; with `of_all`, of the whole batch."""
         indices = batch_indices(self.lengths, self.config.batch_size, seed=self.config.seed, step=step)
         return indices if of_all else indices[self.rank :: self.world_size]
 
     def _together(self, step: int) -> Together | None:
-        """Which samples of this rank's share are packed together."""
+        """The packing of this rank's share."""
         if self.config.pack is None:
             return None
         lengths = [self.lengths[i] for i in self._indices(step, of_all=True)]
@@ -285,9 +282,9 @@ class Trainer(Updater):
         return update_flops(self.model.config, batch, rolls_out=rolls_out, distills=distills, lora=lora) / 1e12
 
     def _divisor(self, batch: MultiTFBatch) -> Tensor | float:
-        """The mean over the workers of what their losses are divided by; at least 1 label's worth, so never 0.
+        """The mean over the workers of their losses' divisors; at least 1 label's worth, so never 0.
 
-        Every worker calls `mean`, also one without any label.
+        Every worker calls `mean`, even without labels.
         """
         if self.states.weighting in ("masked_mean", "block_ratio"):
             return float(batch.num_samples)
@@ -297,7 +294,7 @@ class Trainer(Updater):
 
 
 def checkpoint_layers(model: Decoder) -> None:
-    """Make every layer keep its input alone where gradients are recorded, and compute the rest again for them."""
+    """Makes every layer keep its input alone for the backward pass, which computes the rest again."""
 
     def recompute(forward: Callable[..., Any], *args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False) if torch.is_grad_enabled() else forward(*args)
@@ -307,7 +304,7 @@ def checkpoint_layers(model: Decoder) -> None:
 
 
 def split_batch(batch: AnyBatch, size: int | None) -> list[AnyBatch]:
-    """The batch in parts of at most `size` sequences, each only as long as its longest; `None`: the batch itself."""
+    """The batch in parts of at most `size` sequences, each only as long as its longest; `None`: the whole batch."""
     count = len(batch.input_ids)
     if size is None or count <= size:
         return [batch]

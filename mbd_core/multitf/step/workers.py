@@ -1,4 +1,4 @@
-"""The processes that train together, over torch's default process group: who this one is, and what they share.
+"""The processes that train together, over torch's default process group: this one's rank, and exchanges.
 
 Ray Train or torchrun starts them; without either a run has one worker and no group.
 """
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Workers:
-    """This worker's rank among `size`, and the device it computes on."""
+    """This worker's rank among `size`, and its device."""
 
     rank: int
     size: int
@@ -43,7 +43,7 @@ class Workers:
         return total / self.size
 
     def mean_metrics(self, metrics: StepMetrics) -> StepMetrics:
-        """A step's loss and accuracy averaged over the workers, what it counts summed, in one exchange."""
+        """A step's loss and accuracy averaged over the workers and its counts summed, in one exchange."""
         if self.size == 1:
             return metrics
         m = metrics
@@ -83,11 +83,12 @@ class Workers:
 
     @contextmanager
     def folder_of_machine(self, write: Callable[[Path], None]) -> Iterator[Path]:
-        """A temporary folder that one worker of each machine has written, for all of its workers; all call this.
+        """A temporary folder that one worker of each machine writes, for all workers of the machine. All workers call
+        it.
 
-        It is gone after the block, in which its files are opened; a worker that is killed while it writes leaves it in
-        the temporary folder. Machines are told apart by their names. Raises `ValueError` on all workers if `write`
-        does on one, if the folder cannot be written, or if one does not see it.
+        It is removed after the block, in which its files are opened. A worker killed while it writes leaves it in the
+        temporary folder. Machines are told apart by their names. Raises `ValueError` on all workers if `write` does on
+        one, if the folder cannot be written, or if one worker does not see it.
         """
         names = self.all_values(platform.node())
         writer = names.index(names[self.rank])
@@ -117,7 +118,7 @@ class Workers:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def precision(self, choice: Precision) -> Literal["float32", "bfloat16"]:
-        """What all workers compute in: for `auto` the least of them decides. Every worker calls it."""
+        """The precision of all workers: for `auto`, the least capable worker decides. Every worker calls it."""
         return "bfloat16" if self.least(compute_precision(choice, self.device) == "bfloat16") else "float32"
 
 
@@ -127,7 +128,7 @@ ALONE = Workers(rank=0, size=1, device=torch.device("cpu"))
 
 @contextmanager
 def torchrun_workers() -> Iterator[Workers]:
-    """The workers that torchrun started, by its environment variables; without these this process alone."""
+    """The workers that torchrun started, from its environment variables; without these, this process alone."""
     size, rank, local = (int(os.environ.get(n, d)) for n, d in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")

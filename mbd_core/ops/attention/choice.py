@@ -1,7 +1,7 @@
 """The choice of an attention kernel for a device, with the reason why each other kernel is not used.
 
 All kernels compute `definition.paged_attention`. GPU packages are imported only for a CUDA device.
-`AttentionKernel.bind` prepares, once a step, what all layers share.
+`AttentionKernel.bind` prepares the layers' common part once a step.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from mbd_core.ops.attention.definition import BoundAttention, RowLayout
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernel:
-    """The kernel in use. `reasons` says of every other kernel, in one sentence, why it is not used.
+    """The kernel in use. `reasons` has one sentence for every other kernel: why it is not used.
 
     A `capturable` kernel reads nothing on the host where a layout has its `max_q`: a CUDA graph can hold its calls.
     `bind` prepares a batch once a step for all layers: each row's queries attend to keys of its pages
@@ -105,7 +105,7 @@ def resolve(
     return flash_attention(name, kernel, reasons)
 
 
-def flash_attention(name: str, kernel: flash.Kernel, reasons: dict[str, str]) -> AttentionKernel:
+def flash_attention(name: str, kernel: flash.FlashKernel, reasons: dict[str, str]) -> AttentionKernel:
     """The `AttentionKernel` of a kernel that takes its rows as flash-attention packages do."""
 
     def bind(layout: RowLayout) -> BoundAttention:
@@ -114,9 +114,11 @@ def flash_attention(name: str, kernel: flash.Kernel, reasons: dict[str, str]) ->
     return AttentionKernel(name=name, bind=bind, capturable=True, reasons=reasons)
 
 
-def _first_flash(case: KernelCase, preference: str | None, reasons: dict[str, str]) -> tuple[str, flash.Kernel] | None:
-    """The first of `KERNELS` that can serve the case, or `None`; adds to `reasons` why each other kernel is not."""
-    selection: tuple[str, flash.Kernel] | None = None
+def _first_flash(
+    case: KernelCase, preference: str | None, reasons: dict[str, str]
+) -> tuple[str, flash.FlashKernel] | None:
+    """The first of `KERNELS` that can serve the case, or `None`; adds the other kernels' obstacles to `reasons`."""
+    selection: tuple[str, flash.FlashKernel] | None = None
     for name, build in KERNELS.items():
         if selection is not None:
             reasons[name] = f"{selection[0]} comes first"
@@ -133,7 +135,8 @@ def _first_flash(case: KernelCase, preference: str | None, reasons: dict[str, st
 
 
 def _require(case: KernelCase, *, page_multiple: int, most_channels: int = 256, windows: bool = False) -> None:
-    """Raise `UnavailableError` for what a kernel for GPUs does not support; `windows`: it takes sliding ones."""
+    """Raises `UnavailableError` if a kernel for GPUs does not support the case; `windows`: it takes sliding
+    windows."""
     if case.device.type != "cuda" or case.capability is None:
         raise UnavailableError(f"it needs a CUDA device, this is {case.device.type}")
     if case.capability < (8, 0):
@@ -162,14 +165,14 @@ def _takes(function: Callable[..., Any], *arguments: str) -> None:
         raise UnavailableError(f"the installed {function.__name__} takes no {missing[0]}; a newer one does")
 
 
-def _vllm(case: KernelCase) -> flash.Kernel:
+def _vllm(case: KernelCase) -> flash.FlashKernel:
     _require(case, page_multiple=16)
     (function,) = _load(case, "vllm.vllm_flash_attn", "flash_attn_varlen_func")
     (supports,) = _load(case, "vllm.vllm_flash_attn.flash_attn_interface", "is_fa_version_supported")
     return flash.vllm_flash(function, fa_version=3 if supports(3) else 2)
 
 
-def _torch_paged(case: KernelCase) -> flash.Kernel:
+def _torch_paged(case: KernelCase) -> flash.FlashKernel:
     _require(case, page_multiple=16)
     (varlen_attn,) = _load(case, "torch.nn.attention.varlen", "varlen_attn")
     _takes(varlen_attn, "block_table", "num_splits")
@@ -187,13 +190,13 @@ def _torch_paged(case: KernelCase) -> flash.Kernel:
     return flash.torch_varlen(varlen_attn)
 
 
-def _flash_attn(case: KernelCase) -> flash.Kernel:
+def _flash_attn(case: KernelCase) -> flash.FlashKernel:
     _require(case, page_multiple=256)
     (function,) = _load(case, "flash_attn", "flash_attn_varlen_func")
     return flash.flash_2(function)
 
 
-def _hub(case: KernelCase) -> flash.Kernel:
+def _hub(case: KernelCase) -> flash.FlashKernel:
     _require(case, page_multiple=16)
     if case.capability is not None and case.capability[0] > 9:
         raise UnavailableError(
@@ -208,13 +211,13 @@ def _hub(case: KernelCase) -> flash.Kernel:
     return flash.flash_3(module.flash_attn_with_kvcache)
 
 
-def _triton(case: KernelCase) -> flash.Kernel:
+def _triton(case: KernelCase) -> flash.FlashKernel:
     _require(case, page_multiple=1, most_channels=512, windows=True)
     _load(case, "triton")
     return paged_attention.bind
 
 
-KERNELS: dict[str, Callable[[KernelCase], flash.Kernel]] = {
+KERNELS: dict[str, Callable[[KernelCase], flash.FlashKernel]] = {
     "vllm-flash-attn": _vllm,
     "torch-varlen": _torch_paged,
     "flash-attn": _flash_attn,

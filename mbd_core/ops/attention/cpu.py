@@ -1,9 +1,9 @@
 """The CPU engine's attention: a sequence's keys are read once for all its rows; similar sequences share one call.
 
-It computes `definition.paged_attention`. Neighbouring rows of one sequence (the slots of a buffer, the
-blocks of a prompt chunk) become one call with a mask; sequences with about as many keys are bundled into one call.
-Of a long sequence torch's kernel would read all keys again for each query head and every 32 queries, so a long
-sequence is attended in tiles: a tile of keys is read once, for all heads and queries.
+It computes `definition.paged_attention`. Neighbouring rows of one sequence (the slots of a buffer, the blocks of a
+prompt chunk) become one call with a mask. Sequences with similar numbers of keys are bundled into one call. A long
+sequence is attended in tiles: a tile of keys is read once, for all heads and queries. torch's kernel would read all of
+its keys again for each query head and every 32 queries.
 
 Shape legend: T packed query tokens, R rows (one block of one sequence each), P pages a row, S page size, H query
 heads, K key/value heads, C head channels; in a bundle G sequences, Q query tokens of each, L keys of each; M query
@@ -32,7 +32,7 @@ _SHORT = 256
 _MOST_KEYS = 2048
 # A call may compute this many padded query-key pairs: they cost less than another call.
 _PADDED_PAIRS = 4096
-# Masks of up to this many numbers are made once a step, larger ones once a layer.
+# Masks of up to this number of elements are made once a step, larger ones once a layer.
 _KEPT_MASK = 2**22
 # A sequence with more keys than this is attended in tiles.
 LONG = 1000
@@ -41,7 +41,7 @@ LONG = 1000
 _TILE_ROWS = 128
 _TILE_SCORES = 2**17
 # In tiles, exponentials are not taken relative to the largest score. Their sum tells whether that was safe: between
-# these bounds none overflowed, and one that underflowed is below 1e-13 of the sum.
+# these bounds none overflowed, and an underflowed one is below 1e-13 of the sum.
 _SAFE_SUM = (1e-20, 1e30)
 
 
@@ -49,7 +49,7 @@ _SAFE_SUM = (1e-20, 1e30)
 class Bundle:
     """Sequences attended in one call. A sequence with fewer queries than the others repeats its last query.
 
-    kv_lens_GQ  keys that each query sees, the most of them `num_keys`; with a window, from `first_keys_GQ` on
+    kv_lens_GQ  the end of each query's visible keys, at most `num_keys`; with a window they begin at `first_keys_GQ`
     whole       the bundle holds all tokens of the batch in their order, so that no queries are gathered
     first_page  set if the bundle is one sequence whose pages are consecutive: its keys are a view that begins here
     """
@@ -65,7 +65,7 @@ class Bundle:
 
     @cached_property
     def visible_GQL(self) -> Tensor | None:
-        """The keys that each query sees; `None` where every query sees all."""
+        """The visible keys of each query; `None` if every query sees all."""
         has_window = self.first_keys_GQ is not None and bool(self.first_keys_GQ.any())
         if self.kv_lens_GQ.min() == self.num_keys and not has_window:
             return None
@@ -76,12 +76,12 @@ class Bundle:
 
     @cached_property
     def is_long(self) -> bool:
-        """Whether it is one sequence that is attended in tiles on a CPU; those of windows are not."""
+        """Whether the bundle is one sequence that is attended in tiles on a CPU. A sequence with a window is not."""
         is_one = len(self.kv_lens_GQ) == 1 and self.first_keys_GQ is None
         return is_one and self.num_keys > LONG and self.tokens_GQ.device.type == "cpu"
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """`visible_GQL` as numbers of `dtype` to be added to the scores, made once for all layers."""
+        """`visible_GQL` as numbers of `dtype` to add to the scores, made once for all layers."""
         if self.visible_GQL is None or self.visible_GQL.numel() > _KEPT_MASK:
             return self.visible_GQL
         if dtype not in self._masks:
@@ -108,8 +108,9 @@ def bind(layout: RowLayout) -> BoundAttention:
 def plan_bundles(layout: RowLayout) -> tuple[Bundle, ...]:
     """The bundles of a batch. They depend on its layout alone, so one plan serves all layers of a step.
 
-    Neighbouring rows with the same pages are one sequence; sequences with as many queries and about as many keys share
-    a bundle. The row lengths are read once on the host; the Python work grows with the rows, not with the tokens.
+    Neighbouring rows with the same pages are one sequence. Sequences with equally many queries and similar numbers of
+    keys share a bundle. The row lengths are read once on the host. The Python work grows with the rows, not with the
+    tokens.
     """
     bounds, kv_lens = layout.cu_seqlens_q.tolist(), layout.kv_lens_R.tolist()
     if layout.causal_R is None:
@@ -136,7 +137,7 @@ class _Member:
 
 
 def _members(layout: RowLayout, bounds: Sequence[int], kv_lens: Sequence[int]) -> Iterator[_Member]:
-    """Join neighbouring rows with the same pages, up to `_MOST_QUERIES` queries; a longer row stays whole."""
+    """Joins neighbouring rows with the same pages, up to `_MOST_QUERIES` queries; a longer row stays whole."""
     table = layout.page_table_RP.cpu().numpy()
     same_pages = (table[1:] == table[:-1]).all(-1).tolist() if len(kv_lens) > 1 else []
     row, num_rows = 0, len(kv_lens)
@@ -150,9 +151,9 @@ def _members(layout: RowLayout, bounds: Sequence[int], kv_lens: Sequence[int]) -
 
 
 def _parts(members: Iterator[_Member]) -> Iterator[list[_Member]]:
-    """Group the sequences into bundles: similar key counts, and few enough keys for the processor's cache.
+    """Groups the sequences into bundles: similar key counts, and few enough keys for the processor's cache.
 
-    Sequences with different numbers of queries share a bundle if little is computed for padding.
+    Sequences with different numbers of queries share a bundle if the padding costs little.
     """
     levels: dict[int, list[_Member]] = {}
     first, *others = members
@@ -243,10 +244,10 @@ def _viewed_keys(bundle: Bundle, k_pages: Tensor, v_pages: Tensor, start: int, s
 
 @dataclass
 class _QueryTile:
-    """Queries of one sequence, those of a key head's query heads stacked, and what they have summed over keys.
+    """Queries of one sequence, stacked over the query heads of a key head, with their sums over keys so far.
 
     q_KMC      scaled, so that powers of two of the scores are their exponentials
-    kv_lens_M  keys that each row sees, from the least to the most
+    kv_lens_M  the number of visible keys of each row, from the least to the most
     """
 
     q_KMC: Tensor
@@ -257,7 +258,8 @@ class _QueryTile:
     out_KMC: Tensor
 
     def add(self, k_KLC: Tensor, v_KLC: Tensor, start: int, scores: Tensor) -> None:
-        """Attend to the keys from place `start` on, as far as a row sees them; `scores` is memory for theirs."""
+        """Attends to the keys from place `start` on, as far as a row sees them; `scores` is memory for their
+        scores."""
         num_keys = min(k_KLC.shape[1], self.most - start)
         if num_keys <= 0:
             return
@@ -273,7 +275,7 @@ class _QueryTile:
 
 
 def attend_tiles(q_QHC: Tensor, k_pages: Tensor, v_pages: Tensor, bundle: Bundle) -> Tensor | None:
-    """Attention (Q, H, C) of one sequence, tile by tile of its keys; `None` where scores are too far from 0 for that.
+    """Attention (Q, H, C) of one sequence, tile by tile of its keys; `None` if scores are too far from 0.
 
     softmax(s) v = sum(exp(s) v) / sum(exp(s)), without the largest score subtracted from each: `_SAFE_SUM`. Powers of
     two, of scores times log2(e), take torch less time than powers of e.

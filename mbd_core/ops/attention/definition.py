@@ -18,27 +18,24 @@ from torch.nn import functional as F
 BoundAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """One layer's queries (T, H, C), key and value pages (pages, S, K, C) -> (T, H, C), for the rows of one layout."""
 
-# The layout of a batch of rows over a paged cache, as every kernel takes it.
-#
-# Shape legend: R rows, P pages a row.
-
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """All of row r's queries attend to the first `kv_lens_R[r]` keys of its pages. Of a causal row the last query
-    does, and each other one sees one key less than the query behind it.
+    """A batch of rows. All queries of row r attend to the first `kv_lens_R[r]` keys of its pages.
 
-    cu_seqlens_q   where each row's queries begin among the packed queries, and where the last row ends (R + 1)
+    In a causal row only the last query does; each other query sees one key less than its successor.
+
+    cu_seqlens_q   the first query of each row among the packed queries, and the end of the last row (R + 1)
     kv_lens_R      at least 1 for a row with queries
     page_table_RP  each row's pages; the entries after them must be valid page numbers too
     page_size      tokens a page
-    causal_R       which rows are causal inside, bool; `None`: none is. A causal row has no more queries than keys
-    window         of the keys before it a query sees the last `window - 1`; in a row that is not causal, of those
-                   before the row, and all of the row's own. No row then has more queries than keys. `None`: all keys
+    causal_R       marks rows that are causal inside, bool; `None`: no row. A causal row has no more queries than keys
+    window         a query sees the last `window - 1` keys before it; in a row that is not causal, before the row, and
+                   all of the row's own keys. No row then has more queries than keys. `None`: all keys
     max_q          queries of the longest row, for kernels that need it on the host; `None`: `for_kernels` finds it
     exact          each row's result must be bitwise independent of the other rows
-    rows_each      that many neighbouring rows, of `max_q` queries each, are one sequence's and have the same pages,
-                   all through the batch; a kernel that reads a sequence's keys once needs to know it
+    rows_each      this number of neighbouring rows, of `max_q` queries each, are one sequence's and have the same
+                   pages, throughout the batch; a kernel that reads a sequence's keys once needs to know it
     """
 
     cu_seqlens_q: Tensor
@@ -57,7 +54,7 @@ class RowLayout:
         return self.page_table_RP.shape[1] * self.page_size
 
     def kv_lens_T(self, num_tokens: int) -> Tensor:
-        """How many keys each of the `num_tokens` queries sees, of a layout with `causal_R`."""
+        """The number of visible keys of each of the `num_tokens` queries, for a layout with `causal_R`."""
         assert self.causal_R is not None
         rows = torch.arange(len(self.kv_lens_R), device=self.kv_lens_R.device)
         row_T = rows.repeat_interleave(self.cu_seqlens_q.diff(), output_size=num_tokens)
@@ -65,7 +62,7 @@ class RowLayout:
         return (self.kv_lens_R[row_T] - self.causal_R[row_T] * behind_T).to(self.kv_lens_R.dtype)
 
     def first_keys_T(self, num_tokens: int) -> Tensor:
-        """The first key that each of the `num_tokens` queries sees, of a layout with a `window`."""
+        """The first visible key of each of the `num_tokens` queries, for a layout with a `window`."""
         assert self.window is not None
         lengths_R = self.cu_seqlens_q.diff()
         before_R = self.kv_lens_R - lengths_R
@@ -76,7 +73,7 @@ class RowLayout:
         return (before_T - (self.window - 1)).clamp(min=0)
 
     def for_kernels(self) -> "RowLayout":
-        """The same layout as flash kernels take it: int32, the table contiguous, `max_q` on the host.
+        """The same layout in flash kernels' form: int32, the table contiguous, `max_q` on the host.
 
         Without `max_q` the longest row is read back from the device, which a CUDA graph cannot capture.
         """
@@ -90,7 +87,7 @@ class RowLayout:
 
 
 def paged_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, layout: RowLayout) -> Tensor:
-    """Row r's queries attend to the keys of its pages that the layout lets them see, all of them, scaled by C^-1/2.
+    """Row r's queries attend to the keys of its pages that the layout makes visible, scaled by C^-1/2.
 
     `q_THC` holds the rows one after another; `k_pages`, `v_pages` are one layer's (pages, S, K, C). Returns (T, H, C).
     """
@@ -125,7 +122,7 @@ def bind_rows(layout: RowLayout) -> BoundAttention:
 def row_mask(
     num_queries: int, num_keys: int, *, causal: bool, window: int | None, device: torch.device
 ) -> Tensor | None:
-    """Which keys each query of a row sees, (1, Q, L); `None` where all queries see all."""
+    """The visible keys of each query of a row, (1, Q, L); `None` if all queries see all keys."""
     if window is None and (not causal or num_queries == 1):
         return None
     before, keys_L = num_keys - num_queries, torch.arange(num_keys, device=device)

@@ -3,9 +3,9 @@
 Each kernel takes rows of varying length over a paged cache; `max_k` may exceed every row's key length. The packages
 differ in how they take the key lengths.
 
-In all of them being causal belongs to a call, not to a row. A layout with causal rows takes two calls, one of each
-kind. A row has its keys in the call of its kind and one key in the other, and each token's result is selected. So the
-shapes do not depend on which rows are causal, and the keys are still read once.
+In all of them a call is causal, not a row. A layout with causal rows takes two calls, one of each kind. A row has its
+keys in the call of its kind and one key in the other call, and each token's result is selected. So the shapes do not
+depend on the choice of causal rows, and the keys are still read once.
 
 Shape legend: T packed query tokens, R rows, P pages a row, S page size, H query heads, K key/value heads, C channels.
 """
@@ -20,25 +20,25 @@ from torch.nn import functional as F
 
 from mbd_core.ops.attention.definition import BoundAttention, RowLayout
 
-Kernel = Callable[[RowLayout], BoundAttention]
-"""A `RowLayout.for_kernels` -> its attention: what all layers share is computed here."""
+FlashKernel = Callable[[RowLayout], BoundAttention]
+"""A function from `RowLayout.for_kernels` to its attention, which computes the layers' common part."""
 
 
 class UniformKernel(Protocol):
-    """A kernel whose rows are all causal, or none is."""
+    """A kernel whose rows are all causal, or all not."""
 
     def __call__(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout, *, causal: bool) -> Tensor: ...
 
 
-def by_rows(kernel: UniformKernel) -> Kernel:
-    """The kernel in which each row is causal or not."""
+def by_rows(kernel: UniformKernel) -> FlashKernel:
+    """The kernel in which each row may be causal or not."""
 
     def bind(rows: RowLayout) -> BoundAttention:
         if rows.causal_R is None:
             return lambda q, k, v: kernel(q, k, v, rows, causal=False)
         plain = replace(rows, kv_lens_R=rows.kv_lens_R.masked_fill(rows.causal_R, 1))
         ordered = replace(rows, kv_lens_R=rows.kv_lens_R.masked_fill(~rows.causal_R, 1))
-        tokens: list[Tensor] = []  # which are in causal rows, (T, 1, 1), from the first layer on
+        tokens: list[Tensor] = []  # marks tokens in causal rows, (T, 1, 1), from the first layer on
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             assert rows.causal_R is not None
@@ -53,7 +53,7 @@ def by_rows(kernel: UniformKernel) -> Kernel:
     return bind
 
 
-def torch_varlen(varlen_attn: Callable[..., Any]) -> Kernel:
+def torch_varlen(varlen_attn: Callable[..., Any]) -> FlashKernel:
     """`torch.nn.attention.varlen.varlen_attn` with a block table, which runs FlashAttention 3 or 4."""
 
     def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout, *, causal: bool) -> Tensor:
@@ -76,7 +76,7 @@ def torch_varlen(varlen_attn: Callable[..., Any]) -> Kernel:
     return by_rows(kernel)
 
 
-def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -> Kernel:
+def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -> FlashKernel:
     """`vllm.vllm_flash_attn`, which takes the key lengths themselves."""
 
     def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout, *, causal: bool) -> Tensor:
@@ -98,7 +98,7 @@ def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -
     return by_rows(kernel)
 
 
-def flash_3(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
+def flash_3(flash_attn_with_kvcache: Callable[..., Any]) -> FlashKernel:
     """FlashAttention 3 from its own packages, in which only `flash_attn_with_kvcache` takes pages."""
 
     def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout, *, causal: bool) -> Tensor:
@@ -118,7 +118,7 @@ def flash_3(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
     return by_rows(kernel)
 
 
-def flash_2(flash_attn_varlen_func: Callable[..., Any]) -> Kernel:
+def flash_2(flash_attn_varlen_func: Callable[..., Any]) -> FlashKernel:
     """`flash_attn` 2.x, which with a block table takes the key lengths as cumulative sums.
 
     It splits a row's keys only if every row is a single query. In all other batches a row's result does not depend

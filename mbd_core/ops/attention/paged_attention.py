@@ -2,16 +2,16 @@
 """Paged attention in Triton, for GPUs without a flash-attention package.
 
 A program takes one sequence, one key head and one split of its keys. Its rows are the queries of all slots of the
-sequence, times the query heads that share the key head, up to `_MOST_ROWS`; each row has a key length of its own, in
-causal slots too, and with a window a first key. So the keys of a prefix are read once for all of them, those before
-every row's window not at all. A second kernel joins the splits by their log-sum-exp.
+sequence, times the query heads that share the key head, up to `_MOST_ROWS`. Each row has its own key length, in causal
+slots too, and with a window its own first key. So the keys of a prefix are read once for all rows, and keys before
+every row's window are not read. A second kernel joins the splits by their log-sum-exp.
 
-The number of splits depends on the number of programs alone. Which keys a split gets is computed on the device from
-the keys that some row sees, so that a captured step splits short and long sequences evenly. Splits without keys end at
-once. Nothing is read on the host.
+The number of splits depends on the number of programs alone. The device computes each split's keys from the keys that
+some row sees, so a captured step splits short and long sequences evenly. Splits without keys end at once. Nothing is
+read on the host.
 
-Values past the longest row of a tile are never multiplied, whatever they are. Values past a row's own length that
-another row of its sequence sees are multiplied by zero, so they must be finite.
+Values past the longest row of a tile are never multiplied. Values past a row's own length, within another row of its
+sequence, are multiplied by zero, so they must be finite.
 
 Shape legend: T packed query tokens, R rows, P pages a row, S page size, H query heads, K key/value heads, C channels,
 N splits.
@@ -32,7 +32,8 @@ from mbd_core.ops.launch import Kernel, launch, power_of_two
 _MOST_ROWS = 128  # queries times heads that a program holds: more would not fit into its registers
 _EXACT_ROWS = 64  # the same for `exact` layouts, whatever else is in the batch
 _PROGRAMS = 132  # one for each multiprocessor of an H100: two of the largest do not fit
-_STAGES = 5  # of the loop over keys: page numbers, then keys and values; with fewer than 5 no load passes a product
+# of the loop over keys: page numbers, then keys and values; with fewer than 5 stages no load overtakes a product
+_STAGES = 5
 _WIDE_STAGES = 2  # the same of heads above 256 channels: more would not fit into shared memory
 _MOST_SPLITS = 16  # each split's sums are written and read again
 tl: Any = None  # triton.language, set when a kernel is compiled
@@ -150,20 +151,20 @@ def _join_kernel(
     channel = tl.arange(0, BLOCK_C)
     lse = tl.load(lse_ptr + split * num_out + place, mask=split < SPLITS, other=float("-inf"))
     weight = tl.exp2(lse - tl.max(lse, 0))
-    used = (lse != float("-inf"))[:, None] & (channel < C)[None, :]  # the others have written nothing
+    used = (lse != float("-inf"))[:, None] & (channel < C)[None, :]  # the others have not been written
     part = tl.load(parts_ptr + (split * num_out + place)[:, None] * C + channel[None, :], mask=used, other=0.0)
     out = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(out_ptr + place * C + channel, out.to(out_ptr.dtype.element_ty), mask=channel < C)
 
 
-# "tiles", "table_row" and "num_out" change from step to step: a kernel for each of their kinds would be compiled in
-# mid-service
+# "tiles", "table_row" and "num_out" change from step to step; without this, a kernel would be compiled for each of
+# their kinds while serving
 SPLIT = Kernel(_split_kernel, changing=["tiles", "table_row", "num_out"])
 JOIN = Kernel(_join_kernel, changing=["num_out"])
 
 
 class Launch(NamedTuple):
-    """How a batch is cut: query tiles of a sequence, splits of its keys, and the tiles' sizes."""
+    """A batch's cut: query tiles of a sequence, splits of its keys, and the tiles' sizes."""
 
     tiles: int
     splits: int
@@ -183,16 +184,17 @@ class Launch(NamedTuple):
 def plan(*, sequences: int, queries: int, share: int, kv_heads: int, head_dim: int, exact: bool) -> Launch:
     """The cut of `sequences` with at most `queries` queries each, `share` query heads for each of `kv_heads`.
 
-    It depends on no key length and on no width of a page table, so that a step has the same one captured and eager.
+    It depends on no key length and on no width of a page table, so captured and eager steps have the same cut.
     """
     rows = queries * share
     most = _MOST_ROWS if head_dim <= 128 else _MOST_ROWS // 2 if head_dim <= 256 else _MOST_ROWS // 4
     block_m = min(most, _EXACT_ROWS) if exact else min(most, max(16, power_of_two(rows)))
     tiles = -(-rows // block_m)
     most_splits = 1 if exact else max(1, min(_MOST_SPLITS, _PROGRAMS // (sequences * tiles * kv_heads)))
-    splits = 1 << (most_splits.bit_length() - 1)  # few numbers: each is compiled for itself
+    splits = 1 << (most_splits.bit_length() - 1)  # few different numbers, because each is compiled separately
     block_c = max(16, power_of_two(head_dim))
-    block_n = 16 if block_c > 128 else 32 if block_m == _MOST_ROWS else 64  # what leaves all numbers in registers
+    # the largest size that leaves all numbers in registers
+    block_n = 16 if block_c > 128 else 32 if block_m == _MOST_ROWS else 64
     return Launch(tiles, splits, block_m, block_n, block_c)
 
 
@@ -207,8 +209,9 @@ def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLa
 
 def bind(rows: RowLayout) -> BoundAttention:
     """`split_attention` of one layout."""
-    lens: list[Tensor] = []  # of a layout with causal rows or a window, from the first layer on: the keys that each
-    first_keys: list[Tensor] = []  # token sees; with a window, from which one on
+    # of a layout with causal rows or a window, from the first layer on: the number of keys and
+    lens: list[Tensor] = []
+    first_keys: list[Tensor] = []  # with a window the first key of each token
     if rows.window is not None and rows.causal_R is None:
         rows = replace(rows, causal_R=torch.zeros_like(rows.kv_lens_R, dtype=torch.bool))
 

@@ -1,6 +1,7 @@
 """Attention over whole sequences under a mask, for training and clean forwards: dense, and by FlexAttention.
 
-On a GPU torch compiles it into a kernel; elsewhere it runs as torch's eager reference, which has no gradients there.
+FlexAttention never computes blocks of the mask without a visible pair. On a GPU torch compiles it into a kernel.
+Elsewhere it runs as torch's eager reference, which has no gradients there.
 
 Shape legend: B batch, L tokens, H query heads, K key/value heads, C head channels.
 """
@@ -15,16 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-# Attention over whole sequences under a boolean mask, for training and for clean forwards.
-#
-# Shape legend: B batch, L tokens, H query heads, K key/value heads, C head channels.
-
 
 @dataclass(frozen=True)
 class DenseAttention:
     """Scaled dot-product attention where `mask` (B or 1, 1, L, L) is true; each query must see at least one key.
 
-    What is added to the scores is made once for each dtype, so that all layers keep one tensor for the backward pass.
+    The numbers added to the scores are made once for each dtype, so that all layers keep one tensor for the backward
+    pass.
     """
 
     mask: Tensor
@@ -45,7 +43,7 @@ class DenseAttention:
         return out.transpose(1, 2)
 
     def added(self, kind: str, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores of such queries: 0 where the mask is true and -inf elsewhere."""
+        """The numbers added to the scores of these queries: 0 where the mask is true and -inf elsewhere."""
         if torch.is_autocast_enabled(kind) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(kind)
         if dtype not in self._added:
@@ -54,14 +52,12 @@ class DenseAttention:
         return self._added[dtype]
 
 
-# FlexAttention over whole sequences: blocks of the mask without a visible pair are never computed.
-
 Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of a sample, a head, a query's and a key's place: whether the query may attend to the key."""
+"""Whether a query may attend to a key, given a sample, a head, the query's place and the key's place."""
 
 
 COMPILATIONS = 64
-"""So many variants of a function are compiled at most."""
+"""The largest number of compiled variants of a function."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,8 @@ class FlexAttention:
             q.to(v.dtype),
             k.to(v.dtype),
         )  # norms may leave them in float32, and autocast has no rule for flex_attention
-        on_gpu = q.device.type == "cuda" and not torch.compiler.is_compiling()  # a compiled layer compiles it with it
+        # a compiled layer compiles it with the layer
+        on_gpu = q.device.type == "cuda" and not torch.compiler.is_compiling()
         attend: Any = _compiled(flex_attention, fullgraph=True) if on_gpu else flex_attention
         out: Tensor = attend(
             q.transpose(1, 2),
@@ -96,17 +93,17 @@ def block_mask(sees: Sees, *, batch: int, length: int, device: torch.device) -> 
 
 @cache
 def _compiled(function: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
-    """The function compiled for all lengths: sizes but 1 are symbols from its first compilation on.
+    """The function compiled for all lengths: sizes other than 1 are symbols from its first compilation on.
 
-    Numbers of samples, kinds of masks, gradients or none each compile once more, so that torch's own limit of 8 is too
-    low. Past the limit the kernel would silently give way to its eager reference, which
-    has all pairs of tokens in memory, as a block mask's would; `fullgraph` makes an error of that.
+    Numbers of samples, kinds of masks, gradients or none each compile once more, so torch's own limit of 8 is too low.
+    Past the limit the kernel would silently give way to its eager reference, which holds all pairs of tokens in
+    memory; `fullgraph` makes that an error. The same holds for a block mask.
     """
     return in_many_variants(torch.compile(function, dynamic=True, fullgraph=fullgraph))
 
 
 def in_many_variants(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled function, of which up to `COMPILATIONS` variants are compiled."""
+    """A compiled function with up to `COMPILATIONS` variants."""
 
     def call(*args: Any, **settings: Any) -> Any:
         with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):

@@ -20,13 +20,9 @@ from torch.nn import functional as F
 from mbd_core.ops.experts.expert_products import expert_parts
 from mbd_core.ops.layer.residual_norm import sum_experts
 
-# A layer's assignments of tokens to experts, sorted by expert and back.
-#
-# Shape legend: T tokens, K experts a token, A = T * K assignments, D model width, E experts.
-
 
 def sort_by_expert(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Assignments sorted by expert (A,), and where each expert's assignments end (E,), int32; no host reads.
+    """Assignments sorted by expert (A,), and the end of each expert's assignments (E,), int32; no host reads.
 
     Assignments to the sentinel E, which is no expert, stand last, behind all ends.
     """
@@ -52,8 +48,8 @@ def without_sentinels(out_TD: Tensor, ids_TK: Tensor, num_experts: int) -> Tenso
 ExpertsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """x (T, D), gate (E, F, D), up (E, F, D), down (E, D, F), ids (T, K), weights (T, K) -> (T, D), as `loop_experts`."""
 MANY = 32
-"""Tokens an expert from which on the grouped products are used. It has not been measured: it is two tiles of the fused
-kernel, which reads an expert's weights again for every tile."""
+"""The number of tokens an expert from which the grouped products are used. It has not been measured: it is two tiles
+of the fused kernel, which reads an expert's weights again for every tile."""
 
 
 def loop_experts(
@@ -69,9 +65,9 @@ def loop_experts(
     """Each token's weighted sum over its experts' SwiGLU, `down(silu(gate x) * up x)`: (T, D) in the dtype of `x_TD`.
     `act` stands in silu's place.
 
-    `ids_TK` (integer) names a token's experts, `weights_TK` how much each counts. An expert's output is weighted and
-    summed in float32 and the sum is cast once. An expert that no token chose costs nothing. A token all of whose ids
-    are E has no expert, and its sum is zero.
+    `ids_TK` (integer) names a token's experts, `weights_TK` their weights. An expert's output is weighted and summed
+    in float32 and the sum is cast once. An expert that no token chose costs nothing. A token whose ids are all E has
+    no expert, and its sum is zero.
     """
     out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
     for expert in ids_TK.unique().tolist():
@@ -134,10 +130,10 @@ def fused_experts(
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsKernel:
-    """The implementation in use. `reasons` says of every other one, in one sentence, why it is not used.
+    """The implementation in use. `reasons` has one sentence for every other one: why it is not used.
 
-    fused_below  tokens an expert below which the Triton kernels compute it: their parts can be had before the sum, and
-                 the shared experts can be among them
+    fused_below  tokens an expert below which the Triton kernels compute it; they can return the parts before the sum,
+                 with the shared experts among them
     """
 
     name: str
@@ -146,7 +142,7 @@ class ExpertsKernel:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def fuses(self, num_assignments: int, num_experts: int) -> bool:
-        """Whether the Triton kernels compute so many assignments."""
+        """Whether the Triton kernels compute this number of assignments."""
         return num_assignments < self.fused_below * num_experts
 
 

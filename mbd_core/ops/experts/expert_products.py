@@ -1,11 +1,10 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
 """Experts in two Triton kernels: gather, both input projections and SwiGLU in one, the output projection in the other.
 
-While decoding, an expert gets a handful of tokens, and the time is that of reading the chosen experts' weights once.
-Assignments are sorted by expert and cut into tiles of one expert each (`expert_tiles.py`). The launch has as many
-tiles as these shapes can need, so the host reads nothing back; surplus tiles return at once. The experts that every
-token shares are experts like the others: each gets all tokens with weight 1, so their SwiGLU takes no kernel of its
-own.
+While decoding, an expert gets a handful of tokens, and the time goes into reading the chosen experts' weights once.
+Assignments are sorted by expert and cut into tiles of one expert each (`expert_tiles.py`). The launch has the largest
+number of tiles that these shapes can need, so the host reads nothing back; surplus tiles return at once. Shared
+experts are experts like the others: each gets all tokens with weight 1, so their SwiGLU needs no kernel of its own.
 
 Weights may be FP8, with a scale per output channel or per block of a matrix. They are widened in registers, which is
 exact, and each partial product is multiplied by its scale in float32: half the bytes are read, and the inputs keep
@@ -28,8 +27,11 @@ from mbd_core.ops.layer.residual_norm import ExpertParts
 
 
 class ExpertTiles(NamedTuple):
-    """How both products are cut: `rows` assignments of an expert, `columns` output channels, `depth` channels at a
-    time, of which `stages` are on their way."""
+    """The cut of both products: `rows` assignments of an expert, `columns` output channels, `depth` channels at a
+    time.
+
+    `stages` steps of `depth` channels are in flight.
+    """
 
     rows: int = 16
     columns: int = 64
@@ -39,23 +41,24 @@ class ExpertTiles(NamedTuple):
 
 
 DEFAULT_TILES = {1: ExpertTiles(warps=8, stages=3), 2: ExpertTiles()}
-"""By bytes of a weight, where nothing was measured: near vLLM's published choice for 256 experts of width 512 and 64
-tokens on an H100; FP8 with more warps, so that no register spills, and one more stage, as fewer programs fit beside
-each other."""
+"""The unmeasured default by bytes of a weight. It is near vLLM's published choice for 256 experts of width 512 and 64
+tokens on an H100. FP8 has more warps, so that no register spills, and one more stage, because fewer programs fit
+beside each other."""
 MOST_PARTS = 4
-"""Partial products of the output projection, at most: with more of them it waits more often than it reads."""
+"""The largest number of partial products of the output projection; with more it waits more often than it reads."""
 FULL, FULL_ROWS = 16, 64
-"""From so many tokens an expert on, default tiles have so many rows: a prompt's weights are then read fewer times."""
+"""From `FULL` tokens an expert on, default tiles have `FULL_ROWS` rows, so that a prompt's weights are read fewer
+times."""
 LEAST_DEPTH = 16
-"""Input channels of a partial product, at least: those of one instruction of the chip."""
+"""The least number of input channels of a partial product: one instruction's of the chip."""
 TILES: dict[tuple[int, int, int], ExpertTiles] = {}
-"""By (tokens, an expert's width, bytes of a weight), from a sweep on a GPU (`benchmarks/gpu`); empty, since an H100
-gained little by it."""
+"""Tiles by (tokens, an expert's width, bytes of a weight), from a sweep on a GPU (`benchmarks/gpu`). It is empty
+because an H100 gained little by it."""
 tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 class SharedExperts(NamedTuple):
-    """The experts that every token shares, as one SwiGLU: gate and up (S * F, D), down (D, S * F); contiguous."""
+    """The shared experts as one SwiGLU: gate and up (S * F, D), down (D, S * F); contiguous."""
 
     gate: Tensor
     up: Tensor
@@ -63,8 +66,10 @@ class SharedExperts(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Those of FP8 gate, up and down, float32: (E, output channels / rows, input channels / columns), rounded up; a
-    scale covers `rows` x `columns` weights of an expert, all input channels where `columns` is 0."""
+    """The scales of FP8 gate, up and down, float32: (E, output channels / rows, input channels / columns), rounded up.
+
+    A scale covers `rows` x `columns` weights of an expert, all input channels if `columns` is 0.
+    """
 
     gate: Tensor
     up: Tensor
@@ -160,7 +165,7 @@ def _swiglu_kernel(
     channels = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     gate = tl.zeros((TILE, BLOCK_F), dtype=tl.float32)
     up = tl.zeros((TILE, BLOCK_F), dtype=tl.float32)
-    if ROWS == 0:  # one loop for both kinds of experts: two would have a part of the shared memory each
+    if ROWS == 0:  # one loop for both kinds of experts: two loops would each take a part of the shared memory
         gate_ptr += expert * F * D
         up_ptr += expert * F * D
         if SHARES and expert >= E:
@@ -338,8 +343,10 @@ def _down_kernel(
 
 
 def tiles_for(tokens: int, width: int, weight_bytes: int, *, each: float = 1.0) -> ExpertTiles:
-    """The measured tiles of the least number of tokens that is not below `tokens`, else the default where an expert
-    gets `each` of them on average."""
+    """The measured tiles of the least number of tokens at or above `tokens`.
+
+    Without one, the default for `each` tokens an expert on average.
+    """
     measured_counts = [n for n, *rest in TILES if n >= tokens and rest == [width, weight_bytes]]
     if measured_counts:
         return TILES[min(measured_counts), width, weight_bytes]
@@ -348,7 +355,8 @@ def tiles_for(tokens: int, width: int, weight_bytes: int, *, each: float = 1.0) 
 
 
 def down_depth(cut: ExpertTiles, width: int, columns: int) -> int:
-    """Channels of an expert that the output projection takes at a time; `columns` are those of a block of scales."""
+    """Channels of an expert that the output projection takes at a time; `columns` is the width of a block of
+    scales."""
     least = -(-width // MOST_PARTS)
     return _within(columns, max(16, min(max(cut.depth, power_of_two(least)), power_of_two(width))))
 
@@ -358,7 +366,7 @@ DOWN = Kernel(_down_kernel, parts=(_down,))
 
 
 def too_large() -> type[Exception]:
-    """What a call raises whose tiles do not fit into the chip's shared memory."""
+    """The exception of a call whose tiles do not fit into the chip's shared memory."""
     from triton.runtime.errors import OutOfResources
 
     error: type[Exception] = OutOfResources
@@ -377,12 +385,11 @@ def expert_parts(
     shared: SharedExperts | None = None,
     tiles: ExpertTiles | None = None,
 ) -> ExpertParts:
-    """What `experts.loop_experts` sums (T, K, D).
+    """The terms (T, K, D) of `experts.loop_experts`'s sum.
 
-    `scales` are those of FP8 stacks. The ids E to E + S - 1 are those of `shared`, in the dtype of `x_TD`; the first
-    id behind them is no expert. `tiles` are by default those of `tiles_for`; they change times and rounding.
-
-    Raises `ValueError` for weights that are not contiguous, and for blocks of scales that no product can be cut at.
+    `scales` are FP8 stacks' scales. The ids E to E + S - 1 are the `shared` experts, in the dtype of `x_TD`; the next
+    id is no expert. `tiles` are by default `tiles_for`'s; they change times and rounding. Raises `ValueError` for
+    weights that are not contiguous, and for blocks of scales that do not fit any cut of the products.
     """
     for name, weight in (*zip(("gate", "up", "down"), (gate_EFD, up_EFD, down_EDF), strict=True), *_named(shared)):
         if not weight.is_contiguous():

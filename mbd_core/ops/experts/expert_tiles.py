@@ -1,9 +1,9 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
 """A layer's assignments sorted by expert and cut into tiles, as one Triton kernel without a sort.
 
-An assignment's place is the number of those before it, which are counted: for the few that a decoding step has, that
-is less work than a sort, and needs one launch. Some programs place assignments; the others count every expert's and
-find the tiles. `choice.sort_by_expert` defines the order.
+An assignment's place is the number of assignments before it, found by counting. A decoding step has few assignments,
+so counting is less work than a sort, and needs one launch. Some programs place assignments; the others count every
+expert's and find the tiles. `choice.sort_by_expert` defines the order.
 
 Shape legend: T tokens, K experts a token, A = T * K assignments, E experts, N tiles.
 """
@@ -18,13 +18,16 @@ from torch import Tensor
 from mbd_core.ops.launch import Kernel, launch, power_of_two
 
 _PLACED = 32  # assignments or tiles of a program
-_CHUNK = 32  # assignments that it compares them with at once
+_CHUNK = 32  # assignments compared at once
 tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 class SortedTiles(NamedTuple):
-    """`order_A` (int64): assignments by expert, those to no expert last. `expert_N`, `first_N`, `end_N` (int32): each
-    tile's expert and rows of that order; a tile without rows has end = first."""
+    """Assignments by expert, cut into tiles.
+
+    `order_A` (int64): assignments by expert, those without an expert last. `expert_N`, `first_N`, `end_N` (int32):
+    each tile's expert and rows of that order. A tile without rows has end = first.
+    """
 
     order_A: Tensor
     expert_N: Tensor
@@ -88,7 +91,7 @@ TILES_KERNEL = Kernel(_tiles_kernel, changing=["A", "N", "placing"])
 
 
 def num_tiles(num_assignments: int, num_experts: int, tile: int) -> int:
-    """The most tiles that so many assignments can need."""
+    """The largest number of tiles that the assignments can need."""
     return num_assignments // tile + min(num_experts, num_assignments)
 
 

@@ -24,19 +24,22 @@ from mbd_core.ops.layer.residual_norm import ExpertParts, sum_experts
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
-Block = tuple[int, int]
-RELEASED: Block = (128, 128)
+BlockShape = tuple[int, int]
+RELEASED: BlockShape = (128, 128)
 """The blocks of released weights: output channels, input channels."""
 
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """`values` (..., O, I) in FP8; `scale` float32, (..., O) per channel or (..., M, N) per `block`, the last blocks
-    being cut where the channels end."""
+    """A weight (..., O, I) in FP8 with its scales.
+
+    `values` (..., O, I) are FP8. `scale` is float32: (..., O) per channel, or (..., M, N) per `block`; the last blocks
+    are cut at the channels' end.
+    """
 
     values: Tensor
     scale: Tensor
-    block: Block | None
+    block: BlockShape | None
 
     def __getitem__(self, chosen: Tensor) -> "Fp8Weight":
         """Some experts of a stack."""
@@ -47,7 +50,7 @@ class Fp8Weight:
         return self.values.numel() + 4 * self.scale.numel()
 
 
-def empty_weight(shape: torch.Size, block: Block | None, device: torch.device | str) -> Fp8Weight:
+def empty_weight(shape: torch.Size, block: BlockShape | None, device: torch.device | str) -> Fp8Weight:
     """A weight of this shape (..., O, I), to be filled."""
     *stack, outputs, inputs = shape
     blocks = (outputs,) if block is None else (-(-outputs // block[0]), -(-inputs // block[1]))
@@ -58,7 +61,7 @@ def empty_weight(shape: torch.Size, block: Block | None, device: torch.device | 
     )
 
 
-def quantize(weight: Tensor, *, block: Block | None = None) -> Fp8Weight:
+def quantize(weight: Tensor, *, block: BlockShape | None = None) -> Fp8Weight:
     """Round `weight` (..., O, I) to FP8 so that the largest value of a channel (or block) is FP8's largest.
 
     A stack is rounded matrix by matrix, so that its peak memory is the result and float32 copies of one matrix.
@@ -82,7 +85,7 @@ def quantize(weight: Tensor, *, block: Block | None = None) -> Fp8Weight:
     return Fp8Weight(values, scale[:, 0] if block is None else scale, block)
 
 
-def _spread(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
+def _spread(scale: Tensor, shape: torch.Size, block: BlockShape) -> Tensor:
     """The scale (..., M, N) of each weight (..., O, I)."""
     rows, columns = (torch.arange(n, device=scale.device) // size for n, size in zip(shape[-2:], block, strict=True))
     return scale[..., rows, :][..., columns]
@@ -91,14 +94,15 @@ def _spread(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
 def fp8_obstacle(
     weight: Tensor,
     *,
-    block: Block | None = None,
+    block: BlockShape | None = None,
     capability: tuple[int, int] | None = None,
     has_triton: bool | None = None,
 ) -> str | None:
-    """Why a weight (O, I), or a stack of experts (E, O, I), cannot be used in FP8 on its device, or `None` if it can.
+    """The reason why a weight (O, I), or a stack of experts (E, O, I), cannot be used in FP8 on its device; else
+    `None`.
 
-    `block` is that of a stack's scales. A CPU widens weights and so takes every weight. `capability` and `has_triton`
-    default to the device's and to what is installed.
+    `block` is the block of a stack's scales. A CPU widens weights and so takes every weight. `capability` and
+    `has_triton` default to the device's and the installation's.
     """
     device = weight.device
     if device.type == "cpu":
@@ -176,7 +180,7 @@ def fp8_parts(
     weights_TK: Tensor,
     shared: SharedExperts | None = None,
 ) -> ExpertParts:
-    """`fp8_experts` before the sum by the fused kernel; `shared` experts keep their dtype and are among them."""
+    """`fp8_experts` before the sum, by the fused kernel. `shared` experts are among them and keep their dtype."""
     stacks = (gate_EFD, up_EFD, down_EDF)
     rows, columns = gate_EFD.block or (1, 0)
     scales = Scales(gate_EFD.scale, up_EFD.scale, down_EDF.scale, rows, columns)
@@ -188,7 +192,7 @@ class Fp8Module(nn.Module):
     """Holds FP8 weights as buffers `<name>_values` and `<name>_scale`, moved between devices but never cast."""
 
     def register_weight(self, name: str, weight: Fp8Weight) -> None:
-        """Register a weight. All of a module's weights have the same `block`."""
+        """Registers a weight. All of a module's weights have the same `block`."""
         self.block = weight.block
         self.register_buffer(f"{name}_values", weight.values)
         self.register_buffer(f"{name}_scale", weight.scale)
@@ -197,7 +201,7 @@ class Fp8Module(nn.Module):
         return Fp8Weight(self.get_buffer(f"{name}_values"), self.get_buffer(f"{name}_scale"), self.block)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move with the module, but stay FP8 and float32: cast values would no longer fit their scales."""
+        """Moves with the module but stays FP8 and float32: cast values would no longer fit their scales."""
         originals = {name: buffer for name, buffer in self.named_buffers(recurse=False) if name.endswith(_KEPT)}
         super()._apply(fn, recurse)
         for name, buffer in originals.items():
@@ -238,13 +242,13 @@ class Fp8Experts(Fp8Module):
         return fp8_experts(x_TD, *self._stacks(), ids_TK, weights_TK)
 
     def fuses(self, num_assignments: int) -> bool:
-        """Whether the fused kernel computes so many assignments: any number, on CUDA."""
+        """Whether the fused kernel computes this number of assignments: any number, on CUDA."""
         return self.get_buffer("gate_proj_values").device.type == "cuda"
 
     def parts(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, shared: SharedExperts | None = None
     ) -> ExpertParts:
-        """`forward` before the sum, and `shared` among the experts, by the fused kernel."""
+        """`forward` before the sum, with `shared` among the experts, by the fused kernel."""
         return fp8_parts(x_TD, *self._stacks(), ids_TK, weights_TK, shared)
 
     def _stacks(self) -> tuple[Fp8Weight, Fp8Weight, Fp8Weight]:

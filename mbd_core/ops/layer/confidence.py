@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
-"""The likeliest token and its probability from one read of the logits: `Vocab.likeliest` as Triton kernels, of a whole
-vocabulary or of a rank's part.
+"""The likeliest token and its probability from one read of the logits: `Vocab.likeliest` as Triton kernels, for a
+whole vocabulary or a rank's part.
 
 Every program reads a stretch of one position's vocabulary, each logit once and in its own dtype, with a running
 maximum and sum; a second kernel joins the stretches. A step with few positions therefore still fills the GPU. The
@@ -87,7 +87,7 @@ JOIN = Kernel(_join_kernel)
 
 
 def num_stretches(vocabulary: int) -> int:
-    """Into how many stretches a vocabulary is cut."""
+    """The number of stretches of a vocabulary."""
     return -(-vocabulary // _SPAN)
 
 
@@ -102,10 +102,10 @@ def confidence(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Ten
 
 
 def part_confidence(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a part of the vocabulary: the likeliest place (P,) that may be predicted, its logit (P,), and the logarithm
-    (P,) of the sum of all exponentials, both in float32.
+    """For a part of the vocabulary: the likeliest predictable place (P,), its logit (P,), and the logarithm (P,) of
+    the sum of all exponentials, both in float32.
 
-    `mask_token_id` and `size` are counted from the part's first id and may lie outside of it. All else as in
+    `mask_token_id` and `size` are counted from the part's first id and may lie outside of it. The rest is as in
     `confidence`.
     """
     chosen_P, _, logit_P, lse_P = _read(logits_PV, mask_token_id=mask_token_id, size=size)
@@ -121,7 +121,7 @@ def _read(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Tensor, 
         )
     count = num_stretches(vocabulary)
     device = logits_PV.device
-    # apart, so that each begins at a multiple of 16 bytes: Triton compiles for what it sees
+    # apart, so that each begins at a multiple of 16 bytes, because Triton compiles for the alignment it sees
     top, total, best = (torch.empty((positions, count), dtype=torch.float32, device=device) for _ in range(3))
     token = torch.empty((positions, count), dtype=torch.int32, device=device)
     chosen_P = torch.empty(positions, dtype=torch.int64, device=device)

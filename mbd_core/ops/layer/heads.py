@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
-"""What stands between the product of q, k and v and attention, as one Triton kernel: norm, rotation, KV write.
+"""The steps between the product of q, k and v and attention as one Triton kernel: norm, rotation, KV write.
 
 A program takes one head of one token. Query heads go to a tensor of their own, key and value heads to their place in
 the cache.
@@ -83,7 +83,8 @@ def store_heads(
     """The queries (T, H, C) of `qkv` (T, (H + 2 K) C); keys and values go to `places_T` of the cache.
 
     Queries and keys are normed over their channels with `gain_NC` (`None`: not normed), then rotated by the cosines
-    and signed sines of `table_P2C` in their first `num_rotated` channels. Of tokens with the same place one remains.
+    and signed sines of `table_P2C` in their first `num_rotated` channels. If tokens have the same place, one of them
+    remains.
     """
     tokens, (kv_heads, channels) = len(qkv), keys_LKC.shape[1:]
     heads = qkv.shape[1] // channels - 2 * kv_heads

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
-"""The residual stream as one Triton kernel: what a layer adds, the experts' sum included, and the norm behind it.
+"""The residual stream as one Triton kernel: a layer's terms, the experts' sum included, and the norm behind them.
 
 The sum is rounded once, the normed values before the gain and again behind it, as `RMSNorm` rounds them.
 
@@ -33,9 +33,9 @@ class ExpertParts:
 
 @dataclass(frozen=True)
 class RankParts:
-    """A part (T, D) on each tensor-parallel rank, in the dtype of what they are added to, not yet summed.
+    """A part (T, D) on each tensor-parallel rank, in the dtype of the stream, not yet summed.
 
-    addresses_G  int64: where each begins, readable from here and written until the next kernel; 16 divides them
+    addresses_G  int64: the parts' addresses, readable here and written before the next kernel; 16 divides them
     """
 
     addresses_G: Tensor

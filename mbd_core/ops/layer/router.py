@@ -2,8 +2,8 @@
 """The choice of each token's experts from the router's logits as Triton kernels: `models.mlp.Router`'s rule.
 
 A program of the first kernel takes one token. Its experts lie group by group in a square of registers; the best of all
-that may be chosen is taken K times. Ties go to the lowest expert. Where a block has a capacity, a program of the
-second takes one block before that, and marks the experts that its tokens may choose.
+that may be chosen is taken K times. Ties go to the lowest expert. If a block has a capacity, a program of the second
+kernel takes one block first, and marks the experts that its tokens may choose.
 
 Shape legend: T tokens, E experts, K experts a token, S shared experts, N blocks, B block size.
 """
@@ -107,7 +107,8 @@ def _keep_experts_kernel(
     BIASED: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """One block: 1 for its CAPACITY best experts, by the largest value of each over its B tokens, 0 for the others."""
+    """One block: 1 for its CAPACITY best experts, by each one's largest value over the block's B tokens, 0 for the
+    others."""
     block = tl.program_id(0).to(tl.int64)
     least = float("-inf")
     expert = tl.arange(0, BLOCK_E)
@@ -154,9 +155,9 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Expert ids (T, K + S) int64, best first, and their weights (T, K + S) float32, of float32 logits (T, E).
 
-    The arguments are those of `MoEConfig`; with a `capacity` the tokens are whole blocks. Last stand the `num_shared`
-    (S) experts that every token shares, E to E + S - 1, with weight 1. The ids of a token that is not `live_T` are all
-    E + S, which is no expert.
+    The arguments are those of `MoEConfig`; with a `capacity` the tokens are whole blocks. The `num_shared` (S) shared
+    experts, E to E + S - 1, stand last with weight 1. The ids of a token that is not `live_T` are all E + S, which is
+    no expert.
     """
     tokens, experts = logits_TE.shape
     columns = per_token + num_shared

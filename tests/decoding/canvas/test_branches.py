@@ -10,7 +10,7 @@ from fake_canvas_model import MASK, VOCAB, FakeModel, drive, make
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
 from mbd_core.decoding.canvas.branch import Phase, ProbabilityMap, compatible, likeliest_tokens
 from mbd_core.decoding.canvas.branches import BranchedCanvas
-from mbd_core.decoding.canvas.plan import Lane, distinct_lengths
+from mbd_core.decoding.canvas.lane import Lane, distinct_lengths
 
 ALONE = Branches(block_lengths=(2, 4, 8), tau_merge=1.0, tau_sync=1000, refresh=1000)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock, Refresh
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
-from mbd_core.decoding.canvas.plan import Lane, num_lanes
+from mbd_core.decoding.canvas.lane import Lane, num_lanes
 
 LENGTHS = st.sampled_from([None, 1, 3, 4, 8, 40])
 CACHES = st.sampled_from(["none", "prefix", "dual"])

@@ -16,8 +16,8 @@ from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.causal import renoise
 from mbd_core.decoding.causal.renoise import (
+    CanvasReading,
     PositionNoise,
-    Reading,
     RenoisingDecoder,
     accept_within,
     piece_length,
@@ -68,7 +68,7 @@ def test_noise_belongs_to_seed_position_and_step() -> None:
     assert likelier == pytest.approx(float(log_p.amax(-1).exp().mean()), abs=0.03)
 
 
-def reading_of(logits_LV: Tensor, length: int | None, size: int = V) -> Reading:
+def reading_of(logits_LV: Tensor, length: int | None, size: int = V) -> CanvasReading:
     """Of a canvas at positions 5 to 5 + L, with one-hot embeddings."""
     return read_canvas(
         lambda part: logits_LV[part],
@@ -160,9 +160,9 @@ def decoder(rule: Renoise, *, max_tokens: int = 2 * L, **changes: Any) -> Renois
     return RenoisingDecoder(request, eos_token_ids=(0,), vocab=Vocab(NO_MASK, V))
 
 
-def said(best: int | list[int], entropy: float = 0.0) -> Reading:
+def said(best: int | list[int], entropy: float = 0.0) -> CanvasReading:
     tokens = torch.tensor([best] * L if isinstance(best, int) else best)
-    return Reading(tokens + 1, tokens, torch.full((L,), entropy), torch.zeros(L), torch.zeros(L, 2))
+    return CanvasReading(tokens + 1, tokens, torch.full((L,), entropy), torch.zeros(L), torch.zeros(L, 2))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_the_answer_is_the_last_argmax_and_canvases_are_renoised() -> None:
     run = decoder(Renoise(steps=2, entropy_bound=0.5, tau_entropy=0.0))
     first = run.canvas_L.clone()
     entropy, zeros = torch.tensor([0.5, 0.0, 0.25] + [3.0] * 5), torch.zeros(L)
-    reading = Reading(torch.full((L,), 9), torch.full((L,), 5), entropy, zeros, torch.ones(L, 2))
+    reading = CanvasReading(torch.full((L,), 9), torch.full((L,), 5), entropy, zeros, torch.ones(L, 2))
     update = run.take(reading)
     assert update.accepted == {(0, 0): 3} and update.mask_ratio == {(0, 0): 1.0}
     assert run.canvas_L[:3].tolist() == [9, 9, 9]

@@ -12,12 +12,12 @@ from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.decoding.blocks.config import decoding_config
 from mbd_core.models.shapes import SHAPES, random_model
-from mbd_core.multitf.data.encoding import encode_example
+from mbd_core.multitf.data.example import encode_example
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.paper import PAPER_RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened
+from mbd_core.multitf.run.export import export
 from mbd_core.multitf.run.start import check_model
-from mbd_core.multitf.run.worker import export
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.step.trainer import Trainer
 

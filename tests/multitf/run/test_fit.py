@@ -15,8 +15,8 @@ from mbd_core.multitf.data.encoding import EncodedChat, tokenizer_fingerprint
 from mbd_core.multitf.data.prepared import TinyData, named_data, write_record, write_samples
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened, with_precision
+from mbd_core.multitf.run.beginning import prepare
 from mbd_core.multitf.run.start import StartingPoint, check_model
-from mbd_core.multitf.run.worker import prepare
 from mbd_core.multitf.step.memory import RESERVE, Workload, fitting, plan_memory
 from mbd_core.multitf.step.trainer import Trainer
 

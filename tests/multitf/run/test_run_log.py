@@ -16,7 +16,7 @@ from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.run import log_targets
 from mbd_core.multitf.run.log import LOSSES, PLOT, SPEEDS, RunLog, draw_losses, moving_mean
 from mbd_core.multitf.run.log_targets import chosen_targets, flat, tag
-from mbd_core.multitf.step.compute import Peak
+from mbd_core.multitf.step.mfu import Peak
 from mbd_core.storage.folder import Folder
 
 PEAK = Peak(1e12, "a test")

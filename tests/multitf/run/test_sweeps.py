@@ -17,9 +17,10 @@ from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened
 from mbd_core.multitf.run import __main__ as plain
 from mbd_core.multitf.run import sweeps
 from mbd_core.multitf.run.checkpoints import Checkpoints
+from mbd_core.multitf.run.export import export_checkpoint
 from mbd_core.multitf.run.log import LOSSES, PLOT
 from mbd_core.multitf.run.start import StartingPoint
-from mbd_core.multitf.run.worker import Run, export_checkpoint, train_worker
+from mbd_core.multitf.run.worker import Run, train_worker
 from mbd_core.multitf.step.workers import ALONE
 from mbd_core.storage.folder import Folder
 

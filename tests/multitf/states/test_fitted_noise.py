@@ -12,8 +12,9 @@ import pytest
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_fitted_noise
 from mbd_core.multitf.run import __main__ as run
+from mbd_core.multitf.states.fitted_noise import FittedNoise, fit_noise, read_noise, write_noise
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.states.noise import SCHEDULES, FittedNoise, NoiseBounds, fit_noise, read_noise, write_noise
+from mbd_core.multitf.states.noise import SCHEDULES, NoiseBounds
 
 MEASURED = [(1.0,)] * 5 + [(0.25, 1.0)] * 3 + [(0.5, 0.75)] + [(0.125, 0.5, 1.0)] * 2
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.multitf.data.encoding import IGNORE, Example, encode_example
+from mbd_core.multitf.data.example import IGNORE, Example, encode_example
+from mbd_core.multitf.states.batch import MultiTFBatch, collate
 from mbd_core.multitf.states.layout import (
     GroupLayout,
     StateConfig,
@@ -23,16 +24,7 @@ from mbd_core.multitf.states.layout import (
 )
 from mbd_core.multitf.states.mask import dual_stream_mask
 from mbd_core.multitf.states.noise import NoiseBounds, chain_uniform, num_masked, sorted_uniform
-from mbd_core.multitf.states.sample import (
-    MultiTFBatch,
-    build_batch,
-    choose_layouts,
-    collate,
-    corrupt,
-    lay_out,
-    self_denoised,
-    without_unseen,
-)
+from mbd_core.multitf.states.sample import build_batch, choose_layouts, corrupt, lay_out, self_denoised, without_unseen
 from mbd_core.multitf.step.loss import denominator, multitf_loss
 
 MASK, EOS, B = 0, 1, 4

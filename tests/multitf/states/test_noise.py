@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.data.example import Example
+from mbd_core.multitf.states.fitted_noise import fit_noise
 from mbd_core.multitf.states.layout import GroupLayout, StateConfig
-from mbd_core.multitf.states.noise import SCHEDULES, SLACK, NoiseBounds, choose_masked, fit_noise, num_masked
+from mbd_core.multitf.states.noise import SCHEDULES, SLACK, NoiseBounds, choose_masked, num_masked
 from mbd_core.multitf.states.sample import corrupt
 
 RANGES = ((0.1, 0.2), (0.8, 0.9))

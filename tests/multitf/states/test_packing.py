@@ -13,12 +13,14 @@ from trainer_state import D2F_STATES, load_trainer, trainer_state
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import LoraSettings, TrainConfig
-from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.data.example import Example
+from mbd_core.multitf.states.batch import MultiTFBatch
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.states.mask import TrainingAttention
-from mbd_core.multitf.states.sample import MultiTFBatch, build_batch, packed_alike, packed_together
-from mbd_core.multitf.step.compute import update_flops, visible_pairs
+from mbd_core.multitf.states.packing import packed_alike, packed_together
+from mbd_core.multitf.states.sample import build_batch
+from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.loss import DENSE, distillation_loss, multitf_loss
+from mbd_core.multitf.step.mfu import update_flops, visible_pairs
 from mbd_core.multitf.step.trainer import StepMetrics, Trainer
 
 B = 4

@@ -13,9 +13,10 @@ from mbd_core.decoding.answers.piece import Edit, Piece
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Levenshtein, Soft
 from mbd_core.models.decoder import Decoder
-from mbd_core.multitf.data.encoding import IGNORE
+from mbd_core.multitf.data.example import IGNORE
 from mbd_core.multitf.states.answer import ReplayedAnswer
-from mbd_core.multitf.states.replay import ReplayBatch, ReplayCost, replay_batch, replay_cost
+from mbd_core.multitf.states.replay import ReplayBatch, replay_batch
+from mbd_core.multitf.states.replay_cost import ReplayCost, replay_cost
 from mbd_core.multitf.step.policy_loss import log_probabilities
 from mbd_core.ops.attention.whole import DenseAttention
 

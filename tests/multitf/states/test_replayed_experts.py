@@ -13,7 +13,7 @@ from mbd_core.engine.admission import RequestRefused
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.mlp import Router, recorded_experts
 from mbd_core.multitf.config import TrainConfig
-from mbd_core.multitf.data.encoding import IGNORE
+from mbd_core.multitf.data.example import IGNORE
 from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.multitf.states.replay import ReplayBatch, RoutedBatch, replay_batch
 from mbd_core.multitf.step.learner import Learner

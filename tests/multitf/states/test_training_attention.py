@@ -16,11 +16,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import TrainConfig
-from mbd_core.multitf.data.encoding import Example
-from mbd_core.multitf.states import mask as training_attention
+from mbd_core.multitf.data.example import Example
+from mbd_core.multitf.states import training_attention
+from mbd_core.multitf.states.batch import MultiTFBatch
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.states.mask import TrainingAttention, dual_stream_mask, whole_sequence_mask
-from mbd_core.multitf.states.sample import MultiTFBatch, Together, build_batch
+from mbd_core.multitf.states.mask import dual_stream_mask, whole_sequence_mask
+from mbd_core.multitf.states.packing import Together
+from mbd_core.multitf.states.sample import build_batch
+from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.loss import distillation_loss, multitf_loss
 from mbd_core.multitf.step.trainer import Trainer
 

@@ -15,7 +15,7 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import LoraSettings, TrainConfig
 from mbd_core.multitf.states.answer import ReplayedAnswer
-from mbd_core.multitf.states.replay import replay_cost
+from mbd_core.multitf.states.replay_cost import replay_cost
 from mbd_core.multitf.step.learner import Learner, LearnerReport
 from mbd_core.multitf.step.objective import OBJECTIVES, PolicyObjective
 

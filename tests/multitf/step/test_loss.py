@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import TrainConfig
-from mbd_core.multitf.data.encoding import IGNORE, Example
+from mbd_core.multitf.data.example import IGNORE, Example
+from mbd_core.multitf.states.batch import MultiTFBatch, collate
 from mbd_core.multitf.states.layout import GroupLayout, StateConfig
 from mbd_core.multitf.states.mask import block_causal_mask, dual_stream_mask
-from mbd_core.multitf.states.sample import MultiTFBatch, NoisyStream, build_batch, collate, lay_out, self_denoised
+from mbd_core.multitf.states.sample import NoisyStream, build_batch, lay_out, self_denoised
 from mbd_core.multitf.step import loss as losses
 from mbd_core.multitf.step.loss import denominator, distillation_loss, divergence, multitf_loss, roll_out
 from mbd_core.multitf.step.trainer import Trainer, split_batch

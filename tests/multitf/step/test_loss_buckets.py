@@ -9,12 +9,13 @@ from family_models import FAMILIES, random_model
 from torch.nn import functional as F
 
 from mbd_core.multitf.config import TrainConfig
-from mbd_core.multitf.data.encoding import IGNORE, Example
+from mbd_core.multitf.data.example import IGNORE, Example
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.mask import dual_stream_mask
 from mbd_core.multitf.states.noise import NoiseBounds
 from mbd_core.multitf.states.sample import build_batch
-from mbd_core.multitf.step.loss import BUCKETS, NUM_SLOTS, bucket_means, bucket_sums, multitf_loss
+from mbd_core.multitf.step.loss import multitf_loss
+from mbd_core.multitf.step.loss_buckets import BUCKETS, NUM_SLOTS, bucket_means, bucket_sums
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.ops.attention.whole import DenseAttention
 

@@ -11,19 +11,12 @@ from mbd_core.models.decoder import DecoderLayer
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.config import LoraSettings, TrainConfig
-from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.data.example import Example
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.mask import dual_stream_mask
-from mbd_core.multitf.step.memory import (
-    RESERVE,
-    Workload,
-    fitting,
-    kept_bytes,
-    plan_lines,
-    plan_memory,
-    sequence_tokens,
-)
+from mbd_core.multitf.step.activation_memory import kept_bytes
+from mbd_core.multitf.step.memory import RESERVE, Workload, fitting, plan_lines, plan_memory, sequence_tokens
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.ops.attention.whole import DenseAttention
 

@@ -13,21 +13,14 @@ from small_engines import MASK, build
 from torch import Tensor
 
 from mbd_core.models.decoder import Decoder
-from mbd_core.multitf.data.encoding import IGNORE
+from mbd_core.multitf.data.example import IGNORE
 from mbd_core.multitf.states.answer import ReplayedAnswer
+from mbd_core.multitf.states.batch import MultiTFBatch
 from mbd_core.multitf.states.replay import ReplayBatch, replay_batch
-from mbd_core.multitf.states.sample import MultiTFBatch
 from mbd_core.multitf.step.loss import multitf_loss
 from mbd_core.multitf.step.objective import OBJECTIVES, PolicyObjective
-from mbd_core.multitf.step.policy_loss import (
-    MAXIMA,
-    SUMS,
-    Totals,
-    log_probabilities,
-    objective_loss,
-    policy_loss,
-    weighed,
-)
+from mbd_core.multitf.step.policy_loss import MAXIMA, SUMS, log_probabilities, objective_loss, policy_loss
+from mbd_core.multitf.step.policy_weights import Totals, weighed
 
 Token = dict[str, float]
 """One label: its `lp`, `old`, `ref`, advantage `a`, whether it is `correct`, and its `answer` and `state`."""

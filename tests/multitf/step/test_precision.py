@@ -8,8 +8,8 @@ import torch
 from mbd_core.multitf.config import TrainConfig
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
+from mbd_core.multitf.run.beginning import prepare
 from mbd_core.multitf.run.start import StartingPoint
-from mbd_core.multitf.run.worker import prepare
 from mbd_core.multitf.step import compute as precision
 from mbd_core.multitf.step.compute import compute_precision
 from mbd_core.multitf.step.trainer import Trainer

@@ -17,7 +17,7 @@ from mbd_core.checkpoint.config import load_config
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.config import LoraSettings, TrainConfig
-from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.data.example import Example
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
 from mbd_core.multitf.run import __main__ as run

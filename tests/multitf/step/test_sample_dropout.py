@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mbd_core.multitf.step.adapter import CurrentDraws, SampleDraws, SampleDropout
+from mbd_core.multitf.step.sample_dropout import CurrentDraws, SampleDraws, SampleDropout
 
 
 def drop(x: torch.Tensor, *rows: SampleDraws, layer: int = 0, p: float = 0.25) -> torch.Tensor:

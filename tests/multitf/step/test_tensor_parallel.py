@@ -19,7 +19,7 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.multitf.run.checkpoints import MARKER
-from mbd_core.multitf.step.loss import BUCKETS
+from mbd_core.multitf.step.loss_buckets import BUCKETS
 from mbd_core.multitf.step.parallel import check_divides, cut_dim
 from mbd_core.multitf.step.workers import ALONE
 

@@ -15,7 +15,7 @@ from mbd_core.checkpoint.adapter import read_adapter
 from mbd_core.checkpoint.adapter_saving import save_adapter
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import LoraSettings, TrainConfig
-from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.data.example import Example
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.step.adapter import adapter_factors, add_adapter, merge_adapter, without_adapter
 from mbd_core.multitf.step.trainer import Trainer

@@ -10,12 +10,12 @@ from family_models import FAMILIES, random_model
 from trainer_state import load_trainer, trainer_state
 
 from mbd_core.multitf.config import TrainConfig
-from mbd_core.multitf.data.encoding import IGNORE, Example
+from mbd_core.multitf.data.example import IGNORE, Example
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
+from mbd_core.multitf.run.beginning import prepare
 from mbd_core.multitf.run.start import StartingPoint
-from mbd_core.multitf.run.worker import prepare
+from mbd_core.multitf.states.batch import MultiTFBatch
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.states.sample import MultiTFBatch
 from mbd_core.multitf.step.trainer import Trainer
 
 

@@ -10,13 +10,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mbd_core.models.flops import head_flops, matrix_flops, mlp_flops, pair_flops
-from mbd_core.multitf.data.encoding import IGNORE, Example
+from mbd_core.multitf.data.example import IGNORE, Example
+from mbd_core.multitf.states.batch import MultiTFBatch
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.mask import dual_stream_mask
-from mbd_core.multitf.states.sample import MultiTFBatch, build_batch
-from mbd_core.multitf.step import compute as training_flops
-from mbd_core.multitf.step.compute import Peak, device_peak, mfu, named_peak, update_flops, visible_pairs
+from mbd_core.multitf.states.sample import build_batch
+from mbd_core.multitf.step import mfu as training_flops
 from mbd_core.multitf.step.loss import distillation_loss, multitf_loss
+from mbd_core.multitf.step.mfu import Peak, device_peak, mfu, named_peak, update_flops, visible_pairs
 
 B, CPU = 4, torch.device("cpu")
 STATES = {

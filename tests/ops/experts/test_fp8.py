@@ -12,7 +12,7 @@ from mbd_core.ops.experts.choice import loop_experts
 
 @pytest.mark.parametrize("block", [None, (1, 16), (5, 12)])
 @pytest.mark.parametrize("shape", [(24, 32), (3, 24, 32)])
-def test_fp8_weights_are_within_half_a_step(block: fp8.Block | None, shape: tuple[int, ...]) -> None:
+def test_fp8_weights_are_within_half_a_step(block: fp8.BlockShape | None, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     weight = torch.randn(shape) * torch.logspace(-6, 1, shape[-2])[:, None]
     weight[..., 5, :] = 0
@@ -49,7 +49,7 @@ def test_fp8_blocks_follow_an_outlier_only_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("block", [None, (1, 16), (5, 12)])
-def test_fp8_experts_are_the_loop_on_the_rounded_weights(block: fp8.Block | None) -> None:
+def test_fp8_experts_are_the_loop_on_the_rounded_weights(block: fp8.BlockShape | None) -> None:
     x, gate, up, down, ids, weights = layer(19, 32, 48, 6, 2)
     stacks = [fp8.quantize(w, block=block) for w in (gate, up, down)]
     rounded = [fp8.dequantize(s, torch.float32) for s in stacks]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from simulated_trace import SIZE, simulate
 
-from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.data.example import Example
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.trace.traced_run import TracedRun, traced_run
 from research.alignment.states import decoded_examples, inference_states, training_states

@@ -10,8 +10,8 @@ import pytest
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.evaluation.measures.statistics import Interval
 from mbd_core.multitf.recipes.shipped import LEDGER_MBD, LEDGER_TF
+from mbd_core.multitf.states.fitted_noise import FittedNoise
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.states.noise import FittedNoise
 from research.alignment.states import TracingPlan, record_models
 from research.ledger import distances as row_distances
 from research.ledger.distances import (

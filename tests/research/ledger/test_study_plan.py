@@ -9,7 +9,7 @@ import pytest
 
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_BD, LEDGER_MBD, LEDGER_TF, NUM_STREAMS
-from mbd_core.multitf.states.noise import FittedNoise, write_noise
+from mbd_core.multitf.states.fitted_noise import FittedNoise, write_noise
 from research.ledger.plan import (
     COMPARED_WITH,
     FITTED,

@@ -9,7 +9,8 @@ from chat_templates import tool_folder
 from local_server import answers
 
 from mbd_core.checkpoint.chat import CallRule
-from mbd_core.decoding.grammar.grammar import MAX_SCHEMAS, Grammar, GrammarRefused, plain_schema
+from mbd_core.decoding.grammar.grammar import MAX_SCHEMAS, Grammar
+from mbd_core.decoding.grammar.schemas import GrammarRefused, plain_schema
 from mbd_core.serving.api.errors import ApiError
 
 

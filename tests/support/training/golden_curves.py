@@ -19,7 +19,7 @@ from trainer_state import D2F_STATES
 
 from mbd_core.files import write_json
 from mbd_core.multitf.config import LoraSettings, TrainConfig
-from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.data.example import Example
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.step.trainer import Trainer
 

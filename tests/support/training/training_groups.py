@@ -17,9 +17,11 @@ from training_pair import held, held_by, losses, recipe_on, run_of, trained
 
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.run.checkpoints import Curve
-from mbd_core.multitf.states.sample import MultiTFBatch
-from mbd_core.multitf.step.loss import BUCKETS, multitf_loss
-from mbd_core.multitf.step.parallel import parallelize, whole
+from mbd_core.multitf.states.batch import MultiTFBatch
+from mbd_core.multitf.step.loss import multitf_loss
+from mbd_core.multitf.step.loss_buckets import BUCKETS
+from mbd_core.multitf.step.parallel import parallelize
+from mbd_core.multitf.step.sharding import whole
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.multitf.step.workers import Workers, torchrun_workers
 

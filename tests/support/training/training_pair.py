@@ -19,7 +19,7 @@ from trainer_state import D2F_STATES
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.multitf.config import LoraSettings, Sharding, TrainConfig, ValidationOptions
-from mbd_core.multitf.data.encoding import IGNORE
+from mbd_core.multitf.data.example import IGNORE
 from mbd_core.multitf.data.prepared import TinyData
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
@@ -29,7 +29,7 @@ from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.worker import Run
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.step.memory import Workload, plan_memory
-from mbd_core.multitf.step.parallel import own_part
+from mbd_core.multitf.step.sharding import own_part
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.multitf.step.workers import Workers, torchrun_workers
 from mbd_core.storage.folder import Folder

@@ -1,0 +1,191 @@
+"""Short ends of answers under a grammar: the search for tokens that complete an answer within its budget.
+
+Shape legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from mbd_core.decoding.grammar.grammar import Grammar
+from mbd_core.decoding.grammar.matchers import first_line
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+NUM_TRIED, NUM_FOLLOWED = 64, 24  # tokens tried at a position, and tokens whose next position is looked at
+MAX_LITERALS = 32
+MASK_TRIES = 40  # trying a token costs about this share of computing the allowed ones
+STEP_TRIES = 25_000  # of all rows of a step together; beyond it no other row begins to look for a new closing
+
+
+class Search:
+    """The budget of one step's guides to find closings, counted in tried tokens.
+
+    It is a count instead of a time, so that the same rows are always decided alike. A search that has begun goes to
+    its own end.
+
+    error  the reason why the matcher could not go on in the latest walk without an end; empty if it could
+    """
+
+    def __init__(self, tries: float = math.inf) -> None:
+        self._num_left = tries
+        self.error = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no other search may begin."""
+        return self._num_left <= 0
+
+    def count(self, tries: int) -> None:
+        self._num_left -= tries
+
+
+class Vocabulary(Protocol):
+    """A tokenizer in llguidance's form."""
+
+    def __call__(self) -> LLTokenizer: ...
+
+
+class Closings:
+    """Searches for short ends of answers, in two ways.
+
+    The quick way takes tokens that close something, which ends JSON. The thorough way takes tokens after which little,
+    or something new, may follow. At each position, both try whether one more token, or a literal of the grammar, ends
+    the answer.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, *, eos_token_id: int, forbidden: Sequence[int]) -> None:
+        self.eos_token_id, self._tokenizer, self._size = eos_token_id, tokenizer, tokenizer.vocab_size
+        texts = [tokenizer.decode_bytes([token]) for token in range(self._size)]
+        special = [texts[t].decode(errors="replace") for t in range(self._size) if tokenizer.is_special_token(t)]
+        self._special = [text for text in special if text]
+        self._rank_V = np.array([_rank(text) for text in texts])
+        self._lengths_V = np.array([len(text) for text in texts])
+        self._order_V = np.lexsort((-self._lengths_V, self._rank_V))
+        single = np.flatnonzero(self._lengths_V == 1)
+        self._single = np.array(sorted(single, key=lambda t: _BYTE_RANK[texts[t][0]]), dtype=np.int64)
+        self._quotes = np.flatnonzero([text == b'"' for text in texts])
+        self._never = np.array(sorted(forbidden), dtype=np.int64)
+
+    def literals(self, grammar: Grammar) -> list[list[int]]:
+        """The tokens of plain words and marks in a grammar's text."""
+        if grammar.syntax == "json_schema":
+            return []
+        words = dict.fromkeys(re.findall(r"[^\\.^$|?*+()\[\]{}\"\s]{2,}", grammar.whole))
+        return [self._tokenizer.tokenize_str(text) for text in list(words)[:MAX_LITERALS]]
+
+    def special_in(self, grammar: Grammar) -> str:
+        """The reason why an answer may not be found, if a special token's text stands in the grammar; else empty."""
+        text = grammar.whole.replace("\\", "")
+        name = next((special for special in self._special if special in text), None)
+        return "" if name is None else f"'{name}' is a special token's text, which no answer has"
+
+    def allowed(self, matcher: LLMatcher) -> np.ndarray | None:
+        """The tokens (V,) that may come next; `None` if the matcher cannot say."""
+        if matcher.is_error():
+            return None
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher.is_error():
+            return None
+        mask_V = np.unpackbits(bits, bitorder="little")[: self._size].astype(bool)
+        mask_V[self._never[self._never < self._size]] = False
+        return mask_V if mask_V.any() else None
+
+    def find(
+        self, matcher: LLMatcher, limit: int, *, literals: Sequence[Sequence[int]], thorough: int, search: Search
+    ) -> list[int] | None:
+        """At most `limit` tokens, the last one an EOS, that complete the matcher's text. The matcher is unchanged.
+
+        If the quick way finds none, the thorough one is taken, which costs far more: for at most `thorough` tokens.
+        """
+        closing = self._walk(matcher, limit, literals, self._quick, search)
+        return closing or self._walk(matcher, min(limit, thorough), literals, self._thorough, search)
+
+    def _walk(
+        self, matcher: LLMatcher, limit: int, literals: Sequence[Sequence[int]], choose: _Choose, search: Search
+    ) -> list[int] | None:
+        matcher = matcher.deep_copy()
+        tokens: list[int] = []
+        uses: Counter[int] = Counter()
+        while len(tokens) < limit and not matcher.is_error():
+            if matcher.is_stopped() or matcher.is_accepting():
+                return [*tokens, self.eos_token_id]
+            next_tokens = matcher.compute_ff_tokens()
+            if not next_tokens:
+                mask_V = self.allowed(matcher)
+                search.count(MASK_TRIES)
+                if mask_V is None:
+                    break
+                last_tokens = self._last_tokens(matcher, mask_V, literals, search)
+                next_tokens = last_tokens or [choose(matcher, mask_V, uses, search)]
+            if not matcher.consume_tokens(next_tokens):
+                break
+            tokens += next_tokens
+        search.error = first_line(matcher.get_error()) if matcher.is_error() else ""
+        return None
+
+    def _last_tokens(
+        self, matcher: LLMatcher, mask_V: np.ndarray, literals: Sequence[Sequence[int]], search: Search
+    ) -> list[int] | None:
+        """Tokens that complete the answer."""
+        candidates = self._order_V[mask_V[self._order_V]][:NUM_TRIED]
+        single = self._single[mask_V[self._single]]
+        for tokens in (*([t] for t in (*candidates.tolist(), *single.tolist())), *literals):
+            search.count(len(tokens))
+            if matcher.validate_tokens([*tokens, self.eos_token_id]) == len(tokens) + 1:
+                return list(tokens)
+        return None
+
+    def _quick(self, matcher: LLMatcher, mask_V: np.ndarray, uses: Counter[int], search: Search) -> int:
+        candidates = self._order_V[mask_V[self._order_V]][:NUM_TRIED].tolist()
+        if mask_V.sum() > self._size // 4:  # inside a string, where brackets are text
+            candidates = self._quotes[mask_V[self._quotes]].tolist() or candidates
+        token = int(min(candidates, key=lambda t: self._rank_V[t] + uses[t] / 2))
+        uses[token] += 1
+        return token
+
+    def _thorough(self, matcher: LLMatcher, mask_V: np.ndarray, seen: Counter[int], search: Search) -> int:
+        """The thorough way; `seen` counts the allowed tokens at earlier positions."""
+        candidates = self._order_V[mask_V[self._order_V]][: NUM_FOLLOWED // 4].tolist()
+        candidates += self._single[mask_V[self._single]][:NUM_FOLLOWED].tolist()
+        seen[hash(mask_V.tobytes())] += 1
+        follows: dict[int, tuple[int, int, int]] = {}
+        for token in dict.fromkeys(candidates):
+            next_matcher = matcher.deep_copy()
+            search.count(MASK_TRIES)
+            if next_matcher.consume_token(token) and (next_V := self.allowed(next_matcher)) is not None:
+                num_uses = seen[hash(next_V.tobytes())]
+                follows[token] = (num_uses, int(next_V.sum()), -int(self._lengths_V[token]))
+        return min(follows, key=lambda t: follows[t]) if follows else int(candidates[0])
+
+
+def _rank(text: bytes) -> int:
+    """Brackets that close, quotes, digits, other text, brackets that open."""
+    if text and not text.strip(b"}])"):
+        return 0
+    if text and not text.strip(b'}])"'):
+        return 1
+    if text.isdigit():
+        return 2
+    return 4 if any(bracket in text for bracket in b"{[(") else 3
+
+
+def _byte_ranks() -> list[int]:
+    """The place of each byte: ends of lines and strings, closing brackets, other marks, digits, letters, the rest."""
+    first = b"\n\"'}])>;.,:@#|/-+=_ "
+    order = [*first, *b"0123456789", *range(97, 123), *range(65, 91)]
+    order += [byte for byte in (*range(33, 127), *range(128), *range(128, 256)) if byte not in order]
+    ranks = {byte: rank for rank, byte in reversed(list(enumerate(order)))}
+    return [ranks[byte] for byte in range(256)]
+
+
+_BYTE_RANK = _byte_ranks()
+
+_Choose = Callable[["LLMatcher", np.ndarray, Counter[int], Search], int]

@@ -1,0 +1,72 @@
+"""The attention of training: FlexAttention under a block mask on a GPU, a dense mask elsewhere, from one predicate.
+
+A dense mask computes every pair of tokens, so the shared clean stream costs more than separate sequences if these are
+long. A block mask skips the pairs between layouts (benchmarks/README.md has the counts).
+"""
+
+from collections import OrderedDict
+from hashlib import sha256
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from mbd_core.models.layer_parts import Attend
+from mbd_core.multitf.config import AttentionChoice
+from mbd_core.multitf.states.mask import dual_stream_mask, dual_stream_sees, whole_sequence_mask, whole_sequence_sees
+from mbd_core.multitf.states.sample import MultiTFBatch
+from mbd_core.ops.attention.whole import DenseAttention, FlexAttention, block_mask
+
+KEPT_MASKS = 32
+"""The number of cached block masks, one for each layout shape, the least recent dropped first."""
+
+
+class TrainingAttention:
+    """The attention of a run: FlexAttention under a block mask on a GPU, a dense mask elsewhere.
+
+    A block mask is built once for each layout shape: the streams, blocks and noise-groups of a batch's tokens. Raises
+    `ValueError` for `flex` on a device where it has no gradients.
+    """
+
+    def __init__(self, choice: AttentionChoice, device: torch.device) -> None:
+        if choice == "flex" and device.type != "cuda":
+            raise ValueError(f"attention=flex trains on a GPU alone, and this device is {device.type}; choose dense")
+        self.kind: Literal["dense", "flex"] = "flex" if choice != "dense" and device.type == "cuda" else "dense"
+        self._is_choice = choice != "auto"
+        self._masks: OrderedDict[bytes, BlockMask] = OrderedDict()
+
+    def describe(self) -> str:
+        """The kind of attention and its reason, for the first line of a run."""
+        if self._is_choice:
+            return f"{self.kind} attention, as asked"
+        return "flex attention" if self.kind == "flex" else "dense attention (flex needs a GPU)"
+
+    def of(self, batch: MultiTFBatch, *, whole: bool = False) -> Attend:
+        """The attention of one batch: the Group-Aware Dual-Stream Mask, or with `whole` only the padding's mask."""
+        if self.kind == "flex":
+            return FlexAttention(self._block_mask(batch, whole=whole))
+        sample = places_of_samples(batch)
+        numbers = (batch.stream, batch.block, batch.first)
+        mask = whole_sequence_mask(batch.stream, sample) if whole else dual_stream_mask(*numbers, sample)
+        return DenseAttention(mask[:, None])
+
+    def _block_mask(self, batch: MultiTFBatch, *, whole: bool) -> BlockMask:
+        numbers = (batch.stream, batch.block, batch.first, places_of_samples(batch))
+        content = torch.stack(numbers).cpu().numpy().tobytes()
+        key = sha256(content + bytes([whole]) + str((*batch.stream.shape, batch.stream.device)).encode()).digest()
+        if key not in self._masks:
+            sees = whole_sequence_sees(batch.stream, numbers[-1]) if whole else dual_stream_sees(*numbers)
+            samples, length = batch.stream.shape
+            self._masks[key] = block_mask(sees, batch=samples, length=length, device=batch.stream.device)
+            if len(self._masks) > KEPT_MASKS:
+                self._masks.popitem(last=False)
+        self._masks.move_to_end(key)
+        return self._masks[key]
+
+
+def places_of_samples(batch: MultiTFBatch) -> Tensor:
+    """Each token's sample, by its place in the row, from 0 (S, L). Batches of one shape have equal ones."""
+    places = torch.zeros_like(batch.sample)
+    places[:, 1:] = (batch.sample[:, 1:] != batch.sample[:, :-1]).cumsum(-1)
+    return places
