@@ -41,8 +41,11 @@ class WholeAttention:
 
 @torch.inference_mode()
 def own_batch(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, canvas: Canvas) -> list[list[int]]:
-    """The tokens of all canvases; an EOS ends none. `ValueError` for prompts of unlike lengths, for models with
-    shifted logits, and for canvases that keep keys or accept otherwise than LLaDA and Fast-dLLM do."""
+    """The tokens of all canvases; an EOS ends none.
+
+    Raises `ValueError` for prompts of different lengths, for models with shifted logits, and for canvases that keep
+    keys or accept otherwise than LLaDA and Fast-dLLM do.
+    """
     lengths = {len(prompt) for prompt in prompts}
     if len(lengths) != 1:
         raise ValueError(f"a batch has prompts of one length, not of {sorted(lengths)}")

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from mbd_core.batch.decoding_model import DecodingModel
     from mbd_core.evaluation.sweep.sweep import Sweep
 
-# The same samples by the engine and by a sweep, and the ratio of their wall times.
-
 TRIAL = 32  # problems by which the length of the run is found
 MOST_RATIO = 1.10  # what the ratio is to stay below on a run of 5 minutes
 LEAST_GAIN = 1.7  # what two engines are to be worth, where there are cores for them
@@ -211,8 +209,6 @@ def num_differences(first: Texts, second: Texts) -> int:
         raise RuntimeError(f"the sweep has {len(second)} samples, not the {len(first)} of the direct run")
     return sum(first[sample] != second[sample] for sample in first)
 
-
-# The start of a program's process, by inputs and by tests.
 
 PROGRAM = "def same(x):\n    return x\n"
 LIMITS = Limits()

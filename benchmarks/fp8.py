@@ -27,8 +27,6 @@ from mbd_core.models.quantize import quantize_weights, weight_bytes
 from mbd_core.ops.attention.whole import DenseAttention
 from mbd_core.tasks import code_mini, gsm_mini
 
-# How far the logits of a model with rounded weights are from the original's.
-
 
 @dataclass(frozen=True, kw_only=True)
 class LogitError:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-Form = Callable[[str, random.Random], str | None]
+TextForm = Callable[[str, random.Random], str | None]
 
 OWN_GOLDS = {
     "gsm8k": ("73", "18", "1,234", "-3", "540", "2,125", "65,960", "7", "20", "1,450,000"),
@@ -24,8 +24,6 @@ OWN_GOLDS = {
     ),
 }
 """Golds of our own in the forms of the benchmarks', for where these are absent."""
-
-# Values of golds.
 
 _DECIMAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)")
 _FRACTION = re.compile(r"(-?)(\d*)\\[dt]?frac\s*\{?(\d+|\d)\}?\s*\{?(\d+)\}?")
@@ -55,7 +53,7 @@ def decimal_of(value: Fraction) -> str | None:
     return None
 
 
-def _number(write: Callable[[Fraction, random.Random], str | None]) -> Form:
+def _number(write: Callable[[Fraction, random.Random], str | None]) -> TextForm:
     """A form of golds that are numbers."""
 
     def form(gold: str, draw: random.Random) -> str | None:
@@ -65,12 +63,12 @@ def _number(write: Callable[[Fraction, random.Random], str | None]) -> Form:
     return form
 
 
-def _whole(write: Callable[[int, random.Random], str | None]) -> Form:
+def _whole(write: Callable[[int, random.Random], str | None]) -> TextForm:
     """A form of golds that are whole numbers."""
     return _number(lambda value, draw: write(value.numerator, draw) if value.denominator == 1 else None)
 
 
-def _decimal(write: Callable[[str, random.Random], str | None]) -> Form:
+def _decimal(write: Callable[[str, random.Random], str | None]) -> TextForm:
     """A form of golds that are finite decimals."""
 
     def form(value: Fraction, draw: random.Random) -> str | None:
@@ -80,7 +78,7 @@ def _decimal(write: Callable[[str, random.Random], str | None]) -> Form:
     return _number(form)
 
 
-def _bare(form: Form) -> Form:
+def _bare(form: TextForm) -> TextForm:
     """A form of golds without a sign of money."""
     return lambda gold, draw: None if "$" in gold else form(gold, draw)
 
@@ -100,7 +98,7 @@ def _mixed(value: Fraction, _draw: random.Random) -> str | None:
     return _box(rf"{sign}{whole}\frac{{{rest.numerator}}}{{{rest.denominator}}}") if whole and rest else None
 
 
-def _grouped(mark: str) -> Form:
+def _grouped(mark: str) -> TextForm:
     return _whole(lambda n, _: _box(f"{n * 1000:,}".replace(",", mark).removesuffix(f"{mark}000")) if n else None)
 
 
@@ -140,7 +138,7 @@ def in_words(number: int) -> str:
     return _WORDS[number]
 
 
-RIGHT_NUMBERS: Mapping[str, Form] = {
+RIGHT_NUMBERS: Mapping[str, TextForm] = {
     "1,234": _whole(lambda n, _: (t := _thousands(n, ",")) and _box(t)),
     "1{,}234": _whole(lambda n, d: (t := _thousands(n, d.choice(["{,}", r",\!"]))) and _box(t)),
     r"1\,234": _whole(lambda n, d: (t := _thousands(n, d.choice([r"\,", r"\ ", "~", "\u202f"]))) and _box(t)),
@@ -200,7 +198,7 @@ def _turned(value: Fraction, _draw: random.Random) -> str | None:
     return None if value == 0 or abs(value) == 1 else _box(_fraction(1 / value))
 
 
-WRONG_NUMBERS: Mapping[str, Form] = {
+WRONG_NUMBERS: Mapping[str, TextForm] = {
     "one more or less": _number(_nearby),
     "a millionth off": _number(_tiny),
     "the other sign": _number(lambda v, _: _box(_fraction(-v)) if v else None),
@@ -217,8 +215,6 @@ WRONG_NUMBERS: Mapping[str, Form] = {
         lambda t, d: _box(d.choice([r"%s \text{ or } %s", "%s, %s"]) % (t, decimal_of(Fraction(t) + 2)))
     ),
 }
-
-# Places.
 
 _EARLIER = "The first part gives {other}, and half of it is 3.\n\n"
 RIGHT_PLACES: Mapping[str, str] = {
@@ -252,10 +248,8 @@ WRONG_PLACES: Mapping[str, str] = {
     "struck out": "Answer: ~~{gold}~~ {other}",
 }
 
-# Golds of MATH that are no plain numbers.
 
-
-def _where(pattern: str, write: Callable[[str, random.Random], str | None]) -> Form:
+def _where(pattern: str, write: Callable[[str, random.Random], str | None]) -> TextForm:
     """A form of golds in which a pattern stands."""
     return lambda gold, draw: write(gold, draw) if re.search(pattern, gold) else None
 
@@ -265,7 +259,7 @@ def _is_expression(gold: str) -> bool:
     return not re.search(r",|=|\\text|\\mbox|_|\\cup|\\in\b|\\begin|\\pm|\\circ|\\\$|\\\{", gold)
 
 
-def _expression(write: Callable[[str, random.Random], str | None]) -> Form:
+def _expression(write: Callable[[str, random.Random], str | None]) -> TextForm:
     return lambda gold, draw: _box_of(write(gold, draw)) if _is_expression(gold) else None
 
 
@@ -273,7 +267,7 @@ def _box_of(content: str | None) -> str | None:
     return None if content is None else _box(content)
 
 
-def _rewritten(how: str) -> Form:
+def _rewritten(how: str) -> TextForm:
     """A form in which sympy has expanded or factored the gold."""
 
     def form(gold: str, _draw: random.Random) -> str | None:
@@ -302,7 +296,7 @@ def _tuple_items(gold: str) -> list[str]:
     return [item.strip() for item in re.sub(r"\\(?:left|right)", "", gold).strip("() ").split(",")]
 
 
-def _list_form(write: Callable[[list[str], random.Random], str | None]) -> Form:
+def _list_form(write: Callable[[list[str], random.Random], str | None]) -> TextForm:
     """A form of golds that are lists or sets without order; numbers with marks of thousands are none."""
 
     def form(gold: str, draw: random.Random) -> str | None:
@@ -352,7 +346,7 @@ def _decimals_of(gold: str, _draw: random.Random) -> str | None:
     return _box(f"{float(parse(rf'{chr(92)}boxed{{{gold}}}', parsing_timeout=None)[0].evalf()):.7f}")
 
 
-RIGHT_EXPRESSIONS: Mapping[str, Form] = {
+RIGHT_EXPRESSIONS: Mapping[str, TextForm] = {
     "as it is": lambda gold, draw: _box(gold),
     "other spaces": lambda gold, draw: _box(
         re.sub(r"(?<=[,+=(])", d if (d := draw.choice([" ", r"\,", "  "])) else "", gold)
@@ -424,7 +418,7 @@ RIGHT_EXPRESSIONS: Mapping[str, Form] = {
         ),
     ),
 }
-WRONG_EXPRESSIONS: Mapping[str, Form] = {
+WRONG_EXPRESSIONS: Mapping[str, TextForm] = {
     "a number changed": lambda gold, draw: _other_number(gold, draw),
     "one more": _expression(lambda g, _: f"{g} + 1"),
     "a ten-millionth more": _expression(lambda g, _: f"{g} + 0.0000001"),

@@ -20,7 +20,7 @@ from benchmarks.graded_texts import (
     WRONG_EXPRESSIONS,
     WRONG_NUMBERS,
     WRONG_PLACES,
-    Form,
+    TextForm,
     value_of,
 )
 from benchmarks.measuring import markdown
@@ -53,7 +53,7 @@ TOTALS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class GraderKind:
     """A kind of texts: a notation or a place, whether they are right, and the texts with their golds."""
 
     task: str
@@ -73,9 +73,9 @@ def load_golds(task: str, folder: Path | None) -> list[str]:
     return [row["answer"].rpartition("#### ")[2].strip() for row in rows]
 
 
-def kinds_of(task: str, golds: Sequence[str], *, number: int, seed: int) -> Iterator[Kind]:
+def kinds_of(task: str, golds: Sequence[str], *, number: int, seed: int) -> Iterator[GraderKind]:
     """Every kind that the golds have, with `number` texts each."""
-    forms: list[tuple[bool, Mapping[str, Form]]] = [(True, RIGHT_NUMBERS), (False, WRONG_NUMBERS)]
+    forms: list[tuple[bool, Mapping[str, TextForm]]] = [(True, RIGHT_NUMBERS), (False, WRONG_NUMBERS)]
     if task == "math500":
         forms += [(True, RIGHT_EXPRESSIONS), (False, WRONG_EXPRESSIONS)]
     for is_right, places in ((True, RIGHT_PLACES), (False, WRONG_PLACES)):
@@ -91,7 +91,7 @@ def kinds_of(task: str, golds: Sequence[str], *, number: int, seed: int) -> Iter
                 if len(texts) == number:
                     break
             if texts:
-                yield Kind(task=task, name=name, is_right=is_right, texts=texts)
+                yield GraderKind(task=task, name=name, is_right=is_right, texts=texts)
 
 
 def _in_place(place: str, golds: Sequence[str], gold: str, draw: random.Random) -> str | None:
@@ -109,7 +109,7 @@ def math_verify_alone(gold: str, text: str) -> bool:
     return bool(verify(parse(rf"\boxed{{{gold}}}"), parse(text)))
 
 
-def count(kind: Kind, judge: MathJudge, *, alone: bool) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def count(kind: GraderKind, judge: MathJudge, *, alone: bool) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """A row of the table, and the texts with a wrong verdict."""
     failures = [(gold, text) for gold, text in kind.texts if judge.judge(gold, text).correct != kind.is_right]
     row = {

@@ -179,14 +179,9 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     return Machine(bandwidth=measure_bandwidth(device), flops=measure_flops(device, dtype))
 
 
-# Which experts a step touches: counted on the device, and a routing under which they are touched evenly.
-#
-# Routers with random weights choose alike for most tokens: they touch far fewer experts than as many independent
-# draws would. A floor that assumes independent draws then lies above what the step must read.
-#
-# Shape legend: T tokens, K experts a token, E experts.
-
-
+# Routers with random weights choose alike for most tokens, so they touch far fewer experts than independent draws
+# would. A floor that assumes independent draws then lies above the step's real reads. Hence experts are counted on the
+# device, and `UniformRouter` touches them evenly.
 def moe_layers(model: Decoder) -> list[MoE]:
     """The layers with experts, in their order."""
     return [layer for layer in model.model.modules() if isinstance(layer, MoE)]

@@ -40,7 +40,6 @@ from mbd_core.multitf.step.trainer import batch_indices
 # Counted are the multiplications of the layers' matrices and of the attention; not the embedding, and not the last
 # layer's MLP, the head and the loss, which take the same labelled positions either way. The backward pass is twice
 # the forward.
-
 AttentionKind = Literal["dense", "flex"]
 COUNT_COLUMNS = {
     "max_group": "G",
@@ -202,7 +201,6 @@ def _positions(lengths: Sequence[int], groups: Together, at_once: int) -> tuple[
 
 
 # Training steps timed, and their peak memory: one shared clean stream against separate sequences of each layout.
-
 PROMPT = 0.25
 """The share of a sample that is its prompt."""
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.capacity.arrivals import Measured, Served, Simulated, serve
-from benchmarks.capacity.counted_blocks import Rate
+from benchmarks.capacity.counted_blocks import FillRate
 from benchmarks.capacity.simulated_engine import SimulatedEngine, weightless
 from benchmarks.capacity.step_model import StepModel, Work
 from benchmarks.capacity.traffic import Traffic
@@ -37,7 +37,7 @@ SEED_OF_FIT = 1000
 
 
 class LoggedEngine(Engine):
-    """A real engine that keeps what its forwards carried."""
+    """A real engine that logs its forwards' contents."""
 
     log: list[Work]
 
@@ -60,8 +60,11 @@ class LoggedEngine(Engine):
 
 
 def fit(cost: ForwardCost, works: Sequence[Work], seconds: Sequence[float]) -> StepModel:
-    """The step model that explains measured steps best: the least sum of squared relative errors, and no number below
-    zero. A term that would be is left out. Bytes are no term: on a CPU their time is in the fixed seconds."""
+    """The step model that explains measured steps best: the least sum of squared relative errors, with no negative
+    number.
+
+    A negative term is left out. Bytes are no term: on a CPU their time is in the fixed seconds.
+    """
     terms_SX = np.array(
         [
             [1.0, w.tokens * cost.token_flops + w.logit_tokens * cost.logit_flops, w.scores * cost.score_flops]
@@ -137,7 +140,7 @@ class Agreement:
                 weightless(self.config, torch.float32),
                 self.engine,
                 steps=steps,
-                rate=Rate(tokens=FORCED, forced=True),
+                rate=FillRate(tokens=FORCED, forced=True),
             )
             traffic = replace(self.traffic, rate=rate)
             predicted = serve([Simulated(engine)], traffic, self.decoding, seed=seed)

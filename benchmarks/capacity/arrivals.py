@@ -1,4 +1,4 @@
-"""Arrivals on engines that keep their own time: where each request goes, and what each one waits.
+"""Arrivals on engines that keep their own time: each request's replica, and its wait.
 
 A clock that only the engines move: a step begins when the one before has ended, with all requests that have come by
 then, and its results count when its seconds are over. So a simulated engine and a real one, whose steps are timed, are
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from benchmarks.capacity.simulated_engine import SimulatedEngine
-from benchmarks.capacity.traffic import Clients, Routing, Traffic, Turn, arrivals
+from benchmarks.capacity.traffic import Clients, Routing, TimedTurn, Traffic, arrivals
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request, StepOutput
 from mbd_core.engine.engine import Engine
@@ -85,7 +85,7 @@ class ReplicaRouter:
 class Served:
     """All turns of a run, in the order of their ends; its seconds on the virtual clock; steps of all engines."""
 
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[TimedTurn] = field(default_factory=list)
     seconds: float = 0.0
     steps: int = 0
     busy: float = 0.0
@@ -152,12 +152,14 @@ def serve(
     rng, order = random.Random(seed), itertools.count()
     clients, router = Clients(traffic, decoding, seed=seed), ReplicaRouter(replicas, routing, rng=rng)
     number = traffic.sessions or 20 * len(replicas)
-    events: list[tuple[float, int, Turn | int, list[StepOutput]]] = []  # a turn comes, or a replica's step has ended
+    events: list[
+        tuple[float, int, TimedTurn | int, list[StepOutput]]
+    ] = []  # a turn comes, or a replica's step has ended
     due_times = enumerate(arrivals(traffic, number, rng=rng))
-    open_turns: dict[str, Turn] = {}
+    open_turns: dict[str, TimedTurn] = {}
     idle, served = set(range(len(replicas))), Served()
 
-    def come(turn: Turn | None) -> None:
+    def come(turn: TimedTurn | None) -> None:
         if turn is not None:
             heapq.heappush(events, (turn.due, next(order), turn, []))
 
@@ -179,7 +181,7 @@ def serve(
     next_session()
     while events:
         now, _, what, outputs = heapq.heappop(events)
-        if isinstance(what, Turn):
+        if isinstance(what, TimedTurn):
             open_turns[what.request.request_id] = what
             replica = router.choose(what.request)
             replicas[replica].engine.add(what.request)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from benchmarks.capacity.chips import LINKS
-from benchmarks.capacity.counted_blocks import Rate, counted_answer, rate_for
+from benchmarks.capacity.counted_blocks import FillRate, counted_answer, rate_for
 from benchmarks.capacity.plan import (
     BATCHES,
     MOST_QUEUED,
@@ -53,7 +53,7 @@ class Turns:
     tpf: Annotated[float, Gt(0), Flag(panel=DECODING)] = 6.19
     """Tokens a forward."""
 
-    def rate(self, block_size: int) -> tuple[DecodingConfig, Rate]:
+    def rate(self, block_size: int) -> tuple[DecodingConfig, FillRate]:
         decoding = DecodingConfig(block_size=block_size, buffer_size=self.slots)
         return decoding, rate_for(self.tpf, decoding, length=self.output)
 

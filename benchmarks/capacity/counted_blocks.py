@@ -24,7 +24,7 @@ ACTIVE, TO_CACHE = int(SlotState.ACTIVE), int(SlotState.TO_CACHE)
 
 @dataclass(slots=True)
 class CountedBlock:
-    """A resident block: positions that may be filled, those that are still open, and its state."""
+    """A resident block: its fillable positions, its open positions, and its state."""
 
     editable: int
     open: int
@@ -36,7 +36,7 @@ class CountedBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rate:
+class FillRate:
     """Tokens that an active block accepts in a forward, on average.
 
     forced  by the fallback alone: only the first block and those behind an almost complete one accept any
@@ -80,7 +80,7 @@ class CountedRow:
             editable = min(self.size, self.end - begin)
             self.blocks.append(CountedBlock(editable, editable))
 
-    def fill(self, decoding: DecodingConfig, rate: Rate, rng: random.Random) -> list[int]:
+    def fill(self, decoding: DecodingConfig, rate: FillRate, rng: random.Random) -> list[int]:
         """Tokens that each block accepts in a forward (Alg. 5 lines 10 to 14); final blocks are TO_CACHE then."""
         accepted, gate, final = [], True, True
         for block in self.blocks:
@@ -98,18 +98,15 @@ class CountedRow:
         self.start += num_stored * self.size
 
     def leading(self, state: int) -> int:
-        """How many of the first blocks are in this state."""
+        """The number of leading blocks in this state."""
         return next((n for n, block in enumerate(self.blocks) if block.state != state), len(self.blocks))
-
-
-# The forwards of an answer, and the rate at which blocks fill, from a model's tokens per forward.
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountedAnswer:
-    """An answer's forwards, counted: in all, until its first block is stored, and its blocks in a forward on average.
+    """An answer's counted forwards: in all, until its first block is stored, and its blocks in a forward on average.
 
-    open_blocks  those of them that are not complete
+    open_blocks  the blocks of a forward that are not complete
     """
 
     forwards: float
@@ -118,7 +115,7 @@ class CountedAnswer:
     open_blocks: float
 
 
-def counted_answer(rate: Rate, decoding: DecodingConfig, *, length: int, samples: int = 16) -> CountedAnswer:
+def counted_answer(rate: FillRate, decoding: DecodingConfig, *, length: int, samples: int = 16) -> CountedAnswer:
     """The mean over `samples` answers of `length` tokens, behind prompts that end anywhere in a block."""
     size = decoding.block_size
     forwards = first = blocks = open_blocks = 0
@@ -144,11 +141,11 @@ def counted_answer(rate: Rate, decoding: DecodingConfig, *, length: int, samples
     )
 
 
-def rate_for(tpf: float, decoding: DecodingConfig, *, length: int) -> Rate:
+def rate_for(tpf: float, decoding: DecodingConfig, *, length: int) -> FillRate:
     """The rate that gives `tpf` on answers of `length` tokens; `ValueError` for one that no rate gives."""
 
     def reached(tokens: float) -> float:
-        return length / counted_answer(Rate(tokens=tokens), decoding, length=length).forwards
+        return length / counted_answer(FillRate(tokens=tokens), decoding, length=length).forwards
 
     most = reached(decoding.block_size)
     if not 0 < tpf <= most:
@@ -156,7 +153,7 @@ def rate_for(tpf: float, decoding: DecodingConfig, *, length: int) -> Rate:
             f"tpf={tpf:g} cannot be had with blocks of {decoding.block_size}, {decoding.buffer_size} slots and "
             f"{length} tokens: it is at most {most:.3g}, since each block is stored by one more forward"
         )
-    return Rate(tokens=_bisect(reached, tpf, 0.0, decoding.block_size))
+    return FillRate(tokens=_bisect(reached, tpf, 0.0, decoding.block_size))
 
 
 def _bisect(function: Callable[[float], float], value: float, low: float, high: float) -> float:

@@ -1,4 +1,4 @@
-"""How many replicas a load needs: the batch that meets the limits on latency and fits, by the seconds of its steps."""
+"""The number of replicas for a load: the batch that fits and meets the limits on latency, by its steps' seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from benchmarks.capacity.counted_blocks import CountedAnswer, Rate, counted_answer, rate_for
+from benchmarks.capacity.counted_blocks import CountedAnswer, FillRate, counted_answer, rate_for
 from benchmarks.capacity.step_model import CHUNK, Deployment, StepModel, Work, prompt_work
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.engine.pacing import LEAST_LIMIT, QUIET_STEPS
@@ -21,7 +21,7 @@ BATCHES = (1, *range(2, 257, 2))
 
 @configuration(panel=LOAD)
 class Demand:
-    """Requests a second of one kind, and what each of them is promised."""
+    """Requests a second of one kind, and each request's promised latencies."""
 
     rate: Annotated[float, Gt(0)] = 10.0
     """Requests a second, on all replicas together."""
@@ -124,7 +124,7 @@ def prompt_forwards(place: Place, demand: Demand, *, beside: float | None = None
 MOST_QUEUED = 0.9  # share of its time in which prompts may wait to be stored
 
 
-def plans(place: Place, demand: Demand, decoding: DecodingConfig, rate: Rate) -> Iterator[dict[str, Any]]:
+def plans(place: Place, demand: Demand, decoding: DecodingConfig, rate: FillRate) -> Iterator[dict[str, Any]]:
     """What each batch gives, as the mean number of decoding sequences.
 
     A step of `batch` sequences takes s seconds, a request p seconds for the n chunks of its prompt and F forwards. So

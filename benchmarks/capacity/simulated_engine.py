@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from benchmarks.capacity.counted_blocks import ACTIVE, FILLER, TO_CACHE, CountedRow, Rate
+from benchmarks.capacity.counted_blocks import ACTIVE, FILLER, TO_CACHE, CountedRow, FillRate
 from benchmarks.capacity.step_model import Bound, StepModel, Work, prompt_work
 from mbd_core.decoding.blocks.request import StepOutput
 from mbd_core.engine.collector import LaunchedStep, StepPlan
@@ -45,7 +45,7 @@ class SimulatedEngine(Engine):
         config: EngineConfig,
         *,
         steps: StepModel,
-        rate: Rate,
+        rate: FillRate,
         page_seconds: float = 0.0,
         seed: int = 0,
         keeps: bool = False,

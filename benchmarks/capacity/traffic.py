@@ -72,7 +72,7 @@ class SimulatedSession:
 
 
 @dataclass
-class Turn:
+class TimedTurn:
     """One request's times, in seconds of the virtual clock, and counts."""
 
     session: SimulatedSession
@@ -114,7 +114,7 @@ class Clients:
     def __init__(self, traffic: Traffic, decoding: DecodingConfig, *, seed: int) -> None:
         self._traffic, self._decoding, self._seed = traffic, decoding, seed
 
-    def begin(self, number: int, due: float) -> Turn:
+    def begin(self, number: int, due: float) -> TimedTurn:
         """The first turn of a session."""
         digits = (number // DIGITS**place % DIGITS for place in range(SESSION_TOKENS))
         session = SimulatedSession(number, random.Random(f"{self._seed} {number}"))
@@ -122,7 +122,7 @@ class Clients:
         traffic = self._traffic
         return self._turn(session, traffic.long_prompt if traffic.is_long(number) else traffic.prompt, due)
 
-    def next(self, turn: Turn, answer: tuple[int, ...]) -> Turn | None:
+    def next(self, turn: TimedTurn, answer: tuple[int, ...]) -> TimedTurn | None:
         """The session's turn after one that has ended, `None` after the last."""
         session = turn.session
         if session.turn == self._traffic.turns:
@@ -131,7 +131,7 @@ class Clients:
         think = session.rng.expovariate(1 / self._traffic.think) if self._traffic.think else 0.0
         return self._turn(session, self._traffic.turn_tokens, turn.end + think)
 
-    def _turn(self, session: SimulatedSession, new_tokens: int, due: float) -> Turn:
+    def _turn(self, session: SimulatedSession, new_tokens: int, due: float) -> TimedTurn:
         traffic, session.turn = self._traffic, session.turn + 1
 
         def drawn(mean: int) -> int:
@@ -139,4 +139,4 @@ class Clients:
 
         prompt = (*session.tokens, *(session.turn % DIGITS,) * drawn(new_tokens))
         name = f"{session.number}.{session.turn}"
-        return Turn(session, request_of(name, prompt, drawn(traffic.output), self._decoding), due)
+        return TimedTurn(session, request_of(name, prompt, drawn(traffic.output), self._decoding), due)

@@ -34,7 +34,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class ConversationTraffic:
     """Conversations that begin at random times; each turn adds a question and an answer to all before.
 
     think  seconds between an answer and the next question, in the mean
@@ -89,7 +89,7 @@ class StubReplica:
 class Simulation:
     """One run of the traffic over the fleet."""
 
-    traffic: Traffic
+    traffic: ConversationTraffic
     fleet: Fleet
     router: RouterName
     seed: int = 0
@@ -191,7 +191,7 @@ class Simulation:
 
 
 def affinity_rows(
-    traffic: Traffic, fleet: Fleet, *, routers: Sequence[RouterName] = ("prefix", "two choices")
+    traffic: ConversationTraffic, fleet: Fleet, *, routers: Sequence[RouterName] = ("prefix", "two choices")
 ) -> list[dict[str, Any]]:
     """The same traffic over a steady fleet and over one with `fleet`'s events, by each router."""
     steady = Fleet(**{**vars(fleet), "events": ()})

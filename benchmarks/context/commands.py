@@ -166,10 +166,10 @@ def run_affinity(
     """Turns of conversations over replicas, simulated: what the served routing policy finds of their prompts, and what
     a router that knows no prefixes finds; steady, and with replicas that are killed and added.
     """
-    from benchmarks.context.affinity import COLUMNS, Fleet, Traffic, affinity_rows
+    from benchmarks.context.affinity import COLUMNS, ConversationTraffic, Fleet, affinity_rows
 
     measuring.begin()
-    traffic = Traffic(conversations=conversations, turns=turns, turn_tokens=turn_tokens, rate=rate)
+    traffic = ConversationTraffic(conversations=conversations, turns=turns, turn_tokens=turn_tokens, rate=rate)
     events = sorted([*((at, "kill") for at in kills), *((at, "add") for at in adds)])
     fleet = Fleet(replicas=replicas, events=tuple(events), cache_tokens=cache, balance=balance)  # type: ignore[arg-type]
     rows = affinity_rows(traffic, fleet)

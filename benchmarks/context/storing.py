@@ -284,9 +284,6 @@ def decoding_row(model: Decoder, length: int) -> dict[str, Any]:
     }
 
 
-# The host's work as the page table grows, and what it takes to hash and to find a prefix.
-
-
 def host_rows(lengths: Sequence[int], *, steps: int) -> list[dict[str, Any]]:
     """The host's part of a step of two slots behind `length` stored tokens, by a model of nearly nothing: planning,
     rows, the attention's layout, collecting. The steps of all lengths take turns; the fastest quarter counts."""
@@ -349,9 +346,6 @@ def prefix_times(length: int, *, page_size: int = 32, turn: int = 256) -> dict[s
     }
 
 
-# The gap that a long prompt makes in the events of other streams.
-
-
 def gap_rows(model: Decoder, length: int, *, streams: int, limits: Sequence[float | None]) -> list[dict[str, Any]]:
     """`streams` short requests decode, and a prompt of `length` tokens comes: each of their steps is an event."""
     return [gap_row(model, length, streams=streams, limit=limit) for limit in limits]
@@ -392,9 +386,6 @@ def gap_row(model: Decoder, length: int, *, streams: int, limit: float | None) -
 
 def _own_prompt(config: ModelConfig, length: int, name: str) -> tuple[int, ...]:
     return random_prompt(config, length, seed=sum(name.encode()))
-
-
-# Released shapes, counted.
 
 
 def counted_rows(models: Sequence[str], lengths: Sequence[int], machine: Machine) -> list[dict[str, Any]]:

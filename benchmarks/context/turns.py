@@ -130,9 +130,6 @@ def round_trip_rows(*, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-# Turns of one conversation, each beside a cold start of the same prompt.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     """turns of `turn_tokens`: a question, and an answer of `answer_tokens`."""

@@ -38,7 +38,7 @@ from mbd_core.ops.launch import triton_serves
 from mbd_core.ops.layer.confidence import confidence
 from mbd_core.ops.layer.residual_norm import sum_experts
 
-Row = dict[str, object]
+CheckRow = dict[str, object]
 
 PAGE = 32
 GPU_DTYPE = torch.bfloat16
@@ -119,7 +119,7 @@ def check_requests(config: ModelConfig, *, max_tokens: int) -> list[Request]:
 
 def graphs_are_eager(
     model: Decoder, *, adapters: Mapping[str, Path] | None = None, max_tokens: int = 48, max_rows: int = 4
-) -> Row:
+) -> CheckRow:
     """Serve all requests eagerly, capture the kinds of steps that came up, and serve them again from graphs.
 
     With `adapters`, folders by name, requests have one of them or none, in turn. Raises `CheckFailed` if a token
@@ -190,7 +190,7 @@ def _serve(engine: Engine, requests: list[Request]) -> tuple[dict[str, Output], 
     return outputs, kinds
 
 
-def steady_steps_never_wait(model: Decoder, case: StepCase) -> Row:
+def steady_steps_never_wait(model: Decoder, case: StepCase) -> CheckRow:
     """Steps that only decode, torch's own waits being errors; a step's report is waited for by an event."""
     engine = filled_engine(model, case)
     for _ in range(4):
@@ -213,9 +213,9 @@ def _waits_are_errors() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(mode_before)
 
 
-def kernel_rows(device: torch.device, *, small: bool) -> Iterator[Row]:
+def kernel_rows(device: torch.device, *, small: bool) -> Iterator[CheckRow]:
     """Each kernel beside its definition: name, size, largest error. Raises `CheckFailed` behind them if one is off."""
-    checks: tuple[Callable[..., Row], ...] = (
+    checks: tuple[Callable[..., CheckRow], ...] = (
         _attention_row,
         _long_attention_row,
         _experts_row,
@@ -236,24 +236,24 @@ def kernel_rows(device: torch.device, *, small: bool) -> Iterator[Row]:
         raise CheckFailed(f"not its definition: {', '.join(wrong)}")
 
 
-def _row(kernel: str, size: str, result: Tensor, expected: Tensor, *, rtol: float, atol: float) -> Row:
+def _row(kernel: str, size: str, result: Tensor, expected: Tensor, *, rtol: float, atol: float) -> CheckRow:
     """`found` beside `wanted`; both errors are allowed in sum, as in `torch.testing.assert_close`."""
     error = (result.float() - expected.float()).abs()
     right = bool(result.isfinite().all()) and bool((error <= atol + rtol * expected.float().abs()).all())
     return {"kernel": kernel, "size": size, "largest_error": float(error.max()), "right": right}
 
 
-def _attention_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
+def _attention_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> CheckRow:
     return _attention(device, dtype, generator, prefixes=(40, 8) if small else (512, 2048, 31, 1, 700, 64, 5, 1024))
 
 
-def _long_attention_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
+def _long_attention_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> CheckRow:
     return _attention(device, dtype, generator, prefixes=(100,) if small else (16000,))
 
 
 def _attention(
     device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, prefixes: tuple[int, ...]
-) -> Row:
+) -> CheckRow:
     """Two slots of each sequence, the last sequence's second slot not resident. On a GPU values that no row may read
     are NaN; the CPU's attention masks them instead."""
     heads, kv_heads, channels, slots, size = 16, 4, 128, 2, 32
@@ -304,7 +304,7 @@ def _exact_experts(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, ids: Tenso
     return loop_experts(x.float(), gate.float(), up.float(), down.float(), ids, weights)
 
 
-def _experts_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
+def _experts_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> CheckRow:
     x, gate, up, down, ids, weights = _expert_layer(dtype, generator, small)
     experts = resolve_experts(device, dtype, expert_size=gate.shape[1], hidden_size=gate.shape[2])
     result = experts.call(x, gate, up, down, ids, weights)
@@ -314,7 +314,7 @@ def _experts_row(device: torch.device, dtype: torch.dtype, generator: torch.Gene
     )
 
 
-def _shared_experts_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
+def _shared_experts_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> CheckRow:
     """Two shared experts among the routed ones."""
     name = "experts: the shared among them"
     if not triton_serves(device, dtype):
@@ -340,7 +340,7 @@ def _fp8_experts_row(
     small: bool,
     *,
     block: fp8.BlockShape | None = None,
-) -> Row:
+) -> CheckRow:
     name = "experts in FP8" if block is None else "experts in FP8 blocks"
     x, *stacks, ids, weights = _expert_layer(dtype, generator, small)
     quantized = [fp8.quantize(stack, block=block) for stack in stacks]
@@ -353,7 +353,7 @@ def _fp8_experts_row(
     return _row(name, f"{len(x)} tokens, {len(gate)} experts", result, expected, rtol=3e-2, atol=2e-2)
 
 
-def _fp8_linear_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
+def _fp8_linear_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> CheckRow:
     """FP8 on a GPU rounds the inputs too: the bound is that of both roundings."""
     tokens, inner, outer = (9, 32, 48) if small else (64, 2048, 3072)
     weight = torch.randn(outer, inner, generator=generator, device=device) / inner**0.5
@@ -372,7 +372,7 @@ def _fp8_linear_row(device: torch.device, dtype: torch.dtype, generator: torch.G
     }
 
 
-def _confidence_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
+def _confidence_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> CheckRow:
     positions, vocabulary = (5, 500) if small else (64, 157184)
     if device.type != "cuda":
         return {"kernel": "confidence", "size": "", "largest_error": None, "right": None, "not_run": "needs CUDA"}

@@ -22,7 +22,7 @@ from typing import IO, Any
 import torch
 
 from benchmarks.gpu import sections as gpu_sections
-from benchmarks.gpu.sections import Day, Row, gpu_day, toy_day
+from benchmarks.gpu.sections import Day, TableRow, gpu_day, toy_day
 from benchmarks.measuring import markdown
 from mbd_core.files import check_new_file, write_json, write_text
 
@@ -32,23 +32,23 @@ class Section:
     """A part's section: seconds that its process may take, what it runs, and whether its part ends if it fails."""
 
     limit: float
-    run: Callable[[Day], Iterable[Row]]
+    run: Callable[[Day], Iterable[TableRow]]
     required: bool = False
 
 
-def _mini_steps(day: Day) -> Iterator[Row]:
+def _mini_steps(day: Day) -> Iterator[TableRow]:
     return gpu_sections.steps(day, shape=day.mini, rows=1, eager=True)
 
 
-def _mini_own_routing(day: Day) -> Iterator[Row]:
+def _mini_own_routing(day: Day) -> Iterator[TableRow]:
     return gpu_sections.steps(day, shape=day.mini, rows=1, uniform=False)
 
 
-def _mini_many(day: Day) -> Iterator[Row]:
+def _mini_many(day: Day) -> Iterator[TableRow]:
     return gpu_sections.swept_steps(day, rows=day.many_rows)
 
 
-def _dense_steps(day: Day) -> Iterator[Row]:
+def _dense_steps(day: Day) -> Iterator[TableRow]:
     return gpu_sections.steps(day, shape=day.dense, rows=1, eager=True)
 
 
@@ -196,7 +196,7 @@ def report(part: int, results: Mapping[str, Mapping[str, Any]], *, toy: bool) ->
     return "\n".join(lines) + "\n"
 
 
-def _text_row(row: Row) -> Row:
+def _text_row(row: TableRow) -> TableRow:
     return {
         key: f"{v:.4g}" if isinstance(v, float) else str(v) if isinstance(v, list) else v for key, v in row.items()
     }

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.gpu.checks import CheckFailed, Row, check_model
+from benchmarks.gpu.checks import CheckFailed, CheckRow, check_model
 from benchmarks.step_timing import StepCase, filled_engine
 from mbd_core.decoding.blocks.work import ALL_WORK, StepWork
 from mbd_core.engine.kinds import StepKind
@@ -22,7 +22,7 @@ from mbd_core.ops.launch import triton_serves
 WORKS = (StepWork(), StepWork(revises=True, softens=True), replace(ALL_WORK, adapts=False))
 
 
-def kernel_form_rows(device: torch.device) -> Iterator[Row]:
+def kernel_form_rows(device: torch.device) -> Iterator[CheckRow]:
     """A row a comparison. Raises `CheckFailed` if a form is not the other one."""
     if not triton_serves(device, torch.bfloat16):
         for name in ("router", "layers", "steps"):
@@ -35,7 +35,7 @@ def kernel_form_rows(device: torch.device) -> Iterator[Row]:
         yield steps_row(model, case)
 
 
-def router_row(device: torch.device) -> Row:
+def router_row(device: torch.device) -> CheckRow:
     """LLaDA2-mini's router: the share of tokens whose experts are the same, where the logits are not rounded alike."""
     config = SHAPES["llada2-mini"]
     assert config.moe is not None
@@ -56,7 +56,7 @@ def router_row(device: torch.device) -> Row:
     return {"kernel": "router by kernels", "size": "256 tokens", "largest_error": error, "right": True}
 
 
-def layers_row(model: Decoder, case: StepCase) -> Row:
+def layers_row(model: Decoder, case: StepCase) -> CheckRow:
     """The hidden states of a decoding batch by kernels, by each token's distance from the torch form's in its norm.
 
     No token of a dense model may be far off. In a mixture rounding sends some tokens to other experts, which changes
@@ -92,7 +92,7 @@ def layers_row(model: Decoder, case: StepCase) -> Row:
     }
 
 
-def steps_row(model: Decoder, case: StepCase) -> Row:
+def steps_row(model: Decoder, case: StepCase) -> CheckRow:
     """One step done twice from the same state: with its work on the Block Buffer compiled, and eagerly."""
     engine = filled_engine(model, replace(case, static=True, graphs=False))
     state, buffer = engine._state, engine.buffer

@@ -41,7 +41,7 @@ from mbd_core.ops.experts import expert_products as experts_triton
 from mbd_core.ops.experts.expert_products import FULL_ROWS
 from mbd_core.ops.machine import best_seconds
 
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def toy_day(out: Path) -> Day:
     )
 
 
-def machine(day: Day) -> list[Row]:
+def machine(day: Day) -> list[TableRow]:
     """Versions, copy bandwidth and the kernels that are chosen; an error where no graph can hold the attention, and
     where more bytes a second are measured than the chip's data sheet has."""
     config = SHAPES["llada2-mini"]
@@ -127,13 +127,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def kernels(day: Day) -> Iterator[Row]:
+def kernels(day: Day) -> Iterator[TableRow]:
     """Every kernel beside its definition, at real sizes; the forms that consist of kernels."""
     yield from gpu_checks.kernel_rows(day.device, small=not day.on_gpu)
     yield from kernel_checks.kernel_form_rows(day.device)
 
 
-def graphs(day: Day) -> Iterator[Row]:
+def graphs(day: Day) -> Iterator[TableRow]:
     """Replayed steps beside eager ones, for every kind; steady steps in which every wait is an error."""
     for family in ("sdar", "llada2"):
         model = gpu_checks.check_model(family, day.device)
@@ -145,7 +145,7 @@ def graphs(day: Day) -> Iterator[Row]:
 
 def steps(
     day: Day, *, shape: str, rows: int, parts: Fp8Parts | None = None, eager: bool = False, uniform: bool = True
-) -> Iterator[Row]:
+) -> Iterator[TableRow]:
     """The step of one shape at every prefix and buffer; with `eager` once more without graphs. Then what each of them
     runs on the device: a profiler that was on once may slow what is timed after it.
 
@@ -184,7 +184,7 @@ GOAL = 1.3
 """The most that a step is to take, in floors by the chip's data sheet."""
 
 
-def _step_row(day: Day, benchmark: StepBenchmark, model: Decoder, case: StepCase, speed: Machine) -> Row:
+def _step_row(day: Day, benchmark: StepBenchmark, model: Decoder, case: StepCase, speed: Machine) -> TableRow:
     row = benchmark.row(model, case, speed, lambda: None)
     row_of_step = {
         **{key: row[key] for key in ("model", "rows", "prefix", "buffer_size", "fp8", "routing", "graphs", "backend")},
@@ -204,7 +204,7 @@ def _step_row(day: Day, benchmark: StepBenchmark, model: Decoder, case: StepCase
     return row_of_step
 
 
-def _budget(chip: Chip | None, row: Row) -> Row:
+def _budget(chip: Chip | None, row: TableRow) -> TableRow:
     """The milliseconds that the step may take on this chip, and whether it does; nothing for an unknown chip."""
     if chip is None:
         return {"budget_ms": None, "within_budget": None}
@@ -218,7 +218,7 @@ def _tiles_in_use(moe: MoEConfig, tokens: int, size: int) -> experts_triton.Expe
     return experts_triton.tiles_for(tokens, moe.intermediate_size, size, each=tokens_per_expert)
 
 
-def _nodes_row(day: Day, shape: str, model: Decoder, case: StepCase) -> Row:
+def _nodes_row(day: Day, shape: str, model: Decoder, case: StepCase) -> TableRow:
     """What one step of a case runs on the device."""
     engine = filled_engine(model, case)
     for _ in range(4 * day.steps if day.on_gpu else 2):
@@ -230,7 +230,9 @@ def _nodes_row(day: Day, shape: str, model: Decoder, case: StepCase) -> Row:
     return {**case_fields, "graphs": graphs, "nodes": nodes, "top": top}
 
 
-def profile_call(run: Callable[[], object], device: torch.device, *, most: int = 20) -> tuple[int | None, list[Row]]:
+def profile_call(
+    run: Callable[[], object], device: torch.device, *, most: int = 20
+) -> tuple[int | None, list[TableRow]]:
     """How many kernels, copies and fills the device ran for one call, and those that took most of its time.
 
     On a CPU the number is `None` and the list is of operations.
@@ -264,7 +266,7 @@ CANDIDATES = [
 TILES_FILE = "tiles.jsonl"
 
 
-def tile_sweep(day: Day) -> Iterator[Row]:
+def tile_sweep(day: Day) -> Iterator[TableRow]:
     """The best tiles of the fused experts for several numbers of tokens, in bfloat16 and in FP8; later sections of the
     day use them. A layer's router and all its experts are timed, as a step runs them. Tiles of many rows are tried
     where an expert has many tokens, others where it has few."""
@@ -290,7 +292,7 @@ TOKEN_COUNTS = (32, 64, 128, 256, 512, 1024)
 """Numbers of tokens that the sweep finds tiles for."""
 
 
-def _best_tiles(day: Day, layer: MoE, moe: MoEConfig, x_TD: Tensor, size: int) -> Row:
+def _best_tiles(day: Day, layer: MoE, moe: MoEConfig, x_TD: Tensor, size: int) -> TableRow:
     """The fastest candidate for these tokens, and the default; `size` are the bytes of a weight."""
     tokens, width = len(x_TD), moe.intermediate_size
     default = _tiles_in_use(moe, tokens, size)
@@ -328,7 +330,7 @@ def _graph_seconds(day: Day, run: Callable[[], object]) -> float | None:
     return seconds
 
 
-def swept_steps(day: Day, *, rows: int, parts: Fp8Parts | None = None) -> Iterator[Row]:
+def swept_steps(day: Day, *, rows: int, parts: Fp8Parts | None = None) -> Iterator[TableRow]:
     """`steps` of the mixture with the tiles that the sweeps of this day found best."""
     path = day.out / TILES_FILE
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -339,7 +341,7 @@ def swept_steps(day: Day, *, rows: int, parts: Fp8Parts | None = None) -> Iterat
     yield from steps(day, shape=day.mini, rows=rows, parts=parts)
 
 
-def prefill(day: Day) -> list[Row]:
+def prefill(day: Day) -> list[TableRow]:
     """`Day.prompt` tokens of a longer prompt stored in one step, in which nothing decodes."""
     model = random_model(SHAPES[day.mini], device=day.device, dtype=day.dtype)
     route_uniformly(model, num_tokens=day.prompt)
@@ -362,7 +364,7 @@ def prefill(day: Day) -> list[Row]:
     return [{"model": day.mini, "stored": day.prompt, "ms": best * 1e3, "tokens_per_s": day.prompt / best}]
 
 
-def soak(day: Day) -> list[Row]:
+def soak(day: Day) -> list[TableRow]:
     """Requests that join, end, are aborted and preempted, with and without drawing; nothing is lost or leaks."""
     model = gpu_checks.check_model("llada2", day.device)
     engine = Engine(model, EngineConfig(max_rows=4, num_pages=64, page_size=32, max_prefill_tokens=256))
@@ -408,7 +410,7 @@ def _request(number: int, rng: random.Random, vocabulary: int, *, tokens: int, p
 _until_exit: dict[str, Engine] = {}  # engines that live until the interpreter ends
 
 
-def clean_exit(day: Day) -> list[Row]:
+def clean_exit(day: Day) -> list[TableRow]:
     """An engine with graphs is left as it is, a step still under way: the process must end by itself, with code 0."""
     engine = _until_exit["engine"] = filled_engine(
         gpu_checks.check_model("sdar", day.device), StepCase(rows=2, buffer_size=2, prefix=64)

@@ -11,7 +11,7 @@ cache holds it; the second is how many characters a long text has."""
 HEADERS = "headers"  # the attack that has no body: headers without an end, from a client without a key
 CROWD = "crowd"  # the client that all of its senders are
 TEXT = "the pens of Tom are 12 and "
-MAX_STOPS, MAX_STOP_LENGTH, MAX_TOOLS = 16, 1024, 128  # as many as OpenAI's routes take
+MAX_STOPS, MAX_STOP_LENGTH, MAX_TOOLS = 16, 1024, 128  # as on OpenAI's routes
 
 
 def _plain(name: str, characters: int) -> tuple[str, dict[str, Any]]:
@@ -24,7 +24,7 @@ def _long_prompt(name: str, characters: int) -> tuple[str, dict[str, Any]]:
 
 
 def _long_stops(name: str, characters: int) -> tuple[str, dict[str, Any]]:
-    """Each is one that an answer might begin at any place."""
+    """Each text is one that an answer might begin anywhere."""
     stops = [f"{' ' * (MAX_STOP_LENGTH - 8)}{number:08}" for number in range(MAX_STOPS)]
     return f"{name} {TEXT}", {"max_tokens": 64, "stop": stops}
 

@@ -1,4 +1,5 @@
-"""A bystander's latency while a crowd attacks, as a ratio to its quiet one."""
+"""A bystander's latency while a crowd attacks, as a ratio to its quiet one in the same run; and the servers'
+memory."""
 
 import asyncio
 import os
@@ -20,8 +21,6 @@ from benchmarks.load.soak_parts import ROLES
 from benchmarks.load.stream_client import RequestSeconds, Target, open_session, record_stream, served_models
 from mbd_core.command_line import command
 from mbd_core.fields import DATA, LOAD, MODEL, Flag, Ge
-
-# What the serving processes of this machine hold in memory, by role.
 
 
 def served_memory(url: str) -> dict[str, int]:
@@ -50,8 +49,6 @@ def _listens(process: psutil.Process, port: int | None) -> bool:
             return any(connection.laddr.port == port for connection in listening)
     return False
 
-
-# How long a short request takes while a crowd attacks, against how long it takes in quiet, in one run.
 
 TURNS = 4
 WARM_UP = 2  # short requests before a quiet turn, which are not measured

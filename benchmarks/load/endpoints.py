@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from tqdm import tqdm
 
-from benchmarks.load.stream_client import Route, Target, open_session, record_stream, served_models
+from benchmarks.load.stream_client import StreamRoute, Target, open_session, record_stream, served_models
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import EngineConfig
@@ -40,7 +40,7 @@ class Asking:
     """What all targets are asked: the model's name, the route, the tokens of an answer, more fields, a time limit."""
 
     model: str | None
-    route: Route
+    route: StreamRoute
     max_tokens: int
     extra: Sequence[Mapping[str, Any]]
     seconds: float

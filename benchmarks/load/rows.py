@@ -206,8 +206,6 @@ def print_report(report: dict[str, Any]) -> None:
             print(f"\n{row['target']}, {row['load']}: {count} x {kind}")
 
 
-# Latency and throughput over the load, one curve for each target.
-
 PANELS = {
     "ttft_p50": ("TTFT, median (ms)", 1e3),
     "tpot_p50": ("TPOT, median (ms)", 1e3),

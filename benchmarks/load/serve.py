@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from benchmarks.load.endpoints import Asking, measure, own_sides, url_sides
-from benchmarks.load.stream_client import RequestSeconds, Route
+from benchmarks.load.stream_client import RequestSeconds, StreamRoute
 from jobs.command_line import JsonFile, MaxTokens, Seed
 from mbd_core.command_line import Changes, CommandText, command
 from mbd_core.engine.config import EngineConfig
@@ -44,7 +44,7 @@ def run(
             MODEL,
         ),
     ] = None,
-    route: Annotated[Route, Flag("The route, under /v1.", MODEL)] = "chat/completions",
+    route: Annotated[StreamRoute, Flag("The route, under /v1.", MODEL)] = "chat/completions",
     task: Annotated[str, Flag(f"Whose problems are the prompts: {', '.join(TASKS)}.", DATA)] = "gsm-mini",
     data: Annotated[str | None, Flag("The file of a task that is not generated.", DATA, metavar="PATH")] = None,
     seed: Seed = 0,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from benchmarks.load.endpoints import OwnEndpoint, own_endpoint
-from benchmarks.load.soak_parts import Ended, SoakClient, SoakWatch, memory_rows
+from benchmarks.load.soak_parts import EndedRequest, SoakClient, SoakWatch, memory_rows
 from benchmarks.load.stream_client import Target, open_session, served_models
 from benchmarks.measuring import markdown
 from jobs.command_line import JsonFile, MaxTokens, ModelName, Seed
@@ -100,7 +100,7 @@ async def soak(
         target = Target(name=name, url=endpoint.url, model=name, max_tokens=max_tokens)
         client = SoakClient(session, target, [p.prompt for p in problems], rng)
         watch = SoakWatch(endpoint, session)
-        ends: list[Ended] = []
+        ends: list[EndedRequest] = []
 
         async def send_until_the_end() -> None:
             while watch.seconds < seconds:
@@ -134,7 +134,7 @@ def held_pages(state: dict[str, Any]) -> int:
     return 1 if kv_cache is None else kv_cache["num_pages"] - 1 - kv_cache["free_pages"]
 
 
-def end_rows(ends: Sequence[Ended]) -> list[dict[str, Any]]:
+def end_rows(ends: Sequence[EndedRequest]) -> list[dict[str, Any]]:
     """How many requests of each kind ended how."""
     kinds = sorted({entry.kind for entry in ends})
     counts: Counter[tuple[str, str]] = Counter((entry.kind, entry.end) for entry in ends)

@@ -16,9 +16,7 @@ import psutil
 from benchmarks.load.endpoints import OwnEndpoint
 from benchmarks.load.stream_client import StreamError, Target, failure_kind, stream_chunks
 
-# The requests of a soak, drawn at random (streams, whole answers, clients that hang up, bad ones), and their ends.
-
-Kind = Literal["stream", "whole answer", "hang-up", "bad request"]
+SoakKind = Literal["stream", "whole answer", "hang-up", "bad request"]
 End = Literal["whole", "error", "refused", "hung up", "lost", "wrong"]
 """How a request ended.
 
@@ -28,7 +26,7 @@ hung up  the client left, as it meant to
 lost     accepted, and ended without a word: a cut connection, a stream without an end, no answer in time
 wrong    an end that is not the one promised: another text, another status, an error in another shape
 """
-WEIGHTS: dict[Kind, int] = {"stream": 50, "whole answer": 20, "hang-up": 15, "bad request": 15}
+WEIGHTS: dict[SoakKind, int] = {"stream": 50, "whole answer": 20, "hang-up": 15, "bad request": 15}
 EXACT = {"buffer_size": 1}
 """Block by block an answer does not depend on where a stream was taken over; with several blocks at once it may."""
 BAD_BODIES: tuple[bytes, ...] = (
@@ -44,10 +42,10 @@ BAD_BODIES: tuple[bytes, ...] = (
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedRequest:
     """The end of one request; `detail` says what was wrong with one that failed."""
 
-    kind: Kind
+    kind: SoakKind
     end: End
     detail: str = ""
 
@@ -61,7 +59,7 @@ class SoakClient:
         self._session, self._target, self._prompts, self._rng = session, target, prompts, rng
         self._texts: dict[str, str] = {}
 
-    async def send(self, kind: Kind | None = None) -> Ended:
+    async def send(self, kind: SoakKind | None = None) -> EndedRequest:
         """One request to its end; nothing is raised for what an endpoint may do."""
         kind = kind or self._rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         try:
@@ -75,16 +73,16 @@ class SoakClient:
                 return await self._hang_up(body)
             text = await (self._stream(body) if kind == "stream" else self._complete(body))
         except EndedEarly as early:
-            return Ended(kind, early.end, early.detail)
+            return EndedRequest(kind, early.end, early.detail)
         except StreamError as error:
-            return Ended(kind, *_stream_end(str(error)))
+            return EndedRequest(kind, *_stream_end(str(error)))
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            return Ended(kind, "lost", failure_kind(error))
+            return EndedRequest(kind, "lost", failure_kind(error))
         except (KeyError, IndexError, TypeError) as error:
-            return Ended(kind, "wrong", f"an answer without {error}")
+            return EndedRequest(kind, "wrong", f"an answer without {error}")
         if exact and self._texts.setdefault(prompt, text) != text:
-            return Ended(kind, "wrong", "another text than before")
-        return Ended(kind, "whole")
+            return EndedRequest(kind, "wrong", "another text than before")
+        return EndedRequest(kind, "whole")
 
     async def _stream(self, body: Mapping[str, Any]) -> str:
         text, ends = "", 0
@@ -105,7 +103,7 @@ class SoakClient:
             raise EndedEarly("wrong", "an answer without an end")
         return str(answer["choices"][0]["message"]["content"])
 
-    async def _hang_up(self, body: Mapping[str, Any]) -> Ended:
+    async def _hang_up(self, body: Mapping[str, Any]) -> EndedRequest:
         """Leave after some events, or before the first."""
         num_events = self._rng.randrange(4)
         chunks = stream_chunks(self._session, self._target, body)
@@ -114,17 +112,19 @@ class SoakClient:
                 break
             num_events -= 1
         await chunks.aclose()  # closes the connection, as its response was not read to the end
-        return Ended("hang-up", "hung up")
+        return EndedRequest("hang-up", "hung up")
 
-    async def _bad(self) -> Ended:
+    async def _bad(self) -> EndedRequest:
         body = self._rng.choice(BAD_BODIES).replace(b"%(model)s", json.dumps(self._target.model).encode())
         async with self._session.post(f"{self._target.url}/v1/{self._target.route}", data=body) as response:
             answer = _json(await response.read())
         if 400 <= response.status < 500 and _is_error(answer):
-            return Ended("bad request", "refused")
+            return EndedRequest("bad request", "refused")
         if response.status == 503 and _is_error(answer):
-            return Ended("bad request", "error", "HTTP 503")
-        return Ended("bad request", "wrong", f"HTTP {response.status}" + ("" if _is_error(answer) else ", not JSON"))
+            return EndedRequest("bad request", "error", "HTTP 503")
+        return EndedRequest(
+            "bad request", "wrong", f"HTTP {response.status}" + ("" if _is_error(answer) else ", not JSON")
+        )
 
 
 class EndedEarly(Exception):
@@ -159,8 +159,6 @@ def _json(body: bytes) -> Any:
 def _is_error(answer: Any) -> bool:
     return isinstance(answer, dict) and isinstance(answer.get("error"), dict) and "message" in answer["error"]
 
-
-# What goes on beside a soak's requests: replicas are killed, and every process's memory is sampled.
 
 ROLES = {  # role: how its processes' titles begin; the first that fits
     "gateway": "ray::ServeReplica:mbd:Gateway",

@@ -11,7 +11,7 @@ import aiohttp
 from benchmarks.load.loads import Arrival, RequestRecord, proportional_shares
 from mbd_core.fields import LOAD, Flag, Ge
 
-Route = Literal["chat/completions", "completions"]
+StreamRoute = Literal["chat/completions", "completions"]
 RequestSeconds = Annotated[float, Ge(0.1), Flag("Time limit of a request.", LOAD)]
 LINE_BYTES = 2**24  # the longest event that is read
 TOGETHER_SECONDS = 1e-3  # events that follow each other within it came together: a block's, an event a token
@@ -25,7 +25,7 @@ class Target:
     name: str
     url: str
     model: str
-    route: Route = "chat/completions"
+    route: StreamRoute = "chat/completions"
     max_tokens: int = 64
     extra: Mapping[str, Any] = field(default_factory=dict)
 

@@ -183,7 +183,7 @@ def check_workers(config: TrainConfig, num_workers: int) -> None:
         raise ValueError(f"batch_size={config.batch_size} does not divide over {groups} {kind}")
 
 
-Metric = Literal["validation_loss", "validation_accuracy", "sweep_accuracy", "none"]
+BestMetric = Literal["validation_loss", "validation_accuracy", "sweep_accuracy", "none"]
 
 
 @configuration(panel=DATA)
@@ -195,7 +195,7 @@ class ValidationOptions:
     them, or a share of the training data, as 0.02."""
     validate_every: Annotated[int, Ge(1)] = 100
     """Updates between two validations."""
-    keep_best: Annotated[Metric, Flag(panel=OUTPUT)] = "validation_loss"
+    keep_best: Annotated[BestMetric, Flag(panel=OUTPUT)] = "validation_loss"
     """The number by which the best checkpoint is kept beside the newest two."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How far training's states are from inference's: total variation and Wasserstein-1 (paper Section 4.4, Eq. A.5).
+"""Distances of training's states from inference's: total variation and Wasserstein-1 (paper Section 4.4, Eq. A.5).
 
 Every distance is computed for several weightings of the inference states at once: the first counts every state once,
 the others are bootstrap samples of the problems. The training states are drawn, so they are fixed and many.
@@ -42,12 +42,12 @@ class SizeDistance:
 class Distances:
     """A schedule's states against a model's.
 
-    delta_r      total variation of the running-set sizes: a lower bound of Eq. A.5's, which is of the sets themselves
+    delta_r      total variation of the running-set sizes, a lower bound of Eq. A.5's, which compares the sets
     slots_tv     total variation of each slot's mask ratios in `NUM_BINS` bins, over all sizes; rare slots are left out
     slots_w1     Wasserstein-1 of each slot's mask ratios, over all sizes
     by_size      the vectors of mask ratios, for every size that both sides have often enough
-    mean_w1      mean of their lower bounds, as often as inference has each size
-    delta_t      the largest of them (lower and upper bound); Eq. A.5's also has the sizes that are left out here
+    mean_w1      mean of their lower bounds, weighted by inference's frequency of each size
+    delta_t      the largest of them (lower and upper bound); Eq. A.5's also has the sizes left out here
     left_out     share of the inference states whose size has no distance
     """
 
@@ -110,9 +110,10 @@ def compare(inference: States, training: States, *, num_bootstrap: int, seed: in
 
 
 def bootstrap_weights(states: States, *, num_bootstrap: int, seed: int) -> np.ndarray:
-    """How often each state counts (1 + `num_bootstrap`, S): once, then as often as its problem was drawn again.
+    """The weight of each state (1 + `num_bootstrap`, S): 1 first, then the number of times its problem was drawn.
 
-    The counts of a draw come at once, which the published distances hold; `statistics.bootstrap` draws one by one.
+    The counts of a draw come at once, which the published distances depend on; `statistics.bootstrap` draws one by
+    one.
     """
     share = np.full(states.num_problems, 1.0 / states.num_problems)
     counts = np.random.default_rng(seed).multinomial(states.num_problems, share, size=num_bootstrap)
@@ -151,7 +152,7 @@ def coupling_cost(inference_SN: np.ndarray, training_SN: np.ndarray) -> float:
 def _slots(
     inference: States, training: States, weights_WS: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Of every slot that both sides have often enough: its mask ratios, their weights, and its ratios in training."""
+    """For every slot that both sides have often enough: its mask ratios, their weights, and its ratios in training."""
     for slot in range(min(inference.ratios_SN.shape[1], training.ratios_SN.shape[1])):
         inference_ratios, training_ratios = inference.ratios_SN[:, slot], training.ratios_SN[:, slot]
         in_inference, in_training = ~np.isnan(inference_ratios), ~np.isnan(training_ratios)
@@ -169,8 +170,6 @@ def _total_variation(p_WB: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
     return np.abs(p_WB - counts_B / counts_B.sum()).sum(1) / 2
 
 
-# Models' traces beside the training states of several noise-schedules and layouts.
-
 FITTED = "fitted"
 D2F_BOUNDS = NoiseBounds(t_low=0.2, t_high=0.7, margin=0.0)
 
@@ -186,7 +185,7 @@ class ComparedSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedModel:
-    """A model's measured states, those that `fitted` was fitted to not among them, and every schedule beside them."""
+    """A model's measured states, without the states that `fitted` was fitted to, and every schedule beside them."""
 
     name: str
     inference: States
@@ -195,7 +194,8 @@ class ComparedModel:
 
 
 def schedule_config(name: str, base: StateConfig, *, noise: FittedNoise | None) -> StateConfig:
-    """Training states of the schedule and layout of that name; `ValueError` for one that is not known or cannot be."""
+    """Training states of the schedule and layout of that name. Raises `ValueError` for an unknown or impossible
+    one."""
     schedule, mark, layouts = name.partition("@")
     if schedule not in SCHEDULES:
         raise ValueError(f"noise-schedule '{schedule}' is unknown; known: {', '.join(SCHEDULES)}")
@@ -214,7 +214,7 @@ def schedule_config(name: str, base: StateConfig, *, noise: FittedNoise | None) 
 
 
 def check_schedules(names: Sequence[str], base: StateConfig) -> None:
-    """Raise `ValueError` for a schedule that cannot be drawn: `NAME` or `NAME@LAYOUT`, all else as in `base`."""
+    """Raises `ValueError` for a schedule that cannot be drawn: `NAME` or `NAME@LAYOUT`, with `base`'s other fields."""
     any_noise = FittedNoise(states=(((1.0,), 1),), source="nothing yet")
     for name in names:
         schedule_config(name, base, noise=any_noise)

@@ -17,8 +17,6 @@ from research.alignment.distances import LEAST_STATES, NUM_BINS, ComparedModel
 from research.alignment.states import States
 from research.tables import table_lines
 
-# The plots of training against inference: mask ratios by slot (Fig. 2 A-C), and running-set sizes.
-
 COLUMNS = 3
 SHOWN_SLOTS = 4
 

@@ -32,7 +32,7 @@ from mbd_core.tasks.generated import GENERATED_TASKS
 from mbd_core.trace.traced_run import ACTIVE, RequestTrace, TracedRun, block_lives, read_run
 
 PLACES = 6
-"""Decimals of a mask ratio: traces hold what was computed in float32."""
+"""Decimals of a mask ratio, because traces hold float32 results."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,8 +40,8 @@ class States:
     """States of several problems.
 
     ratios_SN   NaN past a state's last block
-    problem_S   which problem a state is of, from 0 to `num_problems` - 1
-    num_idle    forwards of a trace that decoded nothing and are no states: they stored blocks only
+    problem_S   a state's problem, from 0 to `num_problems` - 1
+    num_idle    forwards of a trace that only stored blocks, and are no states
     """
 
     ratios_SN: np.ndarray
@@ -75,7 +75,7 @@ def inference_states(requests: Sequence[RequestTrace]) -> States:
 
 
 def training_states(examples: Sequence[Example], config: StateConfig, *, draws: int, seed: int) -> States:
-    """Of every example `draws` times the noise-groups of its layouts, each group once.
+    """The noise-groups of `draws` layouts of every example, each group once.
 
     Blocks of the prompt are clean in every layout, so they are no part of a state.
     """
@@ -99,10 +99,7 @@ def training_states(examples: Sequence[Example], config: StateConfig, *, draws: 
 
 
 def decoded_examples(run: TracedRun, prompt_lengths: Sequence[int]) -> list[Example]:
-    """Samples as long as what the requests stored, in whole blocks: what training would lay its layouts over.
-
-    Their tokens mean nothing. The requests are named by their place in `prompt_lengths`.
-    """
+    """Samples as long as the requests' stored blocks, over which training would lay its layouts."""
     assert run.block_size is not None
     examples = []
     for request in run.requests:
@@ -130,14 +127,12 @@ def _states(rows: Sequence[Sequence[float]], problems: Iterable[int], num_proble
     )
 
 
-# Decode traces of several models on the same problems: recorded into a folder, and read again without a model.
-
 RECORD = "traces.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracingPlan:
-    """The problems that every model decodes, and how: `decoding` replaces fields of the model's own."""
+    """The problems that every model decodes; `decoding` replaces fields of the model's own decoding."""
 
     task: str
     num_problems: int
@@ -158,8 +153,10 @@ class ModelTraces:
 
 
 def halves(traces: ModelTraces) -> tuple[FittedNoise, States, list[Example]]:
-    """The noise that is fitted to even-numbered problems, the states of odd-numbered ones, and samples as long as what
-    these stored; `ValueError` for fewer than two problems."""
+    """The noise fitted to even-numbered problems, the states of odd-numbered ones, and samples as long as these.
+
+    Raises `ValueError` for fewer than two problems.
+    """
     requests = sorted(traces.run.requests, key=lambda request: int(request.request_id))
     even_requests, odd_requests = ([r for r in requests if int(r.request_id) % 2 == half] for half in (0, 1))
     if not even_requests or not odd_requests:
@@ -173,7 +170,8 @@ def halves(traces: ModelTraces) -> tuple[FittedNoise, States, list[Example]]:
 
 
 def check_models(names: Sequence[str], plan: TracingPlan) -> dict[str, ModelFolder]:
-    """The models' folders by the name they have in tables; `ValueError` for what cannot be decoded or told apart."""
+    """The models' folders by their names in tables. Raises `ValueError` for models that cannot be decoded or told
+    apart."""
     if plan.task not in GENERATED_TASKS:
         raise ValueError(f"--task {plan.task} must be one of {', '.join(GENERATED_TASKS)}")
     if "buffer_size" in plan.decoding:
@@ -191,7 +189,7 @@ def check_models(names: Sequence[str], plan: TracingPlan) -> dict[str, ModelFold
 
 
 def record_models(folders: dict[str, ModelFolder], plan: TracingPlan, target: Path) -> list[ModelTraces]:
-    """Decode the problems with every model under MultiBD and write the traces, with their record, into `target`."""
+    """Decodes the problems with every model under MultiBD and writes the traces, with their record, into `target`."""
     target.mkdir()
     task = GENERATED_TASKS[plan.task]
     problems = itertools.islice(task.generate(split="test", seed=plan.seed), plan.num_problems)
@@ -229,7 +227,7 @@ def _record(name: str, folder: ModelFolder, questions: Sequence[str], plan: Trac
 
 
 def read_models(folder: Path) -> tuple[list[ModelTraces], dict[str, Any]]:
-    """The traces that `record_models` wrote, and what was asked; `ValueError`, one sentence, for any other folder."""
+    """The traces of `record_models`, and their plan. Raises `ValueError`, one sentence, for any other folder."""
     path = folder / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

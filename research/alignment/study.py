@@ -114,7 +114,7 @@ def run(
 
 
 def check_traces_alone(**options: object) -> None:
-    """Raise `ValueError` for an option that says how to decode, beside traces that are recorded already."""
+    """Raises `ValueError` for a decoding option beside traces that are recorded already."""
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"--{name.replace('_', '-')} has no meaning with --traces: nothing is decoded")

@@ -15,7 +15,7 @@ ForwardKind = Literal["block", "refresh"]
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundedValue:
     """A measured value and its upper bound; `holds` allows float rounding."""
 
     value: float
@@ -38,16 +38,16 @@ def projected_energy(full_LD: Array, block_size: int) -> tuple[float, float]:
     return mean, block_size / len(full_LD) * float((full_LD**2).sum())
 
 
-def projected_norm_bound(full_LD: Array, block_size: int) -> Bound:
+def projected_norm_bound(full_LD: Array, block_size: int) -> BoundedValue:
     """Prop. 1, first part: E |P_B d_full| <= sqrt(m / L) |d_full|."""
     norms = [np.linalg.norm(full_LD[start:stop]) for start, stop in _tiles(full_LD, block_size)]
     share = np.sqrt(block_size / len(full_LD))
-    return Bound(float(np.mean(norms)), float(share * np.linalg.norm(full_LD)))
+    return BoundedValue(float(np.mean(norms)), float(share * np.linalg.norm(full_LD)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMovement:
-    """Prop. 1's lengths, without the corrections that they were measured on.
+    """Prop. 1's lengths, without the corrections themselves.
 
     share     m / L
     full      |d_full|
@@ -61,15 +61,15 @@ class BlockMovement:
     residual: float
 
     @property
-    def bound(self) -> Bound:
+    def bound(self) -> BoundedValue:
         """E |d_blk| <= sqrt(m / L) |d_full| + E |r|."""
-        return Bound(self.moved, float(np.sqrt(self.share)) * self.full + self.residual)
+        return BoundedValue(self.moved, float(np.sqrt(self.share)) * self.full + self.residual)
 
     @property
-    def against_refresh(self) -> Bound | None:
+    def against_refresh(self) -> BoundedValue | None:
         """E |d_blk| < |d_full| if its premise E |r| < (1 - sqrt(m / L)) |d_full| is met, else `None`."""
         premise = self.residual < (1 - float(np.sqrt(self.share))) * self.full
-        return Bound(self.moved, self.full) if premise else None
+        return BoundedValue(self.moved, self.full) if premise else None
 
 
 def _tiles(full_LD: Array, block_size: int) -> list[tuple[int, int]]:
@@ -117,14 +117,14 @@ def measured_drift(errors: Sequence[float], kinds: Sequence[ForwardKind], *, gro
     )
 
 
-def error_bounds(errors: Sequence[float], kinds: Sequence[ForwardKind], drift: Drift) -> list[Bound]:
+def error_bounds(errors: Sequence[float], kinds: Sequence[ForwardKind], drift: Drift) -> list[BoundedValue]:
     """Prop. 2 along a run: each event's error and its bound by the recurrence from the first error."""
     _check_events(errors, kinds)
     bound, bounds = errors[0], []
     for i, kind in enumerate(kinds):
         refresh_bound = drift.contraction * bound + drift.refresh_noise
         bound = refresh_bound if kind == "refresh" else drift.after_blocks(bound, 1)
-        bounds.append(Bound(errors[i + 1], bound))
+        bounds.append(BoundedValue(errors[i + 1], bound))
     return bounds
 
 

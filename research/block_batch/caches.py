@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from research.block_batch.bounds import Array, BlockMovement, Bound, ForwardKind
+from research.block_batch.bounds import Array, BlockMovement, BoundedValue, ForwardKind
 
 
 @dataclass(frozen=True)
@@ -93,18 +93,18 @@ def sync_contraction(squared_BB: Array, copies: Sequence[tuple[int, int]]) -> Sy
 
 def distance_bounds(
     caches_NV: Array, frame: Coordinates, pairs: Sequence[tuple[int, int]] | None = None
-) -> dict[tuple[int, int], Bound]:
+) -> dict[tuple[int, int], BoundedValue]:
     """Prop. 3: the projected distance (Eq. 6) and the full distance of every pair of caches, or of `pairs`."""
     points = frame.points
     if pairs is None:
         pairs = [(i, j) for i in range(len(points)) for j in range(i)]
     return {
-        (i, j): Bound(float(np.linalg.norm(points[i] - points[j])), float(np.linalg.norm(caches_NV[i] - caches_NV[j])))
+        (i, j): BoundedValue(
+            float(np.linalg.norm(points[i] - points[j])), float(np.linalg.norm(caches_NV[i] - caches_NV[j]))
+        )
         for i, j in pairs
     }
 
-
-# The record of a watched run's caches: one event for each forward, and the measurements.
 
 CacheEventKind = Literal["initial", "refresh", "block", "sync"]
 
@@ -134,7 +134,7 @@ class CacheRun:
 
     events: list[CacheEvent] = field(default_factory=list)
     energies: list[tuple[float, float]] = field(default_factory=list)
-    projections: list[Bound] = field(default_factory=list)
+    projections: list[BoundedValue] = field(default_factory=list)
     movements: list[BlockMovement] = field(default_factory=list)
 
     @property
@@ -173,9 +173,6 @@ class BranchedRun:
     ratios: list[float] = field(default_factory=list)
 
 
-# The caches of one prompt in one frame: trajectories, moves, and the distances of branches (Fig. 3, Prop. 3).
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryPoint:
     """A cache in the frame of its prompt (Eq. 3): z along the anchor, x and y in the tangent plane."""
@@ -205,7 +202,7 @@ class CacheRecord:
     syncs: list[BranchSync]
     moves: dict[tuple[str, str], float]
     ratios: list[float]
-    distances: list[Bound]
+    distances: list[BoundedValue]
     singles: Mapping[int, CacheRun]
 
 

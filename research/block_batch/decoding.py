@@ -1,4 +1,4 @@
-"""Decodes the study's prompts with every block length alone and with BlockBatch, and watches the caches of some."""
+"""The study's decoding: prompts, compared canvases, and the caches of some prompts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +24,6 @@ from mbd_core.plain_loops import PlainRun, run_planned
 from research.block_batch.cache_watch import BranchWatch, SingleWatch, Sketch
 from research.block_batch.caches import record_caches
 from research.block_batch.outputs import BranchStudy, DecodedPrompt, StudiedPrompt
-
-# The canvases that are compared: one for each block length alone, and BlockBatch over all of them.
 
 VARIED = {"canvas": ("block_length", "cache"), "branches": ("block_lengths",)}
 
@@ -94,9 +92,6 @@ def _parts(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], d
                 raise ValueError(f"--decoding has {owner}.{name}, which the study varies itself; leave it out")
     other_fields = {name: value for name, value in fields.items() if name != "canvas"}
     return other_fields, {name: value for name, value in canvas.items() if name != "branches"}, dict(branches)
-
-
-# The prompts of the study, from a JSON-lines file of texts or token ids; all are checked before a model is loaded.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,9 +168,6 @@ def check_prompts(prompts: Sequence[StudyPrompt], config: ModelConfig, *, max_to
             raise ValueError(
                 f"{prompt.name}: token id {foreign[0]} lies outside the vocabulary of {config.vocab_size}"
             )
-
-
-# Every prompt, decoded by every canvas.
 
 
 @dataclass(frozen=True, kw_only=True)

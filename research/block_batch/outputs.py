@@ -14,7 +14,7 @@ import numpy as np
 
 from mbd_core.decoding.blocks.request import FinishReason
 from mbd_core.decoding.canvas.branches import BranchStats
-from research.block_batch.bounds import Array, Bound, Drift, error_bounds, measured_drift
+from research.block_batch.bounds import Array, BoundedValue, Drift, error_bounds, measured_drift
 from research.block_batch.caches import CacheRecord, CacheRun
 
 
@@ -32,9 +32,9 @@ class Oracle:
 
     fixed   the mean of each block length
     oracle  the mean over the samples, each with its most accurate block length (the cheapest of several)
-    mixed   the mean of each sample's best accuracy and of its fewest forwards, which may come from different block
-            lengths: what the released script reports
-    chosen  for how many samples the oracle takes each block length
+    mixed   the mean of each sample's best accuracy and of its fewest forwards, possibly of different block
+            lengths, as in the released script
+    chosen  the number of samples for which the oracle takes each block length
     """
 
     fixed: Mapping[int, MeanRun]
@@ -134,9 +134,6 @@ def mean_consensus(samples: Sequence[Mapping[int, Sequence[int]]]) -> Array:
     return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
 
 
-# The results of the BlockBatch study: each prompt's outputs, forwards, branches and, if watched, caches.
-
-
 @dataclass(frozen=True, kw_only=True)
 class DecodedPrompt:
     """One prompt decoded by one method. `accuracy` is `None` for a prompt without a grader."""
@@ -192,8 +189,6 @@ def oracle_of(prompts: Sequence[StudiedPrompt]) -> Oracle:
     )
 
 
-# The checks of the bounds in Propositions 1 to 3 on all watched caches.
-
 FLOAT_ROUNDING = 8.0  # the allowed error of a refresh, in relative errors of the dtype
 TINY = 1e-9  # a bound below this counts as this
 
@@ -230,7 +225,7 @@ def checks_of(prompts: Sequence[StudiedPrompt], *, rounding: float) -> list[Boun
 
 
 def _first_proposition(n: int, watches: Sequence[CacheRun]) -> list[BoundCheck | None]:
-    energies = [Bound(mean, share) for w in watches for mean, share in w.energies]
+    energies = [BoundedValue(mean, share) for w in watches for mean, share in w.energies]
     movements = [m for w in watches for m in w.movements]
     exceptions = [b for m in movements if (b := m.against_refresh) is not None]
     return [
@@ -249,7 +244,7 @@ def _first_proposition(n: int, watches: Sequence[CacheRun]) -> list[BoundCheck |
 
 def _second_proposition(n: int, watches: Sequence[CacheRun], rounding: float) -> list[BoundCheck | None]:
     exact = [
-        Bound(e.error, FLOAT_ROUNDING * rounding * e.norm)
+        BoundedValue(e.error, FLOAT_ROUNDING * rounding * e.norm)
         for w in watches
         for e in w.events
         if e.kind == "refresh" and e.error is not None and e.norm is not None
@@ -277,7 +272,7 @@ def _widest_drift(drifts: Sequence[Drift]) -> Drift:
     )
 
 
-def _equal(bound: Bound) -> bool:
+def _equal(bound: BoundedValue) -> bool:
     return bool(np.isclose(bound.value, bound.bound, rtol=1e-6))
 
 
@@ -285,10 +280,10 @@ def _check(
     proposition: str,
     statement: str,
     block_length: int | None,
-    bounds: Sequence[Bound],
+    bounds: Sequence[BoundedValue],
     *,
     relation: str = "≤",
-    test: Callable[[Bound], bool] = lambda bound: bound.holds,
+    test: Callable[[BoundedValue], bool] = lambda bound: bound.holds,
 ) -> BoundCheck | None:
     if not bounds:
         return None

@@ -106,7 +106,7 @@ def run(
 def _prompts_of_file(
     path: Path, folder: Path, limit: int | None
 ) -> tuple[list[StudyPrompt], PreTrainedTokenizerBase | None]:
-    """The prompts of a file, and the model's tokenizer if it has one; texts need one."""
+    """The prompts of a file, and the model's tokenizer if it has one. Texts need a tokenizer."""
     from mbd_core.checkpoint.folder import read_folder
     from research.block_batch.decoding import read_prompts, study_prompts
 

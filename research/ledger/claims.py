@@ -1,11 +1,11 @@
-"""What counts as shown, stated before any result: the claims of the papers, each as a comparison with its rule.
+"""The claims of the papers, each a comparison with its rule, stated before any result.
 
 A claim compares two sides under one buffer size, at the threshold that the models recommend (`CLAIM_TAU`; one side at
 another, where a claim says so), or over all thresholds where it is of the AUP. It is *shown* if the 95 % interval over
 problems and seeds lies on the paper's side of its bound, and, where it is of accuracy, McNemar's p is below `ALPHA`
 divided by the number of the experiment's claims of accuracy (Bonferroni). It is *contradicted* if the interval lies on
-the other side of 0. A claim of no loss allows `MARGIN`, is contradicted beyond it, and has no p. All else is *not
-shown*, whatever the means are.
+the other side of 0. A claim of no loss allows `MARGIN`, is contradicted beyond it, and has no p. Everything else is
+*not shown*, whatever the means are.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ RULE = (
 class Claim:
     """`first` is higher than `second` in `measure` (fewer forwards for `nfe`), each a recipe.
 
-    single    `second` decodes by SingleBD; of one recipe alone, it is what is claimed to be higher
+    single    `second` decodes by SingleBD; with one recipe alone, SingleBD is claimed to be higher
     no_loss   `first` is not lower by `MARGIN` points
     tau       the threshold of `second`, where it is not `CLAIM_TAU`
     """
@@ -120,9 +120,9 @@ CLAIMS: dict[Experiment, tuple[Claim, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedClaim:
-    """A claim with what was measured of it under one buffer size.
+    """A claim with its measurement under one buffer size.
 
-    `over_seeds` is the difference with Student's interval over the training seeds, which decides nothing.
+    `over_seeds` is the difference with Student's interval over the training seeds. It decides nothing.
     """
 
     claim: Claim
@@ -134,7 +134,7 @@ class JudgedClaim:
 
 
 def judge(claims: Sequence[Claim], means: DrawnMeans) -> list[JudgedClaim]:
-    """Every claim under every buffer size of MultiBD; `ValueError` if the rows lack a cell that it compares."""
+    """Every claim under every buffer size of MultiBD. Raises `ValueError` if the rows lack a compared cell."""
     rows, seeds = means.rows, each_seed(means.rows)
     num_tests = len(rows.buffer_sizes) * sum(claim.is_tested for claim in claims)
     verdicts = []
@@ -156,7 +156,7 @@ def judge(claims: Sequence[Claim], means: DrawnMeans) -> list[JudgedClaim]:
 
 
 def _sides(claim: Claim, size: int) -> tuple[tuple[str, int], tuple[str, int]]:
-    """The recipes and buffer sizes that are compared; the first is what is claimed to be higher."""
+    """The compared recipes and buffer sizes; the first is claimed to be higher."""
     first, second = (claim.first, size), (claim.second, 1 if claim.single else size)
     return (second, first) if claim.first == claim.second else (first, second)  # SingleBD above MultiBD of one model
 
@@ -172,7 +172,7 @@ def _cells(claim: Claim, size: int, rows: PairedRows) -> tuple[StudyCell, StudyC
 
 
 def _differences(claim: Claim, size: int, means: DrawnMeans) -> np.ndarray:
-    """The difference in each draw (D,), in the claimed direction: positive is what the claim says."""
+    """The difference in each draw (D,), positive in the claimed direction."""
     if claim.measure == "aup":
         curves = means.rows.curves
         for recipe, slots in _sides(claim, size):

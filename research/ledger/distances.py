@@ -1,10 +1,10 @@
-"""How far the training states of each recipe of a study are from traces of inference, and whether the near do better.
+"""Distances of each recipe's training states from traces of inference, and whether near recipes do better.
 
 The traces are of the base under MultiBD, before any row is trained: half of the problems fit the noise of the ninth
-row, and all distances are of the other half. Whether the near do better is Spearman's rank correlation of the rows,
-with an exact permutation test and an interval of its measurement.
+row, and all distances are of the other half. Whether near recipes do better is Spearman's rank correlation of the
+rows, with an exact permutation test and an interval of its measurement.
 
-Shape legend: R rows; D draws, the first of which is what was measured.
+Shape legend: R rows; D draws, the first of which is the measurement.
 """
 
 import itertools
@@ -40,8 +40,8 @@ TRACED_SLOTS = 4
 NUM_LAYOUT_DRAWS = 8
 NUM_BOOTSTRAP = 500
 MOST_SIZES = "mean_w1 where delta_r < 0.5"
-"""Decided after the results: a mean over the sizes that a row shares with inference is of few states where it shares
-few, as teacher forcing's, whose groups are single blocks."""
+"""Decided after the results. A mean over the sizes that a row shares with inference covers few states if it shares few
+sizes, as for teacher forcing, whose groups are single blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,10 @@ class RowDistance:
 
 
 def measure_inference(out: Path, base: Path, *, num_problems: int) -> Path:
-    """The file of noise fitted to the base's traces under MultiBD, with the distances of all rows beside it; measured
-    once, before anything is trained with it."""
+    """The file of noise fitted to the base's traces under MultiBD, with the distances of all rows beside it.
+
+    It is measured once, before anything is trained with it.
+    """
     folder = out / "alignment" / INFERENCE
     if not folder.exists():
         plan = TracingPlan(
@@ -81,8 +83,7 @@ def measure_inference(out: Path, base: Path, *, num_problems: int) -> Path:
 def measure_rows(
     traces: ModelTraces, states: Mapping[str, StateConfig], *, draws: int, seed: int
 ) -> tuple[list[RowDistance], FittedNoise]:
-    """The distances of every recipe's states, and of `FITTED`, which is `LEDGER_MBD` with the noise that is returned
-    as well."""
+    """The distances of every recipe's states, and of `FITTED`: `LEDGER_MBD` with the returned noise."""
     noise, inference, examples = halves(traces)
     method = states[LEDGER_MBD.name]
     fitted_config = replace(method, schedule="fitted", bounds=replace(method.bounds, fitted=noise))
@@ -107,7 +108,7 @@ def write_distances(path: Path, distances: Sequence[RowDistance]) -> None:
 
 
 def read_distances(path: Path) -> list[RowDistance]:
-    """What `write_distances` wrote; `ValueError` for any other file."""
+    """The content of `write_distances`'s file. Raises `ValueError` for any other file."""
     try:
         rows = pq.read_table(path, schema=COLUMNS).to_pylist()
     except (OSError, pa.ArrowInvalid) as error:
@@ -126,16 +127,14 @@ def read_distances(path: Path) -> list[RowDistance]:
     ]
 
 
-# The rank correlation of a few rows.
-
 FEWEST = 3
 MOST_EXACT = 9
-"""So many values have few enough orders (362,880) to try them all."""
+"""The largest number of values whose orders (362,880) are all tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankCorrelation:
-    """Of `n` pairs: rho, its interval over draws of the outcomes, and the share of orders with one as far from 0."""
+    """For `n` pairs: rho, its interval over draws of the outcomes, and the share of orders at least as far from 0."""
 
     n: int
     rho: Interval
@@ -165,11 +164,11 @@ def _orders(n: int) -> np.ndarray:
 
 
 def rank_correlation(distances: Sequence[float], outcomes_RD: np.ndarray) -> RankCorrelation:
-    """The correlation of rows' distances with their outcomes (R, D), whose first draw is what was measured.
+    """The correlation of rows' distances with their outcomes (R, D), whose first draw is the measurement.
 
-    The interval says how far another evaluation, and other training seeds, would move it for these very rows; the
-    p-value, whether so few rows can tell a correlation from none. Raises `ValueError` for fewer than three rows, or
-    more than the test can try, and for rows that are all alike.
+    The interval covers other evaluations and training seeds of these very rows. The p-value says whether few rows can
+    tell a correlation from none. Raises `ValueError` for fewer than three rows, or more than the test can try, and for
+    rows that are all alike.
     """
     n = len(distances)
     if not FEWEST <= n <= MOST_EXACT:
@@ -185,8 +184,10 @@ def rank_correlation(distances: Sequence[float], outcomes_RD: np.ndarray) -> Ran
 
 
 def correlations(distances: Sequence[RowDistance], means: DrawnMeans) -> dict[str, RankCorrelation]:
-    """Of each distance with each outcome, by what they are; rows without the distance, or without answers, are left
-    out. The outcomes are of MultiBD with each buffer size."""
+    """Each distance's correlation with each outcome, by their names, under MultiBD with each buffer size.
+
+    Rows without the distance, or without answers, are left out.
+    """
     curves = means.rows.curves
     values_of = {
         "delta_r": {d.recipe: d.delta_r.value for d in distances},

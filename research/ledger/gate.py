@@ -1,7 +1,7 @@
-"""Whether a model leaves room on ledger-mini: its accuracy, how deep its blocks are, how often they are at the floor.
+"""Whether a model leaves room on ledger-mini: its accuracy, the depth of its blocks, their share at the floor.
 
-A base that solves everything, or that fills a block in a forward or two, cannot show a loss or a gain. The gate is
-measured on the valid split, before a study spends anything on the model.
+A base that solves everything, or fills a block in a forward or two, cannot show a loss or a gain. The gate is measured
+on the valid split, before a study spends anything on the model.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class GateNumbers:
-    """What was measured on `n` problems under one buffer size.
+    """The measurements of `n` problems under one buffer size.
 
-    depth      decoding forwards a block: those that only store are left out
-    at_floor   the share of answers with as many decoding forwards as blocks, or fewer
+    depth      decoding forwards a block, without store-only forwards
+    at_floor   the share of answers with at most as many decoding forwards as blocks
     """
 
     n: int
@@ -82,7 +82,7 @@ class GateNumbers:
 
     @property
     def failures(self) -> list[str]:
-        """What the gate asks of SingleBD and is not so."""
+        """The gate's conditions on SingleBD that fail."""
         failures = []
         if not ACCURACY[0] <= self.accuracy.value <= ACCURACY[1]:
             failures.append(f"accuracy {self.accuracy.value:.1f} % is not within {ACCURACY[0]:g} to {ACCURACY[1]:g} %")
@@ -152,7 +152,7 @@ def gate_numbers(right: list[bool], counts: list[Counts], *, buffer_size: int, b
 
 
 def num_blocks(counts: Counts, block_size: int) -> int:
-    """The blocks that an answer with its EOS lies in."""
+    """The number of blocks of an answer with its EOS."""
     first = counts.num_prompt_tokens // block_size
     return -(-(counts.num_prompt_tokens + counts.num_tokens + 1) // block_size) - first
 

@@ -1,4 +1,4 @@
-"""What the study on ledger-mini trains and evaluates: recipes x seeds from one base, and the record of its folder.
+"""The plan of the study on ledger-mini: recipes x seeds from one base, and the record of its folder.
 
 study.json            what the study is (`StudyPlan`); a folder of another one is refused
 runs/RECIPE-sSEED     the training runs, models/RECIPE-sSEED their models: of all experiments, each trained once
@@ -30,14 +30,15 @@ COMPARED_WITH: dict[Experiment, tuple[Experiment, ...]] = {
     "alignment": ("ordering", "ablation"),
     "thresholds": ("ordering",),
 }
-"""The experiments whose rows stand beside an experiment's own: no model is trained or evaluated twice."""
+"""The experiments whose rows stand beside an experiment's own. No model is trained or evaluated twice."""
 TRAINED_RECIPES: dict[Experiment, tuple[TrainingRecipe, ...]] = {
     "ordering": (LEDGER_TF, LEDGER_MBD),
     "ablation": tuple(recipe for recipe in ABLATION_ROWS.values() if recipe not in (LEDGER_TF, LEDGER_MBD)),
     "alignment": (replace(LEDGER_MBD, name=FITTED),),
     "thresholds": (),
 }
-"""What each experiment adds; the noise of `FITTED` is measured first. `thresholds` decodes the base anew."""
+"""The recipes that each experiment adds. The noise of `FITTED` is measured first. `thresholds` decodes the base
+anew."""
 
 
 @configuration(panel=DATA)
@@ -84,7 +85,7 @@ class StudyPlan(StudySize):
         return None, f"tau_m2t={','.join(map(str, self.taus))};buffer_size={','.join(map(str, self.buffers))}"
 
     def runs(self, experiment: Experiment) -> list[tuple[TrainingRecipe, int]]:
-        """Every run, a seed's together, so that a study that is stopped has whole seeds."""
+        """Every run, a seed's runs together, so that a stopped study has whole seeds."""
         return [(recipe, seed) for seed in self.seeds for recipe in TRAINED_RECIPES[experiment]]
 
 
@@ -114,7 +115,8 @@ def seeded(
 
 
 def claim(folder: Path, plan: StudyPlan) -> None:
-    """Record the plan in a new folder, or find it there; `ValueError` for a folder of another study or of others."""
+    """Records the plan in a new folder, or finds it there. Raises `ValueError` for another study's folder, or for
+    other files."""
     path = folder / RECORD
     if path.exists():
         recorded = read_plan(folder)
@@ -142,7 +144,7 @@ def read_plan(folder: Path) -> StudyPlan:
 
 
 def missing_models(folder: Path, plan: StudyPlan, experiment: Experiment) -> list[tuple[TrainingRecipe, int]]:
-    """The runs whose models are yet to be written: a model is written whole, when its run is done."""
+    """The runs whose models are missing: a model is written whole, when its run is done."""
     return [(recipe, seed) for recipe, seed in plan.runs(experiment) if not model_path(folder, recipe, seed).exists()]
 
 
@@ -151,18 +153,18 @@ def model_path(folder: Path, recipe: TrainingRecipe, seed: int) -> Path:
 
 
 def swept_models(folder: Path, experiment: Experiment, seed: int, base: Path) -> dict[Path, str]:
-    """The models of a seed's sweep and their recipes: the experiment's own, and the base where it is to be decoded."""
+    """The models of a seed's sweep and their recipes: the experiment's own, and the base if it is decoded."""
     models = {model_path(folder, recipe, seed): recipe.name for recipe in TRAINED_RECIPES[experiment]}
     return {base: BASE, **models} if experiment in ("ordering", "thresholds") else models
 
 
 def row_files(folder: Path, experiment: Experiment) -> list[Path]:
-    """Where the rows of an experiment's report lie: its own last."""
+    """The files of the rows of an experiment's report, its own last."""
     return [folder / name / ROWS for name in (*COMPARED_WITH[experiment], experiment)]
 
 
 def check_earlier(folder: Path, experiment: Experiment) -> None:
-    """`ValueError` names the experiment that must be run before this one."""
+    """Raises `ValueError` naming the experiment that must run before this one."""
     for path in row_files(folder, experiment)[:-1]:
         if not path.exists():
             name = path.parent.name

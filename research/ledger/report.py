@@ -16,8 +16,6 @@ from research.ledger.plan import BASE, DISTANCES, FITTED, INFERENCE, PLOT, REPOR
 from research.ledger.rows import DrawnMeans, Measure, StudyCell, bootstrap_means, each_seed, read_rows
 from research.tables import table_lines
 
-# The plot of a study: accuracy over tokens per forward, a panel a buffer size, a curve a recipe, with intervals.
-
 
 def draw_study(means: DrawnMeans, file: BinaryIO, *, names: Mapping[str, str]) -> None:
     """Write the plot as PNG; bars are 95 % intervals over problems and seeds."""
@@ -60,7 +58,7 @@ def draw_study(means: DrawnMeans, file: BinaryIO, *, names: Mapping[str, str]) -
 
 
 def _bars(values: Sequence[Interval]) -> list[list[float]]:
-    """How far the intervals reach below and above the values, which few draws may leave outside them."""
+    """The intervals' lengths below and above the values, which few draws may leave outside them."""
     bounds = [(v.value, *v.bounds) for v in values]
     return [[max(0.0, value - low) for value, low, _ in bounds], [max(0.0, high - value) for value, _, high in bounds]]
 

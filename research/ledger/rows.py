@@ -1,4 +1,4 @@
-"""The rows of a study, one graded answer each, and what is measured on them: means, differences and AUPs in each draw.
+"""The rows of a study, one graded answer each, and their measures: means, differences and AUPs in each draw.
 
 The rows are all that a study's report needs, and small enough to be published. Every cell is measured on the same
 draws of a bootstrap in two levels, seeds and their problems, so that a difference of two cells is paired by both.
@@ -54,7 +54,7 @@ class StudyCell:
 class PairedRows:
     """The answers of every cell to the same problems (P), in the same order.
 
-    seed_P      the seed that a problem belongs to, as a number from 0
+    seed_P      a problem's seed, as a number from 0
     correct     cell -> (P,) of 0 and 1; forwards, tokens: counts
     """
 
@@ -78,7 +78,7 @@ class PairedRows:
 
     @property
     def buffer_sizes(self) -> list[int]:
-        """Those of MultiBD."""
+        """The buffer sizes of MultiBD."""
         return sorted({cell.buffer_size for cell in self.cells} - {1})
 
     @property
@@ -91,13 +91,13 @@ class PairedRows:
 
 
 def sweep_rows(folder: Path, recipes: Mapping[str, str]) -> pa.Table:
-    """The rows of a seed's sweep, whose models are `recipes` by name; `ValueError` for one that could not be
+    """The rows of a seed's sweep, whose models are `recipes` by name. Raises `ValueError` for an answer that was not
     decoded."""
     return study_rows(read_samples(folder, columns=READ), recipes, source=folder)
 
 
 def study_rows(samples: Iterable[Mapping[str, Any]], recipes: Mapping[str, str], *, source: Path) -> pa.Table:
-    """Graded samples as rows of a study; `ValueError` for one that could not be decoded."""
+    """Graded samples as rows of a study. Raises `ValueError` for a sample that was not decoded."""
     rows: list[dict[str, Any]] = []
     for row in samples:
         if row["error"] is not None:
@@ -117,7 +117,7 @@ def study_rows(samples: Iterable[Mapping[str, Any]], recipes: Mapping[str, str],
 
 
 def write_rows(path: Path, tables: Sequence[pa.Table]) -> None:
-    """Write the rows of all seeds, compressed, in an order that depends on nothing but them."""
+    """Writes the rows of all seeds, compressed, in an order that depends on the rows alone."""
     with file_beside(path) as file:
         pq.write_table(pa.concat_tables(tables).sort_by(ORDER), file, compression="zstd")
 
@@ -165,7 +165,7 @@ def _numbers(table: pa.Table, name: str) -> np.ndarray:
 
 
 def read_table(path: Path) -> pa.Table:
-    """The rows in a file; `ValueError` if it holds none of a study."""
+    """The rows in a file. Raises `ValueError` if it holds no study's rows."""
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:
@@ -174,8 +174,6 @@ def read_table(path: Path) -> pa.Table:
         raise ValueError(f"{path} holds no rows of a study: its columns are {', '.join(table.schema.names)}")
     return table
 
-
-# What is measured on the rows.
 
 Measure = Literal["accuracy", "nfe", "tpf"]
 
@@ -200,7 +198,7 @@ def mcnemar(rows: PairedRows, first: StudyCell, second: StudyCell) -> McNemar:
 
 
 class DrawnMeans:
-    """The means of every cell under the same draws: blocks (D, P) of how often each problem counts."""
+    """The means of every cell under the same draws: blocks (D, P) of each problem's weight."""
 
     def __init__(self, rows: PairedRows, blocks: Iterable[np.ndarray]) -> None:
         self.rows = rows
@@ -236,9 +234,9 @@ class DrawnMeans:
 def bootstrap_means(rows: PairedRows, *, num_draws: int = NUM_DRAWS, seed: int = 0) -> DrawnMeans:
     """The means of the rows themselves and of draws of their seeds and, in each, of its problems.
 
-    A run of another seed is another model on other problems. A draw holds no better and no worse seed than the rows
-    have: where three seeds differ by more than the chance of their problems, the intervals are too narrow, where by
-    less, too wide; Student's over `each_seed` stands beside them. One seed has intervals over its problems alone.
+    A run of another seed is another model on other problems. A draw holds only seeds of the rows. If three seeds
+    differ by more than the chance of their problems, the intervals are too narrow; if by less, too wide. Student's
+    interval over `each_seed` stands beside them. One seed has intervals over its problems alone.
     """
     one_draw = np.ones((1, rows.num_problems))
     return DrawnMeans(rows, chain([one_draw], bootstrap(rows.seed_P, seed=seed, num_draws=num_draws)))

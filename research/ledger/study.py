@@ -105,7 +105,7 @@ def checked_out(text: str) -> Path:
 class Study:
     """An experiment of a study: its folder, and the base by its name and as a model folder.
 
-    noise   the file of noise that is fitted to traces, of an experiment that has it
+    noise   the file of noise fitted to traces, if the experiment has it
     """
 
     out: Path
@@ -116,7 +116,7 @@ class Study:
     noise: Path | None = None
 
     def compute(self, *, workers: int, at_once: int, actors: int) -> None:
-        """Train and evaluate what is missing, on one cluster, and write the experiment's rows."""
+        """Trains and evaluates missing models on one cluster, and writes the experiment's rows."""
         from actors.training.run import check_run
         from mbd_core.multitf.run.start import StartingPoint
         from research.ledger.rows import sweep_rows, write_rows
@@ -126,7 +126,7 @@ class Study:
         for training_run in runs:
             check_run(training_run, resume=training_run.folder.exists())
             StartingPoint.read(training_run.recipe, fetch=fetch_model)
-        from cluster.local import connect  # Ray takes seconds to import: bad input is refused before that
+        from cluster.local import connect  # Ray takes seconds to import, and bad input is refused before that
 
         at_once = min(at_once, len(runs))
         is_ours = connect(num_cpus=max(4, at_once * workers + 1, actors + 2), worker_logs=False)
@@ -146,7 +146,7 @@ class Study:
         write_rows(self.out / self.experiment / ROWS, tables)
 
     def training(self, recipe: TrainingRecipe, seed: int, *, workers: int) -> TrainingRun:
-        """A run from the base; one that was begun is gone on with."""
+        """A run from the base; a begun run is resumed."""
         from actors.training.run import TrainingRun
         from mbd_core.checkpoint.config import load_config
 
@@ -197,11 +197,11 @@ class Study:
 
 
 def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
-    """Train runs of one size on the connected cluster, `at_once` of them, at most all, at a time.
+    """Trains runs of one size on the connected cluster, at most `at_once` at a time.
 
-    Each is driven by a task of its own on this node, as a job of its own would be. Raises `ValueError` if `at_once` of
-    them find no room beside each other. After a run that failed none is begun; once those that were have ended,
-    `RuntimeError` names all that failed. A task that is lost is such a failure: the same command goes on with its run.
+    A task on this node drives each run, as a job of its own would. Raises `ValueError` if `at_once` of them find no
+    room beside each other. After a failure no run is begun; once the begun ones have ended, raises `RuntimeError`
+    naming all failures. A lost task is such a failure: the same command resumes its run.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -1,9 +1,9 @@
 """The arms of the study of reinforcement learning on ledger-mini, as recipes; research/README.md states its claims.
 
-    mbd rl --recipe research/rl/arms.py:A --seed 1 --storage out/rl --run-name A-1
+mbd rl --recipe research/rl/arms.py:A --seed 1 --storage out/rl --run-name A-1
 
-All arms begin with the shipped `ledger-mbd`, decode at four slots, and are given the same problems. Each differs from
-A in what its claim is about, and in nothing else.
+All arms begin with the shipped `ledger-mbd`, decode at four slots, and get the same problems. Each differs from A only
+in its claim's subject.
 """
 
 from dataclasses import replace
@@ -33,10 +33,10 @@ C = replace(A, name="rl-C", states="all-masked")
 """LightningRL's released learner: each block in one forward, all its tokens masked."""
 
 SFT_UPDATES = 36
-"""Of `ledger-mbd`'s recipe, 6,640 tokens an update: as many learner tokens as A's 5 iterations, 48,000 each after its
-groups were filtered (the mean of ten iterations of the runs that chose the learning rate)."""
+"""In `ledger-mbd`'s recipe an update has 6,640 tokens. The total equals A's learner tokens: 5 iterations of 48,000
+each after its groups were filtered (the mean of ten iterations of the runs that chose the learning rate)."""
 D = replace(LEDGER_MBD, name="rl-D", base="ledger-mbd", train=replace(LEDGER_MBD.train, steps=SFT_UPDATES, warmup=4))
-"""MultiTF on right solutions for as many learner tokens: a recipe of `mbd train`."""
+"""MultiTF on right solutions for the same number of learner tokens: a recipe of `mbd train`."""
 
 E = replace(A, name="rl-E", groups=GroupConfig(advantages="correct"), objective=PolicyObjective())
 """The likelihood of correct rollouts alone, each with the advantage 1."""
@@ -48,7 +48,7 @@ G = replace(A, name="rl-G", states="block-local")
 """TraceRL's states, which are not the engine's at four slots."""
 
 LONG = replace(A, name="rl-A-20", iterations=20)
-"""A for four times as long, of which no claim was stated; its first iterations are A's."""
+"""A for four times as long. No claim was stated about it; its first iterations are A's."""
 
 LOW = replace(LEDGER_RL.train, lr=1e-5)
 LOW_A = replace(LONG, name="rl-A-20-low", train=LOW)

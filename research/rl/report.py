@@ -19,7 +19,7 @@ from research.ledger.rows import DrawnMeans, StudyCell, bootstrap_means, each_se
 from research.rl.arms import ARMS, ITERATIONS
 from research.tables import table_lines
 
-Measure = Literal["tpf", "accuracy", "aup"]
+ArmMeasure = Literal["tpf", "accuracy", "aup"]
 Verdict = Literal["shown", "contradicted", "not shown", "not enough seeds"]
 TRAINING = "training.parquet"
 SLOTS = 4
@@ -54,29 +54,29 @@ point crosses that line."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class ArmClaim:
     """`first` is above `second` in each of `measures`, each with the bound of the difference; without a bound the
     difference must hold 0."""
 
     text: str
     first: str
     second: str
-    measures: tuple[tuple[Measure, float | None], ...]
+    measures: tuple[tuple[ArmMeasure, float | None], ...]
 
 
-AUP_ABOVE: tuple[tuple[Measure, float | None], ...] = (("aup", 0.0),)
+AUP_ABOVE: tuple[tuple[ArmMeasure, float | None], ...] = (("aup", 0.0),)
 CLAIMS = (
-    Claim(
+    ArmClaim(
         text="TPF rises at equal accuracy",
         first="rl-A",
         second=BASE,
         measures=(("tpf", 0.0), ("accuracy", -MARGIN)),
     ),
-    Claim(text="worth more than supervised training: A above D", first="rl-A", second="rl-D", measures=AUP_ABOVE),
-    Claim(text="and A above E", first="rl-A", second="rl-E", measures=AUP_ABOVE),
-    Claim(text="replay matters: A above C", first="rl-A", second="rl-C", measures=AUP_ABOVE),
-    Claim(text="the states of several blocks matter: A above G", first="rl-A", second="rl-G", measures=AUP_ABOVE),
-    Claim(
+    ArmClaim(text="worth more than supervised training: A above D", first="rl-A", second="rl-D", measures=AUP_ABOVE),
+    ArmClaim(text="and A above E", first="rl-A", second="rl-E", measures=AUP_ABOVE),
+    ArmClaim(text="replay matters: A above C", first="rl-A", second="rl-C", measures=AUP_ABOVE),
+    ArmClaim(text="the states of several blocks matter: A above G", first="rl-A", second="rl-G", measures=AUP_ABOVE),
+    ArmClaim(
         text="it is the reward: F stays at the start",
         first="rl-F",
         second=BASE,
@@ -86,21 +86,21 @@ CLAIMS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgedClaim:
-    """A claim with the difference in each of its measures, none where the rows lack a side, and its verdict."""
+class JudgedArmClaim:
+    """A claim with the difference in each of its measures (none if the rows lack a side), and its verdict."""
 
-    claim: Claim
+    claim: ArmClaim
     num_seeds: int
     differences: tuple[Interval, ...] = ()
     over_seeds: tuple[Interval | None, ...] = ()
     verdict: Verdict
 
 
-def judge(claim: Claim, table: pa.Table) -> JudgedClaim:
-    """The claim on the rows of the seeds that both sides have."""
+def judge(claim: ArmClaim, table: pa.Table) -> JudgedArmClaim:
+    """The verdict on a claim from the seeds that both sides have."""
     rows = of_recipes(table, (claim.first, claim.second))
     if rows is None:
-        return JudgedClaim(claim=claim, num_seeds=0, verdict="not enough seeds")
+        return JudgedArmClaim(claim=claim, num_seeds=0, verdict="not enough seeds")
     paired = paired_rows(rows)
     means, seeds = bootstrap_means(paired), each_seed(paired)
     intervals = [
@@ -119,7 +119,7 @@ def judge(claim: Claim, table: pa.Table) -> JudgedClaim:
     over_seeds = tuple(
         student_interval(differences(seeds, claim.first, claim.second, name).tolist()) for name, _ in claim.measures
     )
-    return JudgedClaim(
+    return JudgedArmClaim(
         claim=claim,
         num_seeds=len(paired.seeds),
         differences=tuple(intervals),
@@ -134,7 +134,7 @@ def _verdict(difference: Interval, bound: float | None) -> Verdict:
     return "shown" if difference.is_above(bound) else "contradicted" if difference.is_below(bound) else "not shown"
 
 
-def differences(means: DrawnMeans, first: str, second: str, measure: Measure) -> np.ndarray:
+def differences(means: DrawnMeans, first: str, second: str, measure: ArmMeasure) -> np.ndarray:
     """The first recipe's measure minus the second's in each draw (D,)."""
     if measure == "aup":
         curves = means.rows.curves
@@ -144,7 +144,7 @@ def differences(means: DrawnMeans, first: str, second: str, measure: Measure) ->
 
 
 def of_recipes(table: pa.Table, recipes: Sequence[str]) -> pa.Table | None:
-    """The rows of these recipes, of the seeds that all of them have; `None` without such a seed."""
+    """The rows of these recipes for their common seeds; `None` without such a seed."""
     common = set.intersection(*(_seeds(table, name) for name in recipes))
     if not common:
         return None
@@ -156,11 +156,8 @@ def _seeds(table: pa.Table, recipe: str) -> set[int]:
     return set(table.filter(pc.equal(table["recipe"], recipe))["seed"].unique().to_pylist())
 
 
-# The report
-
-
 def report(out: Path) -> str:
-    """Gather the rows of the pieces that are done, and write study.md and study.png; the Markdown.
+    """Gathers the rows of the finished pieces, and writes study.md and study.png; returns the Markdown.
 
     Raises `ValueError` if there are none.
     """
@@ -187,7 +184,7 @@ def report(out: Path) -> str:
 
 
 def render(table: pa.Table, means: DrawnMeans, training: pa.Table | None) -> str:
-    """The Markdown of all rows; `means` are of those that the tables show."""
+    """The Markdown of all rows; `means` are the means in its tables."""
     seeds = ", ".join(map(str, means.rows.seeds))
     lines = ["# Does reinforcement learning win back the forwards that MultiTF costs?", ""]
     lines += [
@@ -223,7 +220,7 @@ def render(table: pa.Table, means: DrawnMeans, training: pa.Table | None) -> str
     return "\n".join(lines)
 
 
-def _claim_lines(verdicts: Sequence[JudgedClaim]) -> list[str]:
+def _claim_lines(verdicts: Sequence[JudgedArmClaim]) -> list[str]:
     rows = []
     for judged in verdicts:
         for number, (measure, bound) in enumerate(judged.claim.measures):
@@ -243,7 +240,7 @@ def _claim_lines(verdicts: Sequence[JudgedClaim]) -> list[str]:
 
 
 def _arm_lines(table: pa.Table) -> list[str]:
-    measures: tuple[Measure, ...] = ("accuracy", "tpf", "aup")
+    measures: tuple[ArmMeasure, ...] = ("accuracy", "tpf", "aup")
     lines = []
     for name in sorted(ARMS):
         rows = of_recipes(table, (name, BASE))

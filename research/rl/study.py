@@ -1,14 +1,14 @@
 """The study of reinforcement learning on ledger-mini: its arms with several seeds, and a report from their rows alone.
 
-    study.json          the arms and the size; a folder of another study is refused
+study.json          the arms and the size; a folder of another study is refused
     runs/ARM-sSEED      a run; its model is in `model`
     rows/ARM-sSEED.parquet, training/ARM-sSEED.parquet
                         its graded answers to unseen problems, and the numbers of its iterations
     rows.parquet, training.parquet, study.md, study.png
                         all rows that are there, and the report of them
 
-No Ray: a process takes one piece after another. Several processes with the same command share the pieces, and one that
-was killed leaves its run where the next goes on.
+No Ray: a process takes one piece after another. Several processes with the same command share the pieces, and another
+process resumes a killed one's run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TRAINED = ("iteration", "answers_learned", "correct", "tpf", "tokens", "labels",
 
 
 @configuration(panel=DATA)
-class StudySize:
+class ArmStudySize:
     """How large a study is. Seed `s` draws the problems and the answers of its runs, and the problems on which they
     and the start are evaluated."""
 
@@ -58,7 +58,7 @@ class StudySize:
 def run(
     *,
     out: OutFolder,
-    size: StudySize,
+    size: ArmStudySize,
     threads: OwnThreads = None,
     report_only: Annotated[bool, Flag("Write the report again, from the rows that are there.", OUTPUT)] = False,
 ) -> None:
@@ -73,14 +73,15 @@ def run(
 
         if threads is not None:
             torch.set_num_threads(threads)
-        Study(out, ARMS, size).compute()
+        ArmStudy(out, ARMS, size).compute()
     print(report(out))
 
 
-class Study:
-    """A study in its folder, which is claimed for it; `ValueError` if another study or anything else lies there."""
+class ArmStudy:
+    """A study in its folder, which is claimed for it. Raises `ValueError` if another study or anything else lies
+    there."""
 
-    def __init__(self, out: Path, arms: Mapping[str, RLRecipe | TrainingRecipe], size: StudySize) -> None:
+    def __init__(self, out: Path, arms: Mapping[str, RLRecipe | TrainingRecipe], size: ArmStudySize) -> None:
         self.out, self.arms, self.size = out, arms, size
         record = {"size": asdict(size), "arms": {name: asdict(arm) for name, arm in arms.items()}}
         recorded = json.loads(json.dumps(record, default=str))
@@ -94,7 +95,8 @@ class Study:
             write_json(path, recorded)
 
     def compute(self) -> None:
-        """Train and evaluate what no other process has done or is doing, a seed's arms before the next seed's."""
+        """Trains and evaluates pieces that no other process has done or is doing, a seed's arms before the next
+        seed's."""
         from mbd_core.checkpoint.shipped import model_folder
 
         for seed in self.size.seeds:
@@ -126,7 +128,7 @@ class Study:
         return self.out / kind / f"{run_name(name, seed)}.parquet"
 
     def train(self, name: str, seed: int) -> Path:
-        """The model of an arm's run, which goes on from where it was."""
+        """The model of an arm's run, which resumes where it stopped."""
         arm, path = self.arms[name], self.out / "runs" / run_name(name, seed)
         if not isinstance(arm, RLRecipe):
             return _supervised(arm, seed, path / "model")
@@ -180,7 +182,7 @@ class Study:
 
 
 def _supervised(arm: TrainingRecipe, seed: int, path: Path) -> Path:
-    """The model of a run of `mbd train`, in this process; one that was killed begins anew."""
+    """The model of a run of `mbd train`, in this process; a killed run begins anew."""
     from mbd_core.multitf.run.start import StartingPoint
     from mbd_core.multitf.run.worker import settle_precision, train_worker
     from mbd_core.multitf.step.workers import ALONE

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from benchmarks.load.soak import end_rows, failures, held_pages
-from benchmarks.load.soak_parts import Ended, MemorySample, SoakClient, memory_rows
+from benchmarks.load.soak_parts import EndedRequest, MemorySample, SoakClient, memory_rows
 from benchmarks.load.stream_client import Target, open_session
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,10 +60,10 @@ def test_an_exact_answer_that_differs_from_the_first_is_wrong() -> None:
     replies = [stream(CHUNK, LAST)] * 8 + [stream(other, LAST)] * 8  # one in two is exact
     ends = asyncio.run(ends_of("stream", replies))
     assert {ended.end for ended in ends[:8]} == {"whole"}
-    assert Ended("stream", "wrong", "another text than before") in ends[8:]
+    assert EndedRequest("stream", "wrong", "another text than before") in ends[8:]
 
 
-async def ends_of(kind: Any, replies: list[tuple[int, str]]) -> list[Ended]:
+async def ends_of(kind: Any, replies: list[tuple[int, str]]) -> list[EndedRequest]:
     """How requests end that get these replies."""
     coming = iter(replies)
 
@@ -80,7 +80,7 @@ async def ends_of(kind: Any, replies: list[tuple[int, str]]) -> list[Ended]:
 
 
 def test_a_cut_connection_is_a_lost_request() -> None:
-    async def dead() -> Ended:
+    async def dead() -> EndedRequest:
         async with open_session(seconds=60) as session:
             target = Target(name="m", url="http://127.0.0.1:9", model="m")
             return await SoakClient(session, target, ["one"], random.Random(0)).send("whole answer")
@@ -102,13 +102,17 @@ def test_memory_that_grows_is_not_flat() -> None:
 def test_the_verdict_names_each_failure() -> None:
     report: dict[str, Any] = {
         "ends": end_rows(
-            [Ended("stream", "lost"), Ended("stream", "whole"), Ended("bad request", "wrong", "HTTP 200")]
+            [
+                EndedRequest("stream", "lost"),
+                EndedRequest("stream", "whole"),
+                EndedRequest("bad request", "wrong", "HTTP 200"),
+            ]
         ),
         "memory": [{"role": "gateway", "quarter_2": 100.0, "quarter_4": 200.0, "flat": False}],
         "held_pages": [0, 3],
     }
     assert len(failures(report, idle=False)) == 4
-    healthy = {"ends": end_rows([Ended("stream", "whole")]), "memory": [], "held_pages": [0]}
+    healthy = {"ends": end_rows([EndedRequest("stream", "whole")]), "memory": [], "held_pages": [0]}
     assert failures(healthy, idle=True) == []
     assert held_pages({"kv_cache": {"num_pages": 10, "free_pages": 7}}) == 2
     assert held_pages({"error": "dead"}) == 1

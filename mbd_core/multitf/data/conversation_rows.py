@@ -25,7 +25,7 @@ from mbd_core.multitf.data.known_names import (
     is_content,
     says_nothing,
 )
-from mbd_core.multitf.data.tool_calls import ChatMessages, as_objects, parsed, tools_of, without_padding
+from mbd_core.multitf.data.tool_calls import ConversationMessages, as_objects, parsed, tools_of, without_padding
 from mbd_core.multitf.data.turn_forms import as_messages
 from mbd_core.multitf.data.turns import (
     BY_OPTION,
@@ -102,7 +102,7 @@ class Columns:
             "those of prompt and response (--prompt, --response)" + "".join(f" ({reason})" for reason in reasons[:1])
         )
 
-    def messages(self, row: Mapping[str, Any]) -> ChatMessages:
+    def messages(self, row: Mapping[str, Any]) -> ConversationMessages:
         """The row's conversation, which ends with the answer. Raises `ValueError` for a malformed one."""
         return list(self.conversation("", row, []).messages)  # type: ignore[arg-type]
 

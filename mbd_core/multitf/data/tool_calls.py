@@ -13,7 +13,7 @@ MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "d
 VALUES = ("default", "const", "enum", "examples", "example")
 """Keywords of a JSON Schema whose values are data, where null is a value."""
 
-ChatMessages = list[dict[str, Any]]
+ConversationMessages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]
 
 
@@ -133,7 +133,7 @@ def _check_json(value: Any, what: str) -> None:
         raise ValueError(f"{what} cannot be written as JSON: {error}") from None
 
 
-def without_padding(messages: ChatMessages, tools: Tools) -> int:
+def without_padding(messages: ConversationMessages, tools: Tools) -> int:
     """Removes null arguments that the functions' schemas have no place for; returns their number.
 
     Tools that write rows of many functions into one struct add the other functions' arguments as null. They also turn
@@ -173,9 +173,9 @@ def _admits_null(properties: Mapping[str, Any], name: str) -> bool:
     )
 
 
-def in_order_of_calls(messages: ChatMessages) -> ChatMessages:
+def in_order_of_calls(messages: ConversationMessages) -> ConversationMessages:
     """Results of calls in the order of the calls, where both have ids, because templates show no ids."""
-    results: ChatMessages = []
+    results: ConversationMessages = []
     places: dict[str, int] = {}
     for message in messages:
         if message["role"] != "tool":

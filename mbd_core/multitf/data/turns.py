@@ -6,7 +6,7 @@ from typing import Any
 
 from mbd_core.multitf.data.chats import is_empty
 from mbd_core.multitf.data.known_names import FLAGS, REASONING, says_nothing
-from mbd_core.multitf.data.tool_calls import ChatMessages, as_objects, in_order_of_calls, parsed, read_call
+from mbd_core.multitf.data.tool_calls import ConversationMessages, as_objects, in_order_of_calls, parsed, read_call
 
 ROLES = {
     "human": "user",
@@ -248,7 +248,7 @@ def _text(content: Any, number: int) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def check_turns(turns: Sequence[ChatTurn], *, answered: bool) -> tuple[ChatMessages, tuple[int, ...]]:
+def check_turns(turns: Sequence[ChatTurn], *, answered: bool) -> tuple[ConversationMessages, tuple[int, ...]]:
     """The messages of a conversation up to its answer, or to before it, and the places of the untrained ones."""
     for turn in turns:
         turn.message["is_trained"] = turn.is_trained
@@ -266,7 +266,7 @@ def check_turns(turns: Sequence[ChatTurn], *, answered: bool) -> tuple[ChatMessa
     return messages, untrained
 
 
-def _prompt(messages: ChatMessages) -> ChatMessages:
+def _prompt(messages: ConversationMessages) -> ConversationMessages:
     """The messages before the last answer; a last answer is optional."""
     prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     if not prompt or prompt[-1]["role"] not in ("user", "tool"):

@@ -49,7 +49,7 @@ from mbd_core.storage.folder import Folder
 
 OLD = "trainer.pt"
 NAME = re.compile(r"step_(\d{6,})")
-Curve = list[dict[str, float]]
+RunCurve = list[dict[str, float]]
 Result = TypeVar("Result")
 
 
@@ -61,12 +61,12 @@ class CheckpointRecord:
     step: int
     recipe: dict[str, Any]
     precision: Literal["float32", "bfloat16"]
-    curve: Curve
+    curve: RunCurve
     base: str | None = None
     held_out: float | None = None
 
 
-def best_step(curve: Curve, metric: str | None) -> int | None:
+def best_step(curve: RunCurve, metric: str | None) -> int | None:
     """The updates after which a curve's metric was best, the first of equals; `None` where it has none."""
     points = [point for point in curve if metric in point]
     if metric is None or not points:
@@ -170,7 +170,7 @@ class Checkpoints:
                 raise
             raise self._damage_error(step, damage) from None
 
-    def save(self, trainer: Trainer, curve: Curve) -> None:
+    def save(self, trainer: Trainer, curve: RunCurve) -> None:
         """Begin to write a checkpoint; the one before is whole when this returns."""
         self.wait()
         record = CheckpointRecord(

@@ -27,7 +27,7 @@ from mbd_core.multitf.config import (
 )
 from mbd_core.multitf.recipes.recipe import start_line
 from mbd_core.multitf.run.beginning import prepare
-from mbd_core.multitf.run.checkpoints import Checkpoints, Curve, best_step
+from mbd_core.multitf.run.checkpoints import Checkpoints, RunCurve, best_step
 from mbd_core.multitf.run.export import RECIPE, export, recipe_text
 from mbd_core.multitf.run.log import Log, RunLog, say
 from mbd_core.multitf.run.profile import Profile, check_measuring
@@ -164,7 +164,7 @@ class Run:
             assert base is not None
             fill_parts(base_tensors(model), model.config, base.path)
             fill_adapter(model, seed=recipe.train.seed)
-        self.curve: Curve = []
+        self.curve: RunCurve = []
         if checkpoints is not None and record is not None:
             checkpoints.check_share(record)
             checkpoints.load(self.trainer, record)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.capacity.counted_blocks import Rate, counted_answer, rate_for, request_of
+from benchmarks.capacity.counted_blocks import FillRate, counted_answer, rate_for, request_of
 from benchmarks.capacity.simulated_engine import SimulatedEngine, weightless
 from benchmarks.capacity.step_model import Deployment, Work
 from mbd_core.decoding.blocks.config import DecodingConfig
@@ -37,7 +37,7 @@ class Recorded(Engine):
 
 
 def simulated(config: EngineConfig, **changes: Any) -> SimulatedEngine:
-    defaults: dict[str, Any] = {"steps": STEPS, "rate": Rate(tokens=FORCED, forced=True), "keeps": True}
+    defaults: dict[str, Any] = {"steps": STEPS, "rate": FillRate(tokens=FORCED, forced=True), "keeps": True}
     return SimulatedEngine(weightless(SHAPE, torch.float32), config, **(defaults | changes))
 
 

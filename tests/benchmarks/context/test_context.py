@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.context.affinity import Fleet, Simulation, Traffic, affinity_rows
+from benchmarks.context.affinity import ConversationTraffic, Fleet, Simulation, affinity_rows
 from benchmarks.context.commands import affinity, context, turns
 from benchmarks.context.storing import CHUNK, counted_rows, gap_row, host_rows, storing_cost, storing_floor
 from benchmarks.context.turns import round_trip_rows
@@ -15,7 +15,7 @@ from benchmarks.roofline import Machine, step_cost
 from mbd_core.models.flops import head_flops
 from mbd_core.models.shapes import SHAPES, random_model
 
-SMALL = Traffic(conversations=12, turns=4, turn_tokens=256, system_tokens=128, think=2.0, rate=2.0)
+SMALL = ConversationTraffic(conversations=12, turns=4, turn_tokens=256, system_tokens=128, think=2.0, rate=2.0)
 FLEET = Fleet(events=((3.0, "kill"), (5.0, "add")), cache_tokens=1 << 16)
 
 

@@ -15,7 +15,7 @@ from mbd_core.decoding.canvas.plan import CanvasPlan, Query
 from mbd_core.plain_loops import ContiguousCache, forward_canvas, run_planned
 from research.block_batch.bounds import (
     BlockMovement,
-    Bound,
+    BoundedValue,
     Drift,
     error_bounds,
     measured_drift,
@@ -38,7 +38,7 @@ def test_energy_of_a_block_is_its_share_and_the_norm_at_most_its_root() -> None:
 
 
 def test_a_bound_that_is_broken_says_so() -> None:
-    assert not Bound(1.01, 1.0).holds and Bound(1.0, 1.0).holds
+    assert not BoundedValue(1.01, 1.0).holds and BoundedValue(1.0, 1.0).holds
     drift = Drift(growth=0.1, block_noise=0.1, contraction=0.5, refresh_noise=0.0)
     good = error_bounds([1.0, 1.2, 0.6], ["block", "refresh"], drift)
     assert [b.holds for b in good] == [True, True]

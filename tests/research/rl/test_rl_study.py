@@ -15,8 +15,8 @@ from research.ledger.plan import BASE, PLOT, REPORT, ROWS, run_name
 from research.ledger.rows import StudyCell, write_rows
 from research.rl import study
 from research.rl.arms import ARMS, A, D
-from research.rl.report import CLAIMS, SLOTS, TRAINING, Claim, judge, report
-from research.rl.study import Study, StudySize
+from research.rl.report import CLAIMS, SLOTS, TRAINING, ArmClaim, judge, report
+from research.rl.study import ArmStudy, ArmStudySize
 
 TAUS = (0.8, 0.9)
 
@@ -31,8 +31,8 @@ def rows_of(recipes: dict[str, tuple[float, int]], *, seeds: tuple[int, ...] = (
     )
 
 
-def claim(*measures: tuple[str, float | None]) -> Claim:
-    return Claim(text="", first="rl-A", second=BASE, measures=measures)  # type: ignore[arg-type]
+def claim(*measures: tuple[str, float | None]) -> ArmClaim:
+    return ArmClaim(text="", first="rl-A", second=BASE, measures=measures)  # type: ignore[arg-type]
 
 
 FASTER, EQUAL = ("tpf", 0.0), ("accuracy", -1.0)
@@ -98,15 +98,15 @@ def test_every_claim_names_arms_that_are_run() -> None:
 def test_a_folder_of_another_study_and_one_without_rows_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Study(tmp_path / "a", ARMS, StudySize())
+    ArmStudy(tmp_path / "a", ARMS, ArmStudySize())
     with pytest.raises(ValueError):
-        Study(tmp_path / "a", ARMS, StudySize(problems=7))
+        ArmStudy(tmp_path / "a", ARMS, ArmStudySize(problems=7))
     with pytest.raises(ValueError):
-        Study(tmp_path / "a", {"rl-A": A}, StudySize())
+        ArmStudy(tmp_path / "a", {"rl-A": A}, ArmStudySize())
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
     with pytest.raises(ValueError):
-        Study(tmp_path / "mine", ARMS, StudySize())
+        ArmStudy(tmp_path / "mine", ARMS, ArmStudySize())
     assert study.main(["--out", str(tmp_path / "b"), "--report-only"]) == 2
     assert "cannot be read as rows of a study" in capsys.readouterr().err and not (tmp_path / "b").exists()
 
@@ -132,8 +132,8 @@ def test_supervised_training_has_as_many_learner_tokens() -> None:
 def test_a_study_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(A, iterations=1, rollouts=replace(A.rollouts, prompts=1, group=2))
     arms: dict[str, RLRecipe | TrainingRecipe] = {"rl-A": small, "rl-D": shortened(D, 1)}
-    size = StudySize(seeds=(1,), problems=2, taus=(0.9,))
-    first = Study(tmp_path / "out", arms, size)
+    size = ArmStudySize(seeds=(1,), problems=2, taus=(0.9,))
+    first = ArmStudy(tmp_path / "out", arms, size)
     with monkeypatch.context() as patch:
         patch.setattr("research.rl.study._supervised", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -141,7 +141,7 @@ def test_a_study_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     rows = tmp_path / "out" / "rows"
     assert {path.stem for path in rows.iterdir()} == {run_name(BASE, 1), run_name("rl-A", 1)}
     before = (rows / f"{run_name('rl-A', 1)}.parquet").stat().st_mtime_ns
-    Study(tmp_path / "out", arms, size).compute()
+    ArmStudy(tmp_path / "out", arms, size).compute()
     assert (rows / f"{run_name('rl-D', 1)}.parquet").exists()
     assert (rows / f"{run_name('rl-A', 1)}.parquet").stat().st_mtime_ns == before, "a piece is computed once"
     assert "A: correctness + TPF" in report(tmp_path / "out")

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from training_pair import held, held_by, losses, recipe_on, run_of, trained
 
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
-from mbd_core.multitf.run.checkpoints import Curve
+from mbd_core.multitf.run.checkpoints import RunCurve
 from mbd_core.multitf.states.batch import MultiTFBatch
 from mbd_core.multitf.step.loss import multitf_loss
 from mbd_core.multitf.step.loss_buckets import BUCKETS
@@ -39,7 +39,7 @@ def grouped(recipe: TrainingRecipe, cut: str = "expert") -> TrainingRecipe:
     return replace(recipe, train=replace(recipe.train, tensor_parallel=2, cut_experts=experts))
 
 
-def alike(curve: Curve) -> dict[str, list[float]]:
+def alike(curve: RunCurve) -> dict[str, list[float]]:
     """What must not depend on how the workers share the work."""
     return {
         name: [point.get(name, 0.0) for point in curve] for name in ("loss", "grad_norm", "tokens", "tflop", *BUCKETS)

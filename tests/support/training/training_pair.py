@@ -23,7 +23,7 @@ from mbd_core.multitf.data.example import IGNORE
 from mbd_core.multitf.data.prepared import TinyData
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
-from mbd_core.multitf.run.checkpoints import MARKER, Checkpoints, Curve
+from mbd_core.multitf.run.checkpoints import MARKER, Checkpoints, RunCurve
 from mbd_core.multitf.run.log import CurveFile
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.worker import Run
@@ -61,13 +61,13 @@ def recipe_on(base: Path, *, steps: int = STEPS, **train: Any) -> TrainingRecipe
     )
 
 
-def losses(curve: Curve) -> list[float]:
+def losses(curve: RunCurve) -> list[float]:
     return [point["loss"] for point in curve]
 
 
 def trained(
     recipe: TrainingRecipe, workers: Workers, sharding: Sharding, folder: str | None = None, *, keep: int = 9
-) -> Curve:
+) -> RunCurve:
     """The curve of a whole run, with a checkpoint after every third step in `folder`."""
     checkpoints = None if folder is None else Checkpoints(Folder.at(folder), workers, recipe=recipe, keep=keep)
     run = run_of(recipe, workers, sharding, checkpoints)
