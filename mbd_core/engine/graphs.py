@@ -149,8 +149,9 @@ class CapturedStep:
             runner.last_RD.copy_(last_copy_RD)
 
         device, num_pages = state.tables_RP.device, state.tables_RP.shape[1]
+        compiled = triton_serves(device, runner.cache.k.dtype)
         self._graph, report_X = capture(
-            lambda: static_step(state, kind, num_pages=num_pages, compiled=triton_serves(device)),
+            lambda: static_step(state, kind, num_pages=num_pages, compiled=compiled),
             device=device,
             restore=restore,
             pool=pool,
