@@ -56,8 +56,8 @@ class RequestRefused(ValueError):
 class AdmittedRequest:
     """A request that its engine can serve; only `Admission.check` makes one.
 
-    checked_at  when that was, in seconds of `time.perf_counter`: it waits from then on
-    guide       its compiled grammar; where there is none the engine compiles it. On the ranks that follow: its state
+    checked_at  time of the check, in seconds of `time.perf_counter`; the request waits from then on
+    guide       its compiled grammar; the engine compiles it if `None`. On the ranks that follow: the grammar's state
     """
 
     request: Request
@@ -68,9 +68,11 @@ class AdmittedRequest:
 class Admission:
     """The limits of one engine: its positions, the model's vocabulary, its slots, its pages.
 
-    `max_positions` are a sequence's, at most the model's. `num_pages` is how many pages a sequence can own. `adapters`
-    are the names of the LoRA adapters that are loaded at any time; a copy in another process does not know them, and
-    leaves that check to the engine. `grammars` says whether the engine can compile any.
+    max_positions  positions of a sequence, at most the model's
+    num_pages      pages that a sequence can own
+    adapters       names of the loaded LoRA adapters, live; a copy in another process has none and leaves the check to
+                   the engine
+    grammars       whether the engine can compile grammars
     """
 
     def __init__(
@@ -115,8 +117,8 @@ class Admission:
         return max(0, self.max_length - prompt_length)
 
     def default_max_tokens(self, request: Request) -> int:
-        """The number of tokens for a request that names none: its `max_tokens`, or the nearest number that its method
-        can decode and that fits behind its prompt. It is 1 where nothing fits; `check` then refuses it."""
+        """The number of tokens for a request that names no number: its `max_tokens`, or the nearest number that its
+        method can decode and that fits behind its prompt. If nothing fits it is 1, which `check` refuses."""
 
         def pages(max_tokens: int) -> int:
             candidate = replace(request, max_tokens=max_tokens)
@@ -138,7 +140,7 @@ class Admission:
         return f"shorten the prompt: {self.max_length} tokens fit in all"
 
     def check(self, request: Request) -> AdmittedRequest:
-        """Raise `RequestRefused` for a request this engine can never serve, saying which value and what to do."""
+        """Raises `RequestRefused` for a request that this engine can never serve; it names the value and a remedy."""
         self._check_prompt(request)
         self.check_adapter(request)
         self._check_method(request)
@@ -160,7 +162,7 @@ class Admission:
         return AdmittedRequest(request)
 
     def check_adapter(self, request: Request) -> None:
-        """Raise `RequestRefused` if an adapter of the request is not loaded (any more)."""
+        """Raises `RequestRefused` if an adapter of the request is not loaded (any more)."""
         for name in (request.adapter, request.draft_adapter):
             if name is None or self._adapters is None or name in self._adapters:
                 continue
@@ -240,7 +242,7 @@ class Admission:
                 raise RequestRefused(name, f"{name} cannot be honoured: {part} says where the answer ends")
 
     def _check_choice(self, request: Request) -> None:
-        """What changes logits, and what is reported of them."""
+        """Checks the fields that change logits or report them."""
         sampling, decoding = request.sampling, request.decoding
         if not 0 <= request.top_logprobs <= MAX_TOPS:
             raise RequestRefused("top_logprobs", f"top_logprobs={request.top_logprobs} must lie in 0..{MAX_TOPS}")
@@ -319,7 +321,7 @@ class Admission:
         )
 
     def _check_renoise(self, request: Request) -> None:
-        """What cannot be had where a canvas is drawn by a schedule of temperatures of its own."""
+        """Refuses fields that contradict a canvas with its own schedule of temperatures."""
         self._check_prefix_cache(request.decoding)
         if self._model.gemma is None:
             raise ValueError(
@@ -394,7 +396,7 @@ class Admission:
             raise ValueError(f"buffer_size={decoding.buffer_size} exceeds this engine's {self._buffer_size} slots")
 
     def _check_edit(self, request: Request) -> None:
-        """What cannot be had where tokens come and go inside a block."""
+        """Refuses fields that contradict edits, which insert and remove tokens inside a block."""
         if self._model.edit_token_ids is None:
             raise ValueError(f"edit needs tokens that edit; {self._model.architecture} here has no delete_token_id")
         conflicts = {
@@ -411,8 +413,8 @@ class Admission:
 
 
 def compile_guide(grammars: Grammars, request: Request) -> Guide | None:
-    """A request's grammar, compiled, `None` without one; may be called from any thread. Raises `RequestRefused`
-    for one that cannot be honoured."""
+    """A request's compiled grammar, `None` without a grammar; may be called from any thread. Raises `RequestRefused`
+    if the grammar cannot be honoured."""
     if request.grammar is None:
         return None
     try:
@@ -424,7 +426,7 @@ def compile_guide(grammars: Grammars, request: Request) -> Guide | None:
 
 
 def _revising_part(decoding: DecodingConfig) -> str | None:
-    """The part of a decoding whose forwards see more than masks and final tokens, if it has one."""
+    """The part of a decoding whose forwards see more than masks and final tokens; `None` without such a part."""
     names = ("t2t", "soft", "edit", "canvas", "causal", "renoise")
     return next((name for name in names if getattr(decoding, name) is not None), None)
 
@@ -440,7 +442,7 @@ def penalties_refused(decoding: DecodingConfig) -> str | None:
 
 
 def _check_rollout(request: Request) -> None:
-    """A step map tells what forwards have seen only where a filled token stays."""
+    """Refuses a rollout where filled tokens can change: its step map could not tell what the forwards have seen."""
     changes = _revising_part(request.decoding)
     if request.rollout and changes is not None:
         raise RequestRefused(

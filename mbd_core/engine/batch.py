@@ -1,7 +1,7 @@
 """What one forward needs, and how rows from prompts, slots and canvases are packed for it.
 
 A row is a run of neighbouring positions of one sequence. It attends to the sequence's keys up to some length, with or
-without causal order inside itself. That is all that the methods have in common, and all that the kernels need.
+without causal order inside itself. All methods pack their rows so, and the kernels need nothing else.
 
 Shape legend: K rows, T packed tokens, P pages a row, A positions asked for.
 """
@@ -20,15 +20,15 @@ from mbd_core.models.gemma import Denoising
 class BatchRows:
     """Some rows of a forward.
 
-    lengths_K    tokens of each row; one number where all are alike
+    lengths_K    tokens of each row; a single number if all rows are equally long
     kv_lens_K    keys each row attends to, its own included
     causal_K     whether each of its tokens sees one key less than the token behind it; `None`: no row is causal
     pages_KP     the pages of its sequence, padded with the null page
     stored_K     whether its keys are stored in its pages; otherwise they go to the null page
     weight_T     DMax's embedding weights, `None` where all tokens are hard
     denoising    which of their tokens are being denoised; `None`: none is
-    adapter_K    the slot of each row's LoRA adapter, 0 for none; `None` where no row of the forward has one
-    rows_each    that many neighbouring rows are one sequence's, all through the group
+    adapter_K    the slot of each row's LoRA adapter, 0 for none; `None` where no row of the forward has an adapter
+    rows_each    number of neighbouring rows of each sequence, the same all through the group
     live_K       whether anything of the row is read afterwards; `None`: all rows are
     logits_at_A  packed tokens of the whole forward whose hidden states give logits; -1 - r stands for the hidden
                  state that the runner remembers for batch row r
@@ -55,10 +55,10 @@ class Batch:
 
     logits_at_A  packed tokens whose hidden states give logits, `None`: all in their order; T + r stands for the hidden
                  state that the runner remembers for row r (models whose logits predict the next position)
-    adapter_T    the slot of each token's LoRA adapter, `None` where no token has one
+    adapter_T    the slot of each token's LoRA adapter, `None` where no token has an adapter
     causal_K     which rows are causal inside; `None`: none is
-    split        rows' lengths where each is to be computed apart (batch-invariant)
-    rows_each    that many neighbouring rows, all of the same length, are one sequence's, all through the batch
+    split        the rows' lengths if each row is to be computed apart (batch-invariant)
+    rows_each    number of neighbouring rows of each sequence, the same all through the batch; they are equally long
     live_T       whether anything of the token is read afterwards; `None`: all tokens are
     denoising    which tokens are being denoised; `None`: none is
     """
@@ -92,7 +92,8 @@ def to_device(values: Sequence[object], device: torch.device) -> Tensor:
 def pack(groups: Sequence[BatchRows], *, page_size: int, batch_invariant: bool = False) -> Batch:
     """Put groups of rows behind one another; at least one row in all.
 
-    Where each row is computed apart, each token of a causal row is: its numbers then do not depend on where rows end.
+    A batch-invariant batch computes each row apart, and each token of a causal row apart: the numbers then do not
+    depend on where rows end.
     """
     groups = [g for g in groups if len(g.kv_lens_K)]
     if batch_invariant:
@@ -152,7 +153,7 @@ def _causal(groups: Sequence[BatchRows]) -> Tensor | None:
 
 
 def _token_by_token(rows: BatchRows) -> BatchRows:
-    """The same forward with a row for each token of a causal row."""
+    """The same forward with one row per token of each causal row."""
     if rows.causal_K is None:
         return rows
     device = rows.tokens_T.device

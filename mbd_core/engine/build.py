@@ -28,12 +28,12 @@ from mbd_core.models.model_config import ModelConfig
 from mbd_core.ops.attention.choice import AttentionKernel, resolve
 from mbd_core.ops.machine import free_host_memory
 
-# How many KV pages fit: from the device's free memory after the weights, less what the largest forward takes.
+# How many KV pages fit: the device's free memory after the weights, less the memory of the largest forward.
 #
 # On a GPU the largest step is run once and its peak is read from the allocator, as vLLM and nano-vllm do. The pages
-# then take all that `kv_memory_fraction` of the card leaves, since cached prefixes make use of it. On a CPU, whose
-# memory belongs to others too, nothing is measured: the pages take at most half of `kv_memory_fraction` of the free
-# memory, and no more than the sequences of all batch rows can fill at the model's full length.
+# then take the rest of `kv_memory_fraction` of the card, since cached prefixes make use of it. On a CPU, whose
+# memory belongs to others too, nothing is measured. There the pages take at most half of `kv_memory_fraction` of the
+# free memory, and no more than the sequences of all batch rows can fill at the model's full length.
 
 
 def bytes_per_page(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -80,14 +80,15 @@ def pages_within(
     total: int | None = None,
     activations: int = 0,
 ) -> int:
-    """The number of pages in `free` bytes, those left beside the weights; `ValueError` as `fit_num_pages`.
+    """The number of pages that fit. Raises `ValueError` as `fit_num_pages` does.
 
-    total        the bytes of the GPU, None on a CPU
-    activations  what the largest step takes of a GPU beside weights and pages
+    free         bytes that the weights leave
+    total        bytes of the GPU, None on a CPU
+    activations  bytes that the largest step takes of a GPU beside weights and pages
     """
     page_bytes = bytes_per_page(model, page_size, dtype)
     if total is not None:
-        # graphs keep the temporary memory of a step for themselves, beside that of steps that run eagerly
+        # graphs keep their own temporary memory, beside the temporary memory of eager steps
         steps = 1 if config.graphs is False else 2
         budget = free - steps * activations - int((1 - config.kv_memory_fraction) * total)
         num_pages = budget // page_bytes
@@ -137,7 +138,7 @@ def _profile(
 
 
 def probe_cache(model: ModelConfig, page_size: int, weights: torch.Tensor) -> PagedKVCache:
-    """The least cache that a forward can run on."""
+    """The smallest cache that a forward can run on."""
     return PagedKVCache(model, num_pages=2, page_size=page_size, dtype=weights.dtype, device=weights.device)
 
 
@@ -146,7 +147,7 @@ LOGITS_AT_ONCE = 1 << 26
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What `Engine` works with."""
+    """The parts that `Engine` works with."""
 
     block_size: int
     page_size: int
@@ -166,7 +167,7 @@ class EngineParts:
 def build_parts(
     model: Decoder, config: EngineConfig, *, vocab_limit: int | None, grammars: bool = False
 ) -> EngineParts:
-    """Raises `ValueError` for a setting that cannot be honoured, saying which and why."""
+    """Raises `ValueError` for a setting that cannot be honoured; it names the setting and the reason."""
     c, weights = model.config, model.model.norm.weight
     block_size = _check(model, config, vocab_limit)
     page_size = config.resolve_page_size(block_size)
@@ -228,7 +229,8 @@ def build_parts(
 
 
 def _host_pages(cache: PagedKVCache, config: EngineConfig, page_bytes: int) -> HostPages | None:
-    """Pages in the host's memory, where some is given; `ValueError` for less than a page, or more than is free."""
+    """Pages in the host's memory, `None` if the configuration gives them no memory. Raises `ValueError` if the memory
+    is less than a page or more than the host has free."""
     if not config.host_kv_bytes:
         return None
     if config.host_kv_bytes < page_bytes:
@@ -240,9 +242,9 @@ def _host_pages(cache: PagedKVCache, config: EngineConfig, page_bytes: int) -> H
 
 
 def fitting_pages(model: Decoder, config: EngineConfig) -> int:
-    """How many KV pages fit beside `model` in an engine of `config`; its `num_pages` has no say.
+    """How many KV pages fit beside `model` in an engine of `config`, whatever its `num_pages` is.
 
-    For ranks that must agree on a number before they build their engines. Raises `ValueError` if none fits.
+    For ranks that must agree on a number before they build their engines. Raises `ValueError` if no page fits.
     """
     config = replace(config, num_pages=None)
     block_size = _check(model, config, None)
@@ -257,8 +259,8 @@ def fitting_pages(model: Decoder, config: EngineConfig) -> int:
 
 
 def _logits_chunk(vocab_size: int, block_size: int) -> int:
-    """Whole blocks of positions whose float32 logits stay under 256 MiB: a greedy step then needs about a gigabyte for
-    all copies of them, one that draws from a part of the vocabulary about three."""
+    """Positions, in whole blocks, whose float32 logits stay under 256 MiB. With all copies of these logits a greedy
+    step then needs about 1 GB, a step that draws from a part of the vocabulary about 3 GB."""
     return max(1, LOGITS_AT_ONCE // vocab_size // block_size) * block_size
 
 
@@ -279,7 +281,7 @@ def _check(model: Decoder, config: EngineConfig, vocab_limit: int | None) -> int
 def attention_kernel(
     model: ModelConfig, device: torch.device, dtype: torch.dtype, page_size: int, preference: str | None
 ) -> AttentionKernel:
-    """The attention kernel for the sizes of `model`, one rank's where there are several; raises as `resolve`."""
+    """The attention kernel for the sizes of `model`, or of one rank's part of it; raises as `resolve` does."""
     return resolve(
         device,
         dtype,
@@ -353,6 +355,6 @@ def _scheduler(model: Decoder, config: EngineConfig, pool: PagePool, *, block_si
         pool=pool,
         max_prefill_tokens=config.max_prefill_tokens,
         prefix_caching=config.prefix_caching,
-        # what follows a prefix is predicted from its last hidden state, which pages do not hold
+        # the last hidden state of a prefix predicts the token after it, and pages do not hold hidden states
         compute_last_block=model.config.shift_logits,
     )

@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 #     device                   [ step 1 ................][ step 2 ..................][ step 3 ....... ]
 #
 # The host plans step 2 without knowing what step 1 commits. That is safe when no sequence waits to be seated and every
-# sequence has pages for whatever both steps can fill (`unread` in `Ledger`). What ends in step 1 takes part in step 2
-# without effect, and its share of step 2 is dropped.
+# sequence has pages for whatever both steps can fill (`unread` in `Ledger`). A sequence that ends in step 1 takes part
+# in step 2 without effect, and its share of step 2 is dropped.
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """Who takes part in a step: sequences whose blocks are decoded, by batch row, and prompt chunks to be stored.
 
-    max_blocks  the blocks that adaptive requests may grow to in it
+    max_blocks  the blocks that adaptive requests may grow to in this step
     """
 
     number: int
@@ -57,9 +57,12 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedStep:
-    """A step whose device part has been launched: a report on those who decode in blocks; `planned` are the planned
-    rows' logits (A, V), or what their decoders read of them; `experts` are those of sequences that record them, as
-    `experts_of` gives them."""
+    """A step whose device part has been launched.
+
+    report   of the sequences that decode in blocks
+    planned  the planned rows' logits (A, V), or the results of the decoders that read them
+    experts  of the sequences that record experts, as `experts_of` gives them
+    """
 
     plan: StepPlan
     report: HostCopy | None
@@ -70,7 +73,7 @@ class LaunchedStep:
 class StepAhead:
     """The step that was launched and is not read yet, if there is one.
 
-    num_ahead  steps launched before the one before was read
+    num_ahead  number of steps that were launched before the previous step was read
     """
 
     def __init__(self) -> None:
@@ -83,12 +86,12 @@ class StepAhead:
         return int(self.step is not None)
 
     def take(self) -> LaunchedStep | None:
-        """The step to be read now; nothing is ahead then."""
+        """Returns the step to be read now; afterwards no step is ahead."""
         step, self.step = self.step, None
         return step
 
     def put(self, step: LaunchedStep) -> LaunchedStep | None:
-        """`step` runs ahead from now on; the one that did is to be read now."""
+        """Lets `step` run ahead; returns the step that ran ahead so far, which is to be read now."""
         self.num_ahead += self.unread
         previous, self.step = self.step, step
         return previous
@@ -100,9 +103,9 @@ class StepAhead:
 class Collector:
     """Turns steps into outputs.
 
-    pacer          is told how long each step took, by `clock`, and so is `drafting`, if requests may choose to draft
-    counts         what the steps did so far
-    last_report    what the last step that was read reported of the sequences that decode in blocks
+    pacer          learns how long each step took, by `clock`; so does `drafting`, if requests may choose to draft
+    counts         counts of the steps so far
+    last_report    the last step's report on the sequences that decode in blocks, of the steps that were read
     """
 
     def __init__(
@@ -123,10 +126,10 @@ class Collector:
         )
         self._last_read = self._last_end = 0.0
         self._follows_unread = False
-        self._drafted_step: DraftedStep | None = None  # what is to be told of the step that is collected
+        self._drafted_step: DraftedStep | None = None  # of the step under collection, for `drafting`
 
     def collect(self, step: LaunchedStep) -> list[StepOutput]:
-        """What a step committed. Sequences that have ended or were aborted since it was planned have no share."""
+        """The tokens that a step committed. Sequences that ended or were aborted since its plan have no share."""
         decodes = [] if step.report is None else list(step.plan.decoding.values())
         for sequence, start, ids in step.experts:
             is_numbered = any(sequence is other for other in decodes)
@@ -141,8 +144,11 @@ class Collector:
         return outputs
 
     def _measure(self, step: LaunchedStep) -> None:
-        """Tell the pacer how long the step took. On a GPU a step of prompts alone, of which nothing is read, may be
-        under way still, and the next one waits for it: neither says anything."""
+        """Tells the pacer how long the step took.
+
+        On a GPU a step of prompts alone may still be under way, as nothing of it is read, and the next step waits for
+        it. Neither of the two is measured.
+        """
         now, decodes = self._clock(), step.report is not None or step.planned is not None
         is_read = decodes or not self._seating.tables_RP.is_cuda
         if is_read and not self._follows_unread:
@@ -161,7 +167,7 @@ class Collector:
                 sequence.counted += Counts(num_prefill_forwards=1)
             elif not sequence.stored_at:
                 sequence.stored_at = sequence.prompt_until = time.perf_counter()
-                if plan.decoding.get(sequence.row) is sequence:  # the forward's seconds are those of decoding
+                if plan.decoding.get(sequence.row) is sequence:  # the forward's seconds count as decoding
                     sequence.prompt_until = max(plan.started_at, self._last_read)
         if report_copy is None:
             return [], "prefill"
@@ -214,17 +220,17 @@ class Collector:
         return outputs, kind
 
     def _forward(self, sequence: SequenceState) -> int:
-        """The number of its last forward, from 1, those on an earlier engine included."""
+        """The number of the sequence's last forward, from 1; forwards on an earlier engine count."""
         return sequence.request.first_forward + self._seating.ledger.counts(sequence).num_forwards
 
     def _seconds_since(self, plan: StepPlan) -> float:
-        """Wall time of a step: since it was planned, or since the one before it was read."""
+        """Wall time of a step: since its plan, or since the previous step was read."""
         now = self._clock()
         start, self._last_read = max(plan.started_at, self._last_read), now
         return now - start
 
     def _commit(self, sequence: SequenceState, new_tokens: list[int], confidence: np.ndarray) -> StepOutput:
-        """Hand out the useful tokens of newly committed ones: behind the prompt, within the budget, before EOS."""
+        """Hands out the useful part of `new_tokens`: behind the prompt, within the budget, before EOS."""
         request, start = sequence.request, sequence.committed
         num_known = len(request.prompt) + len(request.committed)
         useful = slice(max(0, num_known - start), max(0, sequence.end - start))
@@ -243,7 +249,8 @@ class Collector:
         return self._emit(sequence, piece[useful], ended=ended)
 
     def _emit(self, sequence: SequenceState, piece: Piece, *, ended: bool) -> StepOutput:
-        """Give out new tokens, up to one that ends the answer; with that, or when `ended`, the request is done."""
+        """Hands out new tokens, up to a token that ends the answer. After that token, or if `ended`, the request is
+        done."""
         request = sequence.request
         stops = request.ends(self._eos)
         end_index = min([piece.tokens.index(eos) for eos in stops if eos in piece.tokens], default=None)
@@ -267,7 +274,7 @@ class Collector:
         return replace(self._step(sequence, piece), output=output, tail=sequence.tail)
 
     def _step(self, sequence: SequenceState, piece: Piece) -> StepOutput:
-        """What a step gives a request."""
+        """The output of a step for a request."""
         return StepOutput(
             request_id=sequence.request.request_id,
             output=None,
@@ -278,7 +285,7 @@ class Collector:
         )
 
     def _collect_planned(self, plan: StepPlan, planned: Tensor | list[Any]) -> list[StepOutput]:
-        """The planned rows' part of a step: tokens decided without a gap are handed out."""
+        """Collects the planned rows' part of a step; tokens without a gap before them are handed out."""
         outputs = []
         updates = self._seating.planned.update(planned)
         if self._drafting is not None:
@@ -293,7 +300,7 @@ class Collector:
             piece = sequence.request.asked(decoder.answer_from(sequence.num_emitted))
             if decoder.num_stored:
                 self._seating.scheduler.extend(sequence, list(piece.tokens), decoder.num_stored)
-            if not decoder.done:  # an EOS counts when the blocks up to its own are complete
+            if not decoder.done:  # an EOS counts when its block and all blocks before are complete
                 ends = sequence.request.ends(self._eos)
                 piece = piece[: next((i for i, token in enumerate(piece.tokens) if token in ends), None)]
             if piece or decoder.done:
@@ -304,7 +311,7 @@ class Collector:
 def record_step(
     trace: "TraceRecorder", number: int, decoding: Mapping[int, SequenceState], report: StepReport
 ) -> None:
-    """Tell `trace` of a step in which `decoding` took part, by batch row."""
+    """Records a step in `trace`; `decoding` are the sequences that took part, by batch row."""
     rows = list(decoding)
     masked = report.masked_RNB[rows] > 0
     block_size = report.tokens_RNB.shape[-1]
@@ -355,15 +362,16 @@ def _planned_traces(number: int, run: PlannedRun, update: "CanvasUpdate") -> lis
     ]
 
 
-# Which experts a forward's tokens were given, where a request asks for it.
+# The experts that a forward routed its tokens to, if a request asks for them.
 
 
 def experts_of(
     sequences: Sequence[SequenceState], batch: Batch, calls: Sequence[Sequence[Tensor]]
 ) -> list[tuple[SequenceState, int, np.ndarray]]:
-    """Of each sequence in a forward the first position of its tokens, and their experts (T, M, K), uint8 or uint16.
+    """For each sequence of a forward the first position of its tokens, and their experts (T, M, K), uint8 or uint16.
 
-    `calls` are those of `recorded_experts`. The sequences share no page, so their first one tells their tokens.
+    `calls` are the recorded calls of `recorded_experts`. The sequences share no page, so a sequence's first page
+    identifies its tokens.
     """
     ids_TMK = torch.stack([torch.cat(list(own)) for own in calls], dim=1).cpu()
     lengths_K = batch.cu_seqlens_q.diff().long()

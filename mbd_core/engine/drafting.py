@@ -1,9 +1,9 @@
-"""Whether drafts pay: of drafts and single tokens, which give the same tokens, the mode that gives more a second.
+"""Whether drafts pay: drafts and single tokens give the same tokens, so the mode with more tokens a second is chosen.
 
 Drafts turn many positions into tokens in few forwards. That pays while positions cost little, as with few requests at
-once, and where the drafts agree. Neither is known beforehand. So the steps that were measured say what a step costs in
-its rows and positions, and the rows that were verified say what drafts yield. The mode that is not chosen is tried now
-and then, as often as what it is expected to lose is a small share of the time.
+once, and while the drafts agree. Neither is known beforehand. So measured steps give the cost of a step by its rows
+and positions, and verified rows give the yield of drafts. The other mode is tried now and then, and so rarely that its
+expected loss is a small share of the time.
 """
 
 import math
@@ -14,22 +14,23 @@ import numpy as np
 KEPT_STEPS = 128
 """Steps after which a measure has lost most of its weight (a factor of e)."""
 CARRIED = 0.05
-"""The weight of measures at other loads, where none was taken at this one yet."""
+"""The weight of measures at other loads, until this load is measured."""
 LEAST_VERIFIED = 32
-"""Requests draft until so many rows were verified, and no fewer are remembered: with many requests few steps say what
-drafts yield, with one request that takes several passages of its text."""
+"""Requests draft until this many rows were verified, and at least as many are remembered. With many requests a few
+steps show the yield of drafts; a single request needs several passages of its text."""
 KEPT_YIELD = 1024
-"""Steps after which what drafts have yielded has lost most of its weight where nobody drafts."""
+"""Steps after which the yield of drafts has lost most of its weight while nobody drafts."""
 OUTLIER = 4.0
-"""A step that takes so many times what is expected counts less."""
+"""A step that exceeds its expected seconds by this factor counts less."""
 TRIED_SHARE = 0.005
-"""The share of the time that the mode that is not chosen may lose."""
+"""The share of the time that tries of the other mode may lose."""
 LEAST_STEPS = 16
 """The steps between two tries, at least."""
 FITTED_STEPS = 16
-"""The most steps between two fits; with few steps there are fewer in between, and a try is fitted at once."""
+"""The most steps between two fits. At first fits follow faster, and a try is fitted at once."""
 RIDGE = 1e-9
-"""Of the fit's own weight, so that what was never varied (as rows, at a constant load) has a solution."""
+"""The ridge, a share of the fit's own weight: without it a feature that never varied (rows, at a constant load) has no
+solution."""
 LEAST_SECONDS = 1e-9
 STEPS_OF_A_DRAFT = 2
 """A draft is verified by the step behind it."""
@@ -37,11 +38,11 @@ STEPS_OF_A_DRAFT = 2
 
 @dataclass(frozen=True)
 class StepLoad:
-    """What a forward carries.
+    """The load of a forward.
 
-    rows           of sequences that decode
-    positions      of these rows
-    prompt_tokens  that are stored beside them
+    rows           rows of sequences that decode
+    positions      positions of these rows
+    prompt_tokens  prompt tokens that are stored beside them
     """
 
     rows: int
@@ -50,13 +51,13 @@ class StepLoad:
 
     @property
     def features(self) -> tuple[float, ...]:
-        """What its seconds are a sum of."""
+        """The quantities whose costs add up to the step's seconds."""
         return 1.0, self.rows, self.positions, self.prompt_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftChoices:
-    """The next forward if the requests that may draft do, and if they go on by single tokens; their number."""
+    """The next forward in both modes: drafts, or single tokens; and the number of requests that may draft."""
 
     drafts: StepLoad
     single: StepLoad
@@ -65,13 +66,13 @@ class DraftChoices:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftedStep:
-    """What a step did for the requests that may draft.
+    """A step's work for the requests that may draft.
 
-    load      of its forward
+    load      the load of its forward
     single    rows of single tokens
-    drafts    rows of drafts, and rows that verified one
-    verified  rows that verified one
-    tokens    that these gave
+    drafts    draft rows and verify rows
+    verified  verify rows
+    tokens    tokens that the verify rows gave
     """
 
     load: StepLoad
@@ -82,15 +83,18 @@ class DraftedStep:
 
 
 class LoadRange:
-    """Seconds of a step at similar numbers of rows: base + by row + by position + by prompt token, the least squares
-    of relative errors; older steps count less. And how long ago each mode was measured (drafts or not)."""
+    """Expected seconds of a step at similar numbers of rows, and how long ago each mode was measured.
+
+    Seconds are base + rows * r + positions * p + prompt tokens * t, fitted by least squares of relative errors; older
+    steps count less.
+    """
 
     def __init__(self, neighbour: "LoadRange | None") -> None:
         if neighbour is not None and neighbour._relative:
             neighbour._fit()
-        # of the fit, a row for each coefficient: the products of its feature with all of them and with the seconds
+        # the normal equations, a row per coefficient: its feature times all features, and times the seconds
         self._products: np.ndarray = np.zeros((4, 5)) if neighbour is None else CARRIED * neighbour._products
-        self._relative: list[tuple[float, ...]] = []  # features and seconds of the steps that are not in it yet
+        self._relative: list[tuple[float, ...]] = []  # features and seconds of steps not fitted yet
         self._num_steps = 0
         self._coefficients: list[float] = [] if neighbour is None else neighbour._coefficients
         self.unseen_steps = {True: LEAST_STEPS, False: LEAST_STEPS}
@@ -110,7 +114,7 @@ class LoadRange:
             self.unseen_seconds[mode] += seconds
         self.unseen_steps[drafts] = 0
         if load.prompt_tokens <= load.positions or math.isfinite(self.unseen_seconds[drafts]):
-            self.unseen_seconds[drafts] = 0.0  # a first measure is one of which the prompt is the smaller part
+            self.unseen_seconds[drafts] = 0.0  # a mode counts as measured once its prompts are the smaller part
 
     def _fit(self) -> None:
         relative = np.array(self._relative)
@@ -123,12 +127,12 @@ class LoadRange:
         self._coefficients = np.linalg.solve(self._products[:, :4] + ridge, self._products[:, 4]).tolist()
 
     def seconds(self, load: StepLoad) -> float:
-        """Expected of a step, by the last fit; there must have been one."""
+        """Expected seconds of a step, by the last fit; a fit must exist."""
         expected = sum(c * feature for c, feature in zip(self._coefficients, load.features, strict=True))
         return max(LEAST_SECONDS, expected)
 
     def may_try(self, mode: bool, loss: float) -> bool:
-        """Whether a try of `mode`, which is expected to lose so many seconds, is due."""
+        """Whether a try of `mode` is due, if the try is expected to lose `loss` seconds."""
         return self.unseen_steps[mode] >= LEAST_STEPS and loss <= TRIED_SHARE * self.unseen_seconds[mode]
 
 
@@ -137,12 +141,12 @@ class Drafting:
 
     def __init__(self) -> None:
         self._ranges: dict[int, LoadRange] = {}  # by the power of two of the rows
-        self._verified = self._tokens = 0.0  # rows that verified a draft and what they gave; older ones count less
+        self._verified = self._tokens = 0.0  # verify rows, and their tokens; older rows count less
         self._leader_drafts: bool | None = None
-        self._chosen_in: LoadRange | None = None  # that of the last choice: rows that join in its step count there
+        self._chosen_in: LoadRange | None = None  # range of the last choice; rows that join in its step count there
 
     def observe(self, step: DraftedStep, seconds: float) -> None:
-        """A step took `seconds`."""
+        """Records that a step took `seconds`."""
         if not step.single + step.drafts or seconds <= 0:
             return
         here = self._chosen_in or self._range(step.load.rows)
@@ -154,8 +158,7 @@ class Drafting:
         self._tokens = decay * self._tokens + step.tokens
 
     def choose(self, choices: DraftChoices) -> bool:
-        """Whether the requests that may draft do so in the next step. Without a step in between the answer is the
-        same."""
+        """Whether the requests that may draft do so in the next step. The answer changes only after a step."""
         self._chosen_in = None
         if self._leader_drafts is not None:
             return self._leader_drafts
@@ -177,7 +180,7 @@ class Drafting:
         self._leader_drafts = drafts
 
     def _range(self, rows: int) -> LoadRange:
-        """That of so many rows; a new one begins with what the nearest one knows."""
+        """The range for this number of rows; a new range starts from the measures of the nearest range."""
         power = rows.bit_length()
         if power not in self._ranges:
             nearest = min(self._ranges, key=lambda other: abs(other - power), default=None)

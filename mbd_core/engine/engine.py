@@ -62,9 +62,13 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         ranks: Ranks | None = None,
     ) -> None:
-        """`vocab_limit` is the tokenizer's size: ids from there on are padding and never predicted. `grammars` are
-        needed for requests with a grammar. `clock` measures steps, in seconds. `ranks` are those that hold the model
-        together, of which this is one; the default is this one alone."""
+        """Builds the parts of an engine; raises `ValueError` for a setting that cannot be honoured.
+
+        vocab_limit  the tokenizer's size: ids from there on are padding and never predicted
+        grammars     compiles grammars; without it requests with a grammar are refused
+        clock        measures steps, in seconds
+        ranks        the ranks that hold the model together, this rank included; by default this rank alone
+        """
         parts = build_parts(model, config, vocab_limit=vocab_limit, grammars=grammars is not None)
         self.model, self.config, self._grammars = model, config, grammars
         self.ranks: Ranks = Alone() if ranks is None else ranks
@@ -88,10 +92,10 @@ class Engine:
         self._unsent_steps: list[StepOutput] = []  # collected between steps, given out by the next
         self._staged_weights: StagedWeights | None = None
         self.weights_version = 0
-        """The number of the weights: how often they were swapped, or what came with them."""
+        """The version of the weights: the number of swaps, or the version that came with the last swap."""
         self._dormant: DormantMemory | None = None
 
-    # -- what it is made of -------------------------------------------------------------------------------------
+    # -- parts --------------------------------------------------------------------------------------------------
 
     @property
     def buffer(self) -> BlockBuffer:
@@ -116,21 +120,21 @@ class Engine:
         return self.scheduler.pool.capacity * self.page_size
 
     def graph_report(self) -> dict[str, Any]:
-        """Why there are no graphs; their number and bytes, and static steps so far that were replayed and were not."""
+        """Why there are no graphs; the number and bytes of graphs; static steps so far, replayed and eager."""
         return self._graphs.report()
 
     @property
     def last_report(self) -> StepReport:
-        """What the last step that was read reported of the sequences that decode in blocks."""
+        """The report of the last step that was read, on the sequences that decode in blocks."""
         return self._collector.last_report
 
     @property
     def counts(self) -> EngineCounts:
-        """What the steps have counted so far."""
+        """The counts of the steps so far."""
         return self._collector.counts
 
     def measures(self) -> EngineMeasures:
-        """What the engine did so far and how full it is; may be called from any thread, and costs no step anything."""
+        """The engine's work so far and its load. May be called from any thread, and delays no step."""
         return measure(
             self.scheduler,
             self.pacer,
@@ -141,7 +145,7 @@ class Engine:
         )
 
     def order(self, call: EngineCall) -> Any:
-        """Let every rank make a call."""
+        """Makes a call on every rank."""
         return call.apply(self)
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -166,8 +170,8 @@ class Engine:
         sequence.added_at, sequence.guide = admitted_request.checked_at, guide
 
     def compile(self, request: Request) -> Guide | None:
-        """A request's grammar, compiled, `None` without one; may be called from any thread. Raises `RequestRefused`
-        for one that cannot be honoured."""
+        """A request's compiled grammar, `None` without a grammar; may be called from any thread. Raises
+        `RequestRefused` if the grammar cannot be honoured."""
         if request.grammar is None:
             return None
         assert self._grammars is not None, "its admission refuses a grammar"
@@ -179,14 +183,14 @@ class Engine:
         held_outputs = [o.output for o in self._unsent_steps if o.request_id == request_id]
         self._unsent_steps = [o for o in self._unsent_steps if o.request_id != request_id]
         sequence = self.scheduler.find(request_id)
-        if sequence is None:  # it may have ended in a step whose outputs are held
+        if sequence is None:  # it may have ended in a step whose outputs are still unsent
             return next((output for output in held_outputs if output is not None), None)
         self._seating.finish(sequence)
         self._swap_if_due()
         return sequence.output("abort")
 
     def abort_all(self) -> list[StepOutput]:
-        """Stop every request; the last outputs of all, with what was committed and not given out yet."""
+        """Stops every request; returns all last outputs, with the committed tokens that were not handed out yet."""
         outputs = list(self._unsent_steps)
         for name in [o.request_id for o in outputs if o.output is not None]:
             self.abort(name)
@@ -197,7 +201,7 @@ class Engine:
 
     @with_next_step
     def preempt(self) -> str | None:
-        """Take its pages from the youngest running request, which goes on later; its id, `None` if none runs."""
+        """Preempts the youngest running request, which goes on later; returns its id, `None` if no request runs."""
         self._unsent_steps += self.land()
         sequence = self.scheduler.preempt_youngest()
         if sequence is None:
@@ -222,10 +226,10 @@ class Engine:
         """Serve `requests` to the end; outputs in their order.
 
         Raises `ValueError`, and serves none, for a request that cannot be served, for ids that repeat, and while
-        requests that were added one by one are still running: their outputs would have nowhere to go.
+        requests from `add` are still running, because their outputs would have nowhere to go.
         """
         if self.ahead.step is not None and not self.num_known:
-            self.step()  # it concerns requests that were aborted
+            self.step()  # ends the step of aborted requests
         self.check_idle("generate")
         if len({r.request_id for r in requests}) < len(requests):
             raise ValueError("generate() needs a request_id of its own for each request")
@@ -241,7 +245,7 @@ class Engine:
         return [outputs[r.request_id] for r in requests]
 
     def check_idle(self, method: str) -> None:
-        """Raise `ValueError` while requests are being served, `method` being what needs that there are none."""
+        """Raises `ValueError` while requests are being served; `method` names the call that needs an idle engine."""
         if self.has_work:
             num_unfinished = self.num_known + sum(o.output is not None for o in self._unsent_steps)
             raise ValueError(f"{method}() needs an idle engine; {num_unfinished} requests are still being served")
@@ -249,7 +253,8 @@ class Engine:
     @on_all_ranks
     @torch.inference_mode()
     def prepare(self, decoding: DecodingConfig) -> int:
-        """Capture graphs for greedy requests with `decoding`, and larger ones for all others; how many there are.
+        """Captures graphs for greedy requests with `decoding`, and larger graphs for all other requests; returns the
+        number of graphs.
 
         Graphs are captured here and never later: a step of a kind without one runs eagerly. Raises `ValueError` while
         requests are being served.
@@ -273,13 +278,14 @@ class Engine:
     def load_adapter(self, name: str, folder: Path) -> None:
         """Load a LoRA adapter, a folder in PEFT's layout; from now on requests can name it as their `adapter`.
 
-        `ValueError`, and nothing has changed, if there is no place for it, or it does not fit (`checkpoint.adapter`).
+        Raises `ValueError`, and changes nothing, if no slot is free or the adapter does not fit the model
+        (`checkpoint.adapter`).
         """
         self.adapters.place(name, self.ranks.agree(lambda: self.adapters.read(name, folder)))
 
     @on_all_ranks
     def unload_adapter(self, name: str) -> None:
-        """Free an adapter's place; `ValueError` for one that is not loaded, `AdapterInUse` where requests use it."""
+        """Frees an adapter's slot. Raises `ValueError` if it is not loaded, `AdapterInUse` while requests use it."""
         if self.adapters.get(name) is None:
             raise ValueError(f"adapter '{name}' is not loaded")
         sequences = (*self.scheduler.running.values(), *self.scheduler.waiting)
@@ -289,13 +295,13 @@ class Engine:
 
     @on_all_ranks
     def update_weights(self, source: WeightSource, *, mode: SwapMode = "preempt", version: int | None = None) -> None:
-        """Put other weights of the same shapes in the place of the model's: a model folder's, or the decoder's tensors
-        by name. No request is lost.
+        """Replaces the model's weights by weights of the same shapes: a model folder, or the decoder's tensors by
+        name. No request is lost.
 
-        With "preempt" they take their place at once: requests that run keep the tokens they have committed, which are
-        stored again, and go on. With "wait" they do when the requests that run have ended, and no other begins before;
-        steps go on meanwhile. Whatever was cached of prefixes is forgotten; adapters stay. `weights_version` becomes
-        `version`, by default one more. `ValueError` for what does not fit, while others wait, and asleep.
+        "preempt" swaps at once: running requests keep their committed tokens, which are stored again, and go on.
+        "wait" swaps when the running requests have ended; steps go on meanwhile, and no other request begins.
+        The prefix cache is emptied; adapters stay. `weights_version` becomes `version`, by default the old version
+        plus 1. Raises `ValueError` for weights that do not fit, while other weights wait, and while asleep.
         """
         weights = self.ranks.agree(lambda: self._stage(source, mode))
         self._staged_weights, self.scheduler.closed = replace(weights, version=version), True
@@ -315,7 +321,7 @@ class Engine:
             return stage_weights(self.model, source, mode)
         finally:
             if not isinstance(source, Path):
-                for _ in source:  # a rank that refuses them takes the rest too: the others still send or wait
+                for _ in source:  # a rank that refuses the weights still takes the rest: other ranks send or wait
                     pass
 
     @property
@@ -340,13 +346,13 @@ class Engine:
 
     @property
     def asleep(self) -> bool:
-        """Whether its memory is given back; it takes no requests."""
+        """Whether the engine sleeps: its memory is given back, and it takes no requests."""
         return self._dormant is not None
 
     @on_all_ranks
     def sleep(self) -> int:
-        """Give back the memory of KV pages, graphs, and on a GPU of the weights, which wait on the host; the bytes.
-        Cached prefixes are forgotten. `ValueError` while requests are being served, and asleep."""
+        """Gives back the memory of KV pages and graphs, and on a GPU of the weights, which wait on the host. Returns
+        the bytes. The prefix cache is emptied. Raises `ValueError` while requests are being served, and asleep."""
         self.check_idle("sleep")
         if self.asleep:
             raise ValueError("the engine sleeps already")
@@ -354,14 +360,15 @@ class Engine:
 
     def _give_memory_back(self) -> int:
         self._graphs.release()
-        self.scheduler.weights_changed(self.weights_version)  # as if: what pages hold is of no use any more
+        self.scheduler.weights_changed(self.weights_version)  # the weights stay, but the pages lose their content
         cache = self.runner.cache
         self._dormant = DormantMemory(caches=(cache.k, cache.v), weights=gpu_tensors(self.model))
         return self._dormant.num_bytes
 
     @on_all_ranks
     def wake_up(self) -> None:
-        """Take the memory again; `prepare` captures graphs anew. `ValueError` awake, torch's where memory is short."""
+        """Takes the memory again; `prepare` captures graphs anew. Raises `ValueError` awake, and torch's error if
+        memory is short."""
         if self._dormant is None:
             raise ValueError("wake_up() needs an engine that sleeps")
         try:
@@ -376,7 +383,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """One forward for all sequences; what it committed. Without work it does nothing."""
+        """Runs one forward for all sequences and returns the tokens it committed. Without work it does nothing."""
         outputs = self._advance()
         self._swap_if_due()
         return outputs
@@ -422,7 +429,7 @@ class Engine:
         )
 
     def _kind(self, max_blocks: int) -> StepKind:
-        """The next step's. Where slots are packed, only its rows and its work count."""
+        """The kind of the next step. A packed step depends on its rows and its work alone."""
         ledger, unread = self._seating.ledger, self.ahead.unread
         if not self.static_shapes:
             return self._kinds.whole(num_rows=ledger.num_rows, work=ledger.work())
@@ -443,12 +450,12 @@ class Engine:
         return self.drafting.choose(self._seating.planned.choices(sum(s.is_planned for s in soon)))
 
     def admit(self) -> list[SequenceState]:
-        """Give waiting requests the free batch rows and pages; the sequences that run from now on."""
+        """Gives waiting requests the free batch rows and pages; returns the sequences that run from now on."""
         return self._seating.admit()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """A step's second part, on the device: one forward, or two (see `EngineConfig`), and what follows from it."""
+        """A step's second part, on the device: one forward, or two (see `EngineConfig`), then predict and commit."""
         num_pages = self._seating.num_pages
         self.buffer.hold_to(plan.max_blocks)
         tables_RP, planned = self._state.tables_RP[:, :num_pages], self._seating.planned
@@ -484,23 +491,24 @@ class Engine:
     def _launch_packed(self, plan: StepPlan, lay_out: Callable[[BlockBuffer | None], StepRows]) -> LaunchedStep:
         if not plan.decoding:
             return LaunchedStep(plan=plan, report=None, planned=store_step(self._state, lay_out(None)))
-        tries = math.inf if self.config.batch_invariant else STEP_TRIES  # a row must not wait for others there
+        # in a batch-invariant engine a row must not wait for other rows
+        tries = math.inf if self.config.batch_invariant else STEP_TRIES
         ids = self.model.config.edit_token_ids
         steering = self._seating.ledger.steering(self.ranks.share, tries=tries, ids=EditTokens(*ids) if ids else None)
         report, planned_part = decode_step(self._state, plan.kind, lay_out, steering)
         return LaunchedStep(plan=plan, report=HostCopy(report), planned=planned_part)
 
     def collect(self, step: LaunchedStep) -> list[StepOutput]:
-        """A step's third part, on the host again: count it, hand out what was committed, let finished sequences go."""
+        """A step's third part, on the host again: counts it, hands out committed tokens, releases ended sequences."""
         return self._collector.collect(step)
 
     def _is_static(self, plan: StepPlan) -> bool:
-        """Whether all that a step decodes is decoded in blocks and on the device, and no experts are recorded."""
+        """Whether a step decodes everything in blocks and on the device, and records no experts."""
         is_static = self.static_shapes and bool(plan.decoding) and not self._seating.decides_on_host
         return is_static and not any(s.request.experts for s in self.scheduler.running.values())
 
     def _may_run_ahead(self) -> bool:
-        """Whether no sequence waits to be seated, and there are pages for what this step and the next may fill."""
+        """Whether no sequence waits to be seated, and pages suffice for all that this step and the next may fill."""
         running = self.scheduler.running
         if not running or (self.scheduler.waiting and len(running) < self.config.max_rows):
             return False

@@ -29,11 +29,11 @@ def capture(
     stream: "torch.cuda.Stream | None" = None,
     warm_up: int = 2,
 ) -> tuple[torch.cuda.CUDAGraph, T]:
-    """`run` on `device` as a CUDA graph, and what it returned while it was captured: memory that each replay
-    overwrites.
+    """Captures `run` on `device` as a CUDA graph. Returns the graph and the result of `run`, in memory that each
+    replay overwrites.
 
-    It runs `warm_up` times before; `restore` undoes what that changed. Both happen on `stream`, by default one of its
-    own. Temporary memory belongs to a stream, so captures in a row should share one.
+    First `run` warms up `warm_up` times, and `restore` undoes its changes. All happens on `stream`, by default a new
+    stream. Temporary memory belongs to a stream, so successive captures should share a stream.
     """
     with torch.cuda.device(device):
         stream = stream or torch.cuda.Stream(device)
@@ -44,7 +44,7 @@ def capture(
                 restore()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # "thread_local": what other threads ask of the device meanwhile does not concern this capture
+        # "thread_local": calls of other threads to the device do not break this capture
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             result = run()
     return graph, result
@@ -74,15 +74,15 @@ class StepGraphs:
         return self.obstacle is None
 
     def capture(self, kinds: Iterable[StepKind]) -> int:
-        """Capture the kinds that are not yet; how many graphs there are then."""
+        """Captures the kinds that have no graph yet; returns the number of graphs."""
         if self.enabled:
             device = self.state.tables_RP.device
             self._graph_of_kind.clear()
             free, _ = torch.cuda.mem_get_info(device)
-            # graphs share their temporary memory: one runs at a time, its report is read before the next replay
+            # graphs share their temporary memory: one graph runs at a time, and its report is read before the next
             self._pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
             self._stream = self._stream or torch.cuda.Stream(device)
-            # the largest first: the smaller ones then fit into the memory that it has left in the pool
+            # the largest first: smaller graphs then fit into the memory that it left in the pool
             for kind in sorted(kinds, key=_size, reverse=True):
                 if kind not in self._captured_steps:
                     self._captured_steps[kind] = CapturedStep(self.state, kind, self._pool, self._stream)
@@ -99,10 +99,11 @@ class StepGraphs:
         return static_step(self.state, kind, num_pages=num_pages)
 
     def release(self, *, wait: bool = True) -> None:
-        """Let go of all graphs, after the device has finished: NCCL destroys a communicator only when no graph holds
-        it any more. From then on every step runs kernel by kernel. Without `wait` a graph under way ends later.
+        """Releases all graphs when the device has finished; from then on every step runs kernel by kernel. Without
+        `wait` a running graph ends later.
 
-        The next capture takes another pool: torch refuses one that no graph uses but some tensor still does.
+        NCCL destroys a communicator only when no graph holds it. The next capture takes another memory pool, because
+        torch refuses a pool that some tensor uses and no graph.
         """
         if self._captured_steps and wait:
             torch.cuda.synchronize(self.state.tables_RP.device)
@@ -114,7 +115,7 @@ class StepGraphs:
         self.state.runner.forget_batch()
 
     def report(self) -> dict[str, Any]:
-        """For whoever watches a server: why there are no graphs; how many, their memory, steps by how they ran."""
+        """Why there are no graphs; the number of graphs, their memory, and steps by how they ran."""
         return {
             "not_used": self.obstacle,
             "captured": len(self._captured_steps),
@@ -137,8 +138,11 @@ def _size(kind: StepKind) -> tuple[int, int, bool, int, int]:
 
 
 class CapturedStep:
-    """A static step as a CUDA graph. Warming up runs it, so what it moved on is put back; the keys it wrote are those
-    that the step itself will write."""
+    """A static step as a CUDA graph.
+
+    The warm-up runs the step, so the buffer is restored afterwards. Keys and values need no restore: the real step
+    overwrites them.
+    """
 
     def __init__(self, state: StepState, kind: StepKind, pool: Any, stream: "torch.cuda.Stream") -> None:
         runner, buffer = state.runner, state.buffer
@@ -166,15 +170,15 @@ class CapturedStep:
         return self._report_X
 
     def release(self) -> None:
-        """Give its memory back, and the communicator that it holds."""
+        """Gives back the graph's memory and its communicator."""
         self._graph.reset()
 
 
 def graphs_obstacle(
     config: EngineConfig, attention: AttentionKernel, device: torch.device, *, static_shapes: bool
 ) -> str | None:
-    """Why static steps do not become graphs, if so; they do wherever they can, unless `config.graphs` is `False`.
-    `ValueError` if they cannot and must."""
+    """Why static steps do not become graphs; `None` if they do. They do wherever they can, unless `config.graphs` is
+    `False`. Raises `ValueError` if `config.graphs` is `True` and they cannot."""
     obstacle = _obstacle(config, attention, device, static_shapes=static_shapes)
     if config.graphs and obstacle is not None:
         raise ValueError(f"graphs=True cannot be honoured: {obstacle}")

@@ -15,10 +15,10 @@ from mbd_core.decoding.blocks.work import ALL_WORK, StepWork, work_of
 
 @dataclass(frozen=True, kw_only=True)
 class StepKind:
-    """What a step depends on beside the values in its buffers.
+    """The sizes and work of a step: it depends on nothing else beside the values in its buffers.
 
-    num_slots  slots of each row that are sent through the model: the first ones, all others being empty
-    num_asked  positions with logits, `None`: all of these slots
+    num_slots  leading slots of each row that go through the model; the slots behind them are empty
+    num_asked  positions with logits; `None`: all positions of these slots
     """
 
     num_rows: int
@@ -27,7 +27,7 @@ class StepKind:
     work: StepWork
 
     def covers(self, other: "StepKind") -> bool:
-        """Whether a step of this kind can stand in for one of `other`."""
+        """Whether a step of this kind can stand in for a step of kind `other`."""
         has_logits = self.num_asked is None or (other.num_asked is not None and self.num_asked >= other.num_asked)
         has_slots = self.num_rows == other.num_rows and self.num_slots >= other.num_slots
         return has_slots and has_logits and self.work.covers(other.work)
@@ -37,8 +37,8 @@ class StepKind:
 class StepKinds:
     """The kinds of steps of one engine's Block Buffer.
 
-    adapters     it can load LoRA adapters
-    blocks_each  with a block budget: the blocks that each of so many running sequences may grow to
+    adapters     whether the engine can load LoRA adapters
+    blocks_each  with a block budget: the blocks that each sequence may grow to, by the number of running sequences
     """
 
     max_rows: int
@@ -49,8 +49,8 @@ class StepKinds:
     blocks_each: Callable[[int], int] | None = None
 
     def kind(self, *, num_rows: int, num_slots: int, num_asked: int, work: StepWork) -> StepKind:
-        """The least kind for a batch that uses `num_rows` rows, at most the first `num_slots` slots of each, and asks
-        for at most `num_asked` positions."""
+        """The smallest kind for a batch that uses `num_rows` rows, at most the first `num_slots` slots of each, and
+        asks for at most `num_asked` positions."""
         rows = _power_of_two(num_rows, self.max_rows)
         slots = self.num_slots if self.blocks_each is None else _power_of_two(num_slots, self.num_slots)
         quarter = self._quarter(rows, slots)
@@ -64,9 +64,12 @@ class StepKinds:
         return StepKind(num_rows=rows, num_slots=self.num_slots, num_asked=None, work=work)
 
     def to_capture(self, decoding: DecodingConfig) -> list[StepKind]:
-        """The kinds worth a graph: greedy requests with `decoding` in every size, without and with adapters; in the
-        largest all work but what changes logits and reports more of them, and all work, which serves any other request
-        too. With a block budget, all of them also in the slots that it leaves a request."""
+        """The kinds worth a graph.
+
+        Greedy requests with `decoding` have a kind in every size, without and with adapters. The largest size has two
+        more: all work except changes and reports of logits, and all work, which serves every other request. With a
+        block budget each kind exists also with the slots that the budget leaves a request.
+        """
         works = [work_of(decoding, Sampling())]
         if self.adapters:
             works.append(replace(works[0], adapts=True))
@@ -82,7 +85,7 @@ class StepKinds:
         return kinds
 
     def _shapes(self, decoding: DecodingConfig) -> list[tuple[int, int]]:
-        """Rows and slots of these kinds, fewest first: all slots, and those that a request has at so many rows."""
+        """Rows and slots of the kinds, fewest first: with all slots, and with a request's slots at that many rows."""
         shapes = set()
         for n in range(1, self.max_rows + 1):
             rows = _power_of_two(n, self.max_rows)
@@ -97,5 +100,5 @@ class StepKinds:
 
 
 def _power_of_two(number: int, limit: int) -> int:
-    """The least power of two that is not below `number`, at most `limit`."""
+    """The least power of two from `number` on, at most `limit`."""
     return min(1 << (max(number, 1) - 1).bit_length(), limit)

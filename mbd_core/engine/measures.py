@@ -1,7 +1,6 @@
-"""What an engine has done and how full it is, for its observers.
+"""An engine's counts and its load, for its observers.
 
-The steps count with numbers that they read anyway; queues, pages and slots are read on
-demand.
+Steps count with numbers that they read anyway; queues, pages and slots are read on demand.
 """
 
 from collections import deque
@@ -20,7 +19,7 @@ SAMPLE_LIMIT = 10_000
 
 
 class RecentValues:
-    """Values since they were last taken. Of more than `limit` the newest are kept, and `num_dropped` counts the rest.
+    """Values since the last `take`. The newest `limit` values are kept, and `num_dropped` counts the rest.
 
     One thread adds while another takes.
     """
@@ -39,25 +38,24 @@ class RecentValues:
             self.add(value)
 
     def take(self) -> list[float]:
-        """The values, oldest first; they are gone from here."""
+        """Removes the values and returns them, oldest first."""
         return [self._values.popleft() for _ in range(len(self._values))]
 
 
 @dataclass
 class EngineCounts:
-    """What the steps of an engine have counted since it was built.
+    """The counts of an engine's steps since it was built.
 
-    forwards            by kind: "decode" fills positions, "store" stores the blocks of all its sequences and fills
-                        none, "prefill" carries prompts alone
-    sequence_forwards   forwards that a sequence took part in with blocks or a canvas, added up over sequences: NFE
+    forwards            number of forwards by kind: "decode" fills positions, "store" stores the blocks of all its
+                        sequences and fills no position, "prefill" carries prompts alone
+    sequence_forwards   NFE: forwards in which a sequence took part with blocks or a canvas, summed over sequences
     committed_tokens    useful tokens that were handed out
-    edited_tokens       tokens that were overwritten after they had been filled (T2T, DMax)
+    edited_tokens       filled tokens that were overwritten (T2T, DMax)
     tokens_per_forward  of each request that ended by itself
-    block_lifetimes     of each block that was stored: forwards from its activation to the one that stored it, both
-                        included
-    queue_seconds       of each request that ended by itself: from its arrival to its first admission
-    prefill_seconds     of the same: from there to the end of the forward that stored the last of its prompt; 0 where
-                        the prefix cache held all of it
+    block_lifetimes     of each stored block: forwards from its activation to its store, both included
+    queue_seconds       of each request that ended by itself: from arrival to first admission
+    prefill_seconds     of the same requests: from first admission to the end of the forward that completed the
+                        prompt; 0 if the prefix cache held the whole prompt
     """
 
     forwards: dict[ForwardPart, int] = field(default_factory=lambda: {"decode": 0, "store": 0, "prefill": 0})
@@ -70,7 +68,7 @@ class EngineCounts:
     prefill_seconds: RecentValues = field(default_factory=RecentValues)
 
     def end(self, sequence: SequenceState) -> None:
-        """A request has ended by itself and left its row. Its tokens are those of this engine alone."""
+        """Counts a request that ended by itself and left its row; only tokens of this engine count."""
         if num_forwards := sequence.counted.num_forwards:
             self.tokens_per_forward.add(len(sequence.answer) / num_forwards)
         self.queue_seconds.add(sequence.queue_seconds)
@@ -84,13 +82,13 @@ class EngineMeasures:
     kv_usage         share of the KV pages that running sequences own
     active_slots     slots whose block was decoded in the last forward, over all running sequences
     dummy_slots      their slots without a block
-    prefix_queries   prompt tokens that were looked up in the prefix cache, `prefix_hits` those that it held
-    pages_to_host    pages that were copied to the host's memory so far; `pages_from_host` those that came back, and
-                     `host_pages` those that lie there now
-    step_limit       seconds that a step in which somebody decodes may take with its part of prompts
-    token_seconds    what a prompt token has cost at the beginning of its prompt; 0 before chunks were measured
-    replayed_steps   static steps that ran as CUDA graphs; `eager_steps` static steps without one
-    counts           what the steps counted; its `RecentValues` are the engine's own, for one reader to take
+    prefix_queries   prompt tokens that were looked up in the prefix cache; `prefix_hits` counts the tokens it held
+    pages_to_host    pages copied to the host's memory so far; `pages_from_host` counts the pages copied back, and
+                     `host_pages` the pages on the host now
+    step_limit       seconds that a step may take with its prompts if a sequence decodes in it
+    token_seconds    seconds of a prompt token at the beginning of its prompt; 0 before chunks were measured
+    replayed_steps   static steps that ran as CUDA graphs; `eager_steps` counts the other static steps
+    counts           counts of the steps; its `RecentValues` are the engine's own, for one reader to take
     """
 
     running: int
@@ -120,8 +118,8 @@ def measure(
     report: StepReport,
     rows: Iterable[int],
 ) -> EngineMeasures:
-    """The measures of an engine whose last step that was read said `report`, and whose sequences in `rows` decode in
-    blocks. A row that is younger than the report has no part in it yet."""
+    """The measures of an engine. `report` is the last step that was read; `rows` are the sequences that decode in
+    blocks. A row that is younger than the report is not in it."""
     pool, states_RN = scheduler.pool, report.states_RN
     states = states_RN[[row for row in rows if row < len(states_RN)]]
     return EngineMeasures(

@@ -1,10 +1,10 @@
 """How many prompt tokens a step takes: as many as leave it short enough for the sequences that decode in it.
 
 A token of a prompt costs more the deeper it stands: its row attends to all tokens before it. The shape of the model
-says how many operations a chunk takes at its depth, and the steps that were measured say how long an operation takes
-here. Beside it a step's chunks have a cost that is the same however short they are, such as the experts' weights that
-even a block reads. So a step's chunks are cut to the seconds that are left beside decoding and this cost. Where nobody
-decodes nobody waits for the next step, and a chunk is as long as `max_prefill_tokens` lets it be.
+gives a chunk's operations at its depth, and measured steps give the seconds of an operation on this device. The chunks
+of a step also have a fixed cost, whatever their length: even one block reads the experts' weights. So the chunks are
+cut to the seconds that decoding and the fixed cost leave. If no sequence decodes, nobody waits for the step, and a
+chunk is as long as `max_prefill_tokens` allows.
 """
 
 import statistics
@@ -19,19 +19,19 @@ from mbd_core.models.flops import matrix_flops, pair_flops
 from mbd_core.models.model_config import ModelConfig
 
 LEAST_LIMIT = 0.05
-"""Seconds of a step that nobody perceives as a pause: the least limit where none is given."""
+"""Seconds of a step that nobody perceives as a pause: the smallest limit that the pacer chooses."""
 QUIET_STEPS = 1.75
-"""The limit where none is given, in steps that store no prompt. Steps differ by a tenth from what is expected of them,
-so that few are longer than two."""
+"""The limit that the pacer chooses, in units of a step without prompts. Steps differ by a tenth from their expected
+seconds, so few exceed 2."""
 UNMEASURED_TOKENS = (256, 64)
-"""Prompt tokens of a step beside others, in turn, until `LEAST_MEASURES` chunks were measured."""
+"""Prompt tokens of a step with decoding sequences, in turn, until `LEAST_MEASURES` chunks were measured."""
 LEAST_MEASURES = 4
 KEPT_MEASURES = 7
-"""The median of so many counts, so that a step that something else held up changes nothing."""
+"""Number of measures in a median, so that a single delayed step changes nothing."""
 UNLIKE = 2.0
-"""Chunks that differ in operations by this factor tell the cost of an operation from what all chunks cost."""
+"""Chunks whose operations differ by this factor separate the cost of an operation from the fixed cost."""
 LEAST_SHARE = 0.1
-"""The least share of a step's seconds that its chunks are taken to have cost, and that operations are of these."""
+"""The smallest share of a step's seconds that counts as its chunks' cost, and of this cost as operations."""
 
 
 class Positions(Protocol):
@@ -49,9 +49,9 @@ class Pace:
     """What the chunks of one step may cost together.
 
     max_tokens     tokens of all chunks
-    seconds        of all chunks, beside what they cost however short they are
-    token_seconds  a token's, but for its attention
-    pair_seconds   of one token and one token that it attends to
+    seconds        seconds of all chunks without the fixed cost
+    token_seconds  seconds of a token without its attention
+    pair_seconds   seconds of attention from one token to one other token
     """
 
     max_tokens: int
@@ -60,7 +60,7 @@ class Pace:
     pair_seconds: float
 
     def cost(self, start: int, stop: int) -> float:
-        """Seconds of the positions [start, stop) of a sequence, each of which attends to those before it."""
+        """Seconds of the positions [start, stop) of a sequence; each attends to all positions before it."""
         return (stop - start) * (self.token_seconds + self.pair_seconds * (start + stop) / 2)
 
     def fitting_blocks(self, start: int, most: int, *, block_size: int, spent: float) -> int:
@@ -76,9 +76,9 @@ class Pace:
 class Pacer:
     """Learns from measured steps how long they take, and says what the next one's chunks may cost.
 
-    max_step_seconds  the limit of a step in which somebody decodes; `None`: `QUIET_STEPS`, at least `LEAST_LIMIT`,
-                      and so long that operations may be half of what the chunks cost
-    has_streams       somebody waits for the tokens of each step; otherwise no step has a limit
+    max_step_seconds  the limit of a step with decoding sequences; `None`: `QUIET_STEPS`, at least `LEAST_LIMIT`, and
+                      long enough for operations to be half of the chunks' cost
+    has_streams       whether a client waits for the tokens of each step; otherwise no step has a limit
     """
 
     def __init__(self, model: ModelConfig, *, max_step_seconds: float | None) -> None:
@@ -94,7 +94,7 @@ class Pacer:
 
     @property
     def quiet_seconds(self) -> float:
-        """A step's that stores no prompt; 0 before one was measured."""
+        """Seconds of a step without prompts; 0 before such a step was measured."""
         if self._quiet_median is None:
             self._quiet_median = statistics.median(self._quiet_seconds)
         return self._quiet_median
@@ -109,11 +109,11 @@ class Pacer:
 
     @property
     def token_seconds(self) -> float:
-        """A prompt token's at the beginning of its prompt; 0 before chunks were measured."""
+        """Seconds of a prompt token at the beginning of its prompt; 0 before chunks were measured."""
         return self._token_flops * self._flop_seconds
 
     def observe(self, chunks: Sequence[Positions], *, decodes: bool, seconds: float) -> None:
-        """A step of `seconds` has stored `chunks`; `decodes`: beside sequences that decoded."""
+        """Learns that a step of `seconds` stored `chunks`; `decodes`: other sequences decoded in it."""
         if not chunks:
             self._quiet_seconds.append(seconds)
             self._quiet_median = None
@@ -124,7 +124,7 @@ class Pacer:
         self._fit()
 
     def pace(self) -> Pace | None:
-        """The next step's if somebody decodes in it; `None` without a limit."""
+        """The pace of the next step if a sequence decodes in it; `None` without a limit."""
         if self._follows:
             return self._leader_pace
         if not self.has_streams:
@@ -141,7 +141,7 @@ class Pacer:
 
     @contextmanager
     def without_streams(self) -> Iterator[None]:
-        """Inside, no step has a limit: nobody sees its tokens before all are there."""
+        """No step has a limit inside this context: nobody reads tokens before all of them are there."""
         self.has_streams = False
         try:
             yield
@@ -149,14 +149,13 @@ class Pacer:
             self.has_streams = True
 
     def follow(self, pace: Pace | None) -> None:
-        """From now on the pace is rank 0's, so that all ranks cut chunks alike."""
+        """Takes rank 0's pace from now on, so that all ranks cut chunks alike."""
         self._follows, self._leader_pace = True, pace
 
     def _fit(self) -> None:
-        """Seconds of an operation, and of all chunks of a step beside them: the median of the slopes between chunks
-        that are unlike (Theil-Sen). Chunks that are alike leave the second as it was, and so does a longer chunk that
-        took less (something else held up the shorter one), and one chunk that is unlike all others, which one
-        disturbance would have decide alone."""
+        """Fits the seconds of an operation and the fixed cost: the median slope between chunks of unlike length
+        (Theil-Sen). Without enough pairs of unlike chunks the fixed cost stays; a longer chunk that took less time
+        forms no pair, because a disturbance held up the shorter chunk, and a single outlier never decides."""
         measures = sorted(self._chunk_measures)
         pairs = [
             ((f1, t1), (f2, t2)) for (f1, t1), (f2, t2) in combinations(measures, 2) if f2 >= UNLIKE * f1 and t2 > t1
