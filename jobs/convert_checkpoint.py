@@ -32,7 +32,10 @@ Progress = Callable[[int, int], None]
 
 def run(
     *,
-    source: Annotated[Path | None, Flag("Checkpoint to read.", MODEL, positional=True, metavar="[DIR]")] = None,
+    source: Annotated[
+        Path | None,
+        Flag("Checkpoint to read; a name is a model's.", MODEL, positional=True, metavar="[DIR]"),
+    ] = None,
     random: Annotated[
         str | None, Flag(f"Or random weights, with a tokenizer: {', '.join(SHAPES)}.", MODEL, metavar="SHAPE")
     ] = None,
@@ -79,6 +82,7 @@ def run(
     from mbd_core.checkpoint.adaptation.block_diffusion import convert_to_block_diffusion
     from mbd_core.checkpoint.conversion import convert
     from mbd_core.checkpoint.saving import save_random
+    from mbd_core.checkpoint.shipped import model_folder
 
     if (source is None) == (random is None):
         raise ValueError("give either DIR, a checkpoint to read, or --random, a shape by name")
@@ -102,7 +106,7 @@ def run(
                 convert(source, target, experts=kind, to=to, config_from=config, **common)
             elif source is not None:
                 choices = {name: settings[name] for name in given}
-                plan = convert_to_block_diffusion(source, target, **choices, **common)
+                plan = convert_to_block_diffusion(model_folder(str(source)), target, **choices, **common)
                 print(f"{plan.config.architecture}, blocks of {plan.config.block_size}, mask {plan.mask}")
     except KeyboardInterrupt:
         print(f"convert_checkpoint: stopped; {target} was not written", file=sys.stderr)

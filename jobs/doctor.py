@@ -38,6 +38,7 @@ SWITCHES_ON = {
     "train": "TensorBoard's files of a training",
     "harness": "lm-evaluation-harness",
     "hub": "data sets of the Hugging Face hub",
+    "gguf": "models in GGUF files, and mbd fetch",
     "endpoint": "sweeps of an OpenAI endpoint",
     "tracing": "spans of OpenTelemetry",
 }
@@ -216,6 +217,7 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
             ["named by", eos_origin(folder.path)],
             ["longest sequence", endpoint.engine.positions(config.max_positions)],
             ["computed on", f"{device.type}, {ranks} rank{'s' if ranks > 1 else ''}"],
+            *[[f"can become, with --layout {layout}", text] for layout, text in adaptations(folder)],
         ],
     )
     try:
@@ -226,6 +228,17 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
     weights, weight_bytes = weights_by_precision(folder, endpoint, device, dtype)
     yield weights
     yield kv_memory(folder, endpoint, device, dtype, weight_bytes, obstacles)
+
+
+def adaptations(folder: ModelFolder) -> list[tuple[str, str]]:
+    """The block-diffusion models that `mbd convert --to block-diffusion` makes of an autoregressive folder, by
+    layout."""
+    from mbd_core.checkpoint.adaptation.block_diffusion import is_autoregressive, layouts_of, plan_block_diffusion
+
+    if not is_autoregressive(folder.config):
+        return []
+    plans = [(layout, plan_block_diffusion(folder, layout=layout)) for layout in layouts_of(folder.config)]
+    return [(layout, f"{plan.config.architecture}, mask {plan.mask}") for layout, plan in plans]
 
 
 def _token_text(folder: ModelFolder, token: int) -> str:
