@@ -75,7 +75,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that `alloc` can hand out; `num_cached` of them lose their content then."""
+        """Pages that `alloc` can hand out, cached pages included; these lose their content then."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -89,9 +89,9 @@ class PagePool:
         return self.num_pages - 1
 
     def alloc(self, count: int) -> list[int] | None:
-        """`count` pages with one owner each, or `None` (and nothing taken) if there are not as many.
+        """`count` pages with one owner each; `None`, and no page is taken, if there are fewer.
 
-        Cached pages are taken when no other is left, the least recently used first; their content is then forgotten.
+        Cached pages are taken only when no free page is left, the least recently used first, and lose their content.
         """
         if count > self.num_free:
             return None
@@ -104,9 +104,9 @@ class PagePool:
         return pages
 
     def lookup(self, chain: Sequence[bytes]) -> list[int]:
-        """The published pages of the longest known start of `chain`; what is cached of them counts as just used.
+        """The published pages of the longest known start of `chain`; cached pages among them count as just used.
 
-        Those that the host has are copied back, as far as there are pages that nobody owns.
+        Pages on the host are copied back, as far as there are pages without an owner.
         """
         if self.host is not None:
             self._bring_back(chain, self.host)
@@ -121,16 +121,16 @@ class PagePool:
         return pages
 
     def _bring_back(self, chain: Sequence[bytes], host: HostPages) -> None:
-        """Copy back what is not on the device of the longest start of `chain` that is on the device or on the host."""
+        """Finds the longest start of `chain` on device or host, and copies its host pages back."""
         known = list(itertools.takewhile(lambda digest: digest in self._page_of or digest in host, chain))
         missing = [digest for digest in known if digest not in self._page_of]
         if not missing:
             return
         held_pages = [self._page_of[digest] for digest in known if digest in self._page_of]
-        self.share(held_pages)  # so that they are not evicted for those that come back
+        self.share(held_pages)  # so that no returning page evicts them
         host.touch(missing)
         pages = self.alloc(min(len(missing), self.num_free)) or []
-        # what was evicted for them may have taken the place of the last of them
+        # pages evicted for the first returning pages may have taken the host slots of the last ones
         found = list(itertools.takewhile(host.__contains__, missing))[: len(pages)]
         contents = dict(zip(pages, found, strict=False))
         host.restore(contents)
@@ -147,7 +147,7 @@ class PagePool:
             self._num_owners[page] += 1
 
     def publish(self, page: int, digest: bytes) -> bool:
-        """Make an owned page, stored for good, known under `digest`; false if another page is known under it."""
+        """Publishes an owned page with final content under `digest`; false if `digest` already has another page."""
         assert self._num_owners[page], f"page {page} has no owner, so what it holds is not known"
         holder = self._page_of.setdefault(digest, page)
         if holder == page:
@@ -158,9 +158,8 @@ class PagePool:
         """Remove an owner from a sequence's pages, given in their order; the caller must not use them any more.
 
         `chain` holds the hashes of the leading pages whose tokens are final. The last page is released first, so that
-        later pages of a chain are evicted before the earlier ones that lead to them. For the same reason, where two
-        pages have the same content, the second is published when the first was evicted, and otherwise counts as a use
-        of the first.
+        later pages of a chain are evicted before the earlier pages that lead to them. If another page has the same
+        content, its release counts as a use of that page; if that page was evicted, this page is published.
         """
         for index in reversed(range(len(pages))):
             page = pages[index]
@@ -177,7 +176,7 @@ class PagePool:
                 self._touch(self._page_of[chain[index]])
 
     def forget(self) -> None:
-        """No content is known any more: cached pages are free, and pages with an owner are no longer published."""
+        """Forgets all content: cached pages become free, and owned pages are no longer published."""
         self._free += self._cached
         self._cached.clear()
         self._hash_of.clear()
@@ -195,9 +194,9 @@ class PagePool:
         return page
 
     def check_integrity(self, pages_of: Mapping[str, Sequence[int]]) -> None:
-        """Every page is free, cached, or owned as often as is counted, more than once only if it is published.
+        """Checks that every page is free, cached, or owned as often as counted, and that shared pages are published.
 
-        `pages_of` is all pages by owner. Raises `AssertionError` naming the page.
+        `pages_of` holds all pages by owner. Raises `AssertionError` naming the page.
         """
         holders: dict[int, list[str]] = {}
         places = [*pages_of.items(), ("the free list", self._free), ("the cached pages", list(self._cached))]
@@ -260,22 +259,22 @@ class PagedKVCache:
         values.index_copy_(0, locations, v.to(values.dtype))
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Put what the pages `source` (n,) hold into the pages `target` (n,), in all layers."""
+        """Copies the content of the pages `source` (n,) into the pages `target` (n,), in all layers."""
         for k, v in self.layers:
             k[target], v[target] = k[source], v[source]
 
 
 STAGE_PAGES = 16
-"""Pages that are gathered on the device before they cross, so that one page is one copy."""
+"""Number of pages that are gathered on the device before they cross, so that one page is one copy."""
 
 
 class HostPages:
-    """Copies of `num_pages` pages of `layers`' keys and values in the host's memory, by the hash of what they hold.
+    """Copies of `num_pages` pages of `layers`' keys and values in the host's memory, by the hash of their content.
 
-    A published page never changes, so its copy is as good as it. The pool hands over what it evicts and asks for it by
+    A published page never changes, so its copy stays valid. The pool hands over evicted pages and asks for them by
     hash (`PagePool.lookup`). A page that came back keeps its copy, so that the next eviction costs nothing.
 
-        device   | cached page --evict--> its memory is another's
+        device   | cached page --evict--> its memory goes to another page
                  |      | keep: gather, copy              ^ restore: copy, scatter
         host     |      v                                 |
                  | slot, least recently used first -------'
@@ -285,7 +284,7 @@ class HostPages:
 
     Shape legend: S pages at once, X numbers of a page, its keys and values of all layers one after another.
 
-    num_kept, num_restored  pages that were copied to the host, and back
+    num_kept, num_restored  number of pages copied to the host, and back
     """
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], *, num_pages: int) -> None:
@@ -307,14 +306,14 @@ class HostPages:
         return digest in self._slot_of
 
     def touch(self, chain: Iterable[bytes]) -> None:
-        """These count as just used, the first of them last; they are here."""
+        """Marks pages as just used, the first hash of `chain` last; all pages must be here."""
         for digest in reversed(list(chain)):
             self._slot_of.move_to_end(digest)
 
     def keep(self, pages: Mapping[int, bytes]) -> None:
-        """Copy pages of the device, by number with their hashes, the one that is to be kept longest last. Those that
-        were used least recently make room, also these themselves."""
-        copies: dict[int, int] = {}  # of a slot the last page that takes it
+        """Copies pages of the device, by page number with their hashes; the page to be kept longest comes last. The
+        least recently used copies make room, copies of this call included."""
+        copies: dict[int, int] = {}  # by slot, the last page that takes it
         for page, digest in pages.items():
             if digest in self._slot_of:
                 self._slot_of.move_to_end(digest)
@@ -331,7 +330,7 @@ class HostPages:
                 self._memory[slot].copy_(self._stage_SX[row], non_blocking=True)
 
     def restore(self, pages: Mapping[int, bytes]) -> None:
-        """Fill pages of the device, by number, with what these hashes name; all are here."""
+        """Fills pages of the device, by page number, with the content of these hashes; all must be here."""
         slots = [self._slot_of[digest] for digest in pages.values()]
         self.num_restored += len(slots)
         for some_slots, numbers in _batches(slots, list(pages)):
@@ -342,12 +341,12 @@ class HostPages:
                 tensor.index_copy_(0, index, part_SX[: len(numbers)].reshape(-1, *tensor.shape[1:]))
 
     def forget(self) -> None:
-        """Nothing is known any more."""
+        """Forgets all copies."""
         self._free += self._slot_of.values()
         self._slot_of.clear()
 
     def check_integrity(self) -> None:
-        """Every slot is free or holds one page; raises `AssertionError`."""
+        """Checks that every slot is free or holds one page; raises `AssertionError`."""
         slots = [*self._free, *self._slot_of.values()]
         assert sorted(slots) == list(range(len(self._memory))), "a slot of the host's memory is lost or held twice"
 

@@ -1,6 +1,6 @@
-"""The requests whose decoders plan their rows on the host, on a canvas or behind a stored prefix.
+"""The requests whose decoders plan their rows on the host: on a canvas, or behind a stored prefix.
 
-It holds their decoders, their pages, and their rows of a forward.
+The file holds their decoders, their pages, and their rows of a forward.
 
 Shape legend: K rows, T packed tokens, P pages a row, A positions asked for, D hidden, V vocabulary.
 """
@@ -32,8 +32,8 @@ from mbd_core.models.model_config import ModelConfig
 class PlannedRun:
     """One running request, its decoder and the plan of its next forward; the pages of each lane are (lanes, P).
 
-    may_draft      it gives the same tokens by drafts and without, and the engine chooses
-    num_positions  of the plan
+    may_draft      drafts and single tokens give the same tokens, and the engine chooses
+    num_positions  positions of the plan
     """
 
     sequence: SequenceState
@@ -65,8 +65,8 @@ class PlannedRuns:
         self._runs: dict[int, PlannedRun] = {}
 
     def join(self, sequence: SequenceState) -> None:
-        """Begin a sequence in its row. After a preemption a canvas begins anew, because its keys are gone; behind a
-        prefix, which is stored again, the decoder goes on."""
+        """Begins a sequence in its row. After a preemption a canvas begins anew, because its keys are gone. A decoder
+        behind a prefix goes on, because the prefix is stored again."""
         decoder = sequence.decoder or planned_decoder(
             sequence.request,
             eos_token_ids=self._config.eos_token_ids,
@@ -81,16 +81,19 @@ class PlannedRuns:
         self._runs.pop(row, None)
 
     def hold_to(self, num_blocks: int, *, drafts: bool) -> None:
-        """The engine's budget leaves every request so many blocks in the next forward, if it is adaptive; none, if it
-        may draft and is not to (`drafts`)."""
+        """Limits every adaptive request to `num_blocks` blocks in the next forward. With `drafts` false, requests that
+        may draft do not."""
         for run in self._runs.values():
             blocks = num_blocks if run.sequence.request.decoding.adaptive else MOST
             run.decoder.hold_to(0 if run.may_draft and not drafts else blocks)
 
     def choices(self, num_soon: int) -> DraftChoices:
-        """What the next forward carries without prompts, by the choice of those that may draft. The others are taken
-        to do as in their last one. Of the `num_soon` requests with planned rows that decode soon, those whose prompt
-        is not stored yet count as if they drafted as the last one does: a draft is verified beside them."""
+        """The loads of the next forward without prompts, with drafts and without. Requests that may not draft count as
+        in their last forward.
+
+        `num_soon` requests with planned rows decode soon. If their prompt is not stored yet, they count as drafting
+        like the last request, because drafts are verified beside them.
+        """
         lengths = [run.decoder.draft_length for run in self._runs.values() if run.may_draft]
         others = sum(run.num_positions for run in self._runs.values() if not run.may_draft)
         lengths += lengths[-1:] * (num_soon - len(self._runs))
@@ -102,8 +105,8 @@ class PlannedRuns:
         )
 
     def rows(self, *, num_before: int, adapts: bool = False) -> BatchRows | None:
-        """The next forward of every request, behind `num_before` packed tokens of others; copies between lanes that it
-        needs are made at once. `None` without requests. `adapts`: some row of the forward has a LoRA adapter."""
+        """The rows of every request in the next forward, behind `num_before` packed tokens of other requests; `None`
+        without requests. Copies between lanes are made at once. `adapts`: some row has a LoRA adapter."""
         if not self._runs:
             return None
         device = self._cache.k.device
@@ -139,7 +142,7 @@ class PlannedRuns:
         )
 
     def _denoising(self) -> Denoising | None:
-        """Which tokens of the next forward's rows are being denoised, and on what they are conditioned."""
+        """Which tokens of the next forward's rows are being denoised, and their conditions."""
         queries = [q for run in self._runs.values() for q in run.plan.queries]
         if not any(q.denoises for q in queries):
             return None
@@ -152,8 +155,8 @@ class PlannedRuns:
         return Denoising(at.to(cache.device), torch.cat(expected))
 
     def read(self, hidden_AD: Tensor, runner: ModelRunner, *, apart: bool) -> list[Any]:
-        """What decoders read themselves of the hidden states of the positions that they ask for, in pieces. `apart`:
-        each piece of logits is computed apart."""
+        """The results of decoders that read the hidden states of their asked positions, in pieces. `apart`: each piece
+        of logits is computed apart."""
         readings, start = [], 0
         for run in self._runs.values():
             assert run.reader is not None, "all requests of a model read alike"
@@ -173,8 +176,8 @@ class PlannedRuns:
         return any(run.reader is not None for run in self._runs.values())
 
     def update(self, planned: Tensor | list[Any]) -> list[tuple[PlannedRun, CanvasUpdate]]:
-        """Hand every decoder its part of the logits (A, V) of `rows()`, or what it read of them; what each made of
-        it."""
+        """Hands every decoder its part of the logits (A, V) of `rows()`, or its own reading of them; returns each
+        decoder's update."""
         if not isinstance(planned, Tensor):
             pairs = zip(self.running, planned, strict=True)
             return [(run, run.reader.take(r)) for run, r in pairs if run.reader is not None]
@@ -191,8 +194,7 @@ class PlannedRuns:
 
     @property
     def num_alike(self) -> list[int]:
-        """Positions whose logits are computed together where each row is computed apart: those of a causal row one by
-        one, as if they had been asked for one by one."""
+        """Group sizes for batch-invariant logits: a whole row, or single positions of a causal row."""
         sizes: list[int] = []
         for run in self._runs.values():
             for q in run.plan.queries:

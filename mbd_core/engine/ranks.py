@@ -1,4 +1,4 @@
-"""Calls that every rank of an engine makes, and what the ranks settle together; an engine alone is its only rank.
+"""Calls that every rank of an engine makes, and the agreements of the ranks; an engine alone is its only rank.
 
 A method of `Engine` that changes more than one rank's state is marked here once: `on_all_ranks` or `with_next_step`.
 Rank 0 sends each call of it to the others (`parallel/leader.py`), which make the same call (`parallel/follow.py`).
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class EngineCall:
     """A call of one of `Engine`'s methods, as it goes from rank 0 to the other ranks.
 
-    waits  whether it goes with the next step: rank 0 has made it already, and none can refuse it
+    waits  whether the call goes with the next step: rank 0 has made it already, and no rank can refuse it
     """
 
     method: str
@@ -36,7 +36,7 @@ class EngineCall:
         return getattr(method, "__wrapped__", method)(engine, *self.arguments, **self.named)
 
     def sent(self) -> Self:
-        """The call for the other ranks, without tensors: they take rank 0's, one by one (`Ranks.each`)."""
+        """The call for the other ranks, without tensors: they take rank 0's tensors one by one (`Ranks.each`)."""
         named = {name: () if _holds_tensors(value) else value for name, value in self.named.items()}
         return replace(self, arguments=tuple(() if _holds_tensors(a) else a for a in self.arguments), named=named)
 
@@ -45,7 +45,7 @@ class Ordered(Protocol):
     """`Engine`, or `ParallelEngine`."""
 
     def order(self, call: EngineCall) -> Any:
-        """Let every rank make a call."""
+        """Makes a call on every rank."""
 
 
 E = TypeVar("E", bound=Ordered)
@@ -59,8 +59,8 @@ def _holds_tensors(value: Any) -> bool:
 def on_all_ranks(method: Method[E, P, R]) -> Method[E, P, R]:
     """Mark a method that all ranks call at once, between two steps.
 
-    A refusal (`ValueError`, `NotEnoughMemory`) must be one of every rank: it follows from what all ranks know alike,
-    or from `Ranks.agree`.
+    All ranks must refuse alike (`ValueError`, `NotEnoughMemory`): the refusal follows from common knowledge of all
+    ranks, or from `Ranks.agree`.
     """
     return _ordered(method, waits=False)
 
@@ -80,10 +80,10 @@ def _ordered(method: Method[E, P, R], *, waits: bool) -> Method[E, P, R]:
 
 
 class Ranks(Protocol):
-    """What the ranks of an engine settle together: `Alone`, or a `parallel.group.Group`. All make the same calls."""
+    """Agreements between the ranks of an engine: `Alone`, or a `parallel.group.Group`. All make the same calls."""
 
     def agree(self, prepare: Callable[[], T]) -> T:
-        """What `prepare` returns here, if it succeeds on all ranks; `ValueError` on all if it fails on one."""
+        """This rank's result of `prepare`, if all ranks succeed; `ValueError` on all ranks if any rank fails."""
 
     def total(self, value: int) -> int:
         """The sum of the ranks' values."""
@@ -92,7 +92,7 @@ class Ranks(Protocol):
         """Rank 0's tensors by name, one after the other, on every rank; every rank takes them all."""
 
     def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
-        """What rank 0's host decides within a step, on every rank."""
+        """The decisions of rank 0's host within a step, on every rank."""
 
 
 class Alone:

@@ -1,4 +1,4 @@
-"""What a decode step tells the host: one float64 tensor, one copy.
+"""The report of a decode step to the host: one float64 tensor, one copy.
 
 Shape legend: R rows (sequences), N slots, B block size, X numbers of a report, A positions with logits, K tokens.
 """
@@ -18,8 +18,8 @@ from mbd_core.decoding.blocks.block_buffer import BlockBuffer, Commit
 class StepReport:
     """A step on the host, by row: views of the float64 array in which it came.
 
-    `storing_only_R`, `states_RN` and `mask_ratio_RN` are what the forward saw, the rest is what it did. Of the blocks
-    that stayed, `num_resident_R` is the number, and `num_asked_R` that of their positions that still need logits.
+    `storing_only_R`, `states_RN` and `mask_ratio_RN` show the buffer as the forward saw it, the other fields its
+    results. `num_resident_R` counts the blocks that stayed, `num_asked_R` their positions that still need logits.
     """
 
     packed_X: np.ndarray
@@ -38,7 +38,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StepView:
-    """What a forward sees of the buffer, kept from what the step changes: storing only (R,), states and mask ratios
+    """The buffer as a forward sees it, copied before the step changes it: storing only (R,), states and mask ratios
     (R, N)."""
 
     storing_only_R: Tensor
@@ -51,8 +51,8 @@ def view_of(buffer: BlockBuffer) -> StepView:
 
 
 def pack_report(view: StepView, commit: Commit, buffer: BlockBuffer) -> Tensor:
-    """All of a step as one float64 tensor (X,), in the order of the parts of `StepReport`. It holds token ids and
-    counts exactly."""
+    """A step's report as one float64 tensor (X,), in the order of the parts of `StepReport`. float64 holds token ids
+    and counts exactly."""
     parts = (
         commit.num_blocks_R,
         buffer.resident_RN.sum(-1),
@@ -70,7 +70,7 @@ def pack_report(view: StepView, commit: Commit, buffer: BlockBuffer) -> Tensor:
 
 
 def with_tops(report_X: Tensor, tops_A2K: Tensor | None, at_A: Tensor | None, buffer: BlockBuffer) -> Tensor:
-    """A packed report, and behind it, where there are any, the likeliest tokens of each place of the buffer."""
+    """A packed report; behind it stand the likeliest tokens of each place of the buffer, if the step has any."""
     if tops_A2K is None:
         return report_X
     tops = placed_tops(tops_A2K, at_A, num_places=buffer.masked_RNB.numel())
@@ -95,7 +95,7 @@ class HostCopy:
             self._event.record(torch.cuda.current_stream(packed_X.device))
 
     def read(self, *, shape: tuple[int, int, int]) -> tuple[StepReport, np.ndarray | None]:
-        """The report, when it is there, and any likeliest tokens (R, N, B, 2K) behind it; `shape` is (R, N, B)."""
+        """Waits for the report; returns it and any likeliest tokens (R, N, B, 2K). `shape` is (R, N, B)."""
         if self._event is not None:
             self._event.synchronize()
         host_X, (num_rows, num_slots, block_size) = self._host_X.numpy(), shape
@@ -105,7 +105,7 @@ class HostCopy:
 
 
 def unpack_report(host_X: np.ndarray, *, num_slots: int, block_size: int) -> StepReport:
-    """A report (X,), its parts by name."""
+    """The parts of a report (X,), by name."""
     num_rows = len(host_X) // report_width(num_slots, block_size)
     rows, slots, positions = (num_rows,), (num_rows, num_slots), (num_rows, num_slots, block_size)
     offset = 0

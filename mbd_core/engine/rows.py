@@ -20,9 +20,9 @@ from mbd_core.engine.scheduler import PrefillChunk
 class SlotLayout:
     """How slots are laid out for a forward.
 
-    shift    logits predict the next position (predicted from the hidden state before it)
-    softens  embed filled positions as DMax's mixtures
-    whole    logits at every position of a slot, so that a row's product has the same shape whatever is open in it
+    shift    logits predict the next position: a position's logits come from the hidden state before it
+    softens  filled positions are embedded as DMax's mixtures
+    whole    every position of a slot has logits, so that a row's product has the same shape whatever is open in it
     """
 
     shift: bool = False
@@ -34,14 +34,14 @@ class SlotLayout:
 class StepRows:
     """The rows of one forward, group behind group: prompt chunks, slots, planned rows.
 
-    num_asked     positions of slots that get logits: the first of the forward's hidden states
-    at_A          places of the flattened buffer that they belong to, `None`: all in order. A place past the last one
-                  is padding
-    slot_end_RN   the packed token at which each slot ends
-    prompt_ends   (batch row, packed token) at which a sequence's prefix ends in this forward
-    planned_asked  positions of planned rows with logits, behind those of slots, in parts that are computed together;
-                   `None` without such rows
-    read_planned  where their decoders read the logits themselves: `PlannedRuns.read`
+    num_asked      positions of slots that get logits: the first of the forward's hidden states
+    at_A           their places in the flattened buffer; `None`: all places in order. A place past the last place is
+                   padding
+    slot_end_RN    the packed token at which each slot ends
+    prompt_ends    (batch row, packed token) at which a sequence's prefix ends in this forward
+    planned_asked  positions of planned rows with logits, behind the slots' positions, in parts that are computed
+                   together; `None` without planned rows
+    read_planned   `PlannedRuns.read` if the decoders of planned rows read the logits themselves
     """
 
     groups: list[BatchRows]
@@ -65,7 +65,7 @@ def packed_rows(
 ) -> StepRows:
     """Prompt chunks, resident slots (Alg. 4) of `buffer`, if there is one, and planned rows.
 
-    `adapters_R` are the slots of batch rows' LoRA adapters, `None` where no sequence has one.
+    `adapters_R` are the slots of batch rows' LoRA adapters, `None` if no sequence has an adapter.
     """
     prompts = [prompt_rows(chunks, tables_RP, block_size=block_size, adapters_R=adapters_R)] if chunks else []
     num_tokens, ends = sum(c.stop - c.start for c in chunks), _prompt_ends(chunks)
@@ -88,7 +88,7 @@ def packed_rows(
 def prompt_rows(
     chunks: Sequence[PrefillChunk], tables_RP: Tensor, *, block_size: int, adapters_R: Tensor | None = None
 ) -> BatchRows:
-    """Blocks of prefixes to be stored, a row each; a prompt under full attention is one row, and so is a causal
+    """Blocks of prefixes to be stored, one row per block. A prompt under full attention is one row, and so is a causal
     chunk."""
     device = tables_RP.device
     tokens: list[int] = []
@@ -123,7 +123,7 @@ def prompt_rows(
 
 
 def _prompt_ends(chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
-    """Of the chunks that complete their sequence's prefix: its batch row, and the packed token at which it ends."""
+    """The chunks that complete a prefix, each as its batch row and the packed token at which the prefix ends."""
     ends, stop = [], 0
     for chunk in chunks:
         stop += chunk.stop - chunk.start
@@ -141,8 +141,8 @@ def resident_slots(
     prompt_ends: list[tuple[int, int]],
     adapters_R: Tensor | None = None,
 ) -> StepRows:
-    """Resident slots (Alg. 4) behind `num_before` packed tokens; logits where a position can change, or in `whole`
-    slots."""
+    """Resident slots (Alg. 4) behind `num_before` packed tokens. Positions that can change get logits, or with `whole`
+    all positions."""
     size, resident_RN = buffer.block_size, buffer.resident_RN
     slot_K = resident_RN.flatten().nonzero()[:, 0]  # its place in the buffer
     row_K = slot_K // buffer.num_slots
@@ -159,7 +159,7 @@ def resident_slots(
     slot_end_RN.view(-1).index_copy_(0, slot_K, ends_K)
     hidden_at_A = asked_at_A + num_before
     if layout.shift:
-        # in front of slot 0 stands the last committed position: in this forward if its chunk is, else remembered
+        # the last committed position stands before slot 0: in this forward if its chunk is, else remembered
         front_at = [-1 - r for r in range(len(resident_RN))]
         for end_row, end in prompt_ends:
             front_at[end_row] = end
@@ -196,8 +196,8 @@ def static_rows(
     """The first `num_slots` slots of every batch row, resident or not (Alg. 5): shapes that depend on no value.
 
     The slots behind them must be empty. A slot that is not resident attends to one key and stores into the null page;
-    what comes of it is not read. Logits are asked at the first `num_asked` positions that can change, of which there
-    must not be more, or (`None`) everywhere.
+    its result is not read. The positions that can change get logits, which must be at most `num_asked`; with `None`
+    all positions do.
     """
     size, resident_RN = buffer.block_size, buffer.resident_RN[:, :num_slots]
     num_rows, device = len(resident_RN), resident_RN.device
@@ -215,7 +215,7 @@ def static_rows(
         hidden_at_A = hidden_at_A[at_A.clamp(max=total - 1)]
     elif num_slots < buffer.num_slots:
         at_A = torch.arange(hidden_at_A.numel(), device=device)
-    if at_A is not None:  # from places among these slots to places in the buffer
+    if at_A is not None:  # places among these slots become places in the buffer
         at_A = at_A + at_A // (num_slots * size) * ((buffer.num_slots - num_slots) * size)
     rows = BatchRows(
         tokens_T=buffer.tokens_RNB[:, :num_slots].flatten(),

@@ -1,4 +1,4 @@
-"""The model on a batch: embeddings, layers with paged attention, logits where they are asked for.
+"""The model on a batch: embeddings, layers with paged attention, logits at the asked positions.
 
 Shape legend: T packed tokens, A positions asked for, R batch rows, N slots, D hidden, V vocabulary.
 """
@@ -20,8 +20,8 @@ from mbd_core.ops.attention.definition import BoundAttention, RowLayout
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """The `Attend` of a paged forward: store this batch's keys, then attend through the page table, layer by layer as
-    `attends` say."""
+    """The `Attend` of a paged forward: it stores this batch's keys, then attends through the page table, with the
+    layer's function of `attends`."""
 
     cache: PagedKVCache
     write_loc_T: Tensor
@@ -36,16 +36,16 @@ class PagedAttention:
         return *self.cache.by_location[layer], self.write_loc_T
 
     def attend_stored(self, layer: int, q: Tensor) -> Tensor:
-        """Attend, this batch's keys being stored."""
+        """Attends after this batch's keys are stored."""
         return self.attends[layer](q, *self.cache.layers[layer])
 
 
 class ModelRunner:
-    """Runs the decoder over batches: its fused form, or, for batch-invariant rows, the decoder itself, row by row.
+    """Runs the decoder over batches: in its fused form, or row by row in its plain form for batch-invariant rows.
     Gemma's layers have no fused form. `adapters` are the slots of LoRA adapters, if the engine has any.
 
     Positions must lie below `num_positions`. Models whose logits predict the next position need the hidden state of
-    the position before a block; the runner remembers the last committed position's for each of `num_rows` batch rows.
+    the position before a block. So the runner remembers it for each of `num_rows` batch rows.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ModelRunner:
         self.last_RD = weights.new_zeros((num_rows, model.config.hidden_size))
 
     def bind(self, batch: Batch) -> PagedAttention:
-        """The batch's attention, laid out once for all layers that see the same keys."""
+        """The batch's attention; layers that see the same keys share a layout."""
         layout = RowLayout(
             cu_seqlens_q=batch.cu_seqlens_q,
             kv_lens_R=batch.kv_lens_K,
@@ -85,7 +85,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Final hidden states (A, D) of the positions that are asked for."""
+        """Final hidden states (A, D) of the asked positions."""
         self.last_batch = batch
         attend = self.bind(batch)
         ids_T, positions_T, weight_T = batch.input_ids_T, batch.positions_T, batch.weight_T
@@ -113,7 +113,7 @@ class ModelRunner:
         return hidden if batch.logits_at_A is None else hidden.index_select(0, batch.logits_at_A)
 
     def forget_batch(self) -> None:
-        """Let go of the last forward's tensors, which may lie in a graph's memory."""
+        """Releases the last forward's tensors, which may lie in a graph's memory."""
         self.last_batch = None
         self._hidden_TD = self._hidden_TD.new_zeros((0, self._hidden_TD.shape[1]))
 
@@ -123,7 +123,7 @@ class ModelRunner:
         return self._fused_decoder is not None and self._fused_decoder.has_kernel_layers
 
     def weights_changed(self) -> None:
-        """The decoder's weights were overwritten in place."""
+        """Renews derived weights after the decoder's weights were overwritten in place."""
         if self._fused_decoder is not None:
             self._fused_decoder.refresh()
 
@@ -147,7 +147,7 @@ class ModelRunner:
     ) -> Callable[[slice], Tensor]:
         """The logits of a range of `hidden_AD`; in a batch-invariant batch, ranges are whole blocks, each apart.
 
-        Unless `whole`, they are those of this rank's part of the vocabulary.
+        Without `whole` they cover this rank's part of the vocabulary.
         """
         head = self.logits if whole else self.own_logits
 
@@ -164,8 +164,8 @@ class ModelRunner:
             self.last_RD[rows] = self._hidden_TD[places]
 
     def remember_committed(self, slot_end_RN: Tensor | None, num_blocks_R: Tensor) -> None:
-        """Keep the last forward's hidden state of every batch row that committed blocks, at the last token of the last
-        of them."""
+        """Keeps the last forward's hidden state of every batch row that committed blocks, at the last committed
+        token."""
         if slot_end_RN is None or not self.model.config.shift_logits:
             return
         last_block_R = (num_blocks_R - 1).clamp(min=0)

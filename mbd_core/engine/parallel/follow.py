@@ -22,11 +22,11 @@ from mbd_core.models.quantize import quantized_parts
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The first message: what a follower builds its engine from, so that all ranks are set up alike.
+    """The first message: a follower builds its engine from it, so that all ranks are set up alike.
 
     model        rank 0's configuration
-    fp8          which weights of the part it holds are FP8
-    num_threads  of the CPU, on which the rounding of a matrix product may depend
+    fp8          which weights of rank 0's part are FP8
+    num_threads  threads of the CPU; the rounding of a matrix product may depend on their number
     """
 
     model: ModelConfig
@@ -40,11 +40,12 @@ class Setup:
 class Orders:
     """Every later message.
 
-    calls        that rank 0's engine received since the last message, in their order
-    action       what follows them: one step, nothing ("wait"), or the end. "wait" without calls is a sign of life
-    fingerprint  of rank 0's engine before the step; a follower's own must be equal
-    pace         of the step's prompt chunks, which rank 0 has measured
-    drafts       whether requests that may draft do, by rank 0's measures
+    calls        calls to rank 0's engine since the last message, in their order
+    action       the action after the calls: one step, nothing ("wait"), or the end. "wait" without calls is a sign of
+                 life
+    fingerprint  fingerprint of rank 0's engine before the step; a follower's own must be equal
+    pace         pace of the step's prompt chunks, by rank 0's measures
+    drafts       whether requests that may draft do so, by rank 0's measures
     """
 
     action: Literal["step", "wait", "stop"]
@@ -57,7 +58,7 @@ class Orders:
 REFUSALS = (
     ValueError,
     NotEnoughMemory,
-)  # of a call between two steps: all ranks raise them alike, and nothing changed
+)  # a call between two steps raises these on all ranks alike, and changes nothing
 
 
 def fingerprint(engine: Engine) -> int:
@@ -77,7 +78,8 @@ class OutOfStep(RuntimeError):
 
 
 def follow(model: Decoder, group: Group) -> None:
-    """Do what rank 0 does until it says stop; `model` is this rank's shard. The group is to be left then, at once.
+    """Repeats rank 0's calls and steps until its stop message; `model` is this rank's shard. The caller then leaves
+    the group at once.
 
     Raises `ValueError` if the shard is part of another model, `RankLost` if rank 0 is gone, and `OutOfStep` if the
     states of the two differ. The process should then end, which the other ranks notice.
@@ -116,7 +118,8 @@ def _build(model: Decoder, group: Group) -> Engine:
 def run_follower(folder: Path, rank: Rank, dtype: torch.dtype | None = None, fp8: Fp8Parts | None = None) -> None:
     """A follower's whole life, in a process of its own: join, load the shard, follow, leave.
 
-    If it fails it does not leave the group: its process ends, and the other ranks learn the reason from that.
+    A follower that fails does not leave the group: its process ends, and the other ranks learn the reason from its
+    end.
     """
     group = init_group(rank)
     follow(load_shard(folder, group, dtype=dtype, fp8=fp8), group)

@@ -24,7 +24,7 @@ class Followers:
     """Child processes, one for each of ranks 1, 2, ...; `end()` them."""
 
     def __init__(self, run: Callable[..., None], args: Sequence[tuple[Any, ...]]) -> None:
-        """Start a process for each tuple; it calls `run(*args)`. `run` must be importable from its module by name."""
+        """Starts a process for each tuple `args`; it calls `run(*args)`. Its module must export `run` by name."""
         command = [sys.executable, "-P", "-c", "from mbd_core.engine.parallel.followers import main; main()"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         self._connections: list[Connection] = []
@@ -52,10 +52,9 @@ class Followers:
         return all(process.poll() is None for process in self._processes)
 
     def failure(self, wait: float = 1.0) -> str | None:
-        """Which rank failed and why, `None` if none did; waits at most `wait` seconds for all ranks' reasons.
+        """Which rank failed and why, `None` without a failure; waits at most `wait` seconds for all ranks' reasons.
 
-        Of several failures it names one that is not the mere loss of another rank. A reason is kept, also after
-        `end()`.
+        Of several failures it prefers a cause over the mere loss of another rank. Reasons stay after `end()`.
         """
         deadline = time.monotonic() + wait
         connections = {c: r for r, c in enumerate(self._connections, 1) if not c.closed and r not in self._reasons}
@@ -66,7 +65,7 @@ class Followers:
         return min(self._reasons.values(), key=lambda reason: "RankLost" in reason, default=None)
 
     def _reason(self, rank: int) -> str:
-        """What the follower sent; if it only closed its end of the connection, how its process ended."""
+        """The reason that the follower sent; if it only closed its end of the connection, how its process ended."""
         try:
             return str(self._connections[rank - 1].recv())
         except (EOFError, OSError):
@@ -74,7 +73,7 @@ class Followers:
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def end(self, wait: float = 0.0) -> None:
-        """Wait `wait` seconds in all for the processes to end by themselves, then kill those that run."""
+        """Waits `wait` seconds in all for the processes to end by themselves, then kills the rest."""
         deadline = time.monotonic() + wait
         for process in self._processes:
             try:
@@ -100,11 +99,11 @@ def main() -> None:
             connection.send(" ".join(f"{type(error).__name__}: {error}".split()))
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # an interpreter that ends in order could wait for the device, and that for a lost rank
+        os._exit(1)  # an orderly end could wait for the device, and the device for a lost rank
 
 
 def _end_with(connection: Connection) -> None:
-    """Wait until rank 0's end closes, which it does when its process ends, then end this one. Nothing is sent."""
+    """Ends this process when rank 0's end of the connection closes, which happens when rank 0's process ends."""
     with suppress(EOFError, OSError):
         connection.recv()
     os._exit(1)

@@ -35,7 +35,7 @@ from mbd_core.models.shard import Shard
 
 T = TypeVar("T")
 
-_LENGTH = 8  # bytes that say how long a message is
+_LENGTH = 8  # bytes of a message's length
 _ARRIVALS = "arrived"  # the key in the store that counts the ranks that are ready to join
 _FRAME = 512  # bytes of the first broadcast of a message: most messages fit
 
@@ -96,7 +96,8 @@ class Group:
         return x
 
     def broadcast(self, message: Any) -> None:
-        """Rank 0 only: send `message` (small, picklable) to every other rank's `receive`; returns when all have it."""
+        """Rank 0 only: sends `message` (small, picklable) to every other rank's `receive`; returns when all have
+        it."""
         payload = pickle.dumps(message)
         data = bytearray(len(payload).to_bytes(_LENGTH, "little") + payload)
         data += bytes(max(0, _FRAME - len(data)))
@@ -159,7 +160,7 @@ class Group:
         return int(values)
 
     def agree(self, prepare: Callable[[], T]) -> T:
-        """What `prepare` returns here, if it succeeds on all ranks; `ValueError` on all if it fails on one."""
+        """This rank's result of `prepare`, if all ranks succeed; `ValueError` on all ranks if any rank fails."""
         own_reason: str | None = None
         try:
             value = prepare()
@@ -178,7 +179,7 @@ class Group:
         return value
 
     def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
-        """What rank 0 decides, on every rank; the others decide nothing."""
+        """Rank 0's decisions, on every rank; the other ranks decide nothing."""
         if self.rank.rank != 0:
             decisions: list[Decision] = self.receive()
             return decisions
@@ -204,15 +205,15 @@ class Group:
         dist.destroy_process_group()
 
     def interrupt(self) -> None:
-        """From another thread than the one that waits for a lost rank: end its waiting between GPUs, where no timeout
-        does. Returns when no CUDA graph holds the communicator any more. Between CPUs every wait has its timeout."""
+        """Ends a wait for a lost rank between GPUs, which no timeout ends; call it from another thread than the
+        waiting thread. Returns when no CUDA graph holds the communicator. Between CPUs every wait has its timeout."""
         if self.rank.kind == "cuda" and not self._interrupted:
             self._interrupted = True
             dist.distributed_c10d._abort_process_group()
 
     def abandon(self) -> None:
-        """Leave the group alone, where other ranks are lost or cannot be told: nothing waits for them. CUDA graphs
-        that hold the communicator must be gone, which NCCL's abort waits for."""
+        """Leaves the group without the other ranks, because they are lost or out of reach, and waits for nobody. No
+        CUDA graph may hold the communicator, because NCCL's abort waits for graphs."""
         self.interrupt()
         if self.rank.kind != "cuda":
             dist.destroy_process_group()
@@ -240,7 +241,7 @@ def num_arrived(store: dist.TCPStore) -> int:
 
 
 def init_group(rank: Rank, *, store: dist.TCPStore | None = None) -> Group:
-    """Join; returns when all ranks have joined. `store` is rank 0's, if it is open already.
+    """Joins the group; returns when all ranks have joined. `store` is rank 0's open store, `None` to open it here.
 
     Raises `RankLost` if not all arrive within the timeout, `ValueError` in a process that is in a group already.
     """
@@ -276,10 +277,10 @@ def init_group(rank: Rank, *, store: dist.TCPStore | None = None) -> Group:
 
 
 def _wait_for_all(store: dist.TCPStore, rank: Rank) -> None:
-    """Until all ranks have arrived; `TimeoutError` if they do not.
+    """Waits until all ranks have arrived; raises `TimeoutError` if they do not.
 
-    `init_process_group` would wait too. But a process in which it failed counts one group more than the others, and
-    can never meet them again.
+    `init_process_group` would wait too. But after its failure a process counts one group more than the other ranks,
+    and can never meet them again.
     """
     deadline = time.monotonic() + rank.timeout
     while (count := num_arrived(store)) < rank.size:
@@ -294,7 +295,7 @@ def _wait_for_all(store: dist.TCPStore, rank: Rank) -> None:
 def sized_alike(model: Decoder, config: EngineConfig, group: Group) -> EngineConfig:
     """`config` with the number of pages that all ranks use; every rank calls it with its shard.
 
-    Ranks on CPUs share one machine's memory, and divide it. Raises `ValueError` where no page fits beside the shard.
+    Ranks on CPUs divide one machine's memory. Raises `ValueError` if no page fits beside the shard.
     """
     if config.num_pages is not None:
         return config

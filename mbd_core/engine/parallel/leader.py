@@ -1,11 +1,11 @@
 """The leader of a tensor-parallel group: rank 0's engine, which the other ranks repeat, and how all of them start.
 
-Before each step rank 0 sends the others the requests that were added, aborted and preempted since the last one; they
-do the same and step with it. Adapters and weights, of which each rank reads its own part, come between two steps, on
-all ranks or on none. What a step decides follows from the logits, which are the same on every rank bit for bit, and
-from no clock and no random state; so nothing else crosses but what the host decides within a step, under grammars for
-example, whose state and limits rank 0 alone has. A fingerprint of rank 0's state goes with each step; a
-rank whose own differs is out of step, and ends.
+Before each step rank 0 sends the other ranks the requests added, aborted and preempted since the last step; they make
+the same calls and step with it. Adapters and weights come between two steps, on all ranks or on none; each rank reads
+its own part. A step's decisions follow from the logits alone, which are the same on every rank bit for bit, and from
+no clock and no random state. So only one thing more crosses: decisions of the host within a step, as under grammars,
+whose state and limits only rank 0 has. A fingerprint of rank 0's state goes with each step. A rank with another
+fingerprint is out of step, and ends.
 """
 
 import math
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 ADDRESS = "127.0.0.1"  # all ranks are processes of one machine
 START_SECONDS = 120.0  # for a process to start, import its libraries and find its device
-LONGEST_STEP = 600.0  # seconds between GPUs, from which on a step counts as hanging: a first one compiles its kernels
+LONGEST_STEP = 600.0  # seconds after which a step between GPUs counts as hanging: a first step compiles its kernels
 EARLIER_FAILED = "an earlier step of the tensor-parallel group failed; start the group anew"
 FOLLOWER_ENDED = "a tensor-parallel follower's process has ended; start the group anew"
 
@@ -64,9 +64,9 @@ class ParallelEngine(Engine):
         vocab_limit: int | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """`model` is rank 0's shard (`load_shard`), rounded to FP8 or not; returns when all ranks have built theirs.
+        """Returns when all ranks have built their engines. `model` is rank 0's shard (`load_shard`), in FP8 or not.
 
-        `followers` are the other ranks where they are child processes; `close()` ends them.
+        `followers` are the other ranks if they are child processes; `close()` ends them.
         """
         rank = group.rank
         if rank.rank != 0:
@@ -86,9 +86,9 @@ class ParallelEngine(Engine):
         super().__init__(model, sized_config, trace=trace, vocab_limit=vocab_limit, grammars=grammars, ranks=group)
         self.followers, self._group = followers, group
         self._calls: list[EngineCall] = []
-        self._lock = threading.Lock()  # of the group: a step and the signs of life exclude each other
+        self._lock = threading.Lock()  # held by a step or a sign of life: only one of them uses the group
         self._failure: str | None = None  # why no step can follow; never taken back
-        self._step_deadline = math.inf  # from when on the step under way counts as hanging
+        self._step_deadline = math.inf  # time after which the running step counts as hanging
         self._closed = threading.Event()
         group.barrier()
         self._heartbeat = threading.Thread(target=self._beat, name="tensor-parallel heartbeat", daemon=True)
@@ -96,7 +96,7 @@ class ParallelEngine(Engine):
 
     @property
     def rank_sums(self) -> dict[str, Any]:
-        """How the ranks add up: the `name` of it, and why another way was `not_chosen`."""
+        """How the ranks sum: the `name` of the method, and why other methods were `not_chosen`."""
         reduce = self.model.reduce
         assert isinstance(reduce, SharedSums | GroupSums), "the model was loaded by load_shard"
         if isinstance(reduce, SharedSums) and (self.config.batch_invariant or not self.runner.has_kernel_layers):
@@ -112,7 +112,7 @@ class ParallelEngine(Engine):
         self._calls.append(EngineCall(method="add_admitted", named={"admitted_request": shared_request}, waits=True))
 
     def order(self, call: EngineCall) -> Any:
-        """Make a call on every rank: at once between two steps, or with the next step if it `waits`."""
+        """Makes a call on every rank: at once between two steps, or with the next step if the call `waits`."""
         if call.waits:
             result = call.apply(self)
             self._calls.append(call)
@@ -125,7 +125,7 @@ class ParallelEngine(Engine):
         raise refusal
 
     def step(self) -> list[StepOutput]:
-        """`Engine.step`, on all ranks at once. Raises `RankLost` where one of them is gone."""
+        """`Engine.step`, on all ranks at once. Raises `RankLost` if a rank is gone."""
         if not self.has_work:
             return []
         orders = Orders(
@@ -150,7 +150,7 @@ class ParallelEngine(Engine):
                 self._group.broadcast(orders)
                 self._calls.clear()
                 yield
-                if self._failure is not None:  # the heartbeat's: what was computed since is of no use
+                if self._failure is not None:  # set by the heartbeat: the step's results are void
                     raise RankLost(self._failure)
             except BaseException as error:
                 loss, self._failure = self._failure, EARLIER_FAILED
@@ -159,7 +159,7 @@ class ParallelEngine(Engine):
                     if reason is not None:
                         error.add_note(reason)
                 if loss is not None and not isinstance(error, RankLost):
-                    raise RankLost(loss) from error  # what an interrupted step fails with says less
+                    raise RankLost(loss) from error  # an interrupted step's own error says less
                 raise
             finally:
                 self._step_deadline = math.inf
@@ -175,11 +175,12 @@ class ParallelEngine(Engine):
             raise RankLost(FOLLOWER_ENDED)
 
     def close(self) -> None:
-        """Stop the followers, leave the group with them, and kill those that do not end; the second call does nothing.
+        """Stops the followers, leaves the group with them, and kills followers that do not end. A second call does
+        nothing.
 
-        The order is that of NCCL: every rank lets go of its graphs, all leave together, and only then does rank 0 wait
-        for the followers' processes. Lost followers are killed first, and rank 0 leaves alone: it lets go of its
-        graphs, too, because NCCL's abort waits for them, but not for a device that may never finish.
+        NCCL needs this order: every rank releases its graphs, all leave together, then rank 0 waits for the followers'
+        processes. Lost followers are killed first, and rank 0 leaves alone. It releases its graphs too, because NCCL's
+        abort waits for them, but does not wait for the device, which may never finish.
         """
         if self._closed.is_set():
             return
@@ -197,7 +198,7 @@ class ParallelEngine(Engine):
             self._group.abandon()
 
     def _leave_together(self) -> bool:
-        """Whether all ranks left the group; one that fails on its way out counts as lost."""
+        """Whether all ranks left the group; a rank that fails on its way out counts as lost."""
         try:
             self._group.barrier()
             self._group.close()
@@ -206,7 +207,8 @@ class ParallelEngine(Engine):
         return True
 
     def _stop_followers(self) -> bool:
-        """Order them to stop; whether they received it. Followers within a step, or lost ones, cannot."""
+        """Orders the followers to stop; whether they received it. Lost followers, and followers within a step,
+        cannot."""
         if self._failure is not None or not self._lock.acquire(blocking=False):
             return False
         try:
@@ -218,8 +220,8 @@ class ParallelEngine(Engine):
         return True
 
     def _beat(self) -> None:
-        """The heartbeat's thread. While rank 0 is within a step, that is the sign of life. If a rank is lost then,
-        rank 0 may wait for ever, as sums within a CUDA graph do, and must be interrupted."""
+        """The heartbeat's thread. A running step is itself the sign of life. If a rank is lost during a step, rank 0
+        may wait for ever, as sums within a CUDA graph do, so this thread interrupts it."""
         while not self._closed.wait(self._group.rank.timeout / 4):
             if not self._lock.acquire(blocking=False):
                 if (loss := self._loss()) is not None:
@@ -237,7 +239,7 @@ class ParallelEngine(Engine):
                 self._lock.release()
 
     def _loss(self) -> str | None:
-        """Why the step under way cannot come to its end."""
+        """Why the running step cannot end; `None` if it can."""
         if self.followers is not None and not self.followers.alive:
             return FOLLOWER_ENDED
         if time.monotonic() > self._step_deadline:
@@ -261,11 +263,11 @@ def start_parallel(
     vocab_limit: int | None = None,
     grammars: Grammars | None = None,
 ) -> ParallelEngine:
-    """An engine over `size` processes of this machine, rank 0 being this one; rank r uses GPU r where device is cuda.
+    """An engine over `size` processes of this machine; this process is rank 0, and on "cuda" rank r uses GPU r.
 
-    The caller closes the engine. Raises `ValueError`, before anything is started, for a size that does not divide the
-    model or exceeds the GPUs, and for a rank that cannot load its part; `RankLost` if a rank does not arrive in time.
-    No process is left running then.
+    The caller closes the engine. Raises `ValueError` for a size that does not divide the model or exceeds the GPUs,
+    before any process starts, and for a rank that cannot load its part. Raises `RankLost` if a rank does not arrive in
+    time. After an error no process runs.
     """
     check_size(load_config(folder), size, device=device)
     if fp8 == "blocks":
@@ -294,7 +296,7 @@ def start_parallel(
     except BaseException as error:
         reason = followers.failure() if isinstance(error, RuntimeError) else None
         if not isinstance(error, RankLost) and "RankLost" in (reason or ""):
-            reason = None  # this rank's own error is what the others lost it by
+            reason = None  # the other ranks lost this rank by its own error
         followers.end()
         if group is not None:
             group.abandon()
@@ -304,7 +306,7 @@ def start_parallel(
 
 
 def check_size(model: ModelConfig, size: int, *, device: str) -> None:
-    """Raise `ValueError` for a number of ranks that cannot hold `model` on this machine's devices."""
+    """Raises `ValueError` if `size` ranks cannot hold `model` on this machine's devices."""
     if size < 1:
         raise ValueError(f"tensor_parallel={size} must be at least 1")
     model.sharded(size)
@@ -315,7 +317,7 @@ def check_size(model: ModelConfig, size: int, *, device: str) -> None:
 
 
 def _wait_for_followers(followers: Followers, store: dist.TCPStore, size: int) -> None:
-    """Until all are about to join the group; `RankLost` if one ends before, or takes too long."""
+    """Waits until all followers are about to join the group; raises `RankLost` if a follower ends or is late."""
     deadline = time.monotonic() + START_SECONDS
     while num_arrived(store) < size - 1:
         if not followers.alive or time.monotonic() > deadline:

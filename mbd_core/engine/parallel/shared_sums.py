@@ -1,13 +1,13 @@
-"""Sums over the GPUs of one machine in one shot: each rank writes its part where the others read it.
+"""Sums over the GPUs of one machine in one shot: each rank writes its part into memory that the other ranks read.
 
 The partial sums of a decode step are small, and NCCL's all-reduce of them is mostly waiting. Here a rank writes its
-part into memory that all of them map (torch's symmetric memory), all meet at a barrier on the device, and the kernel
-that needs the sum reads every part (`residual_norm.py`). All read them in the order of the ranks, so all get the
-same bits. There are two places, one for each sum of a layer. When a rank writes to one again, all have met at the
-other's barrier in between, and have read the first.
+part into memory that all ranks map (torch's symmetric memory). All ranks meet at a barrier on the device, and the
+kernel that needs the sum reads every part (`residual_norm.py`). All ranks read in rank order, so all get the same
+bits. There are two places, one for each sum of a layer. Before a rank writes to a place again, all ranks have met at
+the other place's barrier, and so have read the first.
 
-Parts above `most_bytes`, those of long prompts above all, go over NCCL, and so do the embeddings and what is joined of
-logits. This has not been run on GPUs.
+Parts above `most_bytes` go over NCCL, mostly parts of long prompts; so do the embeddings and joined logits. This has
+not been run on GPUs.
 """
 
 import os
@@ -34,10 +34,10 @@ _num_mapped = 0  # places that this process has mapped with others, in any group
 
 
 def most_bytes(num_ranks: int) -> int:
-    """The largest part that is summed in one shot.
+    """The largest part, in bytes, that is summed in one shot.
 
-    Every rank reads the parts of all others. With two ranks that is no more than any other way moves. With more it is,
-    so only parts of up to 512 KB are summed so.
+    Every rank reads the parts of all others. With 2 ranks no other method moves less. With more ranks others do, so
+    the limit is 512 KB.
     """
     return 2**23 if num_ranks == 2 else 2**19
 
@@ -46,7 +46,8 @@ class SharedSums:
     """The `SharedReduce` of a group whose ranks can map each other's memory; made by all of them together."""
 
     def __init__(self, group: Group, places: Sequence[Tensor], handles: Sequence[Any]) -> None:
-        """`places` are the two pieces of memory of this rank, `handles` torch's, by which all ranks map them."""
+        """`places` are the two pieces of memory of this rank; `handles` are torch's handles that map them
+        everywhere."""
         self._group, self._places, self._handles = group, places, handles
         self._timeout = int(1000 * group.rank.timeout)
         self._parts = []
@@ -66,8 +67,8 @@ class SharedSums:
         return None if like.nbytes > place.nbytes else place[: like.nbytes].view(like.dtype).view(like.shape)
 
     def share(self, number: Sum) -> RankParts:
-        """If a rank does not come to the barrier within the group's timeout, the barrier's kernel fails: the next call
-        to the device raises `RuntimeError`, and the device is lost to this process."""
+        """If a rank misses the barrier for the group's timeout, the barrier's kernel fails: the next call to the
+        device raises `RuntimeError`, and the device is lost to this process."""
         self._handles[number].barrier(channel=0, timeout_ms=self._timeout)
         return self._parts[number]
 
@@ -87,7 +88,7 @@ class GroupSums:
 
 
 def sums_of(group: Group) -> SharedSums | GroupSums:
-    """How the ranks of `group` add up; all of them call it together."""
+    """How the ranks of `group` sum; all ranks call it together."""
     try:
         return share_sums(group)
     except ValueError as error:
@@ -95,16 +96,18 @@ def sums_of(group: Group) -> SharedSums | GroupSums:
 
 
 def share_sums(group: Group) -> SharedSums:
-    """Give all ranks of `group` memory that the others map.
+    """Gives all ranks of `group` memory that the other ranks map.
 
-    Raises `ValueError` on all ranks, saying why it cannot be. There are no GPUs, or NVLink does not join them: the
-    barrier needs atomic operations on another GPU's memory, which PCIe need not have. The environment chose another
-    kind of symmetric memory. Or this process was in such a group before: torch counts in each process how often it has
-    mapped, and ranks that count differently wait for each other in vain.
+    Raises `ValueError` on all ranks with the reason:
+    - there are no GPUs
+    - NVLink does not join the GPUs: the barrier needs atomic operations on another GPU's memory, which PCIe may lack
+    - the environment chose another kind of symmetric memory
+    - this process was in such a group before: torch counts the mappings of each process, and ranks with different
+      counts wait for each other in vain
     """
     if group.rank.kind != "cuda":
         raise ValueError("needs CUDA devices")
-    # parts are read by address; torch would also set up multicast, where a rank that fails leaves the others waiting
+    # parts are read by address; torch would also set up multicast, in which a failed rank leaves the others waiting
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     from torch.distributed import _symmetric_memory as symmetric
 
@@ -146,8 +149,7 @@ def _map(place: Tensor, ranks: dist.ProcessGroup) -> Any:
 
 @contextmanager
 def _waits(ranks: dist.ProcessGroup, seconds: float) -> Iterator[None]:
-    """Let a rank wait `seconds` for what the others put into the group's store: so it says that one has failed while
-    the others still listen."""
+    """Shortens the store's timeout to `seconds`, so that a failed peer is reported before the others give up."""
     store = dist.distributed_c10d._get_process_group_store(ranks)
     old_timeout = store.timeout  # type: ignore[attr-defined]  # no stub
     store.set_timeout(timedelta(seconds=seconds))
@@ -160,14 +162,14 @@ def _waits(ranks: dist.ProcessGroup, seconds: float) -> Iterator[None]:
 def load_shard(
     folder: Path, group: Group, *, dtype: torch.dtype | None = None, fp8: Fp8Parts | None = None
 ) -> Decoder:
-    """This rank's part of the model in `folder`, on its device, its partial sums going over the group."""
+    """This rank's part of the model in `folder`, on its device; its partial sums go over the group."""
     rank = group.rank
     return load_model(folder, dtype=dtype, device=rank.device, shard=rank.shard, reduce=sums_of(group), fp8=fp8)
 
 
 def _check_nvlink(size: int) -> None:
-    """Raise `ValueError` unless NVLink joins each two of the first `size` GPUs; `ImportError` where torch cannot tell,
-    which no public call of it does."""
+    """Raises `ValueError` unless NVLink joins each two of the first `size` GPUs. No public call of torch tells it, so
+    torch's private call may raise `ImportError`."""
     from torch._C._autograd import DeviceType
     from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]  # no stub
 
