@@ -30,14 +30,14 @@ from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.weights import ResidentAdapter, SwapMode
 
 OLDEST_FIRST = 4
-"""The oldest prompt comes first in one of so many steps that would pass over it: it gets that share of what is stored,
-however many shorter ones come."""
+"""The oldest prompt comes first in one of this many steps that would pass over it. So it gets its share of the stored
+tokens, however many shorter prompts come."""
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Whole blocks of a sequence's prefix, `tokens[start:stop]`, to be stored by the next forward; where causal rows
-    store it, any number of tokens.
+    """Whole blocks of a sequence's prefix, `tokens[start:stop]`, to be stored by the next forward; any number of
+    tokens if causal rows store it.
 
     Where the prompt attends in full (D2F) its chunk is all of it, and blocks behind it are chunks of their own.
     """
@@ -53,7 +53,7 @@ class Scheduler:
     `namespace` (a model's name) separates equal prefixes of different models. `page_size` is a multiple of
     `block_size`. With `compute_last_block` the last block of a prefix is never taken from the cache.
 
-    closed  sequences that never ran are not admitted; those that were preempted are
+    closed  whether new sequences are kept waiting; preempted sequences are still admitted
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Scheduler:
         self._namespace, self._weights_version = namespace, 0
         self.closed = False
         self._num_arrivals = 0
-        self._passed_over: tuple[SequenceState | None, int] = None, 0  # the oldest unstored one, and how often
+        self._passed_over: tuple[SequenceState | None, int] = None, 0  # the oldest unstored sequence, and how often
         self.num_preemptions = 0
         self._blocked_sequence: SequenceState | None = None
         self._awaited_hash: bytes | None = None
@@ -108,7 +108,7 @@ class Scheduler:
         return self.running.get(sequence.row) is sequence
 
     def release(self, sequence: SequenceState) -> None:
-        """Remove a sequence, at its end or before it, running or waiting; its published pages can still be found."""
+        """Removes a sequence, ended or not, running or waiting; its published pages can still be found."""
         del self._by_id[sequence.request.request_id]
         if self.is_running(sequence):
             self._vacate(sequence)
@@ -125,9 +125,9 @@ class Scheduler:
 
         `among` limits this to the sequences that may lack pages, oldest first.
 
-        When pages run out the youngest running sequence is preempted, even if it is the one that needs pages. Returns
-        the preempted sequences, youngest first: they have no pages and wait again; `row` is still the buffer row that
-        is to be saved.
+        When pages run out the youngest running sequence is preempted, even if it needs the pages itself. Returns the
+        preempted sequences, youngest first: they have no pages and wait again; `row` is still the buffer row to be
+        saved.
         """
         victims: list[SequenceState] = []
         for sequence in list(self.running.values()) if among is None else among:
@@ -156,7 +156,7 @@ class Scheduler:
         return youngest
 
     def admit(self) -> list[SequenceState]:
-        """Move waiting sequences, oldest first, to free rows while there are pages for them; returns those."""
+        """Moves waiting sequences, oldest first, to free rows while there are pages for them; returns them."""
         sequences = []
         while self.waiting and self._free_rows:
             sequence = self.waiting[0]
@@ -177,11 +177,11 @@ class Scheduler:
         return sequences
 
     def prefill(self, pace: Pace | None = None) -> list[PrefillChunk]:
-        """Prefix chunks of this step, at most `max_prefill_tokens` together: of the sequences with the least left to
-        store first, or in every `OLDEST_FIRST`th step that would pass over the oldest, of the oldest ones first.
+        """Prefix chunks of this step, at most `max_prefill_tokens` together.
 
-        With `pace` they are as long as it lets them be, and at least one block. A prompt under full attention cannot
-        be split, nor can a block: if it exceeds the budget it is the step's first chunk.
+        Sequences with the least left to store come first. In every `OLDEST_FIRST`th step that would pass over the
+        oldest sequence, the oldest sequences come first. `pace` bounds the chunks, which have at least one block. A
+        prompt under full attention cannot be split, nor can a block: beyond the budget it is the step's first chunk.
         """
         size, budget, spent = self.block_size, self.max_prefill_tokens, 0.0
         if pace is not None:
@@ -212,8 +212,8 @@ class Scheduler:
         return chunks
 
     def _to_store(self) -> list[SequenceState]:
-        """The sequences whose prefix is not stored, in the order of this step. It depends on these alone and on how
-        often the oldest was passed over, so that an idle engine serves the same requests in the same steps again."""
+        """The sequences whose prefix is not stored, in the order of this step. The order depends only on them and on
+        how often the oldest was passed over, so that an idle engine repeats the same steps for the same requests."""
         sequences = [s for s in self.running.values() if s.prefilled < s.prefix_length]
         if len(sequences) < 2:
             return sequences
@@ -239,15 +239,15 @@ class Scheduler:
     def commit(self, sequence: SequenceState, tokens: list[int]) -> None:
         """The forward has stored the blocks `tokens`, final hard tokens from `sequence.committed` on.
 
-        They are whole blocks as they leave the buffer: the boundary block repeats the prompt's remainder. Publishes
-        the pages they completed, but for positions past the token budget, which hold no tokens.
+        The tokens are whole blocks as they leave the buffer: the boundary block repeats the prompt's remainder.
+        Publishes the completed pages, except for positions past the token budget, which hold no tokens.
         """
         sequence.commit(tokens)
         self._publish(sequence, min(sequence.committed, sequence.end))
 
     def extend(self, sequence: SequenceState, tokens: list[int], num_stored: int) -> None:
-        """Its decoder gave the final `tokens`, and its first `num_stored` positions are stored: publish the pages they
-        completed."""
+        """Appends a decoder's final `tokens`; the first `num_stored` positions are stored. Publishes completed
+        pages."""
         sequence.extend(tokens, num_stored)
         self._publish(sequence, num_stored)
 
@@ -296,26 +296,27 @@ class Scheduler:
         sequence.num_shareable = max(sequence.num_shareable, num_whole)
 
     def _extend_chain(self, sequence: SequenceState, num_pages: int) -> None:
-        """Hash those of its first `num_pages` pages that are not hashed yet."""
+        """Hashes the unhashed pages among its first `num_pages` pages."""
         chain, size = sequence.chain, self.page_size
         for index in range(len(chain), num_pages):
             parent = chain[-1] if chain else self._root(sequence)
             chain.append(page_hash(parent, sequence.tokens[index * size : (index + 1) * size]))
 
     def _root(self, sequence: SequenceState) -> bytes:
-        """Keys depend on the weights, on the adapter and on the order of rows, not on the tokens alone."""
+        """The root of its chain: keys depend on the weights, the adapter and the order of rows, not on tokens
+        alone."""
         adapter = 0 if sequence.adapter is None else sequence.adapter.serial
         order = "" if sequence.store is not None else " causal"
         return chain_root(f"{self._namespace} weights {self._weights_version} adapter {adapter}{order}")
 
     def may_swap(self, mode: SwapMode) -> bool:
-        """Whether no request is in the way of other weights."""
+        """Whether no request keeps other weights from being swapped in."""
         if mode == "wait":
             return not self.running and not any(s.counted.num_preemptions for s in self.waiting)
         return not any(s.is_canvas and s.num_emitted for s in (*self.running.values(), *self.waiting))
 
     def weights_changed(self, version: int) -> None:
-        """Forget what pages hold; no sequence runs."""
+        """Forgets the content of all pages; no sequence may run."""
         assert not self.running, "a running sequence owns pages that the old weights computed"
         self._weights_version = version
         for sequence in self.waiting:
@@ -337,7 +338,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def check_integrity(self) -> None:
-        """Pages and rows have the owners they should, and age is kept; raises `AssertionError`."""
+        """Checks the owners of pages and rows, and the order of age; raises `AssertionError`."""
         self.pool.check_integrity({s.request.request_id: s.pages for s in self.running.values()})
         assert not set(self._free_rows) & self.running.keys(), "a running row is also free"
         ages = [s.arrival for s in (*self.running.values(), *self.waiting)]

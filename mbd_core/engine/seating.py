@@ -22,11 +22,11 @@ from mbd_core.engine.scheduler import PrefillChunk, Scheduler
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.steering import SharedWork, Steering
 
-# What the host knows of each batch row, in arrays, so that the host's work in a step hardly grows with the rows.
+# The host's knowledge of each batch row, in arrays, so that the host's work in a step hardly grows with the rows.
 
 
 class Ledger:
-    """The sequences in the Block Buffer, by batch row: their progress, what they need of a step, and their counts.
+    """The sequences in the Block Buffer, by batch row: their progress, their needs in a step, and their counts.
 
     sequences  by row; a new dict whenever a sequence is seated or leaves, so that a step can keep the one it began
                with
@@ -76,7 +76,8 @@ class Ledger:
         return bool(self._steered_rows)
 
     def steering(self, share: SharedWork, *, tries: float, ids: EditTokens | None) -> Steering | None:
-        """The next step's, if it needs one; `tries` bounds the work of its guides, `ids` are the tokens that edit."""
+        """The next step's steering, if it needs any; `tries` bounds the work of its guides, `ids` are the edit
+        tokens."""
         if not self._steered_rows:
             return None
         forwards = {
@@ -90,8 +91,8 @@ class Ledger:
         self._num_pages_R[sequence.row] = len(sequence.pages)
 
     def count(self, decoding: Mapping[int, SequenceState], report: StepReport, seconds: float) -> bool:
-        """Count a step of `seconds` in which the rows `decoding` took part; false if it stored the blocks of all
-        and decoded none."""
+        """Counts a step of `seconds` with the rows `decoding`; false if it stored the blocks of all rows and decoded
+        no block."""
         rows = self._rows if decoding is self.sequences else _rows_of(decoding)
         stores = report.storing_only_R[rows] > 0
         self._num_forwards_R[rows] += 1
@@ -111,7 +112,7 @@ class Ledger:
         return lifetimes
 
     def counts(self, sequence: SequenceState) -> Counts:
-        """A sequence's counts, those of its row included while it has one."""
+        """A sequence's counts, with the counts of its row while it has a row."""
         counts, row = sequence.counts(), sequence.row
         if self.sequences.get(row) is not sequence:
             return counts
@@ -139,8 +140,8 @@ class Ledger:
         return self._work
 
     def needed_positions_R(self, *, unread: int) -> np.ndarray:
-        """Positions for which each row needs pages in its next step. `unread` steps are under way, and each can commit
-        a whole window."""
+        """Positions for which each row needs pages in its next step. `unread` steps are running, and each can commit a
+        whole window."""
         return np.minimum(self._span_R, self._committed_R + (1 + unread) * self._window_R)
 
     def missing_pages_R(self, *, unread: int) -> np.ndarray:
@@ -158,8 +159,8 @@ class Ledger:
         self._limit_R[:] = np.where(self._adaptive_R, np.minimum(size_R, max_blocks), size_R)
 
     def asks_at_most(self, *, unread: int) -> int:
-        """Positions whose logits the next forward of all rows may need. A step can activate one block more in every
-        row that has room, and each of `unread` steps that are under way may have made room."""
+        """Positions whose logits the next forward of all rows may need. A step can activate one more block in every
+        row with room, and each of `unread` running steps may have made room."""
         opens_R = self._num_resident_R < (self._last_limit_R if unread else self._limit_R)
         return int(np.minimum(self._num_asked_R + (opens_R + unread) * self._block_size, self._window_R).sum())
 
@@ -172,7 +173,7 @@ class Ledger:
 
 
 def _rows_of(sequences: Mapping[int, SequenceState]) -> np.ndarray | slice:
-    """The rows of some sequences; where these are the first ones, as a slice, which numpy reads faster."""
+    """The rows of some sequences; the first rows are given as a slice, which numpy reads faster."""
     rows = sorted(sequences)
     return slice(len(rows)) if rows == list(range(len(rows))) else np.array(rows)
 
@@ -180,7 +181,7 @@ def _rows_of(sequences: Mapping[int, SequenceState]) -> np.ndarray | slice:
 # Who holds which batch row: in the Block Buffer, in the host's ledger, in the device's page table, or on a canvas.
 #
 # A sequence is admitted by the scheduler, joins (its prefix is being stored), is seated (it decodes), and leaves: at
-# its end, or set aside by a preemption with what stands in its row.
+# its end, or set aside by a preemption with the content of its row.
 #
 # Shape legend: R batch rows, P pages of a row.
 
@@ -203,7 +204,7 @@ class Seating:
 
     @property
     def num_pages(self) -> int:
-        """Pages that any sequence has at most, but for canvases, which may have several lanes."""
+        """The most pages of any sequence, without canvases, which may have several lanes."""
         planned = [run.sequence for run in self.planned.running if not run.sequence.is_canvas]
         return max([self.ledger.most_pages, *(len(s.pages) for s in (*self._newcomers, *planned))]) or 1
 
@@ -228,13 +229,13 @@ class Seating:
         self._extend_tables(*seated_sequences)
 
     def _planned_short_of_pages(self) -> list[SequenceState]:
-        """Sequences with planned rows that have no pages for the longest one."""
+        """Sequences with planned rows that lack pages for their longest row."""
         size = self.scheduler.page_size
         running = (run.sequence for run in self.planned.running)
         return [s for s in running if not s.is_canvas and s.next_stop > len(s.pages) * size]
 
     def admit(self) -> list[SequenceState]:
-        """Requests that run from now on; those that decode in blocks are seated when their prefix is stored."""
+        """Requests that run from now on; requests that decode in blocks are seated when their prefix is stored."""
         sequences = self.scheduler.admit()
         if self._adapters_R is not None and sequences:
             slots = [(s.row, 0 if s.adapter is None else s.adapter.slot) for s in sequences]
@@ -249,8 +250,8 @@ class Seating:
         return sequences
 
     def prefill(self, pace: Callable[[], Pace | None]) -> list[PrefillChunk]:
-        """Prompt chunks of this step; a sequence whose prefix they complete is seated. `pace` holds where sequences
-        decode in it."""
+        """Prompt chunks of this step; a sequence whose prefix they complete is seated. `pace` applies if sequences
+        decode in the step."""
         if not self._newcomers:
             return []
         has_streams = bool(self.ledger.sequences or self.planned.running)
@@ -261,7 +262,7 @@ class Seating:
         return chunks
 
     def finish(self, sequence: SequenceState) -> None:
-        """A sequence ends, wherever it is; its row and pages are free."""
+        """Ends a sequence, wherever it is, and frees its row and pages."""
         if self.scheduler.is_running(sequence):
             self._leave(sequence)
         self.scheduler.release(sequence)
@@ -278,8 +279,8 @@ class Seating:
         return bool(self.planned.running) or self.ledger.steers
 
     def set_aside(self, sequence: SequenceState) -> None:
-        """A preempted sequence: what stands in its buffer row is kept. A canvas keeps nothing and begins anew; what it
-        repeats is no part of its NFE."""
+        """Keeps the buffer row of a preempted sequence. A canvas keeps nothing and begins anew; repeated forwards do
+        not count in its NFE."""
         if sequence.seated and not sequence.is_planned:
             sequence.saved_row = self.buffer.save(sequence.row)
         self._leave(sequence)
@@ -301,7 +302,7 @@ class Seating:
         sequence.seated = True
 
     def _leave(self, sequence: SequenceState) -> None:
-        """Nothing of a running sequence stays in its row."""
+        """Clears a running sequence's row."""
         if sequence.is_planned and sequence.seated:
             self.planned.leave(sequence.row)
         elif sequence.seated:
@@ -312,8 +313,7 @@ class Seating:
         sequence.seated = False
 
     def _extend_tables(self, *sequences: SequenceState) -> None:
-        """Write their new pages into the device's table. Rows without a sequence keep what they had, and nobody reads
-        it."""
+        """Writes new pages into the device's table. Rows without a sequence keep old entries, which nobody reads."""
         entries = [
             (s.row, place, s.pages[place]) for s in sequences for place in range(s.num_pages_in_table, len(s.pages))
         ]

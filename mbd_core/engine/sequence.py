@@ -17,11 +17,11 @@ from mbd_core.decoding.grammar.guide import GuideState, Pick
 from mbd_core.engine.slot_logs import FrameLog, StepMap, TopLog
 from mbd_core.engine.weights import ResidentAdapter
 
-# The log-probabilities of a text that is given: each token's in the forward before it is put in, from left to right.
+# The log-probabilities of a given text, from left to right: each token's, in the forward before the token is put in.
 #
 # Forward k has seen the text before the k-th token, and masks in the rest of its block. So the sum over a text is
-# exactly the log-likelihood of decoding that fills one position a forward, the leftmost: the chain rule over
-# distributions that each sum to 1. Another order of filling gives another number.
+# exactly the log-likelihood under decoding of one position a forward, the leftmost: the chain rule over distributions
+# that each sum to 1. Another order of filling gives another number.
 
 
 class TextScores:
@@ -32,7 +32,7 @@ class TextScores:
         self.scores: list[TokenScore] = []
 
     def decide(self, logits_V: Tensor, pick: Pick, vocab: Vocab) -> tuple[int, float]:
-        """The next token, the text's own or one that is picked for a hole, and its probability."""
+        """The next token and its probability: the text's own token, or a token that `pick` chooses for a hole."""
         token = self._template[self._number + len(self.scores)]
         if token is None:
             token = pick(0, np.ones(vocab.size, dtype=bool)).token
@@ -48,45 +48,45 @@ class TextScores:
 class SequenceState:
     """A sequence has four lengths, in tokens:
 
-        allocated   what its pages hold
-        prefilled   how much of its prefix is stored, or is being stored by the forward under way
-        committed   final tokens that are stored, or are being stored; 0 until the prefix is
+        allocated   tokens that its pages can hold
+        prefilled   tokens of its prefix that are stored, or that the running forward stores
+        committed   final tokens that are stored, or are being stored; 0 until the prefix is stored
         emitted     useful tokens that were handed out
 
     Tokens that are filled and not final stand in the Block Buffer.
 
-    adapter            the LoRA adapter it decodes with; `draft_adapter` that of rows that draft, if it has another one
-    row                its batch row; after a preemption the row it had
+    adapter            its LoRA adapter; `draft_adapter` is another adapter for rows that draft, if it has any
+    row                its batch row; after a preemption its former row
     arrival            its age: the sequence with the lower number is older
-    tokens             the prompt and the committed tokens after it, those included that an earlier engine committed
+    tokens             the prompt and the committed tokens after it, tokens committed by an earlier engine included
     origin             the position at which its block grid begins
     end                one past the last position it may fill
     span               positions it may ever store: up to `end`, the last block whole
     window             positions of its whole buffer, or of the longest row that its decoder plans
-    num_lanes          copies of its positions in the cache: one, or one for each lane of a canvas
+    num_lanes          copies of its positions in the cache: the lanes of a canvas, otherwise 1
     is_canvas          it decodes on a canvas, not in blocks
     is_planned         a decoder plans its rows, on a canvas or behind its prefix; it is not in the Block Buffer
-    decoder            that decoder, behind a prefix; it is kept when the sequence is preempted
+    decoder            the decoder that plans its rows behind a prefix; it survives a preemption
     store              positions of the rows that store its prefix from `origin` on; `None`: causal rows, of any length
-    prefix_length      tokens to be stored before it decodes: the prompt's up to its first block in the buffer, or all
-                       that were committed before a preemption; at least the prompt where the prompt attends in full;
-                       behind planned rows, what its decoder does not run itself; 0 for a canvas
+    prefix_length      tokens to be stored before it decodes: the prompt up to its first block in the buffer, or all
+                       tokens committed before a preemption; at least the prompt if the prompt attends in full;
+                       for planned rows the tokens that its decoder does not run itself; 0 for a canvas
     saved_row          its Block Buffer row, while it is preempted
-    num_resident       its blocks in that row: one when it joins, as many as it left with after a preemption
+    num_resident       its blocks in that row: 1 when it joins, after a preemption the number it left with
     num_pages_in_table  how many of its pages stand in the device's page table
     chain              hashes of its leading whole pages, as far as they were needed
     num_shareable      leading pages whose tokens are final, so that other sequences may share them
-    step_map           where a rollout is asked for: the forwards that wrote the positions of its slots
-    top_log            where they are asked for: the likeliest tokens of its slots' positions
-    frame_log          where frames are asked for: its slots after its last forward
-    guide              its way through its grammar, if it has one
-    text_scores        where it is scored: the scores of its tokens
+    step_map           if the request asks for a rollout: the forwards that wrote the positions of its slots
+    top_log            if the request asks for top_logprobs: the likeliest tokens of its slots' positions
+    frame_log          if the request asks for frames: its slots after its last forward
+    guide              its state in its grammar, if it has a grammar
+    text_scores        if its text is scored: the scores of its tokens
     answer, tail       the tokens it handed out, without the request's `committed`, and the rest of its last
                        block, as in `Output`
     counted            its forwards, preemptions and decoding seconds, and the cached tokens of its first admission
-    experts            where they are asked for, those of its forwards
-    block              where tokens come and go: the block under way
-    weights            the numbers of the weights under which it was admitted first and last
+    experts            if the request asks for them: the experts of its forwards
+    block              if edits insert and remove tokens: its present block
+    weights            the versions of the weights under which it was admitted first and last
     block_ages         forwards that the blocks in its slots took part in, while it is preempted
     added_at, admitted_at, stored_at  when it arrived, was first admitted, and had its prompt stored, in seconds of
                        `time.perf_counter`; 0 before that
@@ -157,7 +157,7 @@ class SequenceState:
 
     @property
     def num_emitted(self) -> int:
-        """Useful tokens that were handed out, those included that an earlier engine committed."""
+        """Useful tokens that were handed out, tokens committed by an earlier engine included."""
         return len(self.request.committed) + len(self.answer)
 
     @property
@@ -182,8 +182,8 @@ class SequenceState:
 
     @property
     def shares_prefix(self) -> bool:
-        """Its pages depend on the tokens before them alone: no canvas, no prompt under full attention (D2F). Not
-        where experts are recorded: those of shared pages were another request's to know."""
+        """Whether its pages may be shared: they depend on the tokens before them alone, so no canvas and no prompt
+        under full attention (D2F). Not if the request records experts, because shared pages have none for it."""
         config = self.request.decoding
         is_alike = config.canvas is None and not config.attends_in_full and config.prefix_cache is not False
         return is_alike and not self.request.experts
@@ -207,7 +207,7 @@ class SequenceState:
         self.committed = len(self.tokens)
 
     def extend(self, tokens: list[int], num_stored: int) -> None:
-        """Append final tokens that its decoder gave; of all so far, the first `num_stored` are stored."""
+        """Appends its decoder's final tokens; of all tokens so far, the first `num_stored` are stored."""
         self.tokens += tokens
         self.committed = num_stored
         assert self.is_canvas or self.committed <= len(self.tokens), "positions without tokens count as stored"
@@ -217,7 +217,7 @@ class SequenceState:
         self.weights = (self.weights[0] if self.weights else version, version)
 
     def rewind(self) -> None:
-        """It has lost its pages: its committed tokens must be stored again before it goes on."""
+        """Resets it after the loss of its pages: its committed tokens must be stored again before it goes on."""
         self.prefix_length = max(self.prefix_length, self.committed)
         self.prefilled = self.committed = 0
         self.counted += Counts(num_preemptions=1)
@@ -230,7 +230,7 @@ class SequenceState:
         return StepMap(config.buffer_size, self.block_size, edits=revises)
 
     def adapter_slot(self, *, drafts: bool) -> int:
-        """The slot of the adapter of its rows, or of those that draft; 0 for none."""
+        """The adapter slot of its rows, or with `drafts` of the rows that draft; 0 without an adapter."""
         adapter = self.draft_adapter if drafts and self.draft_adapter is not None else self.adapter
         return 0 if adapter is None else adapter.slot
 
@@ -245,7 +245,7 @@ class SequenceState:
         return max(0.0, self.prompt_until - self.admitted_at)
 
     def counts(self) -> Counts:
-        """Its counts, but for the forwards of a row in the Block Buffer that it still has (`Ledger.counts`)."""
+        """Its counts, without the forwards of its present row in the Block Buffer (`Ledger.counts` adds them)."""
         return replace(
             self.counted,
             num_prompt_tokens=len(self.request.prompt),
@@ -269,7 +269,7 @@ class SequenceState:
 
 
 def lanes(request: Request) -> int:
-    """Copies of its keys that a request needs: one, or one for each lane of its canvas."""
+    """Copies of its keys that a request needs: the lanes of its canvas, otherwise 1."""
     canvas = request.decoding.canvas
     return 1 if canvas is None else num_lanes(canvas, request.max_tokens)
 

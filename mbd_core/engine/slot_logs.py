@@ -1,6 +1,6 @@
 """Logs of one sequence's slots on the host: which forward wrote a position, its likeliest tokens, what changed.
 
-A log moves as the slots do, and outlives a preemption as their row does.
+A log moves with the slots, and outlives a preemption together with their saved row.
 
 Shape legend: N slots, B block size, K tokens.
 """
@@ -18,10 +18,10 @@ OPEN = -1  # no forward has filled it
 
 
 class StepMap:
-    """The forwards of one sequence's slots. It moves as the slots do, and outlives a preemption as their row does.
+    """The forwards that wrote the positions of one sequence's slots.
 
-    With `edits` it also keeps the tokens, and those that were overwritten. Positions that hold tokens of the prompt
-    are in it too, with a number that is not read.
+    With `edits` it also keeps the tokens and the overwritten tokens. Positions that hold tokens of the prompt are in
+    it too, with a number that is not read.
     """
 
     def __init__(self, num_slots: int, block_size: int, *, edits: bool = False) -> None:
@@ -30,7 +30,7 @@ class StepMap:
         self._edits: list[Edit] = []  # by position, from the first slot's first
 
     def update(self, tokens_NB: np.ndarray, masked_NB: np.ndarray, forward: int) -> None:
-        """Forward number `forward` has left these tokens and masks; what it wrote gets its number."""
+        """Records the tokens and masks after forward `forward`; positions that it wrote get its number."""
         if self._tokens_NB is not None:
             self._overwrite(self._tokens_NB, np.where(masked_NB, OPEN, tokens_NB).astype(np.int64), forward)
         self._forward_NB[~masked_NB & (self._forward_NB == OPEN)] = forward
@@ -44,11 +44,11 @@ class StepMap:
         old_NB[:] = new_NB
 
     def mark(self, slot: int, offset: int, forward: int) -> None:
-        """A position was filled before a forward: with number `forward`, or for 0 before all."""
+        """Marks a position that was filled before forward `forward`, or before all forwards if it is 0."""
         self._forward_NB[slot, offset] = forward
 
     def carry(self, forward: int) -> None:
-        """The store of the blocks that have left filled the position behind them, if it was open."""
+        """Marks the position behind the stored blocks, if it was open: their store filled it."""
         if self._forward_NB[0, 0] == OPEN:
             self._forward_NB[0, 0] = forward
 
@@ -65,7 +65,7 @@ class StepMap:
 
 class TopLog:
     """The likeliest tokens of each position of one sequence's slots, in the forward whose log-probability is reported
-    of its token. It moves as the slots do, and outlives a preemption as their row does."""
+    for its token."""
 
     def __init__(self, request: Request, block_size: int) -> None:
         shape = (request.decoding.buffer_size, block_size)
@@ -76,7 +76,7 @@ class TopLog:
     def update(
         self, states_N: np.ndarray, tokens_NB: np.ndarray, masked_NB: np.ndarray, tops_NB2K: np.ndarray
     ) -> None:
-        """A forward has left these tokens and masks, and predicted these likeliest tokens."""
+        """Records the tokens and masks after a forward, and its likeliest tokens."""
         if self._tops_NB2K.shape != tops_NB2K.shape:
             self._tops_NB2K = np.full(tops_NB2K.shape, -1.0)
         tokens_NB = np.where(masked_NB, OPEN, tokens_NB).astype(np.int64)
@@ -87,7 +87,7 @@ class TopLog:
         self._tokens_NB = tokens_NB
 
     def take(self, num_blocks: int) -> list[TopTokens]:
-        """Those of the first blocks' positions, in order; these blocks leave the buffer."""
+        """The likeliest tokens of the first blocks' positions, in order; these blocks leave the buffer."""
         flat = self._tops_NB2K[:num_blocks].reshape(-1, self._tops_NB2K.shape[-1])
         ids, values = np.split(flat, 2, axis=1)
         self._tokens_NB = _slide(self._tokens_NB, num_blocks)
@@ -99,13 +99,12 @@ class TopLog:
 
 
 def _slide(values_NB: np.ndarray, num_blocks: int) -> np.ndarray:
-    """Without the first blocks, and open ones at the end."""
+    """The values without the first blocks, with open blocks at the end."""
     return np.concatenate((values_NB[num_blocks:], np.full_like(values_NB[:num_blocks], OPEN)))
 
 
 class FrameLog:
-    """The slots of one sequence as its last forward left them. They move as the slots do, and outlive a preemption as
-    their row does."""
+    """The slots of one sequence as its last forward left them."""
 
     def __init__(self, request: Request, block_size: int) -> None:
         shape = (request.decoding.buffer_size, block_size)
@@ -128,8 +127,8 @@ class FrameLog:
         start: int,
         forward: int,
     ) -> Frame:
-        """The frame of forward number `forward`, which has left these tokens and masks in the slots from position
-        `start` on, and stored the first `num_stored` of their blocks."""
+        """The frame of forward `forward`: tokens and masks after it, in the slots from position `start` on. It stored
+        the first `num_stored` of their blocks."""
         size, n = masked_NB.shape[-1], self._num_slots
         tokens_NB, masked_NB = tokens_NB[:n].astype(np.int64), masked_NB[:n].copy()
         positions_NB = start + self._offsets_NB
@@ -157,7 +156,7 @@ class FrameLog:
         return Frame(forward=forward, position=start - len(self._request.prompt), num_slots=n, slots=tuple(slots))
 
     def _keep(self, tokens_NB: np.ndarray, masked_NB: np.ndarray, num_stored: int) -> None:
-        """What the next forward is compared with: stored blocks leave, the others move to the front."""
+        """Keeps the slots for comparison with the next forward: stored blocks leave, the others move to the front."""
         self._tokens_NB[:], self._masked_NB[:] = 0, True
         num_left = self._num_slots - num_stored
         self._tokens_NB[:num_left], self._masked_NB[:num_left] = tokens_NB[num_stored:], masked_NB[num_stored:]

@@ -27,7 +27,7 @@ from mbd_core.engine.step import StepState
 
 
 def static_step(state: StepState, kind: StepKind, *, num_pages: int, compiled: bool = False) -> Tensor:
-    """One static step, not as a graph; its report (X,). No batch row has more than `num_pages` pages."""
+    """One static step without a graph; its report (X,). No batch row has more than `num_pages` pages."""
     runner, work = state.runner, kind.work
     before = _compiled(_before_forward) if compiled else _before_forward
     after = _compiled(_after_forward) if compiled else _after_forward

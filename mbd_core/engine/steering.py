@@ -1,13 +1,13 @@
 """Steps in which the host decides tokens of some rows: answers under a grammar, templates with fixed text, and blocks
 in which tokens come and go.
 
-Before the forward, tokens that are already certain take their places: a template's fixed ones, and those that a
-grammar forces. After it, a guide decides the tokens of its row, from left to right, on the host. Such a step runs
-packed and eagerly; the rows of other requests decode in it as in any other. Of several ranks one has the guides; it
-decides, and the others take over what it decided.
+Before the forward, certain tokens take their places: a template's fixed tokens, and tokens that a grammar forces.
+After it, a guide decides the tokens of its row, from left to right, on the host. Such a step runs packed and eagerly;
+the rows of other requests decode in it as in any step. Of several ranks rank 0 has the guides and decides; the other
+ranks take over its decisions.
 
-The rows of a step share one bound on the work of guides. Where it is reached, a row that would need more keeps its
-state and decides nothing in this step; in the next one the rows that have waited longest come first.
+The rows of a step share one bound on the work of guides. At the bound a row keeps its state and decides nothing in
+this step; in the next step the rows that have waited longest come first.
 
 Shape legend: R rows, N slots, B block size, A positions with logits, V vocabulary.
 """
@@ -33,8 +33,8 @@ LogitsOf = Callable[[slice], Tensor]
 
 @dataclass
 class _Row:
-    """Where a guide may decide in this step: `places`, flat places of the row's open positions in order, and the
-    logits (V,) at the first of them."""
+    """A row in which a guide may decide in this step: `places` are the flat places of the row's open positions in
+    order, with the logits (V,) at the first of them."""
 
     guide: GuideState | TextScores
     tau: float
@@ -61,8 +61,8 @@ class _EditedRow:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a step decides for one row: tokens and their probabilities for the first of its open positions, and the
-    state of its guide after that."""
+    """A step's decision for one row: tokens and their probabilities for the first of its open positions, and its
+    guide's state afterwards."""
 
     tokens: list[tuple[int, float]]
     pending: list[int] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Decision:
 
 
 SharedWork = Callable[[Callable[[], list[Decision]]], list[Decision]]
-"""Calls what decides, or takes the decisions of the rank that has called it."""
+"""Calls the deciding function, or takes the decisions of the rank that called it."""
 
 
 class Steering:
@@ -85,16 +85,15 @@ class Steering:
         tries: float,
         ids: EditTokens | None = None,
     ) -> None:
-        """`forwards` are the forwards that each of them took part in before this step; `tries` bounds the work of all
-        guides together; `ids` are the model's tokens that edit."""
+        """`forwards` counts each sequence's forwards before this step; `tries` bounds the work of all guides together;
+        `ids` are the model's edit tokens."""
         self._ids = ids
         self._sequences, self._forwards, self._share, self._tries = sequences, forwards, share, tries
         self._rows: list[_Row] = []
         self._edited_rows: list[_EditedRow] = []
 
     def fill(self, buffer: BlockBuffer) -> None:
-        """Put certain tokens into ACTIVE slots; a block that is complete then, and all before it, are stored by the
-        forward that follows."""
+        """Puts certain tokens into ACTIVE slots; the following forward stores the leading complete blocks."""
         for row, sequence in self._sequences.items():
             certain = self._certain(sequence, buffer.open_RNB[row], buffer.positions_RNB[row])
             for (slot, offset), token in certain.items():
@@ -171,7 +170,7 @@ class Steering:
         return Chosen(guided_R, accepted_RNB, self._rewritten(buffer, vocab) if self._edited_rows else None)
 
     def _rewritten(self, buffer: BlockBuffer, vocab: Vocab) -> Rewritten:
-        """What becomes of the blocks in which tokens come and go. Every rank computes it from the same logits."""
+        """The new content of the edited blocks. Every rank computes it from the same logits."""
         blocks = Rewritten(
             torch.zeros(len(buffer.state_RN), dtype=torch.bool, device=buffer.state_RN.device),
             buffer.tokens_RNB.clone(),
@@ -200,7 +199,7 @@ class Steering:
         return blocks
 
     def _decisions(self, buffer: BlockBuffer, vocab: Vocab) -> list[list[tuple[int, float]]]:
-        """Tokens and their probabilities for the first open positions of each row; its guide knows of them."""
+        """Tokens and their probabilities for the first open positions of each row; its guide has taken them in."""
         if not self._rows:
             return []
         decisions = self._share(lambda: self._decide(buffer, vocab))
@@ -234,8 +233,8 @@ def _decide_row(row: _Row, buffer: BlockBuffer, vocab: Vocab, search: Search) ->
 
 
 def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Pick:
-    """Chooses among allowed tokens as a plain request chooses among all: the likeliest, or drawn with its noise, that
-    of a forward's number without the forwards in which its guide waited for other rows; after its own changes."""
+    """Chooses among allowed tokens as a plain request chooses among all tokens, after its own changes of logits: the
+    likeliest token, or a token drawn with its noise. Forwards in which its guide waited do not count for the noise."""
     at_A = torch.tensor(row.places, dtype=torch.int64, device=buffer.masked_RNB.device)
     adjust = buffer.adjust(at_A) if row.adjusts else None
     draw: Draw | None = None

@@ -31,8 +31,8 @@ def decode_step(
     lay_out: Callable[[BlockBuffer], StepRows],
     steering: Steering | None = None,
 ) -> tuple[Tensor, Tensor | list[Any] | None]:
-    """One forward of the first `kind.num_rows` batch rows and what follows from it: the report (X,), and what the
-    planned rows gave (`StepState.planned`).
+    """One forward of the first `kind.num_rows` batch rows, then predict and commit: the report (X,), and the planned
+    rows' result (`StepState.planned`).
 
     With `steering` the host decides tokens of some rows.
     """
@@ -67,10 +67,10 @@ def store_step(state: "StepState", rows: StepRows) -> Tensor | list[Any] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class StepState:
-    """What steps read and write; none of its tensors is ever reallocated.
+    """The state that steps read and write; none of its tensors is ever reallocated.
 
     tables_RP     the page table of every batch row
-    vocab         for decisions of one rank alone; `shared_vocab` for those of all ranks together
+    vocab         for decisions of one rank alone; `shared_vocab` is for decisions of all ranks together
     adapters_R    the slot of its LoRA adapter, 0 for none; `None` in an engine that loads no adapters
     logits_chunk  positions whose logits are held at once
     """
@@ -86,21 +86,21 @@ class StepState:
     adapters_R: Tensor | None = None
 
     def forward(self, rows: StepRows) -> tuple[Batch, Tensor]:
-        """The packed rows and the hidden states (A, D) of the positions that they ask for."""
+        """The packed rows and the hidden states (A, D) of their asked positions."""
         batch = pack(rows.groups, page_size=self.page_size, batch_invariant=self.batch_invariant)
         return batch, self.runner.forward(batch)
 
     def logits_of(
         self, hidden_AD: Tensor, batch: Batch, work: StepWork, *, has_steering: bool = False
     ) -> Callable[[slice], Tensor]:
-        """The logits of a range of `hidden_AD`; of a step that takes likeliest tokens alone, each rank's own part."""
+        """The logits of a range of `hidden_AD`; each rank's own part if the step takes likeliest tokens alone."""
         whole = has_steering or work.draws or work.scores or work.adjusts or work.tops
         return self.runner.blockwise_logits(hidden_AD, batch, block_size=self.buffer.block_size, whole=whole)
 
     def predict(
         self, rows: StepRows, buffer: BlockBuffer, logits_of: Callable[[slice], Tensor], work: StepWork
     ) -> Prediction:
-        """The token of each position of `rows` that gets logits, in its place of the buffer."""
+        """The predicted token of each position of `rows` with logits, in its place of the buffer."""
         return predict(
             logits_of,
             rows.num_asked,
@@ -116,12 +116,12 @@ class StepState:
 
     @property
     def num_tops(self) -> int:
-        """The likeliest tokens of a position that a step reports, where it does."""
+        """The number of likeliest tokens that a step reports for a position, if it reports any."""
         return min(MAX_TOPS, self.vocab.size)
 
     def planned(self, rows: StepRows, batch: Batch, hidden_AD: Tensor) -> Tensor | list[Any] | None:
-        """The logits (A, V) of the planned rows, which stand last, or what their decoders read of them; `None` without
-        any."""
+        """The logits (A, V) of the planned rows, which stand last, or their decoders' own readings; `None` without
+        planned rows."""
         if rows.planned_asked is None:
             return None
         own_AD = hidden_AD[rows.num_asked :]

@@ -1,7 +1,7 @@
-"""The vocabulary where its logits are: read once on a GPU, and in parts where ranks share it.
+"""The vocabulary beside its logits: read once on a GPU, and in parts if ranks share it.
 
-A greedy step needs of each position the likeliest token and its probability. Of a rank's part of the vocabulary three
-numbers a position say all that the other ranks must know, so they cross instead of the logits.
+A greedy step needs the likeliest token of each position and its probability. Three numbers a position summarise a
+rank's part of the vocabulary for the other ranks, so they cross instead of the logits.
 
 Shape legend: P positions, V vocabulary or a rank's part of it, G ranks.
 """
@@ -27,13 +27,13 @@ class FusedVocab(Vocab):
 
 @dataclass(frozen=True)
 class PartVocab(Vocab):
-    """`Vocab` where ranks share its logits: all call `likeliest` together, and get the same answer to the bit.
+    """`Vocab` for ranks that share its logits: all call `likeliest` together, and get the same answer to the bit.
 
-    It takes the logits of this rank's `part` of the ids, or all of them, and reads its part in both: the answer does
-    not depend on which.
+    It takes the logits of this rank's `part` of the ids, or of all ids, and reads its part of either; the answer is
+    the same.
 
     reduce  sums a tensor over the ranks
-    fused   the logits are on a GPU: they are read once
+    fused   whether the logits are on a GPU, where they are read once
     """
 
     part: range
@@ -50,7 +50,7 @@ class PartVocab(Vocab):
         torch.stack(((place_P + self.part.start).float(), logit_P, lse_P), out=shared_G3P[self.shard.rank])
         token_GP, logit_GP, lse_GP = self.reduce(shared_G3P).unbind(1)
         best_P = logit_GP.amax(0)
-        # The lowest id among equals; where all are NaN, none is equal, and any id in range will do.
+        # The lowest id among equals. If all are NaN no id is equal, and any id in range will do.
         token_P = torch.where(logit_GP == best_P, token_GP, torch.inf).amin(0).clamp(max=self.size - 1)
         return token_P.long(), (best_P - lse_GP.logsumexp(0)).exp()
 
@@ -67,13 +67,13 @@ class PartVocab(Vocab):
 
 
 def whole_vocab(model: Decoder, size: int) -> Vocab:
-    """For logits of the whole vocabulary of `model`, read by one rank alone: ids from `size` on are padding."""
+    """The `Vocab` for logits of the whole vocabulary of `model`, read by one rank: ids from `size` on are padding."""
     on_gpu = model.lm_head.weight.device.type == "cuda"
     return (FusedVocab if on_gpu else Vocab)(model.config.mask_token_id, size)
 
 
 def shared_vocab(model: Decoder, size: int) -> Vocab:
-    """For logits that all ranks of `model` read together; of one rank, `whole_vocab`."""
+    """The `Vocab` for logits that all ranks of `model` read together; `whole_vocab` if there is a single rank."""
     if model.reduce is None:
         return whole_vocab(model, size)
     return PartVocab(

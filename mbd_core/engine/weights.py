@@ -1,4 +1,4 @@
-"""What changes between two steps of a running engine: LoRA adapters, all weights, and its memory while it sleeps.
+"""Changes between two steps of a running engine: LoRA adapters, all weights, and its memory while it sleeps.
 
 The parameters keep their addresses, so that CUDA graphs and the fused forward's joint weights stay valid.
 """
@@ -26,13 +26,13 @@ from mbd_core.ops.experts.fp8 import FP8, BlockShape, Fp8Module, quantize
 
 
 class AdapterInUse(ValueError):
-    """Requests use the adapter that was to be unloaded."""
+    """Requests still use the adapter to be unloaded."""
 
 
 @dataclass(frozen=True)
 class ResidentAdapter:
-    """An adapter in its slot. `serial` is its own among all that were ever loaded: what was stored with one adapter is
-    not found with another, also where both had one name."""
+    """An adapter in its slot. `serial` is unique among all adapters ever loaded, so that pages stored with an adapter
+    are not found with another adapter of the same name."""
 
     name: str
     slot: int
@@ -41,7 +41,7 @@ class ResidentAdapter:
 
 
 class ResidentAdapters:
-    """The adapters of one engine; `names` is theirs, live. Without `slots` none can be loaded.
+    """The adapters of one engine; `names` holds their names, live. Without `slots` no adapter can be loaded.
 
     Iterates over the adapters in the order of their loading.
     """
@@ -59,7 +59,7 @@ class ResidentAdapters:
         return None if name is None else self._by_name.get(name)
 
     def read(self, name: str, folder: Path) -> Adapter:
-        """The adapter in `folder`, to be placed under `name`; `ValueError` if it cannot be."""
+        """The adapter in `folder`, to be placed under `name`; raises `ValueError` if it cannot be placed."""
         if self._slots is None:
             raise ValueError("this engine loads no adapters; start it with max_adapters")
         if not name:
@@ -101,11 +101,11 @@ WeightSource = Path | Iterable[tuple[str, Tensor]]
 class StagedWeights:
     """Weights on the host, by the decoder's names, that fit the model they were staged for.
 
-    wait     the requests that run end with the old weights before these take their place, and no other begins
-    preempt  they take their place at once; requests that run are preempted, keep what they have committed, and go on.
-             Only a canvas that has given out tokens ends before: it would begin anew, and contradict them
+    wait     running requests end with the old weights before the swap, and no other request begins
+    preempt  the swap happens at once; running requests are preempted, keep their committed tokens, and go on. Only a
+             canvas that has handed out tokens ends before: it would begin anew and contradict them
 
-    `version` is their number, `None` for one more than the number of the weights before.
+    `version` is the version of the weights; `None` means the old version plus 1.
     """
 
     tensors: Mapping[str, Tensor]
@@ -114,10 +114,10 @@ class StagedWeights:
 
 
 def stage_weights(model: Decoder, source: WeightSource, mode: SwapMode) -> StagedWeights:
-    """Read and check the weights of `source`, a model folder or the decoder's tensors by name, for `model`'s part.
+    """Reads and checks the weights of `source`, a model folder or the decoder's tensors by name, for `model`'s part.
 
-    They take the host's memory until they are in place. Raises `ValueError` naming what does not fit; nothing of
-    `model` has changed then.
+    They take the host's memory until they are in place. Raises `ValueError` naming the tensor or field that does not
+    fit, and leaves `model` unchanged.
     """
     if mode not in get_args(SwapMode):
         raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(get_args(SwapMode))}")
@@ -152,7 +152,7 @@ def _without_tied_head(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def _check_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copies of whole tensors, or of this rank's part of them; no more than one whole tensor is held at a time."""
+    """Copies whole tensors, or this rank's part of them; at most one whole tensor is held at a time."""
     with torch.device("meta"):
         whole = Decoder(model.whole_config).state_dict()
     places = _without_tied_head(model, whole)
@@ -177,8 +177,8 @@ def _check_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]], dtype:
 
 @torch.no_grad()
 def overwrite(model: Decoder, weights: StagedWeights) -> None:
-    """Copy staged weights over the model's, in place; what is FP8 here alone is rounded anew, with scales of its
-    own."""
+    """Copies staged weights over the model's, in place. Weights that are FP8 only in the model are rounded anew, with
+    new scales."""
     places = {name: tensor for name, tensor in model.state_dict().items() if name in weights.tensors}
     for name, place in places.items():
         _copy(place, weights.tensors[name])
@@ -203,10 +203,10 @@ def _copy(place: Tensor, source: Tensor) -> None:
     place.copy_(source)
 
 
-# The large tensors of an engine that sleeps: their memory is given back, the tensors themselves stay.
+# The large tensors of a sleeping engine: their memory is given back, the tensors themselves stay.
 #
-# Views, parameters that share memory, and whoever holds them need not know: a tensor keeps its storage, which has no
-# bytes for a while. Addresses may differ afterwards, so nothing that holds one (a CUDA graph) may outlive the sleep.
+# Views, parameters that share memory, and their holders need not know: a tensor keeps its storage, which has no bytes
+# for a while. Addresses may differ afterwards, so no holder of an address (a CUDA graph) may outlive the sleep.
 
 
 class NotEnoughMemory(torch.OutOfMemoryError):
@@ -214,12 +214,12 @@ class NotEnoughMemory(torch.OutOfMemoryError):
 
 
 class DormantMemory:
-    """Storages whose bytes are given back, with copies on the host of those that must come again as they were."""
+    """Storages whose bytes are given back; the bytes that must return unchanged are copied to the host."""
 
     def __init__(self, *, caches: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        """What `caches` hold is lost, and zeros come in its place; what `weights` hold waits on the host."""
+        """Drops the content of `caches`, which come back as zeros; the content of `weights` waits on the host."""
         self.num_bytes = 0
-        """Bytes that were given back."""
+        """Number of bytes that were given back."""
         self._sizes = [(storage, self._release(storage)) for storage in _storages(caches)]
         self._copies: list[tuple[Tensor, Tensor]] = []
         for storage in _storages(weights):
@@ -236,8 +236,7 @@ class DormantMemory:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Take the memory again; raises torch's error where there is not enough of it. None is held then, and it may
-        be called again."""
+        """Takes the memory again. If memory is short it raises torch's error, holds none, and may be called again."""
         try:
             for storage, copy in self._copies:
                 storage.untyped_storage().resize_(copy.numel())
@@ -257,7 +256,7 @@ class DormantMemory:
 
 
 def gpu_tensors(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers that are on a GPU; on a CPU a copy on the host would give nothing back."""
+    """The parameters and buffers on a GPU; on a CPU a copy on the host would give nothing back."""
     return [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda]
 
 
