@@ -106,8 +106,8 @@ def grammar_of(api_request: GenerationRequest, added_tokens: Mapping[str, int]) 
 
 
 def _without_revision(decoding: DecodingConfig, api_request: GenerationRequest) -> DecodingConfig:
-    """The model's own revision of filled tokens is left out, where the request does not ask for it: it would change
-    fixed tokens, those that a grammar has accepted, and those that a penalty counts."""
+    """Leaves out the model's own revision of filled tokens unless the request asks for it: a revision would change
+    fixed tokens, tokens that a grammar has accepted, and tokens that a penalty counts."""
     if {"t2t", "soft", "tau_stable"} & (api_request.decoding or {}).keys():
         return decoding
     return replace(decoding, t2t=None, soft=None, tau_stable=None)
@@ -213,8 +213,8 @@ def text_ids(
     """The ids of a text that came in `field`, with or without the tokenizer's special tokens around it.
 
     Control tokens that a client's own text spells are text, unless it is to be parsed (`parse_special`); a chat's text
-    is masked already. Raises `FieldError` for a text that has far too many; the engine refuses one that has a few too
-    many.
+    is masked already. Raises `FieldError` for a text with far too many tokens; the engine refuses a text with a few
+    too many.
     """
     masked = text
     if isinstance(masked, str):
@@ -289,7 +289,7 @@ ANSWER_PLACE = "\U0010fffe"  # a non-character, which no text has
 
 
 def _check_answer(model: ServedModel, content: str, answer: Sequence[int], *, field: str) -> None:
-    """Raise `FieldError` for tokens that are not those of an answer with this content."""
+    """Raises `FieldError` unless the tokens `answer` spell an answer with this content."""
     tokenizer = model.tokenizer
     unknown = next((t for t in answer if t >= len(tokenizer)), None)
     if unknown is not None:
@@ -407,7 +407,8 @@ class TokenizerThreads:
         self._num_long = 0
 
     async def run(self, call: Callable[[], T], *, characters: int) -> T:
-        """The result of `call`, which tokenises so many characters; `TooManyRequests` where many long ones wait."""
+        """The result of `call`, which tokenises `characters` characters. Raises `TooManyRequests` if many long texts
+        wait."""
         loop = asyncio.get_running_loop()
         if characters <= LONG:
             return await loop.run_in_executor(self._short, call)

@@ -1,5 +1,5 @@
-"""The fields of a generating request with a form of their own: what its text must match, templates with holes, and
-the place of a stream that goes on."""
+"""The fields of a generating request with a form of their own: grammars, templates with holes, and the place at which
+a stream goes on."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -154,7 +154,7 @@ class StructuredFields(Strict):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer must match; `GrammarRefused` for what is too long or cannot be read."""
+        """The grammar that the answer must match; raises `GrammarRefused` if it is too long or cannot be read."""
         if not self._forms:
             return None
         [(kind, value)] = self._forms.values()

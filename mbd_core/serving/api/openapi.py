@@ -164,7 +164,7 @@ def _json(kind: type[Any]) -> dict[str, Any]:
 
 
 def _security(route: ApiRoute, *, keys: bool) -> list[dict[str, list[str]]]:
-    """What a route asks for: a key, none, or (`/health`) one that it says more to."""
+    """The key that a route needs: a key, no key, or for `/health` an optional key, to which it says more."""
     if route.path == "/health" and keys:
         return [{KEY: []}, {}]
     needs_key = route.key == "administrator's" or (route.key == "any" and keys)

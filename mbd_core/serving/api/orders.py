@@ -101,7 +101,7 @@ class WeightsUpdate(ModelOrder):
         if not versions:
             raise ApiError(409, "no replica runs that could take the weights; ask when one does", code="no_replica")
         own_version = standing.version
-        # A number that some replicas have and others have not is that of an order which is repeated.
+        # A version that only some replicas have belongs to a repeated order.
         least = max(*versions, min(versions) + 1, own_version + 1)
         version = max(*versions, own_version) + 1 if self.version is None else self.version
         if version < least:
@@ -123,7 +123,7 @@ class SleepOrder(ModelOrder):
     """how long `finish` waits; 409 after it, and the server goes on"""
 
     async def apply(self, engine: ChangingEngine) -> int:
-        """Take no more requests, let those that run end, and give the memory back; how many bytes.
+        """Takes no more requests, lets running requests end, and gives the memory back; returns the bytes.
 
         Raises `ValueError`, and goes on serving, if requests still run after `seconds`, or if the engine cannot sleep.
         """

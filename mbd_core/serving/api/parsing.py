@@ -182,7 +182,7 @@ def text_or_list(value: Any) -> str:
 
 
 def by_type(forms: Mapping[str, str], *, default: str | None = None) -> Discriminator:
-    """The form that the `type` of an object chooses, or that of a bare word, as `(word)`; an unknown type has none."""
+    """Chooses an object's form by its `type`, and a bare word's form by `(word)`; an unknown type has no form."""
 
     def form(value: Any) -> str | None:
         if isinstance(value, str):
@@ -240,7 +240,7 @@ def _unknown(path: list[str], kind: type[Strict]) -> str:
 
 @cache
 def _field_names(kind: type[Strict]) -> tuple[list[str], list[str]]:
-    """The fields of a request, and those of its parts."""
+    """The fields of a request, and the fields of its parts."""
     schema = kind.model_json_schema()
     parts = {name for part in schema.get("$defs", {}).values() for name in part.get("properties", ())}
     return list(schema["properties"]), sorted(parts)

@@ -40,8 +40,8 @@ def filled(page: str) -> str:
 class Tables:
     """The tables of the OpenAPI document.
 
-    Fields that several routes share are those of `GenerationRequest`. A small object without descriptions stands
-    where it is used, and has no table.
+    `GenerationRequest` holds the fields that several routes share. A small object without descriptions stands where
+    it is used, and has no table.
     """
 
     def __init__(self) -> None:

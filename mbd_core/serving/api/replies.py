@@ -176,12 +176,12 @@ class Reply:
         }
 
     def usage_so_far(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> UsageSoFar:
-        """The counts of a stream that goes on, with so many tokens of each choice."""
+        """The counts of a running stream; `num_tokens` are the tokens of each choice so far."""
         prompt, completion = sum(len(r.prompt) for r in requests[:: self.num_choices]), sum(num_tokens)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def measures(self, counts: Sequence[Counts], weights: Sequence[tuple[int, int]]) -> Measures:
-        """The `mbd` field; `weights` are those of each choice's last step (`StepOutput.weights`)."""
+        """The `mbd` field; `weights` are the `StepOutput.weights` of each choice's last step."""
         total = sum(counts, Counts())
         oldest, newest = min(w[0] for w in weights), max(w[1] for w in weights)
         shares = {**asdict(total), "tpf": total.tpf, "oldest_weights": oldest, "newest_weights": newest}

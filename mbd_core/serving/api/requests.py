@@ -1,7 +1,7 @@
-"""Every request of the endpoint, as far as it is honoured; what is not honoured is refused by name.
+"""Every request of the endpoint, with the fields that it honours; other fields are refused by name.
 
 A field that would change the result is accepted only with the value that changes nothing (`Only`); `other_fields.py`
-has those that other servers document. The docstring of a field is its description in the OpenAPI document and in
+has the fields that other servers document. The docstring of a field is its description in the OpenAPI document and in
 docs/reference/api.md.
 """
 
@@ -229,7 +229,7 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
         raise NotImplementedError
 
     def num_characters(self, body: int) -> int:
-        """About how many characters are to be tokenised of a body of so many bytes."""
+        """About how many characters of a body of `body` bytes are to be tokenised."""
         raise NotImplementedError
 
     def samplings(self, seed: int) -> list[Sampling]:

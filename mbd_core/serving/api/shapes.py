@@ -433,7 +433,7 @@ class TokenizerInfo(TypedDict):
     chat_template: str | dict[str, Any] | None
 
 
-# The state of a server, and what its replicas did for an administrator.
+# The state of a server, and its replicas' replies to an administrator.
 
 
 class Order(TypedDict):

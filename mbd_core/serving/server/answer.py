@@ -50,7 +50,7 @@ class AnswerParts:
 
     streamed       whether the client asked for `events()`; otherwise it gets `whole()`
     logprobs       one for each choice, where the client asked for log-probabilities
-    details        what is said of tokens beside their text
+    details        reports on tokens beside their text
     calls          the rule that the answers were held to, if they may have calls
     echoes         the text before each choice's own, if any
     frame_texts    the text of each token, where frames are asked for
@@ -164,7 +164,7 @@ class ServedAnswer:
             yield [event(on_failure(error).body)]
 
     async def chunks(self) -> AsyncIterator[list[Chunk | FrameEvent]]:
-        """The objects of the events, those of a step together."""
+        """The objects of the events, grouped by step."""
         reply = self._reply
         index = {r.request_id: i for i, r in enumerate(self._stream.requests)}
         counts: dict[int, Counts] = {}

@@ -20,7 +20,7 @@ from mbd_core.trace.recorder import TraceRecorder
 
 
 class EngineService(ChangingEngine):
-    """A model's engine as a `TokenSource`, and what it says of itself. `stop()` ends what it started."""
+    """A model's engine as a `TokenSource`, with its state and measures. `stop()` ends the engine."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class EngineService(ChangingEngine):
         return 1.0 - pool.num_free / pool.capacity + self.engine.waiting_tokens / engine.kv_tokens
 
     def measures(self) -> EngineMeasures:
-        """The engine's measures; those that wait before the engine wait too."""
+        """The engine's measures; requests that wait before the engine count as waiting."""
         load = self.engine.load
         return replace(self.loaded.engine.measures(), running=load.running, waiting=load.waiting)
 

@@ -13,7 +13,7 @@ K = TypeVar("K", CompletionRequest, ChatRequest, ResponsesRequest)
 
 LARGE_BODY = 2**17  # bytes: parsing more takes the event loop for many milliseconds
 MOST_LARGE = 16  # large bodies that may wait to be parsed
-REST = 5.0  # seconds of the event loop that a large body leaves to others for each one that its parsing takes
+REST = 5.0  # seconds of the event loop that a large body leaves to others for each second of its parsing
 
 
 class LargeBodies:

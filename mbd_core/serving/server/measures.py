@@ -24,7 +24,7 @@ from mbd_core.engine.measures import RecentValues
 from mbd_core.serving.api.errors import api_error
 from mbd_core.serving.server.text_stream import TextStep, TextStream
 
-NO_MODEL = ""  # of requests that named none that is served
+NO_MODEL = ""  # the model of requests that name no served model
 MeasureClock = Callable[[], float]
 
 
@@ -57,7 +57,7 @@ class RequestMeasures:
 
 
 class ServerMeasures:
-    """The requests of one server, by model; `NO_MODEL` has those that named none of `models`."""
+    """The requests of one server, by model; `NO_MODEL` has the requests that name none of `models`."""
 
     def __init__(self, models: Iterable[str], *, clock: MeasureClock = time.perf_counter) -> None:
         self.by_model = {name: RequestMeasures() for name in (*models, NO_MODEL)}

@@ -82,7 +82,7 @@ class OpenAIServer:
         return self._open_requests.draining
 
     def begin_drain(self) -> int:
-        """Refuse new requests with 503 from now on; those that run or wait go on. Returns how many these are."""
+        """Refuses new requests with 503 from now on; returns how many requests run or wait, which go on."""
         return self._open_requests.begin_drain()
 
     async def wait_until_drained(self, seconds: float) -> int:
@@ -95,7 +95,7 @@ class OpenAIServer:
             route.stop()
         await asyncio.to_thread(self._tokenizing.shutdown)
 
-    # -- what is served -----------------------------------------------------------------------------------------
+    # -- models and state ---------------------------------------------------------------------------------------
 
     def models(self) -> Models:
         """The list of models."""

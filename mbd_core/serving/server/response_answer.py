@@ -36,7 +36,7 @@ class ResponseAnswer:
         return whole_response(self._response, await self._answer.whole())
 
     async def event_groups(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[list[str]]:
-        """The answer as server-sent events, those of one step together; a failure becomes the last one."""
+        """The answer as server-sent events, grouped by step; a failure becomes the last event."""
         events = _Events(self._response)
         yield list(events.begin())
         try:
@@ -56,7 +56,7 @@ class _Events:
         self._output: list[Any] = []  # the items that are whole
         self._item: dict[str, Any] | None = None
         self._text = ""  # of the open item
-        self._logprobs, self._num_sent = list[Any](), 0  # of the message's tokens, of which so many are out
+        self._logprobs, self._num_sent = list[Any](), 0  # of the message's tokens; number sent
         self._reason, self._last = "stop", dict[str, Any]()
 
     def begin(self) -> Iterator[str]:

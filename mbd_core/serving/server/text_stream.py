@@ -26,8 +26,8 @@ class TextStep:
     A request that met a stop string ends with finish_reason "stop"; its tokens, log-probabilities and counts then
     include the token that completed the stop string and none after it.
 
-    piece         the new tokens; `tail`, `frame` and `weights` are those of `StepOutput`
-    texts         of each of them the text that it made certain; the step's own `text` begins with them
+    piece         the new tokens; `tail`, `frame` and `weights` mean the same as in `StepOutput`
+    texts         the text that each new token made certain; the step's own `text` begins with them
     num_forwards  forwards of its request so far
     """
 
@@ -143,8 +143,8 @@ class TextStream:
         places: "ClientPlaces | None",
         opening: "asyncio.Future[None] | None",
     ) -> None:
-        """Submit one request, and put its steps into the queue, up to its end or a stop string. `opened` is that of
-        a request for which `open` waits."""
+        """Submits one request, and puts its steps into the queue, up to its end or a stop string. `opened` is set if
+        `open` waits for the request."""
         try:
             async with nullcontext() if places is None else places.place(self._key, request.group):
                 stream = await self._open(request, places, waits=self._waits or opening is None)
@@ -165,7 +165,7 @@ class TextStream:
                 opening.set_exception(error)
 
     async def _open(self, request: Request, places: "ClientPlaces | None", *, waits: bool) -> TokenStream:
-        """The request's stream; one that `waits` asks again where the engines have no room."""
+        """The request's stream; a request that `waits` asks again while the engines have no room."""
         while True:
             try:
                 async with nullcontext() if places is None else places.opening(self._key, request.group):

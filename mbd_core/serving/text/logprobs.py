@@ -73,8 +73,8 @@ class TokenTexts:
 class ChoiceLogprobs:
     """The log-probabilities of one choice; a stream adds tokens in several pieces, which join to the same lists.
 
-    Every counted token has its entry, those of a stop string included. `text_offset` is the place in the choice's
-    text of the first character that the token completes or begins.
+    Every counted token has an entry, tokens of a stop string included. `text_offset` is the place, in the choice's
+    text, of the first character that the token completes or begins.
     """
 
     def __init__(self, texts: TokenTexts, decode: DecodeTokens, *, chat: bool) -> None:

@@ -17,13 +17,13 @@ from mbd_core.serving.tokens.stream import Asleep, EngineFailed, FairQueue, Toke
 
 T = TypeVar("T")
 
-KEPT_ROWS = 2  # one batch row of so many is kept for clients that have less than their share
-RECENT_SECONDS = 10.0  # since a client's last request, in which rows are kept for it
+KEPT_ROWS = 2  # one batch row in this many is kept for clients below their share
+RECENT_SECONDS = 10.0  # rows are kept for a client this long after its last request
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLoad:
-    """Requests that were submitted and have not ended: those that hold a batch row, and those that wait for one."""
+    """Submitted requests that have not ended: requests with a batch row, and requests that wait for a row."""
 
     running: int
     waiting: int
@@ -162,7 +162,7 @@ class AsyncEngine:
         return stream
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Run `function` on the engine, in its thread, between two steps; what it returns or raises."""
+        """Runs `function` on the engine, in its thread, between two steps; returns its result or raises its error."""
         self.check_health()
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._calls.append(_Call(function, result))
@@ -170,7 +170,7 @@ class AsyncEngine:
         return await result
 
     async def abort_all(self) -> int:
-        """End every request that runs or waits, with what it has committed and "abort"; how many."""
+        """Ends every request that runs or waits, with its committed tokens and "abort"; returns their number."""
         waiting = [stream for stream in self._streams.values() if stream.waits]
         for stream in waiting:
             self._withdraw(stream)

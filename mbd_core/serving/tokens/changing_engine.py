@@ -21,7 +21,7 @@ LOOK_SECONDS = 0.05  # between two looks at an engine whose requests are to end
 
 
 class ChangingEngine:
-    """A loaded model behind asyncio, and what it decodes with now. Its methods belong to one event loop.
+    """A loaded model behind asyncio, with its current weights and adapters. Its methods belong to one event loop.
 
     changes  the lock of a change that takes several steps
     weights  where those come from that were ordered last; `None` for the model's own
