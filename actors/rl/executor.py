@@ -313,7 +313,7 @@ def grade_part(number: int, table: pa.Table, *, isolated: bool = False) -> Numbe
 
 
 def _as_they_come(tables: Iterable[NumberedTable], order: Callable[[int, pa.Table], Any]) -> Iterator[NumberedTable]:
-    """Order a task for each table, and pass on what is done; tasks run while later tables are still being made."""
+    """Orders a task for each table and passes on finished tables; tasks run while later tables are being made."""
     waiting: list[Any] = []
     for number, table in tables:
         waiting.append(order(number, table))

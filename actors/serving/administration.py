@@ -21,7 +21,7 @@ class Administration:
     """The orders to the replicas of one model, behind their handle.
 
     Those that last are carried out one after the other, each to its end, also when the client that asked has left:
-    otherwise replicas could differ, and those that start later would know nothing of it.
+    otherwise replicas could differ, and later replicas would know nothing of it.
     """
 
     _under_way: ClassVar[set[asyncio.Task[Order]]] = set()
@@ -67,7 +67,7 @@ class Administration:
             replies = await self._handle.broadcast(method, *arguments).results_async(
                 timeout_s=ORDER_SECONDS, return_exceptions=True
             )
-        except Exception as error:  # Serve has no one type for a deployment without replicas, or for one that is late
+        except Exception as error:  # Serve has no single type for a deployment that is late or has no replicas
             if self._may_be_empty and not isinstance(error, TimeoutError):
                 return []
             raise ApiError(503, f"no replica answers: {clip(str(error))}", code="no_replica") from error
@@ -78,7 +78,7 @@ class Administration:
 
 
 def _failure(failures: list[BaseException], number: int) -> ApiError:
-    """One error for those of several replicas; what all refuse alike has changed nothing."""
+    """One error for the errors of several replicas; an order that all replicas refuse alike has changed nothing."""
     causes = [error.cause if isinstance(error, RayTaskError) else error for error in failures]
     if len(causes) == number and all(isinstance(cause, ValueError) for cause in causes):
         return ApiError(409, str(causes[0]), code="refused")

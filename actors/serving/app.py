@@ -13,11 +13,11 @@ from actors.serving.args import ServingArgs
 from actors.serving.gateway import STOP_SECONDS, Gateway
 from actors.serving.replica import engine_replicas
 
-GATEWAY_CPUS = 0.1  # it waits most of the time; what it asks for counts beside the engines' own CPUs
+GATEWAY_CPUS = 0.1  # a gateway waits most of the time, and its share comes on top of the engines' own CPUs
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The Serve application of the `args` in a Serve config file; `ValueError` for what they must not say."""
+    """The Serve application of the `args` in a Serve config file; raises `ValueError` for a forbidden field."""
     return application(ServingArgs.read(args))
 
 

@@ -47,7 +47,7 @@ class LiveContent:
 
     @classmethod
     def read(cls, values: Any) -> Self:
-        """Raises `ValueError`, one sentence, for what is no such content."""
+        """Reads the content; raises `ValueError`, in one sentence, if `values` has another form."""
         return load(cls, values, path="user_config.")
 
     def values(self) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class ModelRoute:
                 await asyncio.sleep(LIMITS_PAUSE)
 
     async def states(self, *, recent: bool) -> list[ReplicaState]:
-        """`EngineReplica.state` of each replica; of one that does not answer, why.
+        """`EngineReplica.state` of each replica; the reason for a replica that does not answer.
 
         Those who ask at once share one question to the replicas; a `recent` answer may be `RECENT_SECONDS` old.
         """
@@ -122,7 +122,7 @@ class ModelRoute:
             replies = await self.handle.broadcast("state").results_async(
                 timeout_s=STATE_SECONDS, return_exceptions=True
             )
-        except Exception as error:  # Serve has no one type for a deployment without replicas, or for one that is late
+        except Exception as error:  # Serve has no single type for a deployment that is late or has no replicas
             return [] if self.model.least_replicas == 0 else [_unreachable(error)]
         finally:
             self._states_until = time.monotonic() + RECENT_SECONDS
@@ -162,7 +162,7 @@ def add_routes(gateway: Class) -> Class:
     return gateway
 
 
-# `serve.ingress` copies the class while this module is being imported: what its methods use must stand above it.
+# `serve.ingress` copies the class while this module is being imported: names that its methods use must stand above it.
 @serve.deployment
 @serve.ingress(api)
 @add_routes
@@ -199,7 +199,8 @@ class Gateway:
     def reconfigure(self, content: dict[str, Any]) -> None:
         """Serve the models and their adapters by name; called by Serve with `GatewayContent`.
 
-        Content that cannot be taken over fails a start. Later the gateway keeps what it has, and `/health` says why.
+        Content that cannot be taken over fails a start. Later the gateway keeps its old content, and `/health` says
+        why.
         """
         try:
             adapters = GatewayContent.read(content).adapters

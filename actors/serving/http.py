@@ -24,8 +24,8 @@ KEY_LENGTH = 16
 
 
 class EventStream(StreamingResponse):
-    """An answer as server-sent events, those of a step in one piece; however the response ends, the engine drops what
-    is unfinished."""
+    """An answer as server-sent events, one piece per step. However the response ends, the engine drops the unfinished
+    rest."""
 
     def __init__(self, answer: ServedAnswer | ResponseAnswer) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -98,7 +98,7 @@ def check_query(request: Request, *, allowed: Mapping[str, str]) -> None:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The body; `ApiError` for one of more than `most` bytes, for a packed one, and for one that ends early."""
+    """The body. Raises `ApiError` if it has more than `most` bytes, is packed, or ends early."""
     packed = request.headers.get("content-encoding", "identity").strip().lower()
     if packed not in ("", "identity"):
         message = f"content-encoding: '{clip(packed)}' is not read here; send the body as it is"

@@ -2,7 +2,7 @@
 
 `build_openai_app` then deploys it behind Ray's own OpenAI ingress. That ingress parses requests with the types of vLLM
 or SGLang, and one of both must be installed for it, though nothing of them runs. This class imports neither: requests
-of Ray's types are answered in Ray's types, and those of `ray.data.llm`, plain dicts, in dicts.
+of Ray's types are answered in Ray's types, and the plain dicts of `ray.data.llm` in dicts.
 """
 
 import json

@@ -52,7 +52,7 @@ M = TypeVar("M")
 
 @dataclass(frozen=True)
 class ExportedMeasure(Generic[M]):
-    """A row: the measure's name and type, what it means, and how it is read from `M`.
+    """A row: the measure's name, its type, its meaning, and the function that reads it from `M`.
 
     read        a number; of a histogram the `RecentValues`; with a `label` a number for each of its values
     label       its tag beside `model`
@@ -270,7 +270,7 @@ MODEL_MEASURES: tuple[
 
 
 class Exporter(Generic[M]):
-    """The measures of a table; `read` says what they are now, by model."""
+    """The measures of a table; `read` gives their present values, by model."""
 
     def __init__(self, rows: Sequence[ExportedMeasure[M]], read: Callable[[], Mapping[str, M]]) -> None:
         self._read, self._series = read, [(row, _Series(row)) for row in rows]
@@ -341,5 +341,5 @@ class ExportTimer:
             try:
                 for exporter in self._exporters:
                     exporter.export()
-            except Exception:  # what is measured goes on without its measures
+            except Exception:  # the server goes on without its measures
                 log.exception("metrics could not be exported")

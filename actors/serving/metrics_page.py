@@ -1,6 +1,6 @@
 """`/metrics`: what Ray's agents export of this application, as one page of Prometheus text.
 
-It counts nothing itself: the measures are those of `actors/serving/metrics.py`, which every node's agent serves.
+It counts nothing itself: every node's agent serves the measures of `actors/serving/metrics.py`.
 """
 
 import asyncio

@@ -86,8 +86,8 @@ class EngineReplica:
     async def reconfigure(self, content: dict[str, Any]) -> None:
         """Take over `EngineContent`; called by Serve at the start, and where it has changed.
 
-        Content that cannot be taken over fails a start. Later the replica keeps what it has, and `/health` says why:
-        Serve would otherwise end replicas that serve well.
+        Content that cannot be taken over fails a start. Later the replica keeps its old content, and `/health` says
+        why: an error would make Serve end replicas that serve well.
         """
         try:
             new_content = EngineContent.read(content)
@@ -103,8 +103,8 @@ class EngineReplica:
     async def generate(
         self, request: Request, key: str = "", weights: WeightsUpdate | None = None
     ) -> AsyncIterator[StepOutput | None]:
-        """The request's steps; before them `None`, once the engine has taken it. `weights` are those that replicas
-        were ordered to decode with: one that started later takes them over now.
+        """The request's steps; before them `None`, once the engine has taken it. `weights` are the weights ordered for
+        all replicas: a replica that started later takes them over now.
 
         Raises `RequestRefused`, `TooManyRequests`, `Asleep`, and `ReplicaLost` once the engine has failed, and where
         it cannot take the weights over.
@@ -136,7 +136,7 @@ class EngineReplica:
         """Carry out an administrator's order, which every replica gets."""
         return await order.apply(self.service)
 
-    # -- what it says of itself ---------------------------------------------------------------------------------
+    # -- state and measures -------------------------------------------------------------------------------------
 
     async def limits(self) -> EngineLimits:
         """What the gateways check requests against."""
@@ -225,7 +225,7 @@ def _number(model: ModelArgs) -> dict[str, Any]:
 
 
 def _routing(model: ModelArgs) -> dict[str, Any]:
-    """Serve's options for which replica gets a request; Serve's own are those of `load`."""
+    """Serve's options that choose a request's replica; `load` takes Serve's defaults."""
     if model.routing == "load" or model.most_replicas == 1 or not model.engine.prefix_caching:
         return {}
     settings = {"page_size": model.engine.page_size or PREFIX_TOKENS, "balance": model.engine.max_rows // 2}

@@ -63,7 +63,7 @@ class PrefixRouter(RequestRouter):
     async def _loads(self, replicas: list[RunningReplica]) -> dict[str, int]:
         """Requests under way at each replica and to it. One that does not say counts as full, and is asked again.
 
-        A replica that accepts a call says how many it has, which leaves out those that are still on their way to it.
+        A replica that accepts a call says how many calls it has, without the calls still on their way to it.
         """
         loads = {replica: self.replica_queue_len_cache.get(replica.replica_id) for replica in replicas}
         silent = [replica for replica, load in loads.items() if load is None]

@@ -24,7 +24,7 @@ def replicas_wanted(
 class TokenPolicy:
     """A number of replicas that is to be had; Serve applies delays and bounds, and starts the first of none itself.
 
-    Requests are those that the engines have, and those that wait in the gateways. Serve's own count holds every call,
+    Requests are the engines' requests and the requests that wait in gateways. Serve's own count holds every call,
     so that whoever asks `/health` each second keeps the last replica from being removed: it counts only until the
     replicas have reported.
     """

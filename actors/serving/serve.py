@@ -176,7 +176,7 @@ def _drain(handle: DeploymentHandle, *, seconds: float) -> None:
 def _drain_gateways(handle: DeploymentHandle, *, seconds: float) -> int:
     """Drain every gateway for `seconds` more; how many requests are left.
 
-    A gateway that has ended has none; one that does not answer in time counts as having one.
+    An ended gateway counts as no request, a gateway that does not answer in time as one open request.
     """
     try:
         answers = handle.broadcast("drain", seconds).results(timeout_s=seconds + REPLY_SECONDS, return_exceptions=True)

@@ -36,7 +36,7 @@ class AnswerActor:
 
 
 class AnswerPool:
-    """Actors on the connected cluster. They start with the first parts; one that is lost starts again, and so does its
+    """Actors on the connected cluster. They start with the first parts. A lost actor starts again, and so does its
     part.
 
     Raises `ClusterTooSmall` if not all find room, and a `ValueError` as `PartDecoder` does.

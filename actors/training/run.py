@@ -36,8 +36,8 @@ class TrainingRun:
     `checkpoint_every` steps and after the last one; the run survives `max_failures` lost workers. `device`: what the
     workers compute on; by default a GPU each, if the cluster has any. `sharding`: how weights, gradients and optimizer
     states lie on them. `log_targets`: where its numbers go besides its folder's `losses.jsonl`; `None` is TensorBoard
-    where the first worker has it. `changes`: what differs in the recipe from the one that was named; `measuring`: what
-    the run measures of itself. `validation` names held-out data by an absolute path or a URL
+    where the first worker has it. `changes`: the fields that differ from the named recipe; `measuring`: the
+    run's measures of itself. `validation` names held-out data by an absolute path or a URL
     (`validation_at`), or a share. `sweeping` is what an engine beside it decodes.
     """
 

@@ -107,7 +107,7 @@ class _Answer:
         await self._send(message)
 
     async def end(self, *, headers: list[tuple[bytes, bytes]]) -> None:
-        """Say what is missing, where the application has ended before its answer has."""
+        """Sends the missing end if the application has ended before its answer."""
         if self._ended:
             return
         if self._refusal is not None:

@@ -16,7 +16,7 @@ from mbd_core.serving.api.errors import error_body
 HEAD_BYTES = 32 * 2**10  # of a request line and its headers, and of trailers
 NUM_HEADERS = 100  # trailers counted
 HEAD_SECONDS = 30.0  # from a request's first byte, or from the connection, to the end of its headers
-NUM_PIPELINED = 16  # requests that may follow one that is not answered yet
+NUM_PIPELINED = 16  # requests that may follow an unanswered request
 PIECE = 4096  # bytes that are parsed before they are counted
 LEAVE_SECONDS = 1.0  # in which a client that is still sending may read why it was refused
 
