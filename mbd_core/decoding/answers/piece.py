@@ -24,7 +24,7 @@ class Edit:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Neighbouring tokens of an answer, and what is known of each. `piece[a:b]` and `a + b` are those of lists.
+    """Neighbouring tokens of an answer, with the facts about each. `piece[a:b]` and `a + b` work as on lists.
 
     Where a filled token stays, forward k of a request (k = 1, 2, ...) has seen the prompt and the tokens whose step is
     less than k, and masks everywhere else. So it can be run again, and it predicts the tokens whose step is k. Where

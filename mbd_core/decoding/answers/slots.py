@@ -26,7 +26,7 @@ class FrameSlot:
     state     the name of the `SlotState` that the forward saw; "IN_CACHE" if it stored the block, which has left the
               buffer then
     tokens    the block after the forward, `None` where it is masked; positions past the request's budget are left out
-    accepted  offsets of the tokens that this forward filled; not those that the store of the block before carried
+    accepted  offsets of the tokens that this forward filled, without tokens carried by the store of the block before
     edited    offsets of the tokens that it overwrote
     """
 

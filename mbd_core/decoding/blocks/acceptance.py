@@ -112,8 +112,8 @@ def accept_m2t(
     """Mask-to-token acceptance (Alg. 5 lines 11 to 14) -> (R, N, B) bool.
 
     Open positions with confidence > `tau_R` are accepted. A slot with fewer of them than `quota_R` (`None`: 1 in every
-    row) falls back, if `gate_RN` allows, to its best `quota_R` open positions: those of highest score, or the leftmost
-    ones if `leftmost_R`. Ties go to the left.
+    row) falls back, if `gate_RN` allows, to its best `quota_R` open positions: the positions of highest score, or the
+    leftmost positions if `leftmost_R`. Ties go to the left.
     """
     confident = open_RNB & (prediction.confidence_RNB > tau_R[:, None, None])
     places_B = torch.arange(open_RNB.shape[-1], device=open_RNB.device)

@@ -1,8 +1,8 @@
 """What requests change in logits before a token is chosen: biases, bans and penalties, row by row.
 
-They change the choice alone. Confidences, scores and log-probabilities stay those of the model's own distribution, so
+They change the choice alone. Confidences, scores and log-probabilities keep the model's own distribution, so
 thresholds mean the same, and a step map can be run again. In one forward all positions of a sequence see the same
-counts: those of its prompt, and of the tokens of its answer that earlier forwards have filled, in stored blocks and in
+counts: the counts of its prompt, and of the answer's tokens that earlier forwards have filled, in stored blocks and in
 slots. So the order of positions within a forward does not matter. The changes come in this order: `logit_bias` and
 bans, the repetition penalty, then frequency and presence penalty.
 
@@ -49,7 +49,7 @@ class Adjust:
         return self.memory.min_p_R[self.rows_P]
 
     def apply(self, logits_PV: Tensor) -> Tensor:
-        """The changed logits in float32; those of a row without changes are equal to the bit."""
+        """The changed logits in float32; the logits of a row without changes are equal to the bit."""
         memory, rows_P = self.memory, self.rows_P
         holds_PK = self.position_P[:, None] < memory.until_RK[rows_P]
         bias_PK = torch.where(holds_PK, memory.bias_RK[rows_P], 0.0)
@@ -110,8 +110,8 @@ class Adjustments:
         ends: Sequence[int],
         free: int,
     ) -> None:
-        """Write a request's changes into a row. `tokens` are its prompt and what is committed behind it; at positions
-        below `free` none of `ends` is chosen."""
+        """Writes a request's changes into a row. `tokens` are its prompt and the committed tokens behind it. At
+        positions below `free` none of `ends` is chosen."""
         bans = [(token, -math.inf, free) for token in ends]
         entries = [*((token, bias, _ALWAYS) for token, bias in sampling.logit_bias), *bans]
         self._in_use[row] = True

@@ -188,8 +188,8 @@ class BlockBuffer:
 
     @property
     def asked_RNB(self) -> Tensor:
-        """The positions that a forward may fill or revise, which therefore need logits; and the first position of a
-        block whose store carries: its logits are those of the position behind the block."""
+        """The positions that need logits: a forward may fill or revise them. The first position of a block whose store
+        carries is among them, because its logits predict the position behind the block."""
         changes = self.masked_RNB | (self.settings.edits_R + self.settings.softens_R > 0)[:, None, None]
         asked_RNB = changes & self.editable_RNB & self.active_RN[..., None]
         asked_RNB[..., 0] |= self.carried_RN
@@ -197,7 +197,7 @@ class BlockBuffer:
 
     @property
     def carried_RN(self) -> Tensor:
-        """Slots whose store gives the token behind their block: of those that a forward stores, the last."""
+        """Slots whose store gives the token behind their block: the last slot that a forward stores."""
         carried_RN = (self.state_RN == _TO_CACHE) & (self.settings.carries_R[:, None] > 0)
         carried_RN[:, :-1] &= ~carried_RN[:, 1:]
         return carried_RN
@@ -316,7 +316,7 @@ class BlockBuffer:
         """DUMMY -> ACTIVE (Alg. 5 lines 4 to 8): at most one slot a row, the first DUMMY one.
 
         A row grows when its last ACTIVE block has progress > tau_add and stability > tau_stable, or when no block is
-        ACTIVE. It never grows past its buffer size (`hold_to`: or what is left of it) or its token budget, nor while a
+        ACTIVE. It never grows past its buffer size, which `hold_to` may lower, or its token budget, nor while a
         resident block has a generated EOS (Alg. 4 line 5).
         """
         settings, num_resident_R = self.settings, self.resident_RN.sum(-1)
@@ -351,7 +351,7 @@ class BlockBuffer:
     ) -> Commit:
         """Accept and revise tokens, mark final blocks TO_CACHE, remove stored ones and slide (Alg. 5 lines 10 to 25).
 
-        Work that no row needs is skipped. In `chosen` rows the host has decided what is accepted.
+        Work that no row needs is skipped. In `chosen` rows the host has decided which positions are accepted.
         """
         settings, revises = self.settings, work.revises
         stored = self.state_RN == _TO_CACHE
@@ -478,7 +478,7 @@ class BlockBuffer:
 
     def _mix_embeddings(self, active: Tensor) -> None:
         """DMax: the next forward mixes the embeddings of filled positions in `active` slots (R, N) by their
-        confidence. All other tokens are hard, also those of final blocks, so that pages hold hard tokens."""
+        confidence. All other tokens are hard, tokens of final blocks included, so that pages hold hard tokens."""
         mixed = (self.settings.softens_R[:, None] > 0) & active
         mixed = mixed[..., None] & self.editable_RNB & ~self.masked_RNB
         self.weight_RNB.copy_(torch.where(mixed, self.confidence_RNB, 1.0))

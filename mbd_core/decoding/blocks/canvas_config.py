@@ -177,7 +177,7 @@ class Canvas:
 
 
 DEFAULTS = {f.name: f.default for f in fields(Canvas)}
-# Parts that replace most of the other fields, and those that stay beside them.
+# Parts that replace most of the other fields, and the fields that stay beside them.
 ALONE = {"branches": ("tau", "forbid_eos"), "multi_block": ("block_length", "forbid_eos")}
 NEEDS_ACCEPT: dict[str, tuple[str, ...]] = {
     "steps": ("quota", "schedule", "origin", "threshold"),

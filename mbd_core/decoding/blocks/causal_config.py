@@ -18,7 +18,7 @@ CausalMethod = Literal["ar", "linear_spec", "dlm"]
 class PlannedRows:
     """How a request whose decoder plans its rows on the host lies in the cache, behind a stored prefix.
 
-    longest   positions that the rows of one forward reach behind what is stored, at most
+    longest   the most positions behind the stored tokens that the rows of one forward reach
     overhang  positions past the answer's end that its rows may reach
     seeds     known tokens that are left to the decoder's first row, because it needs the logits behind them
     store     positions of the rows that store a prefix: rows without order inside, the whole prompt as the first one;

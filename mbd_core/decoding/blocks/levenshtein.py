@@ -115,7 +115,7 @@ class EditedBlock:
         ]
 
     def _choices(self, places: Iterable[int], guesses: list[Guess], *, calm: bool) -> dict[int, int]:
-        """What the places become: their likeliest tokens, with `calm` none that is a mask or an edit."""
+        """The new tokens of the places: their likeliest tokens, with `calm` neither a mask nor an edit."""
         return {
             i: guesses[i].calm if calm and guesses[i].tokens[0] in self.ids.all else guesses[i].tokens[0]
             for i in places
@@ -154,7 +154,7 @@ class EditedBlock:
 
 class _Fluxserve(EditedBlock):
     """FluxServe's: the mask is never predicted; a schedule of `steps` says how many masks each forward fills at
-    least, besides those that edits brought; forwards after the last original mask count while none returns."""
+    least, besides the masks that edits brought; forwards after the last original mask count while none returns."""
 
     def __init__(
         self, tokens: Sequence[int], prompt_length: int, *, threshold: float, rule: Levenshtein, ids: EditTokens
@@ -198,7 +198,7 @@ class _Fluxserve(EditedBlock):
 
 class _Sglang(EditedBlock):
     """SGLang's: the mask may be predicted, and a filled position can open again; each forward fills one mask at
-    least, besides those that edits brought; forwards without original masks add up; a state that returns takes
+    least, besides the masks that edits brought; forwards without original masks add up; a state that returns takes
     another token at one position."""
 
     def __init__(

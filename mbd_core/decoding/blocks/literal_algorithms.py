@@ -6,7 +6,7 @@ score for every position of every block. The score ranks positions in the fallba
 the method says so, and else the confidence.
 
 Where the paper leaves a choice, the project's rules hold: progress counts editable positions only; if no block is
-active, the next one is activated regardless of thresholds; the forward after the one that completed a block stores it;
+active, the next block is activated regardless of thresholds; the forward after a block's completion stores the block;
 an EOS counts once its block is stored. Algorithm 4 marks a complete block TO_CACHE at once, Algorithm 5 only if all
 blocks before it are final. Both follow Algorithm 5 here, so that they share the code of a step and differ in the
 buffer alone. With T2T a forward that does not change a complete block stores it, if all blocks before it are final in
@@ -166,7 +166,7 @@ class LiteralDecoding:
         return block
 
     def carry_into(self, block: ResidentBlock) -> None:
-        """Fill the first position of the first block behind those that the last forward stored, if it is open."""
+        """Fills the first position of the first block behind the blocks stored by the last forward, if it is open."""
         if self.carried is not None and block.editable[0] and block.tokens[0] is None:
             block.tokens[0] = self.carried
 

@@ -181,7 +181,7 @@ class SpeedFront:
 def read_front(generation: Mapping[str, Any], *, block_size: int) -> SpeedFront | None:
     """The front in a `generation_config.json`, `None` if it has none.
 
-    Raises `ValueError` for one that is no front, or whose decoding the model cannot honour.
+    Raises `ValueError` if the value is no front, or if the model cannot honour a decoding in it.
     """
     front = generation.get(KEY)
     if front is None:

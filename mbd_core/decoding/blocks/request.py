@@ -20,7 +20,7 @@ class Request:
     min_tokens     no position of the answer's first `min_tokens` becomes a token that ends it
     stop_token_ids tokens that end the answer as an EOS does, and are no part of it
     logprobs       report the log-probability of every token in the forward that accepted it
-    top_logprobs   and the so many likeliest tokens' there, at most `MAX_TOPS`
+    top_logprobs   number of likeliest tokens to report beside it, at most `MAX_TOPS`
     rollout        report in which forward every token was accepted, and its log-probability there (`Piece`), so that
                    its forwards can be run again; refused where they cannot
     experts        report with the rollout which experts each forward chose; its prompt is stored anew, and every step
@@ -122,7 +122,7 @@ class Request:
         return origin + max(0, number - origin - seeds) // size * size
 
     def num_generated(self, number: int) -> int:
-        """Of the first `number` tokens of its answer, those that were not fixed."""
+        """How many of the answer's first `number` tokens were not fixed."""
         return number - sum(token is not None for token in self.template[:number])
 
     def rest_of_block(self, position: int) -> int:

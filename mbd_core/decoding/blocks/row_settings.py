@@ -73,8 +73,8 @@ class RowSettings:
     kept         how many of these blocks a busy engine leaves it: 1, or all if the request is not adaptive
     forward      forwards that the row took part in; the noise of drawn tokens depends on it
 
-    The others are fields of `DecodingConfig` and `Sampling`. The threshold of a part that is off is one that no
-    confidence exceeds, or one that every confidence exceeds.
+    The others are fields of `DecodingConfig` and `Sampling`. If a part is off, either no confidence or every
+    confidence exceeds its threshold.
     """
 
     first_block_R = Whole(_first_block)

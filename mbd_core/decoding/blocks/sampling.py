@@ -110,7 +110,7 @@ def log_probability(confidence: Tensor) -> Tensor:
 
 
 def margin(logits_PV: Tensor, vocab: Vocab) -> Tensor:
-    """The lead (P,) of the likeliest token over the second, in probability, among those that may be predicted."""
+    """The lead (P,) of the likeliest token over the second, in probability, among the tokens that may be predicted."""
     best = vocab.exclude_(logits_PV.float().softmax(-1), 0.0).topk(2, dim=-1).values
     return best[:, 0] - best[:, 1]
 
@@ -145,7 +145,7 @@ def _draw(logits_PV: Tensor, vocab: Vocab, draw: Draw, min_p_P: Tensor | None = 
 
 
 def _draw_truncated(scaled_PV: Tensor, draw: Draw) -> Tensor:
-    """A drawn token (P,) of each position, among the `top_k` likeliest, then among those that reach `top_p`."""
+    """A drawn token (P,) of each position, among the `top_k` likeliest, then among the likeliest up to `top_p`."""
     order_PV = scaled_PV.argsort(dim=-1, descending=True, stable=True)
     ranked_PV = scaled_PV.gather(-1, order_PV).softmax(dim=-1)
     rank_V = torch.arange(ranked_PV.shape[-1], device=ranked_PV.device)

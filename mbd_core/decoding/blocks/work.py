@@ -1,4 +1,4 @@
-"""Which optional parts of a step a batch needs, beside those that every step has."""
+"""The optional parts of a step that a batch needs, beside the parts of every step."""
 
 from dataclasses import dataclass, fields, replace
 
