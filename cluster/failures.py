@@ -31,7 +31,7 @@ def reason(error: BaseException) -> str:
 
 
 def task_sentence(error: RayError) -> str:
-    """What a task said of its failure: what it raised itself, if that is one of the errors that are one sentence.
+    """The task's own error message if it is a ValueError, RuntimeError or OSError; otherwise `reason(error)`.
 
     `reason` would look for the first of the errors that caused it, which the task's own sentence is about.
     """

@@ -94,8 +94,8 @@ def connect(
     start_seconds: float = START_SECONDS,
     answer_seconds: float = ANSWER_SECONDS,
 ) -> bool:
-    """Join the cluster at `address`, by default at `RAY_ADDRESS` (set inside a submitted job); without it, or at
-    "local", start one that ends with us.
+    """Joins the cluster at `address`, by default at `RAY_ADDRESS` (set inside a submitted job). Without an address, or
+    at "local", it starts a cluster that ends with this process.
 
     `worker_logs` shows what workers print. Returns whether the caller must end the connection with `ray.shutdown()`:
     a caller who was connected before must not. A cluster that was started here ends when this process does. A cluster
@@ -158,7 +158,7 @@ def _take_lines(batch: dict[str, Any]) -> None:
 
 @contextmanager
 def progress_line(task: str) -> Iterator[None]:
-    """A line on standard error while the block takes long: on a terminal one that counts, else one now and then."""
+    """A line on standard error while the block takes long: on a terminal a counting line, else a line now and then."""
     end, is_terminal = threading.Event(), sys.stderr.isatty()
     start = time.monotonic()
 
@@ -186,8 +186,8 @@ def _node_addresses() -> Iterator[str]:
 
 
 def address_to_join(given: str | None = None) -> str | None:
-    """The cluster that `connect` joins, None where it starts one; `ValueError` for an address, by default that of
-    `RAY_ADDRESS`, that names no one cluster."""
+    """The address of the cluster that `connect` joins, `None` if it starts a cluster. Raises `ValueError` if the given
+    address, by default `RAY_ADDRESS`, names no single cluster."""
     address = given or os.environ.get("RAY_ADDRESS")
     noun = "RAY_ADDRESS" if given is None else "cluster"
     return None if not address or address == "local" else _one_cluster(address, noun)
@@ -327,7 +327,7 @@ def _head(
             SEVERAL_NODES: "0",
             WORKERS_BY_UV: os.environ.get(WORKERS_BY_UV, "0"),
             "PYTHONPATH": _with_root(os.environ.get("PYTHONPATH")),
-            # A submitted job says `python`: it must be the one that runs here.
+            # A submitted job calls `python`, which must be this interpreter.
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
             **variables,
         },

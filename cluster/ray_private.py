@@ -62,7 +62,7 @@ def cluster_addresses() -> list[str]:
 
 
 def make_token() -> None:
-    """Make the token of a cluster that is yet to start, as `ray.init` does for one that it starts itself."""
+    """Makes the token of a cluster before its start, as `ray.init` does for its own cluster."""
     notice = logging.getLogger(enable_token_auth_by_default.__module__)
     level = notice.level
     notice.setLevel(logging.ERROR)  # it says that the cluster has a token, which nobody here must give

@@ -13,7 +13,7 @@ Resources = Mapping[str, float]
 
 
 class ClusterTooSmall(ValueError):
-    """The cluster has less than what is asked of it; Ray would wait for the rest for ever."""
+    """The cluster has less than a run asks for; Ray would wait for the rest for ever."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Topology:
         return sum(_times(self.bundle, node) for node in nodes)
 
     def share(self, nodes: Iterable[tuple[Resources, int]]) -> int:
-        """How much each process can have of what its node has, where that is least.
+        """The amount that each process can have of its node, on the node where this amount is least.
 
         `nodes` are their resources, and the amount of what the processes of one node share, as bytes of memory. A node
         may get as many processes as it has room for.

@@ -15,7 +15,7 @@ from mbd_core.engine.config import EngineConfig
 class Executor(Protocol):
     """A pool of engines, and processes for what follows: a Ray cluster (`actors/evaluation/sweep.py`) or this one.
 
-    postprocess  what is done with each decoded table
+    postprocess  the function that takes each decoded table
     engine       the configuration of each of its `num_engines` engines
     on_gpu       whether they run on GPUs
     cluster_cpus the CPUs of its cluster, `None` without one

@@ -55,9 +55,9 @@ class ScoredTexts:
     def ids(self, tokenizer: PreTrainedTokenizerBase, *, prefix_id: int) -> list[tuple[list[int], list[int]]]:
         """The ids of every context and its continuation, as lm-evaluation-harness divides them.
 
-        Spaces at the context's end belong to the continuation, which has the ids of both together that follow those of
-        the context. After an empty context it follows `prefix_id`. Raises `ValueError` for a chat's text with a
-        private character of the masking.
+        Spaces at the context's end belong to the continuation. Both are encoded together; the continuation has the ids
+        behind the context's ids. After an empty context it follows `prefix_id`. Raises `ValueError` for a chat's text
+        with a private character of the masking.
         """
         masking = fixed_masking(tokenizer)
         contexts = [_rendered(tokenizer, context, masking) for context in self.contexts]

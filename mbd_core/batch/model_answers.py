@@ -46,11 +46,11 @@ VERSIONS = ("mbd-cluster", "torch", "transformers")  # those on which tokens and
 class Answering:
     """Who answers and how.
 
-    `max_tokens` bounds an answer; one that does not end within them is left out, or with
-    `keep_unfinished` kept as it is. A drawn answer's seed is `sampling.seed` plus the row's number.
+    `max_tokens` bounds an answer. An answer that does not end within it is left out, or kept as it is with
+    `keep_unfinished`. A drawn answer's seed is `sampling.seed` plus the row's number.
 
-    `model` is the model as it was named, `digest` that of its files. `max_rows` is how many are decoded at once, which
-    can decide a token where a batch changes how numbers are rounded.
+    `model` is the model's name as given, `digest` the digest of its files. `max_rows` is the number of rows decoded at
+    once, which can decide a token if the batch size changes how numbers are rounded.
     """
 
     model: str

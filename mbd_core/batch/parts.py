@@ -43,8 +43,8 @@ def part_size(num_rows: int, *, max_rows: int) -> int:
 def cut(rows: Iterable[Row], *, rows_per_part: int) -> list[Part]:
     """The parts, in the order in which they are best decoded: of each model the longest prompts first.
 
-    A part has at most `rows_per_part` rows, or the rows of one problem. Long prompts first, so that what is left at
-    the end, when engines run out of parts, is short.
+    A part has at most `rows_per_part` rows, or the rows of one problem. Long prompts come first, so that the last
+    parts are short when engines run out of parts.
     """
     problems: dict[str, dict[tuple[str, str], list[Row]]] = {}
     for row in rows:
@@ -64,7 +64,7 @@ def cut(rows: Iterable[Row], *, rows_per_part: int) -> list[Part]:
 def in_turns(rows: Sequence[AnyRow]) -> list[AnyRow]:
     """The rows in the order in which they share prefixes best: the first of each prompt, then the second of each.
 
-    Requests that begin in one forward find nothing of each other in the cache; those that begin later do.
+    Requests that begin in the same forward find nothing of each other in the cache; later requests do.
     """
     turns: Counter[str] = Counter()
     places = []

@@ -49,8 +49,8 @@ class TimedCase:
 
 
 def timed_cases(rows: Sequence[Row], timing: Timing) -> list[TimedCase]:
-    """The cases of a sweep's rows: those of one model and buffer size stand together, since an engine is built for
-    them. The problems are spread evenly over the task's, so that all configurations are timed on the same ones."""
+    """The cases of a sweep's rows. Cases of one model and buffer size stand together, since they share an engine.
+    Problems are spread evenly over the task's problems, and are the same for all configurations."""
     if not timing.problems:
         return []
     groups: dict[tuple[str, str, str, str], list[Row]] = {}

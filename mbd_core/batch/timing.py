@@ -93,7 +93,7 @@ class TimedStage:
 
     def __call__(self, case: TimedCase, *, left_out: Collection[int] = ()) -> pa.Table:
         """A row (`TIMED_COLUMNS`) for every request of both runs. Requests that the model cannot serve are left out,
-        and those of the samples `left_out`.
+        and the rows of the samples `left_out`.
 
         If the engine fails, one row with the error; the engine is then closed, since its state is unknown.
         """

@@ -1,4 +1,4 @@
-"""A run of reinforcement learning as a value: what is asked, drawn and rewarded, and how the model learns of it."""
+"""A run of reinforcement learning as a value: its problems, its drawn answers, its rewards, and its learner."""
 
 import json
 from collections.abc import Mapping

@@ -56,7 +56,7 @@ class RLExecutor(Protocol):
 
 
 class LearnerLost(RuntimeError):
-    """The learner's process has ended, with what it learned since its last checkpoint."""
+    """The learner's process has ended; the progress since its last checkpoint is lost."""
 
 
 class LearnerState:

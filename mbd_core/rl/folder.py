@@ -140,7 +140,7 @@ class RunFolder(PartsFolder):
     # Numbers
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """The lines of a file of numbers; those of iterations that are not done are left out."""
+        """The lines of a file of numbers, without the lines of unfinished iterations."""
         return [line for line in self._lines(name) if line["iteration"] < self.done + (name == HELD_OUT)]
 
     def _lines(self, name: str) -> Iterator[dict[str, Any]]:

@@ -72,7 +72,7 @@ class UserFunction:
         return self._function(**{name: _argument(self.form, name, rows) for name in self._names})
 
     def rewards(self, value: Any, rows: QuestionRows) -> list[Any]:
-        """A reward for each answer of what the function returned: a number, `None`, or a text that says what it is."""
+        """A reward for each answer, from the function's result: a number, `None`, or a text that describes it."""
         if self.form != "lists":
             if self.form == "verl" and isinstance(value, Mapping) and "score" in value:
                 value = value["score"]

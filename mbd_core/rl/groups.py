@@ -53,7 +53,7 @@ class GroupConfig:
             raise ValueError(f"least_right={self.least_right} must be at most most_right={self.most_right}")
 
     def filled(self, weights: Mapping[str, float]) -> "GroupConfig":
-        """With the filters that were not given, by what is rewarded: a group is judged by that alone."""
+        """Fills in the filters that were not given, by the rewarded parts: only these parts judge a group."""
         is_own = not weights.keys() <= {CORRECT, TPF}  # a part of the user's own teaches by itself
         needs_right = self.advantages == "correct" or (CORRECT in weights and not is_own)
         needs_range = TPF in weights and not is_own
@@ -108,7 +108,7 @@ def advantages(
     answers: Sequence[RewardedAnswer], weights: Mapping[str, float], config: GroupConfig, *, seed: int
 ) -> tuple[dict[int, float], Counter[Reason]]:
     """The advantage of each answer that teaches, by its place among `answers`, and how many groups were dropped, by
-    reason. `weights` are those of the parts of the reward; `seed` is of the shuffling."""
+    reason. `weights` are the weights of the reward's parts; `seed` seeds the shuffling."""
     groups: dict[int, list[int]] = {}
     for place, answer in enumerate(answers):
         groups.setdefault(answer.group, []).append(place)

@@ -258,7 +258,7 @@ class RLRun:
     # What is written of a run
 
     def _hold_out(self, version: int, fronts: Rows) -> dict[str, float]:
-        """Sweep the held-out problems, if that is due after so many iterations and not done; its numbers."""
+        """Sweeps the held-out problems if a sweep is due after this iteration and not done; returns its numbers."""
         every, sweep = self.recipe.held_out.evaluate_every, self.plan.held_out
         is_due = sweep is not None and (version % every == 0 or version == self.recipe.iterations)
         if not is_due or any(line["iteration"] == version for line in fronts):

@@ -21,8 +21,8 @@ MOST_SHOWN = 3  # reasons for answers without a reward, in a sentence
 def rollout_numbers(
     rows: Sequence[Row], answers: Sequence[RewardedAnswer], weights: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What an iteration's rollouts are like; `rows` have their scores, and `answers` are those that were decoded, at
-    least one of them with a reward.
+    """Statistics of an iteration's rollouts. `rows` have their scores; `answers` are the decoded answers, at least one
+    of them with a reward.
 
     reward         the mean of the weighted sum; `reward_*` its parts, where they apply
     unrewarded     answers without any reward; `failed` those whose function or service failed, with its sentences
@@ -70,7 +70,7 @@ def failures_text(failures: Mapping[str, int]) -> str:
 def group_numbers(
     answers: Sequence[RewardedAnswer], dropped: Mapping[Reason, int], taught: Mapping[int, float], *, num_groups: int
 ) -> dict[str, float]:
-    """How many groups were dropped, by reason, and what is left to learn from; `even` ones teach nothing either."""
+    """How many groups were dropped, by reason, and how many are left to learn from; `even` groups teach nothing."""
     return {
         "groups": num_groups,
         **{f"groups_dropped_{reason}": dropped.get(reason, 0) for reason in REASONS},

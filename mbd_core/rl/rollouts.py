@@ -143,7 +143,7 @@ class RolloutPlan:
         return [(part.number, pa.Table.from_pylist([*part.rows], schema=ASKED_COLUMNS)) for part in parts]
 
     def _place(self, group: int) -> int:
-        """Which problem a group is about: generated ones in their order, those of a file shuffled anew each time."""
+        """A group's problem: generated problems come in order, the problems of a file are shuffled anew each time."""
         if find_task(self.recipe.rollouts.task).generate is not None:
             return group
         epoch, place = divmod(group, len(self.problems))

@@ -1,6 +1,6 @@
 """The reward of a service over HTTP, which may be busy, restart, or refuse.
 
-A busy service (408, 425, 429, 5xx) and one that gives no whole reply is asked again: after the time that its
+A busy service (408, 425, 429, 5xx), or a service without a whole reply, is asked again: after the time that its
 `Retry-After` names, else after a pause that doubles. All tries of an answer end within the patience.
 """
 
