@@ -69,7 +69,7 @@ class AnswerParts:
 
 
 class ServedAnswer:
-    """What the engine commits to one API request, in the shapes of `reply`; `close()` it, however it ends.
+    """The tokens committed to one API request, in the shapes of `reply`; the caller must `close()` it.
 
     `watch` measures the steps; `on_close` is called by `close()`, each time.
     """
@@ -93,7 +93,7 @@ class ServedAnswer:
         self._num_tokens = [len(request.committed) for request in stream.requests]  # of each choice's chunks so far
 
     def close(self) -> None:
-        """Abort what the engine has not finished."""
+        """Aborts the unfinished requests."""
         if self._watch is not None:
             self._watch.on_close()
         self._stream.close()
@@ -155,7 +155,7 @@ class ServedAnswer:
                 yield text
 
     async def event_groups(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[list[str]]:
-        """The events, those together that are there at once: a step's, whose text goes out token by token."""
+        """The events, grouped by step; a step's text goes out token by token."""
         try:
             async for chunks in self.chunks():
                 yield list(map(event, chunks))
@@ -208,7 +208,7 @@ class ServedAnswer:
         return {**chunk, "usage": usage}
 
     def _chunk_of(self, index: int, step: TextStep) -> Chunk | None:
-        """The chunk of a part of a step, `None` where it has nothing to say."""
+        """The chunk of a part of a step, `None` if the part has no content."""
         ends = step.output is not None
         logprobs = self._logprobs_of(index, step.piece) if step.piece else None
         details = self._details.of_step(step)

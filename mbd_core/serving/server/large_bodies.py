@@ -1,4 +1,4 @@
-"""Bodies that take long to parse: one at a time, and with rests, in which other clients' requests go on."""
+"""Bodies that take long to parse: they are parsed one at a time, with pauses for other clients' requests."""
 
 import asyncio
 from collections import Counter
@@ -25,7 +25,7 @@ class LargeBodies:
         self._next_parse = 0.0  # when the next may be parsed, on the clock of the loop
 
     async def parse(self, kind: type[K], body: bytes, *, client: str) -> K:
-        """The request in a body; raises as `parse`, and `TooManyRequests` where many large ones wait."""
+        """The request in a body; raises as `parse`, and `TooManyRequests` if many large bodies wait."""
         if len(body) <= LARGE_BODY:
             return parse(kind, body)
         if not has_room(self._waiting, client, 1, capacity=MOST_LARGE):

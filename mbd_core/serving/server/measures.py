@@ -101,7 +101,7 @@ class RequestWatch:
         self._arrival = self._clock()
 
     def on_model(self, name: str) -> None:
-        """It is for this model, which is served."""
+        """Counts the request for this served model."""
         self._measures = self._by_model[name]
 
     def on_accepted(self, requests: Sequence[Request]) -> None:
@@ -155,7 +155,7 @@ class RequestWatch:
             raise
 
     def on_close(self) -> None:
-        """Nobody waits for it any more; the choices that have not ended are aborted."""
+        """Counts the unfinished choices as aborted, because nobody waits for the request any more."""
         if not self._ended:
             self._ended = True
             self._measures.aborted += len(self._choices) if self._accepted else 1

@@ -115,7 +115,7 @@ class OpenAIServer:
         }
 
     async def learn_limits(self, names: Collection[str], *, seconds: float) -> None:
-        """Ask the engines of these models for their limits where they are unknown, and wait for `seconds` at most."""
+        """Asks the engines of these models for unknown limits, and waits at most `seconds`."""
         for name in names:
             if name in self._models and name not in self._routes and name not in self._learning:
                 task = asyncio.ensure_future(self._route(name))
@@ -168,7 +168,7 @@ class OpenAIServer:
         return (await self._answer(ChatRequest, body, key=key, limited=limited))[1]
 
     async def check(self, kind: type[CompletionRequest] | type[ChatRequest], body: bytes) -> None:
-        """Raise what `complete` or `chat` would raise of the body before its first token."""
+        """Raises the error that `complete` or `chat` would raise for the body before the first token."""
         api_request = parse(kind, body)
         self.model(api_request.model)
         route = await self._route(api_request.model)
@@ -255,7 +255,7 @@ class OpenAIServer:
 
 
 def served_name(name: str | None, names: Collection[str]) -> str:
-    """The model that is meant; `ApiError` for an unknown one, and where none is named of several."""
+    """The requested model. Raises `ApiError` for an unknown model, and for no name if several models are served."""
     if name is None:
         if len(names) > 1:
             why = f"several are served here; name one of {', '.join(names)}"

@@ -28,7 +28,7 @@ class ResponseAnswer:
         self._response = request.response(id=f"resp_{uuid.uuid4().hex}", created=int(time.time()))
 
     def close(self) -> None:
-        """Abort what the engine has not finished."""
+        """Aborts the unfinished request."""
         self._answer.close()
 
     async def whole(self) -> Response:

@@ -42,7 +42,7 @@ class TextStep:
     num_forwards: int = 0
 
     def by_tokens(self) -> Iterator["TextStep"]:
-        """It in parts of one token each, which join to it; the last one has its end."""
+        """The step in parts of one token each, which join to the step; the last part has its end."""
         last = len(self.piece) - 1
         if last < 1:
             yield self
@@ -131,7 +131,7 @@ class TextStream:
         return step
 
     def close(self) -> None:
-        """Abort what has not finished; the engine frees it before its next step. Does nothing after the end."""
+        """Aborts the unfinished requests; the engine frees them before its next step. Does nothing after the end."""
         self.unfinished.clear()
         for task in self._tasks:
             task.cancel()
@@ -190,7 +190,7 @@ class _AnswerText:
         self._answer = request.nothing
 
     def add(self, step: StepOutput) -> TextStep:
-        """The step's text; the request ends with it where a stop string is complete."""
+        """The step's text; a complete stop string ends the request."""
         request, output, texts = self._request, step.output, list[str]()
         num_earlier = self._text.num_tokens
         for token in step.piece.tokens:
@@ -270,7 +270,7 @@ class OpenChoices:
         self._streams: dict[TextStream, str] = {}
 
     def check(self, client: str, number: int) -> None:
-        """Raise `TooManyRequests` where a client gets no `number` choices more."""
+        """Raises `TooManyRequests` if a client gets no `number` more choices."""
         self._streams = {stream: owner for stream, owner in self._streams.items() if stream.unfinished}
         counts = self._opening.copy()
         for stream, owner in self._streams.items():

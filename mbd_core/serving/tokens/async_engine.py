@@ -67,7 +67,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Visit:
-    """What goes to the worker thread for one step."""
+    """The orders to the worker thread for one step."""
 
     calls: list[_Call] = field(default_factory=list)
     withdrawn: list[str] = field(default_factory=list)
@@ -76,7 +76,7 @@ class _Visit:
 
 @dataclass(frozen=True)
 class _Turn:
-    """What one visit to the worker thread brought back."""
+    """The results of one visit to the worker thread."""
 
     steps: list[StepOutput]
     results: list[tuple[_Call, Any]]
@@ -92,8 +92,8 @@ class AsyncEngine:
     At most `max_waiting` requests wait beside the engine's batch rows, and more only of clients that have less than
     their share (`has_room`). The clients of requests that wait take turns, and the groups of each client
     (`FairQueue`): the engine itself holds one waiting request more than it has rows. Where several clients have asked
-    lately, half of the rows is free for those that hold less than an equal share, so that a client's many long
-    answers do not make another one wait for their end.
+    lately, half of the rows is free for clients below an equal share, so that a client's many long answers do
+    not make another client wait for their end.
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int = 256) -> None:

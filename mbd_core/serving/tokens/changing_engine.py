@@ -24,7 +24,7 @@ class ChangingEngine:
     """A loaded model behind asyncio, with its current weights and adapters. Its methods belong to one event loop.
 
     changes  the lock of a change that takes several steps
-    weights  where those come from that were ordered last; `None` for the model's own
+    weights  the source of the weights ordered last; `None` for the model's own weights
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ChangingEngine:
         return Path(await asyncio.to_thread(self._fetch, name))
 
     async def _unload(self, name: str) -> None:
-        """Unload an adapter as soon as no request uses it; `ValueError` where one still does after a long time."""
+        """Unloads an adapter as soon as no request uses it; raises `ValueError` if a request uses it for too long."""
         end = asyncio.get_running_loop().time() + UNLOAD_SECONDS
         while True:
             try:

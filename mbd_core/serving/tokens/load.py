@@ -35,7 +35,7 @@ class LoadedModel:
     stored_dtype: torch.dtype
 
     def decoding(self, overrides: Mapping[str, Any]) -> DecodingConfig:
-        """The model's defaults with a request's own fields; `ValueError` for what cannot be honoured."""
+        """The model's defaults with a request's own fields; raises `ValueError` if a field cannot be honoured."""
         return decoding_config(self.defaults, overrides, block_size=self.engine.block_size)
 
     def prepare(self) -> int:
@@ -43,12 +43,12 @@ class LoadedModel:
         return self.engine.prepare(self.decoding({}))
 
     def check_health(self) -> None:
-        """Raises `RankLost` where a process of a tensor-parallel engine has ended; never waits."""
+        """Raises `RankLost` if a process of a tensor-parallel engine has ended; never waits."""
         if isinstance(self.engine, ParallelEngine):
             self.engine.check_health()
 
     def close(self) -> None:
-        """End what stands behind the engine, which serves no more; does nothing the second time."""
+        """Ends the engine's processes and threads; a second call does nothing."""
         self.engine.close()
 
     def __enter__(self) -> Self:
