@@ -122,7 +122,7 @@ class ModelArgs(EndpointArgs):
 
 @configuration(panel=CLUSTER)
 class GatewayArgs:
-    """The processes that speak HTTP, and what they grant to clients."""
+    """The processes that speak HTTP, and their limits for clients."""
 
     gateways: Annotated[int, Ge(1)] = 1
     """Processes that speak HTTP and hold the streams."""

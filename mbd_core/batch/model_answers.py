@@ -3,9 +3,9 @@
     answers.json        which model answers and how; other settings do not go on from this folder
     part_000003.jsonl   64 rows: the row's name, its prompt's digest, the answer's text, how it ended, its counts
 
-Rows keep their order. A part is decoded in one batch that shares nothing with those before it, and its file appears
-whole, so that a run that was killed has the bytes of one that was not. A last part that more rows now fill is decoded
-again, and of one that now ends earlier its first lines are taken.
+Rows keep their order. A part is decoded in one batch that shares nothing with earlier parts, and its file appears
+whole, so that a killed run has the bytes of an uninterrupted run. If the data set has grown, its last part is decoded
+again. If it has shrunk, the last part keeps its first lines.
 """
 
 import hashlib

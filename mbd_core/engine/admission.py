@@ -41,7 +41,7 @@ Code = Literal["invalid_value", "context_length_exceeded"]
 
 
 class RequestRefused(ValueError):
-    """A request that cannot be served. `field` names what is wrong in it, `code` how, in OpenAI's words."""
+    """A request that cannot be served. `field` names the wrong field, `code` the fault, in OpenAI's words."""
 
     def __init__(self, field: Field, message: str, code: Code = "invalid_value") -> None:
         super().__init__(message)

@@ -55,10 +55,10 @@ def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 class PagePool:
     """Hands out page numbers, takes them back, and finds published ones; knows no tensors and no sequences.
 
-    `host`, if there is one, keeps what is evicted.
+    `host`, if there is one, keeps evicted pages.
 
-    `lookups` counts the prefix tokens that were looked up when requests were first admitted, `hits` those of them that
-    were found. The scheduler counts them, because only it knows which lookups led to an admission.
+    `lookups` counts the prefix tokens that were looked up when requests were first admitted, `hits` the tokens found
+    among them. The scheduler counts them, because only it knows which lookups led to an admission.
     """
 
     def __init__(self, num_pages: int, host: HostPages | None = None) -> None:

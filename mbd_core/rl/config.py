@@ -23,8 +23,8 @@ RLSchedule = Literal["sync", "one-step-off"]
 class RolloutConfig:
     """What an iteration asks, and how its answers are drawn.
 
-    An iteration asks `prompts` problems, `group` times each. `decoding` holds fields beside those of the model's
-    `generation_config.json`. Log-probabilities are those of temperature 1: at another one the learner is off-policy.
+    An iteration asks `prompts` problems, `group` times each. `decoding` holds fields beside the fields of the model's
+    `generation_config.json`. Log-probabilities hold at temperature 1: at any other the learner is off-policy.
     """
 
     task: Annotated[
@@ -89,7 +89,7 @@ class RLRecipe:
                   update old then
 
     An iteration is one update: `train` has as many steps as there are iterations, a batch of all answers, and the
-    run's seed, whatever it is given. `states` and `shrink` are those of `replay_batch`.
+    run's seed, whatever it is given. `states` and `shrink` go to `replay_batch`.
     """
 
     name: Annotated[str, Flag(name=False)]
@@ -101,7 +101,7 @@ class RLRecipe:
     groups: GroupConfig = GroupConfig()
     objective: PolicyObjective = PolicyObjective()
     states: ReplayStates = "exact"
-    """The states in which answers are scored: the engine's (exact), or those of released learners."""
+    """The states in which answers are scored: the engine's states (exact), or the states of released learners."""
     shrink: Annotated[int, Ge(1)] = 1
     """Successive forwards that become one state; exact for 1."""
     train: TrainConfig
@@ -111,13 +111,13 @@ class RLRecipe:
     iterations: Annotated[int, Ge(1), Flag(panel=UPDATES)] = 30
     """Iterations."""
     most_idle: Annotated[int, Ge(0), Flag(panel=UPDATES)] = 5
-    """The run ends after so many iterations in a row that taught nothing; 0: it never does."""
+    """The run ends after this many successive iterations that taught nothing; 0: never."""
     checkpoint_every: Annotated[int, Ge(1), Flag(panel=OUTPUT)] = 1
     """Iterations between two checkpoints of the learner."""
     samples_every: Annotated[int, Ge(0), Flag(panel=OUTPUT)] = 5
     """Iterations between two pages of sample rollouts; 0: none."""
     seed: Annotated[int, Ge(0), Flag(panel=DATA)] = 0
-    """Of the problems, of what is drawn, and of the learner."""
+    """Seed of the problems, of drawn tokens, and of the learner."""
     source: str = "this project's own (docs/reference/rl.md)"
 
     def __post_init__(self) -> None:

@@ -40,8 +40,8 @@ PartTable = Literal["part", "scores"]
 
 
 def check_run(path: Path, recipe: RLRecipe, *, resume: bool) -> None:
-    """Raise `ValueError` for a folder that holds something else, for a run that is there without `resume` or not there
-    with it, for one with other settings, and for one that has done more iterations than are asked."""
+    """Raises `ValueError` if the folder holds something else, if a run is there without `resume` or missing with it,
+    and if that run has other settings or has done more iterations than `recipe` asks."""
     is_there = folder_kind(path) == KIND and (path / RECORD).is_file()
     if is_there and not resume:
         raise ValueError(f"a run already lies in {path}; go on with --resume, or choose another --run-name")

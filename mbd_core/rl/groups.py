@@ -40,13 +40,13 @@ class GroupConfig:
     least_right: Annotated[
         float | None, Ge(0), Le(1), Flag(default="0.01 where correct is rewarded, beside nothing but tpf; else 0")
     ] = None
-    """Groups are kept whose share of right answers is at least this; 0 keeps those that are all wrong."""
+    """Groups are kept whose share of right answers is at least this; 0 keeps groups without a right answer."""
     most_right: Annotated[float, Ge(0), Le(1)] = 1.0
     """And at most this; 1 keeps groups that are all right."""
     least_tpf_range: Annotated[
         float | None, Ge(0), Flag(default="0.01 where tpf is rewarded, beside nothing but correct; else 0")
     ] = None
-    """Groups are kept whose TPF differs by at least this; 0 keeps those of one TPF."""
+    """Groups are kept whose TPF differs by at least this; 0 keeps groups of equal TPF."""
 
     def __post_init__(self) -> None:
         if self.least_right is not None and self.least_right > self.most_right:

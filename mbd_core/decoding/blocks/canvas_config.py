@@ -82,7 +82,7 @@ class MultiBlock:
     cache_delay: Annotated[int | None, Ge(0), Le(MOST)] = None
     """A done block is stored this many forwards after it was done; null: nothing is stored."""
     refresh: Annotated[int | None, Ge(1), Le(MOST)] = None
-    """With a cache: every so many forwards the whole canvas is computed again (null: never)."""
+    """With a cache: the number of forwards after which the whole canvas is computed again (null: never)."""
     rule: Annotated[Literal["llada", "dream"] | None, Flag(default="the model's")] = None
     """The released rule. llada: entropy <= tau_entropy, and always the lowest. dream: entropy < tau_entropy. null:
     that of the model, by whether its logits are shifted."""
@@ -114,7 +114,7 @@ class Canvas:
     default: no bound)."""
     accept: Accept = "threshold"
     """quota: an equal share of the block in each of its steps (LLaDA). schedule: int(masked * (1 - s / t)) positions a
-    step, for times from 1 to `eps` (Dream); all `steps` forwards run, also those that accept nothing: that is the
+    step, for times from 1 to `eps` (Dream); all `steps` forwards run, even if they accept nothing, for the
     baseline's cost. origin: each position with probability 1 - s / t (Dream). threshold: all positions with confidence
     >= tau, at least the best (Fast-dLLM; ">=" as released). factor: the best n positions, for the largest n with (n +
     1)(1 - c_n) <= factor (Fast-dLLM, Sec. 3)."""

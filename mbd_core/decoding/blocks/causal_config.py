@@ -95,9 +95,9 @@ class Renoise:
     t_max: Annotated[float, Gt(0)] = 0.8
     """The temperature of a canvas's first forward."""
     t_min: Annotated[float, Gt(0)] = 0.4
-    """The one that it falls towards; it would be that of a forward after the last."""
+    """The temperature that it falls towards: a forward after the last would have it."""
     stability: Annotated[int, Ge(0), Le(MOST)] = 1
-    """A canvas may end once its likeliest tokens are those of so many forwards before."""
+    """A canvas may end once its likeliest tokens have stayed the same for this many forwards."""
     tau_entropy: Annotated[float, Ge(0)] = 0.005
     """And if the mean entropy of its positions is below this, in nats."""
 

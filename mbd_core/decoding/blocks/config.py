@@ -59,7 +59,7 @@ class Levenshtein:
     steps: Annotated[int, Ge(1), Le(MOST)] = 32
     """fluxserve: forwards over which a block's masks are spread."""
     max_post_steps: Annotated[int, Ge(0), Le(MOST)] = 16
-    """After so many forwards without a mask of the block's begin the block is resolved; 0: with the last one."""
+    """The block is resolved after this many forwards without any of its original masks; 0: with the last mask."""
     max_steps: Annotated[int, Ge(1), Le(MOST)] = 1000
     """fluxserve: the forward of a block that resolves it in any case."""
 
@@ -100,7 +100,7 @@ class DecodingConfig:
     tau_m2t: Annotated[float, Ge(0), Le(1)] = 0.95
     """A masked position becomes a token when its confidence > tau_m2t (1: only by fallback)."""
     tokens_per_step: Annotated[int, Ge(1), Le(MOST)] = 1
-    """The fallback: if fewer positions exceed tau_m2t, so many of the best are accepted."""
+    """The fallback: if fewer positions exceed tau_m2t, this number of the best is accepted."""
     fallback: Fallback = "confidence"
     """What "best" means: highest confidence, leftmost (SDAR's sequential remasking), largest lead over the second
     token, or lowest entropy (D2F's margin_confidence and neg_entropy)."""

@@ -1,4 +1,4 @@
-"""A tensor-parallel group: the processes that hold one model's shards, how they communicate, what they agree on.
+"""A tensor-parallel group: the processes that hold one model's shards, their messages and their agreements.
 
 The forward's partial sums go over the first process group (NCCL between GPUs, gloo between CPUs), or through memory
 that the GPUs share (`shared_sums.py`). Messages from rank 0 go over a second one, always gloo: they cost no device

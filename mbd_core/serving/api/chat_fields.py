@@ -179,7 +179,7 @@ class TemplateFields(Strict):
     continue_final_message: bool | None = None
     """the answer goes on within the last message, a turn of the assistant; not beside `add_generation_prompt`"""
     chat_template_kwargs: dict[str, Any] | None = None
-    """variables of the chat template, such as `enable_thinking`; `mbd.notes` names those that it has not"""
+    """variables of the chat template, such as `enable_thinking`; `mbd.notes` names the variables that it lacks"""
     reasoning_effort: ReasoningEffort | None = None
     """`reasoning_effort` of a chat template that has it, and its `enable_thinking`, which `none` turns off, unless
     `chat_template_kwargs` sets them; no effect under a template with neither, which `mbd.notes` says then"""

@@ -83,7 +83,7 @@ class WeightsUpdate(ModelOrder):
     path = "/update_weights"
 
     folder: Annotated[str, Field(min_length=1)]
-    """a model folder on every machine with a replica, or a storage URL; one that does not fit is refused (409)"""
+    """a model folder on every machine with a replica, or a storage URL; weights that do not fit are refused (409)"""
     mode: SwapMode = "preempt"
     """`preempt`: the weights take their place at once, and requests that run go on with them; `wait`: when these have
     ended, and no other begins before"""
@@ -118,7 +118,7 @@ class SleepOrder(ModelOrder):
     query = MappingProxyType({"level": "1"})
 
     requests: Literal["finish", "abort"] = "finish"
-    """those that run and wait end by themselves, or at once with what they have committed"""
+    """running and waiting requests end by themselves, or at once with their committed tokens"""
     seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = SLEEP_SECONDS
     """how long `finish` waits; 409 after it, and the server goes on"""
 

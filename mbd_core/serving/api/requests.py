@@ -84,8 +84,8 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
     """the answer ends before the first of them, of 1 to 1,024 characters each; beside a grammar also in the
     middle of its form. Not beside tools that may be called or `template`"""
     decoding: dict[str, Any] | None = None
-    """fields of `DecodingConfig`, default the model's; one that is unknown, or that the model or the server cannot
-    honour, is refused"""
+    """fields of `DecodingConfig`, default the model's; a field is refused if it is unknown, or if the model or the
+    server cannot honour it"""
     speed: SpeedShare | None = None
     """instead of `decoding`: a point of the model's measured front, 0 its most accurate, 1 its fastest; refused for a
     model without a front"""
@@ -96,7 +96,7 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
     """draw among the likeliest tokens that together reach this probability; default 1. Like `top_k` and `min_p` it has
     no effect without `temperature`, which `mbd.notes` says then"""
     top_k: TopK | None = None
-    """draw among so many likeliest tokens; default 0, all, as -1"""
+    """draw among this number of likeliest tokens; default 0, all, as -1"""
     min_p: MinP | None = None
     """draw among the tokens of at least this share of the likeliest one's probability; default 0, all"""
     seed: RequestSeed | None = None
@@ -108,11 +108,11 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
     """subtracted for each time that the answer has the token; default 0"""
     repetition_penalty: RepetitionPenalty | None = None
     """of tokens that the prompt or the answer has: a positive logit is divided by it, another multiplied; default
-    that of `generation_config.json`, else 1"""
+    the value in `generation_config.json`, else 1"""
     logit_bias: Bias | None = None
     """numbers from -100 to 100 that are added to the logits of tokens, by their ids; at most 1,024"""
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    """none of the first so many positions becomes a token that ends the answer, and no stop string is looked for in
+    """none of this number of first positions becomes a token that ends the answer, and no stop string is looked for in
     their text; default 0, at most `max_tokens`. Not beside a grammar or `template`"""
     stop_token_ids: Annotated[list[TokenId], items(MAX_STOP_IDS)] | None = None
     """tokens that end the answer as the EOS does, and are no part of it; not beside a grammar or `template`"""
@@ -280,12 +280,12 @@ class CompletionRequest(GenerationRequest, OtherCompletionFields):
     """of an answer, default: as of a chat; 0 only with `echo` and `logprobs`, where it must be given,
     as 0 or 1"""
     logprobs: NumTops | None = None
-    """each token's log-probability, and so many likeliest tokens beside it; with `echo` 0 or 1"""
+    """each token's log-probability, and this number of likeliest tokens beside it; with `echo` 0 or 1"""
     best_of: int | None = None
     """must be `n`"""
     template: Template | None = None
-    """text, and holes of so many tokens, behind the prompt, from a hole on; not beside `max_tokens`, `stop`, a
-    grammar, `t2t`, `soft`, `canvas`"""
+    """text, and holes of given lengths in tokens, behind the prompt, from a hole on; not beside `max_tokens`, `stop`,
+    a grammar, `t2t`, `soft`, `canvas`"""
     parse_special: bool | None = None
     """control tokens that the texts of `prompt` and `template` spell are control tokens, for clients that write the
     model's chat template themselves; otherwise text"""
@@ -384,7 +384,7 @@ class ChatRequest(GenerationRequest, OtherChatFields, ToolFields, TemplateFields
     logprobs: bool | None = None
     """each token's log-probability"""
     top_logprobs: NumTops | None = None
-    """so many likeliest tokens beside each; only with `logprobs`"""
+    """number of likeliest tokens beside each token; only with `logprobs`"""
     verbosity: Annotated[
         Verbosity | None,
         Ignored("ask for the length in a message, or bound it by max_tokens", silent=("medium",)),

@@ -58,7 +58,7 @@ class InputText(Strict):
     text: str
     annotations: Annotated[Any, Ignored()] = None
     logprobs: list[Any] | None = None
-    """those of an answer; changes nothing"""
+    """log-probabilities of an answer; changes nothing"""
     prompt_cache_breakpoint: Annotated[Any, Ignored()] = None
     cache_control: Annotated[Any, Ignored()] = None
 
@@ -438,7 +438,7 @@ class ResponsesRequest(OtherResponseFields):
     reasoning: ReasoningFields | None = None
     """as of a chat"""
     top_logprobs: NumTops | None = None
-    """so many likeliest tokens beside each; only with the log-probabilities"""
+    """number of likeliest tokens beside each token; only with the log-probabilities"""
     truncation: Literal["auto", "disabled"] | None = None
     """changes nothing: no item is dropped, and an input that the model does not hold is refused under either"""
 

@@ -105,7 +105,7 @@ class Measures(TypedDict):
     num_forwards: int
     """in which blocks of the request took part"""
     num_store_forwards: int
-    """of those, the ones that decoded none of its blocks"""
+    """of these forwards, the number that decoded none of its blocks"""
     num_prefill_forwards: int
     """that carried only its prompt, or repeated what a preemption undid; not in `num_forwards`"""
     queue_seconds: float
@@ -142,7 +142,7 @@ class ExpertFields(TypedDict):
     """The experts of neighbouring tokens in one forward."""
 
     forward: int
-    """its number, as in the step map; 0 for one that stored tokens alone"""
+    """its number, as in the step map; 0 for a forward that stored tokens alone"""
     start: int
     """the position of the first token, counted from the prompt's first"""
     shape: list[int]

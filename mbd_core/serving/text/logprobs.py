@@ -37,8 +37,8 @@ class CompletionLogprobs(TypedDict):
     token_logprobs: list[float | None]
     """null for the first token of a prompt that is scored"""
     top_logprobs: list[dict[str, float] | None] | None
-    """with `logprobs` above 0: so many likeliest tokens of each place, and the place's own token; with `echo` the
-    likeliest one alone"""
+    """with `logprobs` above 0: this number of likeliest tokens of each place, and the place's own token; with `echo`
+    the likeliest token alone"""
     text_offset: list[int]
     """where each token begins in the choice's text"""
 

@@ -80,11 +80,11 @@ def load_engine(
     tensor_parallel: int = 1,
     adapters: Mapping[str, Path] | None = None,
 ) -> LoadedModel:
-    """Load a Hugging Face model folder into an engine; `ValueError` names what is wrong with the folder.
+    """Loads a Hugging Face model folder into an engine; raises `ValueError` with the folder's fault.
 
     device           default: the GPU if there is one. There weights stay as stored; a CPU computes in float32
-    fp8              which weights are FP8 (`models.quantize`): the experts' or those of all layers, rounded; or, in a
-                     folder whose experts are FP8 in blocks, these as they are
+    fp8              which weights are FP8 (`models.quantize`): the weights of the experts or of all layers, rounded;
+                     or FP8 experts in blocks, as the folder has them
     tensor_parallel  processes that the model is cut among: rank r on GPU r, or all on the CPU
     adapters         the folders of LoRA adapters to load, by name; `config.max_adapters` must leave room for them
     """

@@ -1,9 +1,9 @@
 """Which replica gets a request: the one that has seen the longest part of its prompt, unless it is clearly busier.
 
-A replica's prefix cache holds the whole pages of what it has read and written. Whoever sends the requests knows which
-replica got which prompt, and remembers this here: no replica is asked. A turn of a conversation begins with the turn
-before it, so its pages are known, and it goes where they were stored. What is remembered may have left the replica's
-cache since; then the prompt is computed anew, as it would be on any other replica.
+A replica's prefix cache holds the whole pages of the text it has read and written. The sender of the requests knows
+which replica got which prompt, and remembers it here: no replica is asked. A turn of a conversation begins with the
+turn before it, so its pages are known, and it goes where they were stored. What is remembered may have left the
+replica's cache since; then the prompt is computed anew, as it would be on any other replica.
 """
 
 from collections import Counter, OrderedDict
@@ -28,7 +28,7 @@ def leading_pages(request: Request, *, page_size: int) -> list[bytes]:
 class PrefixAffinity:
     """The prefixes that each replica has seen, as far as they are remembered: `max_prefixes`, the last used ones.
 
-    balance  requests that a replica may have under way beyond those of the least loaded one and still be preferred
+    balance  requests that a replica may have beyond the least loaded replica's and still be preferred
     """
 
     def __init__(self, *, balance: int, max_prefixes: int = MAX_PREFIXES) -> None:
@@ -44,8 +44,9 @@ class PrefixAffinity:
     def choose(self, pages: Sequence[bytes], loads: Mapping[str, int]) -> str:
         """The replica for a request that begins with `pages`. `loads`: the requests each replica has under way.
 
-        Of several that have seen equally much the least loaded one; where none has, or where those that have are
-        clearly busier, the least loaded of all; of equally loaded ones that which has seen the least.
+        If several replicas have seen equally much, the least loaded of them. If none has seen any, or the replicas
+        that have are clearly busier, the least loaded of all; of equally loaded replicas the replica that has seen the
+        least.
         """
         least = min(loads.values())
         for page in reversed(pages):

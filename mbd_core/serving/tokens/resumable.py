@@ -1,4 +1,4 @@
-"""Streams that outlive the replica that serves them: what it committed is kept, another replica goes on after it.
+"""Streams that outlive the replica that serves them: its committed tokens are kept, another replica goes on.
 
 A request for the rest carries the committed tokens of the answer (`Request.committed`), so that the next engine stores
 them like a prompt and decodes from there, with the same seed and limits. What was not committed is decoded again: the
@@ -14,7 +14,7 @@ from mbd_core.decoding.answers.counts import Counts
 from mbd_core.decoding.blocks.request import Request, StepOutput
 from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost, TokenSource, TokenStream, TooManyRequests
 
-MAX_LOSSES = 3  # of one request: one that itself breaks every engine must not break them all for ever
+MAX_LOSSES = 3  # of one request: a request that breaks every engine must not go on for ever
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to find a replica, doubled each time
 
 

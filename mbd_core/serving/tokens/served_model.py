@@ -38,10 +38,10 @@ class EngineLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """`limits` are those of one engine, `num_engines` how many take the requests, at most.
+    """`limits` are the limits of one engine, `num_engines` the most engines that take the requests.
 
     adapter    the LoRA adapter that stands behind the name
-    may_grow   whether there may be fewer engines now: what they refuse waits, up to the number that all would take
+    may_grow   whether there may be fewer engines now: refused requests wait, up to the number that all would take
     """
 
     name: str

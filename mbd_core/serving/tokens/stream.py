@@ -1,4 +1,4 @@
-"""Where a request's tokens come from, the time that one may take, and the turns of those that wait."""
+"""The source of a request's tokens, the request's time limit, and the turns of waiting requests."""
 
 import asyncio
 from collections import OrderedDict, deque
@@ -80,7 +80,7 @@ class TimeLimit:
 
     @asynccontextmanager
     async def watch(self) -> AsyncIterator[None]:
-        """Cancel what is awaited inside once the time is over, and raise `RequestTimedOut`."""
+        """Cancels the awaited call inside once the time is over, and raises `RequestTimedOut`."""
         try:
             async with asyncio.timeout_at(self._end) as timeout:
                 yield
@@ -96,18 +96,18 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items by key, which is a path: a client, one of its requests, and so on. At each level those that wait take
-    turns: one whose turn is over goes behind the others there, and an empty one loses its place."""
+    """Items by key, which is a path: a client, one of its requests, and so on. At each level the branches take turns:
+    after its turn a branch goes behind the others, and an empty branch loses its place."""
 
     def __init__(self) -> None:
-        self._items: deque[T] = deque()  # those of the empty path
+        self._items: deque[T] = deque()  # items of the empty path
         self._branches: OrderedDict[str, FairQueue[T]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._items) + sum(map(len, self._branches.values()))
 
     def push(self, key: Sequence[str], item: T) -> None:
-        """Add an item behind those of its key."""
+        """Adds an item behind the other items of its key."""
         if key:
             self._branches.setdefault(key[0], FairQueue()).push(key[1:], item)
         else:
