@@ -7,7 +7,7 @@ import pytest
 from chat_rows import chat, write_rows
 from chat_templates import with_strict_template
 
-from actors.training import data as data_encoding
+from actors.training import encoding as data_encoding
 from jobs import prepare_data
 from mbd_core.checkpoint.chat import question
 from mbd_core.multitf.data import preparation as data_preparation
