@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from benchmarks.measuring import markdown, run_seconds
 from jobs.command_line import ModelName
@@ -26,6 +26,7 @@ from mbd_core.storage.folder import Folder
 
 if TYPE_CHECKING:
     from mbd_core.batch.decoding_model import DecodingModel
+    from mbd_core.batch.rows import PlannedRow
     from mbd_core.evaluation.sweep.sweep import Sweep
 
 TRIAL = 32  # problems by which the length of the run is found
@@ -155,7 +156,7 @@ def problems_in(seconds: float, *, trial: float) -> int:
     return max(TRIAL, round(TRIAL * seconds / trial))
 
 
-def decode_all(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> tuple[float, Texts]:
+def decode_all(model: DecodingModel, rows: Sequence[PlannedRow]) -> tuple[float, Texts]:
     """The seconds in which an engine decodes all rows at once, and their texts by the number of the sample."""
     from mbd_core.batch.answer_ends import generate_until
     from mbd_core.batch.decoding import sample_requests, sample_stops
@@ -196,7 +197,7 @@ def time_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Text
             executor = partial(ray_executor, sweep, num_engines=num_actors, concurrency=1)
             work.run(mirror.path, executor, stage=stage, report=write_summary)
             end = time.perf_counter()
-            texts = {row["sample"]: row["text"] for row in read_samples(mirror.path)}
+            texts = {row["sample"]: row["text"] or "" for row in read_samples(mirror.path)}
     finally:
         if is_ours:
             ray.shutdown()

@@ -13,7 +13,7 @@ import pyarrow as pa
 from mbd_core.batch.executor import Executor
 from mbd_core.batch.parts import NumberedTable, Part
 from mbd_core.batch.postprocess import Postprocess
-from mbd_core.batch.rows import DECODED_COLUMNS, PLANNED_COLUMNS, Row, with_draws
+from mbd_core.batch.rows import DECODED_COLUMNS, PLANNED_COLUMNS, PlannedRow, with_draws
 
 MOST_DEATHS = 2  # of one part, then of one sample by itself
 MOST_LOST = 4  # parts, or samples, of a model that decodes none
@@ -112,7 +112,7 @@ class DividedParts:
         return part.model in self._watch.decoding and all(row["sample"] in self._tables for row in part.rows)
 
 
-def _dead(row: Row) -> pa.Table:
+def _dead(row: PlannedRow) -> pa.Table:
     """A sample's decoded row, with the reason why it has no text."""
     return pa.Table.from_pylist([{**row, "error": DEATH_TEXT}], schema=with_draws(DECODED_COLUMNS, [row]))
 

@@ -1,10 +1,9 @@
 """Every row of a table is decoded by the engine of its model, to where its answer ends, or its texts are scored."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
 
 import pyarrow as pa
 
@@ -12,7 +11,7 @@ from mbd_core.batch.answer_ends import Stops, fit_request, generate_until
 from mbd_core.batch.decoding_model import DecodingModel, ModelRefused
 from mbd_core.batch.inputs import prompt_ids
 from mbd_core.batch.parts import in_turns
-from mbd_core.batch.rows import DECODED_COLUMNS, LIKELIHOOD, before_stop, with_draws
+from mbd_core.batch.rows import DECODED_COLUMNS, LIKELIHOOD, DecodedRow, EditCell, PlannedRow, before_stop, with_draws
 from mbd_core.batch.scoring import scores_of
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.answers.piece import Piece
@@ -29,7 +28,7 @@ class NoOutput:
     error: str
 
 
-def sample_requests(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> list[Request]:
+def sample_requests(model: DecodingModel, rows: Sequence[PlannedRow]) -> list[Request]:
     """A request for each row of `PLANNED_COLUMNS`; its id is the row's number. It asks for fewer tokens than the plan
     where the model holds no more, and the plan allows it."""
     positions = model.engine.admission.max_positions
@@ -46,15 +45,13 @@ def sample_requests(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> 
     return requests
 
 
-def sample_stops(rows: Sequence[Mapping[str, Any]]) -> Stops:
+def sample_stops(rows: Sequence[PlannedRow]) -> Stops:
     """The stop strings of each row's request, by its id."""
     return {str(row["sample"]): json.loads(row["stop"]) for row in rows}
 
 
-def _replay(answer: Piece, text: Callable[[int], str]) -> dict[str, Any]:
-    """The columns `REPLAY` of an answer."""
-    edits = [{"index": edit.index, "step": edit.step, "piece": text(edit.token)} for edit in answer.edits]
-    return {"pieces": list(map(text, answer.tokens)), "steps": list(answer.steps or ()), "edits": edits or None}
+def _edits(answer: Piece, text: Callable[[int], str]) -> list[EditCell]:
+    return [{"index": edit.index, "step": edit.step, "piece": text(edit.token)} for edit in answer.edits]
 
 
 class DecodeStage:
@@ -71,7 +68,7 @@ class DecodeStage:
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """The table (`PLANNED_COLUMNS`) with texts and counts (`DECODED_COLUMNS`)."""
-        rows = table.to_pylist()
+        rows: list[DecodedRow] = table.to_pylist()
         for name in dict.fromkeys(row["model"] for row in rows):
             self._model(name).engine.forget_prefixes()
             model_rows = [row for row in rows if row["model"] == name]
@@ -97,12 +94,12 @@ class DecodeStage:
                 raise ModelRefused(f"model '{name}': {error}") from error
         return self._model_in_use[1]
 
-    def _score(self, name: str, row: dict[str, Any]) -> None:
+    def _score(self, name: str, row: DecodedRow) -> None:
         """Add the log-likelihoods of a row's texts, as JSON, or the error. The engine is closed after any exception
         but a refusal, as `_generate` does."""
         model = self._model(name)
         try:
-            row.update(text=json.dumps(scores_of(model, row)), finish_reason="scored")
+            row["text"], row["finish_reason"] = json.dumps(scores_of(model, row)), "scored"
             return
         except ValueError as error:
             row["error"] = str(error)
@@ -112,7 +109,7 @@ class DecodeStage:
         del model
         self.close()
 
-    def _decode(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
+    def _decode(self, name: str, rows: Sequence[DecodedRow]) -> None:
         """Add text and counts to rows of one model, or the error."""
         model = self._model(name)
         tokenizer, stops = model.tokenizer, sample_stops(rows)
@@ -128,8 +125,14 @@ class DecodeStage:
                 row["error"] = result.error
             else:
                 text = before_stop(decode_text(tokenizer, result.tokens), stops[str(row["sample"])])
-                row.update(asdict(result.counts), text=text, finish_reason=result.finish_reason)
-                row.update(_replay(result.piece, token_text))
+                row["text"], row["finish_reason"] = text, result.finish_reason
+                row["num_prompt_tokens"], row["num_tokens"] = result.counts.num_prompt_tokens, result.counts.num_tokens
+                row["num_forwards"] = result.counts.num_forwards
+                row["num_store_forwards"] = result.counts.num_store_forwards
+                row["num_prefill_forwards"] = result.counts.num_prefill_forwards
+                row["pieces"] = list(map(token_text, result.tokens))
+                row["steps"] = list(result.piece.steps or ())
+                row["edits"] = _edits(result.piece, token_text) or None
 
     def _results(self, name: str, requests: Sequence[Request], stops: Stops) -> dict[str, Output | NoOutput]:
         """An output or a failure for every request, by its id."""

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from mbd_core.batch.rows import PLANNED_COLUMNS, Row, with_draws
+from mbd_core.batch.rows import PLANNED_COLUMNS, PlannedRow, with_draws
 
 NumberedTable = tuple[int, pa.Table]
 """The number of a part, and its table."""
 
-AnyRow = TypeVar("AnyRow", bound=Row)
+AnyRow = TypeVar("AnyRow", bound=PlannedRow)
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Part:
     """Some rows of a sweep's plan (`PLANNED_COLUMNS`), of one model, with all configurations of each problem."""
 
     number: int
-    rows: Sequence[Row]
+    rows: Sequence[PlannedRow]
 
     @property
     def model(self) -> str:
@@ -40,18 +40,18 @@ def part_size(num_rows: int, *, max_rows: int) -> int:
     return max(max_rows, min(4 * max_rows, -(-num_rows // 16)))
 
 
-def cut(rows: Iterable[Row], *, rows_per_part: int) -> list[Part]:
+def cut(rows: Iterable[PlannedRow], *, rows_per_part: int) -> list[Part]:
     """The parts, in the order in which they are best decoded: of each model the longest prompts first.
 
     A part has at most `rows_per_part` rows, or the rows of one problem. Long prompts come first, so that the last
     parts are short when engines run out of parts.
     """
-    problems: dict[str, dict[tuple[str, str], list[Row]]] = {}
+    problems: dict[str, dict[tuple[str, str], list[PlannedRow]]] = {}
     for row in rows:
         problems.setdefault(row["model"], {}).setdefault((row["task"], row["problem_id"]), []).append(row)
-    parts: list[list[Row]] = []
+    parts: list[list[PlannedRow]] = []
     for of_model in problems.values():
-        current: list[Row] = []
+        current: list[PlannedRow] = []
         for group in sorted(of_model.values(), key=lambda group: -len(group[0]["prompt"])):
             if current and len(current) + len(group) > rows_per_part:
                 parts.append(current)

@@ -1,49 +1,159 @@
-"""The columns of a batch's rows: as they are planned, and as they are decoded."""
+"""The rows of a batch, planned and decoded: what a type checker sees, and Arrow's columns of it.
 
+Every stage keeps the columns of its input and adds its own. A row has further columns where the batch draws tokens.
+"""
+
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from types import UnionType
+from typing import Any, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import pyarrow as pa
 
-# Every stage keeps the columns of its input and adds its own. `input` is what the model is given (`prompt_content`),
-# `stop` the strings that end an answer, as JSON; decoding lowers `max_tokens` to what a model holds where the plan
-# says `may_shorten`. A sample that cannot be decoded keeps its row, with the reason in `error`. `seconds` are an
-# endpoint's, network included; an engine's batches mix configurations, so its rows have none. Counts that an endpoint
-# does not say are null. `pieces` is each token's text, special ones included, `steps` the forward that accepted it,
-# or was the last to overwrite it, from 1, and `edits` what was overwritten, by the place of the token: the decoding,
-# to be replayed. An endpoint's rows have none, and folders of earlier versions lack them.
-
-COUNTS = ("num_prompt_tokens", "num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards")
-
-PROBLEM_COLUMNS = ("problem_id", "prompt", "reference", "entry_point")  # what a grader needs of a problem
-
-EDIT = pa.struct([("index", pa.int64()), ("step", pa.int64()), ("piece", pa.string())])
-REPLAY = (
-    pa.field("pieces", pa.list_(pa.string())),
-    pa.field("steps", pa.list_(pa.int64())),
-    pa.field("edits", pa.list_(EDIT)),
-)
-
-PLANNED_COLUMNS = pa.schema(
-    [("sample", pa.int64())]
-    + [(name, pa.string()) for name in ("model", "method", "task", *PROBLEM_COLUMNS, "config", "input", "stop")]
-    + [("max_tokens", pa.int64()), ("may_shorten", pa.bool_()), ("seed", pa.int64())]
-)
-DECODED_COLUMNS = pa.schema(
-    [*PLANNED_COLUMNS, pa.field("text", pa.string()), pa.field("finish_reason", pa.string())]
-    + [pa.field(name, pa.int64()) for name in COUNTS]
-    + [pa.field("seconds", pa.float64()), pa.field("error", pa.string()), *REPLAY]
-)
-# Of a batch that draws tokens also: an answer's number among its problem's, from 0, and how it is drawn, as JSON.
-DRAWN_COLUMNS = (pa.field("draw", pa.int64()), pa.field("sampling", pa.string()))
+from mbd_core.decoding.blocks.config import DecodingConfig
 
 LIKELIHOOD = "log-likelihood"
 """The method of rows whose texts are scored, which no decoder changes: one configuration of a model."""
 
-Row = Mapping[str, Any]
+
+class SubjectColumns(TypedDict):
+    """Which sample it is."""
+
+    sample: int
+    model: str
+    method: str
+    task: str
 
 
-def with_draws(schema: pa.Schema, rows: Sequence[Row]) -> pa.Schema:
+class ProblemColumns(TypedDict):
+    """What a grader needs of a problem."""
+
+    problem_id: str
+    prompt: str
+    reference: str
+    entry_point: str
+
+
+class ConfigColumns(TypedDict):
+    """The decoding configuration, as JSON."""
+
+    config: str
+
+
+class InputColumns(TypedDict):
+    """What the model is given (`batch/inputs.py`), and the strings that end an answer, both as JSON.
+
+    Decoding lowers `max_tokens` to what a model holds where `may_shorten` says so.
+    """
+
+    input: str
+    stop: str
+    max_tokens: int
+    may_shorten: bool
+
+
+class PlannedColumns(SubjectColumns, ProblemColumns, ConfigColumns, InputColumns):
+    """What is decoded, and the seed of the sample."""
+
+    seed: int
+
+
+class DrawnColumns(TypedDict, total=False):
+    """Of a batch that draws tokens: an answer's number among its problem's, from 0, and how it is drawn, as JSON."""
+
+    draw: int
+    sampling: str
+
+
+class PlannedRow(PlannedColumns, DrawnColumns):
+    """A sample that is to be decoded."""
+
+
+class AnswerColumns(TypedDict, total=False):
+    """The answer; nothing where a sample cannot be decoded."""
+
+    text: str | None
+    finish_reason: str | None
+
+
+class CountColumns(TypedDict, total=False):
+    """The answer's counts. Those that an endpoint does not say are null."""
+
+    num_prompt_tokens: int | None
+    num_tokens: int | None
+    num_forwards: int | None
+    num_store_forwards: int | None
+    num_prefill_forwards: int | None
+
+
+class EndColumns(TypedDict, total=False):
+    """How a request ended: an endpoint's seconds, network included, and why a sample was not decoded.
+
+    An engine's batches mix configurations, so its rows have no seconds.
+    """
+
+    seconds: float | None
+    error: str | None
+
+
+class EditCell(TypedDict):
+    """A token that was overwritten: its place in the answer, the forward that accepted it, its text."""
+
+    index: int
+    step: int
+    piece: str
+
+
+class ReplayColumns(TypedDict, total=False):
+    """The decoding, to be replayed. An endpoint's rows have none, and folders of earlier versions lack them.
+
+    pieces  each token's text, special ones included
+    steps   the forward that accepted the token, or was the last to overwrite it, from 1
+    edits   what was overwritten
+    """
+
+    pieces: list[str] | None
+    steps: list[int]
+    edits: list[EditCell] | None
+
+
+class DecodedRow(PlannedRow, AnswerColumns, CountColumns, EndColumns, ReplayColumns):
+    """A sample that was decoded, or was not, for the reason in `error`."""
+
+
+ARROW_TYPES = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_(), bytes: pa.large_binary()}
+
+
+def fields_of(columns: type) -> list[pa.Field]:
+    """Arrow's fields of the columns that a `TypedDict` names, in its order."""
+    return [pa.field(name, _arrow_type(hint)) for name, hint in get_type_hints(columns).items()]
+
+
+def _arrow_type(hint: Any) -> pa.DataType:
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = (option for option in get_args(hint) if option is not type(None))
+    if get_origin(hint) is list:
+        return pa.list_(_arrow_type(get_args(hint)[0]))
+    return pa.struct(fields_of(hint)) if is_typeddict(hint) else ARROW_TYPES[hint]
+
+
+COUNTS = tuple(CountColumns.__annotations__)
+PROBLEM_COLUMNS = tuple(ProblemColumns.__annotations__)
+DRAWN_COLUMNS = fields_of(DrawnColumns)
+REPLAY = fields_of(ReplayColumns)
+PLANNED_COLUMNS = pa.schema(fields_of(PlannedColumns))
+DECODED_COLUMNS = pa.schema(
+    [*PLANNED_COLUMNS, *fields_of(AnswerColumns), *fields_of(CountColumns), *fields_of(EndColumns), *REPLAY]
+)
+
+
+def config_text(decoding: DecodingConfig | None) -> str:
+    """A row's `config`; of an endpoint that decodes as it likes nothing."""
+    return json.dumps({} if decoding is None else asdict(decoding))
+
+
+def with_draws(schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> pa.Schema:
     """The schema of rows, which have further columns where the batch draws tokens."""
     return pa.schema([*schema, *DRAWN_COLUMNS]) if rows and "draw" in rows[0] else schema
 

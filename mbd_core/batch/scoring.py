@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from mbd_core.batch.decoding_model import DecodingModel
 from mbd_core.batch.inputs import ScoredTexts
 from mbd_core.batch.likelihood import Draws, log_likelihood
-from mbd_core.batch.rows import Row
+from mbd_core.batch.rows import DecodedRow
 from mbd_core.decoding.blocks.config import DecodingConfig, read_decoding
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.engine import Engine
 
 
-def scores_of(model: DecodingModel, row: Row) -> list[tuple[float, bool]]:
+def scores_of(model: DecodingModel, row: DecodedRow) -> list[tuple[float, bool]]:
     """Of each text that a row scores its log-likelihood in nats, and whether greedy decoding gives the same tokens;
     false where that is not asked. Raises `ValueError` for a text that the model does not hold."""
     texts = ScoredTexts.of_input(row["input"])

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mbd_core.batch.rows import Row
+from mbd_core.batch.rows import PlannedRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class TimedCase:
     are sent one at a time."""
 
     number: int
-    rows: Sequence[Row]
+    rows: Sequence[PlannedRow]
     num_alone: int
 
     @property
@@ -48,12 +48,12 @@ class TimedCase:
         return int(json.loads(self.rows[0]["config"])["buffer_size"])
 
 
-def timed_cases(rows: Sequence[Row], timing: Timing) -> list[TimedCase]:
+def timed_cases(rows: Sequence[PlannedRow], timing: Timing) -> list[TimedCase]:
     """The cases of a sweep's rows. Cases of one model and buffer size stand together, since they share an engine.
     Problems are spread evenly over the task's problems, and are the same for all configurations."""
     if not timing.problems:
         return []
-    groups: dict[tuple[str, str, str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, str, str], list[PlannedRow]] = {}
     for row in rows:
         groups.setdefault((row["model"], row["method"], row["config"], row["task"]), []).append(row)
     cases = [
@@ -64,7 +64,7 @@ def timed_cases(rows: Sequence[Row], timing: Timing) -> list[TimedCase]:
     return [replace(case, number=number) for number, case in enumerate(cases)]
 
 
-def _timed_rows(rows: Sequence[Row], timing: Timing) -> list[Row]:
+def _timed_rows(rows: Sequence[PlannedRow], timing: Timing) -> list[PlannedRow]:
     """Those that are sent one at a time, evenly spread, then the further ones, evenly spread over the rest."""
     lone_rows = spread(rows, timing.problems)
     samples = {row["sample"] for row in lone_rows}
@@ -72,7 +72,7 @@ def _timed_rows(rows: Sequence[Row], timing: Timing) -> list[Row]:
     return [*lone_rows, *spread(other_rows, timing.together - len(lone_rows))]
 
 
-def spread(rows: Sequence[Row], count: int) -> list[Row]:
+def spread(rows: Sequence[PlannedRow], count: int) -> list[PlannedRow]:
     """At most `count` rows, evenly spread."""
     count = min(count, len(rows))
     return [rows[number * len(rows) // count] for number in range(count)]

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from mbd_core.batch.answer_ends import Stops, output_at
 from mbd_core.batch.decoding import DecodingModel, ModelRefused, sample_requests, sample_stops
+from mbd_core.batch.rows import PlannedRow
 from mbd_core.batch.timed_cases import TimedCase
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.answers.piece import Piece
@@ -101,8 +102,7 @@ class TimedStage:
         try:
             rows = self._rows(model, case, left_out)
         except Exception as error:
-            of_case = {name: case.rows[0][name] for name in PLAN_COLUMNS}
-            rows = [{**of_case, "error": f"{type(error).__name__}: {error}"}]
+            rows = [{**_planned_columns(case.rows[0]), "error": f"{type(error).__name__}: {error}"}]
         if rows and "error" in rows[0]:
             del model
             self.close()
@@ -132,7 +132,7 @@ class TimedStage:
                 row, counts = problems[timed_output.output.request_id], timed_output.output.counts
                 rows.append(
                     {
-                        **{name: row[name] for name in PLAN_COLUMNS},
+                        **_planned_columns(row),
                         "run": run,
                         "concurrency": concurrency,
                         "num_tokens": counts.num_tokens,
@@ -158,6 +158,17 @@ class TimedStage:
             except ValueError as error:
                 raise ModelRefused(f"model '{name}': {error}") from error
         return self._model_in_use[1]
+
+
+def _planned_columns(row: PlannedRow) -> dict[str, str]:
+    """The columns of the plan by which timed rows are known."""
+    return {
+        "model": row["model"],
+        "method": row["method"],
+        "task": row["task"],
+        "config": row["config"],
+        "problem_id": row["problem_id"],
+    }
 
 
 def _is_served(engine: Engine, request: Request) -> bool:

@@ -30,6 +30,7 @@ from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.measures.rates import Summary, summarize
 from mbd_core.evaluation.sweep.folder import graded_sample
+from mbd_core.evaluation.sweep.graded_rows import GradedRow
 from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.log_targets import open_logs
 from mbd_core.rl.config import RLRecipe, as_recorded
@@ -47,10 +48,12 @@ from mbd_core.rl.record import (
     rollout_numbers,
 )
 from mbd_core.rl.rollouts import RolloutPlan, decided, replayed
+from mbd_core.rl.rows import ScoredRow
 from mbd_core.rl.samples import write_samples
 from mbd_core.storage.folder import Folder
 
-Rows = list[dict[str, Any]]
+Line = dict[str, Any]
+"""A line of numbers."""
 
 
 class RLRun:
@@ -131,9 +134,7 @@ class RLRun:
             )
         return self._write_model()
 
-    def _iterate(
-        self, iteration: int, waiting: Iterator[NumberedTable]
-    ) -> tuple[dict[str, Any], Iterator[NumberedTable]]:
+    def _iterate(self, iteration: int, waiting: Iterator[NumberedTable]) -> tuple[Line, Iterator[NumberedTable]]:
         """One iteration: its line of numbers, and the rollouts of the next one, which may be under way."""
         recipe, executor = self.recipe, self.executor
         began = time.perf_counter()
@@ -184,7 +185,7 @@ class RLRun:
         }
         return line, waiting
 
-    def _check_failures(self, iteration: int, rows: Rows) -> None:
+    def _check_failures(self, iteration: int, rows: Sequence[ScoredRow]) -> None:
         """Say which rewards of decoded answers failed. Where all did, the scores are removed, so that a run that goes
         on asks anew: `RewardFailed`."""
         failures = failure_texts(rows)
@@ -202,7 +203,7 @@ class RLRun:
             f"(--on-reward-error stop ends the run there): {failures_text(failures)}"
         )
 
-    def _why_idle(self, lines: Rows) -> str:
+    def _why_idle(self, lines: Sequence[Line]) -> str:
         """Why iterations taught nothing, and what changes that."""
         reasons = {reason: sum(line[f"groups_dropped_{reason}"] for line in lines) for reason in REASONS}
         even, groups = (sum(line[name] for line in lines) for name in ("groups_even", "groups"))
@@ -226,7 +227,7 @@ class RLRun:
 
         return written()
 
-    def _scored(self, iteration: int, waiting: Iterator[NumberedTable]) -> tuple[Rows, dict[str, float]]:
+    def _scored(self, iteration: int, waiting: Iterator[NumberedTable]) -> tuple[list[ScoredRow], dict[str, float]]:
         """All rollouts of an iteration with their scores, in the order of the plan; the seconds of both."""
         folder, began, in_rollouts = self.folder, time.perf_counter(), 0.0
         numbers = [number for number, _ in self.plan.parts(iteration)]
@@ -246,7 +247,7 @@ class RLRun:
 
         for number, scores in self.executor.scores(unscored()):
             folder.write(iteration, "scores", number, scores)
-        rows: Rows = []
+        rows: list[ScoredRow] = []
         for number in numbers:
             table, scores = folder.read(iteration, "part", number), folder.read(iteration, "scores", number)
             pairs = zip(table.to_pylist(), scores.to_pylist(), strict=True)
@@ -257,7 +258,7 @@ class RLRun:
 
     # What is written of a run
 
-    def _hold_out(self, version: int, fronts: Rows) -> dict[str, float]:
+    def _hold_out(self, version: int, fronts: list[Line]) -> dict[str, float]:
         """Sweeps the held-out problems if a sweep is due after this iteration and not done; returns its numbers."""
         every, sweep = self.recipe.held_out.evaluate_every, self.plan.held_out
         is_due = sweep is not None and (version % every == 0 or version == self.recipe.iterations)
@@ -265,7 +266,7 @@ class RLRun:
             return {}
         assert sweep is not None
         parts = cut(list(sweep.rows()), rows_per_part=sweep.engine.max_rows)
-        rows: dict[float, Rows] = {}
+        rows: dict[float, list[GradedRow]] = {}
         for _, table in self.executor.sweep([(part.number, part.table()) for part in parts]):
             for row in table.to_pylist():
                 rows.setdefault(json.loads(row["config"])["tau_m2t"], []).append(row)
@@ -282,7 +283,7 @@ class RLRun:
         say(f"held out after {version} iterations: {points}")
         return values
 
-    def _write_samples(self, iteration: int, rows: Rows) -> None:
+    def _write_samples(self, iteration: int, rows: Sequence[ScoredRow]) -> None:
         every = self.recipe.samples_every
         if every and (iteration % every == 0 or iteration + 1 == self.recipe.iterations):
             rewards = [total_reward(row, self.recipe.rewards.weights) if decided(row) else None for row in rows]
@@ -328,7 +329,7 @@ class RLRun:
         return path
 
 
-def rewarded_answer(row: Mapping[str, Any]) -> RewardedAnswer:
+def rewarded_answer(row: ScoredRow) -> RewardedAnswer:
     """What groups look at."""
     return RewardedAnswer(
         group=row["group"],
@@ -338,7 +339,7 @@ def rewarded_answer(row: Mapping[str, Any]) -> RewardedAnswer:
     )
 
 
-def total_reward(row: Mapping[str, Any], weights: Mapping[str, float]) -> float | None:
+def total_reward(row: ScoredRow, weights: Mapping[str, float]) -> float | None:
     """The weighted sum of the parts of a row's reward, `None` where it has none."""
     answer = rewarded_answer(row)
     return weighted_sum(answer.rewards, weights) if answer.is_rewarded else None

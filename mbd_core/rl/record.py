@@ -13,13 +13,15 @@ from mbd_core.evaluation.measures.rates import Summary
 from mbd_core.files import file_beside
 from mbd_core.multitf.run.log import COLOURS
 from mbd_core.rl.groups import REASONS, Reason, RewardedAnswer, num_even, weighted_sum
+from mbd_core.rl.rows import ScoredRow
 
-Row = Mapping[str, Any]
+Line = Mapping[str, Any]
+"""A line of numbers, or of a point of the front."""
 MOST_SHOWN = 3  # reasons for answers without a reward, in a sentence
 
 
 def rollout_numbers(
-    rows: Sequence[Row], answers: Sequence[RewardedAnswer], weights: Mapping[str, float]
+    rows: Sequence[ScoredRow], answers: Sequence[RewardedAnswer], weights: Mapping[str, float]
 ) -> dict[str, Any]:
     """Statistics of an iteration's rollouts. `rows` have their scores; `answers` are the decoded answers, at least one
     of them with a reward.
@@ -54,9 +56,9 @@ def rollout_numbers(
     }
 
 
-def failure_texts(rows: Iterable[Row]) -> dict[str, int]:
+def failure_texts(rows: Iterable[ScoredRow]) -> dict[str, int]:
     """Why answers got no reward, without the answers' names, and how many each."""
-    texts = (row["failure"].rpartition(", for an answer to ")[0] for row in rows if row.get("failure"))
+    texts = (failure.rpartition(", for an answer to ")[0] for row in rows if (failure := row.get("failure")))
     return dict(Counter(texts).most_common())
 
 
@@ -94,7 +96,7 @@ def front_line(iteration: int, threshold: float, summary: Summary) -> dict[str, 
     }
 
 
-def progress_line(line: Row, iterations: int, seconds_each: float) -> str:
+def progress_line(line: Line, iterations: int, seconds_each: float) -> str:
     """An iteration in one line."""
     left = (iterations - line["iteration"] - 1) * seconds_each
     learned = f"{line['answers_learned']} of {line['rollouts']} answers"
@@ -107,7 +109,7 @@ def progress_line(line: Row, iterations: int, seconds_each: float) -> str:
     )
 
 
-def draw_progress(lines: Sequence[Row], fronts: Sequence[Row], path: Path, *, title: str) -> None:
+def draw_progress(lines: Sequence[Line], fronts: Sequence[Line], path: Path, *, title: str) -> None:
     """Write the picture: reward and share of right answers, TPF, and the first and last held-out fronts."""
     figure = Figure(figsize=(12.0, 3.6), layout="constrained")
     FigureCanvasAgg(figure)

@@ -26,18 +26,11 @@ from mbd_core.evaluation.sweep.grading import grade_table
 from mbd_core.fields import UPDATES, Flag, Ge, Gt, configuration
 from mbd_core.rl.functions import FunctionReward
 from mbd_core.rl.parts import CORRECT, TPF, Failure, RewardFailed, RewardOutcome, failed, first_error
+from mbd_core.rl.rows import SCORES, ScoreColumns
 from mbd_core.rl.services import HttpReward, has_host, key_in
 
 FUNCTION = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_][\w.]*")
 HTTP = ("http://", "https://")
-SCORES = pa.schema(
-    [
-        *(("correct", pa.bool_()), ("overlong", pa.bool_()), ("reason", pa.string())),
-        *(("rewards", pa.string()), ("failure", pa.string())),
-    ]
-)
-"""What scoring adds to a table: the grade and its reason, whether an answer met its limit of tokens, and the parts of
-its reward as JSON, or which part failed and why."""
 
 
 @configuration(panel=UPDATES)
@@ -126,17 +119,17 @@ class Scorer:
             raise first_error(errors) from None
         return [{name: task.result()[place] for name, task in tasks.items()} for place in range(len(rows))]
 
-    def _score(self, row: Mapping[str, Any], judged: Mapping[str, RewardOutcome] | None) -> dict[str, Any]:
+    def _score(self, row: Mapping[str, Any], judged: Mapping[str, RewardOutcome] | None) -> ScoreColumns:
         overlong = row["finish_reason"] == "length"
         correct = bool(row["correct"]) and not (overlong and self._config.overlong_is_wrong)
-        score = {"correct": correct, "overlong": overlong, "reason": row["reason"], "rewards": None, "failure": None}
+        score = ScoreColumns(correct=correct, overlong=overlong, reason=row["reason"], rewards=None, failure=None)
         if judged is None:
             return score
         known = {CORRECT: float(correct), TPF: row["num_tokens"] / max(1, row["num_forwards"])}
         for name, outcome in judged.items():
             if isinstance(outcome, Failure):
-                return score | {"failure": str(failed(name, outcome, row))}
-        return score | {"rewards": json.dumps({name: {**known, **judged}[name] for name in self._config.weights})}
+                return {**score, "failure": str(failed(name, outcome, row))}
+        return {**score, "rewards": json.dumps({name: {**known, **judged}[name] for name in self._config.weights})}
 
 
 def score_table(table: pa.Table, config: RewardConfig, *, isolated: bool = False) -> pa.Table:

@@ -17,16 +17,15 @@ from torch import Tensor
 from mbd_core.batch.decoding import DecodeStage, sample_requests
 from mbd_core.batch.decoding_model import DecodingModel, ModelRefused
 from mbd_core.batch.parts import NumberedTable, cut, in_turns
-from mbd_core.batch.rows import DECODED_COLUMNS, DRAWN_COLUMNS, PLANNED_COLUMNS, PROBLEM_COLUMNS
+from mbd_core.batch.rows import config_text
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.answers.piece import ForwardExperts, Piece
 from mbd_core.decoding.blocks.config import decoding_config, read_decoding
-from mbd_core.decoding.blocks.request import Output
+from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.grid import Variant
 from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep
@@ -39,21 +38,8 @@ from mbd_core.evaluation.tasks.recipes import find_recipe
 from mbd_core.multitf.states.answer import ReplayedAnswer, replay_refused
 from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.rewards import check_judges
+from mbd_core.rl.rows import ASKED_COLUMNS, ROLLOUT_COLUMNS, AskedRow, RolloutRow
 from mbd_core.serving.tokens.load import load_engine
-
-PLACE = (pa.field("iteration", pa.int64()), pa.field("group", pa.int64()))
-ASKED_COLUMNS = pa.schema([*PLANNED_COLUMNS, *DRAWN_COLUMNS, *PLACE, pa.field("record_experts", pa.bool_())])
-EXPERT_COLUMNS = pa.struct(
-    {"forward": pa.int64(), "start": pa.int64(), "shape": pa.list_(pa.int64()), "ids": pa.large_binary()}
-)
-ROLLOUT_COLUMNS = pa.schema(
-    [*DECODED_COLUMNS, *DRAWN_COLUMNS, *PLACE, pa.field("version", pa.int64())]
-    + [pa.field(name, pa.list_(pa.int64())) for name in ("prompt_tokens", "tokens", "tail_tokens", "tail_steps")]
-    + [pa.field(name, pa.list_(pa.float64())) for name in ("logprobs", "tail_logprobs")]
-    + [pa.field("experts", pa.list_(EXPERT_COLUMNS))]
-)
-"""A rollout's row: a sweep's, with its iteration and group, the version of the weights that decoded every token of it,
-and what a replay needs beside `steps`; `experts` (`ForwardExperts.columns`) where they are recorded."""
 
 PIECE_COLUMNS = ("tokens", "steps", "logprobs")  # of `Piece`, which a replay reads
 METHOD = "rollout"
@@ -102,7 +88,7 @@ class RolloutPlan:
             recipe=recipe,
             problems=problem_set.problems,
             inputs=ask(problem_set, prompt_recipe, examples=None, max_tokens=rollouts.max_tokens),
-            config=Variant(method=METHOD, decoding=decoding).config,
+            config=config_text(decoding),
             engine=replace(engine, buffer_size=slots),
             held_out=_held_out(recipe, engine) if recipe.held_out.evaluate_every else None,
         )
@@ -114,7 +100,7 @@ class RolloutPlan:
     def parts(self, iteration: int) -> list[NumberedTable]:
         """An iteration's requests (`ASKED_COLUMNS`) in parts of whole groups, with the parts' numbers."""
         rollouts = self.recipe.rollouts
-        rows = []
+        rows: list[AskedRow] = []
         for number in range(rollouts.prompts):
             group = iteration * rollouts.prompts + number
             place = self._place(group)
@@ -128,7 +114,10 @@ class RolloutPlan:
                         "model": self.model_name,
                         "method": METHOD,
                         "task": rollouts.task,
-                        **{name: getattr(problem, name) for name in PROBLEM_COLUMNS},
+                        "problem_id": problem.problem_id,
+                        "prompt": problem.prompt,
+                        "reference": problem.reference,
+                        "entry_point": problem.entry_point,
                         "config": self.config,
                         **self.inputs.columns(place),
                         "seed": self.recipe.seed,
@@ -207,24 +196,31 @@ class RolloutEngine:
     def decode(self, table: pa.Table) -> pa.Table:
         """A part's rows as `ROLLOUT_COLUMNS`. A row that the engine refuses has the reason in `error`."""
         self.wake_up()
-        rows, engine = in_turns(table.to_pylist()), self._model.engine
+        asked: list[AskedRow] = table.to_pylist()
+        rows, engine = in_turns(asked), self._model.engine
         engine.forget_prefixes()
-        requests, admitted = [], []
-        for row, request in zip(rows, sample_requests(self._model, rows), strict=True):
-            requests.append(replace(request, rollout=True, experts=row["record_experts"]))
-            row.update(version=self.version, prompt_tokens=request.prompt, max_tokens=request.max_tokens)
+        admitted: list[Request] = []
+        decoded_rows: list[dict[str, Any]] = []
+        for row, plain_request in zip(rows, sample_requests(self._model, rows), strict=True):
+            request = replace(plain_request, rollout=True, experts=row["record_experts"])
+            columns: dict[str, Any] = {
+                "version": self.version,
+                "prompt_tokens": request.prompt,
+                "max_tokens": request.max_tokens,
+            }
             try:
-                engine.admission.check(requests[-1])
-                admitted.append(requests[-1])
+                engine.admission.check(request)
+                admitted.append(request)
             except RequestRefused as error:
-                row["error"] = str(error)
+                columns["error"] = str(error)
+            decoded_rows.append({**row, **columns})
         outputs = {output.request_id: output for output in engine.generate(admitted)}
-        for row in rows:
-            if (output := outputs.get(str(row["sample"]))) is not None:
+        for decoded_row in decoded_rows:
+            if (output := outputs.get(str(decoded_row["sample"]))) is not None:
                 text = decode_text(self._model.tokenizer, output.tokens)
-                row.update(rollout_columns(output), text=text, finish_reason=output.finish_reason)
-        rows.sort(key=lambda row: row["sample"])
-        return pa.Table.from_pylist(rows, schema=ROLLOUT_COLUMNS)
+                decoded_row.update(rollout_columns(output), text=text, finish_reason=output.finish_reason)
+        decoded_rows.sort(key=lambda row: row["sample"])
+        return pa.Table.from_pylist(decoded_rows, schema=ROLLOUT_COLUMNS)
 
     def sweep(self, table: pa.Table) -> pa.Table:
         """A part of a sweep, decoded with the weights of the moment (`DECODED_COLUMNS`)."""
@@ -268,12 +264,14 @@ def rollout_columns(output: Output) -> dict[str, Any]:
     }
 
 
-def replayed(row: Mapping[str, Any], *, advantage: float, correct: bool) -> ReplayedAnswer:
+def replayed(row: RolloutRow, *, advantage: float, correct: bool) -> ReplayedAnswer:
     """The answer in a row, as a learner takes it."""
     return ReplayedAnswer(
         prompt=tuple(row["prompt_tokens"]),
-        answer=Piece(**{name: tuple(row[name]) for name in PIECE_COLUMNS}),
-        tail=Piece(**{name: tuple(row[f"tail_{name}"]) for name in PIECE_COLUMNS}),
+        answer=Piece(tokens=tuple(row["tokens"]), steps=tuple(row["steps"]), logprobs=tuple(row["logprobs"])),
+        tail=Piece(
+            tokens=tuple(row["tail_tokens"]), steps=tuple(row["tail_steps"]), logprobs=tuple(row["tail_logprobs"])
+        ),
         experts=tuple(map(ForwardExperts.of, row.get("experts") or ())),
         decoding=read_decoding(json.loads(row["config"])),
         max_tokens=row["max_tokens"],
@@ -282,6 +280,6 @@ def replayed(row: Mapping[str, Any], *, advantage: float, correct: bool) -> Repl
     )
 
 
-def decided(row: Mapping[str, Any]) -> bool:
+def decided(row: RolloutRow) -> bool:
     """Whether a forward decided a token of the row's answer."""
     return row["error"] is None and any((*row["steps"], *row["tail_steps"]))

@@ -5,23 +5,21 @@ not in it. A frame shows the window of blocks that decided its tokens (`states/r
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mbd_core.multitf.states.replay import AnswerGrid
 from mbd_core.rl.rollouts import decided, replayed
+from mbd_core.rl.rows import RolloutRow, ScoredRow
 from mbd_core.trace.recorder import STATES
 from mbd_core.trace.replay import ReplayFrame, ReplaySide, ReplaySlot, used_tokens, write_replay
 from mbd_core.trace.traced_run import ACTIVE, DUMMY
 
-Row = Mapping[str, Any]
-
 
 def write_samples(
-    rows: Sequence[Row], rewards: Sequence[float | None], path: Path, *, decode: Callable[[int], str]
+    rows: Sequence[ScoredRow], rewards: Sequence[float | None], path: Path, *, decode: Callable[[int], str]
 ) -> None:
     """Write the page of the group whose rewards differ most; nothing where no two answers were decoded. `decode`
     returns the text of a token."""
@@ -44,7 +42,7 @@ def write_samples(
     write_replay(sides, path, title=title, note=note, texts=texts)
 
 
-def rollout_side(row: Row, *, name: str) -> ReplaySide:
+def rollout_side(row: RolloutRow, *, name: str) -> ReplaySide:
     """A rollout's frames."""
     answer = replayed(row, advantage=0.0, correct=False)
     grid = AnswerGrid.of(answer, mask_token_id=-1)

@@ -38,7 +38,7 @@ def harness_numbers(folders: Sequence[Path], keys: Sequence[ReportKey]) -> dict[
     groups: dict[tuple[str, str | None], None] = {}
     for key in keys:
         answers = [row for (subject, _, _), row in sorted(rows.items(), key=lambda item: item[0][2]) if subject == key]
-        grades = [json.loads(row["detail"]) for row in answers if (row["detail"] or "").startswith("{")]
+        grades = [json.loads(detail) for row in answers if (detail := row["detail"] or "").startswith("{")]
         if grades:
             reference = json.loads(answers[0]["reference"])
             include = reference["include"]

@@ -24,7 +24,7 @@ from mbd_core.batch.rows import COUNTS, LIKELIHOOD
 from mbd_core.evaluation.measures.rates import RULES, GradedSample, SampleCounts
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT
-from mbd_core.evaluation.sweep.graded_rows import ISOLATION
+from mbd_core.evaluation.sweep.graded_rows import ISOLATION, GradedRow
 from mbd_core.evaluation.sweep.record import SweepRecord, difference
 from mbd_core.evaluation.tasks.benchmarks import TASKS
 from mbd_core.evaluation.tasks.kinds.harness import HARNESS_PREFIX
@@ -315,7 +315,7 @@ def read_report(folder: Path) -> dict[str, Any]:
     return content
 
 
-def read_samples(folder: Path, *, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+def read_samples(folder: Path, *, columns: Sequence[str] | None = None) -> Iterator[GradedRow]:
     """A sweep's samples as rows of `GRADED_COLUMNS`, or some of them; `ValueError` if no sweep lies there."""
     for path in part_files(folder):
         if columns is None:
@@ -410,17 +410,26 @@ def _group_of(samples: list[GradedSample]) -> list[GradedSample]:
     return [replace(sample, is_bare=False) for sample in samples]
 
 
-def graded_sample(row: dict[str, Any]) -> GradedSample:
+def graded_sample(row: GradedRow) -> GradedSample:
     """The sample of a row of `GRADED_COLUMNS`."""
     counts = None
     if row["error"] is None:
-        counts = SampleCounts(**{name: row[name] for name in COUNTS})
+        counts = SampleCounts(
+            num_prompt_tokens=row["num_prompt_tokens"],
+            num_tokens=row["num_tokens"],
+            num_forwards=row["num_forwards"],
+            num_store_forwards=row["num_store_forwards"],
+            num_prefill_forwards=row["num_prefill_forwards"],
+        )
     return GradedSample(
         problem=row["problem_id"],
         correct=row["correct"],
         counts=counts,
         cut=row["finish_reason"] == "length",
-        **{f"{rule}_correct": row[f"{rule}_correct"] for rule in RULES},
+        strict_correct=row["strict_correct"],
+        flexible_correct=row["flexible_correct"],
+        base_correct=row["base_correct"],
+        plus_correct=row["plus_correct"],
         is_bare=row["method"] in (ENDPOINT_DEFAULT, LIKELIHOOD) and row["num_forwards"] is None,
         seed=row["seed"],
         draw=row.get("draw"),

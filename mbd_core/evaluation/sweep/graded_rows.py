@@ -1,24 +1,44 @@
-"""The columns of a sweep's samples after grading."""
+"""The rows of a sweep after grading: what a type checker sees, and Arrow's columns of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
 import pyarrow as pa
 
-from mbd_core.batch.rows import DECODED_COLUMNS, DRAWN_COLUMNS, Row
+from mbd_core.batch.rows import DECODED_COLUMNS, DecodedRow, fields_of, with_draws
 
 ISOLATION = b"mbd-isolation"  # of a graded part's metadata: how its programs were contained, where any ran
 
-GRADED_COLUMNS = pa.schema(
-    [*DECODED_COLUMNS, pa.field("correct", pa.bool_())]
-    + [pa.field(name, pa.string()) for name in ("reason", "detail", "strict", "flexible")]
-    + [pa.field(f"{name}_correct", pa.bool_()) for name in ("strict", "flexible", "base", "plus")]
-)
 
-VOTE = pa.field("vote", pa.string())
-"""Of a sweep that draws tokens: the answer that stands for all that the grader takes as equal to it."""
+class GradeColumns(TypedDict, total=False):
+    """The grade (`Grade`); `correct` is false of a sample that was not decoded."""
+
+    correct: bool
+    reason: str | None
+    detail: str | None
+    strict: str | None
+    flexible: str | None
+    strict_correct: bool | None
+    flexible_correct: bool | None
+    base_correct: bool | None
+    plus_correct: bool | None
 
 
-def graded_schema(rows: Sequence[Row]) -> pa.Schema:
+class VoteColumns(TypedDict, total=False):
+    """Of a sweep that draws tokens: the answer that stands for all that the grader takes as equal to it."""
+
+    vote: str | None
+
+
+class GradedRow(DecodedRow, GradeColumns, VoteColumns):
+    """A graded sample."""
+
+
+GRADED_COLUMNS = pa.schema([*DECODED_COLUMNS, *fields_of(GradeColumns)])
+(VOTE,) = fields_of(VoteColumns)
+
+
+def graded_schema(rows: Sequence[Mapping[str, Any]]) -> pa.Schema:
     """The schema of graded rows, which have further columns where the sweep draws tokens."""
-    is_drawn = bool(rows) and "draw" in rows[0]
-    return pa.schema([*GRADED_COLUMNS, *DRAWN_COLUMNS, VOTE]) if is_drawn else GRADED_COLUMNS
+    drawn_schema = with_draws(GRADED_COLUMNS, rows)
+    return drawn_schema if drawn_schema is GRADED_COLUMNS else pa.schema([*drawn_schema, VOTE])

@@ -5,12 +5,12 @@ the value of every method in which it has a meaning.
 """
 
 import itertools
-import json
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from mbd_core.batch.rows import config_text
 from mbd_core.decoding.blocks.config import CANVAS_FIELDS, CAUSAL_FIELDS, DecodingConfig, decoding_config
 from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, SINGLE, MethodFields
 from mbd_core.json_text import merge_paths, parse_json
@@ -47,7 +47,7 @@ class Variant:
     @property
     def config(self) -> str:
         """The configuration as JSON."""
-        return json.dumps({} if self.decoding is None else asdict(self.decoding))
+        return config_text(self.decoding)
 
 
 def parse_grid(text: str) -> Grid:

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any, Self
 
 from mbd_core.batch.parts import Part
-from mbd_core.batch.rows import LIKELIHOOD, Row
+from mbd_core.batch.rows import LIKELIHOOD, PlannedRow
 from mbd_core.batch.timed_cases import Timing, timed_cases
 from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
@@ -81,7 +81,7 @@ class SweepRecord:
         return cls(**{**content, "shard": SweepShard(**content["shard"]), "timing": Timing(**content["timing"])})
 
 
-def plan_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
+def plan_of(sweep: Sweep, rows: Sequence[PlannedRow]) -> dict[str, Any]:
     """What decides the rows of a sweep; `rows` are all its rows."""
     return {
         "models": {name: model_digest(model_folder(folder)) for name, folder in sweep.models.items()}
@@ -109,7 +109,7 @@ def plan_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _problems_digest(rows: Sequence[Row], task: str) -> str:
+def _problems_digest(rows: Sequence[PlannedRow], task: str) -> str:
     """A hash of a task's problems as they are asked: what the rows of one configuration hold, but for `SAMPLE_KEY`."""
     first = next(row for row in rows if row["task"] == task)
     digest = hashlib.sha256()
@@ -122,7 +122,7 @@ def _problems_digest(rows: Sequence[Row], task: str) -> str:
 
 def record_of(
     sweep: Sweep,
-    rows: Sequence[Row],
+    rows: Sequence[PlannedRow],
     parts: Sequence[Part],
     *,
     shard: SweepShard,
@@ -140,7 +140,7 @@ def record_of(
     )
 
 
-def timed_rows(sweep: Sweep, rows: Sequence[Row]) -> list[Row]:
+def timed_rows(sweep: Sweep, rows: Sequence[PlannedRow]) -> list[PlannedRow]:
     """The rows of which some are timed: those that engines decode here."""
     rows_here = [row for row in rows if row["model"] in sweep.models and row["method"] != LIKELIHOOD]
     return [row for row in rows_here if row.get("draw", 0) == 0]

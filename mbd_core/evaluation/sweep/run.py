@@ -21,7 +21,7 @@ from mbd_core.batch.deaths import DEATH_TEXT, decode_parts
 from mbd_core.batch.decoding_model import ModelRefused
 from mbd_core.batch.executor import Executor, ExecutorFailed
 from mbd_core.batch.parts import NumberedTable, Part, cut, part_size
-from mbd_core.batch.rows import Row
+from mbd_core.batch.rows import PlannedRow
 from mbd_core.batch.timed_cases import TimedCase, Timing, timed_cases
 from mbd_core.evaluation.sweep.endpoint import EndpointLost, EndpointStage
 from mbd_core.evaluation.sweep.folder import FAILURE, SweepFolder, is_computed, read_samples
@@ -268,7 +268,7 @@ class SweepProgress:
         return rows * (self._clock() - self._start) / self._num_done
 
 
-def _subject(row: Row) -> ProgressSubject:
+def _subject(row: PlannedRow) -> ProgressSubject:
     return (row["model"], row["task"])
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mbd_core.batch.rows import LIKELIHOOD, PROBLEM_COLUMNS
+from mbd_core.batch.rows import LIKELIHOOD, DrawnColumns, PlannedRow
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.sampling_config import Sampling
@@ -67,7 +67,7 @@ class Sweep:
         """The configurations of a model on a task: that of log-likelihoods, or all others."""
         return [variant for variant in self.variants[model] if (variant.method == LIKELIHOOD) == task.inputs.scores]
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[PlannedRow]:
         """One row for each sample (`PLANNED_COLUMNS`), ordered by model, problem, configuration and draw."""
         sample = 0
         for model, task in itertools.product(self.variants, self.tasks):
@@ -79,7 +79,10 @@ class Sweep:
                         "model": model,
                         "method": variant.method,
                         "task": task.name,
-                        **{name: getattr(problem, name) for name in PROBLEM_COLUMNS},
+                        "problem_id": problem.problem_id,
+                        "prompt": problem.prompt,
+                        "reference": problem.reference,
+                        "entry_point": problem.entry_point,
                         "config": variant.config,
                         **task.inputs.columns(number),
                         "seed": self.seed,
@@ -87,7 +90,7 @@ class Sweep:
                     }
                     sample += 1
 
-    def _draw_fields(self, task: str, problem: str, config: str, draw: int) -> dict[str, Any]:
+    def _draw_fields(self, task: str, problem: str, config: str, draw: int) -> DrawnColumns:
         """The columns `DRAWN_COLUMNS` of a row: its noise depends on what it is, not on what stands beside it."""
         if not self.sampling.draws:
             return {}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mbd_core.batch.rows import InputColumns
 from mbd_core.evaluation.tasks.kinds.task import Problem, Task
 from mbd_core.evaluation.tasks.problems import ProblemSet
 from mbd_core.evaluation.tasks.prompts import FewShotExample, choose_examples, load_examples, prompt_content
@@ -31,7 +32,7 @@ class TaskInputs:
     scores: bool = False
     """Whether the inputs are texts to score (`ScoredTexts`), and nothing is decoded."""
 
-    def columns(self, number: int) -> dict[str, Any]:
+    def columns(self, number: int) -> InputColumns:
         """The planned columns of a problem that concern its prompt and its end."""
         return {
             "input": self.inputs[number],

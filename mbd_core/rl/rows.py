@@ -1,0 +1,95 @@
+"""The rows of rollouts, as they are asked, decoded and scored: what a type checker sees, and Arrow's columns of it."""
+
+from typing import TypedDict
+
+import pyarrow as pa
+
+from mbd_core.batch.rows import (
+    DECODED_COLUMNS,
+    DRAWN_COLUMNS,
+    PLANNED_COLUMNS,
+    AnswerColumns,
+    EndColumns,
+    PlannedRow,
+    ReplayColumns,
+    fields_of,
+)
+
+
+class PlaceColumns(TypedDict):
+    """The iteration that asks, and the group: all answers to one prompt."""
+
+    iteration: int
+    group: int
+
+
+class RecordColumns(TypedDict):
+    """Whether the experts that tokens go to are recorded."""
+
+    record_experts: bool
+
+
+class AskedRow(PlannedRow, PlaceColumns, RecordColumns):
+    """A rollout that an iteration asks for."""
+
+
+class EngineCountColumns(TypedDict, total=False):
+    """The answer's counts (`CountColumns`), all of which an engine says."""
+
+    num_prompt_tokens: int
+    num_tokens: int
+    num_forwards: int
+    num_store_forwards: int
+    num_prefill_forwards: int
+
+
+class ExpertCell(TypedDict):
+    """`ForwardExperts.columns`."""
+
+    forward: int
+    start: int
+    shape: list[int]
+    ids: bytes
+
+
+class RolloutColumns(TypedDict, total=False):
+    """What a replay needs beside `steps`, and the version of the weights that decoded every token.
+
+    experts  where they are recorded
+    """
+
+    version: int
+    prompt_tokens: list[int]
+    tokens: list[int]
+    tail_tokens: list[int]
+    tail_steps: list[int]
+    logprobs: list[float]
+    tail_logprobs: list[float]
+    experts: list[ExpertCell] | None
+
+
+class RolloutRow(
+    PlannedRow, AnswerColumns, EngineCountColumns, EndColumns, ReplayColumns, PlaceColumns, RolloutColumns
+):
+    """A rollout that was decoded, or was not, for the reason in `error`."""
+
+
+class ScoreColumns(TypedDict):
+    """What scoring adds: the grade and its reason, whether an answer met its limit of tokens, and the parts of its
+    reward as JSON, or which part failed and why."""
+
+    correct: bool
+    overlong: bool
+    reason: str | None
+    rewards: str | None
+    failure: str | None
+
+
+class ScoredRow(RolloutRow, ScoreColumns):
+    """A rollout with its scores."""
+
+
+PLACE = fields_of(PlaceColumns)
+ASKED_COLUMNS = pa.schema([*PLANNED_COLUMNS, *DRAWN_COLUMNS, *PLACE, *fields_of(RecordColumns)])
+ROLLOUT_COLUMNS = pa.schema([*DECODED_COLUMNS, *DRAWN_COLUMNS, *PLACE, *fields_of(RolloutColumns)])
+SCORES = pa.schema(fields_of(ScoreColumns))
