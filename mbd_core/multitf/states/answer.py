@@ -75,8 +75,7 @@ class ReplayedAnswer:
         if number < self.max_tokens and end % size:
             raise ValueError(
                 f"the rollout ends {end % size} tokens into a block of {size}, before max_tokens={self.max_tokens}: "
-                "its tail, which the others of that block have seen, is missing; keep it (tail_tokens, tail_steps, "
-                "tail_logprobs)"
+                "its tail, which the others of that block have seen, is missing; keep it (tail)"
             )
 
     @property
