@@ -9,9 +9,9 @@ EXPERIMENT/           of one experiment: sweeps/seed-SEED, the evaluations; rows
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from mbd_core.fields import DATA, DECODING, MODEL, Flag, Ge, configuration
+from mbd_core.fields import DATA, DECODING, MODEL, Flag, Ge, configuration, load
 from mbd_core.files import write_json
 from mbd_core.multitf.data.prepared import TinyData
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened, with_fitted_noise
@@ -134,12 +134,11 @@ def read_plan(folder: Path) -> StudyPlan:
     """The plan of the study in a folder; `ValueError` if none lies there."""
     path = folder / RECORD
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        lists = {name: tuple(content[name]) for name in ("seeds", "taus", "buffers")}
-        return StudyPlan(**{**content, **lists})
+        plan: StudyPlan = load(StudyPlan, json.loads(path.read_text(encoding="utf-8")), noun="field")
+        return plan
     except OSError as error:
         raise ValueError(f"{folder} holds no study: {RECORD} cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} was not written by this version of the project: {error}") from None
 
 

@@ -22,6 +22,7 @@ from mbd_core.serving.api.openapi import ROUTES, ApiRoute, openapi_document
 from mbd_core.serving.api.parsing import Ignored, Only, Strict
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from mbd_core.serving.api.responses import ResponsesRequest
+from mbd_core.tables import Table, markdown
 
 TABLE = re.compile(r"<!-- (?!end)([\w ,]+) -->\n.*?<!-- end -->\n", re.DOTALL)
 MOST_INLINE = 4  # members of a small object
@@ -74,7 +75,8 @@ class Tables:
 
     def table(self, names: Sequence[str]) -> str:
         """One table of these objects."""
-        return _table(*self.columns(names))
+        heads, rows = self.columns(names)
+        return markdown([Table(columns=heads, rows=[*rows])])
 
     def columns(self, names: Sequence[str]) -> tuple[Sequence[str], Iterable[Sequence[str]]]:
         """The heads and rows of that table."""
@@ -146,11 +148,6 @@ class Tables:
                 most = schema["exclusiveMaximum"] - 1
             return kind + _range(schema.get("minimum"), most, "")
         return kind
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = (head, ["---"] * len(head), *rows)
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def _route_row(route: ApiRoute) -> tuple[str, ...]:
