@@ -8,13 +8,13 @@ from ray.train import TrainingFailedError, WorkerGroupError
 
 from cluster.local import ray_lines
 
-CLUSTER_FAILURES = (RayError, TrainingFailedError, SystemException)  # what `fit` and Ray Data raise
+CLUSTER_FAILURES = (RayError, TrainingFailedError, SystemException)  # the errors of `fit` and Ray Data
 CAUSE_LINE = "\nThe above exception was the direct cause of the following exception:"
 MAX_REASON = 300
 
 
 def failure_text(error: BaseException) -> str:
-    """The error's traceback, with the workers' own in it, and what workers and Ray wrote to standard error last."""
+    """The error's traceback, with the workers' tracebacks, and the last lines of standard error of workers and Ray."""
     text, lines = "".join(traceback.format_exception(error)), ray_lines()
     return f"{text}\nWhat workers and Ray wrote last:\n{lines}" if lines else text
 

@@ -144,7 +144,7 @@ def ray_lines() -> str:
 
 
 def _print_own_lines() -> None:
-    """From now on what workers print to standard output is printed as it is, and the rest is kept for `ray_lines`."""
+    """From now on prints the workers' standard output unchanged, and keeps their other lines for `ray_lines`."""
     handle_worker_lines(_take_lines)
 
 

@@ -1,4 +1,4 @@
-"""How a job is stopped: by one signal, after which it clears away undisturbed."""
+"""A job's stop: one signal, after which the job cleans up undisturbed."""
 
 import signal
 

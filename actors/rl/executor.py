@@ -189,7 +189,7 @@ class RayRLExecutor:
         self._learners: list[ActorHandle[LearnerActor]] = []
 
     def _room(self, topology: Topology, place: int) -> dict[str, Any]:
-        """Ray's options for where one process lies."""
+        """Ray's options that place one process."""
         if self._group is None:
             return {"num_cpus": topology.num_cpus, "num_gpus": topology.num_gpus}
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)

@@ -14,7 +14,8 @@ from mbd_core.serving.api.errors import ApiError, clip
 from mbd_core.serving.api.orders import ModelOrder, Standing
 from mbd_core.serving.api.shapes import Order, ReplicaState
 
-ORDER_SECONDS = 3900.0  # for all replicas to carry out an order: longer than the longest wait that one can ask for
+# for all replicas to carry out an order: longer than the longest wait that an order can ask for
+ORDER_SECONDS = 3900.0
 
 
 class Administration:
@@ -54,7 +55,7 @@ class Administration:
             return await order.give(self, self._standing)
 
     async def states(self) -> list[ReplicaState]:
-        """The state of each replica; `ApiError` where one does not answer."""
+        """The state of each replica; raises `ApiError` if a replica does not answer."""
         return await self._broadcast("state")
 
     async def apply(self, order: ModelOrder, *, undone: bool = False) -> list[Any]:

@@ -25,7 +25,8 @@ def application(args: ServingArgs) -> serve.Application:
     """The Serve application. The models' folders are read where the replicas and gateways run, not here."""
     fixed_args = replace(args, models=[model.without_content() for model in args.models])
     engines = [engine_replicas(args, model) for model in args.models]
-    # A gateway holds what waits for its engines, which bound it: what stands before it waits only to be handed over.
+    # A gateway holds the requests that wait for its engines, which bound their number. So requests before the gateway
+    # wait only to be handed over.
     most = max(1000, 2 * sum(model.max_waiting * model.most_replicas for model in args.models))
     return Gateway.options(  # type: ignore[attr-defined]  # Serve's decorators are not typed through
         num_replicas=args.gateways,

@@ -297,7 +297,7 @@ class Gateway:
     # What follows needs an API key, where keys are set.
 
     def _client(self, request: Request) -> str:
-        """Who asks; `ApiError` (401) for one whom no key lets in."""
+        """The client; raises `ApiError` (401) without a valid key."""
         if self._keys is None:
             return client_key(request)
         return self._keys.client(_authorization(request))

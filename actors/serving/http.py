@@ -63,7 +63,7 @@ HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, An
 
 
 async def respond(answer: Callable[[], Awaitable[ServedAnswer | ResponseAnswer]]) -> Response:
-    """The response to a generating request; every error becomes one in OpenAI's shape."""
+    """The response to a generating request; every error takes OpenAI's shape."""
     try:
         result = await answer()
         if result.streamed:
@@ -85,7 +85,7 @@ async def reply(shape: Awaitable[Mapping[str, Any]]) -> Response:
 
 
 def client_key(request: Request) -> str:
-    """What tells a client from others where no keys are checked: a hash of the one it sends; "" without one."""
+    """The identity of a client where no keys are checked: a hash of the key it sends, "" without a key."""
     header = request.headers.get("authorization", "")
     return hashlib.sha256(header.encode()).hexdigest()[:KEY_LENGTH] if header else ""
 

@@ -92,7 +92,7 @@ class DiffusionServer:
         if llm_config.runtime_env is not None:
             actor["runtime_env"] = llm_config.runtime_env
         options["ray_actor_options"] = actor | options.get("ray_actor_options", {})
-        # Serve holds back what an engine has no room for; what one request asks too much is refused.
+        # Serve holds back requests while an engine has no room; a request that asks too much is refused.
         options.setdefault("max_ongoing_requests", model.engine.max_rows + model.max_waiting)
         return options
 

@@ -42,7 +42,7 @@ def log_failure(error: Exception) -> ApiError:
 
 # A replica's port for calls from other replicas, on loopback where its node is.
 #
-# On a node that has one machine's loopback for its address (`cluster/local.py`) nobody else has to reach it.
+# On a node whose address is the machine's loopback (`cluster/local.py`) no other machine has to reach it.
 
 LOOPBACK = "127.0.0.1"
 

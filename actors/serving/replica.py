@@ -36,7 +36,7 @@ log = logging.getLogger("ray.serve")
 TRACE_ROWS_PER_FILE, TRACE_FILES = 20_000, 64
 STOP_SECONDS = 10.0  # for a replica's own end, once no request is under way
 PREFIX_TOKENS = 16  # of a page, for routing, where the engine chooses its page size
-LAST_WORDS_SECONDS = 0.5  # from an engine's failure to the end of its process: what waits is told first
+LAST_WORDS_SECONDS = 0.5  # from an engine's failure to the end of its process: waiting requests learn it first
 
 
 def note_end(output: Output) -> None:

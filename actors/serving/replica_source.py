@@ -69,7 +69,7 @@ def our_errors() -> Iterator[None]:
             raise asyncio.CancelledError from error
         if isinstance(error.cause, RequestRefused | TooManyRequests | ReplicaLost | Asleep):
             raise error.cause from None
-        if isinstance(error.cause, RayError):  # what the replica itself waited for is gone
+        if isinstance(error.cause, RayError):  # the replica itself lost its own call
             raise ReplicaLost(str(error.cause)) from error
         raise EngineFailed(f"a replica failed: {type(error.cause).__name__}: {error.cause}") from error
     except DeploymentUnavailableError as error:

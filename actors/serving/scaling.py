@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-REQUESTS, KV_LOAD = "requests", "kv_load"  # what a replica reports
+REQUESTS, KV_LOAD = "requests", "kv_load"  # the loads that a replica reports
 
 
 def replicas_wanted(

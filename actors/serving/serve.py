@@ -1,4 +1,4 @@
-"""Serve an endpoint until a signal: connect to Ray, start Serve, wait, drain, and stop what was started."""
+"""Serve an endpoint until a signal: connect to Ray, start Serve, wait, drain, and stop Serve and Ray again."""
 
 import os
 import signal
@@ -120,7 +120,7 @@ def _ray_signals() -> Iterator[None]:
 
 
 def _start_proxy(host: str, port: int) -> None:
-    """Start Serve with its HTTP proxy; `RuntimeError`, one sentence, for a proxy that does not come up."""
+    """Starts Serve with its HTTP proxy; raises `RuntimeError`, one sentence, if the proxy does not come up."""
     try:
         serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LOGGING)
     except RayActorError:  # Serve's controller has killed it

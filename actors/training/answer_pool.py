@@ -28,7 +28,8 @@ class AnswerActor:
         self._decoder = PartDecoder(answering, load)
 
     def decode(self, number: int, chats: list[Chat]) -> tuple[int, list[Line] | str]:
-        """A part's number with its lines, or with why the engine refuses it: Ray wraps what an actor raises."""
+        """A part's number with its lines, or with the engine's refusal as text, because Ray wraps an actor's
+        errors."""
         try:
             return number, self._decoder.decode(number, chats)
         except ValueError as error:

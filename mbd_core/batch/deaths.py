@@ -18,7 +18,7 @@ from mbd_core.batch.rows import DECODED_COLUMNS, PLANNED_COLUMNS, PlannedRow, wi
 MOST_DEATHS = 2  # of one part, then of one sample by itself
 MOST_LOST = 4  # parts, or samples, of a model that decodes none
 DEATH_TEXT = f"the engine's process died {MOST_DEATHS} times while it decoded this sample"
-NO_SAMPLES = DECODED_COLUMNS.empty_table()  # in the place of what an engine's process died of too often
+NO_SAMPLES = DECODED_COLUMNS.empty_table()  # in place of samples that killed an engine's process too often
 
 
 class Attempts:
@@ -54,7 +54,8 @@ class DeathWatch:
         self.decoding.add(model)
 
     def note_lost(self, model: str, work: str) -> None:
-        """Note what an engine died of too often. Raises `ModelDies` if the model decodes nothing else either."""
+        """Records samples that killed an engine too often. Raises `ModelDies` if the model decodes no others
+        either."""
         self._losses.setdefault(model, []).append(work)
         if len(self._losses[model]) == MOST_LOST:
             self.check(model)
@@ -69,7 +70,7 @@ class DeathWatch:
 
 
 class DividedParts:
-    """Parts that were put aside, while their samples come one by one."""
+    """Parts that were put aside; their samples come one by one."""
 
     def __init__(self, parts: Iterable[Part], watch: DeathWatch, postprocess: Postprocess) -> None:
         self._waiting, self._watch, self._postprocess = list(parts), watch, postprocess

@@ -1,4 +1,4 @@
-"""Where a batch computes: an executor decodes tables, processes what was decoded, and times."""
+"""A batch's place of computing: an executor decodes tables, processes the decoded tables, and times requests."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
@@ -35,7 +35,7 @@ class Executor(Protocol):
     def cluster_cpus(self) -> float | None: ...
 
     def decode(self, tables: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
-        """Planned tables, decoded and processed, in any order; one of which processes died too often has no rows."""
+        """Planned tables, decoded and processed, in any order; a table that killed processes too often has no rows."""
 
     def process(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
         """Decoded tables, processed, as they come."""

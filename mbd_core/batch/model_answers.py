@@ -245,7 +245,7 @@ def _line(tokenizer: PreTrainedTokenizerBase, output: Output | None) -> Line:
 
 
 def _names(chats: Sequence[Chat]) -> list[dict[str, str]]:
-    """By what a part's file is known to be of these rows."""
+    """The identity of a part's rows in its file: their names and the digests of their prompts."""
     return [{"row": chat.name, "prompt": prompt_digest(chat.messages, chat.tools, chat.variables)} for chat in chats]
 
 

@@ -65,7 +65,7 @@ def timed_cases(rows: Sequence[PlannedRow], timing: Timing) -> list[TimedCase]:
 
 
 def _timed_rows(rows: Sequence[PlannedRow], timing: Timing) -> list[PlannedRow]:
-    """Those that are sent one at a time, evenly spread, then the further ones, evenly spread over the rest."""
+    """The problems that are sent one at a time, evenly spread, then further problems, evenly spread over the rest."""
     lone_rows = spread(rows, timing.problems)
     samples = {row["sample"] for row in lone_rows}
     other_rows = [row for row in rows if row["sample"] not in samples]

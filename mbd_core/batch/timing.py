@@ -1,4 +1,4 @@
-"""Runs of one configuration by itself on a clock."""
+"""Timed runs of a single configuration, without other requests."""
 
 import time
 from collections import deque
@@ -66,7 +66,7 @@ def run_timed(
                     engine.abort(step.request_id)
                 yield TimedOutput(output, starts.pop(step.request_id), clock())
     while engine.has_work:
-        engine.step()  # what follows an abort
+        engine.step()  # ends the step of aborted requests
 
 
 def timing_engine(engine: EngineConfig, buffer_size: int, *, concurrency: int) -> EngineConfig:

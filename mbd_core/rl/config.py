@@ -160,7 +160,7 @@ FREE_OF_REWARDS = ("reward_seconds", "judge_patience", "judge_concurrency", "jud
 
 
 def other_settings(recorded: Mapping[str, Any], recipe: RLRecipe) -> str:
-    """Which fields of a recorded recipe and of this one are of different runs, in words; "" if none is."""
+    """The fields in which a recorded recipe and this recipe are different runs, in words; "" without any."""
     theirs, ours = dict(recorded), as_recorded(recipe)
     for name in FREE:
         theirs.pop(name, None)

@@ -49,7 +49,7 @@ class RLExecutor(Protocol):
         """Write the learner's state, durably, whole or not at all."""
 
     def load(self, path: Path | None) -> None:
-        """Let the learner, a new one where it was lost, go on from a state, `None`: from the start."""
+        """Lets the learner, or a new learner if it was lost, go on from a state; `None`: from the start."""
 
     def weights(self) -> dict[str, Tensor]:
         """The learner's weights, by the decoder's names."""

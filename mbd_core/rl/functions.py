@@ -223,7 +223,7 @@ class FunctionReward:
 
 
 def _units(rows: Sequence[Mapping[str, Any]], form: CallForm) -> list[list[int]]:
-    """The places of the answers that are asked together: those to one prompt for a function of lists, else one."""
+    """The places of the answers that are asked together: all answers to a prompt for a function of lists, else one."""
     if form != "lists":
         return [[place] for place in range(len(rows))]
     groups: dict[Any, list[int]] = {}

@@ -82,7 +82,7 @@ class RewardedAnswer:
 
 
 def drop_reason(answers: Sequence[RewardedAnswer], weights: Mapping[str, float], config: GroupConfig) -> Reason | None:
-    """Why a group teaches nothing, `None` where it does; a group of one answer has nothing to compare it with."""
+    """Why a group teaches nothing, `None` if it teaches; a group of one answer has nothing to compare it with."""
     if len(answers) < 2:
         return "undecoded"
     rewarded = [answer for answer in answers if answer.is_rewarded]
@@ -165,7 +165,7 @@ def num_even(answers: Sequence[RewardedAnswer], values: Mapping[int, float]) -> 
 
 
 def why_idle(reasons: Mapping[Reason, int], num_even: int, weights: Mapping[str, float], config: GroupConfig) -> str:
-    """Why groups taught nothing, and what changes that, in words; the most frequent reason first."""
+    """Why groups taught nothing, and the remedies, in words; the most frequent reason first."""
     filled, helps = config.filled(weights), "other problems, a larger --group or another part in --rewards helps"
     needs_right = set(weights) == {CORRECT} or config.advantages == "correct"
     keeps_right = helps if needs_right else "--least-right 0 keeps them"

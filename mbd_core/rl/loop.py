@@ -204,7 +204,7 @@ class RLRun:
         )
 
     def _why_idle(self, lines: Sequence[Line]) -> str:
-        """Why iterations taught nothing, and what changes that."""
+        """Why iterations taught nothing, and the remedies."""
         reasons = {reason: sum(line[f"groups_dropped_{reason}"] for line in lines) for reason in REASONS}
         even, groups = (sum(line[name] for line in lines) for name in ("groups_even", "groups"))
         return f"of {groups} groups, {why_idle(reasons, even, self.recipe.rewards.weights, self.recipe.groups)}"

@@ -63,7 +63,7 @@ def failure_texts(rows: Iterable[ScoredRow]) -> dict[str, int]:
 
 
 def failures_text(failures: Mapping[str, int]) -> str:
-    """The same in words; the rarer ones are counted alone."""
+    """The same in words; rarer failures are only counted."""
     shown = [text + (f" ({number} times)" if number > 1 else "") for text, number in failures.items()]
     more = len(shown) - MOST_SHOWN
     return "; ".join(shown[:MOST_SHOWN]) + (f"; and {more} other reasons" if more > 0 else "")

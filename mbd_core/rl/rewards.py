@@ -139,7 +139,7 @@ def score_table(table: pa.Table, config: RewardConfig, *, isolated: bool = False
 
 
 def check_judges(config: RewardConfig) -> None:
-    """Raise `ValueError`, one sentence, for a function that cannot be imported or asked, and a key that is not set."""
+    """Raises `ValueError`, one sentence, if a function cannot be imported or asked, or a key is not set."""
 
     async def resolve() -> None:
         for name in config.judges:

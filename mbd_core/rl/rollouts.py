@@ -59,7 +59,7 @@ class RolloutPlan:
 
     @classmethod
     def of(cls, recipe: RLRecipe, engine: EngineConfig) -> Self:
-        """Load and check all that a run asks; `ValueError`, one sentence, for what cannot be honoured."""
+        """Loads and checks all inputs of a run; raises `ValueError`, one sentence, for an input it cannot honour."""
         check_judges(recipe.rewards)
         contents = read_folder(model_folder(recipe.model))
         rollouts = recipe.rollouts
@@ -188,7 +188,7 @@ class RolloutEngine:
         return self._model.engine.weights_version
 
     def take(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Decode with these weights from now on; what was cached is forgotten. It is woken up before."""
+        """Decodes with these weights from now on, and empties the prefix cache. The engine is woken up first."""
         self.wake_up()
         self._model.engine.check_idle("take")  # so that no answer mixes versions
         self._model.engine.update_weights(weights.items(), mode="wait", version=version)

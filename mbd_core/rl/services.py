@@ -223,7 +223,7 @@ def has_host(url: str) -> bool:
 
 
 def key_in(variable: str, url: str) -> str:
-    """A service's key from an environment variable; no error says what the variable holds."""
+    """A service's key from an environment variable; no error shows the variable's content."""
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ValueError(

@@ -56,7 +56,7 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ws_protocol_class = None
-        self._unparsed = 0  # bytes since the last ones of a body, or of another request
+        self._unparsed = 0  # bytes since the last bytes of a body or of another request
         self._in_head, self._refused = True, False
         self._refusal = NO_HTTP
         self._head_limit: asyncio.TimerHandle | None = None
@@ -79,7 +79,7 @@ class BoundedHttp(HttpToolsProtocol):
             if self._unparsed > HEAD_BYTES:
                 self._refuse(LONG_URL if self._in_head and len(self.url) > HEAD_BYTES - PIECE else TOO_LONG)
 
-    # -- what the parser has found ------------------------------------------------------------------------------
+    # -- the parser's callbacks ---------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -119,7 +119,7 @@ def accept_m2t(
     places_B = torch.arange(open_RNB.shape[-1], device=open_RNB.device)
     score_RNB = torch.where(leftmost_R[:, None, None], -places_B.float(), prediction.score_RNB)
     score_RNB = score_RNB.masked_fill(~open_RNB, -torch.inf)
-    if quota_R is None:  # the best one needs no sort
+    if quota_R is None:  # the best position needs no sort
         short = ~confident.any(-1)
         best = open_RNB & (places_B == score_RNB.argmax(-1)[..., None])
     else:

@@ -129,7 +129,7 @@ class Adjustments:
         self.min_p_R[row], self.active_R[row] = sampling.min_p, True
 
     def clear(self, row: int) -> None:
-        """Make a row one without changes."""
+        """Removes a row's changes."""
         if not self._in_use[row]:
             return
         self._in_use[row] = False

@@ -418,7 +418,7 @@ class BlockBuffer:
         self.state_RN[:, 0].masked_fill_(fills_R & self._complete_RN[:, 0], _TO_CACHE)
 
     def _rewrite(self, new: Rewritten, accepted_RN: Tensor, edited_RN: Tensor) -> tuple[Tensor, Tensor]:
-        """Put what the host has written into its rows; how many positions (R, N) of all are filled, and changed."""
+        """Puts the host's writes into its rows; returns how many positions (R, N) are filled, and changed."""
         rows_RNB = new.rows_R[:, None, None]
         filled = self.masked_RNB & ~new.masked_RNB
         changed = ~self.masked_RNB & ~new.masked_RNB & (self.tokens_RNB != new.tokens_RNB)

@@ -140,7 +140,7 @@ class EditedBlock:
         self.cells = self._apply_edits(new_cells)
 
     def _guesses(self, probs_LV: Tensor) -> list[Guess]:
-        """The predictions of every position. A choice passes over the mask, both edits and what stood there before."""
+        """The predictions of every position. A choice passes over the mask, both edits and the former token."""
         number = min(probs_LV.shape[1], 5 + self.num_steps)
         best = probs_LV.topk(number, dim=-1)
         guesses = []

@@ -206,7 +206,7 @@ def read_front(generation: Mapping[str, Any], *, block_size: int) -> SpeedFront 
 
 
 def pareto_points(candidates: Iterable[SpeedPoint]) -> tuple[SpeedPoint, ...]:
-    """The points that no other one beats in accuracy or speed without losing in the other, the slowest first."""
+    """The points that no other point beats in accuracy or speed without losing in the other, the slowest first."""
     front: list[SpeedPoint] = []
     for point in sorted(candidates, key=lambda p: (-p.tpf, -p.accuracy)):
         if not front or point.accuracy > front[-1].accuracy:

@@ -1,4 +1,4 @@
-"""An engine's input and output: a request, what each step committed of its answer, and the finished answer."""
+"""An engine's input and output: a request, each step's share of its answer, and the finished answer."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -63,7 +63,7 @@ class Request:
 
     @property
     def group(self) -> str:
-        """What it is one of several choices of: its id without the number behind the last hyphen."""
+        """The API request whose choice this is: the id without the number behind the last hyphen."""
         return self.request_id.rpartition("-")[0] or self.request_id
 
     @property
