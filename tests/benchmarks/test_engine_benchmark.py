@@ -79,7 +79,7 @@ def test_what_cannot_be_measured_is_one_sentence(
     ("argv", "named"),
     [
         (["--rows", "0"], "--rows 0"),
-        (["--buffer", "1,x"], "--buffer x"),
+        (["--buffer", "1,x"], "--buffer 1,x"),
         (["--steps", "0"], "--steps"),
         (["--tpf", "nan"], "--tpf nan"),
         (["--fp8", "some"], "--fp8"),

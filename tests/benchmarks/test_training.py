@@ -186,7 +186,7 @@ def test_the_command_counts_and_writes_its_rows(tmp_path: Path, capsys: pytest.C
         (["--layouts", "4"], "--layouts 4 must be G:N"),
         (["--layouts", "1:2"], "--layouts 1:2 must be G:N"),
         (["--length", "100"], "--length 100 is no whole number of blocks of 8"),
-        (["--length", "0"], "must be a whole number of at least 1"),
+        (["--length", "0"], "whole numbers of at least 1"),
     ],
 )
 def test_a_bad_command_line_is_one_sentence(

@@ -13,13 +13,9 @@ from mbd_core.checkpoint.shipped import SHIPPED, model_folder
 from mbd_core.decoding.blocks.methods import read_front
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import LEAST_SLOTS, EngineConfig
-from mbd_core.models.model_config import ModelConfig
-from mbd_core.multitf.config import TrainConfig
-from mbd_core.multitf.data.prepared import TinyData
+from mbd_core.fields import load
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
-from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.states.noise import NoiseBounds
 from mbd_core.serving.tokens.load import load_engine
 from mbd_core.tasks import gsm_mini, ledger_mini
 
@@ -37,16 +33,7 @@ def test_together_they_are_small() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_each_carries_the_recipe_that_made_it(name: str) -> None:
     recorded = json.loads((model_folder(name) / "recipe.json").read_text())
-    states, train = recorded["states"], recorded["train"]
-    recipe = TrainingRecipe(  # fields that came later have defaults that mean what was done then
-        **recorded
-        | {
-            "model": None if recorded["model"] is None else ModelConfig(**recorded["model"]),
-            "data": TinyData(**recorded["data"]),
-            "states": StateConfig(**states | {"bounds": NoiseBounds(**states["bounds"])}),
-            "train": TrainConfig(**train),
-        }
-    )
+    recipe = load(TrainingRecipe, recorded)  # fields that came later have defaults that mean what was done then
     computed = with_precision(RECIPES[name], "bfloat16")  # what `auto` was where they were trained
     named = replace(computed, source=recipe.source)  # the file keeps the document's name of that time
     assert as_json(recipe) == as_json(named)

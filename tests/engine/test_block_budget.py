@@ -139,7 +139,7 @@ def test_no_block_stands_behind_the_slots_of_a_step(
         assert len(rows.groups[0].tokens_T) == total
         return rows
 
-    monkeypatch.setattr("mbd_core.engine.graphs.static_rows", spy)
+    monkeypatch.setattr("mbd_core.engine.static_step.static_rows", spy)
     served = budgeted(model, 5, static_shapes=True, overlap=overlap, buffer_size=4, num_pages=60)
     served.add(request("alone", 1, "multi", decoding=EAGER, prompt=(5,), max_tokens=40, ignore_eos=True))
     for _ in range(3):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import checkpoint_tensors
+from mbd_core.models.decoder import Training
 from mbd_core.multitf.config import Distillation
 from mbd_core.multitf.data.example import IGNORE, Example, answer_labels
 from mbd_core.multitf.states.batch import MultiTFBatch, collate
@@ -141,8 +142,8 @@ class StoredLogits(torch.nn.Module):
         self.config = SimpleNamespace(vocab_size=student.shape[-1], mask_token_id=250)
         self.teaching = False
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Any, *, kept: Tensor) -> Tensor:
-        return (self.teacher if self.teaching else self.student).flatten(0, -2)[kept]
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Any, *, training: Training) -> Tensor:
+        return (self.teacher if self.teaching else self.student).flatten(0, -2)[training.kept]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden

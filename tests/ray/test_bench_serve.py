@@ -145,7 +145,7 @@ def test_an_endpoint_that_does_not_count_its_tokens_is_refused(capsys: pytest.Ca
         (["--url", "URL", "--rate", "often"], "--rate often must be"),
         (["--url", "URL", "--concurrency", "none"], "--concurrency none must be"),
         (["--url", "URL", "--slo", "ttfb=1"], "'ttfb' is unknown"),
-        (["--url", "URL", "--extra-body", "[]"], "must be a JSON object"),
+        (["--url", "URL", "--extra-body", "[]"], "must be an object"),
         (["--url", "URL", "--extra-body", "{}", "--extra-body", "{}"], "once for each --url"),
         (["--extra-body", '{"temperature": 1}'], "'temperature' cannot be asked of the engine alone"),
         (["--model", "nothing"], "unknown model 'nothing'"),
