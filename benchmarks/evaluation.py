@@ -34,7 +34,7 @@ MOST_RATIO = 1.10  # what the ratio is to stay below on a run of 5 minutes
 LEAST_GAIN = 1.7  # what two engines are to be worth, where there are cores for them
 COLUMNS = {"what": "what", "seconds": "seconds|.1f"}
 
-Texts = Mapping[int, str]
+TextBySample = Mapping[int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ def run_sweep(
     print(sweep_cost(sweep, texts, load=load, decode=decode, num_actors=actors).text)
 
 
-def sweep_cost(sweep: Sweep, texts: Texts, *, load: float, decode: float, num_actors: int) -> SweepCost:
+def sweep_cost(sweep: Sweep, texts: TextBySample, *, load: float, decode: float, num_actors: int) -> SweepCost:
     """The sweep on Ray beside the direct run that gave these texts, and again with several engines."""
     ray_start, sweep_seconds, sweep_texts = time_sweep(sweep)
     return SweepCost(
@@ -156,7 +156,7 @@ def problems_in(seconds: float, *, trial: float) -> int:
     return max(TRIAL, round(TRIAL * seconds / trial))
 
 
-def decode_all(model: DecodingModel, rows: Sequence[PlannedRow]) -> tuple[float, Texts]:
+def decode_all(model: DecodingModel, rows: Sequence[PlannedRow]) -> tuple[float, TextBySample]:
     """The seconds in which an engine decodes all rows at once, and their texts by the number of the sample."""
     from mbd_core.batch.answer_ends import generate_until
     from mbd_core.batch.decoding import sample_requests, sample_stops
@@ -173,7 +173,7 @@ def decode_all(model: DecodingModel, rows: Sequence[PlannedRow]) -> tuple[float,
     return time.perf_counter() - start, texts
 
 
-def time_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Texts]:
+def time_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, TextBySample]:
     """The seconds in which Ray starts, those of the sweep on it, and the sweep's texts."""
     import ray
 
@@ -204,7 +204,7 @@ def time_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Text
     return sweep_start - start, end - sweep_start, texts
 
 
-def num_differences(first: Texts, second: Texts) -> int:
+def num_differences(first: TextBySample, second: TextBySample) -> int:
     """How many samples have another text; `RuntimeError` if they are not the same samples."""
     if first.keys() != second.keys():
         raise RuntimeError(f"the sweep has {len(second)} samples, not the {len(first)} of the direct run")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statement:
+class StatedPart:
     """An answer that stands in a text from `start` to `end`. It is clean if little but it stands in its sentence."""
 
     start: int
@@ -15,7 +15,7 @@ class Statement:
     is_clean: bool = True
     is_boxed: bool = False
 
-    def holds(self, other: "Statement") -> bool:
+    def holds(self, other: "StatedPart") -> bool:
         return self.start <= other.start < self.end or (other.start <= self.start < other.end)
 
 
@@ -31,7 +31,7 @@ COMMANDS = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mbox|operatorname)\s*\{[^{
 PERCENT_BEHIND = re.compile(r"\s?(?:\\?%|percent\b|pct\b)", re.I)
 
 
-def formulas(text: str) -> Iterator[Statement]:
+def formulas(text: str) -> Iterator[StatedPart]:
     """The formulas of a text; an amount of money (`$5 and $6`) is none. One of several rows is its last row."""
     position = 0
     while match := FORMULA.search(text, position):
@@ -45,20 +45,20 @@ def formulas(text: str) -> Iterator[Statement]:
             content = content[0].replace("&", "") if content else ""
         if percent := PERCENT_BEHIND.match(text, position):
             content, position = content + r"\%", percent.end()
-        yield Statement(start=match.start(), end=position, content=content.strip())
+        yield StatedPart(start=match.start(), end=position, content=content.strip())
 
 
 _CONNECTOR_TEXT = re.compile(r"\\text\{\s*,?\s*(and|or)\s*\}|\$|\\[()\[\]]|\\q?quad\b|\\[,;:! ]")
 _CONNECTOR = re.compile(r"\s*(?:,?\s*(?:and|or)|[,;])\s*(?:\w\s*=\s*)?$")
 
 
-def joined(text: str, parts: list[Statement]) -> list[Statement]:
+def joined(text: str, parts: list[StatedPart]) -> list[StatedPart]:
     """Statements that only `,`, `and` or `or` divides as one, a list."""
-    groups: list[Statement] = []
+    groups: list[StatedPart] = []
     for part in parts:
         if groups and _CONNECTOR.match(_CONNECTOR_TEXT.sub(r"\1", text[groups[-1].end : part.start])):
             last = groups.pop()
             content = f"{last.content} , {part.content}"
-            part = Statement(start=last.start, end=part.end, content=content, is_boxed=part.is_boxed)
+            part = StatedPart(start=last.start, end=part.end, content=content, is_boxed=part.is_boxed)
         groups.append(part)
     return groups

@@ -14,7 +14,7 @@ from mbd_core.evaluation.tasks.answers.formulas import (
     COMMANDS,
     FORMULA,
     PERCENT_BEHIND,
-    Statement,
+    StatedPart,
     formulas,
     joined,
 )
@@ -112,18 +112,18 @@ _CORRECTION = re.compile(
 _BEHIND_BOX = re.compile(r"\s*(?:\$|\\\)|\\\])?" + PERCENT_BEHIND.pattern, re.I)
 
 
-def _boxes(text: str) -> list[Statement]:
+def _boxes(text: str) -> list[StatedPart]:
     boxes = []
     for start, begin, end in outermost_boxes(text):
         content, after = undressed(text[begin:end]), end + 1
         behind = _BEHIND_BOX.match(text, after)
         if behind and read_quantity(content) is not None:
             content += r"\%"
-        boxes.append(Statement(start=start, end=after, content=content, is_boxed=True))
+        boxes.append(StatedPart(start=start, end=after, content=content, is_boxed=True))
     return joined(text, boxes)
 
 
-def _marked(text: str, kind: _Kind) -> Iterator[Statement]:
+def _marked(text: str, kind: _Kind) -> Iterator[StatedPart]:
     """What stands behind `####`, behind "answer is" and the like, and before "is the answer"."""
     for cue in _HASHES.finditer(text):
         if not _HEADING_NUMBER.match(text, cue.end()) and (found := _value_at(text, cue.end(), kind)):
@@ -140,12 +140,12 @@ def _marked(text: str, kind: _Kind) -> Iterator[Statement]:
         begin = max(text.rfind("\n", 0, cue.start()), text.rfind(". ", 0, cue.start())) + 1
         sentence = text[begin : cue.start()]
         if kind.is_words:
-            yield Statement(start=begin, end=cue.start(), content=sentence.split(",")[-1].strip())
+            yield StatedPart(start=begin, end=cue.start(), content=sentence.split(",")[-1].strip())
         elif (content := _last_value(sentence, kind)) is not None:
-            yield Statement(start=begin, end=cue.start(), content=content)
+            yield StatedPart(start=begin, end=cue.start(), content=content)
 
 
-def _corrected(text: str, last: Statement, kind: _Kind) -> Statement:
+def _corrected(text: str, last: StatedPart, kind: _Kind) -> StatedPart:
     """The statement that corrects the last one: `Wait, it should be 5.`"""
     for cue in _CORRECTION.finditer(text, last.end):
         found = _value_at(text, cue.end(), kind)
@@ -163,7 +163,7 @@ _LONG_WORD = re.compile(r"(?<![\\A-Za-z])(?!and\b|or\b|sqrt\b|pi\b|sin\b|cos\b|t
 MOST_WORDS = 4  # behind an answer in its sentence
 
 
-def _value_at(text: str, start: int, kind: _Kind) -> Statement | None:
+def _value_at(text: str, start: int, kind: _Kind) -> StatedPart | None:
     """The answer with which a sentence begins, or behind its last `=`; else the sentence's first formula or number."""
     start += len(text[start:]) - len(text[start:].lstrip())
     line = text[start : start + 2000]
@@ -174,31 +174,31 @@ def _value_at(text: str, start: int, kind: _Kind) -> Statement | None:
         groups = joined(line, list(formulas(line)))
         if groups and groups[0].start == 0 and r"\boxed" not in groups[0].content:
             content = undressed(groups[0].content)
-            return Statement(start=start, end=start + groups[0].end, content=content)
+            return StatedPart(start=start, end=start + groups[0].end, content=content)
     end = next((m.start() for m in _SENTENCE_END.finditer(line) if m.start() > 0), len(line))
     sentence = re.sub(r"[\"'`]\s*[}\]]*$", "", line[:end].strip().lstrip("\"'`").rstrip(" :,"))
     if r"\boxed" in sentence:
         return None
 
     if kind.is_words:
-        return Statement(start=start, end=start + end, content=sentence.split(",")[0])
+        return StatedPart(start=start, end=start + end, content=sentence.split(",")[0])
     if in_formulas := joined(sentence, list(formulas(sentence))):
         taken = [item for item in in_formulas if kind.takes(item.content)]
-        return Statement(start=start, end=start + end, content=taken[0].content, is_clean=False) if taken else None
+        return StatedPart(start=start, end=start + end, content=taken[0].content, is_clean=False) if taken else None
     side = sentence.rpartition("=")[2].strip()
     begin = start + max(0, line.find(side))
     number = number_end(side)
     if number and side[number:].lstrip().startswith("("):
-        return Statement(start=start, end=begin + number, content=side[:number])
+        return StatedPart(start=start, end=begin + number, content=side[:number])
     if side and (read_quantity(side) is not None or not _LONG_WORD.search(COMMANDS.sub("", side))):
         content = sentence if form_of(plain_notation(sentence)).kind != "part" else side
-        return Statement(start=start, end=start + end, content=content)
+        return StatedPart(start=start, end=start + end, content=content)
     if number:
         rest = side[number:].strip()
         is_clean = len(rest.split()) <= MOST_WORDS and not re.match(r"[-+*/^]|times|less|more", rest)
-        return Statement(start=start, end=begin + number, content=side[:number], is_clean=is_clean)
+        return StatedPart(start=start, end=begin + number, content=side[:number], is_clean=is_clean)
     if numbers := _numbers(side):
-        return Statement(start=start, end=start + end, content=numbers[0].content, is_clean=False)
+        return StatedPart(start=start, end=start + end, content=numbers[0].content, is_clean=False)
     return None
 
 
@@ -210,10 +210,10 @@ _BRACKETS = re.compile(r"[(\[][^()\[\]\n]{1,200},[^()\[\]\n]{1,200}[)\]]")
 _ORDINAL = re.compile(r"(?:st|nd|rd|th)\b")
 
 
-def _numbers(text: str) -> list[Statement]:
+def _numbers(text: str) -> list[StatedPart]:
     """The numbers of a text, ordinals only if there are no others."""
-    numbers: list[Statement] = []
-    ordinals: list[Statement] = []
+    numbers: list[StatedPart] = []
+    ordinals: list[StatedPart] = []
     position = 0
     while place := _NUMBER_START.search(text, position):
         start, end = place.start(), number_end(text[place.start() :])
@@ -227,7 +227,7 @@ def _numbers(text: str) -> list[Statement]:
         ):
             start, end = start + 1, end - 1  # an operator, or a range's dash
         position = place.start() + number_end(text[place.start() :])
-        item = Statement(start=start, end=position, content=text[start:position].strip())
+        item = StatedPart(start=start, end=position, content=text[start:position].strip())
         (ordinals if _ORDINAL.match(text, position) else numbers).append(item)
     return numbers or ordinals
 
@@ -245,7 +245,7 @@ def _last_value(text: str, kind: _Kind) -> str | None:
     prose = _DENIED.sub(lambda denied: " " * len(denied[0]), "".join(outside))
     numbers = _numbers(prose)
     if kind.has_brackets and (found := list(_BRACKETS.finditer(prose))):
-        numbers = [Statement(start=item.start(), end=item.end(), content=item[0]) for item in found]
+        numbers = [StatedPart(start=item.start(), end=item.end(), content=item[0]) for item in found]
     values = sorted(
         [*joined(text, in_formulas), *(joined(text, numbers) if kind.is_list else numbers)], key=lambda item: item.end
     )
