@@ -55,7 +55,7 @@ Class = TypeVar("Class", bound=type)
 
 
 @dataclass(kw_only=True)
-class ModelRoute:
+class ServedRoute:
     """A served model behind its Serve handle."""
 
     model: ModelArgs
@@ -175,7 +175,7 @@ class Gateway:
         keep_to_loopback()
         self._args = args
         self._routes = {
-            model.served_name: ModelRoute(model=model, handle=handle)
+            model.served_name: ServedRoute(model=model, handle=handle)
             for model, handle in zip(args.models, handles, strict=True)
         }
         self._keys = None if args.api_keys is None else ApiKeys(args.api_keys)
@@ -220,7 +220,7 @@ class Gateway:
         self.server.offer(models)
         self._serves, self._refusal = True, None
 
-    def _model(self, name: str, route: ModelRoute, adapter: str | None) -> Callable[[], Awaitable[ServedModel]]:
+    def _model(self, name: str, route: ServedRoute, adapter: str | None) -> Callable[[], Awaitable[ServedModel]]:
         def on_loss() -> None:
             self.server.measures.by_model[name].on_loss()
 

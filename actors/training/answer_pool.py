@@ -9,7 +9,7 @@ from ray.util import ActorPool
 
 from cluster.topology import plan_topology
 from mbd_core.batch.decoding_model import DecodingModel
-from mbd_core.batch.model_answers import Answering, Line, PartDecoder, Parts
+from mbd_core.batch.model_answers import Answering, AnswerRecord, PartDecoder, Parts
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.multitf.data.chats import Chat
@@ -27,7 +27,7 @@ class AnswerActor:
 
         self._decoder = PartDecoder(answering, load)
 
-    def decode(self, number: int, chats: list[Chat]) -> tuple[int, list[Line] | str]:
+    def decode(self, number: int, chats: list[Chat]) -> tuple[int, list[AnswerRecord] | str]:
         """A part's number with its lines, or with the engine's refusal as text, because Ray wraps an actor's
         errors."""
         try:
@@ -55,7 +55,7 @@ class AnswerPool:
         self._num_actors = num_actors
         self._actors: list[Any] = []
 
-    def __call__(self, parts: Parts) -> Iterator[tuple[int, list[Line]]]:
+    def __call__(self, parts: Parts) -> Iterator[tuple[int, list[AnswerRecord]]]:
         if not self._actors:
             self._actors = [self._actor.remote(*self._arguments) for _ in range(self._num_actors)]
         pool = ActorPool(self._actors)

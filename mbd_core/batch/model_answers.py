@@ -68,7 +68,7 @@ class Answering:
         return record
 
 
-Line = dict[str, Any]
+AnswerRecord = dict[str, Any]
 """A row's answer as its part's file has it, without the row's name."""
 
 Parts = Sequence[tuple[int, Sequence[Chat]]]
@@ -78,7 +78,7 @@ Parts = Sequence[tuple[int, Sequence[Chat]]]
 class DecodeParts(Protocol):
     """Decodes parts, each by itself; they may come in any order."""
 
-    def __call__(self, parts: Parts) -> Iterator[tuple[int, list[Line]]]: ...
+    def __call__(self, parts: Parts) -> Iterator[tuple[int, list[AnswerRecord]]]: ...
     def close(self) -> None: ...
 
 
@@ -152,7 +152,7 @@ class ModelAnswers:
         """Whether a part's answers are there, all of them."""
         return self._file(number).exists() and len(self._stored_lines(number, chats)) == len(chats)
 
-    def _stored_lines(self, number: int, chats: Sequence[Chat]) -> list[Line]:
+    def _stored_lines(self, number: int, chats: Sequence[Chat]) -> list[AnswerRecord]:
         """The lines of a part's file, as many as there are of `chats`; `ValueError` if they are of other rows."""
         file, names = self._file(number), _names(chats)
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()][: len(names)]
@@ -166,7 +166,7 @@ class ModelAnswers:
             self._bar = tqdm(initial=num_done, total=self._num_rows, unit="answers", desc="answers")
         return self._bar
 
-    def _answer(self, line: Line) -> ModelAnswer:
+    def _answer(self, line: AnswerRecord) -> ModelAnswer:
         if line["finish_reason"] == REFUSED or not line["text"].strip():
             return ModelAnswer("", "unanswered")
         if line["finish_reason"] != "stop" and not self.answering.keep_unfinished:
@@ -184,7 +184,7 @@ class PartDecoder:
         self.answering, self._load = answering, load
         self._model: DecodingModel | None = None
 
-    def __call__(self, parts: Parts) -> Iterator[tuple[int, list[Line]]]:
+    def __call__(self, parts: Parts) -> Iterator[tuple[int, list[AnswerRecord]]]:
         for number, chats in parts:
             yield number, self.decode(number, chats)
 
@@ -194,7 +194,7 @@ class PartDecoder:
             self._model.engine.close()
             self._model = None
 
-    def decode(self, number: int, chats: Sequence[Chat]) -> list[Line]:
+    def decode(self, number: int, chats: Sequence[Chat]) -> list[AnswerRecord]:
         """The lines of a part."""
         if self._model is None:
             self._model = self._load()
@@ -233,7 +233,7 @@ def _is_admitted(engine: Engine, request: Request) -> bool:
     return True
 
 
-def _line(tokenizer: PreTrainedTokenizerBase, output: Output | None) -> Line:
+def _line(tokenizer: PreTrainedTokenizerBase, output: Output | None) -> AnswerRecord:
     if output is None:
         return {"text": "", "finish_reason": REFUSED}
     return {

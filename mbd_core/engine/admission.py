@@ -17,7 +17,7 @@ from mbd_core.decoding.grammar.schemas import GrammarRefused
 from mbd_core.engine.sequence import pages_needed
 from mbd_core.models.model_config import ModelConfig
 
-Field = Literal[
+RefusedField = Literal[
     "prompt",
     "committed",
     "max_tokens",
@@ -43,11 +43,11 @@ Code = Literal["invalid_value", "context_length_exceeded"]
 class RequestRefused(ValueError):
     """A request that cannot be served. `field` names the wrong field, `code` the fault, in OpenAI's words."""
 
-    def __init__(self, field: Field, message: str, code: Code = "invalid_value") -> None:
+    def __init__(self, field: RefusedField, message: str, code: Code = "invalid_value") -> None:
         super().__init__(message)
         self.field, self.code = field, code
 
-    def __reduce__(self) -> tuple[type["RequestRefused"], tuple[Field, str, Code]]:
+    def __reduce__(self) -> tuple[type["RequestRefused"], tuple[RefusedField, str, Code]]:
         """It crosses processes."""
         return type(self), (self.field, str(self), self.code)
 
@@ -278,7 +278,7 @@ class Admission:
                 "committed",
                 f"{len(request.committed)} tokens are committed of max_tokens={request.max_tokens}: nothing is left",
             )
-        token_fields: tuple[tuple[Field, tuple[int, ...]], ...] = (
+        token_fields: tuple[tuple[RefusedField, tuple[int, ...]], ...] = (
             ("prompt", request.prompt),
             ("committed", request.committed),
             ("template", tuple(t for t in request.template if t is not None)),

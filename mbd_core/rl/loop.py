@@ -39,6 +39,7 @@ from mbd_core.rl.folder import HELD_OUT, ITERATIONS, PLOT, RunFolder
 from mbd_core.rl.groups import REASONS, RewardedAnswer, advantages, weighted_sum, why_idle
 from mbd_core.rl.parts import RewardFailed
 from mbd_core.rl.record import (
+    RecordedNumbers,
     draw_progress,
     failure_texts,
     failures_text,
@@ -51,9 +52,6 @@ from mbd_core.rl.rollouts import RolloutPlan, decided, replayed
 from mbd_core.rl.rows import ScoredRow
 from mbd_core.rl.samples import write_samples
 from mbd_core.storage.folder import Folder
-
-Line = dict[str, Any]
-"""A line of numbers."""
 
 
 class RLRun:
@@ -134,7 +132,9 @@ class RLRun:
             )
         return self._write_model()
 
-    def _iterate(self, iteration: int, waiting: Iterator[NumberedTable]) -> tuple[Line, Iterator[NumberedTable]]:
+    def _iterate(
+        self, iteration: int, waiting: Iterator[NumberedTable]
+    ) -> tuple[RecordedNumbers, Iterator[NumberedTable]]:
         """One iteration: its line of numbers, and the rollouts of the next one, which may be under way."""
         recipe, executor = self.recipe, self.executor
         began = time.perf_counter()
@@ -203,7 +203,7 @@ class RLRun:
             f"(--on-reward-error stop ends the run there): {failures_text(failures)}"
         )
 
-    def _why_idle(self, lines: Sequence[Line]) -> str:
+    def _why_idle(self, lines: Sequence[RecordedNumbers]) -> str:
         """Why iterations taught nothing, and the remedies."""
         reasons = {reason: sum(line[f"groups_dropped_{reason}"] for line in lines) for reason in REASONS}
         even, groups = (sum(line[name] for line in lines) for name in ("groups_even", "groups"))
@@ -258,7 +258,7 @@ class RLRun:
 
     # What is written of a run
 
-    def _hold_out(self, version: int, fronts: list[Line]) -> dict[str, float]:
+    def _hold_out(self, version: int, fronts: list[RecordedNumbers]) -> dict[str, float]:
         """Sweeps the held-out problems if a sweep is due after this iteration and not done; returns its numbers."""
         every, sweep = self.recipe.held_out.evaluate_every, self.plan.held_out
         is_due = sweep is not None and (version % every == 0 or version == self.recipe.iterations)

@@ -15,8 +15,8 @@ from mbd_core.multitf.run.log import COLOURS
 from mbd_core.rl.groups import REASONS, Reason, RewardedAnswer, num_even, weighted_sum
 from mbd_core.rl.rows import ScoredRow
 
-Line = Mapping[str, Any]
-"""A line of numbers, or of a point of the front."""
+RecordedNumbers = dict[str, Any]
+"""The numbers of an iteration, or of a point of the front, as the run's record has them."""
 MOST_SHOWN = 3  # reasons for answers without a reward, in a sentence
 
 
@@ -96,7 +96,7 @@ def front_line(iteration: int, threshold: float, summary: Summary) -> dict[str, 
     }
 
 
-def progress_line(line: Line, iterations: int, seconds_each: float) -> str:
+def progress_line(line: RecordedNumbers, iterations: int, seconds_each: float) -> str:
     """An iteration in one line."""
     left = (iterations - line["iteration"] - 1) * seconds_each
     learned = f"{line['answers_learned']} of {line['rollouts']} answers"
@@ -109,7 +109,9 @@ def progress_line(line: Line, iterations: int, seconds_each: float) -> str:
     )
 
 
-def draw_progress(lines: Sequence[Line], fronts: Sequence[Line], path: Path, *, title: str) -> None:
+def draw_progress(
+    lines: Sequence[RecordedNumbers], fronts: Sequence[RecordedNumbers], path: Path, *, title: str
+) -> None:
     """Write the picture: reward and share of right answers, TPF, and the first and last held-out fronts."""
     figure = Figure(figsize=(12.0, 3.6), layout="constrained")
     FigureCanvasAgg(figure)

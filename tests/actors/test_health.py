@@ -137,7 +137,7 @@ def test_a_folder_that_no_replica_could_load_is_said_at_once(tmp_path: Path) -> 
     model = {"model": str(tmp_path / "nowhere"), "name": "gone", "replicas": {"min": 0, "max": 1}}
     (args,) = ServingArgs.read({"device": "cpu", "models": [model]}).models
     never = SimpleNamespace(limits=SimpleNamespace(remote=lambda: asyncio.Event().wait()))
-    route = gateway.ModelRoute(model=args, handle=never)  # type: ignore[arg-type]
+    route = gateway.ServedRoute(model=args, handle=never)  # type: ignore[arg-type]
 
     async def ask() -> None:
         async with asyncio.timeout(LIMIT):

@@ -1,6 +1,7 @@
-"""A file says what it is: by its name and in its first line."""
+"""A file says what it is, by its name and in its first line; a type name means one thing."""
 
 import ast
+from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,3 +24,25 @@ def test_every_file_says_what_it_is() -> None:
         if p.read_text().strip() and not ast.get_docstring(ast.parse(p.read_text()))
     ]
     assert not silent
+
+
+def type_names(path: Path) -> list[str]:
+    """Classes of a module, and its names for types: `Rows = list[Row]`."""
+    names = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp | ast.Name):
+            names += [
+                t.id for t in node.targets if isinstance(t, ast.Name) and t.id[0].isupper() and not t.id.isupper()
+            ]
+    return names
+
+
+def test_a_type_name_means_one_thing_in_the_repository() -> None:
+    places = defaultdict(list)
+    for path in source_files():
+        for name in type_names(path):
+            places[name].append(str(path.relative_to(ROOT)))
+    assert len(places) > 500
+    assert not {name: paths for name, paths in places.items() if len(paths) > 1}
