@@ -174,7 +174,7 @@ def decode_all(model: DecodingModel, rows: Sequence[PlannedRow]) -> tuple[float,
 
 
 def time_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, TextBySample]:
-    """The seconds in which Ray starts, those of the sweep on it, and the sweep's texts."""
+    """Ray's start in seconds, the sweep on it in seconds, and the sweep's texts."""
     import ray
 
     from actors.evaluation.sweep import ray_executor

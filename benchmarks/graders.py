@@ -31,7 +31,7 @@ from mbd_core.fields import DATA, OUTPUT, Flag, Ge
 from mbd_core.files import check_new_file, write_json
 
 FILES = {"gsm8k": "gsm8k/test.jsonl", "math500": "math500/test.jsonl"}
-MOST_TRIES = 200  # golds a text, until a form is taken as one that these golds do not have
+MOST_TRIES = 200  # golds a text; after these, the golds count as without the form
 COLUMNS = {
     "task": "golds",
     "kind": "texts",

@@ -89,8 +89,11 @@ class ModeRun:
 
 
 def trained_here(*, num_updates: int, device: torch.device) -> Decoder:
-    """A small model, trained for a moment to draft what it would say: a text repeats its last 8 tokens, each changed
-    by one permutation. It learns the next token of a causal row, and the masks of a block behind it."""
+    """A small model, trained for a moment to draft its own next tokens.
+
+    A text repeats its last 8 tokens, each changed by one permutation. The model learns the next token of a causal row,
+    and the masks of a block behind it.
+    """
     config = replace(SHAPES["tiny-nemotron"], **TRAINED_SIZES)
     model, size, length = random_model(config, device=device, dtype=torch.float32), config.block_size, 56
     period = 8
@@ -125,8 +128,10 @@ def trained_here(*, num_updates: int, device: torch.device) -> Decoder:
 
 
 def load_causal(name: str, *, device: torch.device) -> Decoder:
-    """The model of a folder, which needs no tokenizer here, or random weights of a shape; `ValueError` for one that
-    stores its keys otherwise."""
+    """The model of a folder, which needs no tokenizer here, or random weights of a shape.
+
+    Raises `ValueError` for a model that stores its keys otherwise.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     is_shape = name in SHAPES
     model = random_model(SHAPES[name], device=device, dtype=dtype) if is_shape else load_model(Path(name))
@@ -210,7 +215,7 @@ def run_round(busy: Mapping[Mode, BusyEngine], *, answers: int) -> dict[Mode, Mo
 
 
 def until_answers(number: int, *, seconds: float = math.inf) -> Callable[[ModeRun], bool]:
-    """Whether a run has given so many answers, or taken so many seconds."""
+    """Whether a run has given `number` answers, or taken `seconds`."""
     return lambda run: run.answers >= number or run.seconds >= seconds
 
 

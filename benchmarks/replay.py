@@ -75,8 +75,9 @@ def run_replay(
 def drawn_answers(
     model: str, task: str, number: int, *, slots: int, seed: int
 ) -> tuple[Decoder, list[ReplayedAnswer]]:
-    """A model in float32, and its answers to problems of a task's valid split, which an engine with so many slots has
-    drawn in its own precision.
+    """A model in float32, and its answers to problems of a task's valid split.
+
+    An engine with `slots` slots draws the answers, in its own precision.
 
     Raises `ValueError` for a task without problems of its own.
     """

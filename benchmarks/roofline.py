@@ -47,7 +47,7 @@ def distinct_experts(num_experts: int, per_token: int, tokens: float) -> float:
 
 
 class ForwardCost:
-    """What forwards of one model cost, as a function of what they carry; the sums over layers are made once.
+    """The cost of one model's forwards, as a function of their load; the sums over layers are made once.
 
     `matrix_bytes` and `expert_bytes` are the bytes of one weight in the layers' matrices and in the experts, by
     default `dtype_bytes` (1 for FP8). `ranks` share heads, MLPs, experts and the vocabulary's rows; the cost is one
@@ -104,8 +104,8 @@ class ForwardCost:
         values are read or written.
 
         `logit_tokens` is the number of positions with logits. Of the tokens `live_tokens` choose experts (default:
-        all). `touched_experts` is the number of experts that a layer's tokens use, as counted; by default that of
-        independent choices, which a router need not make.
+        all). `touched_experts` is the counted number of experts that a layer's tokens use. The default is the number
+        of independent choices; a router's choices need not be independent.
         """
         weight_bytes = self._every_bytes + tokens * self._embedding_bytes + (self._head_bytes if logit_tokens else 0)
         if self._moe is not None:
@@ -214,7 +214,7 @@ class UniformRouter(nn.Module):
     """Stands in a router's place: the t-th token of a forward has K experts that were drawn once, evenly.
 
     It touches as many experts as independent draws do, whatever the weights are. All chosen experts count alike. The
-    router itself runs too, and its choice is dropped: so a step costs what it does with the router, and one operation.
+    router itself runs too, and its choice is dropped: a step costs as much as with the router, and one operation.
     """
 
     def __init__(self, like: "Router | UniformRouter", *, num_tokens: int, seed: int) -> None:

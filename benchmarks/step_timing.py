@@ -297,4 +297,4 @@ def without_forward(runner: ModelRunner) -> Iterator[None]:
     try:
         yield
     finally:
-        del runner.forward, runner.logits  # those of its class again
+        del runner.forward, runner.logits  # the class's methods again

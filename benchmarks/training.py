@@ -68,7 +68,7 @@ class SampleCost:
 
 
 def token_ratio(num_layouts: int) -> float:
-    """2n / (n + 1): tokens of n sequences `[x_t; x_0]` over those of n noisy streams with one clean stream."""
+    """2n / (n + 1): tokens of n sequences `[x_t; x_0]` over the tokens of n noisy streams with one clean stream."""
     return 2 * num_layouts / (num_layouts + 1)
 
 
@@ -148,8 +148,8 @@ def count_row(
 
 # How much of a training's positions is padding, with short samples packed together and without: counted, not run.
 #
-# Counted are tokens of samples; every noisy stream has as many again, so the shares are those of training sequences
-# but for the last clean blocks, which these leave out.
+# The counts are tokens of samples. Every noisy stream has as many again, so training sequences have the same shares.
+# Only their last clean blocks differ: training sequences leave them out.
 
 MOST_STEPS = 200
 PADDING = {
@@ -194,7 +194,7 @@ def padding_row(lengths: Sequence[int], *, batch_size: int, micro_batch: int, pa
 
 
 def _positions(lengths: Sequence[int], groups: Together, at_once: int) -> tuple[int, int, int]:
-    """Tokens, positions with padding, sequences: so many at once are each as long as the longest of them."""
+    """Tokens, positions with padding, and sequences. `at_once` sequences are padded to the longest of them."""
     sequences = [sum(lengths[number] for number in numbers) for numbers in groups]
     parts = [sequences[start : start + at_once] for start in range(0, len(sequences), at_once)]
     return sum(sequences), sum(len(part) * max(part) for part in parts), len(sequences)

@@ -33,7 +33,7 @@ class TimedEngine(Protocol):
 
 
 class Simulated:
-    """A simulated engine: its steps take what its step model says."""
+    """A simulated engine: its step model gives the seconds of its steps."""
 
     def __init__(self, engine: SimulatedEngine) -> None:
         self.engine = engine

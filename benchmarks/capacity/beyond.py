@@ -70,7 +70,7 @@ def host_tier_rows(
 
     `live` is the number of sessions that are between two turns when a replica serves turns as fast as it can with all
     of their pages at hand; more than `fit` fall out. Then each turn computes its whole context anew, or copies it. The
-    copy is counted as if nothing ran beside it. Rates are those of a batch of eight.
+    copy is counted as if nothing ran beside it. The rates hold for a batch of eight.
     """
     for deployment, lengths in cases:
         place = gpu_place(deployment)

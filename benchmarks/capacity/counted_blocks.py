@@ -1,7 +1,7 @@
 """A sequence's blocks as counts: how many positions of each are open. And the forwards of an answer, by such counts.
 
-The rules by which blocks are activated, filled, stored and leave are those of
-`mbd_core/decoding/blocks/block_buffer.py`, on numbers of tokens instead of tokens.
+Blocks are activated, filled and stored, and leave, by the rules of `mbd_core/decoding/blocks/block_buffer.py`. Here
+the rules see numbers of tokens instead of tokens.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def counted_answer(rate: FillRate, decoding: DecodingConfig, *, length: int, sam
 
 
 def rate_for(tpf: float, decoding: DecodingConfig, *, length: int) -> FillRate:
-    """The rate that gives `tpf` on answers of `length` tokens; `ValueError` for one that no rate gives."""
+    """The rate that gives `tpf` on answers of `length` tokens; `ValueError` for a TPF that no rate gives."""
 
     def reached(tokens: float) -> float:
         return length / counted_answer(FillRate(tokens=tokens), decoding, length=length).forwards

@@ -49,7 +49,7 @@ class Demand:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a replica runs: the seconds of its steps, and what it has for pages.
+    """Where a replica runs: the seconds of its steps, and its memory for pages.
 
     page_bytes  of one rank
     static      every slot is sent through the model (Alg. 5), and prompts have a forward of their own
@@ -99,8 +99,10 @@ def _power_of_two(number: int) -> int:
 
 
 def prompt_forwards(place: Place, demand: Demand, *, beside: float | None = None) -> list[Work]:
-    """The forwards that store what is new of a prompt, chunk by chunk; `beside` decoding steps of so many seconds they
-    are as short as the engine's pacer makes them."""
+    """The forwards that store the new part of a prompt, chunk by chunk.
+
+    `beside`: the seconds of the decoding steps beside them. The engine's pacer then shortens the chunks.
+    """
     size = place.config.block_size
     start, stop = (int(length) // size * size for length in (demand.context * demand.found, demand.context))
     most = math.inf

@@ -59,7 +59,7 @@ class SimulatedEngine(Engine):
         self.log: list[list[Work]] | None = [] if keeps else None
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Count what the plan's forwards carry, and what they would do to the buffer."""
+        """Count the load of the plan's forwards, and their effect on the buffer."""
         chunks = [prompt_work(c.start, c.stop, block_size=self.block_size) for c in plan.chunks]
         forwards = [sum(chunks[1:], chunks[0])] if chunks else []
         report = None
@@ -97,7 +97,7 @@ class SimulatedEngine(Engine):
         return outputs
 
     def _decode(self, plan: StepPlan) -> tuple[np.ndarray, Work]:
-        """The report (X,) of a forward over the rows that decode, and what it carries."""
+        """The report (X,) of a forward over the rows that decode, and the forward's load."""
         size, num_slots, num_rows = self.block_size, self.buffer.num_slots, plan.kind.num_rows
         report_X = np.zeros(num_rows * report_width(num_slots, size))
         report = unpack_report(report_X, num_slots=num_slots, block_size=size)

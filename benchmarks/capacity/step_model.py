@@ -70,7 +70,7 @@ class StepSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
-    """Seconds of steps: `forward` of what its forwards carry, and the host's part.
+    """Seconds of steps: `forward` of the load of its forwards, and the host's part.
 
     bandwidth    bytes a second that forwards reach; `flops` and `score_flops` operations a second in matrix products
                  and in attention
@@ -94,7 +94,7 @@ class StepModel:
     link: float = 0.0
 
     def terms(self, work: Work) -> dict[Bound, float]:
-        """The seconds of a forward by what it waits for. Bytes and operations overlap; launches come on top."""
+        """The seconds of a forward by bound. Bytes and operations overlap; launches come on top."""
         cost = self.cost.of(
             tokens=work.tokens,
             scores=0,

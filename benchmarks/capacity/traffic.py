@@ -13,7 +13,7 @@ from mbd_core.decoding.blocks.request import Request
 from mbd_core.fields import DATA, LOAD, Flag, Ge, Gt, Le, configuration
 
 Routing = Literal["prefix", "load"]
-DIGITS = 100  # tokens that number sessions; any vocabulary has so many
+DIGITS = 100  # tokens that number sessions; any vocabulary has 100
 
 
 @configuration(panel=DATA)
@@ -63,7 +63,7 @@ SESSION_TOKENS = 4  # they make a session's prompt its own
 
 @dataclass
 class SimulatedSession:
-    """A conversation so far, and what it draws its lengths from."""
+    """A conversation so far, and the generator of its lengths."""
 
     number: int
     rng: random.Random
@@ -123,7 +123,7 @@ class Clients:
         return self._turn(session, traffic.long_prompt if traffic.is_long(number) else traffic.prompt, due)
 
     def next(self, turn: TimedTurn, answer: tuple[int, ...]) -> TimedTurn | None:
-        """The session's turn after one that has ended, `None` after the last."""
+        """The session's turn after `turn`, which has ended; `None` after the last."""
         session = turn.session
         if session.turn == self._traffic.turns:
             return None

@@ -1,8 +1,8 @@
 """Conversations over replicas that are killed and added: how much of their prompts is found, by who routes them.
 
-The router's policy is the served one (`PrefixAffinity`, with the hashes of `leading_pages`). It is fed as
-`actors/serving/routing.py` feeds it: with the requests under way at each replica, with those that are gone, and with
-what was sent. A replica is a page pool of the engine's, and a time for each request; nothing is computed. Beside it
+The router's policy is the served one (`PrefixAffinity`, with the hashes of `leading_pages`). It gets its
+input as from `actors/serving/routing.py`: the requests under way at each replica, the lost replicas, and the prompts
+that were sent. A replica is a page pool of the engine's, and a time for each request; nothing is computed. Beside it
 stands a router that knows no prefixes: the less loaded of two replicas at random, as Serve's own takes it.
 """
 

@@ -1,7 +1,7 @@
-"""A conversation's next turn: which tokens of the last answer are found again, and what it costs beside a cold start.
+"""A conversation's next turn: the last answer's tokens that are found again, and its cost beside a cold start.
 
-Found are the tokens of an answer up to the first one that the next turn's prompt has otherwise: whatever stands behind
-it must be stored anew, because its pages follow other tokens.
+The found tokens end where the next turn's prompt first differs from the answer. Every later token must be stored anew,
+because its page follows other tokens.
 """
 
 import random
@@ -90,7 +90,7 @@ def cut_otherwise(tokenizer: PreTrainedTokenizerBase, text: str, rng: random.Ran
 
 
 def found_tokens(model: ServedModel, content: str, answer: Sequence[int], *, by_ids: bool) -> int:
-    """Of an answer's tokens those that the next turn's prompt has in their places."""
+    """The number of an answer's leading tokens that the next turn's prompt has in the same places."""
     question, follow_up = ({"role": "user", "content": text} for text in (QUESTION, NEXT))
     turn: dict[str, Any] = {"role": "assistant", "content": content}
     if by_ids:
@@ -175,8 +175,10 @@ def turn_rows(model: Decoder, talk: Conversation) -> list[dict[str, Any]]:
 
 
 def _served(engine: Engine, request: Request) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """One request: what was found, the forwards up to the one that stores the last of its prompt, and the seconds to
-    its first tokens; then its tokens."""
+    """The measures of one request, and its tokens.
+
+    Measured: the found tokens, the forwards until the whole prompt is stored, and the seconds to the first tokens.
+    """
     clock = seconds_clock(engine.runner.cache.k.device)
     engine.add(request)
     sequence = engine.scheduler.find(request.request_id)

@@ -45,7 +45,7 @@ GPU_DTYPE = torch.bfloat16
 
 
 class CheckFailed(RuntimeError):
-    """A kernel, a captured step or a steady step is not what it must be; the message says where."""
+    """A kernel, a captured step or a steady step gives a wrong result; the message says where."""
 
 
 def check_config(family: str, *, on_gpu: bool) -> ModelConfig:
@@ -174,7 +174,7 @@ def _with_adapters(engine: Engine, adapters: Mapping[str, Path]) -> Engine:
 
 
 def _serve(engine: Engine, requests: list[Request]) -> tuple[dict[str, Output], set[StepKind]]:
-    """The outputs by request, and the kinds of the static steps, also of those that store prompts."""
+    """The outputs by request, and the kinds of the static steps, also of steps that store prompts."""
     for request in requests:
         engine.add(request)
     outputs: dict[str, Output] = {}
@@ -354,7 +354,7 @@ def _fp8_experts_row(
 
 
 def _fp8_linear_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> CheckRow:
-    """FP8 on a GPU rounds the inputs too: the bound is that of both roundings."""
+    """FP8 on a GPU rounds the inputs too: the bound covers both roundings."""
     tokens, inner, outer = (9, 32, 48) if small else (64, 2048, 3072)
     weight = torch.randn(outer, inner, generator=generator, device=device) / inner**0.5
     obstacle = fp8.fp8_obstacle(weight)

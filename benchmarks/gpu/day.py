@@ -29,7 +29,7 @@ from mbd_core.files import check_new_file, write_json, write_text
 
 @dataclass(frozen=True)
 class Section:
-    """A part's section: seconds that its process may take, what it runs, and whether its part ends if it fails."""
+    """A part's section: the time limit of its process in seconds, its call, and whether its failure ends the part."""
 
     limit: float
     run: Callable[[Day], Iterable[TableRow]]
@@ -143,8 +143,8 @@ def _run_all(options: argparse.Namespace, sections: Mapping[str, Section]) -> di
 
 
 def run_apart(command: Sequence[str], limit: float) -> dict[str, Any]:
-    """A command that prints rows: its state ("done", "failed", "over its limit"), its seconds, and what it printed of
-    them until then.
+    """A command that prints rows: its state ("done", "failed", "over its limit"), its seconds, and
+    the rows that it printed until then.
 
     A process that does not end with code 0 within its limit is not done.
     """
@@ -171,7 +171,7 @@ def run_apart(command: Sequence[str], limit: float) -> dict[str, Any]:
 
 
 def _lines(file: IO[bytes]) -> list[str]:
-    """The lines that a process has written; one that its end has cut is none."""
+    """The lines that a process has written; a line that its end has cut is left out."""
     file.seek(0)
     return file.read().decode(errors="replace").rpartition("\n")[0].splitlines()
 

@@ -1,6 +1,6 @@
 """The sections of a day on a GPU (`gpu/day.py`): each is a function of the day's sizes that returns rows.
 
-A section raises if what it checks does not hold, after the rows that it has by then. On a CPU the same functions run
+A section raises if its check does not hold, after the rows that it has by then. On a CPU the same functions run
 at toy sizes, which shows that they work and measures nothing of interest.
 """
 
@@ -213,7 +213,7 @@ def _budget(chip: Chip | None, row: TableRow) -> TableRow:
 
 
 def _tiles_in_use(moe: MoEConfig, tokens: int, size: int) -> experts_triton.ExpertTiles:
-    """The tiles of a layer's routed and shared experts for so many tokens; `size` are the bytes of a weight."""
+    """The tiles of a layer's routed and shared experts for `tokens` tokens; `size` is a weight in bytes."""
     tokens_per_expert = tokens * (moe.experts_per_token + moe.num_shared_experts) / moe.num_experts
     return experts_triton.tiles_for(tokens, moe.intermediate_size, size, each=tokens_per_expert)
 
@@ -233,7 +233,7 @@ def _nodes_row(day: Day, shape: str, model: Decoder, case: StepCase) -> TableRow
 def profile_call(
     run: Callable[[], object], device: torch.device, *, most: int = 20
 ) -> tuple[int | None, list[TableRow]]:
-    """How many kernels, copies and fills the device ran for one call, and those that took most of its time.
+    """The number of kernels, copies and fills that the device ran for one call, and the `most` with the most time.
 
     On a CPU the number is `None` and the list is of operations.
     """

@@ -80,9 +80,12 @@ class Shape(StandIn):
 
 
 class ShapeDevice(TorchDispatchMode):
-    """Computes shapes. `nodes` counts what would be launched: each of torch's operations that computes something as
-    one, under its name, and each Triton kernel. Views and allocations launch nothing. `num_bytes` counts those of all
-    tensors that were made, in which every result lies."""
+    """Computes shapes, and counts launches and bytes.
+
+    `nodes` counts launches by name: every operation of torch that computes something, and every Triton kernel. Views
+    and allocations launch nothing. `num_bytes` counts the bytes of all tensors that were made; every result lies in
+    one of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +205,7 @@ class StepNodes:
 def step_nodes(
     config: ModelConfig, work: StepWork, *, num_rows: int = 1, num_slots: int = 2, num_asked: int | None = 48
 ) -> StepNodes:
-    """The nodes of a static step in bfloat16; those of a layer are the difference that one more layer makes."""
+    """The nodes of a static step in bfloat16; a layer's nodes are the difference that one more layer makes."""
     kind = StepKind(num_rows=num_rows, num_slots=num_slots, num_asked=num_asked, work=work)
     step, compiled, num_bytes = _count(config, kind)
     shorter, _, _ = _count(replace(config, num_layers=config.num_layers - 1), kind)

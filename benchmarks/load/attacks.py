@@ -24,7 +24,7 @@ def _long_prompt(name: str, characters: int) -> tuple[str, dict[str, Any]]:
 
 
 def _long_stops(name: str, characters: int) -> tuple[str, dict[str, Any]]:
-    """Each text is one that an answer might begin anywhere."""
+    """An answer might begin each stop text anywhere."""
     stops = [f"{' ' * (MAX_STOP_LENGTH - 8)}{number:08}" for number in range(MAX_STOPS)]
     return f"{name} {TEXT}", {"max_tokens": 64, "stop": stops}
 

@@ -26,7 +26,8 @@ from mbd_core.fields import DATA, LOAD, MODEL, Flag, Ge
 def served_memory(url: str) -> dict[str, int]:
     """Resident bytes of the processes behind an endpoint of this machine, by role and pid.
 
-    They are those of the node whose proxy listens on the port of `url`. Raises `ValueError` where there is none here.
+    The processes belong to the node whose proxy listens on the port of `url`. Raises `ValueError` if no process here
+    listens on it.
     """
     port = urlsplit(url).port
     proxy = next((process for process in psutil.process_iter() if _listens(process, port)), None)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS, STOP_SECONDS = 300.0, 120.0
-MAX_POSITIONS = 4096  # of a model with random weights, so that a CPU's KV memory is that of short requests
+MAX_POSITIONS = 4096  # of a model with random weights: short requests need no more, and a CPU's KV memory stays small
 ENGINE_ALONE = "engine alone"
 Side = Callable[["Load", Sequence[str]], "LoadRun"]
 """Sends a load of prompts to one target and waits for its end."""

@@ -1,4 +1,4 @@
-"""Loads: so many requests at once, or Poisson arrivals at a rate, and the records of their requests.
+"""Loads: a fixed number of requests at once, or Poisson arrivals at a rate, and the records of their requests.
 
 The generator is ours because one load must go, with the same arrivals and records, to an endpoint and to an engine in
 this process, and because a stream of block diffusion brings several tokens in an event, which others count as one.

@@ -149,7 +149,7 @@ def _requests_of(load: Load) -> int:
 
 
 def _check_options(urls: Sequence[str], asking: Asking, own_options: Sequence[str]) -> None:
-    """Raise `ValueError` for options that cannot be honoured together; `own_options` are those of our own endpoint."""
+    """Raise `ValueError` for options that exclude each other; `own_options` are the options of our own endpoint."""
     if len(asking.extra) > 1 and len(asking.extra) != len(urls):
         raise ValueError(f"--extra-body is given {len(asking.extra)} times; give it once, or once for each --url")
     if urls:
@@ -165,7 +165,7 @@ def _check_options(urls: Sequence[str], asking: Asking, own_options: Sequence[st
 
 
 def _prompts(task: str, data: str | None, seed: int, *, count: int) -> list[str]:
-    """Different prompts, so that none finds another's pages in a prefix cache but those that all chats begin with."""
+    """Different prompts: in a prefix cache they share only the pages of the chat's beginning."""
     problems = load_problems(find_task(task), seed=seed, limit=count, data=data).problems
     if len(problems) < count:
         raise ValueError(f"{data} holds {len(problems)} prompts and {count} are sent; lower --requests or --repeats")

@@ -43,7 +43,7 @@ BAD_BODIES: tuple[bytes, ...] = (
 
 @dataclass(frozen=True)
 class EndedRequest:
-    """The end of one request; `detail` says what was wrong with one that failed."""
+    """The end of one request; `detail` is the reason of a failure."""
 
     kind: SoakKind
     end: End
@@ -172,7 +172,7 @@ FLAT_GROWTH, FLAT_BYTES = 0.10, 32 * 2**20
 
 @dataclass(frozen=True)
 class MemorySample:
-    """The resident memory of one process, so many seconds after the beginning."""
+    """The resident memory of one process, `seconds` after the soak's beginning."""
 
     seconds: float
     role: str
@@ -211,16 +211,16 @@ class SoakWatch:
         return False
 
     async def sample_memory(self, *, every: float, until: float) -> None:
-        """Sample until so many seconds have passed."""
+        """Sample the memory every `every` seconds, until `until` seconds after the beginning."""
         while self.seconds < until:
             self.samples += [MemorySample(self.seconds, *process) for process in self._memory()]
             await asyncio.sleep(min(every, max(0.0, until - self.seconds)))
 
     async def kill_replicas(self, rng: random.Random, *, every: float, until: float, limit: float) -> None:
-        """SIGKILL a replica every so often until so many seconds have passed.
+        """SIGKILL a replica every `every` seconds, until `until` seconds after the beginning.
 
-        The next kill waits until there are as many ready replicas as before. Raises `RuntimeError` if there are not
-        within `limit` seconds.
+        The next kill waits for as many ready replicas as before. Raises `RuntimeError` if they are not ready within
+        `limit` seconds.
         """
         count = len(await self.replicas())
         while self.seconds + every < until:

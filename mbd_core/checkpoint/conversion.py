@@ -188,7 +188,7 @@ def _write_trained(folder: Path, plan: _Plan, recipe: dict[str, Any]) -> None:
 def _correct_config(path: Path, plan: _Plan) -> None:
     """Corrects a copied config.json, byte by byte, where it is not true of the target's weights.
 
-    FP8 weights are written as bfloat16, as they are read. The dtype is that of most tensors. In families whose
+    FP8 weights are written as bfloat16, as they are read. The dtype is the dtype of most tensors. In families whose
     `model_type` says whether experts are stacked (`expert_model_types`), it becomes the target's.
     """
     text = path.read_text()

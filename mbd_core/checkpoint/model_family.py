@@ -30,7 +30,7 @@ class ModelFamily:
     rope_scaling        whether its files may scale rotary frequencies, in `rope_scaling` or `rope_parameters`
     rope_parameters     whether we write transformers 5's `rope_parameters`, instead of `rope_theta` and `rope_scaling`
     head_dim_follows    a head's size that files leave out is the hidden size over the heads
-    switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` those of `MoEConfig`
+    switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` fields of `MoEConfig`
     text                the key of config.json under which the text model's settings stand, where they are nested;
                         its layers differ then, and `gemma_keys` has the keys of `GemmaLayers` (`gemma_config.py`)
     skipped             beginnings of the names of tensors that are not computed with: of other modalities. A folder

@@ -61,7 +61,7 @@ def _outlines(panel: Axes, states: States) -> None:
 
 
 def _running_sets(models: Sequence[ComparedModel]) -> Figure:
-    """For each model the sizes of its running-sets beside those of each schedule's noise-groups."""
+    """For each model, the sizes of its running-sets beside the sizes of each schedule's noise-groups."""
     figure = Figure(figsize=(6.4 * len(models), 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     for model, panel in zip(models, figure.subplots(1, len(models), squeeze=False)[0], strict=True):

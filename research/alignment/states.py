@@ -1,4 +1,4 @@
-"""The states of MultiBD inference, of traces, and those of training, of a noise-schedule and a layout (paper App. A).
+"""The states of MultiBD inference, from traces, and of training, from a noise-schedule and a layout (paper App. A).
 
 A state is the mask ratios of the blocks that a forward decodes, in their order. In a trace these are the ACTIVE
 slots: the blocks before them are final, so under a block-causal mask a forward sees them as it sees the clean

@@ -1,7 +1,7 @@
 """Records the caches of a canvas while it is decoded: BlockBatch's KV diagnostics without storing every cache.
 
 After every forward a cache is reduced to one short vector, its sketch. The distances in the propositions are measured
-on the caches themselves at that moment, and only the numbers are stored; the memory is that of a few lanes.
+on the caches themselves at that moment, and only the numbers are stored. This takes the memory of a few lanes.
 
 Shape legend: L positions, Q positions of one query, D numbers of one position, C numbers of a sketch, B branches.
 """

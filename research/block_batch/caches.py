@@ -150,7 +150,7 @@ class CacheRun:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchSync:
-    """A synchronisation: the forwards before it, the leader's block length and those of the overwritten branches, and
+    """A synchronisation: the forwards before it, the block lengths of the leader and of the overwritten branches, and
     D_t before and after it."""
 
     step: int

@@ -81,7 +81,7 @@ def _check_lengths(lengths: Sequence[int], max_tokens: int) -> None:
 
 
 def _parts(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Split decoding fields: those outside `canvas`, those of `canvas` outside `branches`, those of `branches`."""
+    """Split decoding fields in three: fields outside `canvas`, of `canvas` outside `branches`, and of `branches`."""
     canvas = fields.get("canvas", {})
     branches = canvas.get("branches", {}) if isinstance(canvas, Mapping) else None
     if not isinstance(canvas, Mapping) or not isinstance(branches, Mapping):

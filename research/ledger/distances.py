@@ -149,7 +149,7 @@ def ranks(values: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def spearman(first: Sequence[float] | np.ndarray, second: np.ndarray) -> np.ndarray:
-    """The correlation of the ranks of `first` (R,) with those of each column of `second` (R, D); NaN where one side is
+    """Spearman's rank correlation of `first` (R,) with each column of `second` (R, D); NaN where one side is
     constant."""
     a_R, b_RD = ranks(first), ranks(second)
     a_R, b_RD = a_R - a_R.mean(), b_RD - b_RD.mean(axis=0)

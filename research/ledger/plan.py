@@ -3,7 +3,7 @@
 study.json            what the study is (`StudyPlan`); a folder of another one is refused
 runs/RECIPE-sSEED     the training runs, models/RECIPE-sSEED their models: of all experiments, each trained once
 EXPERIMENT/           of one experiment: sweeps/seed-SEED, the evaluations; rows.parquet, an answer a row; study.md
-                      and study.png, the report of these rows and those of the experiments before it
+                      and study.png, the report of the rows of this experiment and of the experiments before it
 """
 
 import json

@@ -97,7 +97,7 @@ def convert_to_block_diffusion(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda bytes_written, total: None,
 ) -> BlockDiffusionPlan:
-    """Writes the block-diffusion folder `target` of the autoregressive folder `source`, and returns what it chose.
+    """Writes the block-diffusion folder `target` of the autoregressive folder `source`, and returns its plan.
 
     Weights keep their values and dtypes. A vocabulary without room for the mask grows by rows that are the mean of the
     others. The files beside the weights are copied, with the mask in the tokenizer's.

@@ -1,4 +1,4 @@
-"""Training runs by name: the recipes of the tiny models, those of the study on ledger-mini, and the papers'."""
+"""Training runs by name: the recipes of the tiny models, of the study on ledger-mini, and of the papers."""
 
 from mbd_core.multitf.recipes.paper import PAPER_RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe

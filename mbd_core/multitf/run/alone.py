@@ -1,4 +1,4 @@
-"""A recipe trained without Ray: in this process alone, or in those that torchrun started."""
+"""A recipe trained without Ray: in this process alone, or in torchrun's processes."""
 
 import os
 import re

@@ -237,7 +237,7 @@ class Checkpoints:
         return str(self.folder / _name(step))
 
     def _steps(self) -> list[int]:
-        """The steps of all checkpoints, also of those that were not written to their end."""
+        """The steps of all checkpoints, also of incomplete ones."""
         if not self._system.exists(self._path):
             return []
         names = (str(path).rstrip("/").rpartition("/")[2] for path in self._system.ls(self._path, detail=False))
@@ -361,7 +361,7 @@ def _has_adapter(trainer: Trainer) -> bool:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """What is stored: all weights, or those of an adapter alone, whose base stays as it is; the optimizers' states."""
+    """The stored state: the weights and the optimizers' states. With an adapter only its weights: the base stays."""
     weights = _weights(trainer.model, adapter=_has_adapter(trainer))
     return {"model": weights, "optimizers": get_optimizer_state_dict(trainer.model, trainer.optimizers)}
 

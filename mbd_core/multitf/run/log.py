@@ -91,7 +91,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """Okabe and Ito's, which the colour-blind tell apart; lines differ in their dashes too."""
 DASHES = ("-", "--", "-.", ":")
 WINDOWS = 20
-"""A moving mean is over a part of the run of one in so many, of 100 updates at most."""
+"""A moving mean covers one part in `WINDOWS` of a run, at most 100 updates."""
 SINGLE = {"grad_norm": "gradient norm, before clipping", "lr": "learning rate", "tokens_per_second": "tokens/s"}
 
 SWEEP_PANELS = {"sweep_accuracy": "accuracy of sweeps", "sweep_tpf": "TPF of sweeps"}
@@ -281,7 +281,7 @@ def _short(number: float) -> float:
 
 PROGRESS_SECONDS = 3.0
 SHOWN_STEPS = 50
-"""A progress bar shows means over the last so many updates."""
+"""A progress bar shows means over the last `SHOWN_STEPS` updates."""
 
 
 class Log:

@@ -134,7 +134,7 @@ class StateConfig:
                       all blocks in one noise-group (App. C.5); `d2f`: native D2F, one noisy sequence without a clean
                       one, its blocks from the prompt's end and the prompt seen whole
     `max_group`       the largest noise-group; 1 is teacher forcing, and what `one_group` and `d2f` have
-    `num_layouts`     draw so many of the layout set anew for each sample, an unbiased estimate of Alg. 1's mean over
+    `num_layouts`     draw this number from the layout set for each sample, an unbiased estimate of Alg. 1's mean over
                       all of it; `None` takes them all
     `random_sizes`    how random layouts are drawn: as in the paper, or repaired and shuffled as in the released code
     `span`            layouts partition the whole content (App. B.1), or begin at the first block with a response

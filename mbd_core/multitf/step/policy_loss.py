@@ -1,6 +1,6 @@
 """The objectives of reinforcement learning on replayed rollouts: weighted sums over labels, as MultiTF's loss is.
 
-With `lp` a token's log-probability now, `old` the one that it was sampled with and A its answer's advantage:
+With `lp` a token's log-probability now, `old` its log-probability when it was sampled, and A its answer's advantage:
 
 reinforce  -A lp                                            REINFORCE, here with the advantage of its group
     clipped    -min(r A, clip(r, 1 - c, 1 + c') A), r = e^(lp - old)     PPO; c' above c as in DAPO

@@ -48,7 +48,7 @@ class CurrentDraws:
 
 
 class SampleDropout(nn.Module):
-    """`nn.Dropout(p)` on (S, L, D), layer number `layer` of those of its model; padding is not drawn for."""
+    """`nn.Dropout(p)` on (S, L, D), of layer number `layer` of its model; padding gets no draws."""
 
     def __init__(self, p: float, layer: int, draws: CurrentDraws) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ def resolve(
 ) -> AttentionKernel:
     """The first kernel that can serve the case, or `preference` if it can.
 
-    On a CPU that is "reference" (`cpu.py`); on CUDA the order is that of `KERNELS`, and "reference" comes last.
+    On a CPU the kernel is "reference" (`cpu.py`). On CUDA the order is the order of `KERNELS`; "reference" comes last.
     `capability` and `load` (an importer) default to the device's and Python's. Raises `ValueError` for sizes that no
     kernel takes, for an unknown preference, and for a preference that the case rules out, with the reason.
     """

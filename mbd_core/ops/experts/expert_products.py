@@ -151,7 +151,7 @@ def _swiglu_kernel(
 ):
     """Rows `first..end` of one expert: hidden = silu(x gate^T) * (x up^T), for BLOCK_F of its channels.
 
-    `num_scales` are those of one expert's matrix.
+    `num_scales` is the number of scales of one expert's matrix.
     """
     tile = tl.program_id(0)
     first = tl.load(first_ptr + tile)

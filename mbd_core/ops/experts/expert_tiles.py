@@ -98,7 +98,7 @@ def num_tiles(num_assignments: int, num_experts: int, tile: int) -> int:
 def sorted_tiles(ids_TK: Tensor, num_experts: int, tile: int) -> SortedTiles:
     """The assignments `ids_TK` by expert, and tiles of at most `tile` rows of one expert. No host reads.
 
-    Ids are 0 to E; those of the sentinel E stand last and have no tile.
+    Ids are 0 to E. Assignments to the sentinel E stand last and have no tile.
     """
     count, device = ids_TK.numel(), ids_TK.device
     tiles = num_tiles(count, num_experts, tile)

@@ -155,7 +155,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Expert ids (T, K + S) int64, best first, and their weights (T, K + S) float32, of float32 logits (T, E).
 
-    The arguments are those of `MoEConfig`; with a `capacity` the tokens are whole blocks. The `num_shared` (S) shared
+    The arguments are fields of `MoEConfig`; with a `capacity` the tokens are whole blocks. The `num_shared` (S) shared
     experts, E to E + S - 1, stand last with weight 1. The ids of a token that is not `live_T` are all E + S, which is
     no expert.
     """
