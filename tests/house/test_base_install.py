@@ -26,6 +26,7 @@ OPTIONAL = {
     "datasets",
     "flash_attn",
     "flashinfer",
+    "gguf",
     "kernels",
     "lm_eval",
     "mlflow",

@@ -103,7 +103,7 @@ def other_settings(recorded: dict[str, Any], given: dict[str, Any]) -> str:
 
 
 def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe without fields that have no effect on the weights.
+    """The recipe without fields that have no effect on the weights; `source` is a citation.
 
     Old records lack two fields: generated data without `tasks` are of both tasks, and an adapter's base is not
     quantised.
@@ -114,7 +114,7 @@ def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:
     data = recipe["data"]
     if isinstance(data, dict) and "per_task" in data:
         data = {"tasks": list(TinyData.tasks)} | data
-    return {**recipe, "train": train, "data": data}
+    return {**{name: value for name, value in recipe.items() if name != "source"}, "train": train, "data": data}
 
 
 def start_line(recipe: TrainingRecipe, *, device: torch.device, num_workers: int = 1) -> str:
