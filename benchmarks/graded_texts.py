@@ -98,10 +98,6 @@ def _mixed(value: Fraction, _draw: random.Random) -> str | None:
     return _box(rf"{sign}{whole}\frac{{{rest.numerator}}}{{{rest.denominator}}}") if whole and rest else None
 
 
-def _grouped(mark: str) -> TextForm:
-    return _whole(lambda n, _: _box(f"{n * 1000:,}".replace(",", mark).removesuffix(f"{mark}000")) if n else None)
-
-
 def _thousands(number: int, mark: str) -> str | None:
     return f"{number:,}".replace(",", mark) if abs(number) >= 1000 else None
 

@@ -185,11 +185,6 @@ def load(kind: Any, values: Any, *, noun: str = "option", path: str = "") -> Any
         raise refusal(error, kind, values, noun=noun, path=path) from None
 
 
-def load_json(kind: Any, text: str | bytes, *, noun: str = "field", path: str = "") -> Any:
-    """`load` of a JSON text; `ValueError` for a text that is none."""
-    return load(kind, json.loads(text), noun=noun, path=path)
-
-
 def changed(instance: T, values: Any, *, noun: str = "option", path: str = "") -> T:
     """A configuration with the fields that a JSON or YAML file, or a command line, gives: configurations that it holds
     are changed in turn, other objects by their keys. Raises `ValueError` as `load` does."""

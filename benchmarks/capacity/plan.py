@@ -15,7 +15,6 @@ from mbd_core.engine.pacing import LEAST_LIMIT, QUIET_STEPS
 from mbd_core.fields import DATA, DECODING, ENGINE, LOAD, Flag, Ge, Gt, Le, configuration
 from mbd_core.models.model_config import ModelConfig
 
-PAPER_TPF = {1: 3.47, 2: 6.19}  # Table 3 of the MBD-LMs paper
 BATCHES = (1, *range(2, 257, 2))
 
 

@@ -93,13 +93,6 @@ def planned_bytes(config: ModelConfig, dtype: torch.dtype, *, fp8: Fp8Parts | No
     return weight_bytes(model) if fp8 is None else rounded_bytes(model, fp8)
 
 
-def empty_model(folder: Path) -> Decoder:
-    """The model of a checkpoint folder on the meta device, in float32: shapes without values."""
-    refuse_dcp(folder)
-    with torch.device("meta"):
-        return Decoder(load_config(folder))
-
-
 def fill_parts(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> None:
     """Fills a model's tensors, which may be cut among workers, from a checkpoint folder of its shapes.
 

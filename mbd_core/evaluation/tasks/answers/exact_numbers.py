@@ -55,7 +55,6 @@ MAGNITUDE = rf"""(?:
 _SPACED = re.compile(r"^[+$-]*[0-9]{1,3}(?: [0-9]{3})+(?![0-9/])")
 _TEN = re.compile(r"10\s*\^\s*(?:\{\s*([+-]?\d{1,4})\s*\}|(\d))\s*$")
 NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*(?:{CURRENCY}\s*)?(?P<sign_2>[+-]?)\s*{MAGNITUDE}", re.VERBOSE | re.ASCII)
-CURRENCY_SIGN = re.compile(rf"[+-]?\s*(?:{CURRENCY})")
 
 
 def read_quantity(text: str) -> Quantity | None:
