@@ -6,7 +6,7 @@ What is asked here is parsed, templated, admitted and decoded by the code of the
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import wait
+from concurrent.futures import CancelledError, wait
 from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +24,7 @@ from mbd_core.serving.tokens.served_model import ServedModel
 from mbd_core.serving.tokens.stream import EngineFailed, TooManyRequests
 
 T = TypeVar("T")
-LOOK_SECONDS = 0.5  # after which a wait looks for Ctrl-C, whose signal another thread may have got
+LOOK_SECONDS = 0.5  # a wait wakes so often, since another thread may have got the signal of Ctrl-C
 AGAIN_SECONDS = 0.1  # between two tries of a request for which there was no room
 RequestKind = type[ChatRequest] | type[CompletionRequest]
 
@@ -62,12 +62,16 @@ class Session:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             while not future.done():
+                if self._loop.is_closed():  # before it began the work
+                    raise RuntimeError("this LLM was closed meanwhile")
                 wait([future], LOOK_SECONDS)
             return future.result()
         except ApiError as error:
             raise plain_error(error) from None
         except EngineFailed as error:
             raise RuntimeError("this LLM was closed meanwhile" if self.closed else str(error)) from error
+        except CancelledError:  # by `_stop`
+            raise RuntimeError("this LLM was closed meanwhile") from None
         finally:
             future.cancel()
 
@@ -85,9 +89,10 @@ class Session:
     async def ask_all(
         self, kind: RequestKind, bodies: Sequence[bytes], *, n: int, field: str, trace: bool
     ) -> list[TracedReply]:
-        """The replies to bodies, of which `n` each ask the same; all are checked before the first is decoded.
+        """The replies to `bodies`, which come in groups of `n` with the same prompt. All are checked before the first
+        is decoded.
 
-        `field` is that of the prompts: an error of one names its number.
+        `field` is the field of the prompts: an error in it says which prompt is wrong.
         """
         for number, body in enumerate(bodies[::n] if len(bodies) > 1 else (), start=1):
             try:
@@ -123,7 +128,7 @@ class Session:
                 async with turns or nullcontext():
                     answer = await complete(body, limited=False)
                     break
-            except TooManyRequests:  # of other threads
+            except TooManyRequests:  # other threads fill the engine
                 await asyncio.sleep(AGAIN_SECONDS)
 
         def see(step: TextStep) -> None:
@@ -153,6 +158,10 @@ class Session:
     async def _stop(self) -> None:
         await self.service.stop()
         await self.server.stop()
+        waiting = asyncio.all_tasks() - {asyncio.current_task()}  # such as requests for which there was no room
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def plain_error(error: ApiError) -> Exception:

@@ -21,6 +21,7 @@ from mbd_core import LLM
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.engine.config import EngineConfig
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
+from mbd_core.serving.tokens.stream import TooManyRequests
 
 ROOT = Path(__file__).resolve().parents[3]
 QUESTION = "Tom has 12 pens. Tom buys 3 bags with 4 pens each. Tom sells 5 pens. How many pens does Tom have now?"
@@ -292,6 +293,22 @@ def test_closing_ends_what_runs(tiny_model_dir: Path) -> None:
     llm.close()
     with pytest.raises(RuntimeError):
         list(stream)
+
+
+def test_closing_ends_a_request_that_waits_for_room(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, is_tried = LLM(tiny_model_dir), threading.Event()
+
+    async def full(*_: Any, **__: Any) -> None:
+        is_tried.set()
+        raise TooManyRequests("no room")
+
+    monkeypatch.setattr(llm._session.server, "chat", full)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(llm.chat, QUESTION, **SHORT)
+        assert is_tried.wait(60)
+        llm.close()
+        with pytest.raises(RuntimeError, match="closed meanwhile"):
+            answer.result(60)
 
 
 def test_the_keywords_of_editors_are_those_that_are_taken() -> None:
