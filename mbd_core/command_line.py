@@ -217,10 +217,18 @@ def _typer_function(run: Callable[..., Any], main: Main) -> Callable[..., Any]:
     paths = {item.path: item for item in items.values()}
 
     def call(_context: typer.Context, **arguments: Any) -> Any:
-        given = {"": _context.obj} | dict(_setting(text, paths) for text in arguments.pop(SETTING.path, None) or ())
+        given: dict[str, Any] = {"": _context.obj}
+        for text in arguments.pop(SETTING.path, None) or ():
+            path, value = _setting(text, paths)
+            if path in given:
+                raise ValueError(f"--set {text}: {path} is set twice; say it once")
+            given[path] = value
         for name, value in arguments.items():
             if _context.get_parameter_source(name).name != "DEFAULT":  # type: ignore[union-attr]
-                given[items[name].path] = value_of(items[name], value)
+                item = items[name]
+                if item.path in given:
+                    raise ValueError(f"{flag(item)} and --set {item.path} are both given; say one of them")
+                given[item.path] = value_of(item, value)
         return run(**{name: part.value(given) for name, part in parts.items()})
 
     parameters = [inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
@@ -313,8 +321,11 @@ def _setting(text: str, items: Mapping[str, Field]) -> tuple[str, Any]:
     path, equals, given = text.partition("=")
     item = items.get(path)
     if item is None:
+        inside = [known for known in items if known.startswith(f"{path}.")]
         near = difflib.get_close_matches(path, items, n=1, cutoff=0.5)
-        raise ValueError(f"--set {text}: there is no field {path}" + (f"; is '{near[0]}' meant?" if near else ""))
+        hint = f"; is '{near[0]}' meant?" if near else ""
+        hint = f"; it holds fields: say --set {inside[0]}=VALUE, or another of {path}" if inside else hint
+        raise ValueError(f"--set {text}: there is no field {path}{hint}")
     if not equals:
         raise ValueError(f"--set {text}: say its value, as --set {path}=VALUE")
     form = _form(item)
