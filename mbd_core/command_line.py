@@ -31,11 +31,11 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.exceptions import TyperException
 from typer.main import get_command
 
-from mbd_core.fields import OUTPUT, PANELS, Field, Flag, changed, leaves_of, load
+from mbd_core.fields import OUTPUT, PANELS, Field, Flag, bounds, changed, leaves_of, load
 from mbd_core.json_text import merge_paths, parse_json
 from mbd_core.proxies import keep_direct
 
-SCALARS: dict[Any, type] = {"integer": int, "number": float, "boolean": bool, "string": str}
+NUMBERS = {"integer": "N", "number": "X"}  # what --help shows for one
 SETTING = Field(
     path="set",
     hint=tuple[str, ...],
@@ -307,13 +307,7 @@ def _is_json(form: Mapping[str, Any]) -> bool:
 
 def value_of(item: Field, given: Any) -> Any:
     """A field's value from what Typer gives for its option; `ValueError` names the option."""
-    name, form = flag(item).partition("/")[0], _form(item)
-    value = given
-    if _is_json(form):
-        value = parse_json(given, f"{name} {given!r}")
-    elif item.flag.commas:
-        value = _listed(given, form, name)
-    return _loaded(item, value, f"{name} {given}")
+    return _value(item, given, flag(item).partition("/")[0], " ")
 
 
 def _setting(text: str, items: Mapping[str, Field]) -> tuple[str, Any]:
@@ -328,15 +322,27 @@ def _setting(text: str, items: Mapping[str, Field]) -> tuple[str, Any]:
         raise ValueError(f"--set {text}: there is no field {path}{hint}")
     if not equals:
         raise ValueError(f"--set {text}: say its value, as --set {path}=VALUE")
-    form = _form(item)
-    value: Any = given
-    if _is_json(form) or (form.get("type") == "array" and given.startswith("[")):
-        value = parse_json(given, f"--set {path}={given!r}")
-    elif form.get("type") == "array":
-        value = _listed(given, form, f"--set {path}")
-    elif given == "null" or form.get("type") in ("integer", "number", "boolean"):
-        value = _scalar(given)
-    return path, _loaded(item, value, f"--set {text}")
+    return path, _value(item, None if given == "null" else given, f"--set {path}", "=")
+
+
+def _value(item: Field, given: Any, name: str, joint: str) -> Any:
+    """A field's value from a text of a command line, or from the texts of a list."""
+    form, value = _form(item), given
+    kind = form.get("type")
+    if isinstance(given, str):
+        if _is_json(form) or (kind == "array" and given.startswith("[")):
+            value = parse_json(given, f"{name}{joint}{given!r}")
+        elif kind == "array":
+            value = _listed(given, form, name)
+        elif kind in NUMBERS or kind == "boolean":
+            value = _scalar(given)
+    elif kind == "array" and form.get("items", {}).get("type") in NUMBERS:
+        value = [*map(_scalar, given)]
+    try:
+        return load(item.hint, value)
+    except ValueError:
+        said = "null" if given is None else given
+        raise ValueError(f"{name}{joint}{said} must be {item.values}") from None
 
 
 def _listed(text: str, form: Mapping[str, Any], name: str) -> list[Any]:
@@ -356,13 +362,6 @@ def _scalar(text: str) -> Any:
         return text
 
 
-def _loaded(item: Field, value: Any, said: str) -> Any:
-    try:
-        return load(item.hint, value)
-    except ValueError:
-        raise ValueError(f"{said} must be {item.values}") from None
-
-
 # Options as Typer declares them.
 
 
@@ -373,11 +372,10 @@ def _parameter_name(item: Field) -> str:
 def metavar(item: Field) -> str | None:
     """What --help shows for the value; `None`: its type."""
     form = _form(item)
-    scalar = {"integer": "N", "number": "X", "string": "NAME"}
     if item.flag.metavar is None and item.flag.commas:
-        return f"{scalar[(form.get('items') or form['prefixItems'][0])['type']]},..."
-    if item.flag.metavar is None and not item.flag.positional and form.get("type") in ("integer", "number"):
-        return scalar[form["type"]]
+        return f"{NUMBERS.get((form.get('items') or form['prefixItems'][0])['type'], 'NAME')},..."
+    if item.flag.metavar is None and not item.flag.positional:
+        return NUMBERS.get(form.get("type", ""))
     return item.flag.metavar
 
 
@@ -390,12 +388,10 @@ def _typer_parameter(item: Field) -> inspect.Parameter:
         kind = str if item.flag.commas else list[_python_type(form["items"])]  # type: ignore[misc]
         if default is not MISSING:
             default = (",".join(map(str, default or ())) if item.flag.commas else default) or None
-    is_number, above = kind in (int, float), form.get("exclusiveMinimum")
+    bounded = bounds(form).removeprefix("of ") if form.get("type") in NUMBERS else ""
     settings: dict[str, Any] = {
-        "help": item.help if above is None else f"{item.help} (above {above:g})",
+        "help": f"{item.help} ({bounded})" if bounded else item.help,
         "metavar": metavar(item),
-        "min": form.get("minimum") if is_number else None,
-        "max": form.get("maximum") if is_number else None,
         "show_default": item.flag.default or True,
         "rich_help_panel": item.flag.panel,
     }
@@ -408,9 +404,10 @@ def _typer_parameter(item: Field) -> inspect.Parameter:
 
 
 def _python_type(form: Mapping[str, Any]) -> Any:
+    """Typer's type; numbers are texts to it, since its refusals do not say the value."""
     if "enum" in form or "const" in form:
         return Literal[tuple(form.get("enum") or [form["const"]])]
-    return Path if form.get("format") == "path" else SCALARS.get(form.get("type"), str)
+    return Path if form.get("format") == "path" else bool if form.get("type") == "boolean" else str
 
 
 def _help(run: Callable[..., Any]) -> str:

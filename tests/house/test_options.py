@@ -157,7 +157,7 @@ def test_help_has_every_option_with_its_bounds_and_default(
     run_line(["--help"], [])
     text = capsys.readouterr().out
     rows = next(line for line in text.splitlines() if "--rows" in line)
-    assert "x>=1" in rows and "Rows." in rows and "default: 4" in rows
+    assert "(at least 1)" in rows and "Rows." in rows and "default: 4" in rows
     assert "--no-caching" in text and "--no-exact" not in text and "--secret" not in text
     assert text.index("Data") < text.index("Engine") < text.index("Output")
 

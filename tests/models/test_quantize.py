@@ -303,7 +303,7 @@ def test_the_report_takes_a_folder_without_tokenizer(tmp_path: Path, capsys: pyt
     for asked, sentence in (
         (["--model", "none"], "unknown model 'none'"),
         (["--model", str(tmp_path / "d"), "--parts", "experts"], "has no experts; use --parts all"),
-        (["--model", str(tmp_path / "m"), "--limit", "0"], "Invalid value for '--limit': "),
+        (["--model", str(tmp_path / "m"), "--limit", "0"], "--limit 0 must be a whole number of at least 1"),
     ):
         assert fp8_report(asked) == 2
         printed = capsys.readouterr()
