@@ -62,8 +62,8 @@ def run(
 ) -> int:
     """Say what this machine can do, and what a model folder needs of it.
 
-    The options are those of serving, and mean the same. Nothing is loaded or started. Exit codes: 0 the model can be
-    served here, 1 it cannot, and the last line says why, 2 bad input.
+    The options are those of serving, and mean the same. No weights are loaded and no engine starts. Exit codes: 0: the
+    model can be served here. 1: it cannot; the last line, or `obstacles` in JSON, says why. 2: bad input.
     """
     endpoint = endpoint.checked()
     obstacles: list[str] = []
@@ -102,7 +102,7 @@ def packages(obstacles: list[str]) -> Table:
     for text in importlib.metadata.requires(DISTRIBUTION) or ():
         need = Requirement(text)
         extra = next((name for name in SWITCHES_ON if f'extra == "{name}"' in str(need.marker)), None)
-        if need.marker is not None and extra is None:
+        if need.name == DISTRIBUTION or (need.marker is not None and extra is None):
             continue
         try:
             version = importlib.metadata.version(need.name)
@@ -116,7 +116,7 @@ def packages(obstacles: list[str]) -> Table:
 
 
 def devices() -> Table:
-    """The CPUs of this process, and each GPU."""
+    """The machine's CPUs, and each GPU."""
     import torch
 
     from mbd_core.ops.launch import triton_serves
@@ -152,7 +152,7 @@ def memory() -> Table:
 
 
 def sandbox() -> Table:
-    """The walls around programs that models write, as the sandbox has tried them."""
+    """The isolation of programs that models write, as found by trying it."""
     from mbd_core.evaluation.sandbox.processes import available_isolation, describe_isolation, landlock_version
     from mbd_core.evaluation.sandbox.system_calls import filter_program
 
@@ -196,12 +196,13 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
 
     from mbd_core.checkpoint.config import eos_origin
     from mbd_core.checkpoint.folder import read_folder
+    from mbd_core.checkpoint.loading import weights_dtype
     from mbd_core.engine.parallel.leader import check_size
     from mbd_core.serving.tokens.load import default_device
 
     folder = read_folder(Path(endpoint.model))
     device, config, ranks = default_device(), folder.config, endpoint.tensor_parallel
-    dtype = torch.float32 if device.type == "cpu" else folder.stored_dtype
+    dtype = torch.float32 if device.type == "cpu" else weights_dtype(folder.path)
     yield Table(
         title="model",
         columns=PAIRS,
@@ -246,7 +247,7 @@ def _token_text(folder: ModelFolder, token: int) -> str:
 
 
 def kernels(folder: ModelFolder, endpoint: EndpointArgs, device: torch.device, dtype: torch.dtype) -> Table:
-    """The kernels that the engine chooses, and why not the others."""
+    """The chosen kernels, and for each other kernel the reason it was not chosen."""
     from mbd_core.engine.build import attention_kernel
     from mbd_core.engine.graphs import graphs_obstacle
     from mbd_core.ops.experts.choice import resolve_experts

@@ -42,6 +42,8 @@ def report(
     from mbd_core.evaluation.sweep.folder import REPORT
 
     if out is None:
+        if overwrite:
+            raise ValueError("--overwrite replaces the folder of --out: give --out, or leave --overwrite out")
         if len(folders) > 1:
             raise ValueError("several sweeps are joined in a folder of their own: give --out")
         summary = rewrite_summary(folders[0])

@@ -58,7 +58,7 @@ def load_model(
     with torch.device("meta"):
         model = Decoder(config, shard=shard, reduce=reduce)
     listed, expected, _ = match_tensors(folder, config, list_tensors(folder))
-    common = dtype or _stored_dtype(folder, listed)
+    common = dtype or weights_dtype(folder, listed)
     if fp8 == "blocks":
         modules, blocks = find_blocks(folder, config, listed, expected, num_ranks=model.shard.size)
         keep_blocks(model, modules, blocks, device)
@@ -143,8 +143,10 @@ def refuse_dcp(folder: Path) -> None:
         )
 
 
-def _stored_dtype(folder: Path, listed: dict[str, TensorInfo]) -> torch.dtype:
-    """The dtype of the weights; if the files have several, config.json's `dtype` or `torch_dtype`."""
+def weights_dtype(folder: Path, listed: dict[str, TensorInfo] | None = None) -> torch.dtype:
+    """The dtype in which a folder's weights are loaded where none is asked for: that of its files, or config.json's
+    `dtype` or `torch_dtype` where the files have several. Raises `ValueError` where neither says it."""
+    listed = list_tensors(folder) if listed is None else listed
     dtypes = {info.dtype for name, info in listed.items() if not name.endswith(FLOAT32_ALWAYS)}
     if len(dtypes) == 1:
         return dtypes.pop()

@@ -36,6 +36,8 @@ def test_shards_give_the_report_of_the_sweep_in_any_order(tmp_path: Path, capsys
     assert "incomplete" not in capsys.readouterr().out
     assert main([str(tmp_path / name) for name in "12"] + ["--out", str(tmp_path / "joined"), "--overwrite"]) == 0
     assert "of 40 samples are there" in capsys.readouterr().err
+    assert main([str(tmp_path / "1"), "--overwrite"]) == 2
+    assert "give --out, or leave --overwrite out" in capsys.readouterr().err
 
 
 def test_a_report_has_the_accuracy_by_each_rule_of_a_task(tmp_path: Path) -> None:
