@@ -165,7 +165,7 @@ def test_a_source_is_never_replaced(tmp_path: Path) -> None:
         (["x", "--random", "tiny-sdar"], "give either DIR"),
         (["--random", "tiny-x"], "--random tiny-x is unknown; choose one of sdar-null, "),
         (["--random", "tiny-sdar", "--experts", "fused"], "--random writes a Hugging Face folder as published"),
-        (["x", "--max-shard-gb", "0"], "--max-shard-gb 0.0 must be a number above 0"),
+        (["x", "--max-shard-gb", "0"], "--max-shard-gb 0 must be a number above 0"),
         (["x", "--max-shard-gb", "nan"], "--max-shard-gb nan must be a number above 0"),
     ],
 )
