@@ -22,7 +22,7 @@ def failure_text(error: BaseException) -> str:
 def reason(error: BaseException) -> str:
     """The last line of what a worker raised, or of the error itself: Ray passes tracebacks on as text.
 
-    Of errors that caused one another, as Python prints them, it is the first one's.
+    In a chain of causes it is the last line of the first error.
     """
     if isinstance(error, WorkerGroupError) and error.worker_failures:
         error = error.worker_failures[min(error.worker_failures)]
@@ -33,7 +33,7 @@ def reason(error: BaseException) -> str:
 def task_sentence(error: RayError) -> str:
     """The task's own error message if it is a ValueError, RuntimeError or OSError; otherwise `reason(error)`.
 
-    `reason` would look for the first of the errors that caused it, which the task's own sentence is about.
+    `reason` would say the first cause; the task's own message explains that already.
     """
     cause = error.cause if isinstance(error, RayTaskError) else None
     return str(cause) if isinstance(cause, ValueError | RuntimeError | OSError) else reason(error)

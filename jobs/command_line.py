@@ -4,7 +4,7 @@ import importlib
 import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -14,20 +14,12 @@ from mbd_core.command_line import Main
 from mbd_core.fields import DATA, DECODING, ENGINE, MODEL, OUTPUT, Flag, Ge
 
 ModelName = Annotated[str, Flag("A shipped model's name, or a model folder.", MODEL, name="--model")]
-Seed = Annotated[int, Ge(0), Flag("Of whatever is drawn.", DATA)]
+Seed = Annotated[int, Ge(0), Flag("Random seed.", DATA)]
 OwnThreads = Annotated[int | None, Ge(1), Flag("Torch's threads (default: torch's own)", ENGINE, name="--threads")]
 MaxTokens = Annotated[int, Ge(1), Flag("Tokens of an answer, at most.", DECODING)]
 OutFolder = Annotated[Path, Flag("Folder to write.", OUTPUT, name="--out", metavar="DIR")]
 Overwrite = Annotated[bool, Flag("Replace a folder that this command wrote before.", OUTPUT, name="--overwrite")]
 JsonFile = Annotated[Path | None, Flag("Also write the rows there.", OUTPUT, name="--json", metavar="FILE")]
-IsolationText = Annotated[
-    Literal["any", "required"],
-    Flag(
-        "What must contain programs; required: bubblewrap or Landlock, or nothing is graded.",
-        ENGINE,
-        name="--isolation",
-    ),
-]
 
 
 class CommandGroup(TyperGroup):
@@ -43,7 +35,7 @@ class CommandGroup(TyperGroup):
         return super().parse_args(ctx, args or ([] if ctx.resilient_parsing else ["--help"]))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The named command; `ValueError` for a name that is none, with those that are."""
+        """The named command. Raises `ValueError`, which lists the known names, for an unknown one."""
         name, *rest = args
         if name in self.modules:
             return name, sub_command(*self.modules[name][0].split(":")), rest
@@ -60,7 +52,7 @@ def sub_command(module: str, entry: str = "main") -> TyperCommand | TyperGroup:
         if error.name != module.partition(".")[0]:
             raise
         raise ValueError(
-            f"{error.name} is a part of the repository that is not installed: run the command in its folder"
+            f"{error.name} is not in the installed package: run the command in the repository's folder"
         ) from None
     derived = getattr(job, entry).command
     assert isinstance(derived, TyperCommand | TyperGroup)
@@ -76,7 +68,7 @@ def sub_commands(
 ) -> Main:
     """`CALLED NAME ...`: calls what `modules` has for NAME, beside a sentence on what it does.
 
-    That is the `Main` named `main` in a module, or with "MODULE:ENTRY" another one. `about` stands above the list of
+    An entry is MODULE, whose `main` is called, or MODULE:ENTRY. `about` stands above the list of
     names. The command of a `distribution` has --version, and is completed by shells.
     """
 
@@ -108,7 +100,7 @@ def sub_commands(
 
 
 class _GroupWithDefault(TyperGroup):
-    """Sub-commands, of which the first is meant where none is named."""
+    """Sub-commands; without a name the first one runs."""
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
         if args and args[0] in self.commands:

@@ -31,7 +31,7 @@ def report(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Report sweeps from their rows alone, without a model: one anew, or several joined.
+    """Rewrite one sweep's report, or join several sweeps into one, from their rows alone.
 
     python jobs/report_sweep.py out/shard-1 out/shard-2 --out out/joined
 
@@ -63,7 +63,7 @@ def best(
     folders: Folders,
     folder: Annotated[
         tuple[Path, ...],
-        Flag("The folder of a model of the sweep, known by its files; repeatable.", OUTPUT, metavar="DIR"),
+        Flag("A swept model's folder, which its files match to the sweep; repeatable.", OUTPUT, metavar="DIR"),
     ],
     by: Annotated[By, Flag(f"Which is the best: {BEST}", DATA)] = "accuracy",
 ) -> None:
@@ -123,7 +123,7 @@ def transfer(
 ) -> None:
     """Decoding settings chosen on one task and used on the others, as a table.
 
-    A sweep has all its models on all its tasks, so models with tasks of their own are sweeps of their own.
+    A sweep runs every model on every task, so a model with other tasks has a sweep of its own.
     """
     from mbd_core.evaluation.report.studies.setting_transfer import transfer_table
 
@@ -133,8 +133,8 @@ def transfer(
 def overlap(folders: Folders, json_file: JsonFile = None) -> None:
     """How many gsm-mini test problems have an arithmetic chain that occurs in training, and the accuracy without them.
 
-    A chain is all of an answer's equations in order, whatever the words around them. The sweeps' problems and the
-    training problems of every recipe that has them are drawn again.
+    A chain is all of an answer's equations in order, whatever the words around them. Problems are not
+    stored: those of the sweeps and the generated ones of each recipe are drawn again.
     """
     from mbd_core.evaluation.report.studies.chain_overlap import overlap_table, training_chains
     from mbd_core.multitf.data.prepared import TinyData
@@ -193,8 +193,8 @@ SHOWN = "python jobs/report_sweep.py"
 COMMANDS: Mapping[str, Main] = {
     "report": command(
         report,
-        epilog="Before DIR may stand report (this), best, front, seeds, transfer, overlap or pairs, each with a "
-        "--help. A folder of such a name is given as ./best.",
+        epilog="Other reports stand before DIR: best, front, seeds, transfer, overlap, pairs, each with a --help. "
+        "A folder of such a name is given as ./best.",
     ),
     **{
         run.__name__: command(run, f"{SHOWN} {run.__name__}") for run in (best, front, seeds, transfer, overlap, pairs)

@@ -23,8 +23,8 @@ if __name__ == "__main__":  # run by its path, it finds the project's packages b
     sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from cluster.topology import Device
+from jobs.api.call_options import IsolationOption
 from jobs.api.training import RayOptions
-from jobs.command_line import IsolationText
 from mbd_core.checkpoint.shipped import named_model
 from mbd_core.command_line import Changes, Fields, command
 from mbd_core.engine.config import EngineConfig
@@ -82,7 +82,7 @@ def run(
     place: Annotated[RayOptions, Fields("storage", "run_name", "resume", "max_failures")],
     log: Annotated[RunOptions, Fields("log_to")],
     *,
-    isolation: IsolationText = "any",
+    isolation: IsolationOption = "any",
 ) -> None:
     """Train by reinforcement learning: on the cluster of RAY_ADDRESS, else on one that is started for it.
 

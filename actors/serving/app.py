@@ -10,8 +10,8 @@ from ray import serve
 from ray.serve.config import BackpressureConfig
 
 from actors.serving.args import ServingArgs
-from actors.serving.gateway import STOP_SECONDS, Gateway
-from actors.serving.replica import engine_replicas
+from actors.serving.gateway import Gateway
+from actors.serving.replica import STOP_SECONDS, engine_replicas
 
 GATEWAY_CPUS = 0.1  # a gateway waits most of the time, and its share comes on top of the engines' own CPUs
 

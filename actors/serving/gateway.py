@@ -48,9 +48,8 @@ log = logging.getLogger("ray.serve")
 
 LIMITS_PAUSE = 0.2  # between two attempts to ask a replica for its limits
 STATE_SECONDS = 5.0  # for all replicas to answer `/health`
-LEARN_SECONDS = 2.0  # for replicas to tell their limits to a list of models
-RECENT_SECONDS = 1.0  # for which their answers hold, for whoever is not told the whole of them
-STOP_SECONDS = 10.0
+LEARN_SECONDS = 2.0  # a list of models waits so long for the replicas' limits
+RECENT_SECONDS = 1.0  # the age of a kept state, at most, for callers who get only its short form
 Class = TypeVar("Class", bound=type)
 
 
@@ -61,7 +60,7 @@ class ServedRoute:
     model: ModelArgs
     handle: DeploymentHandle
     standing: Standing = field(default_factory=Standing)
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of orders that last
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a long order is carried out
     _states: asyncio.Future[list[ReplicaState]] | None = None
     _states_until: float = 0.0
 
@@ -252,7 +251,7 @@ class Gateway:
             yield answer
 
     async def health(self, request: Request) -> Response:
-        """The whole state for whoever may ask the models, for others whether it serves."""
+        """The whole state with a valid key; without one only `ready`, `asleep` and `draining`."""
         whole = self._keys is None or self._keys.has(_authorization(request))
         body = await self._health(recent=not whole)
         short: Health = {"ready": body["ready"], "asleep": body["asleep"], "draining": body["draining"]}

@@ -21,16 +21,16 @@ from mbd_core.multitf.data.preparation import EncodeChats, encoder
 from mbd_core.storage.models import fetch_model
 
 WINDOW = 64
-"""So many chunks are on the cluster at once; their tokens come back in the order of the rows."""
+"""The number of chunks on the cluster at once. Their tokens come back in the order of the rows."""
 
 
 def encode_on_cluster(
     model: str, *, num_workers: int, every: bool = False, max_length: int | None = None
 ) -> EncodeChats:
-    """Tokenise for a model, which each node fetches for itself, by at most `num_workers` tasks at once.
+    """Returns what tokenises for a model, by at most `num_workers` tasks at once. Each node fetches the model itself.
 
-    Raises `ClusterTooSmall` if the connected cluster has no room for them. `every` and `max_length`: as `encode_rows`
-    has them.
+    `every` and `max_length` mean the same as in `encode_rows`. Raises `ClusterTooSmall` if the connected cluster has
+    no room for the tasks.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     plan_topology(nodes, processes=num_workers, device="cpu", noun="workers")

@@ -39,10 +39,11 @@ def plan_workers(run: TrainingRun, *, runs: int = 1) -> Topology:
 
 
 def plan_run(run: TrainingRun, start: StartingPoint, *, runs: int = 1) -> TrainingRun:
-    """The run with its weights replicated or sharded, as one of the cluster's devices has room; prints the plan.
+    """Returns the run with its weights replicated or sharded, by the memory of one of the cluster's devices; prints
+    the plan.
 
-    `runs` such runs find room beside each other. Raises `ClusterTooSmall` as `plan_workers` does, and `ValueError` for
-    a training that takes more memory.
+    The cluster must have room for `runs` such runs at once. Raises `ClusterTooSmall` as `plan_workers` does, and
+    `ValueError` for a training that takes more memory.
     """
     workers = plan_workers(run, runs=runs)
     if workers.num_gpus:
@@ -71,7 +72,8 @@ def nodes_memory() -> list[tuple[Resources, int]]:
 
 
 def fit(run: TrainingRun) -> int:
-    """Train on the connected cluster until the last step; the updates that were done before the workers' last start.
+    """Trains on the connected cluster until the last step. Returns the number of updates done before the workers' last
+    start.
 
     Goes on from the newest checkpoint in the run's folder. Raises `ClusterTooSmall`, and Ray's `TrainingFailedError`
     once a worker was lost more than `max_failures` times.
@@ -111,7 +113,7 @@ def train_on_ray(config: dict[str, Any]) -> int:
     start = settle_precision(StartingPoint.read(recipe, fetch=fetch_model), workers, checkpoints)
     if workers.is_first:
         run.out.check_writable()  # from this node, which is not the job's
-        record_recipe(run, start.recipe)  # every worker has read the record when the precision is settled
+        record_recipe(run, start.recipe)  # safe: no worker passes settle_precision before all have read it
     held_out = fetched(run.validation)
     worker_run = train_worker(
         start,

@@ -132,10 +132,10 @@ def run(
     attacks: Annotated[
         tuple[str, ...], Flag(f"What the crowd sends, in turn: {', '.join(CHOICES)}.", DATA, commas=True)
     ] = ("prompts",),
-    characters: Annotated[int, Ge(1), Flag("Of a long text.", DATA)] = 100_000,
+    characters: Annotated[int, Ge(1), Flag("Length of a long text.", DATA)] = 100_000,
     crowd: Annotated[int, Ge(1), Flag("Senders of the attack.", LOAD)] = 8,
     requests: Annotated[int, Ge(4), Flag("Short requests in quiet, and as many beside the crowd's.", LOAD)] = 40,
-    max_tokens: Annotated[int, Ge(1), Flag("Of a short request.", LOAD)] = 16,
+    max_tokens: Annotated[int, Ge(1), Flag("Tokens of a short request, at most.", LOAD)] = 16,
     request_seconds: RequestSeconds = 600.0,
     crowd_key: Annotated[
         str, Flag("The environment variable that holds the crowd's API key.", LOAD, metavar="VARIABLE")

@@ -14,7 +14,7 @@ Say = Callable[[str], object]
 IsolationOption = Annotated[
     Literal["any", "required"],
     Flag(
-        "What must contain programs; required: bubblewrap or Landlock, or nothing is graded.",
+        "The isolation of graded programs; required: nothing is graded without bubblewrap or Landlock.",
         ENGINE,
         name="--isolation",
     ),

@@ -82,7 +82,7 @@ class GradeOptions:
     split: Split = "test"
     """Split of a generated task."""
     seed: Annotated[int, Ge(0)] = 0
-    """Of a generated task."""
+    """Random seed of a generated task."""
     workers: Annotated[int | None, Ge(1), Flag(panel=ENGINE, default="the CPUs")] = None
     """Samples graded at once."""
     isolation: IsolationOption = "any"

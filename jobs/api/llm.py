@@ -27,7 +27,7 @@ from mbd_core.serving.tokens.load import decoding_defaults
 from mbd_core.storage.models import fetch_model
 
 Message = Mapping[str, Any]
-SEEDS = 2**63  # of a seed, which has a sign
+SEED_LIMIT = 2**63  # seeds are signed 64-bit: -2**63 <= seed < 2**63
 
 
 class LLM:
@@ -161,7 +161,7 @@ class LLM:
     def generate(
         self, prompts: Any, *, n: int | None = None, trace: bool = False, **keywords: Unpack[Keywords]
     ) -> Any:
-        """What follows a prompt, a text or token ids, without a chat template; of several prompts a list.
+        """The continuation of a prompt (text or token ids), without a chat template. Several prompts give a list.
 
         As `chat`. The prompts of a list are decoded together, as many at once as the engine has rows.
         """
@@ -250,7 +250,7 @@ class LLM:
 
 
 def _with_method(method: str | None, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a decoding, beside those of a method by its name."""
+    """The named method's fields, overridden by `fields`."""
     if method is None:
         return dict(fields)
     if not isinstance(method, str):
@@ -261,10 +261,13 @@ def _with_method(method: str | None, fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def _nth_seed(seed: Any, number: int) -> Any:
-    """The seed of choice `number`, as the endpoint counts them; anything else is left to be refused."""
+    """The seed of choice `number`, as the endpoint counts them; other values stay as they are,
+    and the endpoint refuses them."""
     if not isinstance(seed, int) or isinstance(seed, bool):
         return seed
-    return (seed + number + SEEDS) % (2 * SEEDS) - SEEDS if -SEEDS <= seed < SEEDS else seed
+    if not -SEED_LIMIT <= seed < SEED_LIMIT:
+        return seed
+    return (seed + number + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
 
 
 def _conversations(messages: Any) -> list[Any] | None:

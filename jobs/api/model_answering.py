@@ -44,7 +44,7 @@ class AnswerOptions:
     temperature: Annotated[float | None, Flag(default="0")] = None
     """0 takes the likeliest token, more draws."""
     seed: Annotated[int | None, Ge(0), Flag(default="0")] = None
-    """Of drawn answers."""
+    """Random seed of drawn answers."""
     keep_unfinished: Annotated[bool | None, Flag(name="--keep-unfinished")] = None
     """Keep answers that did not end within --max-tokens, as they are."""
     max_rows: Annotated[int | None, Ge(1), Flag(default="16")] = None

@@ -99,7 +99,7 @@ class TrainConfig:
     clip: Annotated[float, Gt(0)] = 1.0
     """The gradients' norm is clipped to this."""
     seed: Annotated[int, Ge(0)] = 0
-    """Of order, noise, dropout and fresh weights."""
+    """Random seed of order, noise, dropout and fresh weights."""
     precision: Annotated[Precision, Flag(panel=COMPUTING, metavar="DTYPE")] = "auto"
     """float32, bfloat16, or auto: bfloat16 where all workers compute it, else float32."""
     optimizer: OptimizerName = "muon"

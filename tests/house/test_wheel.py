@@ -45,7 +45,9 @@ def test_a_wheel_holds_the_shipped_models_and_works_outside_the_repository(tmp_p
         [sys.executable, "-I", "-c", code, installed], capture_output=True, text=True, cwd=tmp_path, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("bench: benchmarks is a part of the repository that is not installed")
+    assert done.stderr.startswith(
+        "bench: benchmarks is not in the installed package: run the command in the repository's folder"
+    )
     here, folder, version, *helps = done.stdout.splitlines()
     assert here.startswith(str(installed)) and folder.startswith(str(installed))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

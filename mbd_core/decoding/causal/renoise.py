@@ -1,5 +1,5 @@
-"""DiffusionGemma's decoding: every forward draws a canvas anew, as far as a bound on entropy allows; the last
-forward's likeliest tokens are the answer.
+"""DiffusionGemma's decoding: every forward draws a token at each position and keeps the draws of lowest entropy; the
+others become uniform noise. The last forward's likeliest tokens are the answer.
 
 canvas = uniform tokens
     for n = N, N - 1, ..., 1:                       # N = steps
@@ -10,9 +10,9 @@ canvas = uniform tokens
         stop if the last `stability` bests equal this one and the mean of H is below `tau_entropy`
     the answer goes on with the last best
 
-Nothing is accepted for good, and no token is masked. A canvas's rows see the stored prefix and each other. A causal
-row stores a finished canvas, together with the next canvas's first forward. A forward's expectation at each place
-conditions the next forward (`models/gemma.py`).
+Nothing is accepted for good, and no token is masked. A canvas's rows see the stored prefix and each other. The
+forward that begins a canvas also stores the finished one before it, by a causal row. A forward's
+expectation at each place conditions the next forward (`models/gemma.py`).
 
 All noise is a hash of the request's seed, the position and the canvas's step, so a canvas that begins anew after a
 preemption, or on another replica, comes out the same.
@@ -37,8 +37,8 @@ PIECE_BYTES = 2**28
 """The memory limit of one piece of logits and everything made of it: 256 MiB. A canvas of 256 positions over 262,144
 ids is 268 MB in float32 alone; its pieces have 25 positions."""
 COPIES = 10
-"""A bound, by a test's count, on the bytes held at once for each byte of a piece in float32. The noise is made of
-64-bit integers."""
+"""The bytes held at once for each byte of a float32 piece, at most; a test counts them. The noise is made of 64-bit
+integers."""
 
 
 def temperature(rule: Renoise, step: int) -> float:

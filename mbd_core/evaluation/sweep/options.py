@@ -51,7 +51,7 @@ class SweepOptions(TaskOptions):
     samples: Annotated[int, Ge(1)] = 1
     """Answers to a problem, for pass@k and maj@k; more than one takes a temperature."""
     temperature: Annotated[float, Ge(0.0), Flag(metavar="T")] = 0.0
-    """Of drawn tokens; 0: greedy."""
+    """Temperature of drawn tokens; 0: greedy."""
     top_p: Annotated[float, Le(1.0), Flag(metavar="P")] = 1.0
     """Draw among the likeliest tokens, up to this share."""
     mc_num: Annotated[int, Ge(1), Flag(panel=DATA)] = NUM_DRAWS
@@ -59,7 +59,7 @@ class SweepOptions(TaskOptions):
     limit: Annotated[int | None, Ge(1), Flag(panel=DATA, default="500 generated, all of a file")] = None
     """Problems a task."""
     seed: Annotated[int, Ge(0), Flag(panel=DATA)] = 0
-    """Of whatever is drawn."""
+    """Random seed."""
     split: Annotated[Split, Flag(panel=DATA)] = "test"
     """Split of the generated tasks."""
     include_path: Annotated[str | None, Flag(panel=DATA, name="--include", metavar="DIR")] = None
