@@ -125,7 +125,7 @@ class DecodedRow(PlannedRow, AnswerColumns, CountColumns, EndColumns, ReplayColu
 ARROW_TYPES = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_(), bytes: pa.large_binary()}
 
 
-def fields_of(columns: type) -> list[pa.Field]:
+def arrow_fields(columns: type) -> list[pa.Field]:
     """Arrow's fields of the columns that a `TypedDict` names, in its order."""
     return [pa.field(name, _arrow_type(hint)) for name, hint in get_type_hints(columns).items()]
 
@@ -135,16 +135,16 @@ def _arrow_type(hint: Any) -> pa.DataType:
         (hint,) = (option for option in get_args(hint) if option is not type(None))
     if get_origin(hint) is list:
         return pa.list_(_arrow_type(get_args(hint)[0]))
-    return pa.struct(fields_of(hint)) if is_typeddict(hint) else ARROW_TYPES[hint]
+    return pa.struct(arrow_fields(hint)) if is_typeddict(hint) else ARROW_TYPES[hint]
 
 
 COUNTS = tuple(CountColumns.__annotations__)
 PROBLEM_COLUMNS = tuple(ProblemColumns.__annotations__)
-DRAWN_COLUMNS = fields_of(DrawnColumns)
-REPLAY = fields_of(ReplayColumns)
-PLANNED_COLUMNS = pa.schema(fields_of(PlannedColumns))
+DRAWN_COLUMNS = arrow_fields(DrawnColumns)
+REPLAY = arrow_fields(ReplayColumns)
+PLANNED_COLUMNS = pa.schema(arrow_fields(PlannedColumns))
 DECODED_COLUMNS = pa.schema(
-    [*PLANNED_COLUMNS, *fields_of(AnswerColumns), *fields_of(CountColumns), *fields_of(EndColumns), *REPLAY]
+    [*PLANNED_COLUMNS, *arrow_fields(AnswerColumns), *arrow_fields(CountColumns), *arrow_fields(EndColumns), *REPLAY]
 )
 
 

@@ -12,7 +12,7 @@ from mbd_core.batch.rows import (
     EndColumns,
     PlannedRow,
     ReplayColumns,
-    fields_of,
+    arrow_fields,
 )
 
 
@@ -89,7 +89,7 @@ class ScoredRow(RolloutRow, ScoreColumns):
     """A rollout with its scores."""
 
 
-PLACE = fields_of(PlaceColumns)
-ASKED_COLUMNS = pa.schema([*PLANNED_COLUMNS, *DRAWN_COLUMNS, *PLACE, *fields_of(RecordColumns)])
-ROLLOUT_COLUMNS = pa.schema([*DECODED_COLUMNS, *DRAWN_COLUMNS, *PLACE, *fields_of(RolloutColumns)])
-SCORES = pa.schema(fields_of(ScoreColumns))
+PLACE = arrow_fields(PlaceColumns)
+ASKED_COLUMNS = pa.schema([*PLANNED_COLUMNS, *DRAWN_COLUMNS, *PLACE, *arrow_fields(RecordColumns)])
+ROLLOUT_COLUMNS = pa.schema([*DECODED_COLUMNS, *DRAWN_COLUMNS, *PLACE, *arrow_fields(RolloutColumns)])
+SCORES = pa.schema(arrow_fields(ScoreColumns))

@@ -4,7 +4,7 @@ from typing import TypedDict
 
 import pyarrow as pa
 
-from mbd_core.batch.rows import COUNTS, DECODED_COLUMNS, PLANNED_COLUMNS, PROBLEM_COLUMNS, REPLAY, fields_of
+from mbd_core.batch.rows import COUNTS, DECODED_COLUMNS, PLANNED_COLUMNS, PROBLEM_COLUMNS, REPLAY, arrow_fields
 from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS, graded_schema
 from mbd_core.rl.rows import ROLLOUT_COLUMNS
 
@@ -22,7 +22,7 @@ def test_a_type_gives_its_columns_in_order() -> None:
         cells: list[Cell] | None
 
     cell = pa.struct([("place", pa.int64()), ("data", pa.large_binary())])
-    assert pa.schema(fields_of(Columns)) == pa.schema(
+    assert pa.schema(arrow_fields(Columns)) == pa.schema(
         [
             ("name", pa.string()),
             ("share", pa.float64()),

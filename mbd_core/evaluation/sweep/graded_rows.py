@@ -5,7 +5,7 @@ from typing import Any, TypedDict
 
 import pyarrow as pa
 
-from mbd_core.batch.rows import DECODED_COLUMNS, DecodedRow, fields_of, with_draws
+from mbd_core.batch.rows import DECODED_COLUMNS, DecodedRow, arrow_fields, with_draws
 
 ISOLATION = b"mbd-isolation"  # of a graded part's metadata: how its programs were contained, where any ran
 
@@ -34,8 +34,8 @@ class GradedRow(DecodedRow, GradeColumns, VoteColumns):
     """A graded sample."""
 
 
-GRADED_COLUMNS = pa.schema([*DECODED_COLUMNS, *fields_of(GradeColumns)])
-(VOTE,) = fields_of(VoteColumns)
+GRADED_COLUMNS = pa.schema([*DECODED_COLUMNS, *arrow_fields(GradeColumns)])
+(VOTE,) = arrow_fields(VoteColumns)
 
 
 def graded_schema(rows: Sequence[Mapping[str, Any]]) -> pa.Schema:
