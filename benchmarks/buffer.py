@@ -24,7 +24,7 @@ from mbd_core.decoding.blocks.config import decoding_config
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.sequence import pages_needed
+from mbd_core.engine.sequences.sequence import pages_needed
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import SHAPES, random_model

@@ -23,7 +23,7 @@ from mbd_core.decoding.blocks.methods import METHODS
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.sequence import pages_needed
+from mbd_core.engine.sequences.sequence import pages_needed
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.ops.attention.whole import DenseAttention

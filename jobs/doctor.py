@@ -249,7 +249,7 @@ def _token_text(folder: ModelFolder, token: int) -> str:
 def kernels(folder: ModelFolder, endpoint: EndpointArgs, device: torch.device, dtype: torch.dtype) -> Table:
     """The chosen kernels, and for each other kernel the reason it was not chosen."""
     from mbd_core.engine.build import attention_kernel
-    from mbd_core.engine.graphs import graphs_obstacle
+    from mbd_core.engine.step.graphs import graphs_obstacle
     from mbd_core.ops.experts.choice import resolve_experts
 
     config, engine = folder.config.sharded(endpoint.tensor_parallel), endpoint.engine

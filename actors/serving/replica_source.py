@@ -10,7 +10,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from mbd_core.decoding.blocks.request import Request, StepOutput
-from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.serving.api.orders import Standing
 from mbd_core.serving.tokens.stream import Asleep, EngineFailed, ReplicaLost, TokenStream, TooManyRequests
 

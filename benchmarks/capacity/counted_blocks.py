@@ -16,7 +16,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 
 if TYPE_CHECKING:
-    from mbd_core.engine.sequence import SequenceState
+    from mbd_core.engine.sequences.sequence import SequenceState
 
 FILLER = 1  # the token that every position becomes
 ACTIVE, TO_CACHE = int(SlotState.ACTIVE), int(SlotState.TO_CACHE)

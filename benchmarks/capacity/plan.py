@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from benchmarks.capacity.counted_blocks import CountedAnswer, FillRate, counted_answer, rate_for
 from benchmarks.capacity.step_model import CHUNK, Deployment, StepModel, Work, prompt_work
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.engine.pacing import LEAST_LIMIT, QUIET_STEPS
+from mbd_core.engine.schedule.pacing import LEAST_LIMIT, QUIET_STEPS
 from mbd_core.fields import DATA, DECODING, ENGINE, LOAD, Flag, Ge, Gt, Le, configuration
 from mbd_core.models.model_config import ModelConfig
 

@@ -19,8 +19,8 @@ from mbd_core.decoding.blocks.request import StepOutput
 from mbd_core.engine.collector import LaunchedStep, StepPlan
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.report import HostCopy, report_width, unpack_report
-from mbd_core.engine.sequence import SequenceState
+from mbd_core.engine.sequences.sequence import SequenceState
+from mbd_core.engine.step.report import HostCopy, report_width, unpack_report
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 

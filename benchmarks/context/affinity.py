@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.engine.pages import PagePool
+from mbd_core.engine.memory.pages import PagePool
 from mbd_core.serving.tokens.prefix_affinity import PrefixAffinity, leading_pages
 
 RouterName = Literal["prefix", "two choices"]

@@ -22,7 +22,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.pages import PagePool, chain_root, page_hash
+from mbd_core.engine.memory.pages import PagePool, chain_root, page_hash
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.flops import matrix_flops, pair_flops
 from mbd_core.models.model_config import ModelConfig

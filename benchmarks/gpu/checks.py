@@ -24,7 +24,7 @@ from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.kinds import StepKind
+from mbd_core.engine.step.kinds import StepKind
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.mlp import with_shared
 from mbd_core.models.model_config import ModelConfig

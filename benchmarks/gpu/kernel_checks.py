@@ -11,8 +11,8 @@ import torch
 from benchmarks.gpu.checks import CheckFailed, CheckRow, check_model
 from benchmarks.step_timing import StepCase, filled_engine
 from mbd_core.decoding.blocks.work import ALL_WORK, StepWork
-from mbd_core.engine.kinds import StepKind
-from mbd_core.engine.static_step import static_step
+from mbd_core.engine.step.kinds import StepKind
+from mbd_core.engine.step.static_step import static_step
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import fuse
 from mbd_core.models.mlp import Router

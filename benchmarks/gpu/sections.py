@@ -30,7 +30,7 @@ from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.graphs import capture
+from mbd_core.engine.step.graphs import capture
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.mlp import MoE
 from mbd_core.models.model_config import Fp8Parts, MoEConfig

@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_map
 
 from benchmarks.measuring import markdown
 from mbd_core.decoding.blocks.work import StepWork
-from mbd_core.engine import static_step as static
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.config import EngineConfig
-from mbd_core.engine.kinds import StepKind
+from mbd_core.engine.step import static_step as static
+from mbd_core.engine.step.kinds import StepKind
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import SHAPES

@@ -18,7 +18,7 @@ from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.config import read_decoding
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.sequences.admission import RequestRefused
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from mbd_core.checkpoint.literal_text import token_ids
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.files import PartsFolder, durable_file, write_json
 from mbd_core.json_text import differing_fields, parse_json
 from mbd_core.multitf.data.chats import Chat, prompt_text

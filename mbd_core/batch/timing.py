@@ -16,9 +16,9 @@ from mbd_core.batch.timed_cases import TimedCase
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.request import Output, Request
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.sequences.admission import RequestRefused
 
 ALONE, TOGETHER = "alone", "together"
 PLAN_COLUMNS = ("model", "method", "task", "config", "problem_id")  # columns of the plan

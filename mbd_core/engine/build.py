@@ -7,21 +7,21 @@ import torch
 from mbd_core.decoding.blocks.adjustments import Adjustments
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
-from mbd_core.engine.admission import Admission
-from mbd_core.engine.batch import BatchRows, pack
 from mbd_core.engine.config import EngineConfig
-from mbd_core.engine.drafting import Drafting
-from mbd_core.engine.graphs import StepGraphs, graphs_obstacle
-from mbd_core.engine.kinds import StepKinds
-from mbd_core.engine.pacing import Pacer
-from mbd_core.engine.pages import HostPages, PagedKVCache, PagePool
-from mbd_core.engine.planned_rows import PlannedRuns
-from mbd_core.engine.runner import ModelRunner
-from mbd_core.engine.scheduler import Scheduler
+from mbd_core.engine.memory.pages import HostPages, PagedKVCache, PagePool
+from mbd_core.engine.memory.weights import ResidentAdapters
+from mbd_core.engine.schedule.drafting import Drafting
+from mbd_core.engine.schedule.pacing import Pacer
+from mbd_core.engine.schedule.scheduler import Scheduler
 from mbd_core.engine.seating import Ledger, Seating
-from mbd_core.engine.step import StepState
-from mbd_core.engine.vocab import shared_vocab, whole_vocab
-from mbd_core.engine.weights import ResidentAdapters
+from mbd_core.engine.sequences.admission import Admission
+from mbd_core.engine.step.batch import BatchRows, pack
+from mbd_core.engine.step.decode import StepState
+from mbd_core.engine.step.graphs import StepGraphs, graphs_obstacle
+from mbd_core.engine.step.kinds import StepKinds
+from mbd_core.engine.step.planned_rows import PlannedRuns
+from mbd_core.engine.step.runner import ModelRunner
+from mbd_core.engine.step.vocab import shared_vocab, whole_vocab
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.lora import AdapterSlots
 from mbd_core.models.model_config import ModelConfig

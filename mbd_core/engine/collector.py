@@ -14,16 +14,16 @@ from mbd_core.decoding.answers.piece import ForwardExperts, Piece
 from mbd_core.decoding.answers.slots import Frame, StepTrace
 from mbd_core.decoding.blocks.request import FinishReason, StepOutput
 from mbd_core.decoding.blocks.sampling import log_probability
-from mbd_core.engine.batch import Batch
-from mbd_core.engine.drafting import DraftedStep, Drafting, StepLoad
-from mbd_core.engine.kinds import StepKind
 from mbd_core.engine.measures import EngineCounts, ForwardPart
-from mbd_core.engine.pacing import Pacer
-from mbd_core.engine.planned_rows import PlannedRun
-from mbd_core.engine.report import HostCopy, StepReport, unpack_report
-from mbd_core.engine.scheduler import PrefillChunk
+from mbd_core.engine.schedule.drafting import DraftedStep, Drafting, StepLoad
+from mbd_core.engine.schedule.pacing import Pacer
+from mbd_core.engine.schedule.scheduler import PrefillChunk
 from mbd_core.engine.seating import Seating
-from mbd_core.engine.sequence import SequenceState
+from mbd_core.engine.sequences.sequence import SequenceState
+from mbd_core.engine.step.batch import Batch
+from mbd_core.engine.step.kinds import StepKind
+from mbd_core.engine.step.planned_rows import PlannedRun
+from mbd_core.engine.step.report import HostCopy, StepReport, unpack_report
 
 if TYPE_CHECKING:
     from mbd_core.decoding.canvas.plan import CanvasUpdate

@@ -16,20 +16,11 @@ from mbd_core.decoding.blocks.levenshtein import EditTokens
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput, aborted_step
 from mbd_core.decoding.grammar.closings import STEP_TRIES
 from mbd_core.decoding.grammar.guide import Grammars, Guide, GuideState
-from mbd_core.engine.admission import AdmittedRequest, RequestRefused, compile_guide
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.collector import Collector, LaunchedStep, StepAhead, StepPlan, experts_of
 from mbd_core.engine.config import EngineConfig
-from mbd_core.engine.kinds import StepKind
 from mbd_core.engine.measures import EngineCounts, EngineMeasures, measure
-from mbd_core.engine.ranks import Alone, EngineCall, Ranks, on_all_ranks, with_next_step
-from mbd_core.engine.report import HostCopy, StepReport
-from mbd_core.engine.rows import SlotLayout, StepRows, packed_rows
-from mbd_core.engine.runner import ModelRunner
-from mbd_core.engine.scheduler import Scheduler
-from mbd_core.engine.sequence import SequenceState
-from mbd_core.engine.step import decode_step, store_step
-from mbd_core.engine.weights import (
+from mbd_core.engine.memory.weights import (
     AdapterInUse,
     DormantMemory,
     NotEnoughMemory,
@@ -40,6 +31,15 @@ from mbd_core.engine.weights import (
     overwrite,
     stage_weights,
 )
+from mbd_core.engine.ranks import Alone, EngineCall, Ranks, on_all_ranks, with_next_step
+from mbd_core.engine.schedule.scheduler import Scheduler
+from mbd_core.engine.sequences.admission import AdmittedRequest, RequestRefused, compile_guide
+from mbd_core.engine.sequences.sequence import SequenceState
+from mbd_core.engine.step.decode import decode_step, store_step
+from mbd_core.engine.step.kinds import StepKind
+from mbd_core.engine.step.report import HostCopy, StepReport
+from mbd_core.engine.step.rows import SlotLayout, StepRows, packed_rows
+from mbd_core.engine.step.runner import ModelRunner
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.mlp import recorded_experts
 from mbd_core.ops.attention.choice import AttentionKernel

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mbd_core.decoding.answers.slots import SlotState
-from mbd_core.engine.pacing import Pacer
-from mbd_core.engine.report import StepReport
-from mbd_core.engine.scheduler import Scheduler
-from mbd_core.engine.sequence import SequenceState
+from mbd_core.engine.schedule.pacing import Pacer
+from mbd_core.engine.schedule.scheduler import Scheduler
+from mbd_core.engine.sequences.sequence import SequenceState
+from mbd_core.engine.step.report import StepReport
 
 ForwardPart = Literal["decode", "store", "prefill"]
 SAMPLE_LIMIT = 10_000

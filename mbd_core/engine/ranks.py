@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from mbd_core.engine.steering import Decision
+from mbd_core.engine.step.steering import Decision
 
 P = ParamSpec("P")
 R = TypeVar("R")

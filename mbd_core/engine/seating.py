@@ -14,13 +14,13 @@ from mbd_core.decoding.answers.slots import SlotState
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.levenshtein import EditTokens
 from mbd_core.decoding.blocks.work import WORK_NAMES, StepWork, work_of_request
-from mbd_core.engine.batch import to_device
-from mbd_core.engine.pacing import Pace
-from mbd_core.engine.planned_rows import PlannedRuns
-from mbd_core.engine.report import StepReport
-from mbd_core.engine.scheduler import PrefillChunk, Scheduler
-from mbd_core.engine.sequence import SequenceState
-from mbd_core.engine.steering import SharedWork, Steering
+from mbd_core.engine.schedule.pacing import Pace
+from mbd_core.engine.schedule.scheduler import PrefillChunk, Scheduler
+from mbd_core.engine.sequences.sequence import SequenceState
+from mbd_core.engine.step.batch import to_device
+from mbd_core.engine.step.planned_rows import PlannedRuns
+from mbd_core.engine.step.report import StepReport
+from mbd_core.engine.step.steering import SharedWork, Steering
 
 # The host's knowledge of each batch row, in arrays, so that the host's work in a step hardly grows with the rows.
 

@@ -29,8 +29,8 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
 from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.evaluation.sweep.grid import DEFAULT_SLOTS, parse_grid
 from mbd_core.evaluation.tasks.generation_fields import Generation, read_generation
 from mbd_core.files import check_new_file, write_text

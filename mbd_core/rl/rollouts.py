@@ -24,8 +24,8 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.answers.piece import ForwardExperts, Piece
 from mbd_core.decoding.blocks.config import decoding_config, read_decoding
 from mbd_core.decoding.blocks.request import Output, Request
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep

@@ -8,7 +8,7 @@ import torch
 from benchmarks.buffer import BufferCase, engine_for, load_model_and_requests, measure_load, predict_load, run_at_load
 from benchmarks.commands import buffer as main
 from benchmarks.roofline import Machine
-from mbd_core.engine.pacing import KEPT_MEASURES
+from mbd_core.engine.schedule.pacing import KEPT_MEASURES
 from mbd_core.models.shapes import SHAPES
 
 CPU = torch.device("cpu")

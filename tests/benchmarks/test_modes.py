@@ -20,8 +20,8 @@ from benchmarks.modes import (
     run_round,
     trained_here,
 )
-from mbd_core.engine.drafting import LEAST_VERIFIED
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.schedule.drafting import LEAST_VERIFIED
 
 CPU = torch.device("cpu")
 FIXTURE = str(Path(__file__).parents[1] / "parity/fixtures/nemotron-0")

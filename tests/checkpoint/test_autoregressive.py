@@ -19,9 +19,9 @@ from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.grammar.grammar import Grammar
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shard import Shard
 from mbd_core.ops.attention.whole import DenseAttention

@@ -25,12 +25,12 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.blocks.work import StepWork
 from mbd_core.decoding.causal.planned import planned_decoder
 from mbd_core.engine import build as build_module
-from mbd_core.engine import vocab as device_vocab
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.kinds import StepKinds
 from mbd_core.engine.parallel.leader import start_parallel
+from mbd_core.engine.sequences.admission import RequestRefused
+from mbd_core.engine.step import vocab as device_vocab
+from mbd_core.engine.step.kinds import StepKinds
 from mbd_core.models.decoder import Decoder
 from mbd_core.ops.attention import choice as attention
 from mbd_core.ops.attention import flash

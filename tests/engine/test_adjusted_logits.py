@@ -17,11 +17,11 @@ from mbd_core.decoding.blocks.literal_algorithms import BlockTokens, LiteralRun,
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling import Draw, gumbel
 from mbd_core.decoding.blocks.sampling_config import MAX_BIASES, MAX_STOP_IDS, Sampling
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.graphs import StepGraphs
-from mbd_core.engine.kinds import StepKind
+from mbd_core.engine.sequences.admission import RequestRefused
+from mbd_core.engine.step.graphs import StepGraphs
+from mbd_core.engine.step.kinds import StepKind
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.states.mask import block_causal_mask
 from mbd_core.ops.attention.whole import DenseAttention

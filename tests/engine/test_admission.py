@@ -13,7 +13,7 @@ from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
 from mbd_core.decoding.blocks.config import DecodingConfig, Levenshtein
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.engine.admission import Admission, RequestRefused
+from mbd_core.engine.sequences.admission import Admission, RequestRefused
 
 B, PAGE = 8, 16
 BLOCK_BATCH = DecodingConfig(block_size=B, canvas=Canvas(branches=Branches()))

@@ -12,8 +12,8 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.work import StepWork
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.kinds import StepKinds
-from mbd_core.engine.rows import static_rows
+from mbd_core.engine.step.kinds import StepKinds
+from mbd_core.engine.step.rows import static_rows
 from mbd_core.models.decoder import Decoder
 
 MODES = [
@@ -139,7 +139,7 @@ def test_no_block_stands_behind_the_slots_of_a_step(
         assert len(rows.groups[0].tokens_T) == total
         return rows
 
-    monkeypatch.setattr("mbd_core.engine.static_step.static_rows", spy)
+    monkeypatch.setattr("mbd_core.engine.step.static_step.static_rows", spy)
     served = budgeted(model, 5, static_shapes=True, overlap=overlap, buffer_size=4, num_pages=60)
     served.add(request("alone", 1, "multi", decoding=EAGER, prompt=(5,), max_tokens=40, ignore_eos=True))
     for _ in range(3):

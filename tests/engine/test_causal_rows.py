@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mbd_core.engine.batch import BatchRows, pack
-from mbd_core.engine.pages import PagedKVCache
-from mbd_core.engine.runner import ModelRunner
+from mbd_core.engine.memory.pages import PagedKVCache
+from mbd_core.engine.step.batch import BatchRows, pack
+from mbd_core.engine.step.runner import ModelRunner
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.ops.attention.choice import resolve
 from mbd_core.ops.attention.whole import DenseAttention

@@ -13,7 +13,7 @@ from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.static_step import static_step
+from mbd_core.engine.step.static_step import static_step
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,7 +49,7 @@ def test_compiled_steps_decode_as_eager_ones(monkeypatch: pytest.MonkeyPatch) ->
         return [(o.tokens, o.counts.num_forwards) for o in engine.generate(requests(model.config.block_size))]
 
     expected = outputs()
-    monkeypatch.setattr("mbd_core.engine.graphs.static_step", partial(static_step, compiled=True))
+    monkeypatch.setattr("mbd_core.engine.step.graphs.static_step", partial(static_step, compiled=True))
     assert outputs() == expected
 
 

@@ -14,7 +14,7 @@ from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.vocab import PartVocab
+from mbd_core.engine.step.vocab import PartVocab
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.shard import Shard
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from mbd_core.decoding.blocks.causal_config import Causal, Thinking
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.engine import drafting
-from mbd_core.engine.batch import Batch
 from mbd_core.engine.config import EngineConfig
-from mbd_core.engine.drafting import (
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.schedule import drafting
+from mbd_core.engine.schedule.drafting import (
     LEAST_STEPS,
     LEAST_VERIFIED,
     STEPS_OF_A_DRAFT,
@@ -24,7 +24,7 @@ from mbd_core.engine.drafting import (
     Drafting,
     StepLoad,
 )
-from mbd_core.engine.engine import Engine
+from mbd_core.engine.step.batch import Batch
 from mbd_core.models.decoder import Decoder, init_weights
 
 LENGTH = 8

@@ -15,7 +15,7 @@ from mbd_core.decoding.blocks.literal_algorithms import BlockTokens, Predictions
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.pages import PagePool
+from mbd_core.engine.memory.pages import PagePool
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.states.mask import block_causal_mask
 from mbd_core.ops.attention.definition import RowLayout, paged_attention

@@ -12,10 +12,10 @@ from small_engines import MASK, B, build, engine, gist, request
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.work import WORK_NAMES, StepWork
-from mbd_core.engine.batch import Batch
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.kinds import StepKinds
-from mbd_core.engine.rows import static_rows
+from mbd_core.engine.step.batch import Batch
+from mbd_core.engine.step.kinds import StepKinds
+from mbd_core.engine.step.rows import static_rows
 
 
 def static_memory(served: Engine) -> dict[str, int]:
@@ -91,7 +91,7 @@ def test_a_program_computes_logits_where_something_can_change(monkeypatch: pytes
         portions.add(1.0 if num_asked is None else num_asked / total)
         return static_rows(buffer, *args, num_asked=num_asked, **kwargs)
 
-    monkeypatch.setattr("mbd_core.engine.static_step.static_rows", spy)
+    monkeypatch.setattr("mbd_core.engine.step.static_step.static_rows", spy)
     batch = [request(f"r{i}", i, ("multi", "t2t", "soft", "single")[i % 4]) for i in range(8)]
     served = engine(build(), static_shapes=True, overlap=overlap, batch_invariant=False)
     served.generate(batch)

@@ -9,7 +9,7 @@ from mbd_core.engine import build as kv_memory
 from mbd_core.engine.build import bytes_per_page, longest_in_pages
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.runner import ModelRunner
+from mbd_core.engine.step.runner import ModelRunner
 
 SIZES = EngineConfig(max_rows=3, page_size=16)
 

@@ -11,10 +11,10 @@ from small_engines import B, build, gist, request
 from torch import Tensor
 
 from mbd_core.decoding.blocks.request import Output, Request
-from mbd_core.engine.batch import Batch
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.pacing import LEAST_LIMIT, LEAST_MEASURES, UNMEASURED_TOKENS, Pace, Pacer
+from mbd_core.engine.schedule.pacing import LEAST_LIMIT, LEAST_MEASURES, UNMEASURED_TOKENS, Pace, Pacer
+from mbd_core.engine.step.batch import Batch
 from mbd_core.models.flops import matrix_flops, pair_flops
 from mbd_core.models.shapes import SHAPES
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mbd_core.engine.pages import DIGEST_BYTES, PagePool, chain_root, page_hash
+from mbd_core.engine.memory.pages import DIGEST_BYTES, PagePool, chain_root, page_hash
 
 
 def chain(*pages: list[int], namespace: str = "") -> list[bytes]:

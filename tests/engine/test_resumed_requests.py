@@ -11,9 +11,9 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.sequences.admission import RequestRefused
 
 PROMPT = tuple(range(20, 33))  # 13 tokens: the boundary block begins with a remainder of the prompt
 BLOCK_SIZE = 4

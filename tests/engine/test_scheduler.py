@@ -13,11 +13,11 @@ from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.engine import scheduler as scheduler_module
-from mbd_core.engine.pacing import Pace
-from mbd_core.engine.pages import NULL_PAGE, HostPages, PagePool
-from mbd_core.engine.scheduler import PrefillChunk, Scheduler
-from mbd_core.engine.sequence import SequenceState, pages_needed
+from mbd_core.engine.memory.pages import NULL_PAGE, HostPages, PagePool
+from mbd_core.engine.schedule import scheduler as scheduler_module
+from mbd_core.engine.schedule.pacing import Pace
+from mbd_core.engine.schedule.scheduler import PrefillChunk, Scheduler
+from mbd_core.engine.sequences.sequence import SequenceState, pages_needed
 
 B, PAGE = 4, 8
 EOS, UNFILLED = 1, 0

@@ -12,8 +12,8 @@ from mbd_core.decoding.blocks.causal_config import Causal, Thinking
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.rope_scaling import YarnScaling
 

@@ -26,9 +26,9 @@ from mbd_core.decoding.grammar.grammar import MAX_CHARACTERS, Grammar
 from mbd_core.decoding.grammar.guide import AllowedToken, Guide
 from mbd_core.decoding.grammar.schemas import GrammarRefused, check_bounds
 from mbd_core.engine import engine as engine_module
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.serving.tokens.load import LoadedModel, load_engine
 from mbd_core.tasks import gsm_mini
 

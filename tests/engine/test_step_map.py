@@ -16,10 +16,10 @@ from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.slot_logs import OPEN, StepMap
+from mbd_core.engine.sequences.admission import RequestRefused
+from mbd_core.engine.sequences.slot_logs import OPEN, StepMap
 from mbd_core.models.decoder import Decoder
 
 METHODS: dict[str, dict[str, Any]] = {

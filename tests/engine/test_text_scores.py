@@ -13,9 +13,9 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.models.decoder import Decoder
 
 DECODING = DecodingConfig(block_size=B, buffer_size=2, tau_add=1.0, tau_m2t=1.0, tokens_per_step=1)

@@ -20,13 +20,13 @@ from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.engine import build as build_module
-from mbd_core.engine import vocab as device_vocab
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.parallel import leader
 from mbd_core.engine.parallel.follow import run_follower
 from mbd_core.engine.parallel.group import Rank
 from mbd_core.engine.parallel.leader import start_parallel
+from mbd_core.engine.step import vocab as device_vocab
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import Fp8Parts
 from mbd_core.models.quantize import quantize_weights

@@ -48,7 +48,11 @@ def test_the_contracts_hold() -> None:
             "jobs over actors over the core and the cluster BROKEN",
         ),
         ("mbd_core/decoding/x.py", "from ..models import decoder", "the rooms of mbd_core, by floor BROKEN"),
-        ("mbd_core/multitf/x.py", "from mbd_core.engine import step", "the rooms of mbd_core, by floor BROKEN"),
+        (
+            "mbd_core/multitf/x.py",
+            "from mbd_core.engine.step import decode",
+            "the rooms of mbd_core, by floor BROKEN",
+        ),
         (
             "mbd_core/evaluation/sandbox/x.py",
             "from mbd_core.evaluation.tasks.kinds import mathematics",

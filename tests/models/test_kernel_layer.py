@@ -6,8 +6,8 @@ FORWARD = """
 from dataclasses import replace
 import torch
 from family_models import FAMILIES, random_model
-from mbd_core.engine.pages import PagedKVCache
-from mbd_core.engine.runner import PagedAttention
+from mbd_core.engine.memory.pages import PagedKVCache
+from mbd_core.engine.step.runner import PagedAttention
 from mbd_core.models import mlp as moe
 from mbd_core.models.fused import fuse
 from mbd_core.models.kernel_layer import KernelLayer

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mbd_core.engine.report import HostCopy
+from mbd_core.engine.step.report import HostCopy
 from mbd_core.ops.launch import launch
 
 

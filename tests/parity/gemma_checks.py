@@ -22,11 +22,11 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.causal.renoise import CanvasReading, Noise, RenoisingDecoder, accept_within
-from mbd_core.engine.batch import BatchRows, pack
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.pages import PagedKVCache
-from mbd_core.engine.runner import ModelRunner
+from mbd_core.engine.memory.pages import PagedKVCache
+from mbd_core.engine.step.batch import BatchRows, pack
+from mbd_core.engine.step.runner import ModelRunner
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.gemma import Denoising, GemmaRouter
 from mbd_core.ops.attention.choice import resolve

@@ -7,7 +7,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RequestCancelledError
 
 from actors.serving.replica_source import our_errors
-from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost, TooManyRequests
 
 

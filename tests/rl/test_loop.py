@@ -13,7 +13,7 @@ from jobs.train_rl import main
 from mbd_core.checkpoint.saving import save_random
 from mbd_core.checkpoint.shape_tokenizer import shape_tokenizer
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.engine.admission import Admission, AdmittedRequest
+from mbd_core.engine.sequences.admission import Admission, AdmittedRequest
 from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.config import HeldOutConfig, RLRecipe, RolloutConfig

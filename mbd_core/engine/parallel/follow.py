@@ -10,11 +10,11 @@ import torch
 
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.pacing import Pace
+from mbd_core.engine.memory.weights import NotEnoughMemory
 from mbd_core.engine.parallel.group import Group, Rank, init_group, sized_alike
 from mbd_core.engine.parallel.shared_sums import load_shard
 from mbd_core.engine.ranks import EngineCall
-from mbd_core.engine.weights import NotEnoughMemory
+from mbd_core.engine.schedule.pacing import Pace
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import quantized_parts

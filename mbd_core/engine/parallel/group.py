@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mbd_core.engine.build import fitting_pages
 from mbd_core.engine.config import EngineConfig
-from mbd_core.engine.steering import Decision
+from mbd_core.engine.step.steering import Decision
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shard import Shard
 

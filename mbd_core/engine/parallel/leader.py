@@ -24,7 +24,6 @@ from mbd_core.checkpoint.block_experts import check_blocks
 from mbd_core.checkpoint.config import load_config
 from mbd_core.decoding.blocks.request import StepOutput
 from mbd_core.decoding.grammar.guide import Grammars, GuideState
-from mbd_core.engine.admission import AdmittedRequest
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.parallel.follow import REFUSALS, Orders, Setup, fingerprint, run_follower
@@ -32,6 +31,7 @@ from mbd_core.engine.parallel.followers import Followers
 from mbd_core.engine.parallel.group import Group, Rank, RankLost, init_group, num_arrived, open_store, sized_alike
 from mbd_core.engine.parallel.shared_sums import GroupSums, SharedSums, load_shard
 from mbd_core.engine.ranks import EngineCall
+from mbd_core.engine.sequences.admission import AdmittedRequest
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import quantized_parts

@@ -19,7 +19,7 @@ from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling_config import PENALTIES
 from mbd_core.decoding.grammar.grammar import Grammar
 from mbd_core.decoding.grammar.schemas import GrammarRefused
-from mbd_core.engine.admission import Admission, RequestRefused
+from mbd_core.engine.sequences.admission import Admission, RequestRefused
 from mbd_core.serving.api.chat_fields import TemplateFields, turns
 from mbd_core.serving.api.errors import FieldError
 from mbd_core.serving.api.fields import TemplateTokens

@@ -153,7 +153,7 @@ class FieldError(ApiError, ValueError):
 
 def api_error(error: Exception) -> ApiError:
     """The error that a client sees for an exception; an unexpected one is a 500 that reveals nothing of it."""
-    from mbd_core.engine.admission import RequestRefused
+    from mbd_core.engine.sequences.admission import RequestRefused
     from mbd_core.serving.tokens.stream import Asleep, EngineFailed, ReplicaLost, RequestTimedOut, TooManyRequests
 
     if isinstance(error, ApiError):

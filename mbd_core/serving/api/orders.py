@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import Field
 
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.weights import SwapMode
+from mbd_core.engine.memory.weights import SwapMode
 from mbd_core.serving.api.errors import ApiError, FieldError
 from mbd_core.serving.api.parsing import Strict
 from mbd_core.serving.api.shapes import Order, ReplicaState

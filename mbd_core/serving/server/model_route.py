@@ -15,7 +15,7 @@ from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.methods import SpeedPoint
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.engine.admission import RequestRefused, compile_guide, penalties_refused
+from mbd_core.engine.sequences.admission import RequestRefused, compile_guide, penalties_refused
 from mbd_core.serving.api.engine_requests import (
     chat_ids,
     check_calls,

@@ -8,7 +8,7 @@ from typing import Any
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
-from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.serving.api.errors import ApiError, FieldError
 from mbd_core.serving.api.replies import Reply, ReplyChoice
 from mbd_core.serving.api.requests import CompletionRequest

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from mbd_core.decoding.answers.counts import Counts
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput, aborted_step
-from mbd_core.engine.admission import AdmittedRequest, RequestRefused
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.sequences.admission import AdmittedRequest, RequestRefused
 from mbd_core.serving.tokens.served_model import GrammarCompiler
 from mbd_core.serving.tokens.stream import Asleep, EngineFailed, FairQueue, TokenStream, TooManyRequests, has_room
 

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.engine.pages import chain_root, page_hash
+from mbd_core.engine.memory.pages import chain_root, page_hash
 
 MAX_PREFIXES = 100_000  # about 40 MB
 

@@ -14,7 +14,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
 from mbd_core.decoding.blocks.methods import SpeedFront, read_front
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.grammar.guide import Guide
-from mbd_core.engine.admission import Admission, RequestRefused
+from mbd_core.engine.sequences.admission import Admission, RequestRefused
 from mbd_core.serving.tokens.stream import TokenSource
 
 

@@ -25,8 +25,8 @@ from benchmarks.step_timing import StepCase
 from mbd_core.decoding.blocks.work import WORK_NAMES, StepWork, work_of_request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.graphs import StepGraphs
-from mbd_core.engine.kinds import StepKind
+from mbd_core.engine.step.graphs import StepGraphs
+from mbd_core.engine.step.kinds import StepKind
 from mbd_core.ops.attention.choice import resolve
 from mbd_core.ops.experts.choice import resolve_experts
 

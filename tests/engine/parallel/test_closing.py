@@ -16,15 +16,15 @@ from small_groups import DENSE, SIZES
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request, StepOutput
 from mbd_core.decoding.blocks.work import StepWork
-from mbd_core.engine import graphs
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.graphs import CapturedStep, StepGraphs
-from mbd_core.engine.kinds import StepKind
 from mbd_core.engine.parallel import leader
 from mbd_core.engine.parallel.follow import follow
 from mbd_core.engine.parallel.followers import Followers
 from mbd_core.engine.parallel.group import Group, Rank, RankLost
 from mbd_core.engine.parallel.leader import ParallelEngine
+from mbd_core.engine.step import graphs
+from mbd_core.engine.step.graphs import CapturedStep, StepGraphs
+from mbd_core.engine.step.kinds import StepKind
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.shard import Shard
 

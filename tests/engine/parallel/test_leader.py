@@ -32,14 +32,14 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.build import bytes_per_page
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.pacing import Pacer
 from mbd_core.engine.parallel import group as kv_agreement
 from mbd_core.engine.parallel import leader
 from mbd_core.engine.parallel.follow import OutOfStep, run_follower
 from mbd_core.engine.parallel.group import Rank, RankLost, init_group, open_store
 from mbd_core.engine.parallel.leader import ParallelEngine, start_parallel
 from mbd_core.engine.parallel.shared_sums import load_shard
-from mbd_core.engine.scheduler import PrefillChunk
+from mbd_core.engine.schedule.pacing import Pacer
+from mbd_core.engine.schedule.scheduler import PrefillChunk
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import Fp8Parts
 from mbd_core.models.quantize import quantize_weights, quantized_parts

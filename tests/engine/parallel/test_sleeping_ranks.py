@@ -7,13 +7,13 @@ import pytest
 import torch
 from small_groups import LIMIT, SIZES, gist, requests
 
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.memory.weights import DormantMemory
 from mbd_core.engine.parallel import leader
 from mbd_core.engine.parallel.follow import run_follower
 from mbd_core.engine.parallel.group import Rank
 from mbd_core.engine.parallel.leader import start_parallel
-from mbd_core.engine.weights import DormantMemory
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.models.model_config import Fp8Parts
 
 pytestmark = pytest.mark.usefixtures("warm_followers")

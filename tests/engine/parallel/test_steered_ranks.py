@@ -13,9 +13,9 @@ from small_groups import gist
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.grammar.grammar import Grammar
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.serving.tokens.load import LoadedModel, load_engine
 
 pytestmark = pytest.mark.usefixtures("warm_followers")

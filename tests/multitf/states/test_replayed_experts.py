@@ -9,7 +9,7 @@ from replayed_answers import answers_of, rollout_request
 from small_engines import EXPERTS, build, engine
 from torch import Tensor
 
-from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.mlp import Router, recorded_experts
 from mbd_core.multitf.config import TrainConfig

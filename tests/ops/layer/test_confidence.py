@@ -35,7 +35,7 @@ def test_rows_that_are_not_contiguous_are_refused() -> None:
 INTERPRETED = """
 import torch
 from mbd_core.decoding.blocks.sampling import Vocab
-from mbd_core.engine.vocab import PartVocab
+from mbd_core.engine.step.vocab import PartVocab
 from mbd_core.models.shard import Shard
 from mbd_core.ops.layer.confidence import confidence, part_confidence
 from test_confidence import case

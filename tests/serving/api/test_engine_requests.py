@@ -9,7 +9,7 @@ from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.canvas.lane import num_lanes
-from mbd_core.engine.admission import Admission
+from mbd_core.engine.sequences.admission import Admission
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.serving.api.engine_requests import check_number, engine_requests
 from mbd_core.serving.api.errors import ApiError

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from local_server import ROUTES, answers
 
-from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.tokens.served_model import GrammarCompiler
 

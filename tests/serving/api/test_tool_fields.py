@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from mbd_core.checkpoint.chat import chat_text
 from mbd_core.decoding.grammar.guide import AllowedToken
-from mbd_core.engine import steering
+from mbd_core.engine.step import steering
 from mbd_core.serving.api.errors import ApiError
 
 NUM_PAGES = 256

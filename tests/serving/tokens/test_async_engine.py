@@ -16,8 +16,8 @@ from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.config import load_config
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.serving.api.engine_requests import committed_texts
 from mbd_core.serving.server import text_stream
 from mbd_core.serving.server.text_stream import ClientPlaces, TextStep, TextStream

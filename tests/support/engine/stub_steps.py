@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from mbd_core.engine.batch import Batch
+from mbd_core.engine.step.batch import Batch
 
 VOCAB, MASK = 40, 39
 

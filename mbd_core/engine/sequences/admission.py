@@ -14,7 +14,7 @@ from mbd_core.decoding.blocks.sampling_config import MAX_STOP_IDS, PENALTIES
 from mbd_core.decoding.canvas.canvas_decoder import canvas_max_tokens, check_canvas
 from mbd_core.decoding.grammar.guide import Grammars, Guide, GuideState
 from mbd_core.decoding.grammar.schemas import GrammarRefused
-from mbd_core.engine.sequence import pages_needed
+from mbd_core.engine.sequences.sequence import pages_needed
 from mbd_core.models.model_config import ModelConfig
 
 RefusedField = Literal[

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
-from mbd_core.engine.batch import BatchRows, to_device
-from mbd_core.engine.planned_rows import PlannedRuns
-from mbd_core.engine.scheduler import PrefillChunk
+from mbd_core.engine.schedule.scheduler import PrefillChunk
+from mbd_core.engine.step.batch import BatchRows, to_device
+from mbd_core.engine.step.planned_rows import PlannedRuns
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,11 @@ from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, PlannedDecoder, ReadingDecoder
 from mbd_core.decoding.canvas.unmasking import guess
 from mbd_core.decoding.causal.planned import planned_decoder
-from mbd_core.engine.batch import BatchRows, to_device
-from mbd_core.engine.drafting import DraftChoices, StepLoad
-from mbd_core.engine.pages import PagedKVCache
-from mbd_core.engine.runner import ModelRunner
-from mbd_core.engine.sequence import SequenceState
+from mbd_core.engine.memory.pages import PagedKVCache
+from mbd_core.engine.schedule.drafting import DraftChoices, StepLoad
+from mbd_core.engine.sequences.sequence import SequenceState
+from mbd_core.engine.step.batch import BatchRows, to_device
+from mbd_core.engine.step.runner import ModelRunner
 from mbd_core.fields import MOST
 from mbd_core.models.gemma import Denoising
 from mbd_core.models.model_config import ModelConfig

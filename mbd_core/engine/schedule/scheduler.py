@@ -24,10 +24,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.engine.pacing import Pace
-from mbd_core.engine.pages import PagePool, chain_root, page_hash
-from mbd_core.engine.sequence import SequenceState
-from mbd_core.engine.weights import ResidentAdapter, SwapMode
+from mbd_core.engine.memory.pages import PagePool, chain_root, page_hash
+from mbd_core.engine.memory.weights import ResidentAdapter, SwapMode
+from mbd_core.engine.schedule.pacing import Pace
+from mbd_core.engine.sequences.sequence import SequenceState
 
 OLDEST_FIRST = 4
 """The oldest prompt comes first in one of this many steps that would pass over it. So it gets its share of the stored

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mbd_core.engine.config import EngineConfig
-from mbd_core.engine.kinds import StepKind
-from mbd_core.engine.static_step import static_step
-from mbd_core.engine.step import StepState
+from mbd_core.engine.step.decode import StepState
+from mbd_core.engine.step.kinds import StepKind
+from mbd_core.engine.step.static_step import static_step
 from mbd_core.ops.attention.choice import AttentionKernel
 from mbd_core.ops.launch import triton_serves
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mbd_core.engine.batch import Batch, to_device
-from mbd_core.engine.pages import PagedKVCache
+from mbd_core.engine.memory.pages import PagedKVCache
+from mbd_core.engine.step.batch import Batch, to_device
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import fuse
 from mbd_core.models.lora import AdapterSlots

@@ -25,7 +25,7 @@ from mbd_core.decoding.blocks.levenshtein import EditTokens, edited_block
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
 from mbd_core.decoding.grammar.closings import Search
 from mbd_core.decoding.grammar.guide import AllowedToken, Guide, GuideState, Pick
-from mbd_core.engine.sequence import SequenceState, TextScores
+from mbd_core.engine.sequences.sequence import SequenceState, TextScores
 
 FORBIDDEN = -1e30  # a logit whose probability is 0, and finite
 LogitsOf = Callable[[slice], Tensor]

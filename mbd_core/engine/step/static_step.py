@@ -1,6 +1,6 @@
 """The static step: every slot of the batch rows in use, resident or not (Alg. 5), in shapes that repeat.
 
-`step.decode_step` is the same step of packed rows. Here the work on the Block Buffer is two functions of tensors
+`decode.decode_step` is the same step of packed rows. Here the work on the Block Buffer is two functions of tensors
 alone, one before and one after the forward. `torch.compile` makes few kernels of each, with the bits of the eager
 functions. A step is compiled where it is captured as a CUDA graph (`graphs.py`), and nowhere else: a step that no
 capture foresaw must not wait for a compiler.
@@ -19,11 +19,11 @@ from torch import Tensor
 from mbd_core.decoding.blocks.acceptance import Prediction
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.work import StepWork
-from mbd_core.engine.batch import Batch, pack
-from mbd_core.engine.kinds import StepKind
-from mbd_core.engine.report import StepView, pack_report, view_of, with_tops
-from mbd_core.engine.rows import SlotLayout, StepRows, static_rows
-from mbd_core.engine.step import StepState
+from mbd_core.engine.step.batch import Batch, pack
+from mbd_core.engine.step.decode import StepState
+from mbd_core.engine.step.kinds import StepKind
+from mbd_core.engine.step.report import StepView, pack_report, view_of, with_tops
+from mbd_core.engine.step.rows import SlotLayout, StepRows, static_rows
 
 
 def static_step(state: StepState, kind: StepKind, *, num_pages: int, compiled: bool = False) -> Tensor:

@@ -17,12 +17,12 @@ from mbd_core.decoding.blocks.acceptance import Prediction, predict
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.work import StepWork
-from mbd_core.engine.batch import Batch, pack
-from mbd_core.engine.kinds import StepKind
-from mbd_core.engine.report import pack_report, view_of, with_tops
-from mbd_core.engine.rows import StepRows
-from mbd_core.engine.runner import ModelRunner
-from mbd_core.engine.steering import Steering
+from mbd_core.engine.step.batch import Batch, pack
+from mbd_core.engine.step.kinds import StepKind
+from mbd_core.engine.step.report import pack_report, view_of, with_tops
+from mbd_core.engine.step.rows import StepRows
+from mbd_core.engine.step.runner import ModelRunner
+from mbd_core.engine.step.steering import Steering
 
 
 def decode_step(
