@@ -29,8 +29,8 @@ from manifests import (
 )
 from resource_schemas import POD_MONITOR, core_errors, errors, ray_schemas
 
-from actors.serving.gateway import STOP_SECONDS
 from actors.serving.proxy import CALLBACK, CALLBACK_VARIABLE
+from actors.serving.replica import STOP_SECONDS
 from actors.serving.serve import PROXY_CHECKS
 
 DOCUMENT = ROOT / "k8s" / "README.md"

@@ -367,7 +367,7 @@ def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_clust
         ({"--limit": "0"}, "--limit 0 must be a whole number of at least 1"),
         ({"--max-tokens": "0"}, "--max-tokens 0 must be a whole number of at least 1"),
         ({"--max-rows": "0"}, "--max-rows 0 must be a whole number of at least 1"),
-        ({"--num-pages": "0"}, "--num-pages 0 must be a whole number of at least 1"),
+        ({"--num-pages": "0"}, "--num-pages 0 must be a whole number of at least 2"),
         ({"--kv-memory-fraction": "1.5"}, "--kv-memory-fraction"),
         ({"--tasks": ","}, "--tasks names nothing"),
     ],
