@@ -1,8 +1,8 @@
 """Several hosts on this machine: network namespaces on a bridge, each with a Ray node, that can be killed and cut off.
 
-A host has an address, a name and processes of its own; the file system and the clock are shared by all. That takes
-Linux, `ip` and the right to make namespaces; `NoNamespaces` says what is missing. Nothing outlives the block, and what
-a run that was killed left behind is removed by the next one.
+A host has an address, a name and processes of its own; the clock is shared by all, and so is the file system unless
+the cluster has private disks. That takes Linux, `ip` and the right to make namespaces; `NoNamespaces` says what is
+missing. Nothing outlives the block, and what a run that was killed left behind is removed by the next one.
 """
 
 import fcntl
@@ -24,17 +24,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 from manifests import BASE_CLUSTER_FILE, environment
+from object_store import SERVER, client_environment, make_bucket
 
 from cluster.local import RAY_START, SUPERVISOR
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 600.0  # seconds until a test gives up waiting for a state
 PREFIX = "mbdh"
-FOLDERS = Path("/tmp")  # a short path, wherever TMPDIR points: Ray's sockets lie below it
+FOLDERS = Path("/var/tmp")  # a short path, wherever TMPDIR points: Ray's sockets lie below it
+TMP = Path("/tmp")
+STORE_PORT = 5000
+Disks = Literal["shared", "private"]
 LOCK = "lock"
 RAY = RAY_START[:-1]  # the command `ray` of this environment
 PRIVATE = ipaddress.ip_network("10.213.0.0/16")  # each machine of hosts takes a free /24 of it
@@ -42,7 +46,13 @@ OBJECT_STORE_BYTES = 100 * 2**20
 # Beside a network a host has a name, which resolves to its address as a pod's does, and sees its own processes only.
 # The shell collects orphans; it would not if it made way for the command, as it does for a last one.
 UNSHARED = ("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
-AS_HOST = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && "$@"; exit $?'
+AS_HOST = """
+hostname "$0"
+while [ "$1" != -- ]; do mount --bind "$1" "$2" || exit 1; shift 2; done
+shift
+"$@"
+exit $?
+"""
 
 State = TypeVar("State")
 
@@ -66,19 +76,47 @@ def wait_for(state: Callable[[], State], what: str, *, seconds: float = PATIENCE
 
 @dataclass(kw_only=True)
 class Host:
-    """A network namespace and the Ray node in it; `link` is the bridge's end of its cable."""
+    """A network namespace and the Ray node in it; `link` is the bridge's end of its cable.
+
+    `disk` and /tmp are folders that each host has of its own, at the same paths; without `disk` it has none.
+    """
 
     name: str
     address: str
     namespace: str
     link: str
     folder: Path
+    disk: Path | None = None
     node: "subprocess.Popen[bytes] | None" = None
 
     def command(self, *arguments: str) -> list[str]:
         """The command line that runs `arguments` on this host."""
-        command = ("sh", "-c", AS_HOST, self.name, str(self.folder / "hosts"), *arguments)
-        return ["ip", "netns", "exec", self.namespace, *UNSHARED, *command]
+        mounts = {self.folder / "hosts": Path("/etc/hosts")}
+        if self.disk is not None:
+            mounts |= {self.outside(place): place for place in (TMP, self.disk)}
+        pairs = [str(path) for pair in mounts.items() for path in pair]
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self.namespace,
+            *UNSHARED,
+            "sh",
+            "-c",
+            AS_HOST,
+            self.name,
+            *pairs,
+            "--",
+            *arguments,
+        ]
+
+    def outside(self, path: str | Path) -> Path:
+        """Where this process finds what the host has at `path`, on its disk or below /tmp."""
+        assert self.disk is not None
+        for place in (TMP, self.disk):
+            if Path(path).is_relative_to(place):
+                return self.folder / place.name / Path(path).relative_to(place)
+        raise AssertionError(f"{path} does not lie on {self.name}'s own disk")
 
     @property
     def is_up(self) -> bool:
@@ -134,9 +172,14 @@ def pod_environment() -> dict[str, str]:
 
 
 class HostCluster:
-    """A Ray cluster whose nodes are hosts; `hosts[0]` is the head, which runs no tasks."""
+    """A Ray cluster whose nodes are hosts; `hosts[0]` is the head, which runs no tasks.
 
-    def __init__(self, hosts: Sequence[Host], folder: Path, *, state: "HeadState | None" = None) -> None:
+    `store` is the environment of an object store's clients.
+    """
+
+    def __init__(
+        self, hosts: Sequence[Host], folder: Path, *, state: "HeadState | None" = None, store: dict[str, str]
+    ) -> None:
         self.hosts, self.folder, self._kept = hosts, folder, state
         self._jobs: list[subprocess.Popen[bytes]] = []
         self.token = folder / "token"
@@ -152,6 +195,8 @@ class HostCluster:
             "RAY_memory_monitor_refresh_ms": "0",
             "OMP_NUM_THREADS": "1",
             **({} if state is None else state.environment),
+            **store,
+            **({} if self.head.disk is None else {"HOME": str(self.home)}),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         }
 
@@ -163,6 +208,17 @@ class HostCluster:
     @property
     def head(self) -> Host:
         return self.hosts[0]
+
+    @property
+    def disk(self) -> Path:
+        """The path of every host's own disk."""
+        assert self.head.disk is not None
+        return self.head.disk
+
+    @property
+    def home(self) -> Path:
+        """The home folder, whose caches and runs are each host's own."""
+        return self.disk / "home"
 
     @property
     def workers(self) -> Sequence[Host]:
@@ -266,18 +322,20 @@ class HostCluster:
 
 
 @contextmanager
-def host_cluster(*, num_workers: int, external_redis: bool = False) -> Iterator[HostCluster]:
+def host_cluster(*, num_workers: int, external_redis: bool = False, disks: Disks = "shared") -> Iterator[HostCluster]:
     """A head and `num_workers` hosts whose nodes are yet to `start`; raises `NoNamespaces` where none can be made.
 
     external_redis  the head keeps its state in a Redis on a host of its own, and can be killed and started again
+    disks           private: `HostCluster.disk` (with the home folder) and /tmp are each host's own, and an S3 server
+                    with the bucket `bucket` stands on a further host
     """
-    names = ["head", *(f"worker{number}" for number in range(1, num_workers + 1)), *["store"] * external_redis]
-    with connected_hosts(names) as (hosts, folder):
-        state = None
-        if external_redis:
-            *hosts, store = hosts
-            state = _start_redis(store)
-        cluster = HostCluster(hosts, folder, state=state)
+    names = ["head", *(f"worker{number}" for number in range(1, num_workers + 1))]
+    names += ["redis"] * external_redis + ["objects"] * (disks == "private")
+    with connected_hosts(names, disks=disks) as (hosts, folder):
+        of_name = {host.name: host for host in hosts}
+        store = _start_object_store(of_name["objects"]) if disks == "private" else {}
+        state = _start_redis(of_name["redis"]) if external_redis else None
+        cluster = HostCluster(hosts[: num_workers + 1], folder, state=state, store=store)
         try:
             cluster.start(cluster.head, num_cpus=0)
             yield cluster
@@ -302,8 +360,22 @@ def _start_redis(store: Host) -> HeadState:
     return state
 
 
+def _start_object_store(host: Host) -> dict[str, str]:
+    """An S3 server on `host`, which ends with the host, and the environment of its clients."""
+    with (host.folder / "objects.log").open("w") as log:
+        host.node = subprocess.Popen(
+            host.command(*SERVER, "-H", host.address, "-p", str(STORE_PORT)),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    environment = client_environment(f"http://{host.address}:{STORE_PORT}")
+    make_bucket(environment, host.node)
+    return environment
+
+
 @contextmanager
-def connected_hosts(names: Sequence[str]) -> Iterator[tuple[list[Host], Path]]:
+def connected_hosts(names: Sequence[str], *, disks: Disks = "shared") -> Iterator[tuple[list[Host], Path]]:
     """Connected hosts of these names, and a folder that is theirs."""
     if sys.platform != "linux" or shutil.which("ip") is None or shutil.which("unshare") is None:
         raise NoNamespaces("network namespaces take Linux with the commands ip and unshare")
@@ -317,7 +389,7 @@ def connected_hosts(names: Sequence[str]) -> Iterator[tuple[list[Host], Path]]:
         hidden.rename(folder)
         try:
             try:
-                hosts = _connect(folder, names, network)
+                hosts = _connect(folder, names, network, disks)
             except subprocess.CalledProcessError as error:
                 raise NoNamespaces(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from error
             yield hosts, folder
@@ -337,8 +409,11 @@ def _free_network() -> tuple[str, ipaddress.IPv4Network]:
             return tag, network
 
 
-def _connect(folder: Path, names: Sequence[str], network: ipaddress.IPv4Network) -> list[Host]:
+def _connect(folder: Path, names: Sequence[str], network: ipaddress.IPv4Network, disks: Disks) -> list[Host]:
     """Hosts on a bridge, which has an address itself, so that this process reaches them, too."""
+    disk = folder / "disk" if disks == "private" else None
+    if disk is not None:
+        disk.mkdir()  # where the hosts' own are mounted
     tag = folder.name.rpartition("-")[2]
     bridge, gateway = f"{PREFIX}{tag}", str(network[1])
     _ip("link", "add", bridge, "type", "bridge")
@@ -352,8 +427,12 @@ def _connect(folder: Path, names: Sequence[str], network: ipaddress.IPv4Network)
             namespace=f"{PREFIX}-{tag}-{name}",
             link=f"{bridge}v{number}",
             folder=folder / str(number),
+            disk=disk,
         )
         host.folder.mkdir()
+        if disk is not None:
+            host.outside(disk / "home").mkdir(parents=True)
+            host.outside(TMP).mkdir(mode=0o1777)
         (host.folder / "hosts").write_text(f"127.0.0.1 localhost\n{host.address} {host.name}\n")
         _ip("netns", "add", host.namespace)
         _ip("link", "add", host.link, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)

@@ -1,4 +1,4 @@
-"""A server of S3's protocol for the tests: moto's, in a process of its own, on a free port of this machine."""
+"""A server of S3's protocol for the tests: moto's, in a process of its own."""
 
 import subprocess
 import sys
@@ -14,42 +14,53 @@ from botocore.exceptions import BotoCoreError
 from cluster.local import LOOPBACK, free_ports
 
 START_SECONDS = 120.0
+SERVER = (sys.executable, "-m", "moto.server")
 
 
 @contextmanager
 def running_server() -> Iterator[dict[str, str]]:
     """The environment by which a client finds the server, which has one bucket, `bucket`."""
     (port,) = free_ports(1)
-    environment = {
-        "AWS_ENDPOINT_URL": f"http://{LOOPBACK}:{port}",
+    environment = client_environment(f"http://{LOOPBACK}:{port}")
+    command = [*SERVER, "-H", LOOPBACK, "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        make_bucket(environment, server)
+        yield environment
+    finally:
+        server.kill()
+        server.wait()
+
+
+def client_environment(url: str) -> dict[str, str]:
+    """By which a client finds the server at this URL."""
+    return {
+        "AWS_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",  # without credentials no other server is asked for some
     }
-    command = [sys.executable, "-m", "moto.server", "-H", LOOPBACK, "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        client = boto3.client(
-            "s3",
-            endpoint_url=environment["AWS_ENDPOINT_URL"],
-            aws_access_key_id="key",
-            aws_secret_access_key="secret",
-            region_name="us-east-1",
-            config=Config(retries={"total_max_attempts": 1}),
-        )
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            assert server.poll() is None, f"the S3 server ended with exit code {server.returncode}"
-            assert time.monotonic() < deadline, "the S3 server did not start"
-            with suppress(BotoCoreError):
-                client.create_bucket(Bucket="bucket")
-                break
-            time.sleep(0.1)
-        yield environment
-    finally:
-        server.kill()
-        server.wait()
+
+
+def make_bucket(environment: dict[str, str], server: "subprocess.Popen[bytes]") -> None:
+    """Make the bucket `bucket` once the server has started."""
+    client = boto3.client(
+        "s3",
+        endpoint_url=environment["AWS_ENDPOINT_URL"],
+        aws_access_key_id="key",
+        aws_secret_access_key="secret",
+        region_name="us-east-1",
+        config=Config(retries={"total_max_attempts": 1}),
+    )
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        assert server.poll() is None, f"the S3 server ended with exit code {server.returncode}"
+        assert time.monotonic() < deadline, "the S3 server did not start"
+        with suppress(BotoCoreError):
+            client.create_bucket(Bucket="bucket")
+            break
+        time.sleep(0.1)
 
 
 @contextmanager
