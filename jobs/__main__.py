@@ -1,4 +1,4 @@
-"""The command `mbd`, of which every job is a sub-command; `python -m jobs` is the same."""
+"""The command `mbd`: each job is one of its sub-commands. `python -m jobs` runs the same command."""
 
 import sys
 from pathlib import Path
@@ -22,7 +22,7 @@ COMMANDS = {
     "demo": ("jobs.demo", "train a little, sweep, serve and ask, in three minutes"),
 }
 
-# An editable installation finds its own packages alone, and `bench` is of a package beside them.
+# An editable installation puts only its own packages on the path. `bench` is in `benchmarks`, beside them.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 main = sub_commands(

@@ -1,4 +1,7 @@
-"""What jobs share beside `mbd_core/command_line.py`: options of one name, and commands that have sub-commands."""
+"""Options that several jobs have, and commands with sub-commands.
+
+A single command is in `mbd_core/command_line.py`.
+"""
 
 import importlib
 import importlib.metadata
@@ -19,7 +22,7 @@ OwnThreads = Annotated[int | None, Ge(1), Flag("Torch's threads (default: torch'
 MaxTokens = Annotated[int, Ge(1), Flag("Tokens of an answer, at most.", DECODING)]
 OutFolder = Annotated[Path, Flag("Folder to write.", OUTPUT, name="--out", metavar="DIR")]
 Overwrite = Annotated[bool, Flag("Replace a folder that this command wrote before.", OUTPUT, name="--overwrite")]
-JsonFile = Annotated[Path | None, Flag("Also write the rows there.", OUTPUT, name="--json", metavar="FILE")]
+JsonFile = Annotated[Path | None, Flag("Also write the rows to this file.", OUTPUT, name="--json", metavar="FILE")]
 
 
 class CommandGroup(TyperGroup):
@@ -45,7 +48,7 @@ class CommandGroup(TyperGroup):
 
 
 def sub_command(module: str, entry: str = "main") -> TyperCommand | TyperGroup:
-    """The command of a job's module; `ValueError` where its package is not installed."""
+    """The command of a job's module. Raises `ValueError` if the module's package is not installed."""
     try:
         job = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -66,10 +69,10 @@ def sub_commands(
     about: str | None = None,
     distribution: str | None = None,
 ) -> Main:
-    """`CALLED NAME ...`: calls what `modules` has for NAME, beside a sentence on what it does.
+    """A command `CALLED NAME ...` that runs the sub-command NAME of `modules`.
 
-    An entry is MODULE, whose `main` is called, or MODULE:ENTRY. `about` stands above the list of
-    names. The command of a `distribution` has --version, and is completed by shells.
+    `modules` maps each name to MODULE or MODULE:ENTRY (without ENTRY it is `main`) and to one line of help. `about`
+    stands above the list of names. With a `distribution` the command has --version and completion in shells.
     """
 
     class Named(CommandGroup):
@@ -81,14 +84,14 @@ def sub_commands(
             raise typer.Exit
 
     def options() -> None:
-        """None stand before the name."""
+        """No option stands before NAME."""
 
     def options_of_distribution(
         version: Annotated[
             bool, typer.Option("--version", help="Print the version.", callback=print_version, is_eager=True)
         ] = False,
     ) -> None:
-        """Typer calls back for the version."""
+        """`print_version` handles --version."""
 
     Named.modules = modules
     app = typer.Typer(
@@ -113,5 +116,5 @@ class _GroupWithDefault(TyperGroup):
 
 
 def with_default(called: str, mains: Mapping[str, Main]) -> Main:
-    """`CALLED NAME ...` for the `mains` by name; without a name it is the first of them."""
+    """A command `CALLED NAME ...` that runs one of `mains`; without NAME it runs the first."""
     return Main(lambda: _GroupWithDefault(commands={name: main.command for name, main in mains.items()}), called)

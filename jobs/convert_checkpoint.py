@@ -34,10 +34,15 @@ def run(
     *,
     source: Annotated[
         Path | None,
-        Flag("Checkpoint to read; a name is a model's.", MODEL, positional=True, metavar="[DIR]"),
+        Flag("Checkpoint to read: a folder, or a model's name.", MODEL, positional=True, metavar="[DIR]"),
     ] = None,
     random: Annotated[
-        str | None, Flag(f"Or random weights, with a tokenizer: {', '.join(SHAPES)}.", MODEL, metavar="SHAPE")
+        str | None,
+        Flag(
+            f"Instead of DIR: random weights and a tokenizer, in the shape {', '.join(SHAPES)}.",
+            MODEL,
+            metavar="SHAPE",
+        ),
     ] = None,
     config: Annotated[
         Path | None, Flag("Folder with config.json and tokenizer.", MODEL, metavar="DIR", default="DIR")
@@ -53,7 +58,7 @@ def run(
     ] = None,
     layout: Annotated[
         DiffusionLayout | None,
-        Flag("With --to block-diffusion: whose layout; sdar is for Qwen3 and Qwen3-MoE.", OUTPUT, default="a2d"),
+        Flag("With --to block-diffusion: the layout; sdar needs Qwen3 or Qwen3-MoE.", OUTPUT, default="a2d"),
     ] = None,
     block_size: Annotated[
         int | None, Ge(1), Flag("With --to block-diffusion: tokens of a block.", OUTPUT, default="32")
@@ -98,15 +103,15 @@ def run(
         raise ValueError("--to block-diffusion takes neither --experts nor --config; convert the layout afterwards")
     try:
         with any_stop_as_interrupt(), progress_bar(target.name) as progress:
-            common = Common(max_shard_bytes=int(max_shard_gb * 10**9), overwrite=overwrite, progress=progress)
+            writing = WriteKeywords(max_shard_bytes=int(max_shard_gb * 10**9), overwrite=overwrite, progress=progress)
             if random is not None:
-                save_random(SHAPES[random], target, tokenizer=tokenizer_of(random), **common)
+                save_random(SHAPES[random], target, tokenizer=tokenizer_of(random), **writing)
             elif source is not None and to != "block-diffusion":
                 kind = None if experts is None else EXPERTS[experts]
-                convert(source, target, experts=kind, to=to, config_from=config, **common)
+                convert(source, target, experts=kind, to=to, config_from=config, **writing)
             elif source is not None:
                 choices = {name: settings[name] for name in given}
-                plan = convert_to_block_diffusion(model_folder(str(source)), target, **choices, **common)
+                plan = convert_to_block_diffusion(model_folder(str(source)), target, **choices, **writing)
                 print(f"{plan.config.architecture}, blocks of {plan.config.block_size}, mask {plan.mask}")
     except KeyboardInterrupt:
         print(f"convert_checkpoint: stopped; {target} was not written", file=sys.stderr)
@@ -116,7 +121,10 @@ def run(
 
 
 def tokenizer_of(shape: str) -> "PreTrainedTokenizerBase | None":
-    """A tokenizer for a shape's folder; none, and a line that says so, where its vocabulary cannot write text."""
+    """A tokenizer for a shape's folder.
+
+    Prints a line and returns `None` if the shape's vocabulary cannot write text.
+    """
     from mbd_core.checkpoint.shape_tokenizer import shape_tokenizer, writes_text
 
     config = SHAPES[shape]
@@ -126,8 +134,8 @@ def tokenizer_of(shape: str) -> "PreTrainedTokenizerBase | None":
     return None
 
 
-class Common(TypedDict):
-    """What both ways of writing a folder take."""
+class WriteKeywords(TypedDict):
+    """The keywords of each function that writes a folder."""
 
     max_shard_bytes: int
     overwrite: bool
@@ -148,7 +156,7 @@ def any_stop_as_interrupt() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(name: str) -> Iterator[Progress]:
-    """A function that shows the bytes done, of how many, as a bar; the bar appears with its first call."""
+    """Yields a function of the bytes written and their total, which shows them as a bar from its first call on."""
     bar: tqdm | None = None
 
     def show(num_done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""All of it on this machine (`make demo`): a short training job, a sweep, the endpoint, and questions to it."""
+"""The demo (`make demo`): a short training job, a sweep, the endpoint and questions to it, on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVE_SECONDS = 180.0
-SHOWN_SECONDS = 0.5  # between two looks at how far a job is
+SHOWN_SECONDS = 0.5  # between two updates of a progress bar
 BASE, TRAINED = "ledger-bd", "ledger-mbd"
 THRESHOLDS, SHOWN_THRESHOLD, SLOTS = (0.8, 0.9, 0.95), 0.9, 4
 NUM_QUESTIONS = 8
@@ -40,11 +40,11 @@ def run(
     steps: Annotated[int, Ge(1), Flag("Updates of the short training job.", MODEL)] = 30,
     limit: Annotated[int, Ge(1), Flag("Problems of the sweep.", DATA)] = 100,
 ) -> None:
-    """All of it on this machine: train a little, sweep a base and its MBD, serve a model and ask it questions.
+    """Train a little, sweep a base and its MBD, serve a model and ask it questions, all on this machine.
 
     It starts a local Ray cluster, submits a short MultiTF job and a sweep to it (ray job submit), starts the endpoint
-    on it, asks eight questions over HTTP, and stops everything that it started. A table and three sentences show what
-    came out. What the jobs print goes to demo.log in --out. A model and a sweep that an earlier demo left in --out are
+    on it, asks eight questions over HTTP, and stops everything that it started. A table and three sentences show the
+    results. The jobs' output goes to demo.log in --out. The model and the sweep of an earlier demo in --out are
     replaced.
     """
     from cluster.local import local_cluster
@@ -70,13 +70,16 @@ def run(
 
 @dataclass(frozen=True)
 class Jobs:
-    """What runs jobs: the cluster, and the file that takes what they print."""
+    """Runs jobs on a cluster and appends their output to a log."""
 
     cluster: LocalCluster
     log: Path
 
     def submit(self, bar: tqdm[Any], count_done: Callable[[], int], *arguments: str) -> None:
-        """Run a command on the cluster while the bar shows how far it is; raises `RuntimeError` if it fails."""
+        """Run a command on the cluster while the bar shows its progress.
+
+        Raises `RuntimeError` if the command fails.
+        """
         submission = ("-m", "ray.scripts.scripts", "job", "submit", "--", "python", "-m", "jobs")
         with self.start_job(*submission, *arguments) as job:
             while job.poll() is None:
@@ -88,7 +91,7 @@ class Jobs:
 
     @contextmanager
     def start_job(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-        """A child of this Python on the cluster, whose output goes to the log; it ends with the block."""
+        """Start a child process whose output goes to the log and whose Ray is the cluster; it ends with the block."""
         with self.log.open("ab") as log:
             command = [sys.executable, *arguments]
             child = subprocess.Popen(
@@ -105,7 +108,7 @@ class Jobs:
 
 
 def bar(part: str, total: int, unit: str) -> tqdm[Any]:
-    """The progress bar of a part; `part` says which, and what happens in it. In a log it is drawn now and then."""
+    """The progress bar of the demo's part `part`. Outside a terminal it is drawn every 30 seconds."""
     return tqdm(
         total=total,
         desc=f"{part:<30}",
@@ -116,7 +119,7 @@ def bar(part: str, total: int, unit: str) -> tqdm[Any]:
 
 
 def show(bar: tqdm[Any], number: int) -> None:
-    """Set the bar there, and on a terminal let its clock go on."""
+    """Set the bar to `number`; on a terminal, also redraw its clock."""
     assert bar.total is not None
     bar.update(min(number, bar.total) - bar.n)
     if sys.stderr.isatty():
@@ -124,7 +127,7 @@ def show(bar: tqdm[Any], number: int) -> None:
 
 
 def train(jobs: Jobs, out: Path, *, steps: int) -> Path:
-    """A run of its own in `runs`, whose model replaces the earlier one in `trained`; the picture of its losses."""
+    """Train in a new folder of `runs`; the model replaces the earlier model in `trained`. Returns the plot's path."""
     from mbd_core.multitf.run.log import LOSSES, PLOT
 
     name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -145,7 +148,7 @@ def train(jobs: Jobs, out: Path, *, steps: int) -> Path:
 
 
 def sweep(jobs: Jobs, out: Path, *, limit: int) -> list[dict[str, Any]]:
-    """A base and its MBD on ledger-mini, one block at a time and several; the report's rows."""
+    """Sweep a base and its MBD on ledger-mini with several thresholds. Returns the report's rows."""
     from mbd_core.evaluation.sweep.folder import REPORT
 
     samples, began = out / "sweep" / "samples", time.time()
@@ -170,7 +173,7 @@ def sweep(jobs: Jobs, out: Path, *, limit: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def endpoint(jobs: Jobs, model: str) -> Iterator[str]:
-    """The endpoint as a child process for as long as the block lasts; its base URL once it answers."""
+    """Run the endpoint as a child process during the block. Yields its base URL once it is ready."""
     from cluster.local import free_ports
 
     (port,) = free_ports(1)
@@ -182,9 +185,9 @@ def endpoint(jobs: Jobs, model: str) -> Iterator[str]:
 
 
 def wait_until_ready(child: subprocess.Popen[bytes], url: str, bar: tqdm[Any], *, log: Path, deadline: float) -> None:
-    """Return once the endpoint is ready; the proxy answers first, and then a replica stands behind it.
+    """Return once the endpoint is ready. Its proxy answers before its replica can.
 
-    Raises `RuntimeError` if the endpoint ends or the deadline passes before.
+    Raises `RuntimeError` if the endpoint ends, or the deadline passes, first.
     """
     while time.monotonic() < deadline:
         if child.poll() is not None:
@@ -212,7 +215,7 @@ class DemoAnswer:
 
 
 def ask(url: str, model: str) -> list[DemoAnswer]:
-    """Problems of the test split, a chat completion each."""
+    """Ask `NUM_QUESTIONS` problems of the test split, one chat completion each."""
     answers = []
     problems = list(itertools.islice(gsm_mini.generate(split="test", seed=0), NUM_QUESTIONS))
     with bar(f"4/4 ask: {NUM_QUESTIONS} questions", len(problems), "answers") as progress:

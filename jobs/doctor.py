@@ -1,4 +1,4 @@
-"""What this machine can do: versions, devices, kernels, walls, Ray, memory, and what a model folder needs.
+"""What this machine can do: versions, devices, kernels, isolation, Ray, memory, and what a model folder needs.
 
 Each line comes from the code that decides: the choice of a kernel, the engine's plan of its memory, the sandbox's
 trial, the address that a job joins, and the requirements that the package states.
@@ -42,7 +42,7 @@ SWITCHES_ON = {
     "endpoint": "sweeps of an OpenAI endpoint",
     "tracing": "spans of OpenTelemetry",
 }
-"""What the extras are for. Those of developers are not shown."""
+"""The purpose of each extra. Developers' extras are not shown."""
 NEEDED_TO_SERVE = "ray"
 UNNAMED = EndpointArgs(model="tiny-mbd")
 SHARED_MEMORY = Path("/dev/shm")
@@ -92,7 +92,7 @@ def as_value(table: Table) -> Any:
 
 
 def packages(obstacles: list[str]) -> Table:
-    """The versions of what the package asks for, and of what it can use."""
+    """The versions of required and of optional packages."""
     from packaging.requirements import Requirement
 
     rows: list[list[Cell]] = [
@@ -167,7 +167,7 @@ def sandbox() -> Table:
 
 
 def ray_clusters(obstacles: list[str]) -> Table:
-    """The clusters on this machine, and the one that a job joins."""
+    """The clusters on this machine, and the cluster that a job joins."""
     try:
         from cluster.local import address_to_join, check_answer
         from cluster.ray_private import cluster_addresses
@@ -191,7 +191,7 @@ def ray_clusters(obstacles: list[str]) -> Table:
 
 
 def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]:
-    """What the model is, the kernels for it, its weights by precision, and its KV memory."""
+    """Tables of the model, its kernels, its weights by precision, and its KV memory."""
     import torch
 
     from mbd_core.checkpoint.config import eos_origin
@@ -274,7 +274,7 @@ def kernels(folder: ModelFolder, endpoint: EndpointArgs, device: torch.device, d
 def weights_by_precision(
     folder: ModelFolder, endpoint: EndpointArgs, device: torch.device, dtype: torch.dtype
 ) -> tuple[Table, int]:
-    """The bytes of each rank's weights in each precision, and in the chosen one."""
+    """The bytes of each rank's weights: a table by precision, and the number for the chosen precision."""
     import torch
 
     from mbd_core.checkpoint.block_experts import has_blocks
@@ -309,7 +309,7 @@ def kv_memory(
     weight_bytes: int,
     obstacles: list[str],
 ) -> Table:
-    """The pages of KV memory that fit beside the weights, by the engine's plan, and what they hold."""
+    """The pages of KV memory that fit beside the weights by the engine's plan, and the sequences that fit in them."""
     import torch
 
     from mbd_core.engine.build import bytes_per_page, longest_in_pages, pages_within

@@ -23,11 +23,12 @@ def run(
 ) -> None:
     """Sweep models x methods x thresholds over tasks on Ray Data, and report accuracy, TPF, AUP and speed.
 
-    A method has a name (decoding/blocks/methods.py) or is defined by its decoding fields; the grid reaches into
-    their parts: --method 'mine={"t2t": {"max_edits": 8}}' --methods t2t,mine --grid "t2t.tau=0.3,0.5;buffer_size=2,4"
+    A method has a name (decoding/blocks/methods.py), or --method defines it by decoding fields. A grid varies fields,
+    also fields inside fields: --method 'mine={"t2t": {"max_edits": 8}}' --methods t2t,mine
+    --grid "t2t.tau=0.3,0.5;buffer_size=2,4"
 
-    It runs on the cluster of RAY_ADDRESS, which a submitted job has (with an absolute --out), or on one of its own.
-    The same command again computes what is missing; --overwrite replaces a finished sweep or another.
+    It runs on the cluster of RAY_ADDRESS, which a submitted job has (with an absolute --out), or starts a cluster.
+    The same command again computes only the missing rows. --overwrite replaces a finished or a different sweep.
     """
     from mbd_core.evaluation.sweep.folder import REPORT
 

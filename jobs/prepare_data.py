@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Make training samples of your conversations: `python jobs/prepare_data.py chats.jsonl --model DIR --out data`.
 
-Reads JSON lines, Parquet and Hugging Face datasets on disk, here or at URLs; needs no Ray without --workers. With
-`--answers-from MODEL` that model answers the rows. The folder is what `jobs/train_multitf.py --data` takes. Exit
-codes: 0 done, 1 it failed, 2 bad input, in one sentence on stderr.
+Reads JSON lines, Parquet and Hugging Face datasets on disk, here or at URLs. Only --workers needs Ray. With
+`--answers-from MODEL` that model answers the rows. `jobs/train_multitf.py --data` takes the folder. Exit codes: 0
+done, 1 it failed, 2 bad input, with one sentence on stderr.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def run(
     sources: Annotated[
         tuple[str, ...],
         Flag(
-            "JSON lines, JSON, Parquet or Arrow files, or folders of them, as of a data set.",
+            "JSON lines, JSON, Parquet or Arrow files, or folders of such files.",
             DATA,
             positional=True,
             metavar="FILE|DIR|URL...",
@@ -42,9 +42,9 @@ def run(
         str | None, Flag("Folder to write.", OUTPUT, metavar="DIR|URL", default="with --show none: nothing is written")
     ] = None,
 ) -> None:
-    """Make a folder of training samples of conversations: templated, tokenised, filtered, compared with benchmarks.
+    """Make training samples of conversations: template, tokenise and filter them, and compare them with benchmarks.
 
-    With --answers-from a model answers each row's prompt, all before its last answer, which it may lack.
+    With --answers-from, a model writes the last answer of each row and replaces the row's own.
     """
     place = None if out is None else Folder.at(out)
     done = prepare_chosen(own, answering, sources, place=place, cluster=OF_VARIABLE)

@@ -1,4 +1,4 @@
-"""Reports of sweeps from their rows alone: no model and no cluster. Beside the report, tables of several sweeps."""
+"""Reports of one sweep and tables of several, made from their rows alone, without a model or a cluster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def report(
     python jobs/report_sweep.py out/shard-1 out/shard-2 --out out/joined
 
     Shards of one sweep give the report of the sweep. Sweeps of different models, methods or problems are joined if no
-    two of them hold the same sample. A sweep that is not finished is reported as far as it is.
+    two of them hold the same sample. The report of an unfinished sweep holds its finished samples.
     """
     from mbd_core.evaluation.report.summary import rewrite_summary, summarize_sweeps
     from mbd_core.evaluation.sweep.folder import REPORT
@@ -63,11 +63,13 @@ def best(
     folders: Folders,
     folder: Annotated[
         tuple[Path, ...],
-        Flag("A swept model's folder, which its files match to the sweep; repeatable.", OUTPUT, metavar="DIR"),
+        Flag(
+            "A swept model's folder; its files show which model of the sweep it is. Repeatable.", OUTPUT, metavar="DIR"
+        ),
     ],
-    by: Annotated[By, Flag(f"Which is the best: {BEST}", DATA)] = "accuracy",
+    by: Annotated[By, Flag(f"How the best is chosen: {BEST}", DATA)] = "accuracy",
 ) -> None:
-    """Write the best configuration of each model into its generation_config.json, where engine and endpoint find it.
+    """Write each model's best configuration into its generation_config.json, which engine and endpoint read.
 
     python jobs/report_sweep.py best out/sweep --by knee --folder out/model
     """
@@ -82,7 +84,7 @@ def front(
     sweep: Annotated[Path, Flag("--out folder of a sweep.", DATA, positional=True, metavar="DIR")],
     folder: Annotated[str, Flag("The model folder that gets the front.", OUTPUT, metavar="DIR")],
     model: Annotated[str | None, Flag("The model's name in the sweep.", MODEL, default="its only one")] = None,
-    tasks: Annotated[tuple[str, ...], Flag("Tasks to take the means of.", DATA, default="all", commas=True)] = (),
+    tasks: Annotated[tuple[str, ...], Flag("Tasks whose mean counts.", DATA, default="all", commas=True)] = (),
     overwrite: Annotated[bool, Flag("Replace a front that the folder has.", OUTPUT)] = False,
 ) -> None:
     """Write the Pareto front of a sweep (accuracy against tokens per forward) into a model's generation_config.json.
@@ -101,7 +103,7 @@ def front(
 
 
 def seeds(folders: Folders, json_file: JsonFile = None) -> None:
-    """Several sweeps that differ in their seed alone, as one table: mean and standard error over the seeds.
+    """One table of sweeps that differ only in their seed: mean and standard error over the seeds.
 
     for s in 0 1 2; do python jobs/eval_sweep.py --models ... --tasks ... --seed $s --out out/seed-$s; done;
     python jobs/report_sweep.py seeds out/seed-0 out/seed-1 out/seed-2
@@ -113,9 +115,11 @@ def seeds(folders: Folders, json_file: JsonFile = None) -> None:
 
 def transfer(
     chosen_on: Annotated[
-        tuple[Path, ...], Flag("A sweep that settings are chosen on; repeatable.", DATA, metavar="DIR")
+        tuple[Path, ...], Flag("A sweep on which settings are chosen; repeatable.", DATA, metavar="DIR")
     ],
-    reported_on: Annotated[tuple[Path, ...], Flag("A sweep of the same on other problems.", DATA, metavar="DIR")],
+    reported_on: Annotated[
+        tuple[Path, ...], Flag("A sweep of the same models and settings on other problems.", DATA, metavar="DIR")
+    ],
     by: Annotated[
         Literal["accuracy", "knee"], Flag("The most accurate setting, or the knee of accuracy against TPF.", DATA)
     ] = "accuracy",
@@ -123,7 +127,7 @@ def transfer(
 ) -> None:
     """Decoding settings chosen on one task and used on the others, as a table.
 
-    A sweep runs every model on every task, so a model with other tasks has a sweep of its own.
+    A sweep runs every model on every task, so models with different tasks need separate sweeps.
     """
     from mbd_core.evaluation.report.studies.setting_transfer import transfer_table
 
@@ -133,8 +137,8 @@ def transfer(
 def overlap(folders: Folders, json_file: JsonFile = None) -> None:
     """How many gsm-mini test problems have an arithmetic chain that occurs in training, and the accuracy without them.
 
-    A chain is all of an answer's equations in order, whatever the words around them. Problems are not
-    stored: those of the sweeps and the generated ones of each recipe are drawn again.
+    A chain is the sequence of an answer's equations, without the words around them. Problems are not stored: the
+    sweeps' test problems and each recipe's training problems are generated again.
     """
     from mbd_core.evaluation.report.studies.chain_overlap import overlap_table, training_chains
     from mbd_core.multitf.data.prepared import TinyData
@@ -193,8 +197,8 @@ SHOWN = "python jobs/report_sweep.py"
 COMMANDS: Mapping[str, Main] = {
     "report": command(
         report,
-        epilog="Other reports stand before DIR: best, front, seeds, transfer, overlap, pairs, each with a --help. "
-        "A folder of such a name is given as ./best.",
+        epilog="Other reports are sub-commands: best, front, seeds, transfer, overlap, pairs, each with --help. "
+        "Write ./best for a folder named best.",
     ),
     **{
         run.__name__: command(run, f"{SHOWN} {run.__name__}") for run in (best, front, seeds, transfer, overlap, pairs)

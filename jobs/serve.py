@@ -13,15 +13,16 @@ def run(
     model: ModelArgs,
     gateways: GatewayArgs,
     *,
-    host: Annotated[str, Flag("Address to listen on; others than loopback want --api-keys.", CLUSTER)] = "127.0.0.1",
+    host: Annotated[
+        str, Flag("Address to listen on; an address other than loopback needs --api-keys.", CLUSTER)
+    ] = "127.0.0.1",
     port: Annotated[int, Ge(1), Le(65535), Flag("Port to listen on.", CLUSTER)] = 8000,
 ) -> None:
     """Serve a model over OpenAI's HTTP API, until Ctrl-C or SIGTERM.
 
-    It runs on the cluster of RAY_ADDRESS, or on a local one of its own, and stops what it started. The first signal
-    refuses new requests (503) and lets those under way end, for --drain-seconds at most; a second one stops at once.
-
-    Exit codes: 0 stopped, 1 it could not be served, 2 bad input (a model that is not whole, a port that is taken).
+    It runs on the cluster of RAY_ADDRESS or starts a local cluster, and stops what it started. After the first signal
+    it refuses new requests (503) and finishes running requests, for at most --drain-seconds; a second signal stops it
+    at once. Exit codes: 0 stopped, 1 it could not be served, 2 bad input (an incomplete model, a port in use).
     """
     from mbd_core.serving.api.access import read_keys
 

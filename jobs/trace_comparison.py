@@ -15,7 +15,7 @@ from mbd_core.trace.recorder import TraceRecorder
 from mbd_core.trace.traced_run import TracedRun, read_run
 
 MAX_ROWS = 8
-MULTI_BUFFER_SIZE = 4  # for a model that recommends SingleBD or nothing
+MULTI_BUFFER_SIZE = 4  # if the model recommends SingleBD or no buffer size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,8 @@ def compared_decodings(
 ) -> dict[str, DecodingConfig]:
     """SingleBD, and MultiBD with `buffer_size` slots (default: the model's recommendation, or 4).
 
-    `fields` replace the model's own decoding fields, `defaults`; `ValueError` for settings that cannot be honoured.
+    `fields` override the model's own decoding fields `defaults`. Raises `ValueError` for settings that are not
+    possible.
     """
     recommended = decoding_config(defaults, {}, block_size=block_size).buffer_size
     size = buffer_size or (recommended if recommended > 1 else MULTI_BUFFER_SIZE)

@@ -1,4 +1,4 @@
-"""Report on decode traces: the options; traces are read, or recorded first."""
+"""The command `mbd trace`: a report on decode traces, which it reads from files or records itself."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ NUM_PROMPTS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSource:
-    """Runs to report on, and what the replay page shows of them.
+    """Runs to report on, and the request that the replay page shows.
 
-    request_id  the request to replay; `None` where no one request is in all runs
-    decode      the text of a token; `None`: the page shows ids
+    request_id  the request to replay; `None` if the runs have no request in common
+    decode      the text of a token; if `None`, the page shows ids
     """
 
     runs: list[TracedRun]
@@ -44,18 +44,23 @@ def run(
     *,
     traces: Annotated[
         tuple[str, ...],
-        Flag("Trace files, or folders of parts, each with a name or without.", positional=True, metavar="NAME=TRACE"),
+        Flag("Trace files, or folders of their parts; NAME= is optional.", positional=True, metavar="NAME=TRACE"),
     ] = (),
     model: Annotated[
         str | None,
-        Flag("Record traces of this model instead of reading any: a shipped model's name, or a model folder.", MODEL),
+        Flag(
+            "Record traces of this model instead of reading files: a shipped model's name, or a model folder.", MODEL
+        ),
     ] = None,
     tokenizer: Annotated[
-        str | None, Flag("The traces' model, for the texts of the replay page.", MODEL, metavar="MODEL")
+        str | None,
+        Flag("The model of the traces; the replay page then shows text instead of ids.", MODEL, metavar="MODEL"),
     ] = None,
-    prompt: Annotated[tuple[str, ...], Flag("What the user asks.", DATA, default="16 questions of gsm-mini")] = (),
+    prompt: Annotated[
+        tuple[str, ...], Flag("A question to the model; repeatable.", DATA, default="16 questions of gsm-mini")
+    ] = (),
     block_size: Annotated[
-        int | None, Ge(1), Flag("B, for traces recorded without tokens that do not say it.", DATA)
+        int | None, Ge(1), Flag("Block size of traces that were recorded without tokens and do not state it.", DATA)
     ] = None,
     max_tokens: MaxTokens = 128,
     buffer_size: Annotated[
@@ -68,11 +73,11 @@ def run(
     request: Annotated[str | None, Flag("Request to replay.", OUTPUT, default="the first of all traces")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Numbers of decode traces, the pictures of Figure 2, and a replay page.
+    """Write the numbers of decode traces, the plots of Figure 2, and a replay page.
 
-    Either traces are read that were recorded elsewhere; or, with --model, prompts are decoded under SingleBD and under
-    MultiBD, and both traces are recorded in detail. DIR gets report.md, report.json, PNG files and, where tokens were
-    recorded, replay.html, which works without a server or network. It needs no cluster.
+    It reads recorded traces, or with --model decodes prompts under SingleBD and MultiBD and records both traces in
+    detail. DIR gets report.md, report.json, PNG files and, if tokens were recorded, replay.html, which works without a
+    server or network. No cluster is needed.
     """
     from mbd_core.trace.report import write_trace_report
 
@@ -115,7 +120,7 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def _read(paths: dict[str, Path], model: str | None, block_size: int | None, request: str | None) -> TraceSource:
-    """Runs of trace files; `ValueError` names what is wrong with one."""
+    """The runs in trace files. Raises `ValueError` that names the file and its fault."""
     from mbd_core.checkpoint.config import load_config
     from mbd_core.checkpoint.tokenizer import load_tokenizer
     from mbd_core.trace.replay import shared_request
@@ -153,7 +158,7 @@ def _record(
     buffer_size: int | None,
     max_tokens: int,
 ) -> TraceSource:
-    """Decode the prompts under both methods, a trace each; `ValueError` for what cannot be decoded."""
+    """Decode the prompts under both methods and trace each. Raises `ValueError` for settings that are not possible."""
     import torch
 
     from jobs.trace_comparison import compared_decodings, record_run
@@ -197,7 +202,7 @@ def _record(
 
 
 def _replay(source: TraceSource, path: Path) -> str | None:
-    """Write the replay page; or why there is none."""
+    """Write the replay page. Returns `None`, or the reason why there is no page."""
     from mbd_core.trace.replay import replay_runs
 
     detailed = [run for run in source.runs if run.detailed]

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Train a recipe on Ray, as a job that is submitted to a cluster's dashboard or on the cluster of RAY_ADDRESS.
+"""Train a recipe on Ray: as a job submitted to a cluster's dashboard, or from here on the cluster of RAY_ADDRESS.
 
     ray job submit --address http://127.0.0.1:8265 --working-dir . -- python jobs/train_multitf.py --recipe tiny-mbd
 
-Where the cluster's nodes have this folder, `jobs/train_multitf.py` alone as the command trains the default recipe.
-Without a cluster (no RAY_ADDRESS) the job starts one for itself. Exit codes: 0 done, 1 the training failed or no
+On a cluster whose nodes have this folder, a job may also call `jobs/train_multitf.py` by its path.
+Without a cluster (no RAY_ADDRESS) the job starts a cluster. Exit codes: 0 done, 1 the training failed or no
 cluster could be reached, 2 bad input; each failure is one sentence on stderr.
 """
 
@@ -33,9 +33,9 @@ def run(
     options: RunOptions,
     own: RayOptions,
 ) -> None:
-    """Train a recipe on Ray: on the cluster of RAY_ADDRESS, else on one that is started for it.
+    """Train a recipe on Ray: on the cluster of RAY_ADDRESS, or on a cluster that the command starts.
 
-    Data, updates, training states, adapter and computation are the recipe's where no option or file changes them.
+    The recipe gives data, updates, training states, adapter and computation, unless an option or a file changes them.
     """
     if own.schema:
         from mbd_core.multitf.recipes.choice import config_schema
@@ -50,7 +50,7 @@ def run(
 
 
 def print_plan(choice: RecipeChoice, changes: dict[str, Any], options: RunOptions, own: RayOptions) -> None:
-    """Print what a step takes of each worker's memory."""
+    """Print the memory that a step needs on each worker."""
     from mbd_core.multitf.run.start import StartingPoint
     from mbd_core.multitf.step.memory import plan_lines, plan_memory
 
@@ -67,7 +67,7 @@ SHOWN = (
     *("workers", "device", "sharding", "plan", "schema"),
     *("storage", "run_name", "resume", "out", "overwrite", "write", "log_to"),
 )
-"""What most runs choose; `--set` and a file reach all fields. New fields of a recipe get no option."""
+"""Options that most runs need; `--set` and a file reach all fields. New fields of a recipe get no option."""
 
 main = command(run, shown=SHOWN, epilog=f"Recipes: {', '.join(sorted(RECIPES))}.")
 

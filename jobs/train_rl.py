@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Train a model by reinforcement learning on the answers that its own engine draws, on Ray or in this process alone.
+"""Train a model by reinforcement learning on answers that it samples itself, on Ray or in this process alone.
 
     ray job submit --address http://127.0.0.1:8265 --working-dir . -- python jobs/train_rl.py --recipe tiny-rl
     mbd rl --recipe tiny-rl --local
 
-An iteration draws groups of answers, rewards them, makes one update, and gives the engines the new weights. A run that
-was killed goes on with the same command and --resume. Exit codes: 0 done, 1 the training failed or no cluster could be
+An iteration samples groups of answers, rewards them, makes one update, and gives the engines the new weights. The same
+command with --resume continues a killed run. Exit codes: 0 done, 1 the training failed or no cluster could be
 reached, 2 bad input; each failure is one sentence on stderr.
 """
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mbd_core.rl.rollouts import RolloutPlan
 
 OF_TRAIN = ("lr", "warmup", "schedule", "weight_decay", "clip", "optimizer", "precision", "micro_batch", "pack")
-"""Fields of `train` that are options beside those of an adapter; a file (--config) changes the others."""
+"""Fields of `train` that are options, beside the adapter's; a file (--config) changes the other fields."""
 CHANGEABLE = [
     item.path
     for item in leaves_of(RLRecipe)
@@ -55,20 +55,20 @@ CHANGEABLE = [
 
 @configuration(panel=CLUSTER)
 class RLOptions:
-    """What this command alone has."""
+    """The options that only this command has."""
 
     recipe: Annotated[str, Flag(panel=MODEL)] = "tiny-rl"
-    """What is trained, and how: a recipe's name, or one of your own as FILE.py:NAME."""
+    """The recipe: its name, or your own recipe as FILE.py:NAME."""
     config: Annotated[Path | None, Flag(panel=MODEL, metavar="FILE")] = None
-    """A YAML or JSON file of what is changed in the recipe; options win over it."""
+    """A YAML or JSON file of changes to the recipe; options override the file."""
     engines: Annotated[int, Ge(1)] = 1
     """Engines that make rollouts."""
     learners: Annotated[int, Ge(1)] = 1
     """Workers of the learner."""
     tensor_parallel: Annotated[int, Ge(1)] = 1
-    """Ranks that each engine is cut among: GPUs of a node, or processes without GPUs."""
+    """Ranks of each engine: GPUs of one node, or processes without GPUs."""
     device: Annotated[Device | None, Flag(default="GPUs, if there are any")] = None
-    """What all compute on."""
+    """The device of engines and learners."""
     share: bool = False
     """An engine and a learner share a device, and the engine sleeps while the learner works."""
     local: bool = False
@@ -84,7 +84,7 @@ def run(
     *,
     isolation: IsolationOption = "any",
 ) -> None:
-    """Train by reinforcement learning: on the cluster of RAY_ADDRESS, else on one that is started for it.
+    """Train by reinforcement learning: on the cluster of RAY_ADDRESS, or on a cluster that the command starts.
 
     The run's folder holds rollouts, rewards, numbers, pages of samples, and at the end the model.
     """
@@ -122,7 +122,7 @@ def run(
 
 
 def chosen_recipe(own: RLOptions, changes: dict[str, Any]) -> RLRecipe:
-    """The recipe with what file and command line change in it; its model by a shipped name or an absolute path."""
+    """The recipe with the changes of file and command line; its model is a shipped name or an absolute path."""
     recipe = recipe_in_file(own.recipe, RLRecipe) if ".py" in own.recipe else rl_recipe_named(own.recipe)
     values = merge_fields({} if own.config is None else read_config(own.config), changes)
     recipe = changed(recipe, values, noun=FIELD)

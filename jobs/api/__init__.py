@@ -1,1 +1,1 @@
-"""What a script or a notebook calls. `mbd_core` hands these names on: `from mbd_core import LLM`."""
+"""The functions that a script or a notebook calls. `mbd_core` exports them: `from mbd_core import LLM`."""

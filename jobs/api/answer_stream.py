@@ -1,4 +1,4 @@
-"""A stream of an answer's text: what `LLM.stream` returns."""
+"""The stream of an answer's text that `LLM.stream` returns."""
 
 import asyncio
 import weakref
@@ -17,9 +17,9 @@ from mbd_core.serving.text.committed import CallReader
 
 
 class AnswerStream:
-    """The pieces of one answer's text, as they are committed; made by `LLM.stream`.
+    """Iterates over the pieces of one answer's text as they are committed; made by `LLM.stream`.
 
-    answer  the whole answer, `None` before the last piece was read
+    answer  the whole answer, `None` until the last piece is read
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class AnswerStream:
         body = {**body, "stream": True} | ({"frames": True} if trace else {})
         work = _feed(self._pieces, session, json_body(body), trace=trace, calls="tools" in body)
         self._cancel = weakref.finalize(self, session.start(work))
-        first = self._next()  # what cannot be honoured is refused here, and not at the first piece
+        first = self._next()  # so that a refusal is raised here, not at the first `next`
         self._first = first if isinstance(first, str | TracedReply) else self._refuse(first)
 
     def __iter__(self) -> Self:
@@ -56,7 +56,7 @@ class AnswerStream:
         self.close()
 
     def close(self) -> None:
-        """End the request where it stands; no piece follows. Does nothing after the last."""
+        """Abort the request; no piece follows. Does nothing after the last piece."""
         self._cancel()
 
     def _next(self) -> str | TracedReply | BaseException:
@@ -77,7 +77,7 @@ async def _feed(
     trace: bool,
     calls: bool,
 ) -> None:
-    """Put the texts of a request's steps into a queue, then its reply, or why there is none."""
+    """Put the texts of a request's steps into a queue, then its reply or the exception that ended it."""
     reader = CallReader() if calls else None
 
     def put(step: TextStep) -> None:
@@ -93,5 +93,5 @@ async def _feed(
     except asyncio.CancelledError:
         pieces.put(RuntimeError("this LLM was closed meanwhile"))
         raise
-    except Exception as error:  # whatever it is, the reader waits for it
+    except Exception as error:  # any exception must reach the reader, which waits for it
         pieces.put(error)

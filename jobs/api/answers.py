@@ -1,4 +1,4 @@
-"""What `LLM` returns: an answer, and the trace of how its blocks filled."""
+"""The answers that `LLM` returns, and the traces of how their blocks filled."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +17,9 @@ HEIGHT = 640  # pixels of a trace in a notebook
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """How the blocks of one answer filled, forward by forward. In a notebook it is drawn.
+    """How the blocks of one answer filled, forward by forward. A notebook draws it.
 
-    frames  what each forward left in the slots of the Block Buffer
+    frames  the tokens in the slots of the Block Buffer after each forward
     """
 
     frames: tuple[Frame, ...] = field(repr=False)
@@ -32,13 +32,13 @@ class Trace:
         return f"Trace({len(self)} forwards)"
 
     def write(self, path: str | Path) -> Path:
-        """Write it as a page that needs no network; `ValueError` for a file that is there already."""
+        """Write a page that needs no network. Raises `ValueError` if the file exists."""
         check_new_file(Path(path))
         write_text(Path(path), self.page)
         return Path(path)
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own: its styles and its script reach nothing of the notebook."""
+        """The page in a sandboxed frame, so that its styles and script do not reach the notebook."""
         style = f"width: 100%; height: {HEIGHT}px; border: 0"
         return f'<iframe title="trace" sandbox="allow-scripts" style="{style}" srcdoc="{escape(self.page)}"></iframe>'
 
@@ -55,7 +55,7 @@ class Trace:
         ended: bool,
         decode: Callable[[list[int]], str],
     ) -> Self | None:
-        """The trace of an answer's frames, `None` where no forward had any."""
+        """The trace of an answer's frames, `None` if there are no frames."""
         if not frames:
             return None
         side = frame_side(frames, name=name, block_size=block_size, prompt=prompt, num_tokens=num_tokens, ended=ended)
@@ -66,19 +66,19 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One answer. Printed, it is its text; with a trace, a notebook draws it.
+    """One answer. `print` shows its text; a notebook draws its trace.
 
-    text           without the calls of tools
-    tokens         its token ids, the EOS not included
-    prompt_tokens  those of its prompt
+    text           the text without tool calls
+    tokens         the token ids without the EOS
+    prompt_tokens  the prompt's token ids
     finish_reason  `stop`, `length`, `tool_calls` or `abort`
-    stop_reason    the stop string, or the one of `stop_token_ids`, that ended it
-    forwards       forwards that its blocks took part in
+    stop_reason    the stop string or the member of `stop_token_ids` that ended it
+    forwards       forwards in which its blocks took part
     tpf            tokens per forward
-    tool_calls     the calls of functions, as OpenAI's API has them
-    logprobs       where asked for, as OpenAI's API has them
-    notes          what was asked for and had no effect
-    trace          where asked for, how its blocks filled
+    tool_calls     the calls of functions, in the form of OpenAI's API
+    logprobs       if requested: the log-probabilities, in the form of OpenAI's API
+    notes          requested settings that had no effect
+    trace          if requested: how its blocks filled
     reply          the endpoint's whole reply
     """
 
@@ -97,7 +97,7 @@ class Answer:
 
     @classmethod
     def of(cls, reply: Completion, trace: Trace | None = None) -> Self:
-        """The answer in a reply of one choice."""
+        """The answer in a reply with one choice."""
         (choice,), measures = reply["choices"], reply["mbd"]
         message = choice.get("message")
         return cls(

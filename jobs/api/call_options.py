@@ -1,4 +1,4 @@
-"""What the calls share: options from keywords, refusals of unknown names, remarks, and the cluster that is named."""
+"""Parts of several calls: options from keywords, refusals of unknown names, remarks, and the cluster's name."""
 
 import difflib
 import os
@@ -10,17 +10,17 @@ from mbd_core.fields import ENGINE, Flag, load
 
 T = TypeVar("T")
 Say = Callable[[str], object]
-"""Is called with each remark."""
+"""A function that is called with each remark."""
 IsolationOption = Annotated[
     Literal["any", "required"],
     Flag(
-        "The isolation of graded programs; required: nothing is graded without bubblewrap or Landlock.",
+        "The isolation of graded programs; required: refuse to grade without bubblewrap or Landlock.",
         ENGINE,
         name="--isolation",
     ),
 ]
 OF_VARIABLE = "RAY_ADDRESS"
-"""As a cluster's name: the one that the variable names, or one of the call's own where it names none."""
+"""As a cluster's name: the cluster that the variable names, or a new local cluster if the variable is not set."""
 
 
 def silent(text: str) -> None:
@@ -28,19 +28,19 @@ def silent(text: str) -> None:
 
 
 def options_from(kind: type[T], values: Mapping[str, Any]) -> T:
-    """A dataclass of options from keywords; `ValueError`, in the words of the commands, for what it refuses."""
+    """A dataclass of options from keywords. Raises `ValueError`, in the words of the commands, for a bad value."""
     return load(kind, {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in values.items()})
 
 
 def unknown(noun: str, name: str, known: Collection[str]) -> ValueError:
-    """The refusal of an unknown name, with the nearest one that is known."""
+    """The refusal of an unknown name, which suggests the nearest known name."""
     nearest = difflib.get_close_matches(name, sorted(known), n=1)
     hint = f"is '{nearest[0]}' meant?" if nearest else f"known: {', '.join(sorted(known))}"
     return ValueError(f"unknown {noun} '{name}'; {hint}")
 
 
 def plain_value(value: Any) -> Any:
-    """What JSON has for a value of another library; `TypeError` for what it has not."""
+    """The JSON form of another library's value. Raises `TypeError` if there is none."""
     if hasattr(value, "tolist"):  # of numpy and torch
         return value.tolist()
     if hasattr(value, "isoformat"):  # dates
@@ -55,7 +55,7 @@ def plain_value(value: Any) -> Any:
 def ray_address(cluster: str) -> str | None:
     """The address that `cluster.local.connect` takes for a call's `cluster`, `None` for `OF_VARIABLE`.
 
-    Raises `ValueError` where Ray is not installed, and for what is no text.
+    Raises `ValueError` if Ray is not installed or `cluster` is not a text.
     """
     if not isinstance(cluster, str) or not cluster:
         raise ValueError(f"cluster={cluster!r} must be an address as host:port, local, auto or {OF_VARIABLE}")

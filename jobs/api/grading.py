@@ -1,4 +1,4 @@
-"""`grade(task, samples)`: anybody's samples graded without a model. The command `mbd grade` is this function."""
+"""`grade(task, samples)` grades anybody's samples without a model. The command `mbd grade` calls it."""
 
 import os
 from dataclasses import asdict, dataclass, field
@@ -32,8 +32,8 @@ KIND = "grades"
 class Grades:
     """Graded samples.
 
-    report  the counts, and what they depend on: what report.json has
-    folder  where they were written, if anywhere
+    report  the content of report.json: the counts, and everything they depend on
+    folder  the folder that was written, if any
     """
 
     task: Task = field(repr=False)
@@ -43,12 +43,12 @@ class Grades:
 
     @property
     def accuracy(self) -> float:
-        """The share of right samples."""
+        """The fraction of right samples."""
         return float(self.report["accuracy_of_samples"])
 
     @property
     def table(self) -> Any:
-        """A row for each sample, in their order: a pandas table where pandas is installed, else a list."""
+        """One row per sample, in the samples' order: a pandas table if pandas is installed, else a list."""
         return table_of(
             [
                 {"line": item.sample.line, "problem_id": item.sample.problem.problem_id, **asdict(item.grade)}
@@ -58,7 +58,7 @@ class Grades:
 
     @property
     def text(self) -> str:
-        """The counts in two lines at most."""
+        """The counts in at most two lines."""
         report = self.report
         parts = [f"{name} {report[name]}" for name in report if name.endswith("_correct")]
         share = f"{report['correct']} of {report['samples']} samples right ({100 * self.accuracy:.2f} %"
@@ -76,7 +76,7 @@ class GradeOptions:
 
     task: Annotated[str, Flag(help=f"Task: {', '.join(TASKS)}.", metavar="NAME")]
     data: Annotated[str | None, Flag(metavar="PATH|URL")] = None
-    """The task's problems, as their upstream or the hub has them; not for generated tasks."""
+    """The task's problems in the format of their publisher or of the hub; not for generated tasks."""
     limit: Annotated[int | None, Ge(1)] = None
     """Problems of a generated task."""
     split: Split = "test"
@@ -114,17 +114,17 @@ def grade(
 
     samples  a file of JSON lines, or rows: a list of dictionaries, or a table of pandas, polars, Arrow or datasets.
              A sample has `problem_id`, `task_id` or `doc_id`, and `text`, `completion` or `solution`
-    out      a folder to write: grades.jsonl, report.json; default none
-    say      is called with each remark, before the work that it is about
+    out      a folder that gets grades.jsonl and report.json; default: nothing is written
+    say      a function that is called with each remark
 
-    Raises `ValueError` for a task that is unknown, and for samples that are none.
+    Raises `ValueError` for an unknown task or malformed samples.
     """
     own = options_from(GradeOptions, {"task": task, **options})
     return grade_chosen(own, samples, folder=None if out is None else Path(out), say=say)
 
 
 def grade_chosen(own: GradeOptions, samples: Any, *, folder: Path | None, say: Say) -> Grades:
-    """`grade` of options that are built."""
+    """`grade`, with options that are built already."""
     if folder is not None:
         check_target_folder(folder, KIND, overwrite=own.overwrite)
     found = find_task(own.task)

@@ -1,7 +1,7 @@
-"""What the keywords of `LLM` mean: settings of the model and its engine, fields of a request, fields of a decoding.
+"""The keywords of `LLM`: settings of the model and its engine, fields of a request, fields of a decoding.
 
-The names are those of `EngineConfig`, `DecodingConfig` and of the endpoint's requests. A name of another library that
-means the same here is refused with ours, an unknown name with the nearest one.
+`EngineConfig`, `DecodingConfig` and the endpoint's requests define the names. A refusal of another library's name says
+the name used here; a refusal of an unknown name suggests the nearest known name.
 """
 
 import json
@@ -23,14 +23,14 @@ HANDLED = frozenset(
 )
 """Fields of a request that `LLM` fills in itself."""
 SAME = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
-"""Other names of a field, which are taken."""
+"""Other names of a field, which are accepted."""
 INSTEAD = {
     "do_sample": "give temperature: 0 takes the likeliest token, more draws",
     "eos_token_id": "give stop_token_ids",
     "frames": "give trace=True",
     "functions": "give tools",
     "json_schema": "give schema",
-    "max_length": "give max_tokens, which counts the answer alone",
+    "max_length": "give max_tokens, which counts only the answer",
     "num_beams": "there is no beam search; give n for several answers",
     "num_return_sequences": "give n",
     "sampling_params": "give its fields, as temperature=0.7",
@@ -60,7 +60,7 @@ SETTING_INSTEAD = {
 
 
 class DecodingFields(TypedDict, total=False):
-    """Fields of the decoding, as docs/reference/decoding.md has them."""
+    """Fields of the decoding, which docs/reference/decoding.md describes."""
 
     adaptive: bool
     block_size: int
@@ -85,7 +85,7 @@ class DecodingFields(TypedDict, total=False):
 
 
 class Settings(DecodingFields, total=False):
-    """What `LLM(model, ...)` takes: how it decodes unless a call says otherwise, and the engine's sizes."""
+    """The keywords of `LLM(model, ...)`: its default decoding, and settings of the engine."""
 
     method: str
     name: str
@@ -112,7 +112,7 @@ class Settings(DecodingFields, total=False):
 
 
 class Keywords(DecodingFields, total=False):
-    """What a call takes beside its prompt: the fields of docs/reference/requests.md, and those of the decoding."""
+    """The keywords of a call: the fields of docs/reference/requests.md, and the fields of the decoding."""
 
     max_tokens: int
     max_new_tokens: int
@@ -140,7 +140,7 @@ class Keywords(DecodingFields, total=False):
 
 
 class ChatKeywords(Keywords, total=False):
-    """What a chat takes beside its messages."""
+    """The keywords of a chat."""
 
     tools: Sequence[Mapping[str, Any] | Callable[..., Any]]
     tool_choice: str | Mapping[str, Any]
@@ -150,9 +150,10 @@ class ChatKeywords(Keywords, total=False):
 
 
 def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The settings of a decoding, of the engine, and of the model; `ValueError` for a name that is none of them.
+    """The settings of the decoding, of the engine, and of the model. Raises `ValueError` for an unknown name.
 
-    `buffer_size` is the decoding's, `block_size` the engine's, which must be the model's own if that has one.
+    `buffer_size` belongs to the decoding and `block_size` to the engine. If the model has a block size, it must be
+    equal.
     """
     decoding = {name: value for name, value in settings.items() if name in DECODING - {"block_size"}}
     engine = {name: value for name, value in settings.items() if name in ENGINE - DECODING | {"block_size"}}
@@ -167,14 +168,14 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def request_fields(kind: type[ChatRequest | CompletionRequest]) -> frozenset[str]:
-    """The keywords that are fields of such a request."""
+    """The keywords that are fields of a request of this kind."""
     return frozenset({*kind.model_fields, *STRUCTURED} - HANDLED)
 
 
 def split_keywords(
     kind: type[ChatRequest | CompletionRequest], keywords: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of a request's body, and those of its decoding; `ValueError` for a name that is neither."""
+    """The fields of a request's body, and the fields of its decoding. Raises `ValueError` for an unknown name."""
     body: dict[str, Any] = {}
     decoding: dict[str, Any] = {}
     known = request_fields(kind)
@@ -198,7 +199,7 @@ def split_keywords(
 
 
 def json_body(body: Mapping[str, Any]) -> bytes:
-    """A body as the endpoint reads it; arrays and numbers of other libraries become lists and numbers."""
+    """A body as JSON for the endpoint; arrays and numbers of other libraries become lists and numbers."""
     for name, value in body.items():
         try:
             json.dumps(value, default=plain_value)
@@ -208,7 +209,7 @@ def json_body(body: Mapping[str, Any]) -> bytes:
 
 
 def _logprobs(kind: type, body: dict[str, Any]) -> dict[str, Any]:
-    """`logprobs` as a number, which a chat calls `top_logprobs`; as a bool, which a completion calls 0."""
+    """The body with the endpoint's `logprobs`: a number is a chat's `top_logprobs`, `True` a completion's 0."""
     given = body.get("logprobs")
     if kind is ChatRequest and isinstance(given, int) and not isinstance(given, bool):
         return {"top_logprobs": given, **body, "logprobs": True}
@@ -218,7 +219,7 @@ def _logprobs(kind: type, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(body: dict[str, Any]) -> dict[str, Any]:
-    """Tools that are Python functions, by their signatures and docstrings."""
+    """The body with Python functions among its tools described by their signatures and docstrings."""
     tools = body.get("tools")
     if callable(tools):
         raise ValueError(f"tools={tools!r} must be a list of functions")
@@ -233,14 +234,14 @@ def _tool(function: Callable[..., Any]) -> dict[str, Any]:
     name = getattr(function, "__name__", repr(function))
     try:
         described = get_json_schema(function)["function"]
-    except Exception as error:  # transformers has types of its own for what a docstring lacks
+    except Exception as error:  # transformers raises its own types for incomplete docstrings
         raise ValueError(f"tools: {name} cannot be described: {' '.join(str(error).split())}") from None
     described.pop("return", None)
     return {"type": "function", "function": described}
 
 
 def _structured(body: dict[str, Any]) -> dict[str, Any]:
-    """`schema`, `regex` and `choice` as the endpoint's fields."""
+    """The body with `schema`, `regex` and `choice` renamed to the endpoint's fields."""
     body = dict(body)
     schema = body.pop("schema", None)
     if schema is not None:

@@ -1,4 +1,4 @@
-"""A model in this process: `LLM("tiny-mbd").chat("...")`. No Ray, no HTTP, and the answers of the endpoint."""
+"""A model in this process, without Ray and HTTP: `LLM("tiny-mbd").chat("...")`. Its answers equal the endpoint's."""
 
 import secrets
 import weakref
@@ -31,13 +31,13 @@ SEED_LIMIT = 2**63  # seeds are signed 64-bit: -2**63 <= seed < 2**63
 
 
 class LLM:
-    """A model folder with its engine. Threads may share it; `close()` or `with` frees what it holds.
+    """A model folder with its engine. Threads may share it; `close()` or `with` frees its memory.
 
     model     a shipped model's name, a model folder, or its URL
-    settings  how it decodes unless a call says otherwise: a method's name (`method="single"`), fields of
-              `DecodingConfig` (`buffer_size=4`); and the engine's, as `EngineConfig` has them (`max_rows=32`)
+    settings  the default decoding: a method's name (`method="single"`) and fields of `DecodingConfig`
+              (`buffer_size=4`); and fields of `EngineConfig` (`max_rows=32`)
 
-    Raises `ValueError`, in the words of the commands, for a model or a setting that cannot be honoured.
+    Raises `ValueError`, in the words of the commands, for a model or a setting that is not possible.
     """
 
     def __init__(self, model: str | Path, **settings: Unpack[Settings]) -> None:
@@ -65,7 +65,7 @@ class LLM:
         return f"LLM({', '.join([repr(self._name), *(f'{k}={v!r}' for k, v in self.settings.items())])})"
 
     def close(self) -> None:
-        """End the engine and its threads, as the end of the process does; requests that run raise `RuntimeError`."""
+        """End the engine and its threads, as the end of the process does; running requests raise `RuntimeError`."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -83,7 +83,7 @@ class LLM:
         return self._session.service.loaded.tokenizer
 
     def describe(self) -> str:
-        """One line: what computes, how much it holds, how it decodes."""
+        """One line on the backend, its capacity and its decoding."""
         return self._session.service.describe()
 
     # -- chats --------------------------------------------------------------------------------------------------
@@ -117,13 +117,13 @@ class LLM:
     def chat(
         self, messages: Any, *, n: int | None = None, trace: bool = False, **keywords: Unpack[ChatKeywords]
     ) -> Any:
-        """The answer to a text or to the messages of a chat; of a list of these, a list of answers.
+        """The answer to a text or to the messages of a chat. A list of texts or chats gives a list of answers.
 
-        n         so many answers to each, as a list
+        n         with a number, each text or chat gets a list of `n` answers
         trace     record how each answer's blocks fill
         keywords  fields of the endpoint's chat request, `schema`, `regex` or `choice`, and fields of the decoding
 
-        Raises `ValueError`, in the endpoint's words, for what cannot be honoured; no answer is decoded then.
+        Raises `ValueError`, in the endpoint's words, for a request that is not possible; then no answer is decoded.
         """
         several = _conversations(messages)
         given = [messages] if several is None else several
@@ -163,7 +163,7 @@ class LLM:
     ) -> Any:
         """The continuation of a prompt (text or token ids), without a chat template. Several prompts give a list.
 
-        As `chat`. The prompts of a list are decoded together, as many at once as the engine has rows.
+        The arguments are those of `chat`. The engine decodes the prompts of a list together, `max_rows` at a time.
         """
         several = _several_prompts(prompts)
         given = [_prompt(prompts)] if several is None else several
@@ -175,10 +175,11 @@ class LLM:
     def stream(
         self, messages: str | Sequence[Message], *, trace: bool = False, **keywords: Unpack[ChatKeywords]
     ) -> AnswerStream:
-        """The pieces of an answer's text as they are committed; as `chat`, of one text or one chat.
+        """The pieces of an answer's text as they are committed. The arguments are those of `chat`, for one text or one
+        chat.
 
-        After the last piece `stream.answer` is the whole answer. A stream that is left half-way is ended by `close()`
-        or `with`, and by the end of its last reference.
+        After the last piece `stream.answer` is the whole answer. `close()`, the end of a `with` block, or the loss of
+        the last reference aborts an unfinished stream.
         """
         if _conversations(messages) is not None:
             raise ValueError("stream takes one text or one chat; call chat for several")
@@ -191,7 +192,7 @@ class LLM:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def _body(self, kind: RequestKind, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """A request's body, but for its prompt."""
+        """A request's body without its prompt."""
         given = {name: value for name, value in keywords.items() if value is not None}
         method = given.pop("method", None)
         body, own = split_keywords(kind, given)
@@ -212,7 +213,7 @@ class LLM:
         trace: bool,
         keywords: Mapping[str, Any],
     ) -> list[Any]:
-        """For each prompt its answer, or the list of its `n` answers."""
+        """For each prompt its answer, or, with `n`, the list of its `n` answers."""
         body = self._body(kind, keywords)
         number = 1 if n is None else n
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -261,8 +262,10 @@ def _with_method(method: str | None, fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def _nth_seed(seed: Any, number: int) -> Any:
-    """The seed of choice `number`, as the endpoint counts them; other values stay as they are,
-    and the endpoint refuses them."""
+    """The seed of choice `number`, by the endpoint's rule.
+
+    An invalid seed is returned unchanged; the endpoint refuses it.
+    """
     if not isinstance(seed, int) or isinstance(seed, bool):
         return seed
     if not -SEED_LIMIT <= seed < SEED_LIMIT:
@@ -271,7 +274,7 @@ def _nth_seed(seed: Any, number: int) -> Any:
 
 
 def _conversations(messages: Any) -> list[Any] | None:
-    """The texts or chats of a list of several, `None` for one text or one chat."""
+    """The members of a list of texts or chats; `None` for one text or one chat."""
     if isinstance(messages, list | tuple) and messages and not isinstance(messages[0], Mapping):
         return list(messages)
     return None
@@ -292,7 +295,7 @@ def _turns(messages: Any) -> list[Any]:
 
 
 def _several_prompts(prompts: Any) -> list[Any] | None:
-    """The prompts of a list of several, `None` for one text or one list of token ids."""
+    """The members of a list of prompts; `None` for one text or one list of token ids."""
     prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if isinstance(prompts, list | tuple) and (not prompts or not isinstance(prompts[0], int)):
         return list(map(_prompt, prompts))
@@ -300,7 +303,7 @@ def _several_prompts(prompts: Any) -> list[Any] | None:
 
 
 def _prompt(prompt: Any) -> Any:
-    """A text or token ids, as the endpoint takes them."""
+    """A text or a list of token ids, which the endpoint accepts. Raises `ValueError` for other types."""
     prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(prompt, str) or (isinstance(prompt, list | tuple) and not any(isinstance(i, str) for i in prompt)):
         return prompt

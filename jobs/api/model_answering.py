@@ -1,4 +1,4 @@
-"""A model that answers the rows of a data set: how, where the answers are kept, and on what it runs."""
+"""A model that answers the rows of a data set: its options, the folder of its answers, and its engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @configuration(panel=DECODING)
 class AnswerOptions:
-    """How a model answers the rows; none has a meaning without the model."""
+    """How a model answers the rows. Every option needs --answers-from."""
 
     answers_from: Annotated[str | None, Flag(metavar="MODEL")] = None
     """Let this model answer the rows: a shipped model's name, a model folder, or its URL."""
@@ -46,14 +46,14 @@ class AnswerOptions:
     seed: Annotated[int | None, Ge(0), Flag(default="0")] = None
     """Random seed of drawn answers."""
     keep_unfinished: Annotated[bool | None, Flag(name="--keep-unfinished")] = None
-    """Keep answers that did not end within --max-tokens, as they are."""
+    """Keep answers that --max-tokens cut."""
     max_rows: Annotated[int | None, Ge(1), Flag(default="16")] = None
     """Answers decoded at once."""
     answers: Annotated[str | None, Flag(panel=OUTPUT, metavar="DIR", default="OUT.answers")] = None
-    """Where answers are kept as they come; the same command goes on from them."""
+    """Folder that keeps finished answers; the same command continues from them."""
     actors: Annotated[int | None, Ge(1), Flag(panel=CLUSTER, default="one in this process, without Ray")] = None
-    """Engines that answer at once, actors with a GPU each if there are any, on the cluster of RAY_ADDRESS or on one of
-    its own."""
+    """Engines that answer in parallel, as actors with one GPU each if there are GPUs, on the cluster of RAY_ADDRESS or
+    on a new local cluster."""
 
     def __post_init__(self) -> None:
         names = [name for name, value in vars(self).items() if value is not None]
@@ -90,7 +90,7 @@ def cluster_of(cluster: str | None, workers: int | None, actors: int | None) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Answerer:
-    """A model that answers, as the user named it, and its tokenizer; how it answers, and where answers are kept."""
+    """A model that answers: its name as given, its tokenizer, its settings, and the folder of its answers."""
 
     model: str
     tokenizer: PreTrainedTokenizerBase
@@ -99,7 +99,10 @@ class Answerer:
 
     @classmethod
     def find(cls, model: str, target: Folder, options: AnswerOptions) -> Answerer:
-        """Check everything before anything is decoded; `ValueError` for what cannot be."""
+        """Check every option before the first answer is decoded.
+
+        Raises `ValueError` for an option that is not possible.
+        """
         from mbd_core.batch.model_answers import ANSWERS_KIND, PART, Answering
         from mbd_core.checkpoint.folder import read_folder
         from mbd_core.checkpoint.model_digest import model_digest
@@ -131,8 +134,9 @@ class Answerer:
 
     @contextmanager
     def begin(self, num_rows: int, *, num_actors: int | None) -> Iterator[ModelAnswers]:
-        """The answers of so many rows, by an engine here or by `num_actors` on the cluster; a model is loaded when the
-        first answer is missing."""
+        """The answers to `num_rows` rows, from an engine in this process or from `num_actors` actors on the cluster.
+
+        The model is loaded only if an answer is missing."""
         from mbd_core.batch.model_answers import PART, ModelAnswers, PartDecoder
 
         engine = EngineConfig(max_rows=self.answering.max_rows, buffer_size=self.answering.decoding.buffer_size)

@@ -1,4 +1,4 @@
-"""`prepare(rows, model=...)`: training samples of conversations. The command `mbd prepare` is this function."""
+"""`prepare(rows, model=...)` makes training samples of conversations. The command `mbd prepare` calls it."""
 
 from __future__ import annotations
 
@@ -37,44 +37,44 @@ class PrepareOptions:
     model: Annotated[str, Flag(panel=MODEL, name="--model")]
     """A shipped model's name, or a model folder."""
     split: Annotated[str | None, Flag(metavar="NAME")] = None
-    """Of a folder with several splits, as train and test, read this one."""
+    """The split to read of a folder with several splits, as train and test."""
     messages: Annotated[str | None, Flag(metavar="COLUMN", default="messages, conversations")] = None
-    """Where the conversations are."""
+    """Column of the conversations."""
     prompt: Annotated[
         str | None, Flag(metavar="COLUMN", default="prompt, question, instruction, problem, query, input, inputs")
     ] = None
-    """Where the prompts are, if not in conversations."""
+    """Column of the prompts, if there are no conversations."""
     response: Annotated[
         str | None, Flag(metavar="COLUMN", default="response, answer, output, solution, completion, target, targets")
     ] = None
-    """Where their answers are."""
+    """Column of the answers to the prompts."""
     system: Annotated[str | None, Flag(metavar="COLUMN", default="system, system_prompt")] = None
-    """Where the system prompts are."""
+    """Column of the system prompts."""
     tools: Annotated[str | None, Flag(metavar="COLUMN", default="tools, functions")] = None
-    """Where the functions are that may be called."""
+    """Column of the functions that an answer may call."""
     roles: Annotated[Texts, Flag(metavar="NAME=ROLE,...", commas=True)] = ()
-    """What the data's own names of roles are: bot=assistant,narrator=system."""
+    """The roles behind the data's own names: bot=assistant,narrator=system."""
     ignore_columns: Annotated[Texts, Flag(commas=True)] = ()
-    """Columns that are not read, and fields of turns, as messages.weight."""
+    """Columns, or fields of turns as messages.weight, that are not read."""
     max_length: Annotated[int, Ge(2)] = 2048
-    """Rows of more tokens, with their EOS, are counted and left out."""
+    """Rows with more tokens, counting the EOS, are left out; the report counts them."""
     answers_trained: Annotated[Literal["every", "last"] | None, Flag(default="every; with --answers-from last")] = None
-    """Train every answer of a conversation, or the last one alone."""
+    """Train every answer of a conversation, or only the last."""
     weight: Annotated[tuple[Annotated[float, Gt(0)], ...], Flag(default="1")] = ()
-    """How often the rows of a source are in the data, 0.5 for every second row. One for each source, in order."""
+    """How often a source's rows enter the data; 0.5 takes every second row. One number for each source, in order."""
     show: Annotated[int, Ge(0), Flag(panel=OUTPUT)] = 0
-    """Print so many rows as the model sees them, with what is trained marked."""
+    """Print this many rows as the model sees them, with the trained tokens marked."""
     skip_bad: bool = False
-    """Leave rows out that cannot be trained on; OUT/skipped.txt lists them."""
+    """Leave out rows that cannot be trained on; OUT/skipped.txt lists them."""
     limit: Annotated[int | None, Ge(1)] = None
-    """Read only so many rows."""
+    """Read at most this many rows."""
     against: Annotated[Texts, Flag(metavar="FILE")] = ()
-    """A benchmark's file, of any format that sweeps read; rows that repeat its problems are reported. May be given
-    again."""
+    """A benchmark's file, in any format that sweeps read; rows that repeat its problems are reported. Repeatable."""
     drop_overlap: bool = False
     """Leave out the rows that --against reports."""
     workers: Annotated[int | None, Ge(1), Flag(panel=CLUSTER, default="in this process, without Ray")] = None
-    """Tokenise by so many tasks of Ray Data, on the cluster of RAY_ADDRESS or one of its own; the same bytes."""
+    """Tokenise in this many tasks of Ray Data, on the cluster of RAY_ADDRESS or on a new local cluster. The result is
+    the same, byte for byte."""
     overwrite: Annotated[bool, Flag(panel=OUTPUT)] = False
     """Replace a folder that this command wrote before."""
 
@@ -87,11 +87,11 @@ class PrepareOptions:
 class Prepared:
     """A folder of training samples; `train(data=prepared)` learns from it.
 
-    folder   its path or URL; none where rows were shown alone
+    folder   its path or URL; `None` if rows were only shown
     counts   rows that were read, kept and left out
-    tables   what was understood of the rows
-    overlap  for each benchmark of `against` the rows that repeat its problems
-    answers  where a model's answers are kept, if one answered
+    tables   how the rows' columns were understood, and the samples' sizes
+    overlap  for each benchmark of `against` the number of rows that repeat its problems
+    answers  the folder of the model's answers, if a model answered
     """
 
     folder: str | None
@@ -111,7 +111,7 @@ class Prepared:
         return f"{markdown(self.tables)}\n{self.counts}"
 
     def shown(self, *, colour: bool = False) -> list[str]:
-        """The rows of `show` as the model sees them, with what is trained marked."""
+        """The rows of `show` as the model sees them, with the trained tokens marked."""
         from mbd_core.multitf.data.encoding import fill_token
         from mbd_core.multitf.data.row_summary import show
 
@@ -130,14 +130,14 @@ def prepare(
     """Make a folder of training samples of conversations: templated, tokenised, filtered.
 
     rows     a list of dictionaries, a table of pandas, polars, Arrow or datasets, or a path or URL, or several paths
-    model    whose template and tokenizer are used: a shipped model's name, or a model folder
-    out      the folder to write; default a new one for temporary files
-    cluster  default none: this process alone. Else a Ray cluster for `workers` that tokenise and `actors` that answer:
-             its address, `auto` for the one on this machine, `local` for one of the call's own, `RAY_ADDRESS` for
-             that of the variable
-    options  those of the command `mbd prepare`, with `_` for `-`, as `max_length=1024`, `split="train"`, `show=2`
+    model    the model whose template and tokenizer are used: a shipped model's name, or a model folder
+    out      the folder to write; default: a new temporary folder
+    cluster  a Ray cluster for `workers` that tokenise and `actors` that answer: its address, `auto` for the cluster on
+             this machine, `local` for a new cluster, or `RAY_ADDRESS` for the cluster that the variable names.
+             Default: this process alone
+    options  the options of the command `mbd prepare`, with `_` for `-`, as `max_length=1024`, `split="train"`
 
-    Raises `ValueError`, in the command's words, for rows that cannot be trained on and for what cannot be honoured.
+    Raises `ValueError`, in the command's words, for bad rows and for options that are not possible.
     """
     answer_names, own_names = AnswerOptions.__dataclass_fields__, PrepareOptions.__dataclass_fields__
     for name in options:
@@ -161,8 +161,7 @@ def prepare(
 def prepare_chosen(
     own: PrepareOptions, answering: AnswerOptions, sources: Sequence[str], *, place: Folder | None, cluster: str | None
 ) -> Prepared:
-    """`prepare` of files, with options that are built; without a place the rows to show are read, and nothing is
-    written."""
+    """`prepare` of files, with options that are built already. Without a place it only reads the rows to show."""
     from mbd_core.checkpoint.folder import read_folder
     from mbd_core.multitf.data.benchmark_overlap import Benchmark
     from mbd_core.multitf.data.conversation_rows import Columns
@@ -240,7 +239,7 @@ def prepare_chosen(
 
 
 def role_name(text: str) -> tuple[str, str]:
-    """A data set's name of a role, and the role; `ValueError` for another form than `NAME=ROLE`."""
+    """The data set's name of a role, and the role. Raises `ValueError` if the text is not `NAME=ROLE`."""
     name, sign, role = text.partition("=")
     if not (name and sign and role):
         raise ValueError(f"--roles {text} must be NAME=ROLE, as bot=assistant")
@@ -249,9 +248,10 @@ def role_name(text: str) -> tuple[str, str]:
 
 @contextmanager
 def sources_of(rows: Any) -> Iterator[list[str]]:
-    """The files of `prepare`: those that are named, or one in memory that holds the rows, as long as the block lasts.
+    """The source files of `prepare`: the named files, or for rows a file in memory that exists during the block.
 
-    Its name depends on the rows alone, so that the same rows give the same bytes; sentences call it "rows".
+    The memory file's name depends only on the rows, so that equal rows give equal bytes. Error messages say "rows"
+    instead of the name.
     """
     if isinstance(rows, str | os.PathLike):
         yield [os.fspath(rows)]

@@ -1,6 +1,6 @@
 """Rows that Python holds: lists of dictionaries, and the tables of pandas, polars, Arrow and Hugging Face's datasets.
 
-A result's rows go back as a pandas table where pandas is installed, else as a list of dictionaries.
+Results are returned as a pandas table if pandas is installed, else as a list of dictionaries.
 """
 
 import json
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def rows_of(value: Any, noun: str) -> list[dict[str, Any]]:
-    """The rows of a value as dictionaries; `ValueError`, with what the value is called, for one that has none."""
+    """The rows of a value as dictionaries. Raises `ValueError`, which calls the value `noun`, if it has no rows."""
     rows: Iterable[Any]
-    if hasattr(value, "to_json") and hasattr(value, "columns"):  # pandas, whose missing values are no JSON
+    if hasattr(value, "to_json") and hasattr(value, "columns"):  # pandas: to_json makes null of missing values
         rows = json.loads(value.to_json(orient="records", date_format="iso", double_precision=15))
     elif hasattr(value, "to_dicts"):  # polars
         rows = value.to_dicts()
@@ -37,7 +37,7 @@ def rows_of(value: Any, noun: str) -> list[dict[str, Any]]:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """The rows as a pandas table, or a list of dictionaries where pandas is not installed."""
+    """The rows as a pandas table, or as a list of dictionaries if pandas is not installed."""
     if find_spec("pandas") is None:
         return [dict(row) for row in rows]
     import pandas
@@ -46,7 +46,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def names_of(value: Any, noun: str) -> list[str]:
-    """Names that are given as one text, with commas between them, or as a list."""
+    """The names in a list, or in one text with commas between them."""
     names = [value] if isinstance(value, str | os.PathLike) else value
     if not isinstance(names, Iterable) or not all(isinstance(name, str | os.PathLike) for name in names):
         raise ValueError(f"{noun} must be a list of names, or one text with commas between them")

@@ -1,6 +1,6 @@
-"""An engine and the endpoint's API over it in this process, without HTTP: an event loop in a thread of its own.
+"""An engine with the endpoint's API in this process, without HTTP; its event loop runs in its own thread.
 
-What is asked here is parsed, templated, admitted and decoded by the code of the endpoint. So the answers are its own.
+The endpoint's code parses, templates, admits and decodes each request, so the answers equal the endpoint's.
 """
 
 import asyncio
@@ -24,20 +24,20 @@ from mbd_core.serving.tokens.served_model import ServedModel
 from mbd_core.serving.tokens.stream import EngineFailed, TooManyRequests
 
 T = TypeVar("T")
-LOOK_SECONDS = 0.5  # a wait wakes so often, since another thread may have got the signal of Ctrl-C
-AGAIN_SECONDS = 0.1  # between two tries of a request for which there was no room
+LOOK_SECONDS = 0.5  # the interval at which a wait wakes: another thread may have received Ctrl-C's signal
+AGAIN_SECONDS = 0.1  # between two tries to send a request to a full engine
 RequestKind = type[ChatRequest] | type[CompletionRequest]
 
 
 class TracedReply(NamedTuple):
-    """The endpoint's reply to a body, and the frames of its forwards where they were asked for."""
+    """The endpoint's reply to a body, and the frames of its forwards if `trace` was set."""
 
     completion: Completion
     frames: list[Frame]
 
 
 class Session:
-    """A loaded model. Any thread may call it; `close()` ends what it started."""
+    """A loaded model. Any thread may call it; `close()` ends its threads and processes."""
 
     def __init__(self, args: EndpointArgs) -> None:
         self.service = EngineService(args)
@@ -52,9 +52,10 @@ class Session:
         return self.service.served_model()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine returns on the loop; whatever interrupts the wait (Ctrl-C) cancels it.
+        """Run a coroutine on the loop and return its result. An interruption of the wait (Ctrl-C) cancels the
+        coroutine.
 
-        Raises `ValueError` for what a request cannot have, and `RuntimeError` where the engine fails or is closed.
+        Raises `ValueError` for a bad request, and `RuntimeError` if the engine fails or is closed.
         """
         if self.closed:
             work.close()
@@ -62,7 +63,7 @@ class Session:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             while not future.done():
-                if self._loop.is_closed():  # before it began the work
+                if self._loop.is_closed():  # before the work began
                     raise RuntimeError("this LLM was closed meanwhile")
                 wait([future], LOOK_SECONDS)
             return future.result()
@@ -76,23 +77,23 @@ class Session:
             future.cancel()
 
     def start(self, work: Coroutine[Any, Any, None]) -> Callable[[], Any]:
-        """Run a coroutine on the loop, without waiting; what is returned cancels it."""
+        """Start a coroutine on the loop. Returns a function that cancels it."""
         if self.closed:
             work.close()
             raise RuntimeError("this LLM is closed; make another one")
         return asyncio.run_coroutine_threadsafe(work, self._loop).cancel
 
     def check(self, decoding: DecodingConfig) -> None:
-        """Raise `ValueError` for a decoding that the model or its engine cannot honour."""
+        """Raise `ValueError` for a decoding that the model or its engine does not support."""
         self.service.limits.admission.check(Request(request_id="", prompt=(0,), max_tokens=1, decoding=decoding))
 
     async def ask_all(
         self, kind: RequestKind, bodies: Sequence[bytes], *, n: int, field: str, trace: bool
     ) -> list[TracedReply]:
-        """The replies to `bodies`, which come in groups of `n` with the same prompt. All are checked before the first
-        is decoded.
+        """The replies to `bodies`, in which `n` neighbours share a prompt. All are checked before the first is
+        decoded.
 
-        `field` is the field of the prompts: an error in it says which prompt is wrong.
+        `field` is the prompt's field: an error in this field says the number of the bad prompt.
         """
         for number, body in enumerate(bodies[::n] if len(bodies) > 1 else (), start=1):
             try:
@@ -119,7 +120,7 @@ class Session:
     ) -> TracedReply:
         """The endpoint's reply to a body, and with `trace` its frames; `on_step` is called with each step.
 
-        Bodies that share `turns` are sent one after the other, each as soon as the engine has a place for it.
+        Bodies that share the lock `turns` are sent one after the other, each as soon as the engine has room.
         """
         complete = self.server.chat if kind is ChatRequest else self.server.complete
         frames: list[Frame] = []
@@ -143,7 +144,10 @@ class Session:
             answer.close()
 
     def close(self) -> None:
-        """End the engine, its threads and processes; requests that run raise `RuntimeError`. May be called again."""
+        """End the engine, its threads and processes; running requests raise `RuntimeError`.
+
+        A second call does nothing.
+        """
         with self._closing:
             if self.closed:
                 return
@@ -158,12 +162,12 @@ class Session:
     async def _stop(self) -> None:
         await self.service.stop()
         await self.server.stop()
-        waiting = asyncio.all_tasks() - {asyncio.current_task()}  # such as requests for which there was no room
+        waiting = asyncio.all_tasks() - {asyncio.current_task()}  # such as requests that wait for room
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def plain_error(error: ApiError) -> Exception:
-    """An error of the endpoint as a caller in this process gets it."""
+    """The Python exception for an error of the endpoint."""
     return ValueError(error.message) if error.status < 500 else RuntimeError(error.message)

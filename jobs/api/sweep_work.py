@@ -1,4 +1,4 @@
-"""What a sweep computes: its models and endpoints, the executor that decodes, and the report that is returned."""
+"""The work of a sweep: its models and endpoints, the executor that decodes, and the report it returns."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 class SweepResult:
     """A sweep's report.
 
-    folder     the path or URL where samples and report lie
-    report     what report.json has; empty for a shard that has none of the sweep's parts
+    folder     the path or URL of samples and report
+    report     the content of report.json; empty for a shard without parts
     headlines  the main tables as Markdown
     notes      remarks for a reader of the numbers
-    best       what was written into models' folders
+    best       one sentence for each configuration that was written into a model's folder
     """
 
     folder: str
@@ -46,9 +46,9 @@ class SweepResult:
 
     @property
     def table(self) -> Any:
-        """A row for each model, task and configuration: a pandas table where pandas is installed, else a list.
+        """One row per model, task and configuration: a pandas table if pandas is installed, else a list.
 
-        Of a configuration's fields those that differ among the rows are columns.
+        The configuration's fields that differ among the rows are columns.
         """
         rows = self.report.get("rows", [])
         configs = [row["config"] or {} for row in rows]
@@ -77,8 +77,9 @@ class SweepResult:
 class Subjects:
     """The models of a sweep.
 
-    fetched    the folder of each model that was named
-    endpoints  those that answered; `keys` has the keys of some of them, by name
+    fetched    the folder of each named model
+    endpoints  the endpoints, which all answered
+    keys       API keys by an endpoint's name
     """
 
     fetched: dict[str, str]
@@ -89,7 +90,7 @@ class Subjects:
     def find(
         cls, models: Sequence[str], endpoints: Sequence[str], keys: Sequence[str], sampling: Sampling | None = None
     ) -> Self:
-        """Fetch the models and ask the endpoints; `ValueError` for what is not there, or if nothing is named."""
+        """Fetch the models and ask the endpoints. Raises `ValueError` if one is not there, or if none is named."""
         if not models and not endpoints:
             raise ValueError("nothing is to be swept: give --models, or --endpoint")
         addresses = [EndpointAddress.parse(text) for text in endpoints]
@@ -102,11 +103,11 @@ class Subjects:
 
     @property
     def urls(self) -> dict[str, str]:
-        """Where the folders of models that were fetched come from."""
+        """The URL of each fetched folder."""
         return {path: model for model, path in self.fetched.items() if path != model}
 
     def model_folders(self, sweep: Sweep) -> dict[str, Path | None]:
-        """The user's own folder of each model, `None` for one that is elsewhere."""
+        """The user's own folder of each model, `None` for a model at a URL or an endpoint."""
         folders = {name: None if path in self.urls else model_folder(path) for name, path in sweep.models.items()}
         return folders | dict.fromkeys(sweep.endpoints)
 
@@ -129,7 +130,7 @@ def run_work(
     overwrite: bool = False,
     say: Say = silent,
 ) -> SweepResult:
-    """Check what lies in the folder and what is asked for, compute what is missing, and report it."""
+    """Check the folder and the requested work, compute the missing rows, and write the report."""
     from mbd_core.evaluation.report.best_choice import best_points, check_choice, written_best
     from mbd_core.evaluation.report.summary import write_summary
     from mbd_core.evaluation.sweep.endpoint import EndpointStage
@@ -146,7 +147,7 @@ def run_work(
     def start() -> AbstractContextManager[Executor]:
         if cluster is None:
             return local_executor(planned, concurrency=concurrency, isolated=isolated)
-        from actors.evaluation.sweep import ray_executor  # which takes seconds, and bad input none
+        from actors.evaluation.sweep import ray_executor  # importing Ray takes seconds: bad input first
 
         return ray_executor(
             planned,

@@ -1,4 +1,7 @@
-"""`sweep(models, tasks, grid)`: models x methods x thresholds over tasks. The command `mbd sweep` is this function."""
+"""`sweep(models, tasks, grid)` evaluates models x methods x thresholds over tasks.
+
+The command `mbd sweep` calls it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ ENGINE_FIELDS = ("max_rows", "num_pages", "kv_memory_fraction")
 
 @configuration(panel=MODEL)
 class SweepWork:
-    """Beside models, methods and tasks: what is asked over HTTP, timed, computed at once, and written."""
+    """Options beside models, methods and tasks: endpoints, shards, timing, parallel work, and output."""
 
     endpoint: Annotated[Texts, Flag(metavar="NAME=URL[#MODEL]")] = ()
     """An OpenAI endpoint that is asked instead of an engine, as mine=http://host:8000/v1; repeatable."""
@@ -37,12 +40,12 @@ class SweepWork:
     shard: Annotated[str, Flag(panel=DATA, metavar="I/N")] = "1/1"
     """Compute the I-th of N shards; jobs/report_sweep.py joins their folders."""
     timed: Annotated[int, Ge(0), Flag(panel=DATA)] = Timing.problems
-    """Problems a task on which each configuration is timed by itself, after the sweep; 0: none. The p99 of latency
-    takes 100 timed requests, and is a dash below."""
+    """Problems of each task on which each configuration is timed alone, after the sweep; 0: none. The p99 of latency
+    needs 100 timed requests; with fewer it is a dash."""
     concurrency: Annotated[int, Ge(1), Flag(panel=ENGINE)] = Timing.concurrency
-    """Requests under way at an endpoint, and where throughput is timed."""
+    """Concurrent requests at an endpoint, and in the timing of throughput."""
     actors: Annotated[int, Ge(1), Flag(panel=CLUSTER)] = 1
-    """Engines in parallel, with a CPU a rank."""
+    """Engines in parallel; each rank takes a CPU."""
     isolation: IsolationOption = "any"
     write_best: Annotated[
         By | None,
@@ -53,7 +56,7 @@ class SweepWork:
 
 
 class SweepKeywords(TypedDict, total=False):
-    """The fields of `SweepOptions` and `SweepWork`, and the engine's, for editors."""
+    """The fields of `SweepOptions`, `SweepWork` and the engine, for editors."""
 
     recipe: str
     examples: Sequence[str] | Mapping[str, str | Path]
@@ -97,17 +100,18 @@ def sweep(
 ) -> SweepResult:
     """Sweep models x methods x thresholds over tasks, and report accuracy, TPF, AUP and speed.
 
-    models   shipped models' names, model folders, or their URLs; none where an `endpoint` is asked
-    grid     decoding fields and their values, all combined: {"tau_m2t": [0.7, 0.9], "buffer_size": [2, 4]}, or as the
-             command takes it
-    out      where samples and report lie; default a new folder for temporary files. The same call again computes what
-             is missing there
-    cluster  default none: one engine in this process. Else a Ray cluster: its address, `auto` for the one on this
-             machine, `local` for one of the call's own, `RAY_ADDRESS` for that of the variable
-    say      is called with each remark, as it comes
-    options  those of the command `mbd sweep`, with `_` for `-`
+    models   shipped models' names, model folders, or their URLs; may be empty with an `endpoint`
+    grid     decoding fields and their values, all combined: {"tau_m2t": [0.7, 0.9], "buffer_size": [2, 4]}, or the
+             text that the command takes
+    out      the folder of samples and report; default: a new temporary folder. The same call again computes only
+             the missing rows
+    cluster  a Ray cluster: its address, `auto` for the cluster on this machine, `local` for a new cluster, or
+             `RAY_ADDRESS` for the cluster that the variable names. Default: one engine in this process
+    say      a function that is called with each remark
+    options  the options of the command `mbd sweep`, with `_` for `-`
 
-    Raises `ValueError`, in the command's words, for what cannot be honoured, and `RuntimeError` if the sweep fails.
+    Raises `ValueError`, in the command's words, for options that are not possible, and `RuntimeError` if the sweep
+    fails.
     """
     place = Folder.at(tempfile.mkdtemp(prefix="mbd-sweep-") if out is None else out)
     values: dict[str, Any] = dict(options)
@@ -136,7 +140,7 @@ def sweep(
 def sweep_chosen(
     options: SweepOptions, engine: EngineConfig, own: SweepWork, *, place: Folder, cluster: str | None, say: Say
 ) -> SweepResult:
-    """`sweep` of options that are built."""
+    """`sweep`, with options that are built already."""
     from mbd_core.evaluation.sandbox.processes import describe_isolation
     from mbd_core.evaluation.sweep.best_folder import edit_notes
     from mbd_core.evaluation.sweep.loading import load_inputs
@@ -171,14 +175,14 @@ def sweep_chosen(
 
 
 def _pairs(value: Any) -> Any:
-    """`data` and `examples` as the command takes them: TASK=PATH, or a path alone."""
+    """`data` and `examples` in the command's form: TASK=PATH, or a path alone."""
     if isinstance(value, Mapping):
         return [f"{task}={os.fspath(path)}" for task, path in value.items()]
     return [os.fspath(value)] if isinstance(value, str | Path) else value
 
 
 def _grid_text(grid: str | Mapping[str, Any]) -> str:
-    """A grid as the command takes it."""
+    """A grid in the command's form."""
     if not isinstance(grid, Mapping):
         return grid
     values = {name: value if isinstance(value, list | tuple) else [value] for name, value in grid.items()}

@@ -1,4 +1,4 @@
-"""`train(recipe)`: a recipe, trained in this process or on a cluster. The command `mbd train` is this function."""
+"""`train(recipe)` trains a recipe in this process or on a cluster. The command `mbd train` calls `train_on_ray`."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ FAILURE = "failure.txt"
 
 @configuration(panel=OUTPUT)
 class RayOptions:
-    """How a run lies on a cluster, and where."""
+    """The options of a run on a cluster."""
 
     workers: Annotated[int, Ge(1), Flag(panel=CLUSTER)] = 2
     """Training processes."""
     device: Annotated[Device | None, Flag(panel=CLUSTER, default="a GPU each, if there are any")] = None
-    """What workers compute on."""
+    """The device of the workers."""
     plan: Annotated[bool, Flag(panel=CLUSTER)] = False
-    """Print what a step takes of each worker's memory, and end."""
+    """Print the memory that a step needs on each worker, and end."""
     schema: bool = False
     """Print the JSON Schema of --config files, for editors, and end."""
     max_failures: Annotated[int, Ge(0), Flag(panel=CLUSTER)] = 3
-    """Lost workers the run survives."""
+    """Number of lost workers that the run survives."""
     storage: Annotated[str, Flag(metavar="DIR|URL")] = "~/mbd-runs"
-    """Where runs lie: a folder that every worker reaches, or a URL as s3://bucket/path."""
+    """Folder of all runs, which every worker reaches, or a URL as s3://bucket/path."""
     run_name: Annotated[str | None, Flag(metavar="NAME", default="the recipe's")] = None
     """The run's folder in --storage."""
     resume: bool = False
-    """Go on with the run of this name."""
+    """Continue the run of this name."""
     checkpoint_every: Annotated[int, Ge(1)] = 100
     """Steps between checkpoints."""
     out: Annotated[str | None, Flag(metavar="DIR|URL", default="STORAGE/NAME/model")] = None
@@ -59,9 +59,10 @@ class Trained:
     """A trained model; `LLM(trained)` loads it.
 
     model    the model folder's path or URL
-    recipe   as it was trained
-    changes  what differs in it from the recipe that was named
+    recipe   the recipe with its changes
+    changes  the differences from the named recipe
     run      the run's folder on a cluster's storage
+    points   the logged numbers of each update
     """
 
     model: str
@@ -78,7 +79,7 @@ class Trained:
 
     @property
     def table(self) -> Any:
-        """The numbers of each update: a pandas table where pandas is installed, else a list."""
+        """The numbers of each update: a pandas table if pandas is installed, else a list."""
         return table_of(self.points)
 
 
@@ -98,20 +99,21 @@ def train(
 ) -> Trained:
     """Train a recipe, and write a model folder.
 
-    recipe   its name, or one of your own as FILE.py:NAME
-    base     start from this model: a shipped model's name, a model folder, or its URL
-    data     what `prepare` returned, or the folder that it wrote
+    recipe   the recipe's name, or your own recipe as FILE.py:NAME
+    base     the model to start from: a shipped model's name, a model folder, or its URL
+    data     the result of `prepare`, or the folder that it wrote
     out      the model folder to write; default out/RECIPE, on a cluster STORAGE/RECIPE/model
-    cluster  default none: this process alone. Else a Ray cluster: its address, `auto` for the one on this machine,
-             `local` for one of the call's own, `RAY_ADDRESS` for that of the variable
-    say      is called with each remark, as it comes
+    cluster  a Ray cluster: its address, `auto` for the cluster on this machine, `local` for a new cluster, or
+             `RAY_ADDRESS` for the cluster that the variable names. Default: this process alone
+    say      a function that is called with each remark
     changes  fields of the recipe, by the names of the command's options (`steps=200`, `lr=1e-4`) or inside its parts
              (`train={"lr": 1e-4}`); options of the run (`checkpoints`, `every`, `validation`, `overwrite`, ...); on a
              cluster `workers`, `storage`, `run_name`, `resume` and others
 
-    Raises `ValueError`, in the command's words, for what cannot be honoured, and `RuntimeError` if the training fails.
+    Raises `ValueError`, in the command's words, for values that are not possible, and `RuntimeError` if the training
+    fails.
     """
-    from mbd_core.multitf.run.alone import (  # which takes seconds, and a command's --help none
+    from mbd_core.multitf.run.alone import (  # importing it takes seconds, which `mbd train --help` need not wait for
         PlainOptions,
         train_alone,
     )
@@ -141,7 +143,7 @@ def train(
 
 
 class Names:
-    """The keywords of `train`: where each belongs."""
+    """The keywords of `train`, sorted by the configuration that each belongs to."""
 
     def __init__(self, on_cluster: bool) -> None:
         self.on_cluster = on_cluster
@@ -150,7 +152,7 @@ class Names:
         self._others = {item.name for item in leaves_of(RunOptions)} | {*RecipeChoice.__dataclass_fields__}
 
     def check(self, name: str) -> None:
-        """Raise `ValueError` for a name that is unknown, or belongs to the other place."""
+        """Raise `ValueError` for an unknown name, or for one that needs (or forbids) a cluster."""
         known = {*self.paths, *self.parts, *self._others, *(OF_CLUSTER if self.on_cluster else ALONE)}
         if name in known:
             return
@@ -162,7 +164,7 @@ class Names:
 
 
 def keyword(item: Field) -> str:
-    """What a call names a field of the recipe: as an option would be named."""
+    """The keyword of a recipe's field: its option's name, with `_` for `-`."""
     return (item.flag.name or item.name).removeprefix("--").replace("-", "_")
 
 
@@ -175,7 +177,7 @@ def train_on_ray(
     cluster: str = OF_VARIABLE,
     say: Say = silent,
 ) -> Trained:
-    """Train a recipe on a Ray cluster, whose name `ray_address` reads. Raises as `train`."""
+    """Train a recipe on a Ray cluster, named as `ray_address` reads it. Raises the errors of `train`."""
     from actors.training.run import TrainingRun, check_run, fetched, validation_at
     from mbd_core.evaluation.tasks.benchmarks import find_task
     from mbd_core.evaluation.tasks.problems import load_problems
@@ -226,7 +228,7 @@ def train_on_ray(
 
 
 def chosen_on_ray(choice: RecipeChoice, changes: Mapping[str, Any]) -> ChosenRecipe:
-    """The recipe, its base and its data where all workers find them."""
+    """The chosen recipe, with base and data at places that all workers reach."""
     from actors.training.run import named_base, prepared_data_at
 
     return choose_recipe(choice, changes, default=DEFAULT, named_base=named_base, named_data=prepared_data_at)
@@ -242,7 +244,7 @@ def train_on_cluster(
 ) -> None:
     """Train until the model is written. Raises `RuntimeError`, one sentence, if that fails or no cluster starts.
 
-    `address` is as `cluster.local.connect` takes it, `go_on` what goes on with a training that failed.
+    `address` is the argument of `cluster.local.connect`; `go_on` tells the user how to continue a failed training.
     """
     from actors.training.run import begin
     from actors.training.worker import fit, plan_run  # Ray takes seconds to import: bad input is refused before that

@@ -1,7 +1,7 @@
 """The command line of lm-evaluation-harness with the model `mbd` in it, for releases that discover no entry points.
 
-Releases up to 0.4.13 know their own models only; the entry point `lm_eval.models` of this package is for later ones,
-where plain `lm_eval --model mbd` works. The command line, its options and its results are the harness's own.
+Releases up to 0.4.13 know only their own models. Later releases find this package's entry point `lm_eval.models`, and
+plain `lm_eval --model mbd` works. The command line, its options and its results are the harness's own.
 """
 
 MODEL = "mbd"

@@ -42,13 +42,13 @@ LOGGER = logging.getLogger("lm_eval.mbd")
 
 
 class HarnessModel(TemplateLM):
-    """An engine as the harness sees it: texts in, texts out, each answer with its counts (`CountedText`).
+    """An engine behind the harness's interface: texts in, answers with counts (`CountedText`) out.
 
     pretrained   a shipped model's name, or a model folder
-    method       a method by name (`decoding.methods`); by default the model's own `generation_config.json` decides
+    method       a method's name (`decoding.methods`); the default is that of the model's `generation_config.json`
     batch_size   sequences decoded at once; `auto` is the engine's default
-    mc_num, seed the draws of a log-likelihood, and their seed
-    log          a file of JSON lines, yet to be written, one for each generation: its task, document, counts and end
+    mc_num, seed number of draws of a log-likelihood, and their seed
+    log          a new file: for each generation a JSON line of task, document, counts and finish reason
     decoding     any decoding field, as `tau_m2t=0.9` or `t2t.tau=0.5`
     """
 
@@ -99,7 +99,7 @@ class HarnessModel(TemplateLM):
         self._uses_chat, self._records = False, list[dict[str, Any]]()
 
     def _decoding(self, changes: Mapping[str, Any]) -> DecodingConfig:
-        """The model's defaults under the method, `model_args` and a generation's own fields, each over the last."""
+        """The model's defaults, overridden by the method, then by `model_args`, then by a generation's own fields."""
         fields = dict(NAMED_METHODS[self._method]) if self._method is not None else {}
         if self._method == MULTI and self._defaults.get("buffer_size", 1) == 1:
             fields["buffer_size"] = DEFAULT_SLOTS
@@ -111,8 +111,8 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[CountedText]:
         """The answers, each cut before its first stop string.
 
-        A prompt that the model cannot hold gives an empty answer without counts, with a warning. Any other refusal
-        needs a change by the user, and ends the run.
+        A prompt that is too long for the model gets a warning and an empty answer without counts. Any other refusal
+        ends the run, because the user must change a setting.
         """
         answers: list[CountedText] = []
         group = 4 * self._rows
@@ -194,7 +194,7 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Monte Carlo estimates (`likelihood.py`), and whether greedy decoding gives the same tokens.
 
-        A text that the model cannot hold ends the run, because no number could stand for it.
+        A text that is too long for the model ends the run, because no number could replace its likelihood.
         """
         results = []
         for texts, context, continuation in tqdm(
@@ -213,7 +213,7 @@ class HarnessModel(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Not offered: a whole document has no prefix, and none of the projects reports its perplexity."""
+        """Not offered: a whole document has no prefix, and no published work reports its perplexity."""
         raise NotImplementedError(
             "model 'mbd' does not give loglikelihood_rolling (perplexity of whole documents); tasks that generate, "
             "and those that compare continuations (loglikelihood), run"
@@ -226,7 +226,7 @@ class HarnessModel(TemplateLM):
         return int(self._model.config.eos_token_ids[0])
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text (`evaluated_ids`); it is a chat's text if the run uses the model's template."""
+        """Ids of a text (`evaluated_ids`), which holds a chat if the run uses the model's template."""
         return evaluated_ids(
             self.tokenizer, string, self._masking, in_chat=self._uses_chat, add_special_tokens=add_special_tokens
         )
@@ -235,13 +235,13 @@ class HarnessModel(TemplateLM):
         return super()._encode_pair(context, self._masked(continuation) if self._uses_chat else continuation)
 
     def _masked(self, text: str) -> str:
-        """A text without control tokens, also inside a chat's text, which has the template's own control tokens."""
+        """A text whose control tokens are hidden, so that a chat holds only the template's own control tokens."""
         return hidden_controls(text, self._masking)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True, **_: Any
     ) -> str:
-        """The chat in the model's template; without `add_generation_prompt` the last assistant turn continues."""
+        """The chat in the model's template; without `add_generation_prompt` the last assistant turn stays open."""
         self._uses_chat = True
         turns = [{**turn, "content": self._masked(turn["content"])} for turn in chat_history]
         if add_generation_prompt:
@@ -263,15 +263,17 @@ class HarnessModel(TemplateLM):
 
 
 def _device(name: str | None) -> torch.device | None:
-    """The device; `None` if the engine chooses: `cuda:0` is also the harness's default."""
+    """The device, or `None` if the engine chooses: `cuda:0` is the harness's default, also without a GPU."""
     if name is None or (name in ("cuda", "cuda:0") and not torch.cuda.is_available()):
         return None
     return torch.device(name)
 
 
 def _decoding_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Decoding fields with dotted names as parts. Raises `ValueError` for an unknown field or a value of the wrong
-    type."""
+    """Decoding fields, with dotted names as nested fields.
+
+    Raises `ValueError` for an unknown field or a wrong type.
+    """
     values = {}
     for path, value in fields.items():
         text = {True: "true", False: "false", None: "none"}.get(value, value) if _is_name(value) else value

@@ -11,7 +11,7 @@ from mbd_core.evaluation.tasks.kinds.task import Problem, Task
 
 
 class CountedText(str):
-    """A text with its counts and the reason of its end; `counts` is `None` for a request that was not decoded."""
+    """A text with its counts and finish reason; `counts` is `None` for a request that was not decoded."""
 
     counts: Counts | None
     finish_reason: FinishReason | None
@@ -22,13 +22,13 @@ class CountedText(str):
         return self
 
     def __getnewargs__(self) -> tuple[str, Counts | None, FinishReason | None]:  # type: ignore[override]
-        """The harness keeps answers in a cache."""
+        """Pickles the counts too: the harness caches answers."""
         return str(self), self.counts, self.finish_reason
 
     def measures(self) -> dict[str, float]:
-        """NFE, tokens, TPF, TPS and whether it was cut, as numbers; empty for a request that was not decoded.
+        """NFE, tokens, TPF, TPS and `cut` (1: the length limit ended it); empty for a request that was not decoded.
 
-        TPS divides by the seconds of the steps that the request took part in, beside others of its batch.
+        TPS divides by the seconds of the steps that decoded the request, together with others of its batch.
         """
         if self.counts is None:
             return {}
@@ -51,9 +51,9 @@ def metrics_of(task: Task) -> tuple[str, ...]:
 
 
 def score(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """The metrics of one answer to a row of `task_files`: right or wrong, by every rule of its task, and its counts.
+    """The metrics of one answer to a row of `task_files`: right or wrong by each rule of its task, and its counts.
 
-    An answer of another backend has no counts and does not enter their means.
+    Answers of other backends have no counts, and the means of the counts leave them out.
     """
     task, text = find_task(doc["task"]), results[0]
     verdict = task.grade(Problem(**{name: doc[name] for name in PROBLEM_COLUMNS}), str(text))

@@ -1,6 +1,6 @@
-"""Task files for lm-evaluation-harness: a recipe's tasks on the user's data, as `--include_path` takes them.
+"""Task files for lm-evaluation-harness (`--include_path`): a recipe's tasks on the user's data.
 
-A task NAME is three files: NAME.yaml, the problems and, for a few-shot recipe, the examples, as rows of text.
+A task NAME has the files NAME.yaml, NAME.problems.jsonl and, for a few-shot recipe, NAME.examples.jsonl.
 """
 
 import json
@@ -32,10 +32,10 @@ def task_name(recipe: Recipe, task: str) -> str:
 def write_task_files(
     folder: Path, recipe: Recipe, problem_sets: Sequence[ProblemSet], *, examples: Mapping[str, str], home: Path
 ) -> dict[str, str]:
-    """Writes the files of every task into `folder`; returns, by task's name, the flags that its prompts need.
+    """Writes the files of every task into `folder`. Returns for each task's name the harness flags of its prompts.
 
-    The files name each other by their place in `home`, where the folder is moved. Raises `ValueError` if the recipe
-    does not have a task, and for examples that are missing, malformed, too few or not wanted.
+    `home` is the folder's final path; the files use it to name each other. Raises `ValueError` if the recipe lacks a
+    task, or if examples are missing, malformed, too few, or given to a task that takes none.
     """
     flags: dict[str, str] = {}
     for problem_set in problem_sets:
@@ -79,7 +79,7 @@ def _lines(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def _yaml(name: str, recipe: Recipe, problem_set: ProblemSet, prompt: TaskPrompt, files: Mapping[str, str]) -> str:
-    """The task as YAML, every value as JSON, which YAML contains."""
+    """The task as YAML, with each value as JSON, a subset of YAML."""
     wording = prompt.wording
     fields: dict[str, Any] = {
         "task": name,
