@@ -105,8 +105,8 @@ def other_settings(recorded: dict[str, Any], given: dict[str, Any]) -> str:
 def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe without fields that have no effect on the weights; `source` is a citation.
 
-    Old records lack two fields: generated data without `tasks` are of both tasks, and an adapter's base is not
-    quantised.
+    Old records lack some fields: generated data without `tasks` are of both tasks, an adapter's base is not quantised,
+    and there is no AR loss.
     """
     train = {name: value for name, value in recipe["train"].items() if name not in WITHOUT_EFFECT}
     if isinstance(train["lora"], dict):
@@ -114,7 +114,9 @@ def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:
     data = recipe["data"]
     if isinstance(data, dict) and "per_task" in data:
         data = {"tasks": list(TinyData.tasks)} | data
-    return {**{name: value for name, value in recipe.items() if name != "source"}, "train": train, "data": data}
+    states = {"ar_weight": 0.0} | recipe["states"]
+    kept = {name: value for name, value in recipe.items() if name != "source"}
+    return {**kept, "train": train, "data": data, "states": states}
 
 
 def start_line(recipe: TrainingRecipe, *, device: torch.device, num_workers: int = 1) -> str:

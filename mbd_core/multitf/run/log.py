@@ -321,10 +321,11 @@ class Log:
 
     def _say_progress(self) -> None:
         new_updates, seconds = self.curve[self._num_shown :], time.monotonic() - self._last_time
+        learned = "masked" if any(name.startswith("loss_slot") for name in new_updates[-1]) else "next"
         seconds_left = (self.steps - len(self.curve)) * seconds / len(new_updates)
         say(
             f"step {len(self.curve)}/{self.steps}  loss {_mean(new_updates, 'loss'):.4f}  "
-            f"masked-token accuracy {_mean(new_updates, 'accuracy'):.3f}  lr {new_updates[-1]['lr']:.2e}  "
+            f"{learned}-token accuracy {_mean(new_updates, 'accuracy'):.3f}  lr {new_updates[-1]['lr']:.2e}  "
             f"{sum(point['tokens'] for point in new_updates) / seconds:,.0f} tokens/s  "
             f"ETA {seconds_left // 60:.0f} min {seconds_left % 60:02.0f} s"
         )

@@ -16,6 +16,7 @@ from mbd_core.multitf.data.encoding import tokenizer_fingerprint
 from mbd_core.multitf.data.example import filled_length
 from mbd_core.multitf.data.prepared import PreparedData, read_record
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
+from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.adapter import check_peft
 from mbd_core.multitf.step.compute import computes_bfloat16
@@ -31,7 +32,7 @@ class StartingPoint:
     """A recipe that fits its model and its data, with both files' contents.
 
     recipe  names base and data as the user did, which may be URLs
-    config  the model's, with the recipe's block size
+    config  the model's, with the recipe's block size if the recipe fills masks
     base    the base's folder on this machine; `None` for a model that begins with random weights
     data    the folder of prepared data on this machine, `None` for generated data; `record` is its record
     """
@@ -74,7 +75,9 @@ class StartingPoint:
             data = Path(fetch(recipe.data.path))
             record = read_record(data)
             check_data(recipe, record, base.config, base.tokenizer)
-        config = replace(base.config, block_size=recipe.states.block_size)
+        config = base.config
+        if recipe.states.fills_masks:
+            config = replace(config, block_size=recipe.states.block_size)
         return cls(recipe=recipe, config=config, base=base, data=data, record=record)
 
     def with_precision(self, precision: Precision) -> "StartingPoint":
@@ -89,7 +92,7 @@ class StartingPoint:
     def note(self) -> str | None:
         """A sentence if the recipe trains other blocks than its base decodes with."""
         recipe, base = self.recipe, self.base
-        if base is None or base.config.attention == "full" or base.config.block_size == recipe.states.block_size:
+        if base is None or not self._changes_blocks:
             return None
         return (
             f"{recipe.base} has blocks of {base.config.block_size}; recipe {recipe.name} makes a model with blocks of "
@@ -103,12 +106,19 @@ class StartingPoint:
         recipe, base = self.recipe, self.base
         if recipe.train.lora is None or base is None:
             raise ValueError("--write adapter: no adapter of a base is trained; give --lora RANK, and a --base")
-        if base.config.attention != "full" and base.config.block_size != recipe.states.block_size:
+        if self._changes_blocks:
             raise ValueError(
                 f"--write adapter: an adapter keeps its base's blocks of {base.config.block_size}, and recipe "
                 f"{recipe.name} trains blocks of {recipe.states.block_size}; give states.block_size "
                 f"{base.config.block_size}, or --write model"
             )
+
+    @property
+    def _changes_blocks(self) -> bool:
+        base, states = self.base, self.recipe.states
+        if base is None or base.config.attention == "full" or not states.fills_masks:
+            return False
+        return base.config.block_size != states.block_size
 
     def workloads(self, choice: ShardingChoice, *, num_workers: int, device: str) -> list[Workload]:
         """The contents of the workers' memory, for each sharding that `choice` allows; the best first.
@@ -123,7 +133,7 @@ class StartingPoint:
         if self.record is not None:
             longest = filled_length(self.record["longest"] + recipe.trailing_fill, recipe.states.block_size)
             length = min(length, longest)
-            if self.record.get("most_answers", 1) > 1 and recipe.states.layouts != "d2f":
+            if self.record.get("most_answers", 1) > 1 and recipe.states.layouts not in ("d2f", "none"):
                 length = self.record["most_trained"] + self.record["most_answers"] * (recipe.states.block_size - 1)
         precision = recipe.train.precision
         wide = precision == "float32" or (precision == "auto" and device == "CPU" and not computes_bfloat16(CPU))
@@ -151,6 +161,29 @@ def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
             f"recipe {recipe.name} trains {' and '.join(recipe.architectures)} models, and {name} is a "
             f"{config.architecture}; choose another recipe or --base"
         )
+    if recipe.states.ar_weight:
+        _check_causal_stream(recipe, config, name)
+    if recipe.states.fills_masks:
+        _check_noisy_streams(recipe, config, name)
+    if not isinstance(recipe.data, PreparedData) and recipe.max_length > config.max_positions:
+        raise ValueError(
+            f"recipe {recipe.name} has samples of up to {recipe.max_length} tokens, and {name} only "
+            f"{config.max_positions} positions; choose another --base"
+        )
+
+
+def _check_causal_stream(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
+    ar_weight = f"recipe {recipe.name} has ar_weight={recipe.states.ar_weight:g}"
+    if config.attention == "full":
+        raise ValueError(f"{ar_weight}, and {name} attends to whole sequences: it has no AR mode; leave ar_weight out")
+    if config.gemma is not None or (config.moe is not None and config.moe.expert_capacity):
+        what = "layers with a window" if config.gemma is not None else "experts that a whole block chooses"
+        raise ValueError(f"{ar_weight}, and {name} has {what}, which no AR loss is written for; leave ar_weight out")
+    if recipe.train.distillation is not None:
+        raise ValueError(f"{ar_weight} beside a distillation, which has no labels; leave one of them out")
+
+
+def _check_noisy_streams(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
     if not config.has_mask:
         raise ValueError(
             f"recipe {recipe.name} trains a model to fill masks, and {name} has no mask token; choose another --base, "
@@ -172,11 +205,6 @@ def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
             f"recipe {recipe.name} has the model as its teacher over whole sequences, and {name} was trained under a "
             "block-causal mask; choose a MultiTF recipe"
         )
-    if not isinstance(recipe.data, PreparedData) and recipe.max_length > config.max_positions:
-        raise ValueError(
-            f"recipe {recipe.name} has samples of up to {recipe.max_length} tokens, and {name} only "
-            f"{config.max_positions} positions; choose another --base"
-        )
 
 
 def check_data(
@@ -187,7 +215,7 @@ def check_data(
     assert isinstance(data, PreparedData)
     if record["digest"] != data.digest:
         raise ValueError(f"{data} has changed since it was named; start the command again")
-    if record["tokenizer"] != tokenizer_fingerprint(tokenizer) or record["mask_token_id"] != config.mask_token_id:
+    if not is_tokenised_for(record, tokenizer, config, recipe.states):
         raise ValueError(
             f"{data} was tokenised for another model than {recipe.base}: prepare it again with --model {recipe.base}"
         )
@@ -202,6 +230,17 @@ def check_data(
             f"{data} holds {record['samples']} samples, fewer than a batch of recipe {recipe.name} "
             f"({recipe.train.batch_size}); give more"
         )
+
+
+def is_tokenised_for(
+    record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, config: ModelConfig, states: StateConfig
+) -> bool:
+    """Whether data with this record have the tokenizer's vocabulary and template, and the mask if masks are filled.
+
+    `tokenizer`: `None` while it is not there yet.
+    """
+    is_mask = record["mask_token_id"] == config.mask_token_id or not states.fills_masks
+    return is_mask and (tokenizer is None or bool(record["tokenizer"] == tokenizer_fingerprint(tokenizer)))
 
 
 def allowed_shardings(train: TrainConfig, choice: ShardingChoice, *, num_workers: int) -> list[Sharding]:

@@ -15,13 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.errors import error_sentence
 from mbd_core.multitf.config import ValidationOptions
 from mbd_core.multitf.data.data_files import find_files
-from mbd_core.multitf.data.encoding import tokenizer_fingerprint
 from mbd_core.multitf.data.example import filled_length
 from mbd_core.multitf.data.preparation import Preparation, prepare_data
 from mbd_core.multitf.data.prepared import PreparedExamples, TinyData, num_held_out, read_record
 from mbd_core.multitf.data.row_summary import RowSummary
 from mbd_core.multitf.run.log import say
-from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.run.start import StartingPoint, is_tokenised_for
 from mbd_core.multitf.step.loss_buckets import BUCKETS, bucket_means
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.multitf.step.workers import Workers
@@ -60,8 +59,7 @@ def check_held_out(
         return
     folder = Path(options.validation)
     record = read_record(folder)
-    is_same_tokenizer = tokenizer is None or record["tokenizer"] == tokenizer_fingerprint(tokenizer)
-    if not is_same_tokenizer or record["mask_token_id"] != start.config.mask_token_id:
+    if not is_tokenised_for(record, tokenizer, start.config, recipe.states):
         raise ValueError(
             f"--validation {folder} was tokenised for another model than this run's: prepare it again with --model"
         )

@@ -13,6 +13,9 @@ from torch import Tensor
 from mbd_core.multitf.data.example import IGNORE
 from mbd_core.multitf.states.packing import Together, alone
 
+AR_SLOT = -1
+"""The slot of the causal stream's tokens, which are of no noise-group."""
+
 SequenceColumns = dict[str, list]
 """One sample's training sequence as lists, named as the fields of `MultiTFBatch` except `sample`."""
 
@@ -25,8 +28,8 @@ class MultiTFBatch:
     the place of a label's logits in its sequence: the label's own place, or with shifted logits the place of the token
     before it. `rollout` marks masks that the model's own predictions replace first. `weights`, in float64, sum to 1
     per sample under `masked_mean`. Losses are reported (`bucket_sums`) by `slot`, a noisy token's block counted from
-    its noise-group's first, and by `ratio`, the mask ratio drawn for that block. `sample` is the number of a token's
-    sample in the batch, -1 for padding.
+    its noise-group's first, and by `ratio`, the mask ratio drawn for that block; a causal stream's tokens have the
+    slot `AR_SLOT`. `sample` is the number of a token's sample in the batch, -1 for padding.
     """
 
     padding: ClassVar[dict[str, Any]] = {
@@ -106,6 +109,11 @@ def samples_of(batch: MultiTFBatch) -> list[list[tuple[int, int]]]:
         numbers, counts = sample[sample >= 0].unique_consecutive(return_counts=True)
         rows.append(list(zip(numbers.tolist(), counts.tolist(), strict=True)))
     return rows
+
+
+def empty_sequence() -> SequenceColumns:
+    """The columns of a training sequence without tokens."""
+    return {field.name: [] for field in fields(MultiTFBatch) if field.name != "sample"}
 
 
 def check_columns(row: SequenceColumns) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args
 from mbd_core.fields import STATES, Flag, Ge, configuration
 from mbd_core.multitf.states.noise import NoiseBounds, Rounding, ScheduleName
 
-Layouts = Literal["systematic", "random", "one_group", "d2f"]
+Layouts = Literal["systematic", "random", "one_group", "d2f", "none"]
 RandomSizes = Literal["paper", "released"]
 
 
@@ -104,8 +104,10 @@ def layout_set(
 ) -> list[GroupLayout]:
     """`Lambda = Lambda_sys + Lambda_rand` (Eq. B.2), or random layouts alone; `max_group=1` is plain teacher forcing.
 
-    `one_group` and `d2f` are one layout, of one noise-group over all blocks.
+    `one_group` and `d2f` are one layout, of one noise-group over all blocks; `none` is no layout.
     """
+    if kind == "none":
+        return []
     if kind in ("one_group", "d2f"):
         return [one_group_layout(num_blocks)]
     if max_group == 1:
@@ -123,6 +125,8 @@ def _check(num_blocks: int, max_group: int) -> None:
 
 
 Weighting = Literal["masked_mean", "block_ratio", "self_normalised", "ratio_mean"]
+SAMPLE_MEANS: tuple[Weighting, ...] = ("masked_mean", "block_ratio")
+"""Weights by which each sample counts once; the others pool the labels of a batch."""
 SelfDenoising = Literal["none", "both", "half"]
 
 
@@ -132,7 +136,8 @@ class StateConfig:
 
     `layouts`         `systematic` ones and `num_random` random ones beside them; `random`: those alone; `one_group`:
                       all blocks in one noise-group (App. C.5); `d2f`: native D2F, one noisy sequence without a clean
-                      one, its blocks from the prompt's end and the prompt seen whole
+                      one, its blocks from the prompt's end and the prompt seen whole; `none`: no noisy stream, the AR
+                      loss alone
     `max_group`       the largest noise-group; 1 is teacher forcing, and what `one_group` and `d2f` have
     `num_layouts`     draw this number from the layout set for each sample, an unbiased estimate of Alg. 1's mean over
                       all of it; `None` takes them all
@@ -145,6 +150,8 @@ class StateConfig:
     `labels`          the masked positions, or every position of the answer as DMax trains (`answer_labels`)
     `self_denoising`  DMax's OPUT (Alg. 2), whose second branch sees the model's own predictions at masked positions:
                       `both` branches of every layout, or each layout in one of them, drawn evenly (`half`)
+    `ar_weight`       the weight of the next token's CE on the same answers (`causal_stream`): of an answer's mean
+                      where weights are means of samples, else of each label in the pooled sum
     """
 
     block_size: Annotated[int, Ge(1)]
@@ -181,10 +188,21 @@ class StateConfig:
     """Which positions have labels."""
     self_denoising: SelfDenoising = "none"
     """DMax's branches with own predictions."""
+    ar_weight: Annotated[float, Ge(0)] = 0.0
+    """Weight of the autoregressive loss beside the block loss, by which the model keeps its AR mode; 0: none."""
 
     def __post_init__(self) -> None:
-        if self.layouts in ("one_group", "d2f") and (self.max_group, self.num_random) != (1, 0):
+        if self.layouts in ("one_group", "d2f", "none") and (self.max_group, self.num_random) != (1, 0):
             raise ValueError(f"layouts={self.layouts} is one layout: leave max_group at 1 and num_random at 0")
+        if not self.fills_masks and (not self.ar_weight or self.labels != "masked" or self.self_denoising != "none"):
+            raise ValueError(
+                "layouts=none trains the AR loss alone: give ar_weight above 0; leave labels and self_denoising out"
+            )
+        if self.layouts == "d2f" and self.ar_weight:
+            raise ValueError(
+                f"ar_weight={self.ar_weight}: a model of layouts=d2f sees whole sequences and has no AR mode; leave "
+                "ar_weight out"
+            )
         if self.layouts == "random" and (self.max_group < 2 or self.num_random < 1):
             raise ValueError(
                 f"layouts=random needs max_group >= 2 and num_random >= 1, not {self.max_group} and {self.num_random}"
@@ -195,3 +213,8 @@ class StateConfig:
             raise ValueError("schedule=fitted needs bounds.fitted, the measured states that it draws from")
         if self.labels == "answer" and self.weighting != "masked_mean":
             raise ValueError(f"labels=answer is weighted by masked_mean, not {self.weighting}: not all are masked")
+
+    @property
+    def fills_masks(self) -> bool:
+        """Whether there are noisy streams; without any, the AR loss is alone."""
+        return self.layouts != "none"

@@ -10,12 +10,13 @@ Shape legend: S training sequences, L tokens of the longest.
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mbd_core.multitf.data.example import IGNORE, Example, answer_labels
-from mbd_core.multitf.states.batch import MultiTFBatch, SequenceColumns, check_columns, collate
-from mbd_core.multitf.states.layout import GroupLayout, StateConfig, layout_set
+from mbd_core.multitf.states.batch import MultiTFBatch, SequenceColumns, check_columns, collate, empty_sequence
+from mbd_core.multitf.states.causal_stream import add_causal_stream
+from mbd_core.multitf.states.layout import SAMPLE_MEANS, GroupLayout, StateConfig, layout_set
 from mbd_core.multitf.states.noise import SCHEDULES, SLACK, choose_masked
 from mbd_core.multitf.states.packing import Together
 
@@ -87,7 +88,7 @@ def build_batch(
     together: Together | None = None,
 ) -> MultiTFBatch:
     """Draws layouts and noise for each example, and lays out its noisy streams before the visible part of its clean
-    one.
+    one, and the causal stream of an AR loss behind both.
 
     Each example has a generator of its own in `rngs`, so its draws do not depend on its neighbours in the batch.
     `shift`: the model's logits at a position predict the next one's token. `together`: the samples that share a
@@ -98,8 +99,13 @@ def build_batch(
         for answer in (*example.earlier, example):
             _check_example(answer, config, shift=shift)
         draw = partial(corrupt, config=config, mask_token_id=mask_token_id, rng=rng)
-        draw_streams = _draw_d2f if config.layouts == "d2f" else _draw_streams
-        rows.append(draw_streams(example, config, draw, rng, shift))
+        if not config.fills_masks:
+            row = empty_sequence()
+        else:
+            row = (_draw_d2f if config.layouts == "d2f" else _draw_streams)(example, config, draw, rng, shift)
+        if config.ar_weight:
+            add_causal_stream(row, example, config)
+        rows.append(row)
     return collate(rows, together)
 
 
@@ -160,10 +166,10 @@ def lay_out_answers(answers: Sequence[AnswerStreams], config: StateConfig, *, sh
     """
     size, (last_answer, _, _) = config.block_size, answers[-1]
     clean_at = sum(len(streams) * (len(answer.tokens) - first * size) for answer, streams, first in answers)
-    row: SequenceColumns = {f.name: [] for f in fields(MultiTFBatch) if f.name != "sample"}
+    row = empty_sequence()
     for answer, streams, first_block in answers:
         _add_noisy(row, answer, streams, config, first_block=first_block, clean_at=clean_at if shift else None)
-    if len(answers) > 1 and config.weighting in ("masked_mean", "block_ratio"):
+    if len(answers) > 1 and config.weighting in SAMPLE_MEANS:
         row["weights"] = [weight / len(answers) for weight in row["weights"]]
     _add_clean(row, last_answer, size)
     length = len(row["input_ids"])
@@ -283,10 +289,10 @@ def _weights(
 def _check_example(example: Example, config: StateConfig, *, shift: bool) -> None:
     if config.layouts == "d2f" and example.earlier:
         raise ValueError("D2F's sequences have no clean stream that answers could share: give each answer as a sample")
-    if config.layouts != "d2f" and len(example.tokens) % config.block_size:
+    if config.layouts not in ("d2f", "none") and len(example.tokens) % config.block_size:
         raise ValueError(
             f"a sample of {len(example.tokens)} tokens is no whole number of blocks of {config.block_size}; "
             "fill it with EOS (encode_example)"
         )
-    if shift and not example.prompt_length:
+    if shift and config.fills_masks and not example.prompt_length:
         raise ValueError("a sample without a prompt cannot be trained with shifted logits: nothing predicts its start")

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from mbd_core.models.decoder import Decoder, Training
 from mbd_core.multitf.config import Distillation
 from mbd_core.multitf.data.example import IGNORE
-from mbd_core.multitf.states.batch import MultiTFBatch
+from mbd_core.multitf.states.batch import AR_SLOT, MultiTFBatch
 from mbd_core.multitf.states.layout import Weighting
 from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.loss_buckets import bucket_sums
@@ -205,5 +205,13 @@ def _loss_and_sums(
 ) -> LossAndSums:
     losses, hits = scores
     loss = (losses * label_states.weights.to(losses.dtype)).sum() / (batch.num_samples if divisor is None else divisor)
-    accuracy = hits.detach().float().sum() / max(1, hits.numel())
-    return loss, torch.cat([accuracy.double()[None], bucket_sums(losses, label_states.slots, label_states.ratios)])
+    counted = hits.detach()[counts_in_accuracy(label_states.slots)].float()
+    accuracy = counted.sum() / max(1, counted.numel())
+    sums = bucket_sums(losses, hits, label_states.slots, label_states.ratios)
+    return loss, torch.cat([accuracy.double()[None], sums])
+
+
+def counts_in_accuracy(slots: Tensor) -> Tensor:
+    """Which labels the accuracy is of (N), given their slots: those of noisy streams, or all of an AR loss alone."""
+    is_noisy = slots != AR_SLOT
+    return is_noisy if bool(is_noisy.any()) else torch.ones_like(is_noisy)

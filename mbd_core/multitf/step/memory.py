@@ -133,11 +133,12 @@ def plan_memory(workload: Workload) -> MemoryPlan:
 def sequence_tokens(workload: Workload) -> tuple[int, int]:
     """Tokens of the longest training sequence, and its possible labels."""
     states, length = workload.states, workload.packed_tokens
-    if states.layouts == "d2f":
+    if states.layouts in ("d2f", "none"):
         return length, length
     layouts = choose_layouts(max(1, length // states.block_size), states, random.Random(0))
     noisy = len(layouts) * (2 if states.self_denoising == "both" else 1) * length
-    return noisy + length, noisy
+    causal = length if states.ar_weight else 0
+    return noisy + length + causal, noisy + causal
 
 
 def _worker_numel(name: str, parameter: nn.Parameter, workload: Workload) -> int:

@@ -21,13 +21,20 @@ from mbd_core.multitf.config import Distillation, Sharding, TrainConfig, check_w
 from mbd_core.multitf.data.example import IGNORE, Example
 from mbd_core.multitf.data.prepared import sample_lengths
 from mbd_core.multitf.states.batch import AnyBatch, MultiTFBatch, samples_of
-from mbd_core.multitf.states.layout import StateConfig
+from mbd_core.multitf.states.layout import SAMPLE_MEANS, StateConfig
 from mbd_core.multitf.states.packing import Together, packed_alike
 from mbd_core.multitf.states.sample import build_batch
 from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.adapter import add_adapter, without_adapter
 from mbd_core.multitf.step.compute import compile_layers, compute_precision
-from mbd_core.multitf.step.loss import DENSE, LossAndSums, denominator, distillation_loss, multitf_loss
+from mbd_core.multitf.step.loss import (
+    DENSE,
+    LossAndSums,
+    counts_in_accuracy,
+    denominator,
+    distillation_loss,
+    multitf_loss,
+)
 from mbd_core.multitf.step.loss_buckets import BUCKETS, bucket_means
 from mbd_core.multitf.step.mfu import update_flops
 from mbd_core.multitf.step.optimizers import make_optimizers
@@ -236,7 +243,7 @@ class Trainer(Updater):
         with self._autocast():
             loss, measures = self.objective(batch.to(self.device), 1.0)
         accuracy, sums = measures[0], measures[1:]
-        labels = (batch.labels != IGNORE).sum().to(sums)
+        labels = counts_in_accuracy(batch.slot[batch.labels != IGNORE]).sum().to(sums)
         divisor = denominator(batch, self.states.weighting).to(sums)
         return torch.cat([torch.stack([loss.to(sums), divisor, accuracy * labels, labels]), sums])
 
@@ -286,7 +293,7 @@ class Trainer(Updater):
 
         Every worker calls `mean`, even without labels.
         """
-        if self.states.weighting in ("masked_mean", "block_ratio"):
+        if self.states.weighting in SAMPLE_MEANS:
             return float(batch.num_samples)
         own_divisor = denominator(batch, self.states.weighting).double().to(self.device)
         mean_divisor = own_divisor if self.mean is None else self.mean(own_divisor)

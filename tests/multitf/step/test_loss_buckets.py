@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from mbd_core.multitf.config import TrainConfig
 from mbd_core.multitf.data.example import IGNORE, Example
+from mbd_core.multitf.states.batch import AR_SLOT
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.mask import dual_stream_mask
 from mbd_core.multitf.states.noise import NoiseBounds
@@ -30,7 +31,7 @@ def samples(count: int, *, length: int = 32, prompt: int = 5) -> list[Example]:
 def test_labels_fall_into_the_bucket_of_their_slot_and_of_their_ratio() -> None:
     losses = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
     slots, ratios = torch.tensor([0, 1, 1, NUM_SLOTS, 30]), torch.tensor([0.0, 0.25, 0.26, 0.75, 1.0])
-    means = bucket_means(bucket_sums(losses, slots, ratios.double()).tolist())
+    means = bucket_means(bucket_sums(losses, losses > 1, slots, ratios.double()).tolist())
     assert means == {
         "loss_slot_1": 1.0,
         "loss_slot_2": 3.0,
@@ -41,7 +42,10 @@ def test_labels_fall_into_the_bucket_of_their_slot_and_of_their_ratio() -> None:
         "loss_ratio_75_100": 16.0,
     }
     nothing = torch.zeros(0)
-    assert bucket_means(bucket_sums(nothing, nothing.long(), nothing).tolist()) == {}
+    assert bucket_means(bucket_sums(nothing, nothing, nothing.long(), nothing).tolist()) == {}
+    causal = torch.tensor([0, AR_SLOT, AR_SLOT])
+    apart = bucket_means(bucket_sums(losses[2:], losses[2:] > 8, causal, ratios[2:].double()).tolist())
+    assert apart == {"loss_slot_1": 4.0, "loss_ratio_25_50": 4.0, "loss_ar": 12.0, "accuracy_ar": 0.5}
 
 
 @pytest.mark.parametrize("layouts", ["systematic", "one_group", "d2f"])

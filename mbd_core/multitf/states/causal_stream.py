@@ -1,0 +1,58 @@
+"""The causal stream of a sample, in which the model keeps or learns its autoregressive (AR) mode (TiDAR, Nemotron).
+
+It is one more stream of the training sequence. A token's block is its place, and all tokens are of one noise-group. So
+by the mask's own rule (Eq. B.7) a token sees itself and the tokens before it in its stream, and nothing else:
+
+AR    1 2 3 4
+    1 x             block  0 1 2 3
+    2 x x           first  0 0 0 0
+    3 x x x         label  the next token, where an answer has it
+    4 x x x x
+
+No noisy token sees the stream, so the other labels' losses and gradients are those of the sequence without it. It
+costs as many tokens as the clean stream. That one cannot have the labels: it is block-causal, so a token there sees
+the tokens that it would predict.
+"""
+
+from mbd_core.multitf.data.example import IGNORE, Example, answer_labels
+from mbd_core.multitf.states.batch import AR_SLOT, SequenceColumns
+from mbd_core.multitf.states.layout import SAMPLE_MEANS, StateConfig
+
+
+def add_causal_stream(row: SequenceColumns, example: Example, config: StateConfig) -> None:
+    """Adds the causal stream of a conversation behind the streams of `row`, which may be empty.
+
+    A place's label is the next token, of each trained answer and of the first EOS behind it; the place is the label's
+    own `source`. Under weights that are means an answer's labels have the sum `ar_weight` together, divided by the
+    number of answers; else each label has `ar_weight`.
+    """
+    answers = (*example.earlier, example)
+    labels, weights = [IGNORE] * len(example.tokens), [0.0] * len(example.tokens)
+    for answer in answers:
+        learned = next_tokens(answer)
+        scale = len(learned) * len(answers) if config.weighting in SAMPLE_MEANS else 1
+        for place, label in learned.items():
+            labels[place], weights[place] = label, config.ar_weight / scale
+    length = 1 + max(learned, default=0)
+    start = len(row["input_ids"])
+    columns = {
+        "input_ids": example.tokens[:length],
+        "positions": range(length),
+        "stream": [1 + max(row["stream"], default=0)] * length,
+        "block": range(length),
+        "first": [0] * length,
+        "labels": labels[:length],
+        "weights": weights[:length],
+        "source": range(start, start + length),
+        "rollout": [False] * length,
+        "slot": [AR_SLOT] * length,
+        "ratio": [0.0] * length,
+    }
+    for name, column in columns.items():
+        row[name] += column
+
+
+def next_tokens(answer: Example) -> dict[int, int]:
+    """The tokens of an answer and the first EOS behind it, each by the place before it. Nothing predicts place 0."""
+    labels = answer_labels(answer.tokens, answer.prompt_length, kept_fill=1)
+    return {place - 1: label for place, label in enumerate(labels) if label != IGNORE and place}
