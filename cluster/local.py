@@ -50,6 +50,7 @@ SUPERVISOR = Path(__file__).with_name("supervisor.py")
 RAY_START = (sys.executable, "-P", "-m", "ray.scripts.scripts", "start")
 ASK = "import sys; from ray.scripts.scripts import cli; print(flush=True); cli(['status', sys.argv[1]])"
 GCS_SECONDS = "RAY_gcs_server_port_wait_time_s"  # how long Ray waits for its first process, the GCS
+MOST_BYTES = 40  # of the path of a folder for temporary files
 OBJECT_STORE_BYTES = 256 * 2**20
 
 
@@ -323,6 +324,7 @@ def _head(
             TOKEN_PATH: str(token),
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "TMPDIR": _short_link(session, tempfile.gettempdir()),
             GCS_SECONDS: f"{start_seconds:.0f}",
             SEVERAL_NODES: "0",
             WORKERS_BY_UV: os.environ.get(WORKERS_BY_UV, "0"),
@@ -335,7 +337,7 @@ def _head(
     )
     command = [
         *(sys.executable, "-P", str(SUPERVISOR), str(os.getpid()), str(session)),
-        *(*RAY_START, "--head", "--block", "--log-color=false"),
+        *(_interpreter(session), *RAY_START[1:], "--head", "--block", "--log-color=false"),
         *(f"--node-ip-address={LOOPBACK}", f"--port={port}"),
         *(f"--dashboard-host={LOOPBACK}", f"--dashboard-port={dashboard_port}"),
         # By default every cluster of a machine takes the same two ports; the second then takes no jobs.
@@ -352,6 +354,22 @@ def _head(
     finally:
         _stop(supervisor)
         shutil.rmtree(session, ignore_errors=True)  # it is there yet where the supervisor itself was killed
+
+
+def _short_link(session: Path, folder: str) -> str:
+    """A folder's path, or a shorter one to the same folder: sockets lie below it, whose paths have 107 bytes."""
+    if len(os.fsencode(folder)) <= MOST_BYTES:
+        return folder
+    (session / "tmp").symlink_to(folder)
+    return str(session / "tmp")
+
+
+def _interpreter(session: Path) -> str:
+    """The interpreter that starts Ray, by a path without spaces: Ray splits its workers' commands at them."""
+    if len(RAY_START[0].split()) == 1:
+        return RAY_START[0]
+    (session / "python").symlink_to(sys.prefix)
+    return str(session / "python" / Path(RAY_START[0]).relative_to(sys.prefix))
 
 
 def _with_root(path: str | None) -> str:

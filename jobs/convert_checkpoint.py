@@ -6,7 +6,6 @@ mbd convert Qwen3-0.6B --to block-diffusion --out diffusion
 mbd convert --random llada2-mini --out mini   # random weights in the real layout, and a tokenizer
 """
 
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from tqdm import tqdm
 
-from cluster.signals import interrupt_on
 from jobs.command_line import OutFolder, Overwrite
 from mbd_core.checkpoint.model_family import DiffusionLayout, ExpertLayout
 from mbd_core.command_line import command
@@ -25,7 +23,6 @@ from mbd_core.models.shapes import SHAPES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXPERTS: dict[str, ExpertLayout] = {"fused": "fused", "per-expert": "per_expert"}
 Progress = Callable[[int, int], None]
 
@@ -102,7 +99,7 @@ def run(
     if to == "block-diffusion" and (experts or config):
         raise ValueError("--to block-diffusion takes neither --experts nor --config; convert the layout afterwards")
     try:
-        with any_stop_as_interrupt(), progress_bar(target.name) as progress:
+        with progress_bar(target.name) as progress:
             writing = WriteKeywords(max_shard_bytes=int(max_shard_gb * 10**9), overwrite=overwrite, progress=progress)
             if random is not None:
                 save_random(SHAPES[random], target, tokenizer=tokenizer_of(random), **writing)
@@ -140,18 +137,6 @@ class WriteKeywords(TypedDict):
     max_shard_bytes: int
     overwrite: bool
     progress: Progress
-
-
-@contextmanager
-def any_stop_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the body as Ctrl-C does; later signals do not disturb the clean-up."""
-    handlers = {number: signal.getsignal(number) for number in STOPS}
-    interrupt_on(*STOPS)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

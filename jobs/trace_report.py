@@ -64,7 +64,7 @@ def run(
     ] = None,
     max_tokens: MaxTokens = 128,
     buffer_size: Annotated[
-        int | None, Flag("MultiBD's slots.", DECODING, default="the model's, if more than 1, or 4")
+        int | None, Ge(1), Flag("MultiBD's slots.", DECODING, default="the model's, if more than 1, or 4")
     ] = None,
     decoding: Annotated[
         dict[str, Any] | None, Flag('Decoding fields, as {"tau_m2t": 0.8}.', DECODING, metavar="JSON")

@@ -9,11 +9,13 @@ ones, for a configuration that is found later. A parameter's default gives a con
 parameter that is a `CommandText` gets the command itself. With `shown` a command has these options alone, and
 `--set PATH=VALUE` for every field. Typer is named here and in jobs/command_line.py alone.
 
-Exit codes: 0 done, 1 it failed, 2 bad input, in one sentence on stderr and before any work begins.
+Exit codes: 0 done, 1 it failed, 2 bad input, in one sentence on stderr and before any work begins, 130 stopped by a
+signal, after the command has cleaned up.
 """
 
 import difflib
 import inspect
+import io
 import json
 import os
 import re
@@ -34,6 +36,7 @@ from typer.main import get_command
 from mbd_core.fields import OUTPUT, PANELS, Field, Flag, bounds, changed, leaves_of, load
 from mbd_core.json_text import merge_paths, parse_json
 from mbd_core.proxies import keep_direct
+from mbd_core.stops import any_stop_as_interrupt
 
 NUMBERS = {"integer": "N", "number": "X"}  # what --help shows for one
 SETTING = Field(
@@ -121,8 +124,10 @@ class Main:
         arguments = sys.argv[1:] if argv is None else list(argv)
         line = f"{self._called} {shlex.join(arguments)}".strip()
         keep_direct()
+        print_every_character()
         try:
-            code = self.command.main(arguments, prog_name=self._called, standalone_mode=False, obj=line)
+            with any_stop_as_interrupt():
+                code = self.command.main(arguments, prog_name=self._called, standalone_mode=False, obj=line)
         except TyperException as error:
             unshown = getattr(getattr(getattr(error, "ctx", None), "command", None), "unshown", {})
             path = unshown.get(getattr(error, "option_name", None))
@@ -142,6 +147,13 @@ class Main:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"{name}: {sentence}", file=sys.stderr)
         return code
+
+
+def print_every_character() -> None:
+    """A character that standard output cannot encode, as in an ASCII-only locale, is printed as its escape."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def command(

@@ -21,6 +21,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 MANIFEST = "mbd-manifest.json"
+LOCK, REPLACED = "lock", "replaced"  # beside a folder that is being written, while it is hidden
 PARTIAL = re.compile(r"\.(?P<name>.+)\.\d+\.partial(\.[^.]+)?")
 
 
@@ -104,11 +105,15 @@ def folder_beside(folder: Path, kind: str, *, overwrite: bool = False) -> Iterat
 
     Raises `ValueError` as `check_target_folder` does.
     """
+    _end_killed(folder)
     check_target_folder(folder, kind, overwrite=overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    new_folder = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    replaced = new_folder.with_name(f"{new_folder.name}-replaced")
+    place = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    new_folder, replaced, lock = place / "new", place / REPLACED, FileLock(place / LOCK)
     try:
+        with suppress(OSError, NotImplementedError):  # some file systems have no locks
+            lock.acquire(timeout=0)
+        new_folder.mkdir()
         yield new_folder
         new_folder.chmod(0o755)
         _write_manifest(new_folder, kind, sorted(map(glob.escape, _files(new_folder))))
@@ -119,8 +124,19 @@ def folder_beside(folder: Path, kind: str, *, overwrite: bool = False) -> Iterat
     finally:
         if replaced.exists() and not folder.exists():
             replaced.rename(folder)  # the new folder did not take its place
-        for leftover in (new_folder, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
+        lock.release()
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _end_killed(folder: Path) -> None:
+    """Remove what killed processes were writing for `folder`; what they were replacing returns to its place."""
+    for place in folder.parent.glob(f".{glob.escape(folder.name)}-????????"):
+        if not (place / LOCK).is_file():
+            continue
+        with suppress(Timeout, OSError, NotImplementedError), FileLock(place / LOCK, timeout=0):
+            if (place / REPLACED).exists() and not folder.exists():
+                (place / REPLACED).rename(folder)
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def claim_folder(folder: Path, kind: str, files: Sequence[str]) -> Path:

@@ -20,8 +20,8 @@ from actors.serving.proxy import CALLBACK, CALLBACK_VARIABLE
 from actors.serving.tracing import serve_variables
 from cluster.local import connect
 from cluster.ray_private import dashboard_address, task_error_messages
-from cluster.signals import interrupt_on
 from cluster.topology import Device, plan_topology
+from mbd_core.stops import interrupt_on
 
 APPLICATION = "mbd"
 POLL_SECONDS = 0.5  # between two looks at a drain

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 from pathlib import Path
@@ -71,6 +72,28 @@ def unconnected(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     return monkeypatch
+
+
+def test_ray_is_started_without_spaces_and_long_paths_which_it_cannot_take(
+    unconnected: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray splits its workers' commands at spaces, and its sockets' paths have 107 bytes."""
+    environment, folder = tmp_path / "an environment", tmp_path / ("t" * 120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=120)
+    folder.mkdir()
+    said = tmp_path / "said"
+    script = (
+        "import os, sys, tempfile\n"
+        f"print(sys.executable, sys.prefix, tempfile.gettempdir(), sep='\\n', file=open({str(said)!r}, 'w'))"
+    )
+    unconnected.setattr(sys, "prefix", str(environment))
+    unconnected.setattr(local, "RAY_START", (str(environment / "bin" / "python"), "-c", script))
+    unconnected.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(RuntimeError):
+        local.connect()
+    executable, prefix, temporary = said.read_text().split("\n")[:3]
+    assert executable == f"{prefix}/bin/python" and " " not in executable
+    assert len(temporary) < 40 and Path(temporary).parent == Path(prefix).parent
 
 
 def test_a_ray_that_does_not_start_is_one_sentence(unconnected: pytest.MonkeyPatch) -> None:

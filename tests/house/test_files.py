@@ -3,6 +3,8 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ from mbd_core.files import (
     is_partial,
     write_json,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def everything(folder: Path) -> dict[str, str]:
@@ -100,6 +104,46 @@ def test_what_was_there_comes_back_where_the_new_folder_does_not_take_its_place(
     with pytest.raises(KeyboardInterrupt):
         written(folder, "two", overwrite=True)
     assert (folder / "weights").read_text() == "one" and [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from mbd_core import files
+
+rename = Path.rename
+def killed(source, target):
+    rename(source, target)
+    if sys.argv[2] == "replacing":
+        os.kill(os.getpid(), 9)
+
+Path.rename = killed
+with files.folder_beside(Path(sys.argv[1]), "model", overwrite=True) as beside:
+    (beside / "weights").write_text("two")
+    if sys.argv[2] == "writing":
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("moment", ["writing", "replacing"])
+def test_the_next_writer_clears_what_a_killed_process_left(tmp_path: Path, moment: str) -> None:
+    folder = tmp_path / "model"
+    written(folder)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), moment], cwd=ROOT, timeout=60)
+    assert done.returncode == -9 and len(list(tmp_path.glob(".model-*"))) == 1
+    assert folder.exists() == (moment == "writing")
+    with pytest.raises(ValueError, match="--overwrite"):  # what was being replaced is back
+        written(folder, "three")
+    assert everything(folder)["weights"] == "one" and [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_writer_leaves_another_writer_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    with folder_beside(folder, "model") as first:
+        (first / "weights").write_text("one")
+        with pytest.raises(RuntimeError), folder_beside(folder, "model"):
+            raise RuntimeError
+    assert everything(folder)["weights"] == "one"
 
 
 def test_a_claimed_folder_keeps_what_it_holds(tmp_path: Path) -> None:

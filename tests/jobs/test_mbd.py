@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tomllib
@@ -90,6 +91,39 @@ def test_an_unknown_name_is_refused_with_those_that_are(capsys: pytest.CaptureFi
     (line,) = capsys.readouterr().err.splitlines()
     assert "nowhere" in line and all(name in line for name in COMMANDS)
     assert main(["serve", "--port", "0"]) == 2 and capsys.readouterr().err.startswith("serve: ")
+
+
+def test_a_character_that_the_terminal_lacks_is_printed_as_its_escape() -> None:
+    code = (
+        "import sys\n"
+        "from mbd_core.command_line import command\n"
+        "def run() -> None:\n    print('84 \\u00b1 3 %')\n"
+        "sys.exit(command(run)([]))"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "84 \\xb1 3 %\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_that_cleans_up(number: signal.Signals, tmp_path: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from mbd_core.command_line import command\n"
+        "from mbd_core.files import folder_beside\n"
+        "def run() -> None:\n"
+        "    with folder_beside(Path(sys.argv[1]), 'model'):\n"
+        "        print('writing', flush=True)\n"
+        "        time.sleep(60)\n"
+        "sys.exit(command(run)([]))"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path / "model")]
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "writing\n"
+        child.send_signal(number)
+        assert child.communicate(timeout=60) == ("", "") and child.returncode == 130
+    assert not list(tmp_path.iterdir())
 
 
 def diagnosis(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
