@@ -332,7 +332,7 @@ def words(schema: Mapping[str, Any]) -> str:
         choices: list[Any] = [None] if len(kinds) < len(forms) else []
         for kind in kinds:
             choices += kind.get("enum") or ([kind["const"]] if "const" in kind else [True, False])
-        return "one of " + ", ".join(map(json.dumps, choices))
+        return ("one of " if len(choices) > 1 else "") + ", ".join(map(json.dumps, choices))
     return " or ".join(dict.fromkeys(map(_form_words, kinds)))
 
 

@@ -6,11 +6,13 @@ The batch's own parts mix configurations, so their seconds tell nothing about an
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from mbd_core.batch.rows import PlannedRow
+from mbd_core.fields import Ge, configuration
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class Timing:
     """How a configuration is timed on a task.
 
@@ -18,8 +20,8 @@ class Timing:
     concurrency  requests that are always under way in the second run, which has twice as many and at least `problems`
     """
 
-    problems: int = 10
-    concurrency: int = 8
+    problems: Annotated[int, Ge(0)] = 10
+    concurrency: Annotated[int, Ge(1)] = 8
 
     def __str__(self) -> str:
         return f"--timed {self.problems} --concurrency {self.concurrency}"

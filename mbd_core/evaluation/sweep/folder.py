@@ -12,10 +12,10 @@ ours to mark, the digests are kept. A file with neither is foreign: it is never 
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,6 +29,7 @@ from mbd_core.evaluation.sweep.record import SweepRecord, difference
 from mbd_core.evaluation.tasks.benchmarks import TASKS
 from mbd_core.evaluation.tasks.kinds.harness import HARNESS_PREFIX
 from mbd_core.evaluation.tasks.kinds.livecodebench import NAME as LIVE_CODE_BENCH
+from mbd_core.fields import configuration, load
 from mbd_core.files import (
     MANIFEST,
     PartsFolder,
@@ -51,7 +52,7 @@ TABLES = ("samples", "times")  # the folders of what carries an id
 MARK = b"mbd-sweep"  # the key of the id in a part's metadata
 
 
-@dataclass
+@configuration()
 class FolderState:
     """The content of `sweep.json`.
 
@@ -62,8 +63,8 @@ class FolderState:
 
     record: SweepRecord
     id: str = field(default_factory=lambda: secrets.token_hex(8))
-    previous: list[str] = field(default_factory=list)
-    digests: dict[str, list[str]] = field(default_factory=dict)
+    previous: tuple[str, ...] = ()
+    digests: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
@@ -72,16 +73,18 @@ class FolderState:
         if not path.exists():
             return None
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**{**content, "record": SweepRecord.of_json(content["record"])})
-        except (ValueError, KeyError, TypeError) as error:
+            return cast(Self, load(cls, json.loads(path.read_text(encoding="utf-8"))))
+        except ValueError as error:
             raise ValueError(f"{path} was not written by this version of the project ({error}); move it") from None
 
     def save(self, folder: Path) -> None:
         """Write it, durably: without it the existing parts belong to no sweep."""
-        content = {**vars(self), "record": self.record.as_json()}
         with durable_file(folder / RECORD) as new_file:
-            new_file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            new_file.write_text(json.dumps(asdict(self), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    def with_record(self, **changes: Any) -> Self:
+        """The state with a changed record."""
+        return replace(self, record=replace(self.record, **changes))
 
     def owns(self, folder: Path, name: str) -> bool:
         """Whether a file of the folder, by its relative name, was written by this sweep or one that it replaced."""
@@ -118,13 +121,13 @@ class SweepFolder:
         parts = PartsFolder(path, KIND, FILES, lock=LOCK)
         old_state = FolderState.load(path)
         if old_state is None:
-            state = FolderState(record)
+            state = FolderState(record=record)
         elif is_resumable(path, old_state, record, overwrite=overwrite):
             state = old_state
             if record.num_cases and not old_state.record.num_cases:  # nothing was to be timed before
-                state.record = replace(old_state.record, num_cases=record.num_cases, timing=record.timing)
+                state = state.with_record(num_cases=record.num_cases, timing=record.timing)
         else:
-            state = FolderState(record, previous=[old_state.id, *old_state.previous], digests=old_state.digests)
+            state = FolderState(record=record, previous=(old_state.id, *old_state.previous), digests=old_state.digests)
         folder = cls(parts, state, publish)
         folder._save()
         folder._clear()
@@ -164,6 +167,8 @@ class SweepFolder:
         path = self.path / name
         if path.exists():
             raise OSError(f"{path} was not written by this sweep, whose file has that name; move it")
+        configs = pa.array(map(self.state.record.config_text, table["config"].to_pylist()), pa.string())
+        table = table.set_column(table.schema.get_field_index("config"), "config", configs)
         metadata = {key: value for key, value in (table.schema.metadata or {}).items() if key == ISOLATION}
         with durable_file(path) as new_file:
             pq.write_table(table.replace_schema_metadata({**metadata, MARK: self.state.id}), new_file)
@@ -174,7 +179,8 @@ class SweepFolder:
         for name, content in contents.items():
             if (self.path / name).exists() and not self.state.owns(self.path, name):
                 raise OSError(f"{self.path / name} was not written by this sweep, whose report has that name; move it")
-            self.state.digests[name] = [hashlib.sha256(content).hexdigest(), *self.state.digests.get(name, [])][:8]
+            digests = [hashlib.sha256(content).hexdigest(), *self.state.digests.get(name, ())][:8]
+            self.state = replace(self.state, digests={**self.state.digests, name: digests})
         self._save()  # before the files: a process that is killed between them leaves no unknown file
         for name, content in contents.items():
             with file_beside(self.path / name) as new_file:
@@ -191,8 +197,9 @@ class SweepFolder:
         """Record that a part of the sweep was computed on this machine too."""
         machines = self.state.record.settings.get("machines", [])
         if machine not in machines:
-            settings = {**self.state.record.settings, "machines": [*machines, machine]}
-            self.state.record = replace(self.state.record, settings=settings)
+            self.state = self.state.with_record(
+                settings={**self.state.record.settings, "machines": [*machines, machine]}
+            )
             self._save()
 
     def _has_file(self, name: str) -> bool:

@@ -3,9 +3,8 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from typing import Any, Self
+from typing import Any
 
 from mbd_core.batch.parts import Part
 from mbd_core.batch.rows import LIKELIHOOD, PlannedRow
@@ -16,6 +15,7 @@ from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoint import is_endpoint
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.evaluation.sweep.sweep import Sweep
+from mbd_core.fields import configuration
 
 VERSIONS = ("mbd-cluster", "torch", "transformers", "math-verify")  # those on which tokens and grades depend
 # The form of the rows: raised when how parts are batched, or the columns of their rows, change, since the rows of a
@@ -27,7 +27,7 @@ ENGINE_SIZES = ("max_rows", "num_pages", "kv_memory_fraction")
 SAMPLE_KEY = ("sample", "model", "method", "config", "max_tokens", "seed", "draw", "sampling")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class SweepRecord:
     """A sweep as its folder knows it. Two records with an equal `plan` give the same rows.
 
@@ -58,6 +58,11 @@ class SweepRecord:
         """The numbers of the timed cases that belong into this folder."""
         return [number for number in range(self.num_cases) if self.shard.holds(number)]
 
+    def config_text(self, config: str) -> str:
+        """A configuration in the text that this record has for it."""
+        texts = [text for variants in self.plan["configurations"].values() for _, text in variants]
+        return config if config in texts else next(text for text in texts if json.loads(text) == json.loads(config))
+
     def subjects(self) -> Iterator[ReportKey]:
         """The subjects of the report's rows, in its order."""
         for model, configurations in self.plan["configurations"].items():
@@ -72,13 +77,6 @@ class SweepRecord:
         """Of all shards together."""
         problems = sum(self.plan["tasks"][key.task]["problems"] for key in self.subjects())
         return int(problems * self.plan.get("samples", 1))
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of_json(cls, content: Mapping[str, Any]) -> Self:
-        return cls(**{**content, "shard": SweepShard(**content["shard"]), "timing": Timing(**content["timing"])})
 
 
 def plan_of(sweep: Sweep, rows: Sequence[PlannedRow]) -> dict[str, Any]:
@@ -187,15 +185,17 @@ def _differences(old_plan: Mapping[str, Any], new_plan: Mapping[str, Any]) -> It
 
 
 def _other_configurations(model: str, old_configs: Sequence[Any], new_configs: Sequence[Any]) -> Iterator[str]:
-    if old_configs == new_configs:
+    """Configurations are compared as values: an earlier version may have written 1 where this one writes 1.0."""
+    old, new = ([(method, json.loads(config)) for method, config in configs] for configs in (old_configs, new_configs))
+    if old == new:
         return
-    only_new = [method for method, config in new_configs if [method, config] not in old_configs]
-    only_old = [method for method, config in old_configs if [method, config] not in new_configs]
+    only_new = [method for method, config in new if (method, config) not in old]
+    only_old = [method for method, config in old if (method, config) not in new]
     if not (only_new or only_old):
         yield f"model '{model}' has its configurations in another order"
         return
     extra = [f"lacks one of {name}" for name in only_new[:1]] + [f"has another of {name}" for name in only_old[:1]]
-    yield f"model '{model}' has {len(old_configs)} configurations, not {len(new_configs)}, and {' and '.join(extra)}"
+    yield f"model '{model}' has {len(old)} configurations, not {len(new)}, and {' and '.join(extra)}"
 
 
 def _other_problems(name: str, old_task: Mapping[str, Any], new_task: Mapping[str, Any]) -> Iterator[str]:

@@ -1,14 +1,16 @@
 """Which parts of a sweep one of several jobs computes."""
 
-from dataclasses import dataclass
+from typing import Annotated
+
+from mbd_core.fields import Ge, configuration
 
 
-@dataclass(frozen=True)
+@configuration()
 class SweepShard:
     """The part of a sweep that one of several jobs computes: every `count`-th part, from the `index`-th, from 1."""
 
-    index: int = 1
-    count: int = 1
+    index: Annotated[int, Ge(1)] = 1
+    count: Annotated[int, Ge(1)] = 1
 
     @classmethod
     def parse(cls, text: str) -> "SweepShard":
@@ -16,7 +18,7 @@ class SweepShard:
         first, slash, second = text.partition("/")
         if not (slash and first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
             raise ValueError(f"--shard {text} must be i/n, the i-th of n shards, i from 1 to n")
-        return cls(int(first), int(second))
+        return cls(index=int(first), count=int(second))
 
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"

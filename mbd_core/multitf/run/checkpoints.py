@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
 from mbd_core.checkpoint.dcp import MARKER, UNPICKLING_ERRORS, in_one_process
 from mbd_core.checkpoint.safetensor_files import METADATA
 from mbd_core.errors import error_sentence
+from mbd_core.fields import configuration, load
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
 from mbd_core.multitf.step.adapter import is_adapters
@@ -53,7 +54,7 @@ RunCurve = list[dict[str, float]]
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class CheckpointRecord:
     """What a checkpoint says of itself. The curve has a point for an update; `base` is an adapter's, by its digest;
     `held_out` is the share of the data that is not trained on."""
@@ -61,7 +62,7 @@ class CheckpointRecord:
     step: int
     recipe: dict[str, Any]
     precision: Literal["float32", "bfloat16"]
-    curve: RunCurve
+    curve: list[dict[str, Any]]
     base: str | None = None
     held_out: float | None = None
 
@@ -226,7 +227,7 @@ class Checkpoints:
         one in use."""
         file = f"{self._path}/{_name(record.step)}/{MARKER}"
         with self._system.open(f"{file}.partial", "w") as file_object:
-            json.dump(vars(record), file_object)
+            json.dump(asdict(record), file_object)
         self._system.mv(f"{file}.partial", file)
         kept_steps = [*self._finished_steps()[: self.keep], best_step(record.curve, self.keep_best), self.in_use]
         for step in self._steps():
@@ -266,7 +267,7 @@ class Checkpoints:
             return None
         try:
             with self._system.open(f"{self._path}/{_name(steps[0])}/{MARKER}", "r") as file:
-                record = CheckpointRecord(**json.load(file))
+                record: CheckpointRecord = load(CheckpointRecord, json.load(file))
             name = record.recipe["name"]
             settings = other_settings(_of_any_precision(record.recipe), _of_any_precision(self.recipe))
         except (ValueError, TypeError, KeyError):

@@ -3,19 +3,21 @@
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
+from mbd_core.fields import Ge, Le, configuration, load
 from mbd_core.files import write_json
 from mbd_core.json_text import parse_json
 
-Ratios = tuple[float, ...]
+Ratios = tuple[Annotated[float, Ge(0), Le(1)], ...]
+Count = Annotated[int, Ge(1)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class FittedNoise:
     """Measured states: the mask ratios of the active blocks in a forward, in their order, and the states' counts.
 
@@ -24,19 +26,14 @@ class FittedNoise:
     largest number are fully masked, as at the beginning of decoding. `source` names the measurement.
     """
 
-    states: tuple[tuple[Ratios, int], ...]
+    states: tuple[tuple[Ratios, Count], ...]
     source: str
 
     def __post_init__(self) -> None:
         if not self.states:
             raise ValueError("states is empty: no forward with a masked position was measured")
-        for number, (ratios, count) in enumerate(self.states):
-            are_ratios = all(isinstance(t, float | int) and 0.0 <= t <= 1.0 for t in ratios) and any(ratios)
-            if not are_ratios or not isinstance(count, int) or count < 1:
-                raise ValueError(
-                    f"states.{number}: {list(ratios)} counted {count} times must be mask ratios from 0 to 1, not all "
-                    "0, counted at least once"
-                )
+        if not all(any(ratios) for ratios, _ in self.states):
+            raise ValueError("states: each needs a mask ratio above 0")
 
     def draw(self, size: int, rng: random.Random) -> list[float]:
         """The mask ratios of a noise-group of `size` blocks."""
@@ -63,36 +60,37 @@ def fit_noise(states: Iterable[Sequence[float]], *, source: str) -> FittedNoise:
     return FittedNoise(states=tuple(sorted(counts.items())), source=source)
 
 
-KIND = "fitted noise"
+@configuration()
+class NoiseState:
+    """Mask ratios of a forward's active blocks, and how many forwards had them."""
+
+    ratios: Ratios
+    count: Count
+
+
+@configuration()
+class NoiseFile:
+    """The file of a fitted schedule."""
+
+    kind: Literal["fitted noise"]
+    source: str
+    states: tuple[NoiseState, ...]
 
 
 def write_noise(path: Path, noise: FittedNoise) -> None:
     """Write a fitted schedule as JSON."""
-    states = [{"ratios": list(ratios), "count": count} for ratios, count in noise.states]
-    write_json(path, {"kind": KIND, "source": noise.source, "states": states})
+    states = tuple(NoiseState(ratios=ratios, count=count) for ratios, count in noise.states)
+    write_json(path, asdict(NoiseFile(kind="fitted noise", source=noise.source, states=states)))
 
 
 def read_noise(path: Path) -> FittedNoise:
     """The content of `write_noise`'s file. Raises `ValueError`, one sentence, naming the file and the wrong field."""
     try:
-        fields = parse_json(path.read_bytes(), "it")
-        _check_fields(fields, "it", "kind", "source", "states")
-        if fields["kind"] != KIND:
-            raise ValueError(f"kind: {fields['kind']!r} must be {KIND!r}")
-        if not isinstance(fields["source"], str):
-            raise ValueError(f"source: {fields['source']!r} must be text")
-        for number, state in enumerate(fields["states"]):
-            _check_fields(state, f"states.{number}", "ratios", "count")
-        states = tuple((tuple(state["ratios"]), state["count"]) for state in fields["states"])
-        return FittedNoise(states=states, source=fields["source"])
+        content: NoiseFile = load(NoiseFile, parse_json(path.read_bytes(), "it"), noun="field")
+        return FittedNoise(
+            states=tuple((state.ratios, state.count) for state in content.states), source=content.source
+        )
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is no fitted noise-schedule: {error}") from None
-
-
-def _check_fields(value: Any, name: str, *fields: str) -> None:
-    """Raises `ValueError` unless the value is a JSON object of exactly these fields."""
-    if not isinstance(value, dict) or value.keys() != set(fields):
-        wrong = sorted(value.keys() ^ set(fields)) if isinstance(value, dict) else "no object"
-        raise ValueError(f"{name} must have the fields {', '.join(fields)} and no others; wrong: {wrong}")

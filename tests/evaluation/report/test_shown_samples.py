@@ -44,7 +44,7 @@ def test_each_configuration_shows_its_wrong_samples_first_in_the_order_of_the_pl
 def test_the_choice_does_not_depend_on_shards_or_on_a_folder_that_is_named_twice(tmp_path: Path) -> None:
     write_parts(tmp_path / "whole")
     for index in (1, 2):
-        write_parts(tmp_path / str(index), shard=SweepShard(index, 2))
+        write_parts(tmp_path / str(index), shard=SweepShard(index=index, count=2))
     whole = choose_samples([tmp_path / "whole"])
     assert choose_samples([tmp_path / "2", tmp_path / "1", tmp_path / "2"]) == whole
 

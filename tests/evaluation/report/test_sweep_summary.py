@@ -26,7 +26,7 @@ NAMES = (REPORT, "report.md", "report.html", "plot.png")
 def test_shards_give_the_report_of_the_sweep_in_any_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_parts(tmp_path / "whole")
     for index in (1, 2, 3):
-        write_parts(tmp_path / str(index), shard=SweepShard(index, 3))
+        write_parts(tmp_path / str(index), shard=SweepShard(index=index, count=3))
     assert main([str(tmp_path / name) for name in "312"] + ["--out", str(tmp_path / "joined")]) == 0
     for name in NAMES:
         assert (tmp_path / "joined" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -66,7 +66,7 @@ def test_a_report_has_the_accuracy_by_each_rule_of_a_task(tmp_path: Path) -> Non
 def test_a_report_says_of_which_weights_it_is_and_how_programs_were_contained(tmp_path: Path) -> None:
     rows = planned_rows()
     parts = cut(rows, rows_per_part=4)
-    for name, shard in (("whole", WHOLE), ("1", SweepShard(1, 2)), ("2", SweepShard(2, 2))):
+    for name, shard in (("whole", WHOLE), ("1", SweepShard(index=1, count=2)), ("2", SweepShard(index=2, count=2))):
         record = replace(sweep_record(rows, parts, shard=shard), settings={"models": {"m": {"dtype": "float32"}}})
         with SweepFolder.claim(tmp_path / name, record) as folder:
             for number in folder.missing():
@@ -102,12 +102,14 @@ def test_a_folder_named_twice_counts_once(tmp_path: Path) -> None:
 
 
 def test_shards_that_are_timed_otherwise_are_one_sweep_and_what_is_not_timed_is_named(tmp_path: Path) -> None:
-    write_timed(tmp_path / "1", shard=SweepShard(1, 2))
-    write_timed(tmp_path / "2", shard=SweepShard(2, 2), cases=(), timing=Timing(problems=2, concurrency=8))
+    write_timed(tmp_path / "1", shard=SweepShard(index=1, count=2))
+    write_timed(tmp_path / "2", shard=SweepShard(index=2, count=2), cases=(), timing=Timing(problems=2, concurrency=8))
     report = json.loads(summarize_sweeps([tmp_path / "1", tmp_path / "2"]).files[REPORT])
     assert "incomplete" not in report["settings"] and sum(row["n"] for row in report["rows"]) == 6
     assert report["settings"]["not timed"] == ["m, MBD on a: tau_m2t=0.9"]
-    write_timed(tmp_path / "3", shard=SweepShard(2, 2), cases=(1,), timing=Timing(problems=2, concurrency=8))
+    write_timed(
+        tmp_path / "3", shard=SweepShard(index=2, count=2), cases=(1,), timing=Timing(problems=2, concurrency=8)
+    )
     report = json.loads(summarize_sweeps([tmp_path / "1", tmp_path / "3"]).files[REPORT])
     assert "not timed" not in report["settings"] and len(report["times"]) == 2
 

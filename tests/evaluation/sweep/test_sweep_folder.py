@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from written_sweeps import graded_table, planned_rows, sweep_record, timed_table, write_parts
+from written_sweeps import CONFIGS, graded_table, planned_rows, sweep_record, timed_table, write_parts
 
 from mbd_core import files as files_room
 from mbd_core.batch.parts import cut
@@ -25,6 +25,7 @@ from mbd_core.evaluation.sweep.folder import (
     REPORT,
     SweepFolder,
     check_sweep_folder,
+    load_samples,
     part_name,
     read_report,
     read_samples,
@@ -148,6 +149,20 @@ def test_other_timing_is_the_same_sweep_whose_times_stay(tmp_path: Path) -> None
         check_sweep_folder(tmp_path, other)
 
 
+def test_a_sweep_that_wrote_whole_numbers_is_gone_on_with(tmp_path: Path) -> None:
+    """An earlier version recorded 1 for 1.0. The values are equal, and rows keep the text of the record."""
+    of_old, of_new = ('{"tau_m2t": 1}', '{"tau_m2t": 0.9}'), ('{"tau_m2t": 1.0}', '{"tau_m2t": 0.9}')
+    records = [sweep_record(ROWS, PARTS, configurations={"m": [["MBD", c] for c in of]}) for of in (of_old, of_new)]
+    texts = dict(zip(CONFIGS, of_new, strict=True))
+    with SweepFolder.claim(tmp_path, records[0]):
+        pass
+    with SweepFolder.claim(tmp_path, records[1]) as folder:
+        part = replace(PARTS[0], rows=[{**row, "config": texts[row["config"]]} for row in PARTS[0].rows])
+        folder.write_part(0, graded_table(part))
+    assert {row["config"] for row in read_samples(tmp_path)} == {*of_old}
+    assert {key.config for key in load_samples([tmp_path])} == {*of_old}
+
+
 def test_two_processes_do_not_write_in_one_folder(tmp_path: Path) -> None:
     with (
         SweepFolder.claim(tmp_path / "out", RECORDED),
@@ -183,7 +198,7 @@ def test_another_sweep_is_refused_in_a_sentence_that_says_what_differs(tmp_path:
         assert sentence in str(refusal.value)
         assert str(refusal.value).endswith("; give another folder, or --overwrite")
     with pytest.raises(ValueError, match="1/1, not 2/2"):
-        check_sweep_folder(out, replace(RECORDED, shard=SweepShard(2, 2)))
+        check_sweep_folder(out, replace(RECORDED, shard=SweepShard(index=2, count=2)))
     assert files(out) == listed
 
 

@@ -41,7 +41,9 @@ def test_a_problem_with_more_configurations_than_a_part_has_rows_is_a_part() -> 
 
 def test_shards_share_nothing_and_lack_nothing() -> None:
     for count in (1, 2, 3, 5):
-        held = Counter(n for index in range(1, count + 1) for n in range(11) if SweepShard(index, count).holds(n))
+        held = Counter(
+            n for index in range(1, count + 1) for n in range(11) if SweepShard(index=index, count=count).holds(n)
+        )
         assert held == Counter(range(11))
     assert str(SweepShard.parse("2/3")) == "2/3"
 

@@ -2,7 +2,7 @@
 
 import json
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from mbd_core.evaluation.sweep.record import SweepRecord, difference, record_of
 from mbd_core.evaluation.sweep.run import SweepRun, collect_samples
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.evaluation.sweep.sweep import Sweep
+from mbd_core.fields import load
 from mbd_core.serving.tokens.load import load_engine
 
 ENGINE = EngineConfig(max_rows=4, num_pages=128, max_prefill_tokens=8)
@@ -161,7 +162,7 @@ def test_a_plain_loop_in_this_process_runs_a_sweep(
 
 def test_a_record_outlives_its_file_and_knows_its_sweep(tiny_model_dir: Path) -> None:
     _, _, record = planned(tiny_model_dir)
-    assert SweepRecord.of_json(json.loads(json.dumps(record.as_json()))) == record
+    assert load(SweepRecord, json.loads(json.dumps(asdict(record)))) == record
     assert difference(record, planned(tiny_model_dir)[2]) is None
     assert difference(record, replace(record, settings={"machines": ["another"]})) is None
     smaller = plan_sweep(load_inputs(SweepOptions(**OPTIONS, models=[str(tiny_model_dir)])))

@@ -82,14 +82,20 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path, tiny_recipe: TrainingR
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"kind": "noise"}, "kind: 'noise' must be 'fitted noise'"),
+        ({"kind": "noise"}, 'kind="noise" must be "fitted noise"'),
         ({"states": []}, "states is empty"),
-        ({"states": {"0": 1}}, "states.0 must have the fields ratios, count"),
-        ({"states": [{"ratios": [0.5, 1.5], "count": 1}]}, "states.0: [0.5, 1.5] counted 1 times"),
-        ({"states": [{"ratios": [0.5], "count": 0}]}, "states.0: [0.5] counted 0 times"),
-        ({"states": [{"ratios": ["half"], "count": 1}]}, "states.0: ['half'] counted 1 times"),
-        ({"states": [{"ratios": [0.0], "count": 1}]}, "states.0: [0.0] counted 1 times must be mask ratios"),
-        ({"gamma": 2}, "it must have the fields kind, source, states and no others; wrong: ['gamma']"),
+        ({"states": {"0": 1}}, 'states={"0": 1} must be a list'),
+        (
+            {"states": [{"ratios": [0.5, 1.5], "count": 1}]},
+            "states.0.ratios=[0.5, 1.5] must be a list of numbers from 0 to 1",
+        ),
+        ({"states": [{"ratios": [0.5], "count": 0}]}, "states.0.count=0 must be a whole number of at least 1"),
+        (
+            {"states": [{"ratios": ["half"], "count": 1}]},
+            'states.0.ratios=["half"] must be a list of numbers from 0 to 1',
+        ),
+        ({"states": [{"ratios": [0.0], "count": 1}]}, "states: each needs a mask ratio above 0"),
+        ({"gamma": 2}, "unknown field 'gamma'; known: kind, source, states"),
         (None, "it is not valid JSON"),
     ],
 )
