@@ -55,7 +55,11 @@ def run(
     ] = None,
     layout: Annotated[
         DiffusionLayout | None,
-        Flag("With --to block-diffusion: the layout; sdar needs Qwen3 or Qwen3-MoE.", OUTPUT, default="a2d"),
+        Flag(
+            "With --to block-diffusion: the layout; sdar for Qwen3 and Qwen3-MoE, fast-dllm-v2 (shifted) for Qwen2.",
+            OUTPUT,
+            default="a2d",
+        ),
     ] = None,
     block_size: Annotated[
         int | None, Ge(1), Flag("With --to block-diffusion: tokens of a block.", OUTPUT, default="32")

@@ -10,7 +10,7 @@ Format = Literal["hf", "dcp"]
 # One tensor an expert, a layer's experts stacked, or the decoder's own tensors.
 ExpertLayout = Literal["per_expert", "fused", "decoder"]
 # Whose names a block-diffusion folder made of an autoregressive one has: dllm's A2D or SDAR's.
-DiffusionLayout = Literal["a2d", "sdar"]
+DiffusionLayout = Literal["a2d", "sdar", "fast-dllm-v2"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ ARCHITECTURES: dict[DiffusionLayout, dict[str, str]] = {
         "Qwen3ForCausalLM": "A2DQwen3LMHeadModel",
     },
     "sdar": {"Qwen3ForCausalLM": "SDARForCausalLM", "Qwen3MoeForCausalLM": "SDARMoeForCausalLM"},
+    "fast-dllm-v2": {"Qwen2ForCausalLM": "Fast_dLLM_QwenForCausalLM"},
 }
 BLOCK_SIZE = 32
 VOCABULARY_STEP = 64  # a vocabulary that grows stays divisible among tensor-parallel ranks
@@ -65,9 +67,11 @@ def plan_block_diffusion(
     mask = choose_mask(base.tokenizer, config.eos_token_ids, mask_token)
     needed = mask.token_id + 1
     grown = math.ceil(needed / VOCABULARY_STEP) * VOCABULARY_STEP
+    architecture = ARCHITECTURES[layout][config.architecture]
     config = replace(
         config,
-        architecture=ARCHITECTURES[layout][config.architecture],
+        architecture=architecture,
+        shift_logits=FAMILIES[architecture].switches.get("shift_logits", False),
         attention="block_causal",
         mask_token_id=mask.token_id,
         block_size=block_size,
@@ -118,6 +122,7 @@ def convert_to_block_diffusion(
         "mask_token_id": plan.mask.token_id,
         "block_size": block_size,
         "buffer_size": 1,
+        **_decoding(plan.config),
     }
     dtype = str(base.stored_dtype).removeprefix("torch.")
     config = carried_config(configs.config, write_config(plan.config), dtype)
@@ -140,6 +145,14 @@ def convert_to_block_diffusion(
         writer.close()
         read_folder(new_folder)
     return plan
+
+
+def _decoding(config: ModelConfig) -> dict[str, Any]:
+    """The family's own decoding, in sub-blocks that divide a block."""
+    decoding = dict(FAMILIES[config.architecture].decoding)
+    if "sub_block" in decoding:
+        decoding["sub_block"] = math.gcd(decoding["sub_block"], config.block_size)
+    return decoding
 
 
 def _grown(rows: Tensor, num_rows: int) -> Tensor:

@@ -106,7 +106,7 @@ def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe without fields that have no effect on the weights; `source` is a citation.
 
     Old records lack some fields: generated data without `tasks` are of both tasks, an adapter's base is not quantised,
-    and there is no AR loss.
+    and training states have later fields' defaults.
     """
     train = {name: value for name, value in recipe["train"].items() if name not in WITHOUT_EFFECT}
     if isinstance(train["lora"], dict):
@@ -114,7 +114,7 @@ def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:
     data = recipe["data"]
     if isinstance(data, dict) and "per_task" in data:
         data = {"tasks": list(TinyData.tasks)} | data
-    states = {"ar_weight": 0.0} | recipe["states"]
+    states = {**json.loads(json.dumps(asdict(StateConfig(block_size=1)))), **recipe["states"]}
     kept = {name: value for name, value in recipe.items() if name != "source"}
     return {**kept, "train": train, "data": data, "states": states}
 

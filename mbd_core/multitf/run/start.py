@@ -16,6 +16,7 @@ from mbd_core.multitf.data.encoding import tokenizer_fingerprint
 from mbd_core.multitf.data.example import filled_length
 from mbd_core.multitf.data.prepared import PreparedData, read_record
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
+from mbd_core.multitf.states.block_warmup import longest_length
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.adapter import check_peft
@@ -135,6 +136,7 @@ class StartingPoint:
             length = min(length, longest)
             if self.record.get("most_answers", 1) > 1 and recipe.states.layouts not in ("d2f", "none"):
                 length = self.record["most_trained"] + self.record["most_answers"] * (recipe.states.block_size - 1)
+        length = longest_length(length, recipe.states)
         precision = recipe.train.precision
         wide = precision == "float32" or (precision == "auto" and device == "CPU" and not computes_bfloat16(CPU))
         return [
@@ -160,6 +162,11 @@ def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
         raise ValueError(
             f"recipe {recipe.name} trains {' and '.join(recipe.architectures)} models, and {name} is a "
             f"{config.architecture}; choose another recipe or --base"
+        )
+    if recipe.states.block_warmup and recipe.train.pack is not None:
+        raise ValueError(
+            f"recipe {recipe.name} has a block_warmup, in which samples change their lengths, and train.pack plans "
+            "with the last ones; leave one of them out"
         )
     if recipe.states.ar_weight:
         _check_causal_stream(recipe, config, name)
@@ -219,7 +226,8 @@ def check_data(
         raise ValueError(
             f"{data} was tokenised for another model than {recipe.base}: prepare it again with --model {recipe.base}"
         )
-    longest, room = filled_length(record["longest"], size), min(recipe.max_length, config.max_positions)
+    longest = longest_length(filled_length(record["longest"], size), recipe.states)
+    room = min(recipe.max_length, config.max_positions)
     if longest > room:
         raise ValueError(
             f"{data} has samples of up to {longest} tokens with their fill; recipe {recipe.name} and the model have "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal, get_args
 
-from mbd_core.fields import STATES, Flag, Ge, configuration
+from mbd_core.fields import STATES, Flag, Ge, Gt, configuration
 from mbd_core.multitf.states.noise import NoiseBounds, Rounding, ScheduleName
 
 Layouts = Literal["systematic", "random", "one_group", "d2f", "none"]
@@ -124,8 +124,8 @@ def _check(num_blocks: int, max_group: int) -> None:
         raise ValueError(f"max_group={max_group}: noise-groups hold at least 2 blocks; use 1 for teacher forcing")
 
 
-Weighting = Literal["masked_mean", "block_ratio", "self_normalised", "ratio_mean"]
-SAMPLE_MEANS: tuple[Weighting, ...] = ("masked_mean", "block_ratio")
+Weighting = Literal["masked_mean", "block_ratio", "nelbo", "self_normalised", "ratio_mean", "label_mean"]
+SAMPLE_MEANS: tuple[Weighting, ...] = ("masked_mean", "block_ratio", "nelbo")
 """Weights by which each sample counts once; the others pool the labels of a batch."""
 SelfDenoising = Literal["none", "both", "half"]
 
@@ -144,9 +144,16 @@ class StateConfig:
     `random_sizes`    how random layouts are drawn: as in the paper, or repaired and shuffled as in the released code
     `span`            layouts partition the whole content (App. B.1), or begin at the first block with a response
                       token, where decoding begins
-    `weighting`       Eq. B.11 (`masked_mean`), Eq. B.13 (`block_ratio`), SDAR's released loss, `sum(CE / t) /
-                      sum(1 / t)` over the labels of the whole batch (`self_normalised`), or D2F's, the mean of `CE /
-                      t` over them (`ratio_mean`)
+    `weighting`       Eq. B.11 (`masked_mean`), Eq. B.13 (`block_ratio`), `sum(CE / t)` over the number of the answer's
+                      tokens, the bound of BD3LM (`nelbo`); over the labels of the whole batch SDAR's released loss,
+                      `sum(CE / t) / sum(1 / t)` (`self_normalised`), D2F's, the mean of `CE / t` (`ratio_mean`), or
+                      the mean of CE (`label_mean`)
+    `complementary`   a second stream for each: its masks are the first one's tokens of the answer, and the other way
+                      round, so that each token is a label once (Fast-dLLM v2)
+    `half_life_ratio` positions later in a block are masked more often where its ratio is low (`choose_masked`); the
+                      half-life is this share of a block
+    `block_warmup`    pairs (share of the run's updates, block size): up to that share of the updates blocks have this
+                      size instead, and after the last of them `block_size` (`block_warmup`)
     `labels`          the masked positions, or every position of the answer as DMax trains (`answer_labels`)
     `self_denoising`  DMax's OPUT (Alg. 2), whose second branch sees the model's own predictions at masked positions:
                       `both` branches of every layout, or each layout in one of them, drawn evenly (`half`)
@@ -188,6 +195,12 @@ class StateConfig:
     """Which positions have labels."""
     self_denoising: SelfDenoising = "none"
     """DMax's branches with own predictions."""
+    complementary: bool = False
+    """Each noisy stream a second time with the complement of its masks."""
+    half_life_ratio: Annotated[float | None, Gt(0)] = None
+    """Mask later positions of a block more often, at ratio 0 twice as often this share of a block later."""
+    block_warmup: Annotated[tuple[tuple[float, int], ...], Flag(metavar="[[SHARE,SIZE],...]")] = ()
+    """Block sizes of the run's first updates, each up to a share of them, before block_size."""
     ar_weight: Annotated[float, Ge(0)] = 0.0
     """Weight of the autoregressive loss beside the block loss, by which the model keeps its AR mode; 0: none."""
 
@@ -197,6 +210,18 @@ class StateConfig:
         if not self.fills_masks and (not self.ar_weight or self.labels != "masked" or self.self_denoising != "none"):
             raise ValueError(
                 "layouts=none trains the AR loss alone: give ar_weight above 0; leave labels and self_denoising out"
+            )
+        if self.layouts in ("d2f", "none") and (self.complementary or self.block_warmup):
+            raise ValueError(f"layouts={self.layouts} has no blocks: leave complementary and block_warmup out")
+        if self.half_life_ratio is not None and self.rounding == "bernoulli":
+            raise ValueError(
+                "half_life_ratio orders a number of masked positions: give rounding=nearest, not bernoulli"
+            )
+        shares = [0.0, *(share for share, _ in self.block_warmup)]
+        if shares != sorted(set(shares)) or shares[-1] >= 1.0 or any(size < 1 for _, size in self.block_warmup):
+            raise ValueError(
+                f"block_warmup={[list(pair) for pair in self.block_warmup]} must be pairs of a share of the updates, "
+                "ascending and between 0 and 1, and a block size of at least 1"
             )
         if self.layouts == "d2f" and self.ar_weight:
             raise ValueError(

@@ -77,6 +77,11 @@ def independent_uniform(size: int, bounds: NoiseBounds, rng: random.Random) -> l
     return [rng.uniform(bounds.t_low, bounds.t_high) for _ in range(size)]
 
 
+def sample_uniform(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
+    """One uniform ratio for all blocks of a noisy stream (BD3LM and MDLM as dllm trains them)."""
+    return [rng.uniform(bounds.t_low, bounds.t_high)] * size
+
+
 def power_law(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
     """The paper's random scheduler (Table 2b): each block takes `1 - (1 - u)^gamma` of the rest up to `t_eff`."""
     ratio, ratios = bounds.t_low, []
@@ -134,6 +139,7 @@ ScheduleName = Literal[
     "chain_from_low",
     "sorted_uniform",
     "independent_uniform",
+    "sample_uniform",
     "power_law",
     "linear",
     "stratified",
@@ -147,6 +153,7 @@ SCHEDULES: dict[ScheduleName, NoiseSchedule] = {
     "chain_from_low": chain_from_low,
     "sorted_uniform": sorted_uniform,
     "independent_uniform": independent_uniform,
+    "sample_uniform": sample_uniform,
     "power_law": power_law,
     "linear": linear,
     "stratified": stratified,
@@ -155,7 +162,9 @@ SCHEDULES: dict[ScheduleName, NoiseSchedule] = {
     "slot_ranges": slot_ranges,
     "fitted": fitted,
 }
-Rounding = Literal["floor", "ceil", "bernoulli"]
+OF_A_STREAM: tuple[ScheduleName, ...] = ("sample_uniform",)
+"""Schedules that are drawn once for all blocks of a stream; the others once for each noise-group."""
+Rounding = Literal["floor", "ceil", "nearest", "bernoulli"]
 
 
 SLACK = 1e-4
@@ -167,16 +176,37 @@ def num_masked(ratio: float, num_maskable: int, rounding: Rounding, *, slack: fl
 
     With `floor` and `t_eff < 1` no block is ever fully masked, although decoding starts every block so; `ceil` makes
     the count uniform on 1..num_maskable for a uniform ratio. Small blocks need it (research/README.md). A
-    product within `slack` of a whole number counts as that number.
+    product within `slack` of a whole number counts as that number. `nearest` rounds half to even.
     """
     exact = ratio * num_maskable
+    if rounding == "nearest":
+        return round(exact)
     return min(num_maskable, math.floor(exact + slack) if rounding == "floor" else math.ceil(exact - slack))
 
 
 def choose_masked(
-    maskable: range, ratio: float, rounding: Rounding, rng: random.Random, *, slack: float = 0.0
+    maskable: range,
+    ratio: float,
+    rounding: Rounding,
+    rng: random.Random,
+    *,
+    slack: float = 0.0,
+    half_life: float | None = None,
 ) -> list[int]:
-    """The positions of a block to mask: `num_masked` of them, or each independently with probability `ratio`."""
+    """The positions of a block to mask: `num_masked` of them, or each independently with probability `ratio`.
+
+    `half_life`: positions are drawn without replacement by the weights `exp(ln 2 / half_life * (1 - ratio) * i)`, so
+    that of a ratio near 0 a position half_life later is masked twice as often, and of 1 all alike (Efficient-DLM).
+    """
     if rounding == "bernoulli":
         return [i for i in maskable if rng.random() < ratio]
-    return rng.sample(maskable, num_masked(ratio, len(maskable), rounding, slack=slack))
+    count = num_masked(ratio, len(maskable), rounding, slack=slack)
+    if half_life is None:
+        return rng.sample(maskable, count)
+    slope = math.log(2.0) / half_life * (1.0 - ratio)
+    keys = {i: slope * i + _gumbel(rng) for i in maskable}  # the largest of such keys are a draw by the weights
+    return sorted(maskable, key=lambda i: -keys[i])[:count]
+
+
+def _gumbel(rng: random.Random) -> float:
+    return -math.log(rng.expovariate(1.0) or math.ulp(0.0))

@@ -15,9 +15,10 @@ from functools import partial
 
 from mbd_core.multitf.data.example import IGNORE, Example, answer_labels
 from mbd_core.multitf.states.batch import MultiTFBatch, SequenceColumns, check_columns, collate, empty_sequence
+from mbd_core.multitf.states.block_warmup import in_blocks
 from mbd_core.multitf.states.causal_stream import add_causal_stream
 from mbd_core.multitf.states.layout import SAMPLE_MEANS, GroupLayout, StateConfig, layout_set
-from mbd_core.multitf.states.noise import SCHEDULES, SLACK, choose_masked
+from mbd_core.multitf.states.noise import OF_A_STREAM, SCHEDULES, SLACK, choose_masked
 from mbd_core.multitf.states.packing import Together
 
 EPSILON = 1e-6
@@ -64,7 +65,9 @@ def corrupt(
     """Alg. 1 lines 8 to 15 on the blocks from token `start` on; only response tokens are ever masked."""
     size = config.block_size
     schedule = SCHEDULES[config.schedule]
-    ratios = [t for group in layout.sizes for t in schedule(group, config.bounds, rng)]
+    groups = (layout.num_blocks,) if config.schedule in OF_A_STREAM else layout.sizes
+    ratios = [t for group in groups for t in schedule(group, config.bounds, rng)]
+    half_life = None if config.half_life_ratio is None else config.half_life_ratio * size
     tokens = list(example.tokens[start:])
     masked = [False] * len(tokens)
     slack = SLACK if config.schedule == "fitted" else 0.0
@@ -72,15 +75,23 @@ def corrupt(
         low = max(start + block * size, example.prompt_length) - start
         maskable = range(low, min((block + 1) * size, len(tokens)))
         if maskable:
-            for i in choose_masked(maskable, ratio, config.rounding, rng, slack=slack):
+            for i in choose_masked(maskable, ratio, config.rounding, rng, slack=slack, half_life=half_life):
                 tokens[i] = mask_token_id
                 masked[i] = True
     return NoisyStream(tokens, masked, [t for t in ratios for _ in range(size)][: len(tokens)])
 
 
+def complement(noisy: NoisyStream, example: Example, *, start: int, mask_token_id: int) -> NoisyStream:
+    """The stream whose masks are the answer's tokens that `noisy` shows, and the other way round (Fast-dLLM v2)."""
+    tokens = example.tokens[start:]
+    masked = [start + i >= example.prompt_length and not m for i, m in enumerate(noisy.masked)]
+    shown = [mask_token_id if m else token for m, token in zip(masked, tokens, strict=True)]
+    return NoisyStream(shown, masked, [1.0 - t for t in noisy.ratio])
+
+
 def build_batch(
     examples: Sequence[Example],
-    config: StateConfig,
+    states: StateConfig,
     *,
     mask_token_id: int,
     rngs: Sequence[random.Random],
@@ -95,10 +106,11 @@ def build_batch(
     training sequence, by default none. Raises `ValueError` for an example that cannot be laid out.
     """
     rows = []
-    for example, rng in zip(examples, rngs, strict=True):
+    for given, rng in zip(examples, rngs, strict=True):
+        example, config = in_blocks(given, states) if states.block_warmup else (given, states)
         for answer in (*example.earlier, example):
             _check_example(answer, config, shift=shift)
-        draw = partial(corrupt, config=config, mask_token_id=mask_token_id, rng=rng)
+        draw = partial(_draw, config=config, mask_token_id=mask_token_id, rng=rng)
         if not config.fills_masks:
             row = empty_sequence()
         else:
@@ -109,25 +121,38 @@ def build_batch(
     return collate(rows, together)
 
 
+def _draw(
+    example: Example, layout: GroupLayout, *, start: int, config: StateConfig, mask_token_id: int, rng: random.Random
+) -> list[NoisyStream]:
+    """A layout's corrupted blocks, and with `config.complementary` their complement."""
+    noisy = corrupt(example, layout, start=start, config=config, mask_token_id=mask_token_id, rng=rng)
+    if not config.complementary:
+        return [noisy]
+    return [noisy, complement(noisy, example, start=start, mask_token_id=mask_token_id)]
+
+
 def _draw_streams(
-    example: Example, config: StateConfig, draw: Callable[..., NoisyStream], rng: random.Random, shift: bool
+    example: Example, config: StateConfig, draw: Callable[..., list[NoisyStream]], rng: random.Random, shift: bool
 ) -> SequenceColumns:
     size = config.block_size
     answers = []
     for answer in (*example.earlier, example):
         first_block = answer.prompt_length // size if config.span == "response" else 0
         layouts = choose_layouts(len(answer.tokens) // size - first_block, config, rng)
-        streams_by_layout = [(layout, draw(answer, layout, start=first_block * size)) for layout in layouts]
+        streams_by_layout = [
+            (layout, noisy) for layout in layouts for noisy in draw(answer, layout, start=first_block * size)
+        ]
         answers.append((answer, self_denoised(streams_by_layout, config, rng), first_block))
     return without_unseen(lay_out_answers(answers, config, shift=shift))
 
 
 def _draw_d2f(
-    example: Example, config: StateConfig, draw: Callable[..., NoisyStream], rng: random.Random, shift: bool
+    example: Example, config: StateConfig, draw: Callable[..., list[NoisyStream]], rng: random.Random, shift: bool
 ) -> SequenceColumns:
     num_blocks = -(-(len(example.tokens) - example.prompt_length) // config.block_size)
     (layout,) = choose_layouts(num_blocks, config, rng)
-    return lay_out_d2f(example, draw(example, layout, start=example.prompt_length), config, shift=shift)
+    (noisy,) = draw(example, layout, start=example.prompt_length)
+    return lay_out_d2f(example, noisy, config, shift=shift)
 
 
 def self_denoised(
@@ -194,7 +219,14 @@ def _add_noisy(
         start_of_row = len(row["input_ids"])
         starts = layout.first_blocks()
         labels = _labels(example, noisy, config, start=start)
-        weights = _weights(labels, noisy, config, num_blocks=num_blocks - first_block, num_streams=len(streams))
+        weights = _weights(
+            labels,
+            noisy,
+            config,
+            num_blocks=num_blocks - first_block,
+            num_streams=len(streams),
+            num_tokens=length - max(start, example.prompt_length),
+        )
         row["input_ids"] += noisy.tokens
         row["positions"] += range(start, length)
         row["stream"] += [number] * len(noisy.tokens)
@@ -240,7 +272,9 @@ def lay_out_d2f(example: Example, noisy: NoisyStream, config: StateConfig, *, sh
         "block": blocks,
         "first": [0] * length,
         "labels": labels,
-        "weights": _weights(labels, sequence, config, num_blocks=blocks[-1], num_streams=1),
+        "weights": _weights(
+            labels, sequence, config, num_blocks=blocks[-1], num_streams=1, num_tokens=length - prompt
+        ),
         "source": [max(0, i - shift) for i in range(length)],
         "rollout": [False] * length,
         "slot": [max(0, b - 1) for b in blocks],
@@ -271,17 +305,26 @@ def _labels(example: Example, noisy: NoisyStream, config: StateConfig, *, start:
 
 
 def _weights(
-    labels: Sequence[int], noisy: NoisyStream, config: StateConfig, *, num_blocks: int, num_streams: int
+    labels: Sequence[int],
+    noisy: NoisyStream,
+    config: StateConfig,
+    *,
+    num_blocks: int,
+    num_streams: int,
+    num_tokens: int,
 ) -> list[float]:
     """Each label's part of the loss's numerator; `loss.denominator` is the other part of the definition.
 
-    `masked_mean` and `block_ratio` are means over the layouts. The other two pool the labels of all layouts.
+    `SAMPLE_MEANS` are means over a sample's streams, of `num_tokens` tokens of the answer each. The others pool the
+    labels of all streams.
     """
     has_label = [label != IGNORE for label in labels]
     if config.weighting == "masked_mean":
         count = max(1, sum(has_label))
         return [1.0 / count / num_streams if labelled else 0.0 for labelled in has_label]
-    scale = num_blocks * num_streams if config.weighting == "block_ratio" else 1
+    if config.weighting == "label_mean":
+        return [1.0 if labelled else 0.0 for labelled in has_label]
+    scale = {"block_ratio": num_blocks * num_streams, "nelbo": num_tokens * num_streams}.get(config.weighting, 1)
     inverse = [1.0 / max(t, EPSILON) for t in noisy.ratio]
     return [t / scale if labelled else 0.0 for labelled, t in zip(has_label, inverse, strict=True)]
 

@@ -47,7 +47,7 @@ def denominator(batch: MultiTFBatch, weighting: Weighting) -> Tensor:
     """
     if weighting == "self_normalised":
         total = batch.weights.sum()
-    elif weighting == "ratio_mean":
+    elif weighting in ("ratio_mean", "label_mean"):
         total = (batch.labels != IGNORE).sum()
     else:
         total = torch.tensor(batch.num_samples)

@@ -136,7 +136,7 @@ def sequence_tokens(workload: Workload) -> tuple[int, int]:
     if states.layouts in ("d2f", "none"):
         return length, length
     layouts = choose_layouts(max(1, length // states.block_size), states, random.Random(0))
-    noisy = len(layouts) * (2 if states.self_denoising == "both" else 1) * length
+    noisy = len(layouts) * (1 + (states.self_denoising == "both")) * (1 + states.complementary) * length
     causal = length if states.ar_weight else 0
     return noisy + length + causal, noisy + causal
 

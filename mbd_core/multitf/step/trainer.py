@@ -21,6 +21,7 @@ from mbd_core.multitf.config import Distillation, Sharding, TrainConfig, check_w
 from mbd_core.multitf.data.example import IGNORE, Example
 from mbd_core.multitf.data.prepared import sample_lengths
 from mbd_core.multitf.states.batch import AnyBatch, MultiTFBatch, samples_of
+from mbd_core.multitf.states.block_warmup import states_at
 from mbd_core.multitf.states.layout import SAMPLE_MEANS, StateConfig
 from mbd_core.multitf.states.packing import Together, packed_alike
 from mbd_core.multitf.states.sample import build_batch
@@ -218,16 +219,21 @@ class Trainer(Updater):
         """This rank's share of the update numbered `step`, on the CPU."""
         seed, indices = self.config.seed, self._indices(step)
         rngs = [random.Random(f"{seed}/{step}/{i}") for i in indices]
-        return self.lay_out([self.examples[i] for i in indices], rngs, self._together(step))
+        states = states_at(self.states, step / self.config.steps)
+        return self.lay_out([self.examples[i] for i in indices], rngs, self._together(step), states)
 
     def lay_out(
-        self, examples: Sequence[Example], rngs: Sequence[random.Random], together: Together | None = None
+        self,
+        examples: Sequence[Example],
+        rngs: Sequence[random.Random],
+        together: Together | None = None,
+        states: StateConfig | None = None,
     ) -> MultiTFBatch:
-        """Samples in the run's training states, on the CPU."""
+        """Samples in the run's training states, or in those of an update, on the CPU."""
         model = self.model.config
         return build_batch(
             examples,
-            self.states,
+            self.states if states is None else states,
             mask_token_id=model.mask_token_id,
             rngs=rngs,
             shift=model.shift_logits,
