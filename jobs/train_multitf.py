@@ -63,7 +63,7 @@ def print_plan(choice: RecipeChoice, changes: dict[str, Any], options: RunOption
 SHOWN = (
     *("recipe", "config", "base", "data", "held_out.validation"),
     *("train.steps", "train.batch_size", "train.lr", "train.seed", "train.precision"),
-    *("train.lora.rank", "train.tensor_parallel"),
+    *("train.lora.rank", "train.teacher.model", "train.tensor_parallel"),
     *("workers", "device", "sharding", "plan", "schema"),
     *("storage", "run_name", "resume", "out", "overwrite", "write", "log_to"),
 )

@@ -51,6 +51,45 @@ class LoraSettings:
             raise ValueError(f"LoRA needs dropout < 1 and modules, not dropout={self.dropout}, modules={self.modules}")
 
 
+BASE_TEACHER = "base"
+
+
+@configuration(panel=UPDATES)
+class TeacherSettings:
+    """An autoregressive teacher: its next-token distributions on the clean text are the targets of masked positions.
+
+    It reads each text once, causally. `base` is the network without its adapter, or where all weights are trained a
+    frozen copy of the base. So the base must have its autoregressive weights still, as `mbd convert` writes them.
+    Beside `weight` of the divergence, a label's cross-entropy has `1 - weight`. Behind an answer's end, where no
+    teacher has read on, labels are the only targets.
+
+    The divergence of a position with the teacher's p and the student's q, in float32 over the whole vocabulary:
+    `(1 - reverse) KL(p || q) + reverse KL(q || p)`, or with `jsd` = a, `a KL(p || m) + (1 - a) KL(q || m)` for
+    `m = a p + (1 - a) q`. `top_k` leaves only the summands of the teacher's likeliest tokens, with the probabilities
+    that they have among all. A temperature T divides the logits of both, and the divergence is multiplied by T^2.
+    """
+
+    model: Annotated[str, Flag(name="--teacher", metavar="base|MODEL")] = BASE_TEACHER
+    """Learn from an autoregressive model's next-token distributions at masked positions: base (the base without the
+    adapter), or a model folder."""
+    weight: Annotated[float, Gt(0), Le(1)] = 1.0
+    """The weight of the teacher's divergence; labels have the rest."""
+    temperature: Annotated[float, Gt(0)] = 1.0
+    """Of both distributions."""
+    top_k: Annotated[int | None, Ge(1)] = None
+    """Sum over this number of the teacher's likeliest tokens instead of the vocabulary."""
+    reverse: Annotated[float, Ge(0), Le(1)] = 0.0
+    """The share of KL(student || teacher); KL(teacher || student) has the rest."""
+    jsd: Annotated[float | None, Gt(0)] = None
+    """The Jensen-Shannon divergence with this weight of the teacher, instead of KL; below 1."""
+
+    def __post_init__(self) -> None:
+        if self.jsd is not None and (self.jsd >= 1 or self.reverse):
+            raise ValueError(
+                f"jsd={self.jsd:g} must be below 1, and beside it reverse={self.reverse:g} has no meaning: give one"
+            )
+
+
 @configuration(panel=OUTPUT)
 class Measuring:
     """What a run measures of itself: of its third update and those that follow, `updates` altogether."""
@@ -80,8 +119,9 @@ class TrainConfig:
     the last `decay` share of the steps. `cosine` and `linear` fall to `lr_min` at the end; `constant` stays.
 
     `pack`: samples of up to so many tokens together share a training sequence (`packing`), and `micro_batch` counts
-    sequences. `distillation`: learn from the network without its adapter (D2F, Eq. 3) instead of from the text. In
-    bfloat16 the objective runs under autocast; weights and optimizer states are float32 in either precision.
+    sequences. `distillation`: learn from the network without its adapter (D2F, Eq. 3) instead of from the text.
+    `teacher`: learn from an autoregressive model, beside the text or instead. In bfloat16 the objective runs under
+    autocast; weights and optimizer states are float32 in either precision.
     """
 
     steps: Annotated[int, Ge(1)]
@@ -120,6 +160,7 @@ class TrainConfig:
     """Short samples share training sequences, up to N tokens of samples in each."""
     distillation: Annotated[Distillation | None, Flag(metavar="NAME")] = None
     """Learn from the network without its adapter (D2F), by KL(student_teacher) or KL(teacher_student)."""
+    teacher: TeacherSettings | None = None
     lora: LoraSettings | None = None
     activation_checkpointing: Annotated[bool, Flag(panel=COMPUTING)] = False
     """Keep each layer's input alone, and compute the layer again in the backward pass."""
@@ -156,6 +197,8 @@ class TrainConfig:
             )
         if self.distillation is not None and self.lora is None:
             raise ValueError("distillation needs lora: the teacher is the network without its adapter")
+        if self.distillation is not None and self.teacher is not None:
+            raise ValueError("distillation (D2F) and an autoregressive teacher are two objectives: leave one out")
 
     def lr_at(self, step: int) -> float:
         """The learning rate of the update numbered `step`, from 0."""

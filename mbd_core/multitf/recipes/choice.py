@@ -18,6 +18,7 @@ import yaml
 
 from mbd_core.fields import DATA, MODEL, Flag, changed, configuration, load, schema_of
 from mbd_core.json_text import differences, merge_fields
+from mbd_core.multitf.config import BASE_TEACHER
 from mbd_core.multitf.data.prepared import PreparedData
 from mbd_core.multitf.recipes.by_name import recipe_named
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, shortened, with_fitted_noise
@@ -69,8 +70,8 @@ def choose_recipe(
 ) -> ChosenRecipe:
     """The recipe of a command's options; `default` is the recipe where none is named.
 
-    `named_base` and `named_data` find a base and prepared data. Raises `ValueError`, one sentence, for a missing
-    recipe, file or field, or a value that its field refuses.
+    `named_base` finds a base or a teacher, `named_data` prepared data. Raises `ValueError`, one sentence, for a
+    missing recipe, file or field, or a value that its field refuses.
     """
     values = {} if choice.config is None else read_config(choice.config)
     try:
@@ -87,6 +88,9 @@ def choose_recipe(
         if isinstance(values.get("base"), str):
             recipe = replace(recipe, base=named_base(values.pop("base")))
         recipe = with_changes(recipe, values)
+        if (teacher := recipe.train.teacher) is not None and teacher.model != BASE_TEACHER:
+            teacher = replace(teacher, model=named_base(teacher.model))
+            recipe = replace(recipe, train=replace(recipe.train, teacher=teacher))
     except ValueError as error:
         if choice.config is None:
             raise

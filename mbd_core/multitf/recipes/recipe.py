@@ -18,6 +18,9 @@ from mbd_core.multitf.states.layout import StateConfig
 if TYPE_CHECKING:
     import torch
 
+RECIPE = "recipe.json"
+"""The file of a trained model's folder that holds its recipe."""
+
 
 @configuration(panel=DATA)
 class TrainingRecipe:
@@ -106,9 +109,10 @@ def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe without fields that have no effect on the weights; `source` is a citation.
 
     Old records lack some fields: generated data without `tasks` are of both tasks, an adapter's base is not quantised,
-    and training states have later fields' defaults.
+    there is no teacher, and training states have later fields' defaults.
     """
-    train = {name: value for name, value in recipe["train"].items() if name not in WITHOUT_EFFECT}
+    kept = {name: value for name, value in recipe["train"].items() if name not in WITHOUT_EFFECT}
+    train = {"teacher": None} | kept
     if isinstance(train["lora"], dict):
         train["lora"] = {"quantize_base": None} | train["lora"]
     data = recipe["data"]

@@ -36,7 +36,7 @@ def run(
 SHOWN = (
     *("recipe", "config", "base", "data", "held_out.validation"),
     *("train.steps", "train.batch_size", "train.lr", "train.seed", "train.precision"),
-    *("train.lora.rank", "train.tensor_parallel"),
+    *("train.lora.rank", "train.teacher.model", "train.tensor_parallel"),
     *("sharding", "plan", "checkpoints", "every", "out", "overwrite", "write", "log_to"),
 )
 """What most runs choose; `--set` and a file reach all fields."""

@@ -10,14 +10,12 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.checkpoint.base_files import BaseFiles, read_base
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.models.decoder import Decoder
-from mbd_core.multitf.recipes.recipe import TrainingRecipe
+from mbd_core.multitf.recipes.recipe import RECIPE, TrainingRecipe
 from mbd_core.multitf.run.beginning import initial_model
 from mbd_core.multitf.run.checkpoints import Checkpoints
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.step.adapter import add_adapter, merge_adapter
 from mbd_core.multitf.step.quantized_base import quantize_base
-
-RECIPE = "recipe.json"
 
 
 def export(

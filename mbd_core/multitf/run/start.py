@@ -16,6 +16,7 @@ from mbd_core.multitf.data.encoding import tokenizer_fingerprint
 from mbd_core.multitf.data.example import filled_length
 from mbd_core.multitf.data.prepared import PreparedData, read_record
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
+from mbd_core.multitf.run.teachers import find_teacher
 from mbd_core.multitf.states.block_warmup import longest_length
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.training_attention import TrainingAttention
@@ -36,6 +37,7 @@ class StartingPoint:
     config  the model's, with the recipe's block size if the recipe fills masks
     base    the base's folder on this machine; `None` for a model that begins with random weights
     data    the folder of prepared data on this machine, `None` for generated data; `record` is its record
+    teacher the folder of a teacher that is loaded beside the model; `None` without one
     """
 
     recipe: TrainingRecipe
@@ -43,6 +45,7 @@ class StartingPoint:
     base: ModelFolder | None
     data: Path | None
     record: dict[str, Any] | None
+    teacher: ModelFolder | None = None
 
     @classmethod
     def read(cls, recipe: TrainingRecipe, *, fetch: Callable[[str], str] = str) -> "StartingPoint":
@@ -63,6 +66,8 @@ class StartingPoint:
                 check_bitsandbytes()
         if recipe.base is None:
             assert recipe.model is not None
+            if recipe.train.teacher is not None:
+                find_teacher(recipe.train.teacher, None, lora=False)
             check_model(recipe, recipe.model, "its own model")
             if isinstance(recipe.data, PreparedData):
                 raise ValueError(
@@ -79,7 +84,10 @@ class StartingPoint:
         config = base.config
         if recipe.states.fills_masks:
             config = replace(config, block_size=recipe.states.block_size)
-        return cls(recipe=recipe, config=config, base=base, data=data, record=record)
+        teacher = None
+        if recipe.train.teacher is not None:
+            teacher = find_teacher(recipe.train.teacher, base, lora=recipe.train.lora is not None, fetch=fetch)
+        return cls(recipe=recipe, config=config, base=base, data=data, record=record, teacher=teacher)
 
     def with_precision(self, precision: Precision) -> "StartingPoint":
         """The same, computed in `precision`."""
@@ -149,6 +157,7 @@ class StartingPoint:
                 sharding=sharding,
                 precision="float32" if wide else "bfloat16",
                 dense=device == "CPU" or recipe.train.attention == "dense",
+                teacher=None if self.teacher is None else self.teacher.config,
             )
             for sharding in allowed_shardings(recipe.train, choice, num_workers=num_workers)
         ]
@@ -162,6 +171,10 @@ def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
         raise ValueError(
             f"recipe {recipe.name} trains {' and '.join(recipe.architectures)} models, and {name} is a "
             f"{config.architecture}; choose another recipe or --base"
+        )
+    if recipe.train.teacher is not None and not recipe.states.fills_masks:
+        raise ValueError(
+            f"recipe {recipe.name} has a teacher for masked positions, and layouts=none masks none; leave one out"
         )
     if recipe.states.block_warmup and recipe.train.pack is not None:
         raise ValueError(

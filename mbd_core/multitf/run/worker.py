@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from mbd_core.checkpoint.adapter_saving import save_adapter
@@ -25,14 +26,15 @@ from mbd_core.multitf.config import (
     ValidationOptions,
     Written,
 )
-from mbd_core.multitf.recipes.recipe import start_line
+from mbd_core.multitf.recipes.recipe import RECIPE, start_line
 from mbd_core.multitf.run.beginning import prepare
 from mbd_core.multitf.run.checkpoints import Checkpoints, RunCurve, best_step
-from mbd_core.multitf.run.export import RECIPE, export, recipe_text
+from mbd_core.multitf.run.export import export, recipe_text
 from mbd_core.multitf.run.log import Log, RunLog, say
 from mbd_core.multitf.run.profile import Profile, check_measuring
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.sweeps import Sweeper, Sweeps
+from mbd_core.multitf.run.teachers import load_teacher
 from mbd_core.multitf.run.validation import Validation, ValidationFailed, are_conversations, check_held_out
 from mbd_core.multitf.step.adapter import adapter_factors, base_tensors, fill_adapter, merge_adapter
 from mbd_core.multitf.step.mfu import device_peak
@@ -146,6 +148,9 @@ class Run:
             is_swept = validation.keep_best == "sweep_accuracy"
             if sweeping.sweep_every if is_swept else validation.validation is not None:
                 checkpoints.keep_best = validation.keep_best
+        teacher = None
+        if start.teacher is not None:
+            teacher = load_teacher(start.teacher, dtype=getattr(torch, recipe.train.precision), device=workers.device)
         self.trainer = Trainer(
             model,
             examples,
@@ -156,6 +161,7 @@ class Run:
             mean=workers.mean,
             device=workers.device,
             sharding=sharding,
+            teacher=teacher,
         )
         if checkpoints is not None and workers.is_first and recipe.train.lora is not None and base is not None:
             checkpoints.base = model_digest(base.path)

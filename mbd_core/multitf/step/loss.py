@@ -70,13 +70,13 @@ def multitf_loss(
     """
     if bool(batch.rollout.any()) if rolls_out is None else rolls_out:
         batch = roll_out(model, batch, attention=attention)
-    label_states = _label_states(model, batch, attention)
+    label_states = states_of_labels(model, batch, attention)
 
     def score(hidden_ND: Tensor, labels_N: Tensor) -> Scores:
         logits_NV = wide_logits(model.logits(hidden_ND))
         return F.cross_entropy(logits_NV, labels_N, reduction="none"), logits_NV.argmax(-1) == labels_N
 
-    return _loss_and_sums(
+    return loss_and_sums(
         in_pieces(score, model, label_states.hidden, label_states.labels), label_states, batch, divisor
     )
 
@@ -109,8 +109,8 @@ def distillation_loss(
     sequence whole, the student under the batch's mask.
     """
     with torch.no_grad(), as_teacher():
-        teacher_hidden = _label_states(model, batch, attention, whole=True).hidden
-    label_states = _label_states(model, batch, attention)
+        teacher_hidden = states_of_labels(model, batch, attention, whole=True).hidden
+    label_states = states_of_labels(model, batch, attention)
 
     def score(hidden_ND: Tensor, taught_ND: Tensor, labels_N: Tensor) -> Scores:
         with torch.no_grad():
@@ -118,7 +118,7 @@ def distillation_loss(
         student = wide_logits(model.logits(hidden_ND))
         return divergence(student, teacher, direction), student.argmax(-1) == labels_N
 
-    return _loss_and_sums(
+    return loss_and_sums(
         in_pieces(score, model, label_states.hidden, teacher_hidden, label_states.labels),
         label_states,
         batch,
@@ -168,7 +168,7 @@ class LabelStates:
     ratios: Tensor
 
 
-def _label_states(
+def states_of_labels(
     model: Decoder, batch: MultiTFBatch, attention: TrainingAttention, *, whole: bool = False
 ) -> LabelStates:
     rows, places = (batch.labels != IGNORE).nonzero(as_tuple=True)
@@ -200,7 +200,7 @@ def in_pieces(score: Callable[..., Scores], model: Decoder, *columns: Tensor) ->
     return torch.cat(first), torch.cat(second)
 
 
-def _loss_and_sums(
+def loss_and_sums(
     scores: Scores, label_states: LabelStates, batch: MultiTFBatch, divisor: Tensor | float | None
 ) -> LossAndSums:
     losses, hits = scores

@@ -4,7 +4,8 @@ Weights, gradients and optimizer states are exact: the tensors are counted on th
 The rest is an estimate of the peak: tensors for the backward pass (`activation_memory.py`), gathered weights and
 copies in bfloat16, logits and masks. The allocator's own loss is `RESERVE`.
 
-    weights      float32, also where the run computes in bfloat16: the master weights; a base in 4 bits as stored
+    weights      float32, also where the run computes in bfloat16: the master weights; a base in 4 bits as stored; a
+                 frozen teacher in the run's precision
     gradients    float32, of trained parameters
     optimizer    AdamW two float32 numbers a parameter, Muon one
     gathered     bfloat16 casts of replicated weights, and the largest dequantised layer; of sharded weights the
@@ -25,6 +26,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from mbd_core.checkpoint.loading import planned_bytes
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.config import LoraSettings, Sharding, TrainConfig
@@ -49,7 +51,8 @@ AUTOCAST_KEEPS = 0.8
 class Workload:
     """The subject of a plan: a model, its training, the length of its samples, the number of workers.
 
-    `dense`: attention under a dense mask instead of a block mask, which takes almost no memory.
+    `dense`: attention under a dense mask instead of a block mask, which takes almost no memory. `teacher`: a frozen
+    model beside the trained one, whole on each worker.
     """
 
     config: ModelConfig
@@ -60,6 +63,7 @@ class Workload:
     sharding: Sharding
     precision: Literal["float32", "bfloat16"]
     dense: bool = False
+    teacher: ModelConfig | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -120,7 +124,8 @@ def plan_memory(workload: Workload) -> MemoryPlan:
         weights=sum(
             nf4_bytes(p.numel()) if name in quantized else WIDE * _worker_numel(name, p, workload)
             for name, p in model.named_parameters()
-        ),
+        )
+        + (0 if workload.teacher is None else planned_bytes(workload.teacher, getattr(torch, workload.precision))),
         gradients=WIDE * sum(_worker_numel(name, p, workload) for name, p in trained.items()),
         optimizer=WIDE * num_states,
         gathered=_gathered_bytes(model, workload),
@@ -205,10 +210,11 @@ def _activations(workload: Workload, tokens: int) -> int:
 
 
 def _logits(workload: Workload, labels: int) -> int:
-    """Logits, in float32, their log-probabilities and the gradients of both."""
+    """Logits, in float32, their log-probabilities and the gradients of both; a teacher's without gradients."""
     vocab = workload.config.vocab_size
     at_once = min(labels, max(1, LOGIT_BYTES // (WIDE * vocab)))
-    return at_once * vocab * (2 * _width(workload) + 3 * WIDE)
+    teachers = 0 if workload.train.teacher is None else _width(workload) + 2 * WIDE
+    return at_once * vocab * (2 * _width(workload) + 3 * WIDE + teachers)
 
 
 def plan_lines(workload: Workload, plan: MemoryPlan, *, device: str = "GPU") -> list[str]:

@@ -58,11 +58,9 @@ def update_flops(
 ) -> float:
     """The operations of one update on a batch that lies on the CPU."""
     tokens, pairs = batch.num_tokens, visible_pairs(batch)
-    last_mlp = mlp_flops(config, config.num_layers - 1)
 
     def products(predicted: Tensor) -> float:
-        everywhere = tokens * (matrix_flops(config) - last_mlp)
-        return everywhere + int(predicted.sum()) * (last_mlp + head_flops(config))
+        return _products(config, tokens, int(predicted.sum()))
 
     has_label = batch.labels != IGNORE
     attention = pairs * pair_flops(config)
@@ -73,6 +71,16 @@ def update_flops(
         sample_sizes = batch.sample[batch.sample >= 0].bincount()
         total += products(has_label) + int(sample_sizes.square().sum()) * pair_flops(config)
     return total
+
+
+def forward_flops(config: ModelConfig, batch: MultiTFBatch, predicted: int) -> float:
+    """The operations of a forward without gradients, in which some tokens are predicted."""
+    return _products(config, batch.num_tokens, predicted) + visible_pairs(batch) * pair_flops(config)
+
+
+def _products(config: ModelConfig, tokens: int, predicted: int) -> float:
+    last_mlp = mlp_flops(config, config.num_layers - 1)
+    return tokens * (matrix_flops(config) - last_mlp) + predicted * (last_mlp + head_flops(config))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from mbd_core.multitf.data.example import IGNORE, Example
 from mbd_core.multitf.data.prepared import sample_lengths
 from mbd_core.multitf.states.batch import AnyBatch, MultiTFBatch, samples_of
 from mbd_core.multitf.states.block_warmup import states_at
+from mbd_core.multitf.states.clean_text import CleanTexts
 from mbd_core.multitf.states.layout import SAMPLE_MEANS, StateConfig
 from mbd_core.multitf.states.packing import Together, packed_alike
 from mbd_core.multitf.states.sample import build_batch
@@ -37,11 +38,12 @@ from mbd_core.multitf.step.loss import (
     multitf_loss,
 )
 from mbd_core.multitf.step.loss_buckets import BUCKETS, bucket_means
-from mbd_core.multitf.step.mfu import update_flops
+from mbd_core.multitf.step.mfu import forward_flops, update_flops
 from mbd_core.multitf.step.optimizers import make_optimizers
 from mbd_core.multitf.step.quantized_base import quantize_base
 from mbd_core.multitf.step.sample_dropout import SampleDraws
 from mbd_core.multitf.step.sharding import shard_model, whole
+from mbd_core.multitf.step.teaching import Teacher, taught_loss
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,22 @@ class Objective(nn.Module):
         attention: TrainingAttention = DENSE,
         *,
         rolls_out: bool | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.attention, self.rolls_out = attention, rolls_out
-        self.distillation = distillation
+        self.distillation, self.teacher = distillation, teacher
 
-    def forward(self, batch: MultiTFBatch, divisor: Tensor | float | None = None) -> LossAndSums:
+    def forward(
+        self, batch: MultiTFBatch, divisor: Tensor | float | None = None, lesson: CleanTexts | None = None
+    ) -> LossAndSums:
+        if self.teacher is not None:
+            assert lesson is not None
+            rolls_out = bool(self.rolls_out)
+            return taught_loss(
+                self.model, batch, lesson, self.teacher, divisor, attention=self.attention, rolls_out=rolls_out
+            )
         if self.distillation is None:
             return multitf_loss(self.model, batch, divisor, attention=self.attention, rolls_out=self.rolls_out)
         teacher, attention = partial(without_adapter, self.model), self.attention
@@ -190,7 +201,8 @@ class Updater:
 class Trainer(Updater):
     """MultiTF on samples: each update's batch, its noise, its loss.
 
-    `mean` must average a tensor over several workers. The rest is as in `Updater`.
+    `mean` must average a tensor over several workers. `teacher` is a model of its own, if `config.teacher` names one.
+    The rest is as in `Updater`.
     """
 
     def __init__(
@@ -205,12 +217,14 @@ class Trainer(Updater):
         mean: Callable[[Tensor], Tensor] | None = None,
         device: torch.device | None = None,
         sharding: Sharding | None = None,
+        teacher: Decoder | None = None,
     ) -> None:
         check_workers(config, world_size)
         if len(examples) < config.batch_size:
             raise ValueError(f"{len(examples)} training samples are fewer than batch_size={config.batch_size}")
         rolls_out = states.self_denoising != "none"
-        objective = partial(Objective, model, config.distillation, rolls_out=rolls_out)
+        self.teacher = None if config.teacher is None else Teacher(config.teacher, teacher)
+        objective = partial(Objective, model, config.distillation, rolls_out=rolls_out, teacher=self.teacher)
         super().__init__(model, config, objective, rank=rank, world_size=world_size, device=device, sharding=sharding)
         self.examples, self.states, self.mean = examples, states, mean
         self.lengths = sample_lengths(examples)
@@ -246,8 +260,7 @@ class Trainer(Updater):
 
         Nothing is learned. Workers with parts of one model call it equally often.
         """
-        with self._autocast():
-            loss, measures = self.objective(batch.to(self.device), 1.0)
+        loss, measures = self._loss(batch, 1.0)
         accuracy, sums = measures[0], measures[1:]
         labels = counts_in_accuracy(batch.slot[batch.labels != IGNORE]).sum().to(sums)
         divisor = denominator(batch, self.states.weighting).to(sums)
@@ -276,8 +289,7 @@ class Trainer(Updater):
         for part in parts:
             self._announce(part, samples)
             with self._gradients_stay_here(part is not parts[-1]):
-                with self._autocast():
-                    part_loss, measures = self.objective(part.to(self.device), divisor)
+                part_loss, measures = self._loss(part, divisor)
                 part_loss.backward()
             share, part_accuracy, *part_sums = torch.cat([part_loss.detach().double()[None], measures]).tolist()
             loss += share
@@ -289,10 +301,24 @@ class Trainer(Updater):
             tokens, positions, tflop, sums = 0, 0, 0.0, [0.0] * len(sums)
         return StepMetrics(number, loss, accuracy, c.lr_at(number), tokens, positions, norm, tflop, tuple(sums))
 
+    def _loss(self, batch: MultiTFBatch, divisor: Tensor | float) -> LossAndSums:
+        """The objective of a batch that lies on the CPU."""
+        lesson = None if self.teacher is None else self._lesson(batch).to(self.device)
+        with self._autocast():
+            found: LossAndSums = self.objective(batch.to(self.device), divisor, lesson)
+        return found
+
+    def _lesson(self, batch: MultiTFBatch) -> CleanTexts:
+        return CleanTexts.of(batch, self.model.config.eos_token_ids)
+
     def _tflop(self, batch: MultiTFBatch) -> float:
         c, rolls_out = self.config, self.states.self_denoising != "none"
         distills, lora = c.distillation is not None, c.lora is not None
-        return update_flops(self.model.config, batch, rolls_out=rolls_out, distills=distills, lora=lora) / 1e12
+        flops = update_flops(self.model.config, batch, rolls_out=rolls_out, distills=distills, lora=lora)
+        if self.teacher is not None:
+            reader, lesson = self.teacher.model or self.model, self._lesson(batch)
+            flops += forward_flops(reader.config, lesson.texts, len(lesson.rows))
+        return flops / 1e12
 
     def _divisor(self, batch: MultiTFBatch) -> Tensor | float:
         """The mean over the workers of their losses' divisors; at least 1 label's worth, so never 0.

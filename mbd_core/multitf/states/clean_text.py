@@ -1,0 +1,98 @@
+"""What an autoregressive teacher reads for a training batch: each clean text once, causally.
+
+A text is a sequence of its own. By the mask's own rule (Eq. B.7) a token whose block is its place, in one noise-group
+with all others, sees itself and the tokens before it:
+
+text  1 2 3 4
+    1 x           block  0 1 2 3
+    2 x x         first  0 0 0 0
+    3 x x x
+    4 x x x x
+
+A label's target is the distribution behind the token before it. All noisy streams of an answer have one text. The
+labels of an AR loss have no target.
+
+Shape legend: S training sequences, L tokens of the longest, N labels.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from mbd_core.multitf.data.example import IGNORE
+from mbd_core.multitf.states.batch import MultiTFBatch, SequenceColumns, collate
+
+
+@dataclass(frozen=True)
+class CleanTexts:
+    """The texts of a batch, and for its labels, in the order of the batch's rows, the places of their targets (N).
+
+    A label without a target (`has_target`) has place 0 of text 0.
+    """
+
+    texts: MultiTFBatch
+    rows: Tensor
+    places: Tensor
+    has_target: Tensor
+
+    @classmethod
+    def of(cls, batch: MultiTFBatch, eos_token_ids: Collection[int]) -> Self:
+        """The texts of a batch on the CPU: each noisy stream with its labels in place of its masks, behind the clean
+        tokens before it. Nothing predicts a text's first token, and no teacher has read behind an answer's first EOS.
+        """
+        numbers: dict[tuple[int, ...], int] = {}
+        text_of, place_of = (torch.full(batch.labels.shape, -1) for _ in range(2))
+        clean = torch.where(batch.labels == IGNORE, batch.input_ids, batch.labels)
+        for row, stream in enumerate(batch.stream):
+            of_noise = (stream > 0) & (batch.slot[row] >= 0)
+            for key in torch.stack([batch.sample[row][of_noise], stream[of_noise]]).unique(dim=1).T:
+                own = (batch.sample[row] == key[0]) & (stream == key[1])
+                positions, ids = batch.positions[row][own], clean[row][own]
+                start = int(positions[0])
+                before = (batch.sample[row] == key[0]) & (stream == 0) & (batch.positions[row] < start)
+                text = (*clean[row][before].tolist(), *ids.tolist())
+                assert len(text) == start + len(ids), "a noisy stream without the clean tokens before it"
+                text_of[row, own] = numbers.setdefault(text, len(numbers))
+                is_read = (positions > 0) & (positions <= end_of(text, eos_token_ids))
+                place_of[row, own] = torch.where(is_read, positions - 1, -1)
+        is_label = batch.labels != IGNORE
+        return cls.at(list(numbers), text_of[is_label], place_of[is_label])
+
+    @classmethod
+    def at(cls, texts: Sequence[Sequence[int]], rows_N: Tensor, places_N: Tensor) -> Self:
+        """Texts with the places of the targets; -1 for a label without one."""
+        batch = collate([causal_columns(text) for text in texts])
+        return cls(batch, rows_N.clamp(min=0), places_N.clamp(min=0), places_N >= 0)
+
+    def to(self, device: torch.device) -> Self:
+        moved = {name: value.to(device) for name, value in vars(self).items()}
+        return replace(self, **moved)
+
+
+def end_of(text: Sequence[int], eos_token_ids: Collection[int]) -> int:
+    """The place of the first EOS of those that end and fill a text; its length if none ends it."""
+    end = len(text)
+    while end > 0 and text[end - 1] == text[-1] and text[-1] in eos_token_ids:
+        end -= 1
+    return end
+
+
+def causal_columns(text: Sequence[int]) -> SequenceColumns:
+    """The columns of a text that is read causally, without labels."""
+    places, zeros = list(range(len(text))), [0] * len(text)
+    return {
+        "input_ids": list(text),
+        "positions": places,
+        "stream": [1] * len(text),
+        "block": places,
+        "first": zeros,
+        "labels": [IGNORE] * len(text),
+        "weights": [0.0] * len(text),
+        "source": places,
+        "rollout": [False] * len(text),
+        "slot": zeros,
+        "ratio": [0.0] * len(text),
+    }
