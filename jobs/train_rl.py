@@ -43,14 +43,15 @@ if TYPE_CHECKING:
     from mbd_core.rl.rollouts import RolloutPlan
 
 OF_TRAIN = ("lr", "warmup", "schedule", "weight_decay", "clip", "optimizer", "precision", "micro_batch", "pack")
-"""Fields of `train` that are options, beside the adapter's; a file (--config) changes the other fields."""
+"""Fields of `train` that are options, beside the adapter's and the teacher's; a file (--config) changes the others."""
 CHANGEABLE = [
     item.path
     for item in leaves_of(RLRecipe)
     if not item.path.startswith("train.")
-    or item.path.startswith("train.lora.")
+    or item.path.startswith(("train.lora.", "train.teacher."))
     or item.path.removeprefix("train.") in OF_TRAIN
 ]
+CHANGEABLE.remove("train.teacher.weight")  # a rollout has no labels for the rest
 
 
 @configuration(panel=CLUSTER)

@@ -52,14 +52,20 @@ class LoraSettings:
 
 
 BASE_TEACHER = "base"
+TeacherReading = Literal["text", "blocks"]
 
 
 @configuration(panel=UPDATES)
 class TeacherSettings:
-    """An autoregressive teacher: its next-token distributions on the clean text are the targets of masked positions.
+    """A frozen teacher, whose distributions are the targets of masked positions.
 
-    It reads each text once, causally. `base` is the network without its adapter, or where all weights are trained a
-    frozen copy of the base. So the base must have its autoregressive weights still, as `mbd convert` writes them.
+    It reads each text once, causally, and the target of a token is what it would say next before it. Of rollouts it
+    may read `blocks` instead: the same masks block by block behind finished blocks, as decoding with one slot sees
+    them. So a model of several slots can teach itself.
+
+    `base` is the network without its adapter, or where all weights are trained a frozen copy of the base. To read text
+    the base must have its autoregressive weights still, as `mbd convert` writes them.
+
     Beside `weight` of the divergence, a label's cross-entropy has `1 - weight`. Behind an answer's end, where no
     teacher has read on, labels are the only targets.
 
@@ -72,15 +78,17 @@ class TeacherSettings:
     model: Annotated[str, Flag(name="--teacher", metavar="base|MODEL")] = BASE_TEACHER
     """Learn from an autoregressive model's next-token distributions at masked positions: base (the base without the
     adapter), or a model folder."""
-    weight: Annotated[float, Gt(0), Le(1)] = 1.0
+    reads: Annotated[TeacherReading, Flag(name="--teacher-reads")] = "text"
+    """The clean text, causally; or of rollouts their blocks, one behind the other, as with one slot."""
+    weight: Annotated[float, Gt(0), Le(1), Flag(name="--teacher-weight")] = 1.0
     """The weight of the teacher's divergence; labels have the rest."""
-    temperature: Annotated[float, Gt(0)] = 1.0
-    """Of both distributions."""
-    top_k: Annotated[int | None, Ge(1)] = None
+    temperature: Annotated[float, Gt(0), Flag(name="--teacher-temperature")] = 1.0
+    """The temperature of the teacher's and the student's distribution."""
+    top_k: Annotated[int | None, Ge(1), Flag(name="--teacher-top-k")] = None
     """Sum over this number of the teacher's likeliest tokens instead of the vocabulary."""
-    reverse: Annotated[float, Ge(0), Le(1)] = 0.0
+    reverse: Annotated[float, Ge(0), Le(1), Flag(name="--teacher-reverse")] = 0.0
     """The share of KL(student || teacher); KL(teacher || student) has the rest."""
-    jsd: Annotated[float | None, Gt(0)] = None
+    jsd: Annotated[float | None, Gt(0), Flag(name="--teacher-jsd")] = None
     """The Jensen-Shannon divergence with this weight of the teacher, instead of KL; below 1."""
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """A run of reinforcement learning as a value: its problems, its drawn answers, its rewards, and its learner."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, field, replace
 from typing import Annotated, Any, Literal
@@ -10,12 +11,13 @@ from mbd_core.evaluation.tasks.kinds.harness import HARNESS_PREFIX
 from mbd_core.evaluation.tasks.recipes import OWN_CHAT
 from mbd_core.evaluation.tasks.recipes import RECIPES as PROMPT_RECIPES
 from mbd_core.fields import CLUSTER, DATA, DECODING, MODEL, OUTPUT, STATES, UPDATES, Flag, Ge, Gt, configuration
-from mbd_core.json_text import differing_fields
+from mbd_core.json_text import differing_fields, merge_fields
 from mbd_core.multitf.config import ReplayStates, TrainConfig
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.rewards import RewardConfig
 
+RampShape = Literal["cos", "sin", "linear"]
 RLSchedule = Literal["sync", "one-step-off"]
 
 
@@ -37,8 +39,8 @@ class RolloutConfig:
     ] = OWN_CHAT.name
     prompts: Annotated[int, Ge(1)] = 8
     """Problems of an iteration."""
-    group: Annotated[int, Ge(2), Flag(panel=DECODING)] = 8
-    """Answers drawn to each problem, which are compared."""
+    group: Annotated[int, Ge(1), Flag(panel=DECODING)] = 8
+    """Answers drawn to each problem, which are compared; 1 for a teacher alone."""
     part_rows: Annotated[int, Ge(1)] = 32
     """Answers that an engine is given and writes together: whole groups."""
     temperature: Annotated[float, Gt(0), Flag(panel=DECODING, metavar="T")] = 1.0
@@ -47,6 +49,12 @@ class RolloutConfig:
         None
     )
     """New tokens of an answer."""
+    first_tokens: Annotated[int | None, Ge(1), Flag(panel=DECODING, default="--max-tokens")] = None
+    """New tokens of an answer in the first iteration, from which the limit grows to --max-tokens."""
+    ramp: Annotated[int, Ge(1), Flag(panel=DECODING)] = 100
+    """Iterations in which it grows."""
+    ramp_shape: Annotated[RampShape, Flag(panel=DECODING)] = "cos"
+    """How: slowly at first (cos), fast at first (sin), or evenly (linear)."""
     decoding: Annotated[dict[str, Any], Flag(panel=DECODING, metavar="JSON")] = field(default_factory=dict)
     """Decoding fields that differ from the model's own."""
     record_experts: Annotated[bool, Flag(panel=DECODING)] = False
@@ -59,6 +67,19 @@ class RolloutConfig:
                 f"one of {', '.join(TASKS)}"
             )
         find_task(self.task)
+
+    def tokens_at(self, iteration: int, *, most: int, block_size: int) -> int:
+        """The limit of new tokens in the iteration numbered so, from 0: whole blocks while it grows to `most`."""
+        if self.first_tokens is None:
+            return most
+        if self.first_tokens > most:
+            raise ValueError(
+                f"first_tokens={self.first_tokens} is more than the limit of {most} tokens that it grows to"
+            )
+        share = min((iteration + 1) / self.ramp, 1.0)
+        grown = {"linear": share, "sin": math.sin(math.pi / 2 * share), "cos": 1 - math.cos(math.pi / 2 * share)}
+        tokens = self.first_tokens + (most - self.first_tokens) * grown[self.ramp_shape]
+        return min(most, max(1, round(tokens / block_size)) * block_size)
 
 
 @configuration(panel=DATA)
@@ -89,7 +110,8 @@ class RLRecipe:
                   update old then
 
     An iteration is one update: `train` has as many steps as there are iterations, a batch of all answers, and the
-    run's seed, whatever it is given. `states` and `shrink` go to `replay_batch`.
+    run's seed, whatever it is given. `states` and `shrink` go to `replay_batch`. With `train.teacher` the objective is
+    on-policy distillation (`multitf/step/distiller.py`): rewards are measured, and teach nothing.
     """
 
     name: Annotated[str, Flag(name=False)]
@@ -122,8 +144,12 @@ class RLRecipe:
 
     def __post_init__(self) -> None:
         objective = self.objective
-        is_off_policy = objective.correction is None and (objective.kind, objective.old) != ("clipped", "rollout")
-        if self.schedule == "one-step-off" and is_off_policy:
+        if self.distils:
+            self._check_distillation()
+        elif self.rollouts.group < 2:
+            raise ValueError("group=1 leaves no answers to compare: give at least 2, or a teacher (--teacher)")
+        is_corrected = objective.correction is not None or (objective.kind, objective.old) == ("clipped", "rollout")
+        if self.schedule == "one-step-off" and not (is_corrected or self.distils):
             raise ValueError(
                 "schedule=one-step-off learns from the answers of older weights: give kind=clipped with old=rollout, "
                 "or a correction"
@@ -134,6 +160,19 @@ class RLRecipe:
             )
         followed = replace(self.train, steps=self.iterations, batch_size=self.answers, seed=self.seed)
         object.__setattr__(self, "train", followed)
+
+    def _check_distillation(self) -> None:
+        if self.objective != PolicyObjective():
+            raise ValueError("a teacher is the only objective beside it: leave the fields of objective out")
+        if self.rollouts.record_experts:
+            raise ValueError(
+                "record_experts records those of the engine's forwards, and a teacher's rows draw few of them"
+            )
+
+    @property
+    def distils(self) -> bool:
+        """Whether a teacher's judgement is learned, and not a reward."""
+        return self.train.teacher is not None
 
     @property
     def lag(self) -> int:
@@ -159,9 +198,13 @@ FREE_OF_REWARDS = ("reward_seconds", "judge_patience", "judge_concurrency", "jud
 """What a run that goes on may change: of itself, and of how its rewards are asked for."""
 
 
+SINCE_ADDED = {"rollouts": {"first_tokens": None, "ramp": 100, "ramp_shape": "cos"}, "train": {"teacher": None}}
+"""Fields that old records lack."""
+
+
 def other_settings(recorded: Mapping[str, Any], recipe: RLRecipe) -> str:
     """The fields in which a recorded recipe and this recipe are different runs, in words; "" without any."""
-    theirs, ours = dict(recorded), as_recorded(recipe)
+    theirs, ours = merge_fields(SINCE_ADDED, recorded), as_recorded(recipe)
     for name in FREE:
         theirs.pop(name, None)
         ours.pop(name, None)

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from mbd_core.batch.parts import NumberedTable
+from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.grading import grade_table
 from mbd_core.files import durable_file
 from mbd_core.multitf.config import Sharding
+from mbd_core.multitf.run.teachers import find_teacher, load_teacher
 from mbd_core.multitf.states.answer import ReplayedAnswer
+from mbd_core.multitf.step.distiller import Distiller
 from mbd_core.multitf.step.learner import Learner
 from mbd_core.multitf.step.workers import ALONE, Workers
 from mbd_core.rl.config import RLRecipe
@@ -65,24 +68,31 @@ class LearnerState:
     def __init__(self, recipe: RLRecipe, *, workers: Workers = ALONE) -> None:
         self._recipe, self._workers = recipe, workers
         self._sharding: Sharding | None = None if workers.size == 1 else "replicated"
-        self._learner: Learner | None = None
+        self._learner: Learner | Distiller | None = None
 
     @property
-    def learner(self) -> Learner:
+    def learner(self) -> Learner | Distiller:
         assert self._learner is not None, "it is loaded"
         return self._learner
 
-    def _fresh(self) -> Learner:
-        recipe = self._recipe
-        model = load_model(model_folder(recipe.model), dtype=torch.float32)
-        return Learner(
-            model,
-            recipe.train,
-            recipe.objective,
-            states=recipe.states,
-            shrink=recipe.shrink,
-            workers=self._workers,
-            sharding=self._sharding,
+    def _fresh(self) -> Learner | Distiller:
+        recipe, folder = self._recipe, model_folder(self._recipe.model)
+        model = load_model(folder, dtype=torch.float32)
+        states, shrink, workers, sharding = recipe.states, recipe.shrink, self._workers, self._sharding
+        if recipe.train.teacher is None:
+            return Learner(
+                model,
+                recipe.train,
+                recipe.objective,
+                states=states,
+                shrink=shrink,
+                workers=workers,
+                sharding=sharding,
+            )
+        found = find_teacher(recipe.train.teacher, read_folder(folder), lora=recipe.train.lora is not None)
+        teacher = None if found is None else load_teacher(found, dtype=torch.float32, device=workers.device)
+        return Distiller(
+            model, recipe.train, teacher, states=states, shrink=shrink, workers=workers, sharding=sharding
         )
 
     def update(self, answers: Sequence[ReplayedAnswer]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from it, whichever of its processes was, and makes only those rollouts of the ne
 
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
@@ -31,12 +31,13 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.measures.rates import Summary, summarize
 from mbd_core.evaluation.sweep.folder import graded_sample
 from mbd_core.evaluation.sweep.graded_rows import GradedRow
+from mbd_core.multitf.recipes.recipe import RL_RECIPE
 from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.log_targets import open_logs
 from mbd_core.rl.config import RLRecipe, as_recorded
 from mbd_core.rl.executor import LearnerLost, RLExecutor
 from mbd_core.rl.folder import HELD_OUT, ITERATIONS, PLOT, RunFolder
-from mbd_core.rl.groups import REASONS, RewardedAnswer, advantages, weighted_sum, why_idle
+from mbd_core.rl.groups import REASONS, Reason, RewardedAnswer, advantages, weighted_sum, why_idle
 from mbd_core.rl.parts import RewardFailed
 from mbd_core.rl.record import (
     RecordedNumbers,
@@ -149,9 +150,13 @@ class RLRun:
         if recipe.lag and not is_last:
             waiting = self._begin(iteration + 1)  # with the weights of now
         answers = [rewarded_answer(row) for row in usable]
-        taught, dropped = advantages(
-            answers, recipe.rewards.weights, recipe.groups, seed=recipe.seed * 1_000_003 + iteration
-        )
+        dropped: Counter[Reason]
+        if recipe.distils:
+            taught, dropped = dict.fromkeys(range(len(answers)), 0.0), Counter[Reason]()
+        else:
+            taught, dropped = advantages(
+                answers, recipe.rewards.weights, recipe.groups, seed=recipe.seed * 1_000_003 + iteration
+            )
         dropped["undecoded"] += recipe.rollouts.prompts - len({answer.group for answer in answers})  # without any
         lessons = [
             replayed(usable[place], advantage=advantage, correct=answers[place].correct)
@@ -177,7 +182,11 @@ class RLRun:
             "iteration": iteration,
             **rollout_numbers(rows, answers, recipe.rewards.weights),
             **group_numbers(answers, dropped, taught, num_groups=recipe.rollouts.prompts),
-            "idle": not (any(taught.values()) or (recipe.objective.nll and any(each.correct for each in lessons))),
+            "idle": not (
+                (recipe.distils and lessons)
+                or any(taught.values())
+                or (recipe.objective.nll and any(each.correct for each in lessons))
+            ),
             "version_lag": fmean(iteration - row["version"] for row in rows),
             **report,
             **{f"seconds_{name}": round(value, 3) for name, value in seconds.items()},
@@ -323,7 +332,7 @@ class RLRun:
             base=base,
             generation=dict(base.generation),
             dtype=torch.bfloat16,
-            extra={"rl_recipe.json": recipe},
+            extra={RL_RECIPE: recipe},
             overwrite=path.exists(),
         )
         return path

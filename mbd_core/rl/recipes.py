@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from mbd_core.multitf.config import TrainConfig
-from mbd_core.multitf.step.objective import OBJECTIVES
+from mbd_core.multitf.config import TeacherSettings, TrainConfig
+from mbd_core.multitf.step.objective import OBJECTIVES, PolicyObjective
 from mbd_core.rl.config import HeldOutConfig, RLRecipe, RolloutConfig
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.parts import CORRECT, TPF
@@ -48,7 +48,18 @@ TINY_RL = replace(
 """A minute or two of a processor: to see a run, and to see that a cluster can run one. It is too short to learn much;
 at a learning rate of 1e-4 and more these updates, of few answers each, make the model worse."""
 
-RL_RECIPES = {recipe.name: recipe for recipe in (LEDGER_RL, TINY_RL)}
+TINY_OPD = replace(
+    TINY_RL,
+    name="tiny-opd",
+    rollouts=replace(TINY_RL.rollouts, prompts=32, group=1),
+    objective=PolicyObjective(),
+    train=replace(ADAMW, lr=1e-4, teacher=TeacherSettings(reads="blocks")),
+    source="OPDLM (arXiv:2606.06712) in small, with the model at one slot as its own teacher",
+)
+"""On-policy distillation: `ledger-mbd` with four slots learns from itself block by block. For an adapted base the
+teacher is `base`, which reads causally (docs/guide/rl.md)."""
+
+RL_RECIPES = {recipe.name: recipe for recipe in (LEDGER_RL, TINY_RL, TINY_OPD)}
 
 
 def rl_recipe_named(name: str) -> RLRecipe:

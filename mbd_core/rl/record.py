@@ -72,7 +72,8 @@ def failures_text(failures: Mapping[str, int]) -> str:
 def group_numbers(
     answers: Sequence[RewardedAnswer], dropped: Mapping[Reason, int], taught: Mapping[int, float], *, num_groups: int
 ) -> dict[str, float]:
-    """How many groups were dropped, by reason, and how many are left to learn from; `even` groups teach nothing."""
+    """How many groups were dropped, by reason, and how many are left to learn from; of rewards, `even` groups teach
+    nothing."""
     return {
         "groups": num_groups,
         **{f"groups_dropped_{reason}": dropped.get(reason, 0) for reason in REASONS},
@@ -100,7 +101,9 @@ def progress_line(line: RecordedNumbers, iterations: int, seconds_each: float) -
     """An iteration in one line."""
     left = (iterations - line["iteration"] - 1) * seconds_each
     learned = f"{line['answers_learned']} of {line['rollouts']} answers"
-    loss = f"loss {line['loss']:+.4f}  |d| {line['d_mean']:.1e}" if "loss" in line else "nothing to learn from"
+    loss = f"loss {line['loss']:+.4f}" if "loss" in line else "nothing to learn from"
+    if "d_mean" in line:
+        loss += f"  |d| {line['d_mean']:.1e}"
     return (
         f"iteration {line['iteration'] + 1}/{iterations}  reward {line['reward']:.3f}  "
         f"right {line['correct']:.3f}  TPF {line['tpf']:.2f}  {learned}  {loss}  "

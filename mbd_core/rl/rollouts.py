@@ -35,6 +35,7 @@ from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.kinds.task import Problem
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.evaluation.tasks.recipes import find_recipe
+from mbd_core.multitf.run.teachers import find_teacher
 from mbd_core.multitf.states.answer import ReplayedAnswer, replay_refused
 from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.rewards import check_judges
@@ -62,6 +63,8 @@ class RolloutPlan:
         """Loads and checks all inputs of a run; raises `ValueError`, one sentence, for an input it cannot honour."""
         check_judges(recipe.rewards)
         contents = read_folder(model_folder(recipe.model))
+        if recipe.train.teacher is not None:
+            find_teacher(recipe.train.teacher, contents, lora=recipe.train.lora is not None)
         rollouts = recipe.rollouts
         task, prompt_recipe = find_task(rollouts.task), find_recipe(rollouts.prompt_recipe)
         prompt = prompt_recipe.task_prompt(task.name)
@@ -83,11 +86,13 @@ class RolloutPlan:
             raise ValueError(why)
         if rollouts.record_experts and contents.config.moe is None:
             raise ValueError(f"model '{recipe.model}' has no experts that record_experts could record")
+        inputs = ask(problem_set, prompt_recipe, examples=None, max_tokens=rollouts.max_tokens)
+        rollouts.tokens_at(0, most=inputs.max_tokens, block_size=decoding.block_size)
         slots = decoding.buffer_size if engine.buffer_size is None else max(engine.buffer_size, decoding.buffer_size)
         return cls(
             recipe=recipe,
             problems=problem_set.problems,
-            inputs=ask(problem_set, prompt_recipe, examples=None, max_tokens=rollouts.max_tokens),
+            inputs=inputs,
             config=config_text(decoding),
             engine=replace(engine, buffer_size=slots),
             held_out=_held_out(recipe, engine) if recipe.held_out.evaluate_every else None,
@@ -101,6 +106,7 @@ class RolloutPlan:
         """An iteration's requests (`ASKED_COLUMNS`) in parts of whole groups, with the parts' numbers."""
         rollouts = self.recipe.rollouts
         rows: list[AskedRow] = []
+        limit = self.tokens_at(iteration)
         for number in range(rollouts.prompts):
             group = iteration * rollouts.prompts + number
             place = self._place(group)
@@ -120,6 +126,7 @@ class RolloutPlan:
                         "entry_point": problem.entry_point,
                         "config": self.config,
                         **self.inputs.columns(place),
+                        "max_tokens": limit,
                         "seed": self.recipe.seed,
                         "draw": draw,
                         "sampling": json.dumps({"temperature": rollouts.temperature, "seed": seed}),
@@ -130,6 +137,11 @@ class RolloutPlan:
                 )
         parts = cut(rows, rows_per_part=rollouts.part_rows)
         return [(part.number, pa.Table.from_pylist([*part.rows], schema=ASKED_COLUMNS)) for part in parts]
+
+    def tokens_at(self, iteration: int) -> int:
+        """The limit of new tokens of an iteration's answers."""
+        size = read_decoding(json.loads(self.config)).block_size
+        return self.recipe.rollouts.tokens_at(iteration, most=self.inputs.max_tokens, block_size=size)
 
     def _place(self, group: int) -> int:
         """A group's problem: generated problems come in order, the problems of a file are shuffled anew each time."""

@@ -12,6 +12,7 @@ from typing import Any
 import aup_checks
 import block_checks
 import causal_checks
+import distillation_checks
 import full_attention_checks
 import gemma_checks
 import logits_checks
@@ -25,6 +26,7 @@ CHECKS = {
     **full_attention_checks.CHECKS,
     **gemma_checks.CHECKS,
     **training_checks.CHECKS,
+    **distillation_checks.CHECKS,
     **aup_checks.CHECKS,
 }
 WITH_MODEL = ("sdar", "llada2", "llada22", "llada", "dream", "fastdllm2", "nemotron", "diffusiongemma")

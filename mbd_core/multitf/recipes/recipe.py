@@ -18,8 +18,8 @@ from mbd_core.multitf.states.layout import StateConfig
 if TYPE_CHECKING:
     import torch
 
-RECIPE = "recipe.json"
-"""The file of a trained model's folder that holds its recipe."""
+RECIPE, RL_RECIPE = "recipe.json", "rl_recipe.json"
+"""The files of a trained model's folder that hold its recipe, and that of its reinforcement learning."""
 
 
 @configuration(panel=DATA)

@@ -86,6 +86,8 @@ class StartingPoint:
             config = replace(config, block_size=recipe.states.block_size)
         teacher = None
         if recipe.train.teacher is not None:
+            if recipe.train.teacher.reads != "text":
+                raise ValueError("teacher.reads=blocks is for rollouts (mbd rl): of clean text leave it at text")
             teacher = find_teacher(recipe.train.teacher, base, lora=recipe.train.lora is not None, fetch=fetch)
         return cls(recipe=recipe, config=config, base=base, data=data, record=record, teacher=teacher)
 

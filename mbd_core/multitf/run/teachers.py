@@ -10,7 +10,7 @@ from mbd_core.checkpoint.safetensor_files import read_json
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import BASE_TEACHER, TeacherSettings
-from mbd_core.multitf.recipes.recipe import RECIPE
+from mbd_core.multitf.recipes.recipe import RECIPE, RL_RECIPE
 
 
 def find_teacher(
@@ -18,17 +18,28 @@ def find_teacher(
 ) -> ModelFolder | None:
     """The folder of a teacher that is loaded beside the student; `None` if the student without its adapter teaches.
 
-    Raises `ValueError`, one sentence, for a teacher that does not read causally, or that has another vocabulary.
+    Raises `ValueError`, one sentence, for a teacher that cannot read so, or that has another vocabulary.
     """
+    by_blocks = settings.reads == "blocks"
     if base is None:
         raise ValueError(
             "a teacher needs a student of the same vocabulary, and this one begins with random weights: name a --base"
         )
     if settings.model == BASE_TEACHER:
-        _check_base(base)
+        if not by_blocks:
+            _check_base(base)
         return None if lora else base
     teacher = read_folder(model_folder(fetch(settings.model)))
-    if teacher.config.attention != "causal":
+    if by_blocks and (teacher.config.attention, teacher.config.mask_token_id, teacher.config.shift_logits) != (
+        base.config.attention,
+        base.config.mask_token_id,
+        base.config.shift_logits,
+    ):
+        raise ValueError(
+            f"teacher.reads=blocks: {settings.model}, a {teacher.config.architecture}, does not fill the masks of "
+            f"{base.path}: give a model of its kind, or {BASE_TEACHER}"
+        )
+    if not by_blocks and teacher.config.attention != "causal":
         raise ValueError(
             f"--teacher {settings.model} is a {teacher.config.architecture}, which does not read causally: name the "
             "autoregressive model that the base was made of"
@@ -49,7 +60,8 @@ def _check_base(base: ModelFolder) -> None:
             f"{base.path} is a {base.config.architecture}, which does not read causally and is no teacher: {remedy}"
         )
     recipe = base.path / RECIPE
-    if recipe.exists() and read_json(recipe).get("states", {}).get("layouts") != "none":
+    is_ar = not recipe.exists() or read_json(recipe).get("states", {}).get("layouts") == "none"
+    if not is_ar or (base.path / RL_RECIPE).exists():
         raise ValueError(
             f"{base.path} was trained to fill masks since it was autoregressive, and is no teacher any more: {remedy}"
         )

@@ -27,13 +27,14 @@ from mbd_core.multitf.states.batch import MultiTFBatch, SequenceColumns, collate
 
 
 @dataclass(frozen=True)
-class CleanTexts:
-    """The texts of a batch, and for its labels, in the order of the batch's rows, the places of their targets (N).
+class Lesson:
+    """What a teacher reads for a batch, and for the batch's labels, in the order of its rows, the places of their
+    targets (N): the label's own place in what is read, whose `source` has the logits.
 
-    A label without a target (`has_target`) has place 0 of text 0.
+    A label without a target (`has_target`) has place 0 of sequence 0.
     """
 
-    texts: MultiTFBatch
+    reading: MultiTFBatch
     rows: Tensor
     places: Tensor
     has_target: Tensor

@@ -214,22 +214,9 @@ def replay_row(
             "an answer without a prompt cannot be replayed with shifted logits: nothing predicts its start"
         )
     grid = AnswerGrid.of(answer, mask_token_id=mask_token_id)
-    all_states = list(replayed_states(grid, states, shrink))
-    clean_at = sum(int(state.is_there.sum()) for state in all_states)
-    parts: list[dict[str, np.ndarray]] = []
-    start = 0
-    for number, state in enumerate(all_states, start=1):
-        parts.append(_noisy_columns(grid, state, number, mask_token_id=mask_token_id))
-        (places,) = state.is_there.nonzero()
-        source = start + np.arange(len(places)) - shift
-        if shift:  # the last clean token stands before the first token of a window
-            is_head = (grid.blocks[places] == state.first[places]) & (np.diff(grid.blocks[places], prepend=-1) != 0)
-            source = np.where(is_head, clean_at + places - 1, source)
-        parts[-1]["source"] = source.clip(min=0)
-        start += len(places)
-    parts.append(_clean_columns(grid, max(int(state.first[state.is_there].max()) for state in all_states)))
-    parts[-1]["source"] = clean_at + np.arange(len(parts[-1]["labels"]))
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    columns = state_columns(
+        grid, list(replayed_states(grid, states, shrink)), mask_token_id=mask_token_id, shift=shift
+    )
     has_label = columns["labels"] != IGNORE
     columns |= {
         "weights": has_label / has_label.sum(),
@@ -251,6 +238,27 @@ def replay_row(
     times = np.unique(grid.steps[grid.is_decided])
     forwards = np.array([0, *times])[columns["stream"]]
     return lists | {"experts": _recorded_experts(answer.experts, forwards, columns["positions"])}
+
+
+def state_columns(
+    grid: AnswerGrid, all_states: Sequence[ReplayState], *, mask_token_id: int, shift: bool
+) -> dict[str, np.ndarray]:
+    """The noisy streams of states, then the clean blocks that they see. There are no weights yet."""
+    clean_at = sum(int(state.is_there.sum()) for state in all_states)
+    parts: list[dict[str, np.ndarray]] = []
+    start = 0
+    for number, state in enumerate(all_states, start=1):
+        parts.append(_noisy_columns(grid, state, number, mask_token_id=mask_token_id))
+        (places,) = state.is_there.nonzero()
+        source = start + np.arange(len(places)) - shift
+        if shift:  # the last clean token stands before the first token of a window
+            is_head = (grid.blocks[places] == state.first[places]) & (np.diff(grid.blocks[places], prepend=-1) != 0)
+            source = np.where(is_head, clean_at + places - 1, source)
+        parts[-1]["source"] = source.clip(min=0)
+        start += len(places)
+    parts.append(_clean_columns(grid, max(int(state.first[state.is_there].max()) for state in all_states)))
+    parts[-1]["source"] = clean_at + np.arange(len(parts[-1]["labels"]))
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _recorded_experts(

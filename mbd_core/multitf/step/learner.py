@@ -11,33 +11,26 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from hashlib import sha256
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from mbd_core.models.decoder import Decoder
-from mbd_core.multitf.config import ReplayStates, Sharding, TrainConfig, check_workers
+from mbd_core.multitf.config import ReplayStates, Sharding, TrainConfig
 from mbd_core.multitf.data.example import IGNORE
 from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.multitf.states.batch import SequenceColumns
 from mbd_core.multitf.states.packing import packed_alike
 from mbd_core.multitf.states.replay import ReplayBatch, collate_answers, replay_row
 from mbd_core.multitf.states.replay_cost import ReplayCost, replay_cost
-from mbd_core.multitf.step.adapter import merged_tensors, without_adapter
+from mbd_core.multitf.step.adapter import without_adapter
 from mbd_core.multitf.step.mfu import update_flops
 from mbd_core.multitf.step.policy_loss import LOSSES, MAXIMA, PARTS, SUMS, PolicyModule, PolicyObjective
 from mbd_core.multitf.step.policy_weights import Totals, weighed
-from mbd_core.multitf.step.trainer import Updater, split_batch
+from mbd_core.multitf.step.rollout_learner import RolloutLearner
+from mbd_core.multitf.step.trainer import split_batch
 from mbd_core.multitf.step.workers import ALONE, Workers
 
 
@@ -93,7 +86,7 @@ class LearnerReport:
         return {name: number for name, number in numbers.items() if number is not None}
 
 
-class Learner(Updater):
+class Learner(RolloutLearner):
     """A policy in training on replayed answers.
 
     `config.batch_size` is the planned number of answers in an update; dropped groups may leave fewer, and there may be
@@ -113,14 +106,8 @@ class Learner(Updater):
         workers: Workers = ALONE,
         sharding: Sharding | None = None,
     ) -> None:
-        check_workers(config, workers.size)
-        if config.distillation is not None:
-            raise ValueError("distillation is MultiTF's objective, and not a learner's; leave it out")
-        if config.lora is not None and config.lora.dropout:
-            raise ValueError(
-                f"an adapter's dropout of {config.lora.dropout} makes the learner's log-probabilities others than the "
-                "engine's: give dropout 0"
-            )
+        if config.teacher is not None:
+            raise ValueError("a teacher is a distiller's, and a policy has none; leave it out")
         keeps_reference = objective.needs_reference and config.lora is None
         if keeps_reference and sharding == "sharded" and workers.size > 1:
             raise ValueError(
@@ -128,15 +115,10 @@ class Learner(Updater):
                 "model without it, or give kl_to=old"
             )
         reference = deepcopy(model).to(workers.device).eval().requires_grad_(False) if keeps_reference else None
-        self.policy, self.states, self.shrink, self.workers = objective, states, shrink, workers
+        self.policy = objective
+        module = partial(PolicyModule, model, objective)
         super().__init__(
-            model,
-            config,
-            partial(PolicyModule, model, objective),
-            rank=workers.rank,
-            world_size=workers.size,
-            device=workers.device,
-            sharding=sharding,
+            model, config, module, states=states, shrink=shrink, workers=workers, sharding=sharding, frozen=reference
         )
         self._reference = None if reference is None else PolicyModule(reference, objective, self.attention)
 
@@ -183,77 +165,14 @@ class Learner(Updater):
             },
         )
 
-    def weights(self) -> dict[str, Tensor]:
-        """Copies of the policy's tensors on the CPU, by the decoder's names and with an adapter merged, for
-        `Engine.update_weights`.
-
-        Every worker calls it.
-        """
-        return merged_tensors(self.model)
-
-    def state_dict(self) -> dict[str, Any]:
-        """A resumed learner's state beside the run's first model: step, weights and optimizer states, as copies on the
-        CPU.
-
-        Every worker calls it. The first one gets the state, the others an empty one.
-        """
-        options = StateDictOptions(
-            full_state_dict=True, cpu_offload=True, ignore_frozen_params=self.config.lora is not None
-        )
-        model = get_model_state_dict(self.model, options=options)
-        optimizers = get_optimizer_state_dict(self.model, self.optimizers, options=options)
-        if not self.workers.is_first:
-            return {}
-        state = {
-            "step": self.step_number,
-            "model": model,
-            "optimizers": optimizers,
-            "reference": self._reference_digest(),
-        }
-        return deepcopy(state)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state, given by the first worker and left empty by the others. Every worker calls it.
-
-        Raises `ValueError` if the state's reference is another model than this learner's.
-        """
-        step, digest = self.workers.all_values((state.get("step", 0), state.get("reference")))[0]
-        if digest != self._reference_digest():
-            raise ValueError(
-                "the state is of a learner with another frozen reference: give this one the model that the run began "
-                "with, and the same objective"
-            )
-        has_others = self.workers.size > 1
-        options = StateDictOptions(
-            full_state_dict=True, broadcast_from_rank0=has_others, strict=self.config.lora is None
-        )
-        state = deepcopy(dict(state))
-        set_model_state_dict(self.model, state.get("model", {}), options=options)
-        set_optimizer_state_dict(self.model, self.optimizers, state.get("optimizers", {}), options=options)
-        self.step_number = step
-
-    def _reference_digest(self) -> str | None:
-        """A digest of the frozen reference's tensors; `None` without a reference."""
-        if self._reference is None:
-            return None
-        digest = sha256()
-        for name, tensor in self._reference.model.state_dict().items():
-            digest.update(name.encode())
-            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
-
     def _share(self, answers: Sequence[ReplayedAnswer]) -> "UpdateShare":
         """This worker's answers as a weighed batch.
 
-        They are dealt out longest first, so that workers have about equally many tokens. If one is left over, the
-        workers without it compute the longest again, without labels: workers with parts of one model must compute
-        equally often.
+        If one is left over, the workers without it compute the longest again, without labels: workers with parts of
+        one model must compute equally often.
         """
-        if not answers:
-            raise ValueError("an update needs at least one answer; of none nothing is learned")
         count = self.world_size
-        order = sorted(answers, key=lambda answer: -len(answer.prompt) - len(answer.steps))
-        own = order[self.rank :: count]
+        order, own = self._dealt(answers)
         rows = [self._row(answer) for answer in own]
         if len(own) < math.ceil(len(order) / count):
             rows.append(self._row(order[0]))

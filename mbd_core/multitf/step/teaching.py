@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import TeacherSettings
 from mbd_core.multitf.states.batch import MultiTFBatch
-from mbd_core.multitf.states.clean_text import CleanTexts
+from mbd_core.multitf.states.clean_text import Lesson
 from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.adapter import without_adapter
 from mbd_core.multitf.step.loss import (
@@ -57,7 +57,7 @@ class Teacher:
 def taught_loss(
     model: Decoder,
     batch: MultiTFBatch,
-    lesson: CleanTexts,
+    lesson: Lesson,
     teacher: Teacher,
     divisor: Tensor | float | None = None,
     *,
@@ -67,7 +67,7 @@ def taught_loss(
     """`multitf_loss` with the teacher's divergence instead of `weight` of a label's CE, where there is a target."""
     settings = teacher.settings
     with teacher.reading(model) as reader:
-        taught_hidden = hidden_states(reader, lesson.texts, attention, (lesson.rows, lesson.places))
+        taught_hidden = hidden_states(reader, lesson.reading, attention, (lesson.rows, lesson.places))
     if rolls_out:
         batch = roll_out(model, batch, attention=attention)
     states, head = states_of_labels(model, batch, attention), teacher.model or model  # the head has no adapter

@@ -22,7 +22,7 @@ from mbd_core.multitf.data.example import IGNORE, Example
 from mbd_core.multitf.data.prepared import sample_lengths
 from mbd_core.multitf.states.batch import AnyBatch, MultiTFBatch, samples_of
 from mbd_core.multitf.states.block_warmup import states_at
-from mbd_core.multitf.states.clean_text import CleanTexts
+from mbd_core.multitf.states.clean_text import Lesson
 from mbd_core.multitf.states.layout import SAMPLE_MEANS, StateConfig
 from mbd_core.multitf.states.packing import Together, packed_alike
 from mbd_core.multitf.states.sample import build_batch
@@ -91,7 +91,7 @@ class Objective(nn.Module):
         self.distillation, self.teacher = distillation, teacher
 
     def forward(
-        self, batch: MultiTFBatch, divisor: Tensor | float | None = None, lesson: CleanTexts | None = None
+        self, batch: MultiTFBatch, divisor: Tensor | float | None = None, lesson: Lesson | None = None
     ) -> LossAndSums:
         if self.teacher is not None:
             assert lesson is not None
@@ -308,8 +308,8 @@ class Trainer(Updater):
             found: LossAndSums = self.objective(batch.to(self.device), divisor, lesson)
         return found
 
-    def _lesson(self, batch: MultiTFBatch) -> CleanTexts:
-        return CleanTexts.of(batch, self.model.config.eos_token_ids)
+    def _lesson(self, batch: MultiTFBatch) -> Lesson:
+        return Lesson.of(batch, self.model.config.eos_token_ids)
 
     def _tflop(self, batch: MultiTFBatch) -> float:
         c, rolls_out = self.config, self.states.self_denoising != "none"
@@ -317,7 +317,7 @@ class Trainer(Updater):
         flops = update_flops(self.model.config, batch, rolls_out=rolls_out, distills=distills, lora=lora)
         if self.teacher is not None:
             reader, lesson = self.teacher.model or self.model, self._lesson(batch)
-            flops += forward_flops(reader.config, lesson.texts, len(lesson.rows))
+            flops += forward_flops(reader.config, lesson.reading, len(lesson.rows))
         return flops / 1e12
 
     def _divisor(self, batch: MultiTFBatch) -> Tensor | float:

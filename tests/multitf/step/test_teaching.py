@@ -14,7 +14,7 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import LoraSettings, TeacherSettings, TrainConfig
 from mbd_core.multitf.data.example import IGNORE, Example
 from mbd_core.multitf.states.batch import MultiTFBatch
-from mbd_core.multitf.states.clean_text import CleanTexts, end_of
+from mbd_core.multitf.states.clean_text import Lesson, end_of
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.sample import build_batch
 from mbd_core.multitf.step import loss as losses
@@ -82,7 +82,7 @@ def test_the_target_of_a_label_is_the_next_token_of_a_causal_forward(
     model: Decoder, other: Decoder, together: list[list[int]] | None
 ) -> None:
     batch = batch_of(model, EXAMPLES, together)
-    lesson = CleanTexts.of(batch, (EOS,))
+    lesson = Lesson.of(batch, (EOS,))
     settings = TeacherSettings(weight=0.7)
     loss, _ = taught_loss(model, batch, lesson, Teacher(settings, other))
     targets = literal_targets(batch, other, EXAMPLES)
@@ -102,7 +102,7 @@ def test_the_target_of_a_label_is_the_next_token_of_a_causal_forward(
 
 def test_a_text_is_read_once_for_all_noisy_streams(model: Decoder) -> None:
     batch = batch_of(model, EXAMPLES)
-    assert len(CleanTexts.of(batch, (EOS,)).texts.input_ids) == 4  # one conversation has two answers
+    assert len(Lesson.of(batch, (EOS,)).reading.input_ids) == 4  # one conversation has two answers
     assert int(batch.stream.max()) > 3
 
 
@@ -114,7 +114,7 @@ def test_the_end_of_a_text_is_its_first_eos() -> None:
 
 def test_without_weight_on_it_the_teacher_teaches_nothing(model: Decoder, other: Decoder) -> None:
     batch = batch_of(model, EXAMPLES)
-    lesson, plain = CleanTexts.of(batch, (EOS,)), multitf_loss(model, batch)[0].item()
+    lesson, plain = Lesson.of(batch, (EOS,)), multitf_loss(model, batch)[0].item()
     almost = taught_loss(model, batch, lesson, Teacher(TeacherSettings(weight=1e-12), other))[0].item()
     assert almost == pytest.approx(plain, rel=1e-9)
     whole = taught_loss(model, batch, lesson, Teacher(TeacherSettings(), other))[0].item()
@@ -125,7 +125,7 @@ def test_logits_in_pieces_give_the_same_gradients(
     model: Decoder, other: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = batch_of(model, EXAMPLES)
-    lesson = CleanTexts.of(batch, (EOS,))
+    lesson = Lesson.of(batch, (EOS,))
 
     def gradients() -> list[Tensor]:
         model.zero_grad()
@@ -173,7 +173,7 @@ def test_the_labels_of_an_ar_loss_stay_labels(other: Decoder) -> None:
     settings = {"mask_token_id": model.config.mask_token_id, "rngs": [random.Random(i) for i in range(3)]}
     both, alone = (build_batch(EXAMPLES, states, **deepcopy(settings)) for states in (beside, STATES))
     teacher = Teacher(TeacherSettings(), other)
-    taught = [taught_loss(model, batch, CleanTexts.of(batch, (EOS,)), teacher)[0].item() for batch in (both, alone)]
+    taught = [taught_loss(model, batch, Lesson.of(batch, (EOS,)), teacher)[0].item() for batch in (both, alone)]
     plain = [multitf_loss(model, batch)[0].item() for batch in (both, alone)]
     assert taught[0] - taught[1] == pytest.approx(plain[0] - plain[1], rel=1e-9)
 

@@ -1,0 +1,132 @@
+"""What all learners of rollouts share: answers dealt out to workers, weights for engines, a state to go on from."""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from mbd_core.models.decoder import Decoder
+from mbd_core.multitf.config import ReplayStates, Sharding, TrainConfig, check_workers
+from mbd_core.multitf.states.answer import ReplayedAnswer
+from mbd_core.multitf.states.training_attention import TrainingAttention
+from mbd_core.multitf.step.adapter import merged_tensors
+from mbd_core.multitf.step.trainer import Updater
+from mbd_core.multitf.step.workers import Workers
+
+
+class RolloutLearner(Updater):
+    """A model in training on rollouts. `states` and `shrink` choose the states that it learns in.
+
+    `frozen` is the model beside it that the objective compares with, if it is not the trained one without its adapter.
+    A state is of one frozen model.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: TrainConfig,
+        objective: Callable[[TrainingAttention], nn.Module],
+        *,
+        states: ReplayStates,
+        shrink: int,
+        workers: Workers,
+        sharding: Sharding | None,
+        frozen: Decoder | None,
+    ) -> None:
+        check_workers(config, workers.size)
+        if config.distillation is not None:
+            raise ValueError("distillation is MultiTF's objective, and not a learner's; leave it out")
+        if config.lora is not None and config.lora.dropout:
+            raise ValueError(
+                f"an adapter's dropout of {config.lora.dropout} makes the learner's log-probabilities others than the "
+                "engine's: give dropout 0"
+            )
+        self.states, self.shrink, self.workers, self._frozen = states, shrink, workers, frozen
+        super().__init__(
+            model,
+            config,
+            objective,
+            rank=workers.rank,
+            world_size=workers.size,
+            device=workers.device,
+            sharding=sharding,
+        )
+
+    def _dealt(self, answers: Sequence[ReplayedAnswer]) -> tuple[list[ReplayedAnswer], list[ReplayedAnswer]]:
+        """The answers longest first, and this worker's share, so that workers have about equally many tokens.
+
+        Raises `ValueError` without answers.
+        """
+        if not answers:
+            raise ValueError("an update needs at least one answer; of none nothing is learned")
+        order = sorted(answers, key=lambda answer: -len(answer.prompt) - len(answer.steps))
+        return order, order[self.rank :: self.world_size]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of the policy's tensors on the CPU, by the decoder's names and with an adapter merged, for
+        `Engine.update_weights`.
+
+        Every worker calls it.
+        """
+        return merged_tensors(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A resumed learner's state beside the run's first model: step, weights and optimizer states, as copies on the
+        CPU.
+
+        Every worker calls it. The first one gets the state, the others an empty one.
+        """
+        options = StateDictOptions(
+            full_state_dict=True, cpu_offload=True, ignore_frozen_params=self.config.lora is not None
+        )
+        model = get_model_state_dict(self.model, options=options)
+        optimizers = get_optimizer_state_dict(self.model, self.optimizers, options=options)
+        if not self.workers.is_first:
+            return {}
+        state = {
+            "step": self.step_number,
+            "model": model,
+            "optimizers": optimizers,
+            "reference": self._reference_digest(),
+        }
+        return deepcopy(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state, given by the first worker and left empty by the others. Every worker calls it.
+
+        Raises `ValueError` if the state's reference is another model than this learner's.
+        """
+        step, digest = self.workers.all_values((state.get("step", 0), state.get("reference")))[0]
+        if digest != self._reference_digest():
+            raise ValueError(
+                "the state is of a learner with another frozen reference: give this one the model that the run began "
+                "with, and the same objective"
+            )
+        has_others = self.workers.size > 1
+        options = StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=has_others, strict=self.config.lora is None
+        )
+        state = deepcopy(dict(state))
+        set_model_state_dict(self.model, state.get("model", {}), options=options)
+        set_optimizer_state_dict(self.model, self.optimizers, state.get("optimizers", {}), options=options)
+        self.step_number = step
+
+    def _reference_digest(self) -> str | None:
+        """A digest of the frozen reference's tensors; `None` without a reference."""
+        if self._frozen is None:
+            return None
+        digest = sha256()
+        for name, tensor in self._frozen.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
