@@ -112,6 +112,11 @@ def check_room(topologies: Sequence[Topology], nodes: Sequence[Resources], *, sp
         raise _too_small(topologies, nodes, spare_cpus)
 
 
+def fits(bundle: Resources, node: Resources) -> bool:
+    """Whether the node has room for the bundle."""
+    return _times(bundle, node) > 0
+
+
 def _times(bundle: Resources, node: Resources) -> int:
     """How often the node holds the bundle."""
     return min(int(node.get(kind, 0) // amount) for kind, amount in bundle.items() if amount)

@@ -19,7 +19,9 @@ def run(
     engine: Annotated[EngineConfig, Fields(*ENGINE_FIELDS)],
     own: SweepWork,
     *,
-    out: Annotated[str, Flag("Folder to write, or a URL as s3://bucket/path.", OUTPUT, metavar="DIR|URL")],
+    out: Annotated[
+        str, Flag("Folder to write, or a URL as s3://bucket/path.", OUTPUT, metavar="DIR|URL", opened_by="job")
+    ],
 ) -> None:
     """Sweep models x methods x thresholds over tasks on Ray Data, and report accuracy, TPF, AUP and speed.
 

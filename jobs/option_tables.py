@@ -13,7 +13,7 @@ from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, Multi
 from mbd_core.decoding.blocks.causal_config import Causal, Thinking
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Levenshtein, Soft
 from mbd_core.engine.config import EngineConfig
-from mbd_core.fields import Field, fields_of
+from mbd_core.fields import Field, OpenedBy, fields_of
 from mbd_core.tables import Table, markdown
 
 FILE_OBJECTS = {
@@ -46,6 +46,13 @@ MANY = 3
 IN_A_FILE = """The `args` of the application have the options of `jobs/serve.py` by the names below, and fields
 without an option. Unknown names are refused. [k8s/base/serve.yaml](../../k8s/base/serve.yaml) is such a file."""
 COLUMNS = ("values", "default", "what it is")
+ON_CLUSTERS = ("train", "prepare", "sweep", "rl", "serve")
+OPENERS: dict[OpenedBy, str] = {
+    "job": "the job's own process, on its machine alone",
+    "workers": "workers, who must find the same there; what is small is copied to them",
+    "all": "the job, its workers and whoever goes on: one folder that all of them see, or a URL",
+    "each": "each worker its own, on its machine",
+}
 
 
 def page() -> str:
@@ -64,6 +71,7 @@ def page() -> str:
     ]
     decoding = _objects(DECODING_OBJECTS)
     lead = ["What a request's `decoding`, a method of a sweep and `--decoding` may set."]
+    tables.append(_paths())
     tables.append(Table(title="Decoding fields", lead=lead, columns=decoding[0], rows=decoding[1:]))
     return markdown(tables)
 
@@ -75,6 +83,22 @@ def described_commands() -> Iterator[tuple[str, str, Main]]:
             main = getattr(importlib.import_module(module), "main", None)
             if isinstance(main, Main) and main.options:
                 yield name, module, main
+
+
+def _paths() -> Table:
+    """Who opens the paths of commands that use a cluster, as the fields say."""
+    opened: dict[str, list[str]] = {who: [] for who in OPENERS}
+    for name, _, main in described_commands():
+        if name not in ON_CLUSTERS:
+            continue
+        for who, options in opened.items():
+            named = [f"`{_name(main, item)}`" for item in main.options if item.flag.opened_by == who]
+            options += [f"{name}: {', '.join(named)}"] if named else []
+    return Table(
+        title="Paths on a cluster whose machines share no disk",
+        columns=("who opens them", "paths"),
+        rows=[(words, "; ".join(opened[who])) for who, words in OPENERS.items()],
+    )
 
 
 def _command_tables() -> Iterator[Table]:

@@ -36,10 +36,18 @@ def run(
             DATA,
             positional=True,
             metavar="FILE|DIR|URL...",
+            opened_by="job",
         ),
     ],
     out: Annotated[
-        str | None, Flag("Folder to write.", OUTPUT, metavar="DIR|URL", default="with --show none: nothing is written")
+        str | None,
+        Flag(
+            "Folder to write.",
+            OUTPUT,
+            metavar="DIR|URL",
+            default="with --show none: nothing is written",
+            opened_by="job",
+        ),
     ] = None,
 ) -> None:
     """Make training samples of conversations: template, tokenise and filter them, and compare them with benchmarks.

@@ -60,7 +60,7 @@ class RLOptions:
 
     recipe: Annotated[str, Flag(panel=MODEL)] = "tiny-rl"
     """The recipe: its name, or your own recipe as FILE.py:NAME."""
-    config: Annotated[Path | None, Flag(panel=MODEL, metavar="FILE")] = None
+    config: Annotated[Path | None, Flag(panel=MODEL, metavar="FILE", opened_by="job")] = None
     """A YAML or JSON file of changes to the recipe; options override the file."""
     engines: Annotated[int, Ge(1)] = 1
     """Engines that make rollouts."""

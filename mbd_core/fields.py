@@ -42,6 +42,9 @@ MODEL, DATA, DECODING, ENGINE, CLUSTER, OUTPUT = "What runs", "Data", "Decoding"
 LOAD = "Load"
 UPDATES, STATES, LORA, COMPUTING = "Updates", "Training states", "Adapter (LoRA)", "How a step is computed"
 PANELS = (MODEL, DATA, LOAD, UPDATES, STATES, LORA, COMPUTING, DECODING, ENGINE, CLUSTER, OUTPUT)
+OpenedBy = Literal["job", "workers", "all", "each"]
+"""Of a path: who opens it. The job's own process; workers, who read there what the job does; job and workers, and
+whoever goes on, who share one folder; or each process its own, on its machine."""
 MOST = 2**31 - 1  # of counts that tensors of 32-bit integers hold
 T = TypeVar("T")
 Texts = Annotated[tuple[str, ...], Strict(False)]
@@ -59,6 +62,7 @@ class Flag:
     metavar     what --help shows for the value
     default     what --help shows for the default
     commas      a list is one text with commas (default: the option is repeated for each item)
+    opened_by   of a path, a URL or a model
     """
 
     help: str = field(default="", kw_only=False)
@@ -68,6 +72,7 @@ class Flag:
     metavar: str | None = None
     default: str | None = None
     commas: bool = False
+    opened_by: OpenedBy | None = None
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
 from actors.evaluation.packed_parts import pack, process_part, unpack
+from actors.paths import NO_PATHS, JobPaths, known_paths, model_paths
 from cluster import local
 from cluster.failures import CLUSTER_FAILURES, failure_text, reason
 from cluster.topology import plan_topology
@@ -30,16 +31,15 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.grading import Grading
 from mbd_core.evaluation.sweep.sweep import Sweep
 from mbd_core.serving.tokens.load import load_engine
-from mbd_core.storage.models import fetch_model
 
 ModelLoader = Callable[[str, EngineConfig], DecodingModel]
 
 
-def loader(models: Mapping[str, str], *, tensor_parallel: int) -> ModelLoader:
-    """Loads a model by the name in the rows, which `models` maps to what `fetch_model` takes."""
+def loader(models: Mapping[str, str], *, tensor_parallel: int, paths: JobPaths = NO_PATHS) -> ModelLoader:
+    """Loads a model by the name in the rows, which `models` maps to what `paths.fetch` takes."""
 
     def load(name: str, engine: EngineConfig) -> DecodingModel:
-        loaded = load_engine(model_folder(fetch_model(models[name])), engine, tensor_parallel=tensor_parallel)
+        loaded = load_engine(model_folder(paths.fetch(models[name])), engine, tensor_parallel=tensor_parallel)
         loaded.prepare()
         return DecodingModel(loaded.engine, loaded.tokenizer)
 
@@ -59,9 +59,10 @@ class DecodeActor:
         engine: EngineConfig,
         *,
         tensor_parallel: int = 1,
+        paths: JobPaths = NO_PATHS,
         attempts: "ActorHandle[Attempts] | None" = None,
     ) -> None:
-        load = loader(models, tensor_parallel=tensor_parallel)
+        load = loader(models, tensor_parallel=tensor_parallel, paths=paths)
         self._stage, self._attempts = DecodeStage(lambda name: load(name, engine)), attempts
 
     def __call__(self, packed: pa.Table) -> pa.Table:
@@ -85,9 +86,15 @@ class TimingActor:
     """`TimedStage` in an actor."""
 
     def __init__(
-        self, models: Mapping[str, str], engine: EngineConfig, *, tensor_parallel: int, concurrency: int
+        self,
+        models: Mapping[str, str],
+        engine: EngineConfig,
+        *,
+        tensor_parallel: int,
+        paths: JobPaths,
+        concurrency: int,
     ) -> None:
-        load = loader(models, tensor_parallel=tensor_parallel)
+        load = loader(models, tensor_parallel=tensor_parallel, paths=paths)
         self._stage = TimedStage(
             lambda name, buffer_size: load(name, timing_engine(engine, buffer_size, concurrency=concurrency)),
             concurrency=concurrency,
@@ -109,15 +116,19 @@ def ray_executor(
     urls: Mapping[str, str] | None = None,
     isolated: bool = False,
     address: str | None = None,
+    say: Callable[[str], object] = print,
 ) -> Iterator["RayExecutor"]:
     """An executor on the cluster at `address`, by default of `RAY_ADDRESS`, or on one of its own, which ends with the
-    block."""
+    block. Raises as `RayExecutor` and `known_paths`."""
     num_cpus = max(4, num_engines * sweep.tensor_parallel + 2)
     is_ours = local.connect(address=address, num_cpus=num_cpus, worker_logs=False)
     try:
-        yield RayExecutor(
+        executor = RayExecutor(
             sweep, Grading(isolated=isolated), num_engines=num_engines, concurrency=concurrency, urls=urls
         )
+        models = model_paths("--models", *executor.models.values())
+        with known_paths(models, bundle=executor.topology.bundle, say=say) as executor.paths:
+            yield executor
     finally:
         if is_ours:
             ray.shutdown()
@@ -127,7 +138,8 @@ class RayExecutor:
     """An executor on the connected cluster, whose engines take a GPU a rank if it has GPUs.
 
     Engines on CPUs may share a machine's memory, so each sizes its KV pages from its part of it. `urls` maps the
-    folders of models that were fetched to where they come from: each node fetches them for itself. Raises
+    folders of models that were fetched to where they come from: each node fetches them for itself, and `paths` say
+    where it finds the others. Raises
     `ClusterTooSmall` if not all engines find room, or if they leave no CPU for `postprocess`: Ray would wait forever.
     """
 
@@ -147,7 +159,8 @@ class RayExecutor:
         if not self.on_gpu:
             self.engine = replace(self.engine, kv_memory_fraction=self.engine.kv_memory_fraction / num_engines)
         self.cluster_cpus: float | None = sum(node.get("CPU", 0.0) for node in nodes)
-        self._models = {name: (urls or {}).get(folder, folder) for name, folder in sweep.models.items()}
+        self.models = {name: (urls or {}).get(folder, folder) for name, folder in sweep.models.items()}
+        self.paths = NO_PATHS
         self._concurrency = concurrency
 
     def decode(self, tables: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
@@ -159,8 +172,8 @@ class RayExecutor:
             ray.data.from_arrow([pack(number, table) for number, table in tables])
             .map_batches(
                 DecodeActor,
-                fn_constructor_args=(self._models, self.engine),
-                fn_constructor_kwargs={"tensor_parallel": engines.ranks, "attempts": attempts},
+                fn_constructor_args=(self.models, self.engine),
+                fn_constructor_kwargs={"tensor_parallel": engines.ranks, "paths": self.paths, "attempts": attempts},
                 batch_size=1,
                 batch_format="pyarrow",
                 compute=ray.data.ActorPoolStrategy(size=engines.processes),
@@ -195,7 +208,13 @@ class RayExecutor:
             .options(
                 num_cpus=self.topology.num_cpus, num_gpus=self.topology.num_gpus, max_restarts=3, max_task_retries=3
             )
-            .remote(self._models, self.engine, tensor_parallel=self.topology.ranks, concurrency=self._concurrency)
+            .remote(
+                self.models,
+                self.engine,
+                tensor_parallel=self.topology.ranks,
+                paths=self.paths,
+                concurrency=self._concurrency,
+            )
         )
         try:
             with cluster_errors():

@@ -9,6 +9,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import BackpressureConfig
 
+from actors.paths import NO_PATHS, JobPaths
 from actors.serving.args import ServingArgs
 from actors.serving.gateway import Gateway
 from actors.serving.replica import STOP_SECONDS, engine_replicas
@@ -21,10 +22,11 @@ def build(args: dict[str, Any]) -> serve.Application:
     return application(ServingArgs.read(args))
 
 
-def application(args: ServingArgs) -> serve.Application:
-    """The Serve application. The models' folders are read where the replicas and gateways run, not here."""
+def application(args: ServingArgs, paths: JobPaths = NO_PATHS) -> serve.Application:
+    """The Serve application. The models' folders are read where the replicas and gateways run, not here; `paths` say
+    where these find them."""
     fixed_args = replace(args, models=[model.without_content() for model in args.models])
-    engines = [engine_replicas(args, model) for model in args.models]
+    engines = [engine_replicas(args, model, paths) for model in args.models]
     # A gateway holds the requests that wait for its engines, which bound their number. So requests before the gateway
     # wait only to be handed over.
     most = max(1000, 2 * sum(model.max_waiting * model.most_replicas for model in args.models))
@@ -40,4 +42,4 @@ def application(args: ServingArgs) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": GATEWAY_CPUS},
         user_config=args.content.values(),
-    ).bind(fixed_args, engines)
+    ).bind(fixed_args, engines, paths)

@@ -3,7 +3,7 @@
 It is the `args` of the application in a Serve config file. docs/reference/options.md has a table of its fields.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -86,9 +86,11 @@ class ModelArgs(EndpointArgs):
     routing: Literal["prefix", "load"] = "prefix"
     """Which replica gets a request: by prefix, the one that has stored the longest part of its prompt, unless it is
     clearly busier than others; by load, the less busy one of two."""
-    adapters: Annotated[dict[str, str], Flag(panel=MODEL, name=False)] = field(default_factory=dict)
+    adapters: Annotated[dict[str, str], Flag(panel=MODEL, name=False, opened_by="workers")] = field(
+        default_factory=dict
+    )
     """LoRA adapters: the names that clients call them by, each with its folder or storage URL."""
-    weights: Annotated[str | None, Flag(panel=MODEL, name=False)] = None
+    weights: Annotated[str | None, Flag(panel=MODEL, name=False, opened_by="workers")] = None
     """A folder or storage URL of other weights of the same shapes, to decode with instead of the model's."""
 
     def __post_init__(self) -> None:
@@ -115,9 +117,9 @@ class ModelArgs(EndpointArgs):
     def least_replicas(self) -> int:
         return self.replicas if isinstance(self.replicas, int) else self.replicas.min
 
-    def checked(self) -> Self:
-        """On this machine: a model at a URL is fetched."""
-        return super(ModelArgs, replace(self, model=fetch_model(self.model), name=self.served_name)).checked()
+    def checked(self, fetch: Callable[[str], str] = fetch_model) -> Self:
+        """On this machine: `fetch` gives the local name or path of the model, which it fetches from a URL."""
+        return super(ModelArgs, replace(self, model=fetch(self.model), name=self.served_name)).checked()
 
 
 @configuration(panel=CLUSTER)
@@ -132,7 +134,7 @@ class GatewayArgs:
     """How long a request looks for another replica after its own has died."""
     drain_seconds: Annotated[float, Ge(0)] = DRAIN_SECONDS
     """How long requests under way may go on after the first Ctrl-C or SIGTERM; 0 cuts them at once."""
-    api_keys: Annotated[Path | None, Flag(metavar="FILE")] = None
+    api_keys: Annotated[Path | None, Flag(metavar="FILE", opened_by="each")] = None
     """Serve only clients with a key of this file, on every machine with a gateway: lines of a client's name and its
     key; read when it changes."""
     client_requests: Annotated[int | None, Ge(1)] = None

@@ -24,6 +24,7 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
+from actors.paths import NO_PATHS, JobPaths
 from actors.serving.administration import Administration
 from actors.serving.args import GatewayContent, ModelArgs, ServingArgs
 from actors.serving.data_rows import ROWS_KEY, answer_row
@@ -59,6 +60,7 @@ class ServedRoute:
 
     model: ModelArgs
     handle: DeploymentHandle
+    paths: JobPaths = NO_PATHS
     standing: Standing = field(default_factory=Standing)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a long order is carried out
     _states: asyncio.Future[list[ReplicaState]] | None = None
@@ -74,7 +76,7 @@ class ServedRoute:
         """
         asking = asyncio.ensure_future(self._limits())
         try:
-            args = await asyncio.to_thread(self.model.checked)
+            args = await asyncio.to_thread(self.model.checked, self.paths.fetch)
             folder = await asyncio.to_thread(read_folder, Path(args.model))
             limits = await asking
         except ValueError as error:
@@ -168,13 +170,13 @@ def add_routes(gateway: Class) -> Class:
 class Gateway:
     """One `OpenAIServer` and its routes."""
 
-    def __init__(self, args: ServingArgs, handles: list[DeploymentHandle]) -> None:
+    def __init__(self, args: ServingArgs, handles: list[DeploymentHandle], paths: JobPaths = NO_PATHS) -> None:
         """`handles` go with `args.models`."""
         join_core_logs()
         keep_to_loopback()
         self._args = args
         self._routes = {
-            model.served_name: ServedRoute(model=model, handle=handle)
+            model.served_name: ServedRoute(model=model, handle=handle, paths=paths)
             for model, handle in zip(args.models, handles, strict=True)
         }
         self._keys = None if args.api_keys is None else ApiKeys(args.api_keys)

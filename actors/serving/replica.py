@@ -9,13 +9,13 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
+from actors.paths import NO_PATHS, JobPaths, this_host
 from actors.serving.args import EngineContent, ModelArgs, ServingArgs
 from actors.serving.logs import join_core_logs, keep_to_loopback
 from actors.serving.metrics import ENGINE_MEASURES, Exporter, ExportTimer
@@ -28,7 +28,6 @@ from mbd_core.serving.api.shapes import ReplicaState
 from mbd_core.serving.server.engine_service import EngineService
 from mbd_core.serving.tokens.served_model import EngineLimits
 from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost
-from mbd_core.storage.models import fetch_model
 from mbd_core.trace.recorder import TraceRecorder
 
 log = logging.getLogger("ray.serve")
@@ -61,13 +60,16 @@ def note_end(output: Output) -> None:
 class EngineReplica:
     """A thin coat over `EngineService`."""
 
-    def __init__(self, model: ModelArgs) -> None:
-        args = model.checked()
+    def __init__(self, model: ModelArgs, paths: JobPaths = NO_PATHS) -> None:
+        args = model.checked(paths.fetch)
         torch.set_num_threads(args.threads)
         join_core_logs()
         keep_to_loopback()
-        trace = None if args.trace is None else self._recorder(args.trace)
-        self.service = EngineService(args, trace=trace, fetch=fetch_model)
+        trace = self._traces = None
+        if args.trace is not None:
+            self._traces = args.trace / f"replica-{serve.get_replica_context().replica_id.unique_id}"
+            trace = TraceRecorder(folder=self._traces, rows_per_file=TRACE_ROWS_PER_FILE, max_files=TRACE_FILES)
+        self.service = EngineService(args, trace=trace, fetch=paths.fetch)
         self._exports = ExportTimer(Exporter(ENGINE_MEASURES, lambda: {args.served_name: self.service.measures()}))
         self._ending = self._serves = False
         self._refusal: str | None = None  # why the newest content was not taken over
@@ -78,10 +80,6 @@ class EngineReplica:
         if hasattr(self, "_exports"):  # the model could be loaded
             await asyncio.to_thread(self._exports.stop)
             await self.service.stop()
-
-    def _recorder(self, folder: Path) -> TraceRecorder:
-        folder_of_replica = folder / f"replica-{serve.get_replica_context().replica_id.unique_id}"
-        return TraceRecorder(folder=folder_of_replica, rows_per_file=TRACE_ROWS_PER_FILE, max_files=TRACE_FILES)
 
     async def reconfigure(self, content: dict[str, Any]) -> None:
         """Take over `EngineContent`; called by Serve at the start, and where it has changed.
@@ -143,8 +141,11 @@ class EngineReplica:
         return self.service.limits
 
     def describe(self) -> str:
-        """The start line."""
-        return self.service.describe()
+        """The start line, and where this replica's traces lie."""
+        if self._traces is None:
+            return self.service.describe()
+        traces = f"step traces of this replica: {self._traces} on {this_host()}"
+        return f"{self.service.describe()}\n{traces}"
 
     async def state(self) -> ReplicaState:
         """This replica's part of `/health`."""
@@ -176,7 +177,7 @@ class EngineReplica:
         asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, os._exit, 1)
 
 
-def engine_replicas(args: ServingArgs, model: ModelArgs) -> serve.Application:
+def engine_replicas(args: ServingArgs, model: ModelArgs, paths: JobPaths = NO_PATHS) -> serve.Application:
     """A model's replicas as a Serve deployment.
 
     A replica refuses requests beyond its engine's own bound at once; Serve's queue, where requests wait only while
@@ -201,7 +202,7 @@ def engine_replicas(args: ServingArgs, model: ModelArgs) -> serve.Application:
         graceful_shutdown_timeout_s=args.drain_seconds + STOP_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": topology.num_cpus, "num_gpus": topology.num_gpus},
-    ).bind(replace(model.without_content(), engine=engine))
+    ).bind(replace(model.without_content(), engine=engine), paths)
 
 
 def _number(model: ModelArgs) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from actors.paths import JobPaths, known_paths, model_paths
 from actors.serving.app import application
 from actors.serving.args import GatewayArgs, ModelArgs, ServingArgs
 from actors.serving.logs import LOGGING
@@ -82,7 +83,9 @@ def serve_until_stopped(model: ModelArgs, gateways: GatewayArgs, *, host: str, p
             # Serve's end kills its controller, and Ray prints that two of the controller's tasks failed.
             stack.callback(silence)
             _start_proxy(host, port)
-            handle = _deploy(args)
+            opened = model_paths("--model", model.model)
+            paths = stack.enter_context(known_paths(opened, bundle=topology.bundle))
+            handle = _deploy(args, paths)
             try:
                 for line in handle.describe.remote().result():
                     print(line, flush=True)
@@ -147,10 +150,10 @@ def _check_no_serve() -> None:
     )
 
 
-def _deploy(args: ServingArgs) -> DeploymentHandle:
+def _deploy(args: ServingArgs, paths: JobPaths) -> DeploymentHandle:
     """Start the gateways and the replicas; a handle to the gateways."""
     try:
-        return serve.run(application(args), name=APPLICATION, route_prefix="/", logging_config=LOGGING)
+        return serve.run(application(args, paths), name=APPLICATION, route_prefix="/", logging_config=LOGGING)
     except RuntimeError as error:
         raise start_failure(_status_message(APPLICATION) or str(error)) from error
 

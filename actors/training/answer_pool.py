@@ -7,6 +7,7 @@ from typing import Any
 import ray
 from ray.util import ActorPool
 
+from actors.paths import JobPaths
 from cluster.topology import plan_topology
 from mbd_core.batch.decoding_model import DecodingModel
 from mbd_core.batch.model_answers import Answering, AnswerRecord, PartDecoder, Parts
@@ -14,15 +15,14 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.multitf.data.chats import Chat
 from mbd_core.serving.tokens.load import load_engine
-from mbd_core.storage.models import fetch_model
 
 
 class AnswerActor:
     """A `PartDecoder` in an actor, which loads the model for its first part."""
 
-    def __init__(self, model: str, answering: Answering, engine: EngineConfig) -> None:
+    def __init__(self, model: str, answering: Answering, engine: EngineConfig, paths: JobPaths) -> None:
         def load() -> DecodingModel:
-            loaded = load_engine(model_folder(fetch_model(model)), engine)
+            loaded = load_engine(model_folder(paths.fetch(model)), engine)
             return DecodingModel(loaded.engine, loaded.tokenizer)
 
         self._decoder = PartDecoder(answering, load)
@@ -43,12 +43,14 @@ class AnswerPool:
     Raises `ClusterTooSmall` if not all find room, and a `ValueError` as `PartDecoder` does.
     """
 
-    def __init__(self, model: str, answering: Answering, engine: EngineConfig, *, num_actors: int) -> None:
+    def __init__(
+        self, model: str, answering: Answering, engine: EngineConfig, *, num_actors: int, paths: JobPaths
+    ) -> None:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         topology = plan_topology(nodes, processes=num_actors)
         if topology.num_gpus == 0:  # actors on CPUs may share a machine's memory
             engine = replace(engine, kv_memory_fraction=engine.kv_memory_fraction / num_actors)
-        self._arguments = (model, answering, engine)
+        self._arguments = (model, answering, engine, paths)
         self._actor = ray.remote(AnswerActor).options(
             num_cpus=topology.num_cpus, num_gpus=topology.num_gpus, max_restarts=3, max_task_retries=3
         )

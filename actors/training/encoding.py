@@ -12,22 +12,27 @@ import pyarrow as pa
 import ray
 import ray.data
 
+from actors.paths import NO_PATHS, JobPaths
 from cluster.topology import plan_topology
 from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.multitf.data.chats import Chat
 from mbd_core.multitf.data.encoding import EncodedChat, EncodedRow
 from mbd_core.multitf.data.preparation import EncodeChats, encoder
-from mbd_core.storage.models import fetch_model
 
 WINDOW = 64
 """The number of chunks on the cluster at once. Their tokens come back in the order of the rows."""
 
 
 def encode_on_cluster(
-    model: str, *, num_workers: int, every: bool = False, max_length: int | None = None
+    model: str,
+    *,
+    num_workers: int,
+    every: bool = False,
+    max_length: int | None = None,
+    paths: JobPaths = NO_PATHS,
 ) -> EncodeChats:
-    """Returns what tokenises for a model, by at most `num_workers` tasks at once. Each node fetches the model itself.
+    """Returns what tokenises for a model, by at most `num_workers` tasks at once. Each node finds the model itself.
 
     `every` and `max_length` mean the same as in `encode_rows`. Raises `ClusterTooSmall` if the connected cluster has
     no room for the tasks.
@@ -48,6 +53,7 @@ def encode_on_cluster(
             ]
             encoded = ray.data.from_arrow(tables).map_batches(
                 encode_batch,
+                fn_kwargs={"paths": paths},
                 batch_size=1,
                 batch_format="pyarrow",
                 num_cpus=1,
@@ -61,10 +67,10 @@ def encode_on_cluster(
     return encode
 
 
-def encode_batch(batch: pa.Table) -> pa.Table:
+def encode_batch(batch: pa.Table, *, paths: JobPaths = NO_PATHS) -> pa.Table:
     """A chunk of conversations to its encoded rows."""
     (row,) = batch.to_pylist()
-    encode = encoder(folder_of(row["model"]), **json.loads(row["settings"]))
+    encode = encoder(folder_of(row["model"], paths), **json.loads(row["settings"]))
     (encoded,) = encode([[Chat(*chat) for chat in json.loads(row["chats"])]])
     return pa.table(
         {"number": [row["number"]], "rows": [json.dumps([asdict(conversation) for conversation in encoded])]}
@@ -87,6 +93,6 @@ def unpacked(row: dict[str, Any]) -> list[EncodedRow]:
 
 
 @lru_cache(maxsize=1)
-def folder_of(model: str) -> ModelFolder:
+def folder_of(model: str, paths: JobPaths) -> ModelFolder:
     """The model's folder on this node, read once in each process."""
-    return read_folder(model_folder(fetch_model(model)))
+    return read_folder(model_folder(paths.fetch(model)))

@@ -1,10 +1,14 @@
 """A training run: a recipe, the folder that the run lies in, and the model folder that it writes."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from os.path import isabs
 from pathlib import Path
 from typing import Any
 
+from actors.paths import NO_PATHS, JobPaths, OpenedPath
+from actors.sent_home import Home
 from cluster.topology import Device
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import named_model
@@ -20,6 +24,8 @@ from mbd_core.multitf.config import (
 )
 from mbd_core.multitf.data.prepared import PreparedData, named_data
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
+from mbd_core.multitf.run.checkpoints import MARKER, NAME
+from mbd_core.multitf.run.log import LOSSES
 from mbd_core.multitf.run.validation import are_conversations
 from mbd_core.storage.folder import Folder
 from mbd_core.storage.models import fetch_model
@@ -32,13 +38,14 @@ class TrainingRun:
     """A recipe, and where and how it runs.
 
     Everything of the run lies in `folder`, which all workers must be able to reach. The model, or its adapter
-    (`written`), is written to `out`; `overwrite` replaces a model folder that is there. A checkpoint is written every
-    `checkpoint_every` steps and after the last one; the run survives `max_failures` lost workers. `device`: what the
-    workers compute on; by default a GPU each, if the cluster has any. `sharding`: how weights, gradients and optimizer
-    states lie on them. `log_targets`: where its numbers go besides its folder's `losses.jsonl`; `None` is TensorBoard
-    where the first worker has it. `changes`: the fields that differ from the named recipe; `measuring`: the
-    run's measures of itself. `validation` names held-out data by an absolute path or a URL
-    (`validation_at`), or a share. `sweeping` is what an engine beside it decodes.
+    (`written`), is written to `out`; `overwrite` replaces a model folder that is there. An `out` on a disk, and
+    not in `storage`, is on the job's machine, `home`. `paths` say where workers find what that machine has. A
+    checkpoint is written every `checkpoint_every` steps and after the last one; the run survives `max_failures`
+    lost workers. `device`: what the workers compute on; by default a GPU each, if the cluster has any. `sharding`:
+    how weights, gradients and optimizer states lie on them. `log_targets`: where its numbers go besides its
+    folder's `losses.jsonl`; `None` is TensorBoard where the first worker has it. `changes`: the fields that differ
+    from the named recipe; `measuring`: the run's measures of itself. `validation` names held-out data by an
+    absolute path or a URL (`validation_at`), or a share. `sweeping` is what an engine beside it decodes.
     """
 
     recipe: TrainingRecipe
@@ -57,6 +64,8 @@ class TrainingRun:
     measuring: Measuring = Measuring()
     validation: ValidationOptions = ValidationOptions()
     sweeping: Sweeping = Sweeping()
+    paths: JobPaths = NO_PATHS
+    home: Home | None = None
 
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.checkpoint_every < 1 or self.max_failures < 0:
@@ -79,6 +88,21 @@ class TrainingRun:
     @property
     def folder(self) -> Folder:
         return self.storage / self.name
+
+    @property
+    def has_out_at_home(self) -> bool:
+        return not self.out.is_remote and not self.storage.holds(self.out)
+
+    def opened_by_workers(self) -> list[OpenedPath]:
+        """The paths that workers read, but for URLs."""
+        data = self.recipe.data
+        named = {
+            "--base": self.recipe.base,
+            "--data": data.path if isinstance(data, PreparedData) else None,
+            "--validation": None if self.validation.share is not None else self.validation.validation,
+            "--set sweeping.sweep_data": self.sweeping.sweep_data if self.sweeping.sweep_every else None,
+        }
+        return [OpenedPath(option, path) for option, path in named.items() if path is not None and isabs(path)]
 
 
 def named_base(model: str) -> str:
@@ -106,11 +130,12 @@ def validation_at(options: ValidationOptions) -> ValidationOptions:
     return replace(options, validation=prepared_data_at(options.validation).path)
 
 
-def fetched(options: ValidationOptions) -> ValidationOptions:
-    """The options with a folder of held-out data on this machine. A file of conversations is read where it lies."""
-    if options.validation is None or options.share is not None or are_conversations(options.validation):
+def fetched(options: ValidationOptions, fetch: Callable[[str], str] = fetch_model) -> ValidationOptions:
+    """The options with held-out data on this machine. A file of conversations at a URL is read where it lies."""
+    held_out = options.validation
+    if held_out is None or options.share is not None or (are_conversations(held_out) and not isabs(held_out)):
         return options
-    return replace(options, validation=fetch_model(options.validation))
+    return replace(options, validation=fetch(held_out))
 
 
 def check_run(run: TrainingRun, *, resume: bool) -> None:
@@ -135,11 +160,31 @@ def check_run(run: TrainingRun, *, resume: bool) -> None:
         )
     if recipe["train"]["precision"] == "auto":
         recipe["train"]["precision"] = recorded["train"]["precision"]
+    check_progress(run.folder, every=run.checkpoint_every)
     if different := other_settings(recorded, recipe):
         raise ValueError(
             f"--resume: the run in {run.folder} was started with other settings ({RECORD}): {different}; give those, "
             "or another --run-name"
         )
+
+
+def check_progress(folder: Folder, *, every: int) -> None:
+    """Raise `ValueError` for a run whose progress is lost: parts of checkpoints and no whole one, or the losses of
+    `every` updates, after which a checkpoint begins, and no checkpoint."""
+    system, path = folder.filesystem()
+    names = [str(file).rstrip("/").rpartition("/")[2] for file in system.ls(path, detail=False)]
+    steps = sorted(name for name in names if NAME.fullmatch(name))
+    if any(system.exists(f"{path}/{step}/{MARKER}") for step in steps):
+        return
+    updates = len((folder.read_bytes(LOSSES) or b"").splitlines())
+    if not steps and updates < every:
+        return
+    what = f"parts of checkpoints ({', '.join(steps)})" if steps else f"the losses of {updates} updates ({LOSSES})"
+    raise ValueError(
+        f"--resume: {folder} holds {what} and no whole checkpoint: other parts lie on other machines, or the run was "
+        "stopped within its first one; begin again with another --run-name, or after removing this folder, in a "
+        "--storage that all workers share"
+    )
 
 
 def begin(run: TrainingRun, *, resume: bool) -> None:

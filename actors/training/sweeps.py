@@ -33,7 +33,6 @@ from mbd_core.multitf.run.checkpoints import Checkpoints
 from mbd_core.multitf.run.export import export_checkpoint
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.step.workers import ALONE
-from mbd_core.storage.models import fetch_model
 
 KV_SHARE = 0.05
 """Of a machine's memory, where the engine has no GPU: the run's workers are beside it."""
@@ -69,8 +68,10 @@ def sweep_checkpoint(run: TrainingRun, step: int, *, on_gpu: bool) -> dict[str, 
     checkpoints = Checkpoints(run.folder, ALONE, recipe=run.recipe)
     with tempfile.TemporaryDirectory(prefix="mbd-sweep-") as place:
         folder = Path(place) / "model"
-        export_checkpoint(folder, StartingPoint.read(run.recipe, fetch=fetch_model), checkpoints, step)
-        return sweep_model(folder, run.sweeping, on_gpu=on_gpu)
+        export_checkpoint(folder, StartingPoint.read(run.recipe, fetch=run.paths.fetch), checkpoints, step)
+        data = run.sweeping.sweep_data
+        sweeping = run.sweeping if data is None else replace(run.sweeping, sweep_data=run.paths.fetch(data))
+        return sweep_model(folder, sweeping, on_gpu=on_gpu)
 
 
 def sweep_model(folder: Path, sweeping: Sweeping, *, on_gpu: bool) -> dict[str, float]:

@@ -4,6 +4,8 @@ Ray starts the workers, and starts all anew when one is lost; the newest checkpo
 folder, as without Ray (`mbd_core.multitf.run`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +16,8 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.paths import known_paths
+from actors.sent_home import Home
 from actors.training.run import TrainingRun, fetched, record_recipe, recorded_precision
 from actors.training.sweeps import RaySweeper
 from cluster.topology import Resources, Topology, plan_topology
@@ -26,7 +30,6 @@ from mbd_core.multitf.run.worker import settle_precision, train_worker
 from mbd_core.multitf.step.memory import fitting, plan_lines
 from mbd_core.multitf.step.workers import Workers
 from mbd_core.ops.machine import free_host_memory
-from mbd_core.storage.models import fetch_model
 
 
 def plan_workers(run: TrainingRun, *, runs: int = 1) -> Topology:
@@ -36,6 +39,14 @@ def plan_workers(run: TrainingRun, *, runs: int = 1) -> Topology:
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return plan_topology(nodes, processes=runs * run.num_workers, device=run.device, noun="workers")
+
+
+@contextmanager
+def with_paths(run: TrainingRun) -> Iterator[TrainingRun]:
+    """The run with its paths, as each node finds them; raises as `known_paths`, and `ClusterTooSmall`."""
+    bundle = plan_workers(run).bundle
+    with known_paths(run.opened_by_workers(), [("--storage", run.storage)], bundle=bundle) as paths:
+        yield replace(run, paths=paths, home=Home.here())
 
 
 def plan_run(run: TrainingRun, start: StartingPoint, *, runs: int = 1) -> TrainingRun:
@@ -104,17 +115,19 @@ def train_on_ray(config: dict[str, Any]) -> int:
     """
     run: TrainingRun = config["run"]
     assert run.sharding != "auto"
+    run.paths.check_shared()
     context = ray.train.get_context()
     workers = Workers(context.get_world_rank(), context.get_world_size(), get_device())
     recipe = run.recipe
     if recipe.train.precision == "auto":
         recipe = with_precision(recipe, recorded_precision(run))
     checkpoints = Checkpoints(run.folder, workers, recipe=run.recipe)
-    start = settle_precision(StartingPoint.read(recipe, fetch=fetch_model), workers, checkpoints)
+    start = settle_precision(StartingPoint.read(recipe, fetch=run.paths.fetch), workers, checkpoints)
     if workers.is_first:
-        run.out.check_writable()  # from this node, which is not the job's
+        if not run.has_out_at_home:
+            run.out.check_writable()  # from this node, which is not the job's
         record_recipe(run, start.recipe)  # safe: no worker passes settle_precision before all have read it
-    held_out = fetched(run.validation)
+    held_out = fetched(run.validation, run.paths.fetch)
     worker_run = train_worker(
         start,
         workers,
@@ -133,7 +146,9 @@ def train_on_ray(config: dict[str, Any]) -> int:
         return worker_run.resumed_after
     # Where no step was left to do, an earlier start of this run may have written the model already.
     overwrite = run.overwrite or worker_run.resumed_after == start.recipe.train.steps
-    with run.out.staged(MODEL_KIND, overwrite=overwrite) as folder:
+    here = Home.here()
+    home = run.home if run.home is not None and run.has_out_at_home else here
+    with home.staged(run.out, MODEL_KIND, overwrite=overwrite) as folder:
         worker_run.write(folder, written=run.written, overwrite=overwrite)
-    say(f"wrote {run.out} and {run.folder / LOSSES}")
+    say(f"wrote {run.out}{'' if home == here else f' on {home.host}'} and {run.folder / LOSSES}")
     return worker_run.resumed_after

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from mbd_core.storage.models import fetch_model
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from actors.paths import JobPaths
     from mbd_core.batch.decoding_model import DecodingModel
     from mbd_core.batch.model_answers import Answering, DecodeParts, ModelAnswers
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 class AnswerOptions:
     """How a model answers the rows. Every option needs --answers-from."""
 
-    answers_from: Annotated[str | None, Flag(metavar="MODEL")] = None
+    answers_from: Annotated[str | None, Flag(metavar="MODEL", opened_by="workers")] = None
     """Let this model answer the rows: a shipped model's name, a model folder, or its URL."""
     method: Annotated[
         str | None,
@@ -49,7 +50,7 @@ class AnswerOptions:
     """Keep answers that --max-tokens cut."""
     max_rows: Annotated[int | None, Ge(1), Flag(default="16")] = None
     """Answers decoded at once."""
-    answers: Annotated[str | None, Flag(panel=OUTPUT, metavar="DIR", default="OUT.answers")] = None
+    answers: Annotated[str | None, Flag(panel=OUTPUT, metavar="DIR", default="OUT.answers", opened_by="job")] = None
     """Folder that keeps finished answers; the same command continues from them."""
     actors: Annotated[int | None, Ge(1), Flag(panel=CLUSTER, default="one in this process, without Ray")] = None
     """Engines that answer in parallel, as actors with one GPU each if there are GPUs, on the cluster of RAY_ADDRESS or
@@ -63,24 +64,30 @@ class AnswerOptions:
 
 
 @contextmanager
-def cluster_of(cluster: str | None, workers: int | None, actors: int | None) -> Iterator[None]:
-    """A connection to a cluster, if one is needed. Ray takes seconds to import."""
+def cluster_of(
+    cluster: str | None, workers: int | None, actors: int | None, models: Mapping[str, str]
+) -> Iterator[JobPaths | None]:
+    """A connection to a cluster, if one is needed, and where its nodes find the models of these options. Ray takes
+    seconds to import."""
     if workers is None and actors is None:
         if cluster not in (None, OF_VARIABLE):
             raise ValueError(f"cluster={cluster} has no work: give workers that tokenise, or actors that answer")
-        yield
+        yield None
         return
     if cluster is None:
         raise ValueError("workers and actors need a cluster: name one, or leave them out")
     address = ray_address(cluster)
     import ray
 
+    from actors.paths import known_paths, model_paths
     from cluster.failures import CLUSTER_FAILURES, reason
     from cluster.local import connect
 
     is_ours = connect(address=address, num_cpus=(workers or 0) + (actors or 0) + 1, worker_logs=False)
     try:
-        yield
+        opened = [path for option, model in models.items() for path in model_paths(option, model)]
+        with known_paths(opened, bundle={"CPU": 1.0}) as paths:
+            yield paths
     except CLUSTER_FAILURES as error:
         raise RuntimeError(f"it failed on the cluster: {reason(error)}; the same command begins it again") from error
     finally:
@@ -133,7 +140,7 @@ class Answerer:
         return cls(model=model, tokenizer=folder.tokenizer, answering=answering, folder=answers.path)
 
     @contextmanager
-    def begin(self, num_rows: int, *, num_actors: int | None) -> Iterator[ModelAnswers]:
+    def begin(self, num_rows: int, *, num_actors: int | None, paths: JobPaths | None) -> Iterator[ModelAnswers]:
         """The answers to `num_rows` rows, from an engine in this process or from `num_actors` actors on the cluster.
 
         The model is loaded only if an answer is missing."""
@@ -152,7 +159,9 @@ class Answerer:
         if num_actors is not None:
             from actors.training.answer_pool import AnswerPool
 
-            decode, rows = AnswerPool(self.model, self.answering, engine, num_actors=num_actors), 4 * PART * num_actors
+            assert paths is not None
+            decode = AnswerPool(self.model, self.answering, engine, num_actors=num_actors, paths=paths)
+            rows = 4 * PART * num_actors
         else:
             decode, rows = PartDecoder(self.answering, load), PART
         answers = ModelAnswers(self.answering, decode, self.folder, rows_at_once=rows, num_rows=num_rows)

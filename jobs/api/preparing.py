@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class PrepareOptions:
     """How rows are read, filtered and tokenised."""
 
-    model: Annotated[str, Flag(panel=MODEL, name="--model")]
+    model: Annotated[str, Flag(panel=MODEL, name="--model", opened_by="workers")]
     """A shipped model's name, or a model folder."""
     split: Annotated[str | None, Flag(metavar="NAME")] = None
     """The split to read of a folder with several splits, as train and test."""
@@ -68,7 +68,7 @@ class PrepareOptions:
     """Leave out rows that cannot be trained on; OUT/skipped.txt lists them."""
     limit: Annotated[int | None, Ge(1)] = None
     """Read at most this many rows."""
-    against: Annotated[Texts, Flag(metavar="FILE")] = ()
+    against: Annotated[Texts, Flag(metavar="FILE", opened_by="job")] = ()
     """A benchmark's file, in any format that sweeps read; rows that repeat its problems are reported. Repeatable."""
     drop_overlap: bool = False
     """Leave out the rows that --against reports."""
@@ -212,8 +212,11 @@ def prepare_chosen(
     if place is None:
         counts = preview(preparation, summary)
         return Prepared(folder=None, counts=counts, tables=(summary.columns_table,), summary=summary, model=model)
+    models = {"--model": own.model} if own.workers is not None else {}
+    if answering.answers_from is not None and answering.actors is not None:
+        models["--answers-from"] = answering.answers_from
     with (
-        cluster_of(cluster, own.workers, answering.actors),
+        cluster_of(cluster, own.workers, answering.actors, models) as paths,
         place.staged(DATA_KIND, overwrite=own.overwrite) as folder,
         ExitStack() as stack,
     ):
@@ -221,10 +224,13 @@ def prepare_chosen(
         if own.workers is not None:
             from actors.training.encoding import encode_on_cluster
 
-            encode = encode_on_cluster(own.model, num_workers=own.workers, every=every, max_length=own.max_length)
+            assert paths is not None
+            encode = encode_on_cluster(
+                own.model, num_workers=own.workers, every=every, max_length=own.max_length, paths=paths
+            )
         if answerer is not None:
             num_rows = check_prompts(preparation)
-            decoded = stack.enter_context(answerer.begin(num_rows, num_actors=answering.actors))
+            decoded = stack.enter_context(answerer.begin(num_rows, num_actors=answering.actors, paths=paths))
             preparation = replace(preparation, answers=decoded)
         counts = prepare_data(preparation, folder, overwrite=own.overwrite, encode=encode, summary=summary)
     return Prepared(

@@ -156,6 +156,7 @@ def run_work(
             concurrency=concurrency,
             urls=subjects.urls,
             isolated=isolated,
+            say=say,
         )
 
     notes = list(planned.notes)

@@ -42,7 +42,7 @@ class RayOptions:
     """Print the JSON Schema of --config files, for editors, and end."""
     max_failures: Annotated[int, Ge(0), Flag(panel=CLUSTER)] = 3
     """Number of lost workers that the run survives."""
-    storage: Annotated[str, Flag(metavar="DIR|URL")] = "~/mbd-runs"
+    storage: Annotated[str, Flag(metavar="DIR|URL", opened_by="all")] = "~/mbd-runs"
     """Folder of all runs, which every worker reaches, or a URL as s3://bucket/path."""
     run_name: Annotated[str | None, Flag(metavar="NAME", default="the recipe's")] = None
     """The run's folder in --storage."""
@@ -50,7 +50,7 @@ class RayOptions:
     """Continue the run of this name."""
     checkpoint_every: Annotated[int, Ge(1)] = 100
     """Steps between checkpoints."""
-    out: Annotated[str | None, Flag(metavar="DIR|URL", default="STORAGE/NAME/model")] = None
+    out: Annotated[str | None, Flag(metavar="DIR|URL", default="STORAGE/NAME/model", opened_by="job")] = None
     """Model folder to write."""
 
 
@@ -247,18 +247,23 @@ def train_on_cluster(
     `address` is the argument of `cluster.local.connect`; `go_on` tells the user how to continue a failed training.
     """
     from actors.training.run import begin
-    from actors.training.worker import fit, plan_run  # Ray takes seconds to import: bad input is refused before that
+    from actors.training.worker import (
+        fit,
+        plan_run,
+        with_paths,
+    )  # Ray takes seconds to import: bad input is refused before that
     from cluster.failures import CLUSTER_FAILURES, failure_text, reason
     from cluster.local import connect
 
     connect(address=address, num_cpus=max(4, training.num_workers + 1))
-    training = plan_run(training, start)
-    begin(training, resume=resume)
-    try:
-        fit(training)
-    except CLUSTER_FAILURES as error:
-        training.folder.write_text(FAILURE, failure_text(error))
-        raise RuntimeError(
-            f"the training failed: {reason(error)}; the run lies in {training.folder}; go on with {go_on}; the "
-            f"traceback is in {FAILURE} there"
-        ) from error
+    with with_paths(training) as training:
+        training = plan_run(training, start)
+        begin(training, resume=resume)
+        try:
+            fit(training)
+        except CLUSTER_FAILURES as error:
+            training.folder.write_text(FAILURE, failure_text(error))
+            raise RuntimeError(
+                f"the training failed: {reason(error)}; the run lies in {training.folder}; go on with {go_on}; the "
+                f"traceback is in {FAILURE} there"
+            ) from error

@@ -241,7 +241,7 @@ BestMetric = Literal["validation_loss", "validation_accuracy", "sweep_accuracy",
 class ValidationOptions:
     """What a run measures besides its updates, and which checkpoint it keeps for that."""
 
-    validation: Annotated[str | None, Flag(metavar="DIR|FILE|SHARE")] = None
+    validation: Annotated[str | None, Flag(metavar="DIR|FILE|SHARE", opened_by="workers")] = None
     """Log the losses of held-out data: a folder that jobs/prepare_data.py wrote, a file of conversations as it takes
     them, or a share of the training data, as 0.02."""
     validate_every: Annotated[int, Ge(1)] = 100
@@ -276,7 +276,7 @@ class Sweeping:
     """On a Ray cluster, log accuracy and TPF of a small task, decoded beside the run, every N updates; 0: never."""
     sweep_task: Annotated[str, Flag(metavar="NAME[:LIMIT]")] = "gsm-mini:32"
     """The task of these sweeps, and how many of its problems."""
-    sweep_data: Annotated[str | None, Flag(metavar="PATH")] = None
+    sweep_data: Annotated[str | None, Flag(metavar="PATH", opened_by="workers")] = None
     """Where a task that is not generated lies, as jobs/eval_sweep.py takes it."""
 
     def __post_init__(self) -> None:

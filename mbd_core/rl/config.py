@@ -32,7 +32,7 @@ class RolloutConfig:
     task: Annotated[
         str, Flag(help=f"The task whose answers are drawn and graded: {', '.join(TASKS)}.", metavar="NAME")
     ] = "ledger-mini"
-    data: Annotated[str | None, Flag(metavar="PATH")] = None
+    data: Annotated[str | None, Flag(metavar="PATH", opened_by="job")] = None
     """Where a task that is not generated lies: a file of JSON lines, or hub:NAME[:CONFIGURATION[:SPLIT]]."""
     prompt_recipe: Annotated[
         str, Flag(help=f"How the task is asked: {', '.join(PROMPT_RECIPES)}.", metavar="NAME")
@@ -90,7 +90,7 @@ class HeldOutConfig:
     """Iterations between two sweeps of held-out problems; 0: none."""
     held_out: Annotated[int, Ge(1)] = 100
     """Held-out problems of a sweep."""
-    held_out_data: Annotated[str | None, Flag(metavar="PATH")] = None
+    held_out_data: Annotated[str | None, Flag(metavar="PATH", opened_by="job")] = None
     """Where they lie for a task that is not generated (generated: the split valid)."""
     thresholds: Annotated[tuple[float, ...], Flag(panel=DECODING, commas=True)] = (0.8, 0.9, 0.95)
     """Thresholds tau_m2t of the front."""

@@ -14,8 +14,9 @@ def fetch_model(model: str, *, cache: Path | None = None) -> str:
     """
     if SCHEME.match(model) is None:
         return model
-    return str(Folder.at(model).fetch(cache or _user_cache()))
+    return str(Folder.at(model).fetch(cache or user_cache("models")))
 
 
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mbd-cluster" / "models"
+def user_cache(kind: str) -> Path:
+    """The user's folder for files of a kind that can be fetched again (`XDG_CACHE_HOME`)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mbd-cluster" / kind

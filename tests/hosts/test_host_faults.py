@@ -1,11 +1,13 @@
 """Jobs and a served model spread over hosts; a host that dies or is cut off costs time and no result.
 
-The hosts are network namespaces (`tests/support/clusters/host_cluster.py`).
+The hosts are network namespaces with disks of their own (`tests/support/clusters/host_cluster.py`): runs lie in an
+object storage, and a model of the head is carried to the others.
 `pytest tests/hosts -s` prints what faults cost.
 """
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +33,7 @@ from served_hosts import GATEWAY, SERVED_ENGINE, Client, deployed, say
 from mbd_core.evaluation.sweep.folder import REPORT, read_samples
 from mbd_core.multitf.run.checkpoints import MARKER
 from mbd_core.multitf.run.log import LOSSES
+from mbd_core.storage.folder import Folder
 
 # Hosts have a CPU each, so that two processes that ask for one lie on two hosts.
 TRAINERS, STEPS = 2, 8
@@ -55,7 +58,9 @@ def namespaces() -> None:
 @pytest.fixture(scope="module")
 def cluster(namespaces: None) -> Iterator[HostCluster]:
     started = time.monotonic()
-    with host_cluster(num_workers=4) as cluster:
+    with host_cluster(num_workers=4, disks="private") as cluster, pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.store.items():
+            patch.setenv(name, value)  # so that this process reads what lies there
         cluster.start(*cluster.workers[:2])
         say("the cluster is up", since=started)
         yield cluster
@@ -64,8 +69,9 @@ def cluster(namespaces: None) -> Iterator[HostCluster]:
 class Training:
     """A submitted training of a few updates, with a checkpoint after each."""
 
-    def __init__(self, cluster: HostCluster, base: Path, storage: Path) -> None:
-        self.cluster, self.folder, self.log = cluster, storage / "run", storage / "job.log"
+    def __init__(self, cluster: HostCluster, base: Path, place: Path) -> None:
+        storage = Folder.at(f"s3://bucket/{place.name}")
+        self.cluster, self.folder, self.log = cluster, storage / "run", place / "job.log"
         options = {"--recipe": "tiny-bd", "--base": base, "--precision": "float32", "--workers": TRAINERS}
         options |= {
             "--steps": STEPS,
@@ -91,7 +97,9 @@ class Training:
         wait_for(lambda: any(written >= step for written in self.whole_checkpoints()), f"step {step}")
 
     def whole_checkpoints(self) -> list[int]:
-        return [int(marker.parent.name.removeprefix("step_")) for marker in self.folder.glob(f"step_*/{MARKER}")]
+        system, path = self.folder.filesystem()
+        markers = [Path(marker) for marker in system.glob(f"{path}/step_*/{MARKER}")]
+        return [int(marker.parent.name.removeprefix("step_")) for marker in markers]
 
     def finish(self) -> str:
         """The log of the job, which succeeds."""
@@ -99,19 +107,26 @@ class Training:
         return self.log.read_text()
 
     def losses(self) -> list[float]:
-        return [json.loads(line)["loss"] for line in (self.folder / LOSSES).read_text().splitlines()]
+        return [json.loads(line)["loss"] for line in (self.folder.read_text(LOSSES) or "").splitlines()]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: HostCluster, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def model(cluster: HostCluster, tiny_model_dir: Path) -> Path:
+    """A model folder that the head alone has."""
+    shutil.copytree(tiny_model_dir, cluster.head.outside(cluster.disk / "model"))
+    return cluster.disk / "model"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: HostCluster, model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of a run that nothing happens to, on two hosts."""
-    training = Training(cluster, tiny_model_dir, tmp_path_factory.mktemp("undisturbed"))
+    training = Training(cluster, model, tmp_path_factory.mktemp("undisturbed"))
     assert set(training.workers().values()) == {host.address for host in cluster.workers[:2]}
     log = training.finish()
     assert f"recipe tiny-bd: {STEPS} steps of 48 samples in float32, {TRAINERS} workers" in log
     assert f"step {STEPS}/{STEPS}  loss " in log
     assert f"\nmodel: {training.folder / 'model'}\n" in log
-    assert (training.folder / "model" / "config.json").exists()
+    assert (training.folder / "model").read_text("config.json")
     return training.losses()
 
 
@@ -121,24 +136,26 @@ def test_a_submitted_job_trains_on_two_hosts(undisturbed: list[float]) -> None:
 
 
 def test_a_training_outlives_a_host_that_dies_and_one_that_is_cut_off(
-    cluster: HostCluster, undisturbed: list[float], tiny_model_dir: Path, tmp_path: Path
+    cluster: HostCluster, undisturbed: list[float], model: Path, tmp_path: Path
 ) -> None:
-    training = Training(cluster, tiny_model_dir, tmp_path)
+    """The one that joins in a dead one's place was not there when the job looked at its hosts."""
+    training = Training(cluster, model, tmp_path)
     workers = training.workers()
-    dying, leaving = cluster.workers[:2]
+    dying, leaving, joining = cluster.workers[:3]
 
     training.wait_for_step(2)
     fault = time.monotonic()
     dying.kill()
     wait_until_dead(cluster, dying)
     say("a killed host is taken for dead", since=fault)
-    cluster.start(dying)
+    cluster.start(joining)
     say("its replacement has joined", since=fault)
     workers = training.workers(other_than=workers)
     say("all training processes run again", since=fault)
 
     training.wait_for_step(5)
     say("and have gone on", since=fault)
+    assert list(joining.outside(cluster.home / ".cache/mbd-cluster/carried").glob("*/model"))
     fault = time.monotonic()
     leaving.cut_off()
     wait_until_dead(cluster, leaving)
@@ -156,16 +173,18 @@ def test_a_training_outlives_a_host_that_dies_and_one_that_is_cut_off(
     say("the training is done, since the fault", since=fault)
     assert log.count("resumed after step") == 2
     assert training.losses() == undisturbed
+    joining.kill()
+    cluster.start(dying)
 
 
 def wait_until_dead(cluster: HostCluster, host: Host) -> None:
     wait_for(lambda: host.address not in cluster.living_addresses(), f"the end of {host.name}")
 
 
-def test_a_sweep_outlives_the_host_of_its_engine(cluster: HostCluster, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_sweep_outlives_the_host_of_its_engine(cluster: HostCluster, model: Path, tmp_path: Path) -> None:
     """Its engine is on one host and the grading on the other: each takes a CPU."""
-    out, log = tmp_path / "sweep", tmp_path / "job.log"
-    options = {"--models": tiny_model_dir, "--tasks": "gsm-mini,code-mini", "--grid": "tau_m2t=0.5,0.9;buffer_size=2"}
+    out, log = cluster.disk / "sweep", tmp_path / "job.log"
+    options = {"--models": model, "--tasks": "gsm-mini,code-mini", "--grid": "tau_m2t=0.5,0.9;buffer_size=2"}
     options |= {"--limit": 16, "--max-tokens": 32, "--max-rows": 2, "--timed": 0, "--out": out}
     arguments = [str(part) for option in options.items() for part in option]
     job = cluster.submit("python", "jobs/eval_sweep.py", *arguments, log=log)
@@ -185,8 +204,9 @@ def test_a_sweep_outlives_the_host_of_its_engine(cluster: HostCluster, tiny_mode
     say("the sweep is done", since=fault)
 
     assert f"The report is in {out}" in log.read_text()
-    assert (out / REPORT).exists()
-    samples = list(read_samples(out))
+    report = cluster.head.outside(out)
+    assert (report / REPORT).exists()
+    samples = list(read_samples(report))
     assert sorted(sample["sample"] for sample in samples) == list(range(2 * 4 * 16))  # tasks, settings, problems
     assert not any(sample["error"] for sample in samples)
 

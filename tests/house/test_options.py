@@ -254,3 +254,18 @@ def test_the_page_has_every_option_of_a_command() -> None:
             ]
             (row,) = [line for line in sections[other].splitlines() if line.startswith(f"| {option} |")]
             assert item.help.replace("\\|", "|") in row, (name, option)
+
+
+PATHS = re.compile(r"DIR|FILE|URL\b|=?PATH\b|MODEL")
+
+
+@pytest.mark.parametrize("command", ["train", "prepare", "sweep", "serve"])
+def test_an_option_that_is_a_path_says_who_opens_it(command: str) -> None:
+    """On a cluster its machines may share no disk."""
+    (main,) = (main for name, _, main in described_commands() if name == command)
+    of_cluster = [item for item in main.options if main.shows(item)]
+    paths = [item for item in of_cluster if PATHS.search(item.flag.metavar or "") or "path" in item.values]
+    paths += [item for item in of_cluster if item.name in ("model", "models")]
+    assert paths
+    not_files = {"endpoint"}  # a URL of HTTP
+    assert [item.path for item in paths if item.flag.opened_by is None and item.name not in not_files] == []

@@ -35,8 +35,8 @@ from actors.serving.serve import PROXY_CHECKS
 
 DOCUMENT = ROOT / "k8s" / "README.md"
 CORE = ("v1", "apps/v1", "policy/v1", "networking.k8s.io/v1")
-PLACES = ("cpu-kind", "gpu")
-SERVING = ("cpu-kind", "gpu", "gpu-incremental")
+PLACES = ("cpu-kind", "gpu", "gpu-object-storage")
+SERVING = (*PLACES, "gpu-incremental")
 
 each_overlay = pytest.mark.parametrize("overlay", overlay_names())
 
@@ -154,6 +154,7 @@ def test_each_place_serves_a_file_of_its_own() -> None:
     assert [serve_file(overlay).relative_to(ROOT / "k8s") for overlay in SERVING] == [
         Path("overlays/cpu-kind/serve.yaml"),
         Path("overlays/gpu/serve.yaml"),
+        Path("overlays/gpu-object-storage/serve.yaml"),
         Path("overlays/gpu/serve.yaml"),
     ]
 
@@ -192,7 +193,7 @@ def test_what_is_referred_to_exists(overlay: str) -> None:
     for group in node_groups(service):
         mounted = {mount["name"] for mount in group.container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in group.pod["volumes"]}
-        named = [volume["persistentVolumeClaim"] for volume in group.pod["volumes"] if "secret" not in volume]
+        named = [v["persistentVolumeClaim"] for v in group.pod["volumes"] if not v.keys() & {"secret", "emptyDir"}]
         assert {volume["claimName"] for volume in named} <= claims
     options = service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
     assert options["redisAddress"] in {f"{s['metadata']['name']}:6379" for s in of_kind(below, "Service")}
@@ -205,6 +206,24 @@ def test_what_is_referred_to_exists(overlay: str) -> None:
     assert secrets == {"mbd-ray-token", "mbd-redis", "mbd-storage", "mbd-api-keys"}
     assert {name for name in secrets if f"secret generic {name}" not in document} == set()
     assert f"--from-literal={options['redisPassword']['valueFrom']['secretKeyRef']['key']}=" in document
+
+
+def test_without_a_shared_volume_all_that_is_kept_has_a_url() -> None:
+    """And everything else is as on the cluster with one."""
+    place, shared = "gpu-object-storage", "gpu"
+    for part in ("", "/platform", "/cluster", "/train", "/sweep"):
+        assert of_kind(render(place + part), "PersistentVolumeClaim") == []
+        assert "persistentVolumeClaim" not in str(render(place + part))
+    for part in ("train", "sweep"):
+        command, other = (str(ray_object(f"{of}/{part}")["spec"]["entrypoint"]) for of in (place, shared))
+        assert command.replace("s3://bucket/", "/data/") == other != command
+    ours, theirs = (yaml.safe_load(serve_file(overlay).read_text()) for overlay in (place, shared))
+    (model,) = ours["applications"][0]["args"]["models"]
+    model["model"] = model["model"].replace("s3://bucket/", "/data/")
+    assert ours == theirs
+    for group in node_groups(ray_object(place)):
+        assert {"name": "data", "emptyDir": {}} in group.pod["volumes"]
+        assert environment(group.container)["XDG_CACHE_HOME"].startswith("/data/"), "copies of models lie on its disk"
 
 
 def test_the_head_computes_nothing_and_gets_no_requests() -> None:

@@ -17,7 +17,7 @@ from actors.serving.app import GATEWAY_CPUS
 from actors.serving.args import ServingArgs
 from cluster.topology import ClusterTooSmall, Topology, check_room
 
-SERVING = ("cpu-kind", "gpu", "gpu-incremental")
+SERVING = ("cpu-kind", "gpu", "gpu-object-storage", "gpu-incremental")
 FILES = sorted({BASE_SERVE_FILE, *(serve_file(overlay) for overlay in SERVING)})
 JOBS = [name for name in overlay_names() if name.endswith(("/train", "/sweep"))]
 
@@ -121,6 +121,7 @@ def test_a_job_runs_a_command_that_there_is(overlay: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert {word for word in words if word.startswith("--")} <= {*done.stdout.split()}
-    written = [word for word in words if word.startswith("/")]
+    written = [word for word in words if word.startswith(("/", "s3://"))]
     mounts = [m["mountPath"] for group in node_groups(job) for m in group.container["volumeMounts"]]
-    assert written and all(any(word.startswith(f"{mount}/") for mount in mounts) for word in written)
+    places = ["s3://bucket"] if overlay.startswith("gpu-object-storage") else mounts
+    assert written and all(any(word.startswith(f"{place}/") for place in places) for word in written)

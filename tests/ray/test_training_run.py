@@ -9,6 +9,8 @@ import pytest
 from actors.training.run import RECORD, TrainingRun, begin, named_base, record_recipe, recorded_precision
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
+from mbd_core.multitf.run.checkpoints import MARKER
+from mbd_core.multitf.run.log import LOSSES
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.storage.folder import Folder
 from mbd_core.storage.models import fetch_model
@@ -125,3 +127,22 @@ def test_a_base_at_a_url_is_fetched_and_checked(
     system.rm_file(f"{path}/config.json")
     with pytest.raises(ValueError, match=r"it holds no config\.json"):
         named_base(url)
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "s3"])
+def test_a_run_whose_progress_is_lost_is_not_resumed(
+    tiny_recipe: TrainingRecipe, tmp_path: Path, s3: str, remote: bool
+) -> None:
+    run = replace(new_run(tiny_recipe, f"{s3}/{tmp_path.name}" if remote else tmp_path), checkpoint_every=3)
+    begin(run, resume=False)
+    run.folder.write_text(LOSSES, '{"step": 0}\n{"step": 1}\n')
+    begin(run, resume=True)  # it was stopped before its first checkpoint
+    run.folder.write_text(LOSSES, '{"step": 0}\n{"step": 1}\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"holds the losses of 3 updates .* and no whole checkpoint.*--run-name"):
+        begin(run, resume=True)
+    run.folder.write_text("step_000003/__1_0.distcp", "")
+    with pytest.raises(ValueError, match=r"holds parts of checkpoints \(step_000003\) and no whole checkpoint"):
+        begin(run, resume=True)
+    run.folder.write_text(f"step_000003/{MARKER}", "")
+    run.folder.write_text("step_000006/__1_0.distcp", "")
+    begin(run, resume=True)

@@ -22,9 +22,9 @@ class TaskOptions:
         Texts, Flag(help=f"Tasks: {', '.join(TASKS)}; in a sweep also harness:NAME.", metavar=LIST, commas=True)
     ]
     recipe: Annotated[str, Flag(help=f"How tasks are asked: {', '.join(RECIPES)}.", metavar="NAME")] = OWN_CHAT.name
-    examples: Annotated[Texts, Flag(metavar="TASK=PATH")] = ()
+    examples: Annotated[Texts, Flag(metavar="TASK=PATH", opened_by="job")] = ()
     """Solved problems for a few-shot recipe, as the task's train split; repeatable."""
-    data: Annotated[Texts, Flag(metavar="TASK=PATH")] = ()
+    data: Annotated[Texts, Flag(metavar="TASK=PATH", opened_by="job")] = ()
     """Where a task that is not generated lies: a file (JSON lines or list, Parquet, Arrow), a folder of one split, or
     hub:NAME[:CONFIGURATION[:SPLIT]]. With one task PATH alone; repeatable."""
 
@@ -34,7 +34,7 @@ class SweepOptions(TaskOptions):
     """The user's options of a sweep: models or `endpoints`, methods and tasks. `plan_sweep` sets the buffer size of
     `engine` to the largest of all configurations."""
 
-    models: Annotated[Texts, Flag(panel=MODEL, metavar=LIST, commas=True)] = ()
+    models: Annotated[Texts, Flag(panel=MODEL, metavar=LIST, commas=True, opened_by="workers")] = ()
     """Shipped models' names, model folders, or their URLs."""
     methods: Annotated[
         Texts | None,
@@ -62,7 +62,7 @@ class SweepOptions(TaskOptions):
     """Random seed."""
     split: Annotated[Split, Flag(panel=DATA)] = "test"
     """Split of the generated tasks."""
-    include_path: Annotated[str | None, Flag(panel=DATA, name="--include", metavar="DIR")] = None
+    include_path: Annotated[str | None, Flag(panel=DATA, name="--include", metavar="DIR", opened_by="job")] = None
     """Folder of task files of lm-evaluation-harness, for harness:NAME."""
     form: Annotated[PromptForm, Flag(panel=DATA)] = "plain"
     """How tasks of lm-evaluation-harness are asked: plain text, one turn, or an example a turn."""

@@ -42,13 +42,13 @@ class RecipeChoice:
 
     recipe: Annotated[str | None, Flag(metavar="NAME")] = None
     """What is trained, and how: a recipe's name, or one of your own as FILE.py:NAME."""
-    config: Annotated[Path | None, Flag(metavar="FILE")] = None
+    config: Annotated[Path | None, Flag(metavar="FILE", opened_by="job")] = None
     """A YAML or JSON file of what is changed in the recipe, or a whole recipe.json; options win over it."""
-    base: Annotated[str | None, Flag(metavar="MODEL")] = None
+    base: Annotated[str | None, Flag(metavar="MODEL", opened_by="workers")] = None
     """Start from this model instead of the recipe's: a shipped model's name, a model folder, or its URL."""
-    data: Annotated[str | None, Flag(panel=DATA, metavar="DIR|URL")] = None
+    data: Annotated[str | None, Flag(panel=DATA, metavar="DIR|URL", opened_by="workers")] = None
     """Train on the data that jobs/prepare_data.py wrote there, instead of the recipe's."""
-    fitted_noise: Annotated[Path | None, Flag(panel=DATA, metavar="FILE")] = None
+    fitted_noise: Annotated[Path | None, Flag(panel=DATA, metavar="FILE", opened_by="job")] = None
     """Mask ratios as research alignment measured and wrote them, instead of the recipe's noise-schedule."""
 
 

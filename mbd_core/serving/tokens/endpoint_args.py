@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class EndpointArgs:
     """What a replica needs to start."""
 
-    model: str
+    model: Annotated[str, Flag(opened_by="workers")]
     """A shipped model's name, a model folder on every machine that serves it, or a storage URL."""
     name: str | None = None
     """What clients call it (default: the folder's name)."""
@@ -38,7 +38,7 @@ class EndpointArgs:
     """Requests that wait for a batch row of a replica; more get 429."""
     threads: Annotated[int, Ge(1), Flag(panel=ENGINE)] = 1
     """Torch's threads, each rank's."""
-    trace: Annotated[Path | None, Flag(panel=OUTPUT, metavar="DIR")] = None
+    trace: Annotated[Path | None, Flag(panel=OUTPUT, metavar="DIR", opened_by="each")] = None
     """Write step traces, each replica's in a folder in DIR."""
 
     @property

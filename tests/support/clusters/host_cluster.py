@@ -180,7 +180,7 @@ class HostCluster:
     def __init__(
         self, hosts: Sequence[Host], folder: Path, *, state: "HeadState | None" = None, store: dict[str, str]
     ) -> None:
-        self.hosts, self.folder, self._kept = hosts, folder, state
+        self.hosts, self.folder, self._kept, self.store = hosts, folder, state, store
         self._jobs: list[subprocess.Popen[bytes]] = []
         self.token = folder / "token"
         self.token.touch(mode=0o600)

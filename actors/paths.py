@@ -1,0 +1,245 @@
+"""A job's paths on the machines of its cluster: a look before the work, and copies of what is small.
+
+A cluster's machines may share no disk. So each option that is a path says who opens it (`Flag.opened_by`), and before
+any work a small task on each node with room for the job's processes says what lies there. Workers read the same as
+the job, or a copy: what the job's machine alone has goes through Ray's object store to the cache of each node whose
+workers ask for it, once a node, by its digest. A larger path, and a folder that is not one folder for all, refuse the
+job. A worker on a node that joins later looks for itself when it asks (`JobPaths.fetch`, `JobPaths.check_shared`).
+"""
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from os.path import isabs
+from pathlib import Path
+from typing import NamedTuple
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.failures import reason
+from cluster.topology import Resources, fits
+from mbd_core.checkpoint.shipped import named_model
+from mbd_core.storage.contents import Contents, Copy, contents_of
+from mbd_core.storage.folder import SCHEME, Folder
+from mbd_core.storage.models import fetch_model, user_cache
+from mbd_core.storage.remote_files import PROBE
+
+MOST_CARRIED = 2**30
+"""Bytes of a path that are carried to the nodes; what is larger takes a URL or a volume."""
+LOOK_SECONDS = 300.0  # until a node that says nothing is given up; a busy one may need minutes
+NAMED_HOSTS = 4  # in a sentence
+
+
+class OpenedPath(NamedTuple):
+    """A path that an option names, and `name`, by which workers ask for it, if that is another text."""
+
+    option: str
+    path: str
+    name: str = ""
+
+
+def model_paths(option: str, *models: str) -> list[OpenedPath]:
+    """The folders of models that are not at URLs and not shipped. Raises `ValueError` for an unknown one."""
+    named = {model: named_model(model) for model in models if SCHEME.match(model) is None}
+    return [OpenedPath(option, path, model) for model, path in named.items() if isabs(path)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownPath:
+    """What the job's machine, `host`, has at a path; its `copy` where another node lacks it."""
+
+    opened: OpenedPath
+    contents: Contents
+    host: str
+    copy: Copy | None = None
+
+    def here(self) -> str:
+        """Where this machine has the same contents. Raises `ValueError` where it has not, and none are carried."""
+        if contents_of(Path(self.opened.path)) == self.contents:
+            return self.opened.path
+        if self.copy is None:
+            raise self.refusal([this_host()])
+        return str(self.copy.unpacked(user_cache("carried"), _get))
+
+    def refusal(self, lacking: Sequence[str], owners: Sequence[str] = ()) -> ValueError:
+        return ValueError(
+            f"{self.opened.option} {self.opened.path} is on {_listed([self.host, *owners])}, and {_listed(lacking)} "
+            f"{'lacks it or holds' if len(lacking) == 1 else 'lack it or hold'} another: give a URL as "
+            f"s3://bucket/path, put it on a volume that all of them mount, or use one node (it has "
+            f"{self.contents.size / 1e9:.1f} GB; up to {MOST_CARRIED / 1e9:.1f} GB are copied to the nodes)"
+        )
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A file that the job put into a folder that all must share."""
+
+    option: str
+    folder: str
+    file: str
+    host: str
+
+    def refusal(self, hosts: Sequence[str]) -> ValueError:
+        return ValueError(
+            f"{self.option} {self.folder} is not one folder for all: {_listed(hosts)} "
+            f"{'does' if len(hosts) == 1 else 'do'} not see what "
+            f"{self.host} writes there; give a URL as s3://bucket/path, a folder on a volume that all of them mount, "
+            "or use one node"
+        )
+
+
+@dataclass(frozen=True)
+class JobPaths:
+    """What was found before the work; it goes along to each worker."""
+
+    read: tuple[KnownPath, ...] = ()
+    marks: tuple[Mark, ...] = ()
+
+    def fetch(self, model: str) -> str:
+        """As `fetch_model`, and for a path of the job what this machine has of it, or a copy. Raises `ValueError`."""
+        for known in self.read:
+            if model in (known.opened.path, known.opened.name):
+                return known.here()
+        return fetch_model(model)
+
+    def check_shared(self) -> None:
+        """Raise `ValueError` if this machine does not see a folder that all share."""
+        for mark in self.marks:
+            if not Path(mark.file).exists():
+                raise mark.refusal([this_host()])
+
+
+NO_PATHS = JobPaths()
+
+
+class Sight(NamedTuple):
+    """What a machine has at paths, and which of some files it sees."""
+
+    contents: list[Contents | None]
+    seen: list[bool]
+
+
+def sight(paths: Sequence[str], files: Sequence[str]) -> Sight:
+    return Sight([contents_of(Path(path)) for path in paths], [Path(file).exists() for file in files])
+
+
+@contextmanager
+def known_paths(
+    read: Sequence[OpenedPath],
+    shared: Sequence[tuple[str, Folder]] = (),
+    *,
+    bundle: Resources,
+    say: Callable[[str], object] = print,
+) -> Iterator[JobPaths]:
+    """The paths that workers read, as all nodes with room for a `bundle` of the connected cluster can have them.
+
+    `shared` are options, and the folder that each names, which the job and its workers write and read. Raises
+    `ValueError`, one sentence, for a path or a folder that they cannot.
+    """
+    paths = [opened for opened in read if SCHEME.match(opened.path) is None]
+    here = this_host()
+    with _marked([(option, folder) for option, folder in shared if not folder.is_remote], here) as marks:
+        sights = look([opened.path for opened in paths], [mark.file for mark in marks], bundle=bundle)
+        for number, mark in enumerate(marks):
+            if blind := [host for host, each in sights.items() if not each.seen[number]]:
+                raise mark.refusal(blind)
+        known = []
+        for number, opened in enumerate(paths):
+            contents = contents_of(Path(opened.path))
+            if contents is None:
+                owners = [host for host, each in sights.items() if each.contents[number] is not None]
+                there = f"; it is on {_listed(owners)}" if owners else ""
+                raise ValueError(f"{opened.option} {opened.path} cannot be read on {here}{there}")
+            lacking = [host for host, each in sights.items() if each.contents[number] != contents]
+            path = KnownPath(opened=opened, contents=contents, host=here)
+            known.append(_carried(path, lacking, list(sights), say) if lacking else path)
+        yield JobPaths(tuple(known), tuple(marks))
+
+
+def _carried(path: KnownPath, lacking: Sequence[str], hosts: Sequence[str], say: Callable[[str], object]) -> KnownPath:
+    """The path with a copy for the hosts that lack it."""
+    opened, size = path.opened, path.contents.size
+    if size > MOST_CARRIED:
+        raise path.refusal(lacking, [host for host in hosts if host not in lacking])
+    copy = Copy.of(Path(opened.path), _put)
+    say(f"{opened.option} {opened.path}: {size / 1e6:.1f} MB go from {path.host} to {_listed(lacking)}, through Ray")
+    return KnownPath(opened=opened, contents=path.contents, host=path.host, copy=copy)
+
+
+def _put(chunk: bytes) -> bytes:
+    """A reference to an object of this process, pickled: Ray keeps such an object as long as the process lives, and
+    warns of references among the arguments of actors that may start again."""
+    return cloudpickle.dumps(ray.put(chunk))
+
+
+def _get(reference: bytes) -> bytes:
+    chunk: bytes = ray.get(cloudpickle.loads(reference))
+    return chunk
+
+
+def look(paths: Sequence[str], files: Sequence[str], *, bundle: Resources) -> Mapping[str, Sight]:
+    """What each other node with room for a bundle sees, by its host's name. Nothing is asked if nothing is to be seen.
+
+    Raises `RuntimeError` for a node that does not answer.
+    """
+    if not paths and not files:
+        return {}
+    own = ray.get_runtime_context().get_node_id()
+    nodes = [node for node in ray.nodes() if node["Alive"] and fits(bundle, node["Resources"])]
+    others = [node for node in nodes if node["NodeID"] != own]
+    task = ray.remote(num_cpus=0)(sight)
+    answers = [
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
+            paths, files
+        )
+        for node in others
+    ]
+    try:
+        sights = ray.get(answers, timeout=LOOK_SECONDS)
+    except RayError as error:
+        raise RuntimeError(
+            f"not every node of the cluster says within {LOOK_SECONDS:g} s what it has of the job's paths: "
+            f"{reason(error)}"
+        ) from error
+    return dict(zip(_names(others), sights, strict=True))
+
+
+def _names(nodes: Sequence[Mapping[str, str]]) -> list[str]:
+    """The hosts of nodes, with their address where several have one name."""
+    names = [node["NodeManagerHostname"] for node in nodes]
+    return [
+        f"{name} ({node['NodeManagerAddress']}:{node['NodeManagerPort']})" if names.count(name) > 1 else name
+        for name, node in zip(names, nodes, strict=True)
+    ]
+
+
+@contextmanager
+def _marked(shared: Sequence[tuple[str, Folder]], host: str) -> Iterator[list[Mark]]:
+    """A file of the job in each folder, for as long as the block lasts."""
+    marks: list[Mark] = []
+    try:
+        for option, folder in shared:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            file = folder.path / f"{PROBE}{secrets.token_hex(8)}"
+            file.touch()
+            marks.append(Mark(option, str(folder), str(file), host))
+        yield marks
+    finally:
+        for mark in marks:
+            with suppress(OSError):
+                os.unlink(mark.file)
+
+
+def this_host() -> str:
+    return socket.gethostname()
+
+
+def _listed(hosts: Sequence[str]) -> str:
+    named, others = hosts[:NAMED_HOSTS], len(hosts) - NAMED_HOSTS
+    return ", ".join(named) + (f" and {others} more" if others > 0 else "")

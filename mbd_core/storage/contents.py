@@ -1,0 +1,112 @@
+"""What lies at a path, in a few bytes: so that machines compare what they have without reading all of it.
+
+A copy of small contents is carried as chunks, each wherever its carrier puts it (`actors/paths.py`).
+"""
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from mbd_core.storage.errors import storage_errors
+
+SAMPLE = 2**16
+"""Bytes at a file's beginning, and at its end, that are compared."""
+CHUNK = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Bytes of the files at a path, and the digest of their names, sizes, beginnings and ends."""
+
+    size: int
+    digest: str
+
+
+def contents_of(path: Path) -> Contents | None:
+    """What a file holds, or a folder without its hidden files; `None` where nothing lies or may be read."""
+    digest, total = hashlib.sha256(), 0
+    try:
+        files = files_at(path)
+        for name, file in files.items():
+            size = file.stat().st_size
+            digest.update(f"{name}\0{size}\0".encode())
+            with file.open("rb") as opened:
+                digest.update(opened.read(SAMPLE))
+                opened.seek(max(SAMPLE, size - SAMPLE))
+                digest.update(opened.read(SAMPLE))
+            total += size
+    except OSError:
+        return None
+    return Contents(total, digest.hexdigest()) if files else None
+
+
+def files_at(path: Path) -> dict[str, Path]:
+    """The files of a folder by their relative names, without hidden ones; of a file itself, by no name."""
+    if path.is_file():
+        return {"": path}
+    names = {file.relative_to(path): file for file in sorted(path.rglob("*")) if file.is_file()}
+    return {
+        name.as_posix(): file for name, file in names.items() if not any(part.startswith(".") for part in name.parts)
+    }
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The whole contents of a path: their digest, and of each file the chunks, as what `get` takes."""
+
+    name: str
+    digest: str
+    files: tuple[tuple[str, tuple[Any, ...]], ...]
+
+    @classmethod
+    def of(cls, path: Path, put: Callable[[bytes], Any]) -> "Copy":
+        """Reads all files, and gives each chunk to `put`, whose result stands for it."""
+        digest = hashlib.sha256()
+        files = []
+        for name, file in files_at(path).items():
+            digest.update(f"{name}\0{file.stat().st_size}\0".encode())
+            chunks = []
+            for chunk in read_chunks(file):
+                digest.update(chunk)
+                chunks.append(put(chunk))
+            files.append((name, tuple(chunks)))
+        return cls(path.name, digest.hexdigest()[:16], tuple(files))
+
+    def unpacked(self, cache: Path, get: Callable[[Any], bytes]) -> Path:
+        """The file or folder of these contents below `cache`, where it is made once, whole or not at all.
+
+        Raises `OSError`, one sentence, where the cache takes none.
+        """
+        target = cache / self.digest / self.name
+        with storage_errors(str(cache), f"takes no copy of {self.name}"):
+            cache.mkdir(parents=True, exist_ok=True)
+            with FileLock(cache / f"{self.digest}.lock"):
+                if not target.exists():
+                    self._write(target, get)
+        return target
+
+    def _write(self, target: Path, get: Callable[[Any], bytes]) -> None:
+        stage = Path(tempfile.mkdtemp(prefix=".copy-", dir=target.parent.parent))
+        try:
+            for name, chunks in self.files:
+                file = stage / target.name / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("wb") as opened:
+                    for chunk in chunks:
+                        opened.write(get(chunk))
+            stage.chmod(0o755)
+            stage.rename(target.parent)
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+
+
+def read_chunks(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        while chunk := opened.read(CHUNK):
+            yield chunk
