@@ -69,14 +69,24 @@ def same_expression(gold: str, answer: str) -> bool:
     return bool(verify(_exact(wanted), _exact(given), timeout_seconds=None, raise_on_error=True))
 
 
+_TRIGONOMETRY = re.compile(r"(?<![A-Za-z\\])\\?(sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_DEGREES = re.compile(
+    r"(\d+(?:\.\d+)?|\\frac\{[^{}]*\}\{[^{}]*\}|\([^()]*\)|(?<![A-Za-z])[a-z]|\\[a-z]+)"
+    r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z]))"
+)
 # math-verify reads `2(73)` as the mixed number 2 + 73
 PRODUCT = re.compile(r"((?<![\w.^_])(?<![_^]\{)[0-9]+(?:\.[0-9]+)?|\))\s*(?=\()")
 
 
 def _read(latex: str) -> Any:
-    """The sympy object of a LaTeX expression, by math-verify; `None` where it finds none."""
+    """The sympy object of a LaTeX expression, by math-verify; `None` if it finds no expression.
+
+    math-verify drops the sign of degrees, so the angles of trigonometric functions are converted to radians.
+    """
     from math_verify import parse
 
+    if _TRIGONOMETRY.search(latex):
+        latex = _DEGREES.sub(r"\\left(\\frac{\\pi}{180} \\cdot \1\\right)", _TRIGONOMETRY.sub(r"\\\1", latex))
     latex = PRODUCT.sub(r"\1 \\cdot ", latex)
     found = parse(f"\\boxed{{{latex}}}", parsing_timeout=None, raise_on_error=True)
     return found[0] if found and not isinstance(found[0], str) else None

@@ -24,6 +24,7 @@ _SIGNS = str.maketrans(
         "\u03c0": r"\pi ",
         "\u00b1": r"\pm ",
         "\u2248": r"\approx ",
+        "\u2205": r"\emptyset ",
         "\u00b0": r"^\circ ",
         "\u00ba": r"^\circ ",
         "\uff05": "%",
@@ -56,8 +57,11 @@ _LONG_DASH = re.compile(r"(?<![\s({\[=:,$*])\s*\u2014\s*")  # behind a word it d
 _ROOT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|(\d+|[a-z]))")
 _SPACE = re.compile(r"(?<!\\)\\[,;:!> ]|\\q?quad(?![A-Za-z])|[~\s\u00a0\u2009\u202f\u2006\u2005]")
 THOUSANDS = re.compile(
-    r"(?<=\d)(?:\\[,;:! ]|\s*\{\s*,\s*\}|~|,\\!\s*|[\u00a0\u2009\u202f]|,\s*(?=\\!))(?=\d{3}(?!\d))"
+    r"(?<=\d)(?:['\u2019]|\\[,;:! ]|\s*\{\s*,\s*\}|~|,\\!\s*|[\u00a0\u2009\u202f]|,\s*(?=\\!))(?=\d{3}(?!\d))"
 )
+_DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")  # LaTeX's comma inside a number
+_EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])")
+_BARE_ROOT = re.compile(r"\\sqrt\s*(\d+)")
 _FRACTION_NAME = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _ROMAN_LETTER = re.compile(r"\\(?:mathrm|text|mathit|rm)\s*\{([ie])\}")
 _ARGUMENT = r"\s*(?:\{([^{}]*)\}|(\d|\\pi|[A-Za-z]))"
@@ -74,9 +78,10 @@ def plain_notation(text: str) -> str:
 
 
 def ascii_notation(text: str) -> str:
-    """The text with ASCII signs and LaTeX's commands for others, one name for fractions, and without marks of
-    thousands that LaTeX or typography alone knows."""
-    return THOUSANDS.sub("", _FRACTION_NAME.sub(r"\\frac", text if text.isascii() else _ascii(text)))
+    """The text with ASCII signs and LaTeX's commands for other signs, one name for fractions and the empty set, braces
+    under roots, a decimal point for LaTeX's decimal comma, and without typographic marks of thousands."""
+    text = _EMPTY_SET.sub(r"\\emptyset", _FRACTION_NAME.sub(r"\\frac", text if text.isascii() else _ascii(text)))
+    return _DECIMAL_COMMA.sub(".", THOUSANDS.sub("", _BARE_ROOT.sub(r"\\sqrt{\1}", text)))
 
 
 def _ascii(text: str) -> str:

@@ -28,6 +28,8 @@ _NAME = re.compile(
     r"|\([A-Za-z, ]+\)"
 )
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})\s*(?:(?:\\(?:text|mathrm)\{)?\s*([ap])\.?\s*m\.?\s*\}?)?", re.I)
+_DECIMAL_COMMA = re.compile(r"([-+]?\d+),(\d{1,2}|\d{4,})")  # before three digits a comma marks thousands
+_EMPTY = r"\emptyset"
 _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq|thickapprox)(?![A-Za-z])")
 
 
@@ -75,8 +77,15 @@ def _same(gold: str, answer: str, same_expression: SameExpression) -> bool:
     if given.kind == "brackets" and wanted.kind in ("list", "set"):
         is_list = given.ends == "()" or (given.ends == "[]" and len(given.parts) != 2)
         return is_list and _same_in_any_order(wanted.parts, given.parts, same_expression)
-    if "part" in both and wanted.kind == "part" and given.kind in ("list", "set"):
+    if wanted.kind == "part" and given.kind in ("list", "set"):
+        if not given.parts:
+            return gold == _EMPTY
+        decimal = _DECIMAL_COMMA.fullmatch(answer)
+        if decimal is not None and _same(gold, f"{decimal[1]}.{decimal[2]}", same_expression):
+            return True
         return all(_same(gold, part, same_expression) for part in given.parts)
+    if given.kind == "part" and not wanted.parts:
+        return answer == _EMPTY
     if both <= {"list", "set", "union", "part"}:
         if "union" in both and both != {"union"}:
             return same_expression(gold, answer)
