@@ -47,7 +47,7 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class BufferCase:
-    """What is compared: a buffer size, with or without a block budget."""
+    """A compared setting: a buffer size, with or without a block budget."""
 
     size: int
     budget: int | None = None
@@ -59,9 +59,9 @@ class BufferCase:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferRun:
-    """What one run gave out while all rows were in use.
+    """The results of one run while all rows were in use.
 
-    cpu_seconds  of this process: on a CPU, what the run would take if no other process ran
+    cpu_seconds of this process: on a CPU, the run's seconds without other processes
     forwards     decode steps, times the sequences in each
     blocks       resident blocks of a sequence in a forward, on average
     """

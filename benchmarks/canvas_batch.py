@@ -41,10 +41,8 @@ class WholeAttention:
 
 @torch.inference_mode()
 def own_batch(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, canvas: Canvas) -> list[list[int]]:
-    """The tokens of all canvases; an EOS ends none.
-
-    Raises `ValueError` for prompts of different lengths, for models with shifted logits, and for canvases that keep
-    keys or accept otherwise than LLaDA and Fast-dLLM do.
+    """The tokens of all canvases; an EOS ends none. Raises `ValueError` for prompts of different lengths, for models
+    with shifted logits, and for canvases that keep keys or have other acceptance rules than LLaDA and Fast-dLLM.
     """
     lengths = {len(prompt) for prompt in prompts}
     if len(lengths) != 1:

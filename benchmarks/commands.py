@@ -33,10 +33,10 @@ Buffer = Annotated[tuple[Annotated[int, Ge(1)], ...], Flag("Slots of each sequen
 
 @configuration(panel=ENGINE)
 class BenchmarkOptions:
-    """Where and how often a benchmark measures, and the file that gets its rows."""
+    """The device, the repetitions and the results file of a benchmark."""
 
     repeats: Annotated[int, Ge(1)] = 3
-    """Repetitions, in turn with what is compared."""
+    """Repetitions; the compared runs take turns."""
     static: Annotated[bool | None, Flag(name="--static/--dynamic")] = None
     """Every slot of every row, or resident slots only (default: static on a GPU)"""
     device: str | None = None
@@ -54,7 +54,7 @@ class BenchmarkOptions:
             torch.set_num_threads(self.threads)
 
     def write(self, command_line: CommandText, settings: Mapping[str, Any], **parts: Any) -> None:
-        """Write the results with the command that gave them, where a file is named."""
+        """Write the results, with the command that gave them, if a file is named."""
         if self.json is not None:
             write_json(self.json, {"settings": {"command": command_line, **settings}, **parts})
 
@@ -280,8 +280,9 @@ def run_modes(
     """Tokens a second of single tokens (ar), self-speculation and diffusion, and of the mode that follows the load.
 
     A request follows as soon as another ends. The modes take turns of a tenth of a second; the median round counts.
-    Under a block budget, drafts become single tokens where more requests run than it has blocks, or drafts do not pay.
-    What an engine learns of that is measured apart: in a fresh engine, and in one that has served a run before.
+    Under a block budget, an engine decodes single tokens instead of drafts if more requests run than it has blocks, or
+    if drafts do not pay. It learns whether they pay, so fresh engines and engines with an earlier run are separate
+    rows.
     """
     import torch
 
@@ -341,10 +342,10 @@ def run_train(
 ) -> None:
     """Samples a second and peak memory of one training sequence with a shared clean stream, and of separate ones.
 
-    Measured is forward and backward of one sample, both ways in turn, in float32; on a CPU in seconds of the
-    processor; and what it gains that the last layer's MLP runs on labelled tokens alone. --count counts the forward's
-    operations instead, also of models that fit on no machine here: those of dense attention, and of FlexAttention's
-    blocks. --data counts the padding of batches, in the shapes' blocks.
+    It times forward and backward of one sample in float32, both ways in turn, on a CPU in processor seconds. A third
+    run shows the gain of computing the last layer's MLP on labelled tokens only. --count counts the forward's
+    operations instead, with dense attention and with FlexAttention's blocks, also for models that do not fit here.
+    --data counts the padding of batches, in the shapes' blocks.
     """
     import torch
 

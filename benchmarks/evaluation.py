@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mbd_core.batch.rows import PlannedRow
     from mbd_core.evaluation.sweep.sweep import Sweep
 
-TRIAL = 32  # problems by which the length of the run is found
+TRIAL = 32  # problems of a trial that estimates the seconds per problem
 MOST_RATIO = 1.10  # what the ratio is to stay below on a run of 5 minutes
 LEAST_GAIN = 1.7  # what two engines are to be worth, where there are cores for them
 COLUMNS = {"what": "what", "seconds": "seconds|.1f"}
@@ -39,8 +39,8 @@ TextBySample = Mapping[int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class SweepCost:
-    """Seconds of the runs. Those of a sweep have the start of its workers, grading, writing and the report in them;
-    `ray_start` is apart.
+    """Seconds of the runs. A sweep's seconds include the start of its workers, grading, writing and the report;
+    `ray_start` is separate.
 
     several_engines  of the same sweep with `num_actors` engines, `None` if there is none
     """
@@ -93,7 +93,7 @@ def run_sweep(
     ] = 300.0,
     limit: Annotated[int | None, Ge(1), Flag("Problems a task.", DATA, default="by --seconds")] = None,
     engine: Annotated[EngineConfig, Fields("max_rows")],
-    actors: Annotated[int, Ge(1), Flag("Run the sweep again with so many engines; 1: not.", CLUSTER)] = 1,
+    actors: Annotated[int, Ge(1), Flag("Run the sweep again with this many engines; 1: do not.", CLUSTER)] = 1,
     threads: Annotated[int, Ge(1), Flag("Torch's threads of the direct run; a sweep's engine has one.", ENGINE)] = 1,
 ) -> None:
     """Decode one plan by the engine in this process, all samples at once, and by a sweep with one engine on Ray.

@@ -30,7 +30,7 @@ from mbd_core.tasks import code_mini, gsm_mini
 
 @dataclass(frozen=True, kw_only=True)
 class LogitError:
-    """What rounding weights did to logits.
+    """The effect of rounded weights on logits.
 
     max_abs, mean_abs  absolute differences
     top1_agreement     the share of positions whose likeliest token is the same

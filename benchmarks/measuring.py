@@ -1,4 +1,4 @@
-"""What all benchmarks share: a device, the seconds of a call, runs that take turns, and Markdown tables."""
+"""Shared parts of the benchmarks: a device, the seconds of a call, runs that take turns, and Markdown tables."""
 
 from __future__ import annotations
 

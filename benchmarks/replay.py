@@ -1,4 +1,4 @@
-"""What a learner pays for a rollout, and how far its log-probabilities are from the engine's.
+"""The cost of a rollout for a learner, and the distance of its log-probabilities from the engine's.
 
 Answers to a task's problems are drawn by an engine, and replayed in the states of its forwards, in several of them as
 one, and in the states of released learners. Counts are of one answer; seconds are the processor's, of a forward and a

@@ -235,7 +235,7 @@ class UniformRouter(nn.Module):
             self.register_buffer(f"nobody_{num_shared}", no_expert)
 
     def forward(self, x_TD: Tensor, live_T: Tensor | None = None, num_shared: int = 0) -> tuple[Tensor, Tensor]:
-        """As `Router.forward`; `num_shared` is 0 or all."""
+        """The same as `Router.forward`; `num_shared` is 0 or all."""
         tokens = len(x_TD)
         self._router(x_TD, live_T, num_shared)
         ids_TK = self.get_buffer(f"ids_{num_shared}")[:tokens]

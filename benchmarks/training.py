@@ -1,4 +1,4 @@
-"""What a shared clean stream saves in training: operations and padding counted, steps timed.
+"""The gain of a shared clean stream in training: counted operations and padding, timed steps.
 
 A third run has the shared sequence with the last layer's MLP on all its tokens, not on the labelled ones alone.
 
@@ -73,7 +73,7 @@ def token_ratio(num_layouts: int) -> float:
 
 
 def computed_pairs(layouts: Sequence[GroupLayout], block_size: int, attention: AttentionKind) -> int:
-    """Pairs that the attention computes of the streams of `layouts` and their clean stream.
+    """Number of pairs that the attention computes in the streams of `layouts` and their clean stream.
 
     Dense attention computes all. FlexAttention computes the blocks of `FLEX_BLOCK` squared with a visible pair.
     """
@@ -271,7 +271,7 @@ def measure_row(
 
 
 def loss_everywhere(model: Decoder, batch: MultiTFBatch, attention: TrainingAttention) -> Tensor:
-    """`multitf_loss` of a model whose last layer computes every token, and whose head the labelled ones."""
+    """`multitf_loss` of a model whose last layer computes every token; its head computes only the labelled tokens."""
     rows, places = (batch.labels != IGNORE).nonzero(as_tuple=True)
     hidden = model(batch.input_ids, batch.positions, attention.of(batch))
     logits = model.logits(hidden[rows, batch.source[rows, places]])

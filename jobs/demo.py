@@ -206,7 +206,7 @@ def wait_until_ready(child: subprocess.Popen[bytes], url: str, bar: tqdm[Any], *
 
 @dataclass(frozen=True)
 class DemoAnswer:
-    """What the endpoint answered to a problem, and whether its result is right."""
+    """The endpoint's answer to a problem, and whether its result is right."""
 
     question: str
     text: str

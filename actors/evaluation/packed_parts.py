@@ -1,4 +1,4 @@
-"""Parts of a batch as Ray Data carries them. Processes that grade import this, without PyTorch."""
+"""Parts of a batch in the form in which Ray Data carries them. Grading processes import this file, without PyTorch."""
 
 import pyarrow as pa
 
@@ -6,7 +6,7 @@ from mbd_core.batch.postprocess import Postprocess
 
 
 def process_part(packed: pa.Table, postprocess: Postprocess) -> pa.Table:
-    """A packed part, processed."""
+    """Apply `postprocess` to a packed part."""
     number, decoded = unpack(packed)
     return pack(number, postprocess(decoded))
 

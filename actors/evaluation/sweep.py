@@ -49,8 +49,8 @@ def loader(models: Mapping[str, str], *, tensor_parallel: int, paths: JobPaths =
 class DecodeActor:
     """`DecodeStage` in an actor.
 
-    It is called with a packed part, so that Ray Data neither joins parts nor splits one. Ray starts it anew when its
-    process dies, and repeats the call: `attempts`, an actor of `Attempts`, says when not to try again.
+    It is called with a packed part, so that Ray Data neither joins nor splits parts. If its process dies, Ray restarts
+    it and repeats the call. `attempts`, an actor of `Attempts`, limits the repetitions.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DecodeActor:
         self._stage, self._attempts = DecodeStage(lambda name: load(name, engine)), attempts
 
     def __call__(self, packed: pa.Table) -> pa.Table:
-        """The decoded part, or none of its rows if a process died of it too often."""
+        """The decoded part; without rows if the part killed too many processes."""
         assert self._attempts is not None
         number, table = unpack(packed)
         if not ray.get(self._attempts.begin.remote(number)):
@@ -135,7 +135,7 @@ def ray_executor(
 
 
 class RayExecutor:
-    """An executor on the connected cluster, whose engines take a GPU a rank if it has GPUs.
+    """An executor on the connected cluster. On a cluster with GPUs each rank of an engine takes a GPU.
 
     Engines on CPUs may share a machine's memory, so each sizes its KV pages from its part of it. `urls` maps the
     folders of models that were fetched to where they come from: each node fetches them for itself, and `paths` say
@@ -227,7 +227,7 @@ class RayExecutor:
 
 @contextmanager
 def cluster_errors() -> Iterator[None]:
-    """A model that an actor refuses raises `ModelRefused` here, any other failure of the cluster `ExecutorFailed`."""
+    """Translates failures: a model that an actor refuses raises `ModelRefused`, any other failure `ExecutorFailed`."""
     try:
         yield
     except CLUSTER_FAILURES as error:
@@ -238,6 +238,6 @@ def cluster_errors() -> Iterator[None]:
 
 
 def model_refusal(error: RayTaskError) -> ModelRefused | None:
-    """The `ModelRefused` that an actor raised. Ray passes it on as text: its class and message are a line of it."""
+    """The `ModelRefused` that an actor raised, read from Ray's text, which has its class and message in one line."""
     refusal = re.search(rf"^\S*{ModelRefused.__name__}: (.*)$", str(error), re.MULTILINE)
     return None if refusal is None else ModelRefused(refusal[1])

@@ -1,13 +1,13 @@
 """A run's executor on Ray: actors whose engines make rollouts, tasks that score them, and actors that learn.
 
-The learner is no Ray Train job: Ray Train runs a function to its end and starts all workers anew when one is lost,
-while here the driver hands out one update at a time between other work, and goes on from a state of its own choice.
-The learner's actors make a process group by themselves, as Ray Train's workers do, and each has a `LearnerState`.
+The learner is no Ray Train job. Ray Train runs a function to its end and restarts all workers when one is lost; here
+the driver asks for one update at a time, between other work, and chooses the state from which it continues. The
+learner's actors form a process group, as Ray Train's workers do, and each has a `LearnerState`.
 
 Weights reach the engines as one object of Ray's store, the result of the first learner's call. Each order to an engine
-names that object and its version: an engine that has not taken this very object, or that was started anew after its
-process was lost, takes the weights first. The version alone does not do: a learner that goes on from an older state
-gives the same numbers again. So no engine decodes with other weights than it was asked to.
+names this object and its version. An engine without this object, for example after a restart, takes the weights first,
+so no engine decodes with other weights than ordered. The version alone is not enough: a learner that continues from an
+older state repeats version numbers.
 """
 
 import socket
@@ -45,10 +45,10 @@ RETRIES = 3  # of a part whose engine's process was lost
 
 @dataclass(frozen=True)
 class WeightsOrder:
-    """What an engine is to decode with: a version, and where its tensors lie."""
+    """The weights that an engine must use: their version, and a reference to their tensors."""
 
     version: int
-    tensors: tuple[Any]  # an `ObjectRef`, in a tuple, which Ray leaves as it is
+    tensors: tuple[Any]  # an `ObjectRef`; inside a tuple Ray does not resolve it
 
 
 class EngineActor:
@@ -56,7 +56,7 @@ class EngineActor:
 
     def __init__(self, model: str, engine: EngineConfig, *, tensor_parallel: int = 1) -> None:
         self._engine = RolloutEngine(model, engine, tensor_parallel=tensor_parallel)
-        self._taken = ""  # which object its weights are
+        self._taken = ""  # the id of its weights' object
 
     def decode(self, number: int, table: pa.Table, weights: WeightsOrder) -> NumberedTable:
         self._take(weights)
@@ -85,13 +85,13 @@ class LearnerActor:
         self._state: LearnerState | None = None
 
     def address(self) -> str:
-        """Where the others find this worker, the first one."""
+        """The address of this worker, the first, for the others' process group."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def join(self, address: str) -> None:
-        """Meet the other workers, and build the learner."""
+        """Join the process group, and build the learner."""
         workers = self._workers
         if workers.size > 1:
             backend = "cpu:gloo,cuda:nccl" if workers.device.type == "cuda" else "gloo"
@@ -100,14 +100,14 @@ class LearnerActor:
 
     @property
     def state(self) -> LearnerState:
-        assert self._state is not None, "it has joined"
+        assert self._state is not None, "join() comes first"
         return self._state
 
     def update(self, answers: Sequence[ReplayedAnswer]) -> dict[str, float]:
         return self.state.update(answers)
 
     def weights(self) -> tuple[dict[str, Tensor] | None, None]:
-        """Those of the first worker, which the others help to gather; and nothing, to be waited for."""
+        """The gathered weights on the first worker, `None` on others; and a `None` whose reference shows the end."""
         weights = self.state.learner.weights()
         return weights if self._workers.is_first else None, None
 
@@ -120,10 +120,10 @@ class LearnerActor:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How engines and learners lie on a cluster.
+    """The placement of engines and learners on a cluster.
 
-    With `shares` an engine and a learner lie on one device, of which each has half by Ray's count, and the engine
-    gives its memory back while the learner works.
+    With `shares`, an engine and a learner share a device: Ray counts half a device for each, and the engine frees its
+    memory while the learner works.
     """
 
     engines: Topology
@@ -141,8 +141,8 @@ class Layout:
         device: Device | None,
         shares: bool,
     ) -> "Layout":
-        """The layout on the connected cluster. Raises `ClusterTooSmall` if not all find room, and `ValueError` for
-        what cannot share."""
+        """The layout on the connected cluster. Raises `ClusterTooSmall` if there is no room for all, and `ValueError`
+        for settings with which engines and learners cannot share."""
         if shares and (recipe.schedule != "sync" or tensor_parallel > 1 or engines != learners):
             raise ValueError(
                 "--share puts one learner beside each engine of one rank, and lets them take turns: it needs the "
@@ -225,8 +225,11 @@ class RayRLExecutor:
         )
 
     def _by_engines(self, method: str, parts: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
-        """Order the parts from the engines in turn, now; their results as they come."""
-        assert self._order is not None, "a swap came first"
+        """Submit the parts to the engines in turn, at once.
+
+        Returns an iterator over the results in order of arrival.
+        """
+        assert self._order is not None, "swap() comes first"
         waiting = [
             getattr(self._engines[place % len(self._engines)], method).remote(number, table, self._order)
             for place, (number, table) in enumerate(parts)
@@ -277,19 +280,20 @@ class RayRLExecutor:
         self._of_learners("join", address)
 
     def _weights(self) -> Any:
-        """A reference to the learner's weights, which stay where they are."""
+        """A reference to the learner's weights, which stay in their node's object store."""
         pairs = [actor.weights.options(num_returns=2).remote() for actor in self._learners]
         self._finish([done for _, done in pairs])
         return pairs[0][0]
 
     def _of_learners(self, method: str, *arguments: Any, only_first: bool = False) -> list[Any]:
-        """What a method returns on every worker."""
+        """The results of a method on every worker."""
         actors = self._learners[:1] if only_first else self._learners
         return self._finish([getattr(actor, method).remote(*arguments) for actor in actors])
 
     def _finish(self, references: Sequence[Any]) -> list[Any]:
-        """The results of calls on the learner's workers. The first that fails ends the waiting for the others, which
-        may wait for it; where a process was lost, all workers are ended: `LearnerLost`."""
+        """The results of calls on the learner's workers. The first failure is raised without waiting for other
+        workers, which may wait for the failed one. If a process was lost, all workers are killed, and `LearnerLost` is
+        raised."""
         waiting = list(references)
         try:
             with cluster_errors():
@@ -313,7 +317,7 @@ def grade_part(number: int, table: pa.Table, *, isolated: bool = False) -> Numbe
 
 
 def _as_they_come(tables: Iterable[NumberedTable], order: Callable[[int, pa.Table], Any]) -> Iterator[NumberedTable]:
-    """Orders a task for each table and passes on finished tables; tasks run while later tables are being made."""
+    """Starts a task for each table and yields finished tables; tasks run while later tables are being made."""
     waiting: list[Any] = []
     for number, table in tables:
         waiting.append(order(number, table))
@@ -327,8 +331,8 @@ def _as_they_come(tables: Iterable[NumberedTable], order: Callable[[int, pa.Tabl
 
 @contextmanager
 def cluster_errors() -> Iterator[None]:
-    """A reward that failed in a task raises `RewardFailed` here, a setting that cannot be honoured `ValueError`; a
-    process that was lost Ray's error, and any other failure `RuntimeError`: one sentence each."""
+    """Translates failures of tasks into one sentence each: a failed reward raises `RewardFailed`, a bad setting
+    `ValueError`, a lost process Ray's own error, and any other failure `RuntimeError`."""
     try:
         yield
     except RayActorError:
@@ -343,7 +347,7 @@ def cluster_errors() -> Iterator[None]:
 
 @contextmanager
 def engine_errors() -> Iterator[None]:
-    """The same; an engine's process that was lost too often is a `RuntimeError` too."""
+    """`cluster_errors`, and a `RuntimeError` if an engine's process was lost too often."""
     try:
         with cluster_errors():
             yield

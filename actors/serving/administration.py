@@ -1,7 +1,7 @@
 """Orders of administrators to all replicas of a model (`mbd_core/serving/api/orders.py`), behind a Serve handle.
 
-Every replica carries an order out, or the answer says which did not. What holds for replicas that start later stands
-in the gateway (`Standing`), so orders that must last are refused where there are several gateways.
+Every replica carries out an order, or the answer counts the failures. The gateway keeps the state for replicas that
+start later (`Standing`). So orders that last are refused on a server with several gateways.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from mbd_core.serving.api.errors import ApiError, clip
 from mbd_core.serving.api.orders import ModelOrder, Standing
 from mbd_core.serving.api.shapes import Order, ReplicaState
 
-# for all replicas to carry out an order: longer than the longest wait that an order can ask for
+# time for all replicas to carry out an order: longer than the longest wait of an order
 ORDER_SECONDS = 3900.0
 
 
 class Administration:
     """The orders to the replicas of one model, behind their handle.
 
-    Those that last are carried out one after the other, each to its end, also when the client that asked has left:
-    otherwise replicas could differ, and later replicas would know nothing of it.
+    Orders that last are carried out one after the other, each to its end, even if its client leaves. Otherwise
+    replicas could differ, and later replicas would miss the order.
     """
 
     _under_way: ClassVar[set[asyncio.Task[Order]]] = set()
@@ -30,14 +30,14 @@ class Administration:
     def __init__(
         self, handle: DeploymentHandle, standing: Standing, *, turn: asyncio.Lock, lasting: bool, may_be_empty: bool
     ) -> None:
-        """`turn` is the model's. `lasting`: whether this gateway is the only one. `may_be_empty`: whether there may be
-        no replica."""
+        """`turn` is the model's lock; `lasting`: whether this gateway is the only one; `may_be_empty`: whether the
+        model may have no replica."""
         self._handle, self._standing = handle, standing
         self._lasting, self._may_be_empty = lasting, may_be_empty
         self._turn = turn
 
     async def carry_out(self, order: ModelOrder) -> Order:
-        """What all replicas have done. Raises `ApiError`."""
+        """Carry out an order at all replicas, and return the reply. Raises `ApiError`."""
         if not order.lasts:
             return await order.give(self, self._standing)
         task = asyncio.create_task(self._in_turn(order))
@@ -59,8 +59,8 @@ class Administration:
         return await self._broadcast("state")
 
     async def apply(self, order: ModelOrder, *, undone: bool = False) -> list[Any]:
-        """What `order.apply` returns at each replica; `ApiError` where one has not done it. `undone`: the others then
-        undo it."""
+        """The result of `order.apply` at each replica. Raises `ApiError` if one fails; with `undone` the caller then
+        undoes the order at the others."""
         return await self._broadcast("apply", order, undone=undone)
 
     async def _broadcast(self, method: str, *arguments: Any, undone: bool = False) -> list[Any]:
@@ -79,7 +79,7 @@ class Administration:
 
 
 def _failure(failures: list[BaseException], number: int) -> ApiError:
-    """One error for the errors of several replicas; an order that all replicas refuse alike has changed nothing."""
+    """One error for the errors of several replicas. If all replicas refused the order, nothing has changed (409)."""
     causes = [error.cause if isinstance(error, RayTaskError) else error for error in failures]
     if len(causes) == number and all(isinstance(cause, ValueError) for cause in causes):
         return ApiError(409, str(causes[0]), code="refused")

@@ -1,6 +1,6 @@
 """The serving application: gateways before the engines of one or several models.
 
-`build` is what `serve deploy` and the manifests of Kubernetes name.
+`serve deploy` and the manifests of Kubernetes name `build`.
 """
 
 from dataclasses import replace

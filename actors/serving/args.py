@@ -1,4 +1,4 @@
-"""What a serving application is made of: one configuration for a local run, `serve deploy` and Kubernetes.
+"""The configuration of a serving application, for a local run, `serve deploy` and Kubernetes alike.
 
 It is the `args` of the application in a Serve config file. docs/reference/options.md has a table of its fields.
 """
@@ -18,24 +18,24 @@ from mbd_core.storage.models import fetch_model
 
 @configuration()
 class Autoscaling:
-    """How many replicas a model has, by its load."""
+    """The number of a model's replicas, by its load."""
 
     min: Annotated[int, Ge(0)] = 1
-    """The fewest; with 0 the last replica goes when nothing is asked for, and the next request waits until another one
-    has loaded the model."""
+    """The fewest. With 0, the last replica ends when there are no requests, and the next request waits until a new
+    replica has loaded the model."""
     max: Annotated[int, Ge(1)]
     """The most."""
     target_requests: Annotated[float, Gt(0)] = 16.0
-    """Requests under way that a replica has on average; above it replicas are added."""
+    """Open requests per replica, on average; above it replicas are added."""
     target_kv_load: Annotated[float | None, Gt(0)] = None
-    """Share of a replica's KV memory that its requests hold on average, the prompts that wait included; above it
-    replicas are added too (default: requests alone count)."""
+    """Fraction of a replica's KV memory that its running and waiting requests need, on average; above it replicas are
+    added too (default: only requests count)."""
     window_seconds: Annotated[float, Gt(0)] = 30.0
-    """Over which the load is averaged."""
+    """Time over which the load is averaged."""
     up_seconds: Annotated[float, Ge(0)] = 15.0
-    """How long the load lasts before replicas are added."""
+    """Duration of a high load before replicas are added."""
     down_seconds: Annotated[float, Ge(0)] = 300.0
-    """How long it is gone before they are removed."""
+    """Duration of a low load before replicas are removed."""
 
     def __post_init__(self) -> None:
         if self.min > self.max:
@@ -43,7 +43,7 @@ class Autoscaling:
 
 
 class LiveContent:
-    """What a deployment that runs takes over: Serve's `user_config`."""
+    """Settings that a running deployment adopts: Serve's `user_config`."""
 
     @classmethod
     def read(cls, values: Any) -> Self:
@@ -51,7 +51,7 @@ class LiveContent:
         return load(cls, values, path="user_config.")
 
     def values(self) -> dict[str, Any]:
-        """As Serve hands it on."""
+        """The content as a dictionary for Serve."""
         return asdict(self)  # type: ignore[call-overload]  # a dataclass in each case
 
 
@@ -60,9 +60,9 @@ class EngineContent(LiveContent):
     """`weights` and `adapters` as in `ModelArgs`."""
 
     weights: str | None = None
-    """As the model's."""
+    """As in `ModelArgs`."""
     adapters: dict[str, str] = field(default_factory=dict)
-    """As the model's."""
+    """As in `ModelArgs`."""
 
 
 @configuration()
@@ -70,28 +70,28 @@ class GatewayContent(LiveContent):
     """The names of the adapters, by model."""
 
     adapters: dict[str, list[str]] = field(default_factory=dict)
-    """The names of each model's."""
+    """The names of each model's adapters."""
 
 
 @configuration(panel=CLUSTER)
 class ModelArgs(EndpointArgs):
     """One model and its engines.
 
-    A change of these replaces the replicas. Replicas that run take over `adapters` and `weights` between two steps
-    where Serve's `user_config` of the model's deployment names them.
+    A change of a field replaces the replicas, with one exception: running replicas adopt `adapters` and `weights`
+    between two steps if Serve's `user_config` of the model's deployment gives them.
     """
 
     replicas: Annotated[int, Ge(1)] | Autoscaling = 1
     """Engines in parallel, each with its own copy of the model."""
     routing: Literal["prefix", "load"] = "prefix"
-    """Which replica gets a request: by prefix, the one that has stored the longest part of its prompt, unless it is
-    clearly busier than others; by load, the less busy one of two."""
+    """The choice of a request's replica. prefix: the replica that has stored the longest prefix of its prompt, unless
+    it is clearly busier than others; load: the less busy of two random replicas."""
     adapters: Annotated[dict[str, str], Flag(panel=MODEL, name=False, opened_by="workers")] = field(
         default_factory=dict
     )
-    """LoRA adapters: the names that clients call them by, each with its folder or storage URL."""
+    """LoRA adapters: their names for clients, each with its folder or storage URL."""
     weights: Annotated[str | None, Flag(panel=MODEL, name=False, opened_by="workers")] = None
-    """A folder or storage URL of other weights of the same shapes, to decode with instead of the model's."""
+    """A folder or storage URL of other weights of the same shapes, which replace the model's own."""
 
     def __post_init__(self) -> None:
         if len(self.adapters) > self.engine.max_adapters:
@@ -102,11 +102,11 @@ class ModelArgs(EndpointArgs):
 
     @property
     def content(self) -> EngineContent:
-        """What replicas that run take over."""
+        """The settings that running replicas adopt."""
         return EngineContent(weights=self.weights, adapters=self.adapters)
 
     def without_content(self) -> "ModelArgs":
-        """What replicas must be replaced for, where it changes."""
+        """The settings whose change replaces the replicas."""
         return replace(self, weights=None, adapters={})
 
     @property
@@ -129,19 +129,18 @@ class GatewayArgs:
     gateways: Annotated[int, Ge(1)] = 1
     """Processes that speak HTTP and hold the streams."""
     request_seconds: Annotated[float | None, Gt(0)] = 600.0
-    """Time limit of a request, its wait and its stream included; null in a file: none."""
+    """Time limit of a request including its wait and its stream; null in a file: no limit."""
     retry_seconds: Annotated[float, Ge(0)] = 120.0
     """How long a request looks for another replica after its own has died."""
     drain_seconds: Annotated[float, Ge(0)] = DRAIN_SECONDS
-    """How long requests under way may go on after the first Ctrl-C or SIGTERM; 0 cuts them at once."""
+    """How long running requests may continue after the first Ctrl-C or SIGTERM; 0 cuts them at once."""
     api_keys: Annotated[Path | None, Flag(metavar="FILE", opened_by="each")] = None
     """Serve only clients with a key of this file, on every machine with a gateway: lines of a client's name and its
     key; read when it changes."""
     client_requests: Annotated[int | None, Ge(1)] = None
-    """Choices, n for each prompt, that the client of a key of --api-keys may have under way at each gateway (default:
-    any number)."""
+    """Open choices (n for each prompt) of a client at each gateway; needs --api-keys (default: any number)."""
     body_bytes: Annotated[int, Ge(1024)] = 4 * 2**20
-    """The largest body of a request; more is 413."""
+    """The largest body of a request, in bytes; a larger body gets 413."""
     body_prompts: Annotated[int, Ge(1), Le(MOST_PROMPTS)] = MAX_PROMPTS
     """The most prompts of one body."""
 
@@ -160,11 +159,14 @@ class ServingArgs(GatewayArgs):
     models: Annotated[list[ModelArgs], Flag(name=False)]
     """The models and their engines."""
     device: Annotated[Literal["cpu", "gpu"], Flag(panel=CLUSTER, name=False)]
-    """What ranks compute on; each rank on gpu takes one."""
+    """The device of ranks; with gpu, each rank takes one GPU."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "ServingArgs":
-        """Of the `args` of a Serve config file; `ValueError` names an unknown or refused field."""
+        """The arguments in the `args` of a Serve config file.
+
+        Raises `ValueError` that names an unknown or refused field.
+        """
         return load(cls, values)
 
     def __post_init__(self) -> None:
@@ -178,11 +180,11 @@ class ServingArgs(GatewayArgs):
 
     @property
     def content(self) -> GatewayContent:
-        """What gateways that run take over."""
+        """The settings that running gateways adopt."""
         return GatewayContent(adapters={model.served_name: list(model.adapters) for model in self.models})
 
     def topology(self, model: ModelArgs) -> Topology:
-        """What a model's replicas ask of the cluster, as many as there may be."""
+        """The resources of the largest number of a model's replicas."""
         return Topology(
             processes=model.most_replicas,
             ranks=model.tensor_parallel,

@@ -1,4 +1,4 @@
-"""Rows of Ray Data as requests: `ServeDeploymentProcessorConfig` calls the gateway for each row beside its clients."""
+"""Rows of Ray Data as requests: `ServeDeploymentProcessorConfig` calls the gateway for each row."""
 
 import asyncio
 import json
@@ -13,17 +13,17 @@ from mbd_core.serving.tokens.stream import TooManyRequests
 
 log = logging.getLogger("ray.serve")
 
-ROWS_KEY = "ray data"  # where requests wait, all rows together take turns with each client
+ROWS_KEY = "ray data"  # in the queue, all rows together count as one client
 ADDED_FIELDS = ("request_id", "idx_in_batch")  # by Ray Data, to each row
-WAIT_SECONDS = 0.2  # of a row that is refused, until it is sent again
+WAIT_SECONDS = 0.2  # before a row that was refused for lack of room is sent again
 
 
 async def answer_row(
     ask: Callable[[bytes], Awaitable[ServedAnswer]], row: Mapping[str, Any]
 ) -> AsyncIterator[Completion]:
-    """The whole answer to a row, alone in its stream. A row for which there is no room waits and is sent again.
+    """A stream of one item, the whole answer to a row. A row that is refused for lack of room waits and is sent again.
 
-    Raises `ValueError` for a row that cannot be answered, which Ray Data can leave out, and `RuntimeError` otherwise.
+    Raises `ValueError` for a bad row, which Ray Data can leave out, and `RuntimeError` for other failures.
     """
     if row.get("stream"):
         raise ValueError("stream: a row gets its answer whole; leave it out")
@@ -37,7 +37,7 @@ async def answer_row(
                 answer.close()
         except TooManyRequests:
             await asyncio.sleep(WAIT_SECONDS)
-        except Exception as error:  # ours are made of more than a message, and do not travel between processes
+        except Exception as error:  # our exceptions have several arguments and cannot be pickled
             api_failure = api_error(error)
             if api_failure.status < 500:
                 raise ValueError(api_failure.message) from None

@@ -1,7 +1,7 @@
 """The gateway: OpenAI's HTTP routes before the engines' replicas, as a Ray Serve deployment.
 
-It holds each request until its answer has ended. A replica that dies under it is replaced by another one, which goes
-on after the last committed token (`mbd_core/serving/tokens/resumable.py`).
+It holds each request until its answer has ended. If its replica dies, another replica continues after the last
+committed token (`mbd_core/serving/tokens/resumable.py`).
 
 Annotations in this file are evaluated when it is imported: FastAPI under `serve.ingress` cannot resolve postponed
 ones, so `from __future__ import annotations` must not be added.
@@ -48,9 +48,9 @@ from mbd_core.serving.tokens.served_model import EngineLimits, ServedModel
 log = logging.getLogger("ray.serve")
 
 LIMITS_PAUSE = 0.2  # between two attempts to ask a replica for its limits
-STATE_SECONDS = 5.0  # for all replicas to answer `/health`
-LEARN_SECONDS = 2.0  # a list of models waits so long for the replicas' limits
-RECENT_SECONDS = 1.0  # the age of a kept state, at most, for callers who get only its short form
+STATE_SECONDS = 5.0  # time for all replicas to answer `/health`
+LEARN_SECONDS = 2.0  # time that a list of models waits for the replicas' limits
+RECENT_SECONDS = 1.0  # largest age of a cached state, which callers without a key get
 Class = TypeVar("Class", bound=type)
 
 
@@ -71,8 +71,8 @@ class ServedRoute:
     ) -> ServedModel:
         """The model as the API sees it, with an adapter or without.
 
-        A replica is asked for its limits; where there is none, one is started, and waited for. Raises `ApiError` (503)
-        at once for a folder that no replica could load.
+        Asks a replica for its limits; if there is no replica, waits until one has started. Raises `ApiError` (503) at
+        once for a folder that no replica could load.
         """
         asking = asyncio.ensure_future(self._limits())
         try:
@@ -98,7 +98,7 @@ class ServedRoute:
         )
 
     async def _limits(self) -> EngineLimits:
-        """The limits, from the first replica that lives long enough to tell them."""
+        """The limits, from the first replica that answers."""
         while True:
             try:
                 return await self.handle.limits.remote()
@@ -106,16 +106,16 @@ class ServedRoute:
                 await asyncio.sleep(LIMITS_PAUSE)
 
     async def states(self, *, recent: bool) -> list[ReplicaState]:
-        """`EngineReplica.state` of each replica; the reason for a replica that does not answer.
+        """`EngineReplica.state` of each replica, with an error for a replica that does not answer.
 
-        Those who ask at once share one question to the replicas; a `recent` answer may be `RECENT_SECONDS` old.
+        Concurrent callers share one call to the replicas; a `recent` answer may be `RECENT_SECONDS` old.
         """
         if self._states is None or (self._states.done() and not (recent and time.monotonic() < self._states_until)):
             self._states = asyncio.ensure_future(self._ask_states())
         return await asyncio.shield(self._states)
 
     def forget_states(self) -> None:
-        """An order has changed them: the next who asks gets new ones."""
+        """Drop the cached states after an order; the next caller gets new ones."""
         self._states = None
 
     async def _ask_states(self) -> list[ReplicaState]:
@@ -139,7 +139,7 @@ def _unreachable(error: Exception) -> ReplicaState:
 
 
 def _state_response(body: Ready | Health) -> Response:
-    """200, or 503; a server that sleeps says when to ask again."""
+    """200, or 503; a server that sleeps adds `Retry-After`."""
     headers = {"Retry-After": str(ASLEEP_SECONDS)} if body["asleep"] else {}
     return JSONResponse(body, status_code=200 if body["ready"] else 503, headers=headers)
 
@@ -148,13 +148,13 @@ api = FastAPI(openapi_url=None, redirect_slashes=False, exception_handlers=HANDL
 
 
 def _path(request: Request) -> str:
-    """The path of the route that a request has taken."""
+    """The path of a request's route."""
     path: str = request.scope["route"].path
     return path
 
 
 def add_routes(gateway: Class) -> Class:
-    """Let `api` answer `ROUTES` and `PAGES` by the class's methods, and each order by `order`."""
+    """Add `ROUTES` and `PAGES` to `api`. The class's methods answer them; `order` answers every order."""
     for route in (*ROUTES, *PAGES):
         path = route.path.replace("{name}", "{name:path}")  # a model's name may have slashes
         endpoint = getattr(gateway, "order" if path in ORDERS else route.operation)
@@ -163,7 +163,7 @@ def add_routes(gateway: Class) -> Class:
     return gateway
 
 
-# `serve.ingress` copies the class while this module is being imported: names that its methods use must stand above it.
+# `serve.ingress` copies the class during the import of this module: names that its methods use must be defined above.
 @serve.deployment
 @serve.ingress(api)
 @add_routes
@@ -171,7 +171,7 @@ class Gateway:
     """One `OpenAIServer` and its routes."""
 
     def __init__(self, args: ServingArgs, handles: list[DeploymentHandle], paths: JobPaths = NO_PATHS) -> None:
-        """`handles` go with `args.models`."""
+        """`handles` correspond to `args.models`."""
         join_core_logs()
         keep_to_loopback()
         self._args = args
@@ -190,7 +190,7 @@ class Gateway:
         self._document = openapi_document(body_prompts=args.body_prompts, keys=self._keys is not None)
         self._bases: dict[str, str] = {}  # the model behind each name, itself or an adapter's
         self._serves = False
-        self._refusal: str | None = None  # why the newest content was not taken over
+        self._refusal: str | None = None  # why the newest content was not adopted
         least = {name: route.model.least_replicas for name, route in self._routes.items()}
         self._exports = ExportTimer(
             Exporter(MODEL_MEASURES, lambda: least),
@@ -200,8 +200,7 @@ class Gateway:
     def reconfigure(self, content: dict[str, Any]) -> None:
         """Serve the models and their adapters by name; called by Serve with `GatewayContent`.
 
-        Content that cannot be taken over fails a start. Later the gateway keeps its old content, and `/health` says
-        why.
+        At the start, bad content is an error. Later the gateway keeps its old content, and `/health` says why.
         """
         try:
             adapters = GatewayContent.read(content).adapters
@@ -238,7 +237,10 @@ class Gateway:
         return [await route.handle.describe.remote() for route in self._routes.values() if route.model.least_replicas]
 
     async def drain(self, seconds: float) -> int:
-        """Refuse new requests from now on, wait for those under way for `seconds` at most; how many are left."""
+        """Refuse new requests, and wait at most `seconds` for running requests.
+
+        Returns the number of open requests.
+        """
         self.server.begin_drain()
         return await self.server.wait_until_drained(seconds)
 
@@ -295,7 +297,7 @@ class Gateway:
     async def playground(self, request: Request) -> Response:
         return playground_file(_path(request).removeprefix("/") or "index.html")
 
-    # What follows needs an API key, where keys are set.
+    # The routes below need an API key, if the server has keys.
 
     def _client(self, request: Request) -> str:
         """The client; raises `ApiError` (401) without a valid key."""
@@ -314,7 +316,7 @@ class Gateway:
         return JSONResponse(self.server.model(name))
 
     async def _learn_limits(self) -> None:
-        """Ask for the limits that a list of models shows; no replica is started for that."""
+        """Ask running replicas for the limits that a list of models shows."""
         names = [name for name, base in self._bases.items() if self._routes[base].model.least_replicas]
         await self.server.learn_limits(names, seconds=LEARN_SECONDS)
 
@@ -344,7 +346,7 @@ class Gateway:
         self._client(request)
         return await reply(self.server.tokenizer_info(request.query_params.get("model")))
 
-    # What follows needs an administrator's key, and is not offered without keys.
+    # The routes below need an administrator's key; a server without keys refuses them.
 
     def _administrator(self, request: Request) -> None:
         if self._keys is None:
@@ -359,7 +361,7 @@ class Gateway:
         return PlainTextResponse(page, media_type=CONTENT_TYPE)
 
     async def order(self, request: Request) -> Response:
-        """Any of `ORDERS`."""
+        """Answers each order in `ORDERS`."""
         self._administrator(request)
         kind = ORDERS[_path(request)]
         check_query(request, allowed=kind.query)

@@ -19,13 +19,15 @@ from mbd_core.serving.api.errors import ApiError, FieldError, clip
 from mbd_core.serving.server.answer import ServedAnswer
 from mbd_core.serving.server.response_answer import ResponseAnswer
 
-BODY_SECONDS = 60.0  # for a request's body to arrive
+BODY_SECONDS = 60.0  # time limit for a request's body
 KEY_LENGTH = 16
 
 
 class EventStream(StreamingResponse):
-    """An answer as server-sent events, one piece per step. However the response ends, the engine drops the unfinished
-    rest."""
+    """An answer as server-sent events, one piece per step.
+
+    At the response's end, also an early one, the answer is closed.
+    """
 
     def __init__(self, answer: ServedAnswer | ResponseAnswer) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -85,20 +87,20 @@ async def reply(shape: Awaitable[Mapping[str, Any]]) -> Response:
 
 
 def client_key(request: Request) -> str:
-    """The identity of a client where no keys are checked: a hash of the key it sends, "" without a key."""
+    """The identity of a client on a server without keys: a hash of the key that the client sends, "" without a key."""
     header = request.headers.get("authorization", "")
     return hashlib.sha256(header.encode()).hexdigest()[:KEY_LENGTH] if header else ""
 
 
 def check_query(request: Request, *, allowed: Mapping[str, str]) -> None:
-    """Raise `ApiError` (400) for a parameter behind the route's `?` that `allowed` lacks or has with another value."""
+    """Raise `ApiError` (400) for a query parameter that `allowed` lacks or has with another value."""
     for name, value in request.query_params.items():
         if allowed.get(name) != value:
             raise FieldError(clip(name), "is not supported here", value=value, remedy="leave it out")
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The body. Raises `ApiError` if it has more than `most` bytes, is packed, or ends early."""
+    """The body. Raises `ApiError` if it has more than `most` bytes, is compressed, late, or incomplete."""
     packed = request.headers.get("content-encoding", "identity").strip().lower()
     if packed not in ("", "identity"):
         message = f"content-encoding: '{clip(packed)}' is not read here; send the body as it is"
@@ -125,7 +127,7 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, message, code="body_too_large")
 
 
-# The playground's files, which travel with the package, as responses that let a browser ask this server alone.
+# The playground's files, which are part of the package, with headers that restrict the browser to this server.
 
 FOLDER = Path(mbd_core.serving.__file__).with_name("playground")
 TYPES = {"index.html": "text/html", "playground.css": "text/css", "playground.js": "text/javascript"}

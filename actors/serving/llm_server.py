@@ -1,8 +1,8 @@
 """Our engine as a server class of Ray Serve LLM: `LLMConfig(server_cls="actors.serving.llm_server:DiffusionServer")`.
 
-`build_openai_app` then deploys it behind Ray's own OpenAI ingress. That ingress parses requests with the types of vLLM
-or SGLang, and one of both must be installed for it, though nothing of them runs. This class imports neither: requests
-of Ray's types are answered in Ray's types, and the plain dicts of `ray.data.llm` in dicts.
+`build_openai_app` then deploys it behind Ray's own OpenAI ingress. The ingress parses requests with types of vLLM or
+SGLang, so one of the two must be installed, though its engine does not run. This class imports neither: it answers
+requests of Ray's types in Ray's types, and the plain dicts of `ray.data.llm` in dicts.
 """
 
 import json
@@ -31,13 +31,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ray.serve")
 
-CONFIG_FIELDS = ("model", "name", "replicas", "routing", "adapters", "weights")  # ours, given elsewhere or not at all
+CONFIG_FIELDS = (
+    "model",
+    "name",
+    "replicas",
+    "routing",
+    "adapters",
+    "weights",
+)  # our fields that Ray's config gives elsewhere, or that are not supported here
 
 
 def model_args(config: "LLMConfig") -> ModelArgs:
-    """The model that Ray's config describes: `engine_kwargs` are `ModelArgs`' fields.
+    """The model that Ray's config describes; `engine_kwargs` holds fields of `ModelArgs`.
 
-    Raises `ValueError` for what cannot be honoured.
+    Raises `ValueError` for an unsupported setting.
     """
     loading = config.model_loading_config
     source = loading.model_id if loading.model_source is None else loading.model_source
@@ -57,15 +64,15 @@ def model_args(config: "LLMConfig") -> ModelArgs:
 
 
 def fields_given(request: BaseModel) -> dict[str, Any]:
-    """The fields that the client gave, of a request as Ray's ingress hands it on.
+    """The client's fields in a request from Ray's ingress.
 
-    `decoding` is ours. vLLM's types keep such a field; SGLang's drop it, but keep `custom_params`, in which it may
-    stand instead.
+    `decoding` is our own field. vLLM's types keep it. SGLang's types drop it but keep `custom_params`, so it may also
+    be given there.
     """
     fields = request.model_dump(exclude_unset=True, warnings=False)
     for name in ADDED_FIELDS:
         fields.pop(name, None)
-    if not fields.get("tools") and fields.get("tool_choice") == "none":  # set by the types themselves
+    if not fields.get("tools") and fields.get("tool_choice") == "none":  # a default of these types
         del fields["tool_choice"]
     for number, message in enumerate(fields.get("messages") or ()):
         fields["messages"][number] = {name: value for name, value in message.items() if value is not None}
@@ -76,7 +83,7 @@ def fields_given(request: BaseModel) -> dict[str, Any]:
 
 
 class DiffusionServer:
-    """`LLMServerProtocol` over one engine; Ray looks at its methods, not at its bases."""
+    """`LLMServerProtocol` over one engine. Ray checks its methods, not its base classes."""
 
     @classmethod
     def get_deployment_options(cls, llm_config: "LLMConfig") -> dict[str, Any]:
@@ -92,12 +99,12 @@ class DiffusionServer:
         if llm_config.runtime_env is not None:
             actor["runtime_env"] = llm_config.runtime_env
         options["ray_actor_options"] = actor | options.get("ray_actor_options", {})
-        # Serve holds back requests while an engine has no room; a request that asks too much is refused.
+        # Serve queues further requests while the engine is full.
         options.setdefault("max_ongoing_requests", model.engine.max_rows + model.max_waiting)
         return options
 
     def __init__(self, llm_config: "LLMConfig") -> None:
-        """Load the model; Ray has nothing to start afterwards."""
+        """Load the model and start the engine."""
         model = model_args(llm_config)
         args = model.checked()
         torch.set_num_threads(args.threads)
@@ -121,12 +128,12 @@ class DiffusionServer:
     # -- requests -----------------------------------------------------------------------------------------------
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
-        """One answer in Ray's type, or server-sent events as text where they were asked for."""
+        """One answer in Ray's type, or server-sent events as text for a stream."""
         async for part in self._answers(self.server.chat, request, "ChatCompletionResponse"):
             yield part
 
     async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
-        """As `chat`."""
+        """The same for a completion."""
         async for part in self._answers(self.server.complete, request, "CompletionResponse"):
             yield part
 
@@ -168,7 +175,7 @@ class DiffusionServer:
     # -- operation ----------------------------------------------------------------------------------------------
 
     async def check_health(self) -> None:
-        """Raises once no request can be served any more."""
+        """Raises if the engine has failed."""
         self.service.check_health()
 
     async def llm_config(self) -> "LLMConfig":
@@ -181,8 +188,8 @@ class DiffusionServer:
         return False
 
     async def sleep(self, *, level: int = 1, **options: Any) -> None:
-        """Give the engine's memory back; `options` are `SleepOrder`'s. Raises `ValueError` for other ones, and where
-        requests do not end in time."""
+        """Free the engine's memory; `options` are the fields of `SleepOrder`. Raises `ValueError` for unknown options,
+        and if requests do not end in time."""
         order = SleepOrder.model_validate(options)
         if level != 1:
             raise ValueError(f"level={level} is not supported: weights wait in the host's memory (level 1)")
@@ -210,14 +217,14 @@ class DiffusionServer:
 
 
 def ray_error(error: ApiError) -> Any:
-    """The error as Ray's ingress takes it, which makes its number the HTTP status."""
+    """The error in the form of Ray's ingress, which uses its code as the HTTP status."""
     types, shape = llm_types(), error.body["error"]
     kind, param = shape["type"], shape["param"]
     return types.ErrorResponse(error=types.ErrorInfo(message=error.message, type=kind, param=param, code=error.status))
 
 
 def not_supported(route: str, request: Any) -> Any:
-    """The error for a route that this engine has not; a row raises it."""
+    """The error for an unsupported route; for a row of `ray.data.llm` it is raised."""
     message = f"{route}: not supported; this engine answers chat and completions"
     if not isinstance(request, BaseModel):
         raise ValueError(message)

@@ -1,7 +1,7 @@
 """Logs of the serving processes, JSON lines with the request's id; and a replica's port on loopback.
 
-Serve's id of a request is its `X-Request-ID`, else one of its own; it stands in the reply's header, and a call through
-a handle takes it along, so that the proxy, the gateway and the engine's replica log one id.
+Serve's id of a request is its `X-Request-ID`, or a new id. The reply's header has it, and calls through handles pass
+it on, so that the proxy, the gateway and the engine's replica log the same id.
 """
 
 import logging
@@ -26,23 +26,23 @@ class ServeHandler(logging.Handler):
 
 
 def join_core_logs() -> None:
-    """What `mbd_core` logs in this process goes to Serve's log, and nowhere else."""
+    """Send the log of `mbd_core` in this process to Serve's log, and nowhere else."""
     core = logging.getLogger(CORE_LOG)
     core.handlers, core.propagate = [ServeHandler()], False
     core.setLevel(logging.INFO)
 
 
 def log_failure(error: Exception) -> ApiError:
-    """The error that the client sees; a failure of ours goes to the log with its traceback."""
+    """The error for the client; a server error is logged with its traceback."""
     failure = api_error(error)
     if failure.status >= 500:
         logging.getLogger(SERVE_LOG).error("request failed", exc_info=error)
     return failure
 
 
-# A replica's port for calls from other replicas, on loopback where its node is.
+# A replica's port for calls from other replicas.
 #
-# On a node whose address is the machine's loopback (`cluster/local.py`) no other machine has to reach it.
+# On a node whose address is the loopback (`cluster/local.py`), no other machine needs the port.
 
 LOOPBACK = "127.0.0.1"
 

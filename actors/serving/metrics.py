@@ -3,7 +3,7 @@
 The names are the field's (vLLM's, under our own prefix); docs/reference/observability.md lists them, and a test holds
 it to the rows. In a Serve replica each carries the tags `application`, `deployment` and `replica` too.
 
-A counter is exported from its first moment on, at 0: `rate()` does not see a rise from nothing to 1.
+A counter is exported at 0 from the start, because `rate()` misses a rise from no value to 1.
 """
 
 import logging
@@ -54,9 +54,9 @@ M = TypeVar("M")
 class ExportedMeasure(Generic[M]):
     """A row: the measure's name, its type, its meaning, and the function that reads it from `M`.
 
-    read        a number; of a histogram the `RecentValues`; with a `label` a number for each of its values
-    label       its tag beside `model`
-    boundaries  of a histogram's buckets
+    read        gives a number; for a histogram `RecentValues`; with a `label` a number for each value of the label
+    label       a tag beside `model`
+    boundaries  boundaries of a histogram's buckets
     """
 
     name: str
@@ -68,7 +68,7 @@ class ExportedMeasure(Generic[M]):
 
     @property
     def exported_name(self) -> str:
-        """As Ray's agents export it."""
+        """The name under which Ray's agents export it."""
         return f"ray_{PREFIX}{self.name}" + ("_total" if self.kind == "counter" else "")
 
 
@@ -259,7 +259,7 @@ REQUEST_MEASURES: tuple[ExportedMeasure[RequestMeasures], ...] = (
 
 MODEL_MEASURES: tuple[
     ExportedMeasure[int], ...
-] = (  # of each model that has engines of its own; adapters have their model's
+] = (  # for each model with its own engines; adapters use their model's engines
     ExportedMeasure(
         "least_replicas",
         "gauge",
@@ -270,7 +270,7 @@ MODEL_MEASURES: tuple[
 
 
 class Exporter(Generic[M]):
-    """The measures of a table; `read` gives their present values, by model."""
+    """Exports the measures of a table; `read` gives the current values by model."""
 
     def __init__(self, rows: Sequence[ExportedMeasure[M]], read: Callable[[], Mapping[str, M]]) -> None:
         self._read, self._series = read, [(row, _Series(row)) for row in rows]
@@ -288,7 +288,7 @@ class Exporter(Generic[M]):
 
 
 class _Series:
-    """A row's metric of Ray. A counter is told its total, not its rises; it never falls."""
+    """Ray's metric for a row. `export` takes a counter's total, which never falls."""
 
     def __init__(self, row: ExportedMeasure[Any]) -> None:
         settings: dict[str, Any] = {
@@ -322,7 +322,7 @@ class _Series:
 
 
 class ExportTimer:
-    """Calls `export` of each exporter every `seconds` in a thread of its own, and once more when it is stopped."""
+    """Calls `export` of each exporter every `seconds` in its own thread, and once more at `stop()`."""
 
     def __init__(self, *exporters: Exporter[Any], seconds: float = EXPORT_SECONDS) -> None:
         self._exporters, self._seconds = exporters, seconds

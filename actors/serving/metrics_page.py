@@ -1,6 +1,6 @@
-"""`/metrics`: what Ray's agents export of this application, as one page of Prometheus text.
+"""`/metrics`: this application's measures from all of Ray's agents, as one page of Prometheus text.
 
-It counts nothing itself: every node's agent serves the measures of `actors/serving/metrics.py`.
+Each node's agent serves the measures of `actors/serving/metrics.py`; this file only joins them.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ AGENT_SECONDS = 10.0
 
 
 async def metrics_page(nodes: Iterable[dict[str, Any]], *, application: str) -> str:
-    """The page for `ray.nodes()`; `ApiError` (503) where a node's agent does not answer, since sums without it would
-    be wrong."""
+    """The page for `ray.nodes()`. Raises `ApiError` (503) if a node's agent does not answer, because sums without it
+    would be wrong."""
     agents = [f"http://{_host(n)}:{n['MetricsExportPort']}/metrics" for n in nodes if n["Alive"]]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=AGENT_SECONDS)) as session:
         pages = await asyncio.gather(*(_page(session, agent) for agent in agents))
@@ -46,7 +46,7 @@ async def _page(session: aiohttp.ClientSession, url: str) -> str:
 
 @dataclass(frozen=True)
 class _Families:
-    """Measures as Prometheus' writer takes them."""
+    """Measures in the form of Prometheus' writer."""
 
     families: list[Metric]
 
@@ -55,10 +55,12 @@ class _Families:
 
 
 def merged(pages: Iterable[str], *, application: str) -> str:
-    """The application's own measures of several pages; each measure's lines stand together, as the format asks."""
+    """The application's own measures from several pages. The format wants the lines of each measure together."""
     families: dict[str, Metric] = {}
     for page in pages:
-        own_lines = "".join(f"{line}\n" for line in page.splitlines() if PAGE_PREFIX in line)  # few of Ray's many
+        own_lines = "".join(
+            f"{line}\n" for line in page.splitlines() if PAGE_PREFIX in line
+        )  # a small part of Ray's page
         for family in text_string_to_metric_families(own_lines):
             own_samples = [s for s in family.samples if s.labels.get("application") == application]
             if own_samples:

@@ -1,7 +1,7 @@
 """A replica of a model: one engine in a Serve actor, which takes requests of tokens and streams tokens.
 
-HTTP, text and retries are the gateway's (`actors/serving/gateway.py`). A replica whose engine has failed ends its
-process, so that Serve starts another one and the gateways go on elsewhere.
+The gateway handles HTTP, text and retries (`actors/serving/gateway.py`). A replica whose engine has failed ends its
+process, so that Serve starts another replica and the gateways continue elsewhere.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from mbd_core.trace.recorder import TraceRecorder
 log = logging.getLogger("ray.serve")
 
 TRACE_ROWS_PER_FILE, TRACE_FILES = 20_000, 64
-STOP_SECONDS = 10.0  # for a replica's own end, once no request is under way
-PREFIX_TOKENS = 16  # of a page, for routing, where the engine chooses its page size
-LAST_WORDS_SECONDS = 0.5  # from an engine's failure to the end of its process: waiting requests learn it first
+STOP_SECONDS = 10.0  # time for a replica to stop after its last request
+PREFIX_TOKENS = 16  # page size for routing, if the engine chooses its own page size
+LAST_WORDS_SECONDS = 0.5  # between an engine's failure and its process's end, so that waiting requests learn of it
 
 
 def note_end(output: Output) -> None:
-    """A request's counts, in the log and on its span."""
+    """Write a request's counts to the log and to its span."""
     counts = output.counts
     numbers: dict[str, str | int | float] = {
         "finish_reason": output.finish_reason,
@@ -72,7 +72,7 @@ class EngineReplica:
         self.service = EngineService(args, trace=trace, fetch=paths.fetch)
         self._exports = ExportTimer(Exporter(ENGINE_MEASURES, lambda: {args.served_name: self.service.measures()}))
         self._ending = self._serves = False
-        self._refusal: str | None = None  # why the newest content was not taken over
+        self._refusal: str | None = None  # why the newest content was not adopted
         log.info(self.describe())
 
     async def __del__(self) -> None:
@@ -82,10 +82,10 @@ class EngineReplica:
             await self.service.stop()
 
     async def reconfigure(self, content: dict[str, Any]) -> None:
-        """Take over `EngineContent`; called by Serve at the start, and where it has changed.
+        """Adopt `EngineContent`; Serve calls it at the start and after each change.
 
-        Content that cannot be taken over fails a start. Later the replica keeps its old content, and `/health` says
-        why: an error would make Serve end replicas that serve well.
+        At the start, bad content is an error. Later the replica keeps its old content, and `/health` says why, because
+        an error would make Serve end a healthy replica.
         """
         try:
             new_content = EngineContent.read(content)
@@ -101,11 +101,11 @@ class EngineReplica:
     async def generate(
         self, request: Request, key: str = "", weights: WeightsUpdate | None = None
     ) -> AsyncIterator[StepOutput | None]:
-        """The request's steps; before them `None`, once the engine has taken it. `weights` are the weights ordered for
-        all replicas: a replica that started later takes them over now.
+        """A `None` once the engine has accepted the request, then the request's steps. `weights` are the weights
+        ordered for all replicas; a replica that started after the order adopts them first.
 
-        Raises `RequestRefused`, `TooManyRequests`, `Asleep`, and `ReplicaLost` once the engine has failed, and where
-        it cannot take the weights over.
+        Raises `RequestRefused`, `TooManyRequests`, `Asleep`, and `ReplicaLost` if the engine has failed or cannot
+        adopt the weights.
         """
         try:
             if weights is not None and (weights.version or 0) > self.service.weights_version:
@@ -137,7 +137,7 @@ class EngineReplica:
     # -- state and measures -------------------------------------------------------------------------------------
 
     async def limits(self) -> EngineLimits:
-        """What the gateways check requests against."""
+        """The limits against which gateways check requests."""
         return self.service.limits
 
     def describe(self) -> str:
@@ -157,12 +157,12 @@ class EngineReplica:
         }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve, where a model's number of replicas follows its load."""
+        """Called by Serve for a model with autoscaling."""
         load = self.service.engine.load
         return {REQUESTS: float(load.running + load.waiting), KV_LOAD: self.service.kv_load}
 
     def check_health(self) -> None:
-        """Called by Serve. A replica that can serve nothing any more ends at once, not after three such calls."""
+        """Called by Serve. A replica whose engine has failed ends at once, not after Serve's three failed checks."""
         try:
             self.service.check_health()
         except (EngineFailed, RankLost) as error:
@@ -180,10 +180,10 @@ class EngineReplica:
 def engine_replicas(args: ServingArgs, model: ModelArgs, paths: JobPaths = NO_PATHS) -> serve.Application:
     """A model's replicas as a Serve deployment.
 
-    A replica refuses requests beyond its engine's own bound at once; Serve's queue, where requests wait only while
-    there is no replica, is bounded too. Replicas on CPUs divide the machine's memory for keys and values, as they may
-    be on one machine. A replica that Serve ends alone, in a redeployment, has `drain_seconds` to finish its requests:
-    it gets no more, and is killed after that.
+    A replica refuses requests beyond its engine's limit. Serve's queue, in which requests wait while there is no
+    replica, is bounded too. Replicas on CPUs divide the machine's memory for keys and values, because they may share a
+    machine. A replica that Serve ends in a redeployment gets no new requests, and has `drain_seconds` to finish its
+    requests before it is killed.
     """
     engine, topology = model.engine, args.topology(model)
     capacity = engine.max_rows + model.max_waiting
@@ -206,7 +206,7 @@ def engine_replicas(args: ServingArgs, model: ModelArgs, paths: JobPaths = NO_PA
 
 
 def _number(model: ModelArgs) -> dict[str, Any]:
-    """Serve's options for how many replicas there are."""
+    """Serve's options for the number of replicas."""
     scaling = model.replicas
     if isinstance(scaling, int):
         return {"num_replicas": scaling}
@@ -226,7 +226,7 @@ def _number(model: ModelArgs) -> dict[str, Any]:
 
 
 def _routing(model: ModelArgs) -> dict[str, Any]:
-    """Serve's options that choose a request's replica; `load` takes Serve's defaults."""
+    """Serve's options for the choice of a request's replica; `load` uses Serve's default."""
     if model.routing == "load" or model.most_replicas == 1 or not model.engine.prefix_caching:
         return {}
     settings = {"page_size": model.engine.page_size or PREFIX_TOKENS, "balance": model.engine.max_rows // 2}

@@ -1,4 +1,4 @@
-"""The replicas behind a Serve handle as a source of tokens, with our own errors for Ray's."""
+"""The replicas behind a Serve handle as a source of tokens; Ray's errors become our own."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -16,9 +16,9 @@ from mbd_core.serving.tokens.stream import Asleep, EngineFailed, ReplicaLost, To
 
 
 class ReplicaSource:
-    """Whichever replica Serve's router chooses for each request.
+    """A source of tokens: Serve's router chooses a replica for each request.
 
-    A replica that started after other weights were ordered takes them over before it takes a request.
+    A replica that started after an order of weights adopts these weights before its first request.
     """
 
     def __init__(self, handle: DeploymentHandle, standing: Standing | None = None) -> None:
@@ -26,7 +26,7 @@ class ReplicaSource:
         self._standing = standing or Standing()
 
     async def open(self, request: Request, *, key: str = "") -> TokenStream:
-        """The stream of a request that a replica has taken; waits while there is no replica. Raises `Asleep` too."""
+        """The stream of a request that a replica accepted; waits while there is no replica. Also raises `Asleep`."""
         self._standing.check_awake()
         response = self._handle.remote(request, key, self._standing.weights)
         stream = TokenStream(_steps(response), partial(_cancel, response))
@@ -53,10 +53,11 @@ def _cancel(response: DeploymentResponseGenerator) -> None:
 
 @contextmanager
 def our_errors() -> Iterator[None]:
-    """Raise what a replica raised as itself, the loss of its process or node as `ReplicaLost`.
+    """Translates errors: a replica's own exception is raised unchanged; the loss of its process or node is
+    `ReplicaLost`.
 
-    Where a client leaves, Serve cancels the calls that its request made: that is a cancellation here too, and no loss,
-    after which the request would go on elsewhere for nobody.
+    If a client leaves, Serve cancels the calls of its request. This raises `CancelledError`, not `ReplicaLost`, after
+    which the request would continue elsewhere without a reader.
     """
     try:
         yield

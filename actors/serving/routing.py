@@ -1,8 +1,9 @@
-"""Serve's router before a model's replicas: each request goes where the longest part of its prompt has been stored.
+"""Serve's router for a model's replicas: each request goes to the replica with the longest stored prefix of its
+prompt.
 
-Ray's own `PrefixCacheAffinityRouter` does not fit: it is imported with vLLM or SGLang only, and it reads prompts as
-text. Those of token ids are empty to it, and it divides by their length. The decision is `PrefixAffinity`'s, made in
-each gateway with what that gateway has sent; this file tells it what Serve knows.
+Ray's own `PrefixCacheAffinityRouter` does not fit: it needs vLLM or SGLang, and it reads prompts as text. Prompts of
+token ids are empty for it, and it divides by their length. `PrefixAffinity` decides here, in each gateway, by the
+requests that this gateway has sent; this file passes Serve's knowledge of replicas and loads to it.
 """
 
 import asyncio
@@ -16,13 +17,13 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.serving.tokens.prefix_affinity import PrefixAffinity, leading_pages
 
-NUM_CHAINS = 64  # of requests between their choice and their acceptance; more are computed twice
+NUM_CHAINS = 64  # cached hash chains of requests between choice and acceptance; further chains are computed twice
 
 
 class PrefixRouter(RequestRouter):
     """`RequestRouterConfig(request_router_class=..., request_router_kwargs={"page_size": ..., "balance": ...})`."""
 
-    # Serve's 0.1 s is too short for an idle replica on a busy machine, and the busy replicas would get everything.
+    # Within Serve's 0.1 s an idle replica on a busy machine may not answer, and known replicas would get all.
     queue_len_response_deadline_s = 1.0
 
     def initialize_state(self, *, page_size: int, balance: int) -> None:
@@ -34,21 +35,21 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The preferred replica, then all others, for a replica that is full refuses."""
+        """The preferred replica, then all others, because a full replica refuses."""
         if not candidate_replicas:
             return []
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         loads = await self._loads(candidate_replicas)
         pages = [] if pending_request is None else self._pages(pending_request)
         replica_id = self._affinity.choose(pages, loads)
-        # At once: of calls that come together each must know of those before it.
+        # Before the replica accepts, so that the next of several simultaneous calls takes this one into account.
         self._affinity.note(pages, replica_id)
         if pending_request is not None:
             self._chosen[pending_request.future] = replica_id
         return [[by_name.pop(replica_id)], list(by_name.values())]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """A replica has taken the request; not the preferred one, where that was full."""
+        """A replica has accepted the request; it is another than the preferred replica if that was full."""
         self._chosen.pop(pending_request.future, None)
         self._affinity.note(self._pages(pending_request), replica_id.unique_id)
 
@@ -61,9 +62,9 @@ class PrefixRouter(RequestRouter):
         self._affinity.keep({replica.unique_id for replica in self.curr_replicas})
 
     async def _loads(self, replicas: list[RunningReplica]) -> dict[str, int]:
-        """Requests under way at each replica and to it. One that does not say counts as full, and is asked again.
+        """Open requests at each replica and on their way to it. A replica that does not answer counts as full.
 
-        A replica that accepts a call says how many calls it has, without the calls still on their way to it.
+        A replica reports its calls when it accepts one, without the calls still on their way.
         """
         loads = {replica: self.replica_queue_len_cache.get(replica.replica_id) for replica in replicas}
         silent = [replica for replica, load in loads.items() if load is None]
@@ -75,15 +76,15 @@ class PrefixRouter(RequestRouter):
         }
 
     def _pages(self, pending_request: PendingRequest) -> list[bytes]:
-        """The prefixes of the call's request; none for a call without one, which any replica can answer."""
+        """The prefixes of the call's request; empty for other calls, which any replica can answer."""
         first = pending_request.args[0] if pending_request.args else None
         return self._leading_pages(first) if isinstance(first, Request) else []
 
     def _get_pending_request_matching_internal_request_id(self, request_metadata: Any = None) -> PendingRequest | None:
-        """The call that a replica was chosen for.
+        """The call for which a replica was chosen.
 
-        Serve looks it up by the id of the HTTP request, which all calls for its prompts and choices share: all but the
-        first would never be sent. Each call has metadata of its own.
+        Serve's version finds it by the id of the HTTP request, which all calls for its prompts and choices share, so
+        all calls but the first would never be sent. Each call has its own metadata object.
         """
         for pending in self._pending_requests_to_fulfill:
             if pending.metadata is request_metadata and not pending.future.done():

@@ -1,4 +1,4 @@
-"""How many replicas a model's load asks for: requests under way, and the KV memory that they take or wait for.
+"""The number of replicas for a model's load: its open requests, and the KV memory that they need.
 
 Serve's controller runs `TokenPolicy`. It gets this file's code with the deployment's configuration, but may not have
 the project on its path: nothing of the project is imported here, and nothing but `AutoscalingContext` of Ray.
@@ -15,18 +15,18 @@ REQUESTS, KV_LOAD = "requests", "kv_load"  # the loads that a replica reports
 def replicas_wanted(
     *, num_requests: float, target_requests: float, kv_loads: Collection[float], target_kv_load: float | None
 ) -> float:
-    """Replicas at which each has `target_requests` under way and its KV memory is loaded to `target_kv_load`, on
-    average: the larger of both numbers."""
+    """The larger of two numbers: the replicas at which each has `target_requests` open requests on average, and the
+    replicas at which each has the KV load `target_kv_load`."""
     by_requests = num_requests / target_requests
     return by_requests if target_kv_load is None else max(by_requests, sum(kv_loads) / target_kv_load)
 
 
 class TokenPolicy:
-    """A number of replicas that is to be had; Serve applies delays and bounds, and starts the first of none itself.
+    """Computes the wanted number of replicas. Serve applies delays and bounds, and starts the first replica itself.
 
-    Requests are the engines' requests and the requests that wait in gateways. Serve's own count holds every call,
-    so that whoever asks `/health` each second keeps the last replica from being removed: it counts only until the
-    replicas have reported.
+    The open requests are those at the engines and those that wait in gateways. Serve's own count includes every call,
+    so a client that asks `/health` each second would keep the last replica alive. So Serve's count is used only until
+    the replicas have reported.
     """
 
     def __init__(self, *, target_kv_load: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Serve an endpoint until a signal: connect to Ray, start Serve, wait, drain, and stop Serve and Ray again."""
+"""Serve an endpoint until a signal: connect to Ray, start Serve, wait, drain, and stop Serve and Ray."""
 
 import os
 import signal
@@ -25,12 +25,12 @@ from cluster.topology import Device, plan_topology
 from mbd_core.stops import interrupt_on
 
 APPLICATION = "mbd"
-POLL_SECONDS = 0.5  # between two looks at a drain
-REPLY_SECONDS = 10.0  # for a gateway to answer, beyond the time that it was given
-PASS_ON_SECONDS = 1.0  # for the HTTP proxy, which Serve kills, to send what the replicas have handed to it
-# As in the manifests: a proxy that has died is replaced after 3 failed checks, sooner than with Serve's 10 s each. One
-# that starts has as long as Serve waits for it: after 5 s, Serve's own, a busy machine would kill it again and again.
-# The controller reads them when it starts, so they hold for a Ray that is started here.
+POLL_SECONDS = 0.5  # between two checks of a drain
+REPLY_SECONDS = 10.0  # time for a gateway's answer, beyond the seconds of its drain
+PASS_ON_SECONDS = 1.0  # time for the HTTP proxy to send the last output before Serve kills it
+# The values of the manifests. A dead proxy is replaced after 3 failed checks, sooner than with Serve's 10 s per check.
+# A starting proxy gets 60 s; with Serve's 5 s, a busy machine would kill it again and again. The controller reads the
+# variables at its start, so they apply only to a Ray that is started here.
 PROXY_CHECKS = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
@@ -40,9 +40,9 @@ QUESTION = "Tom has 12 pens. Tom buys 3 bags with 4 pens each. Tom sells 5 pens.
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise `ValueError` where this machine cannot listen on the port.
+    """Raise `ValueError` if this machine cannot listen on the port.
 
-    Nothing is checked if an existing cluster is used: its head node may be another machine.
+    An existing cluster is not checked, because its head node may be another machine.
     """
     if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
         return
@@ -57,13 +57,13 @@ def check_port(host: str, port: int) -> None:
 
 
 def serve_until_stopped(model: ModelArgs, gateways: GatewayArgs, *, host: str, port: int) -> None:
-    """Serve on the cluster of `RAY_ADDRESS`, or on a Ray of its own, until SIGINT or SIGTERM.
+    """Serve on the cluster of `RAY_ADDRESS`, or on a new local cluster, until SIGINT or SIGTERM.
 
-    Every rank gets a GPU on a cluster that has GPUs; else all run on CPUs. Requests under way at the
-    first signal have `drain_seconds` to end; a second signal ends the wait.
+    On a cluster with GPUs every rank gets a GPU, otherwise all run on CPUs. After the first signal running requests
+    have `drain_seconds` to end; a second signal ends the wait. Everything that was started is stopped at the end.
 
-    What was started is stopped at the end. Raises `ValueError` for what only the cluster or a replica can find out to
-    be impossible, and `RuntimeError` if Serve runs there already or the replicas fail; each is one sentence.
+    Raises `ValueError` for settings that the cluster or a replica refuses, and `RuntimeError` if Serve runs there
+    already or the replicas fail; each is one sentence.
     """
     with task_error_messages() as silence, ExitStack() as stack:
         try:
@@ -105,7 +105,7 @@ def serve_until_stopped(model: ModelArgs, gateways: GatewayArgs, *, host: str, p
 
 
 def curl_example(url: str, name: str, *, with_key: bool) -> str:
-    """A command that asks the endpoint; where keys are set, with a place for one, never a key itself."""
+    """A curl command that asks the endpoint, with a placeholder for the key if the server has keys."""
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
     key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
@@ -113,7 +113,7 @@ def curl_example(url: str, name: str, *, with_key: bool) -> str:
 
 @contextmanager
 def _ray_signals() -> Iterator[None]:
-    """One SIGINT or SIGTERM interrupts, also while Ray starts: `ray.init` sets a handler that exits instead."""
+    """SIGINT and SIGTERM raise `KeyboardInterrupt`, even while Ray starts and `ray.init` has set another handler."""
     interrupt_on(signal.SIGINT, signal.SIGTERM)
     try:
         yield
@@ -151,7 +151,7 @@ def _check_no_serve() -> None:
 
 
 def _deploy(args: ServingArgs, paths: JobPaths) -> DeploymentHandle:
-    """Start the gateways and the replicas; a handle to the gateways."""
+    """Start the gateways and the replicas. Returns a handle to the gateways."""
     try:
         return serve.run(application(args, paths), name=APPLICATION, route_prefix="/", logging_config=LOGGING)
     except RuntimeError as error:
@@ -159,7 +159,7 @@ def _deploy(args: ServingArgs, paths: JobPaths) -> DeploymentHandle:
 
 
 def _drain(handle: DeploymentHandle, *, seconds: float) -> None:
-    """Let every gateway refuse new requests, and wait for those under way, for `seconds` at most.
+    """Let every gateway refuse new requests, and wait at most `seconds` for running requests.
 
     `serve.shutdown` does not wait: it kills the HTTP proxy, and with it every connection, before the replicas end.
     """
@@ -177,7 +177,7 @@ def _drain(handle: DeploymentHandle, *, seconds: float) -> None:
 
 
 def _drain_gateways(handle: DeploymentHandle, *, seconds: float) -> int:
-    """Drain every gateway for `seconds` more; how many requests are left.
+    """Drain every gateway for `seconds` more. Returns the number of open requests.
 
     An ended gateway counts as no request, a gateway that does not answer in time as one open request.
     """
@@ -193,7 +193,7 @@ def _drain_gateways(handle: DeploymentHandle, *, seconds: float) -> int:
 def start_failure(message: str) -> Exception:
     """A replica's traceback as one sentence, its last line.
 
-    A `ValueError` there is bad input that only a replica can find out: its GPU, its copy of the model.
+    A `ValueError` there is bad input that only a replica can detect, as on its GPU or its copy of the model.
     """
     reason = _last_line(message)
     if reason.startswith("ValueError: "):
@@ -206,7 +206,7 @@ def _last_line(text: str) -> str:
 
 
 def _status_message(name: str) -> str:
-    """What Serve reports of why an application's replicas could not start: a traceback, or nothing."""
+    """Serve's report on why an application's replicas could not start: a traceback, or an empty text."""
     application = serve.status().applications.get(name)
     if application is None:
         return ""

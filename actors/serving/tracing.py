@@ -1,8 +1,8 @@
-"""OpenTelemetry spans of requests, where an exporter is configured by OpenTelemetry's own environment variables.
+"""OpenTelemetry spans of requests, if OpenTelemetry's own environment variables configure an exporter.
 
-Ray Serve makes the spans: the HTTP proxy's, the gateway's, the call through its handle and the engine replica's are
-one trace, which goes on with the client's where a `traceparent` header came. Serve calls `span_processors` in each of
-its processes where `RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH` names it; where it does not, there are no spans.
+Ray Serve makes the spans. The HTTP proxy, the gateway, the call through its handle and the engine's replica are one
+trace, which continues the client's trace if there is a `traceparent` header. Serve calls `span_processors` in each of
+its processes if `RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH` names it; otherwise there are no spans.
 """
 
 import logging
@@ -23,7 +23,7 @@ OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 
 
 def exporter_name(variables: Mapping[str, str] = environ) -> str | None:
-    """The configured exporter, as its package registers it; `None` where none is configured."""
+    """The name under which the configured exporter is registered; `None` if no exporter is configured."""
     if variables.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     name = variables.get("OTEL_TRACES_EXPORTER") or ("otlp" if any(map(variables.get, ENDPOINTS)) else "none")
@@ -34,10 +34,9 @@ def exporter_name(variables: Mapping[str, str] = environ) -> str | None:
 
 
 def serve_variables(variables: Mapping[str, str] = environ) -> dict[str, str]:
-    """What the environment of a Ray cluster needs for Serve to make spans: nothing where no exporter is configured.
+    """The environment variables with which a Ray cluster's Serve makes spans; empty if no exporter is configured.
 
-    Serve samples one trace in a hundred if it is not told otherwise; here all are kept but for
-    `OTEL_TRACES_SAMPLER_ARG`, a share.
+    By default Serve samples one trace in a hundred. Here the ratio is `OTEL_TRACES_SAMPLER_ARG`, by default 1.
     """
     if exporter_name(variables) is None:
         return {}
@@ -48,9 +47,9 @@ def serve_variables(variables: Mapping[str, str] = environ) -> dict[str, str]:
 
 
 def span_processors() -> list[Any]:
-    """What Serve hands spans to: a batch at a time to the configured exporter.
+    """The processors of Serve's spans: batches go to the configured exporter.
 
-    An exporter whose package is not installed is a warning, and its spans go nowhere.
+    If the exporter's package is not installed, a warning is logged and spans are dropped.
     """
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -65,5 +64,5 @@ def span_processors() -> list[Any]:
 
 
 def annotate(**attributes: str | int | float) -> None:
-    """Give the span of the request under way attributes, `mbd.` before their names; nothing where there is no span."""
+    """Add attributes named `mbd.NAME` to the current request's span, if there is a span."""
     trace.get_current_span().set_attributes({f"mbd.{name}": value for name, value in attributes.items()})

@@ -1,4 +1,4 @@
-"""A pool of engines that answer a data set's rows: parts go to whichever actor is free."""
+"""A pool of engines that answer a data set's rows; each part goes to a free actor."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,7 +40,7 @@ class AnswerPool:
     """Actors on the connected cluster. They start with the first parts. A lost actor starts again, and so does its
     part.
 
-    Raises `ClusterTooSmall` if not all find room, and a `ValueError` as `PartDecoder` does.
+    Raises `ClusterTooSmall` if there is no room for all actors, and the `ValueError` of `PartDecoder`.
     """
 
     def __init__(

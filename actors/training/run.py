@@ -1,4 +1,4 @@
-"""A training run: a recipe, the folder that the run lies in, and the model folder that it writes."""
+"""A training run: a recipe, the run's folder, and the model folder that it writes."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +35,7 @@ RECORD = "run.json"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """A recipe, and where and how it runs.
+    """A recipe, with the places and the settings of its run.
 
     Everything of the run lies in `folder`, which all workers must be able to reach. The model, or its adapter
     (`written`), is written to `out`; `overwrite` replaces a model folder that is there. An `out` on a disk, and
@@ -106,9 +106,9 @@ class TrainingRun:
 
 
 def named_base(model: str) -> str:
-    """A model to start from as recipes name it: a shipped model's name, an absolute path, or a URL of remote storage.
+    """A recipe's name for the model to start from: a shipped model's name, an absolute path, or a storage URL.
 
-    Raises `ValueError` for a name that is not known, and for a URL where no model folder lies.
+    Raises `ValueError` for an unknown name, and for a URL without a model folder.
     """
     folder = fetch_model(model)
     name = named_model(folder)
@@ -116,13 +116,19 @@ def named_base(model: str) -> str:
 
 
 def prepared_data_at(data: str) -> PreparedData:
-    """Prepared data as recipes name them, by an absolute path or a URL; `ValueError` for a folder that holds none."""
+    """Prepared data for a recipe, with an absolute path or a URL.
+
+    Raises `ValueError` for a folder without such data.
+    """
     location = Folder.at(data).location
     return named_data(Path(fetch_model(location)), location)
 
 
 def validation_at(options: ValidationOptions) -> ValidationOptions:
-    """The options with the absolute path or URL of the data; `ValueError` for a folder that holds none."""
+    """The options with the absolute path or URL of the data.
+
+    Raises `ValueError` for a folder without prepared data.
+    """
     if options.validation is None or options.share is not None:
         return options
     if are_conversations(options.validation):
@@ -139,10 +145,10 @@ def fetched(options: ValidationOptions, fetch: Callable[[str], str] = fetch_mode
 
 
 def check_run(run: TrainingRun, *, resume: bool) -> None:
-    """Check that run and model can be written, and that there is no run yet or, with `resume`, the one to go on with.
+    """Check that run and model can be written, and that the run is new or, with `resume`, that it exists.
 
-    Raises `ValueError` for a target that `Folder.check_target` refuses, for a folder that is there already, and with
-    `resume` for a run that is not there or has another recipe. A resumed run computes in its recorded precision.
+    Raises `ValueError` for a target that `Folder.check_target` refuses, for an existing run without `resume`, and with
+    `resume` for a missing run or a run with another recipe. A resumed run computes in its recorded precision.
     """
     run.folder.check_writable()
     run.out.check_target(MODEL_KIND, overwrite=run.overwrite)
@@ -188,7 +194,7 @@ def check_progress(folder: Folder, *, every: int) -> None:
 
 
 def begin(run: TrainingRun, *, resume: bool) -> None:
-    """Claim the run's folder, or find there the run to be resumed. Raises `ValueError` as `check_run` does."""
+    """Claim the run's folder, or find the run to be resumed. Raises the `ValueError` of `check_run`."""
     check_run(run, resume=resume)
     if not resume:
         record_recipe(run, run.recipe)

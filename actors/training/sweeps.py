@@ -35,11 +35,11 @@ from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.step.workers import ALONE
 
 KV_SHARE = 0.05
-"""Of a machine's memory, where the engine has no GPU: the run's workers are beside it."""
+"""The fraction of a machine's memory for an engine without a GPU, beside the run's workers."""
 
 
 class RaySweeper:
-    """Sweeps of a run's checkpoints on the connected cluster; nothing waits for room."""
+    """Sweeps of a run's checkpoints on the connected cluster; a sweep without room fails at once."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run

@@ -1,6 +1,6 @@
 """MultiTF training on Ray: the plain worker (`mbd_core.multitf.run.worker`) on each, checkpoints in the run's folder.
 
-Ray starts the workers, and starts all anew when one is lost; the newest checkpoint that is whole is found in the
+Ray starts the workers, and restarts all when one is lost. They continue from the newest complete checkpoint in the
 folder, as without Ray (`mbd_core.multitf.run`).
 """
 
@@ -35,7 +35,7 @@ from mbd_core.ops.machine import free_host_memory
 def plan_workers(run: TrainingRun, *, runs: int = 1) -> Topology:
     """The workers of `runs` such runs on the connected cluster.
 
-    Raises `ClusterTooSmall` if not all find room: Ray would wait for ever.
+    Raises `ClusterTooSmall` if there is no room for all, because Ray would wait forever.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return plan_topology(nodes, processes=runs * run.num_workers, device=run.device, noun="workers")
@@ -53,8 +53,8 @@ def plan_run(run: TrainingRun, start: StartingPoint, *, runs: int = 1) -> Traini
     """Returns the run with its weights replicated or sharded, by the memory of one of the cluster's devices; prints
     the plan.
 
-    The cluster must have room for `runs` such runs at once. Raises `ClusterTooSmall` as `plan_workers` does, and
-    `ValueError` for a training that takes more memory.
+    The cluster must have room for `runs` such runs at once. Raises the `ClusterTooSmall` of `plan_workers`, and
+    `ValueError` if the training needs more memory than there is.
     """
     workers = plan_workers(run, runs=runs)
     if workers.num_gpus:
@@ -144,7 +144,7 @@ def train_on_ray(config: dict[str, Any]) -> int:
     if not workers.is_first:
         worker_run.write(None, written=run.written)
         return worker_run.resumed_after
-    # Where no step was left to do, an earlier start of this run may have written the model already.
+    # If no step was left, an earlier start of this run may have written the model already.
     overwrite = run.overwrite or worker_run.resumed_after == start.recipe.train.steps
     here = Home.here()
     home = run.home if run.home is not None and run.has_out_at_home else here

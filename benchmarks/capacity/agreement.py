@@ -1,10 +1,9 @@
 """Prediction beside measurement on this CPU: a real engine and a simulated one get the same arrivals.
 
-Every step of the real engine is timed in seconds of the processor, of one thread, so that other work on the machine
-counts as little as it can. A load of its own, half of it before the compared runs and half after them, gives the three
-numbers of the step model: a forward's fixed seconds, and the operations a second of its matrix products and of its
-attention. A forced number of tokens is accepted in each forward, so that random weights decode as many forwards as
-the count says.
+Every step of the real engine is timed in processor seconds of one thread, to which other work on the machine adds
+little. A load of its own, half of it before the compared runs and half after them, gives the three numbers of the step
+model: a forward's fixed seconds, and the operations a second of its matrix products and of its attention. A forced
+number of tokens is accepted in each forward, so that random weights decode as many forwards as the count says.
 """
 
 from __future__ import annotations

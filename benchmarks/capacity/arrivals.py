@@ -58,8 +58,8 @@ class Measured:
 
 
 class ReplicaRouter:
-    """Where a request goes: to the engine that has stored most of its prompt (`PrefixAffinity`), or, by load, to the
-    less busy one of two that are drawn, as Serve chooses."""
+    """The choice of a request's engine: the engine with most of its prompt stored (`PrefixAffinity`) or, by load, the
+    less busy of two random engines, as Serve chooses."""
 
     def __init__(self, replicas: Sequence[TimedEngine], routing: Routing, *, rng: random.Random) -> None:
         engine = replicas[0].engine
@@ -68,7 +68,7 @@ class ReplicaRouter:
         self.loads = {str(number): 0 for number in range(len(replicas))}
 
     def choose(self, request: Request) -> int:
-        """The number of a replica, which has one request more under way."""
+        """Choose a replica and count the request there. Returns the replica's number."""
         if len(self.loads) == 1:
             name = "0"
         elif self._routing == "prefix":
@@ -154,7 +154,7 @@ def serve(
     number = traffic.sessions or 20 * len(replicas)
     events: list[
         tuple[float, int, TimedTurn | int, list[StepOutput]]
-    ] = []  # a turn comes, or a replica's step has ended
+    ] = []  # arrivals of turns and ends of replicas' steps
     due_times = enumerate(arrivals(traffic, number, rng=rng))
     open_turns: dict[str, TimedTurn] = {}
     idle, served = set(range(len(replicas))), Served()

@@ -1,4 +1,4 @@
-"""A sequence's blocks as counts: how many positions of each are open. And the forwards of an answer, by such counts.
+"""A sequence's blocks as counts of open positions, and the forwards of an answer by such counts.
 
 Blocks are activated, filled and stored, and leave, by the rules of `mbd_core/decoding/blocks/block_buffer.py`. Here
 the rules see numbers of tokens instead of tokens.
@@ -85,7 +85,7 @@ class CountedRow:
         accepted, gate, final = [], True, True
         for block in self.blocks:
             number = min(block.open, rate.draw(rng, gate=gate)) if block.state == ACTIVE and block.open else 0
-            gate = block.progress >= decoding.tau_semi  # of the next one, as the forward has seen this one
+            gate = block.progress >= decoding.tau_semi  # decides whether the next block may accept
             block.open -= number
             accepted.append(number)
             final = final and not block.open

@@ -83,7 +83,7 @@ def decode_work(place: Place, answer: CountedAnswer, demand: Demand, *, rows: in
     length = demand.context + demand.output // 2
     live = round(rows * answer.blocks * size)
     tokens = _power_of_two(rows) * buffer_size * size if place.static else live
-    open_share = 0.5  # of an active block's positions, on average
+    open_share = 0.5  # fraction of an active block's positions that are open, on average
     return Work(
         tokens=tokens,
         live_tokens=live,
@@ -184,11 +184,11 @@ PLAN_COLUMNS = {
 
 
 def best_plan(place: Place, demand: Demand, *, buffer_size: int, tpf: float) -> dict[str, Any]:
-    """The batch with which the fewest replicas meet the demand; of equals the one with the shortest steps.
+    """The batch with which the fewest replicas meet the demand; among equals, the batch with the shortest steps.
 
-    `bound` is what a larger batch waits for: the longest term of the step; "memory", a limit on "latency", or
-    "prompts", which would wait to be stored. Raises `ValueError` where no batch meets the limits, saying what a
-    request would get alone.
+    `bound` names the reason against a larger batch: the longest term of the step, "memory", the limits on "latency",
+    or "prompts", which would wait to be stored. Raises `ValueError` if no batch meets the limits, and says what a
+    single request would get.
     """
     decoding = DecodingConfig(block_size=place.config.block_size, buffer_size=buffer_size)
     rows = list(plans(place, demand, decoding, rate_for(tpf, decoding, length=demand.output)))

@@ -35,7 +35,7 @@ class SimulatedEngine(Engine):
     """An engine whose forwards only count. Its clock moves by their seconds: its pacer sees no other time.
 
     page_seconds  of one page's copy to the host's memory, or back: steps wait for them
-    seconds  of the steps that were collected so far; `bounds` their seconds by the term that took most of each
+    seconds of all collected steps; `bounds` the same by the longest term of each step
     log      what each step's forwards carried, where it is kept
     """
 
@@ -81,7 +81,7 @@ class SimulatedEngine(Engine):
         return LaunchedStep(plan=plan, report=report)
 
     def _copy_seconds(self) -> float:
-        """Of the pages that went to the host's memory and came back since the last step."""
+        """Seconds of copying the pages that went to the host's memory or came back since the last step."""
         host = self.scheduler.pool.host
         if host is None:
             return 0.0

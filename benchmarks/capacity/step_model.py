@@ -1,4 +1,4 @@
-"""How long a step takes on a chip: its forwards by the roofline, what an engine adds, and which of these it waits for.
+"""The duration of a step on a chip: its forwards by the roofline, the engine's own part, and the longest term.
 
 Nothing here ran on a GPU. The shares of the data sheet that kernels reach and the time between them are estimates
 (benchmarks/capacity/README.md), and options, so that a machine's own numbers can take their place.
@@ -145,7 +145,7 @@ NODES_A_LAYER, NODES_BESIDE = 12, 8  # of a captured step: python -m benchmarks.
 
 @configuration(panel=ENGINE)
 class Deployment:
-    """A model on a number of GPUs, and what is assumed of them."""
+    """A model on a number of GPUs, with assumptions on them."""
 
     model: Annotated[str, Flag(help=f"A shape: {', '.join(SHAPES)}.", panel=MODEL)] = "llada2-mini"
     chip: Annotated[
@@ -241,7 +241,7 @@ class Deployment:
         return budget - self.cost().stored_bytes - self.activation_bytes
 
     def check_memory(self, tokens: int) -> None:
-        """Raise `ValueError` unless the weights and `tokens` of keys and values fit, saying what would."""
+        """Raise `ValueError` unless the weights and `tokens` of keys and values fit; it names one that fits."""
         if self.page_bytes >= tokens * self.cost().kv_token_bytes:
             return
         need = self.cost().stored_bytes + self.activation_bytes + tokens * self.cost().kv_token_bytes

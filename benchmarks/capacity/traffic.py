@@ -1,4 +1,4 @@
-"""Who comes when: sessions at random, alone or in bursts, each with one turn or more behind all that was said."""
+"""Random arrivals of sessions, single or in bursts. A session has one or more turns, each after all earlier ones."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Traffic:
     output: Annotated[int, Ge(1)] = 256
     """Tokens of an answer, on average."""
     vary: Annotated[float, Ge(0), Le(1)] = 0.5
-    """Lengths are drawn evenly from so much below to so much above."""
+    """Spread of lengths: they are drawn evenly from mean x (1 - spread) to mean x (1 + spread)."""
     turns: Annotated[int, Ge(1)] = 1
     """Turns of a session."""
     turn_tokens: Annotated[int, Ge(1)] = 512
-    """New tokens of each later turn, on average, behind all that was said."""
+    """New tokens of each later turn, on average."""
     think: Annotated[float, Ge(0)] = 5.0
     """Seconds from an answer to the session's next turn, on average."""
     long_every: Annotated[int, Ge(0)] = 0
-    """Every so manieth session begins with a long prompt; 0: none does."""
+    """One session in this many begins with a long prompt; 0: none."""
     long_prompt: Annotated[int, Ge(1)] = 131072
     """Tokens of a long prompt, on average."""
     shared: Annotated[int, Ge(0)] = 0

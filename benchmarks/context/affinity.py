@@ -1,9 +1,9 @@
-"""Conversations over replicas that are killed and added: how much of their prompts is found, by who routes them.
+"""Conversations over replicas that are killed and added: the share of prompt tokens found in caches, by router.
 
-The router's policy is the served one (`PrefixAffinity`, with the hashes of `leading_pages`). It gets its
-input as from `actors/serving/routing.py`: the requests under way at each replica, the lost replicas, and the prompts
-that were sent. A replica is a page pool of the engine's, and a time for each request; nothing is computed. Beside it
-stands a router that knows no prefixes: the less loaded of two replicas at random, as Serve's own takes it.
+The router has the served policy (`PrefixAffinity`, with the hashes of `leading_pages`) and gets the same input as from
+`actors/serving/routing.py`: the open requests at each replica, the lost replicas, and the sent prompts. A replica is a
+page pool of the engine and a time for each request; no model runs. The other router knows no prefixes: it takes the
+less loaded of two random replicas, as Serve does.
 """
 
 import heapq
@@ -74,11 +74,11 @@ class StubReplica:
     served: int = 0
 
     def take(self, chain: Sequence[bytes]) -> int:
-        """Find the start of `chain`, publish the rest of it; the number of pages that were found."""
+        """Find the beginning of `chain`, and publish its rest. Returns the number of found pages."""
         found = self.pool.lookup(chain)
         self.pool.share(found)
         pages = self.pool.alloc(len(chain) - len(found))
-        if pages is None:  # a prompt beyond the pool: what is left of it is not kept
+        if pages is None:  # the prompt exceeds the pool: the rest of it is not kept
             self.pool.release(found, chain[: len(found)])
             return len(found)
         self.pool.release([*found, *pages], chain)

@@ -1,7 +1,7 @@
-"""How released families write a chat, shortened to what stands around an answer: facts of their public formats.
+"""The chat formats of released families, shortened to the text around an answer: facts of their public formats.
 
-Each has the control tokens that its tokenizer keeps whole, and a Jinja template of plain turns. `<|im_start|>` and the
-like are tokens; what is no control token here is text to the tokenizer, as in the family's own.
+Each has the control tokens that its tokenizer keeps whole, as `<|im_start|>`, and a Jinja template of plain turns. All
+other markers are text to the tokenizer, as in the family's own.
 """
 
 from dataclasses import dataclass

@@ -156,7 +156,7 @@ def long_request(config: ModelConfig, length: int, *, max_tokens: int, name: str
 
 
 def storing_row(model: Decoder, length: int, *, one_block: bool, plain: bool) -> dict[str, Any]:
-    """One prompt of `length` tokens, stored; `one_block`, `plain`: beside these ways, too."""
+    """A row for storing one prompt of `length` tokens; `one_block` and `plain` add these ways of storing it."""
     config, weight = model.config, model.lm_head.weight
     clock, size = seconds_clock(weight.device), config.block_size
     machine = measure_machine(weight.device, weight.dtype, clock)
@@ -294,7 +294,9 @@ def host_rows(lengths: Sequence[int], *, steps: int) -> list[dict[str, Any]]:
     for engine in engines.values():
         while not bool(engine.buffer.resident_RN.all()):
             engine.step()
-    with ExitStack() as stack:  # no forward between two steps: its keys would push the host's data out of the caches
+    with (
+        ExitStack() as stack
+    ):  # without forwards between steps, whose keys would evict the host's data from the caches
         for engine in engines.values():
             stack.enter_context(without_forward(engine.runner))
         for _ in range(steps):

@@ -74,8 +74,8 @@ def _learned_tokenizer() -> str:
 
 
 def cut_otherwise(tokenizer: PreTrainedTokenizerBase, text: str, rng: random.Random) -> list[int]:
-    """Tokens of `text` as a decoder may write them that fills positions in any order: pieces that spell it, of which
-    some are shorter than the tokenizer's."""
+    """Tokens that spell `text` and of which some are shorter than the tokenizer's, as written by a decoder that fills
+    positions in any order."""
     ids: list[int] = []
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         piece = decode_text(tokenizer, [token])
@@ -105,7 +105,8 @@ def found_tokens(model: ServedModel, content: str, answer: Sequence[int], *, by_
 
 
 def round_trip_rows(*, seed: int = 0) -> list[dict[str, Any]]:
-    """For each template: the share of the answers' tokens that are found, however they were cut, and sent back."""
+    """For each template, the share of the answers' tokens that are found: as the tokenizer cuts them, cut otherwise,
+    and sent back as ids."""
     rows = []
     for name, form in FORMS.items():
         tokenizer, rng = form_tokenizer(form), random.Random(seed)
@@ -140,7 +141,10 @@ class Conversation:
 
 
 def turn_rows(model: Decoder, talk: Conversation) -> list[dict[str, Any]]:
-    """Each turn's prompt is all before and a new question; a cold engine gets the same prompt beside the warm one."""
+    """A row for each turn.
+
+    Its prompt is the conversation so far and a new question; a warm and a cold engine get it.
+    """
     rows: list[dict[str, Any]] = []
     clock = seconds_clock(model.lm_head.weight.device)
     total = talk.turns * talk.turn_tokens + model.config.block_size

@@ -1,7 +1,7 @@
-"""What must hold on a GPU before its times mean anything: every kernel is its definition, a replayed step is the eager
-one, and a step that decodes never waits for the device.
+"""Checks that must pass on a GPU before its times mean anything: every kernel equals its definition, a replayed step
+equals the eager step, and a decoding step never waits for the device.
 
-All checks also run on a CPU, at sizes that fit it; there nothing is captured, which the rows say. Sizes for a GPU are
+All checks also run on a CPU, at smaller sizes and without captures; the rows say so. Sizes for a GPU are
 chosen so that its kernels take them: bfloat16, 128 channels, 32-token pages.
 """
 
@@ -191,7 +191,7 @@ def _serve(engine: Engine, requests: list[Request]) -> tuple[dict[str, Output], 
 
 
 def steady_steps_never_wait(model: Decoder, case: StepCase) -> CheckRow:
-    """Steps that only decode, torch's own waits being errors; a step's report is waited for by an event."""
+    """Run steps that only decode while torch raises on synchronisation; the host waits for a report by an event."""
     engine = filled_engine(model, case)
     for _ in range(4):
         engine.step()

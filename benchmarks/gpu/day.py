@@ -1,9 +1,9 @@
 """A day on a GPU in three calls: `python -m benchmarks.gpu.day --part 1|2|3 --out DIR`.
 
-Each call takes less than nine minutes. Every section runs in a process of its own with a time limit, so that one that
-hangs or fails costs only what it has not measured yet; only if the first one of part 1 fails does the part end. DIR
-gets one JSON file and one Markdown file a part, written anew after each section. No network is needed, and of this
-package's dependencies few (docs/reference/gpu.md). `--toy` runs all of it on a CPU at toy sizes.
+Each call takes less than nine minutes. Every section runs in its own process with a time limit, so that a hanging or
+failing section loses only its unfinished rows. The first section of part 1 ends the part if it fails. DIR gets one
+JSON file and one Markdown file a part, written anew after each section. No network is needed, and of this package's
+dependencies few (docs/reference/gpu.md). `--toy` runs all of it on a CPU at toy sizes.
 """
 
 import argparse
@@ -75,7 +75,7 @@ PARTS: dict[int, dict[str, Section]] = {
     },
 }
 PART_SECONDS = 525.0
-ROW = "row: "  # what a row's line begins with
+ROW = "row: "  # the prefix of a row's line
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ WORKS = (StepWork(), StepWork(revises=True, softens=True), replace(ALL_WORK, ada
 
 
 def kernel_form_rows(device: torch.device) -> Iterator[CheckRow]:
-    """A row a comparison. Raises `CheckFailed` if a form is not the other one."""
+    """One row per comparison. Raises `CheckFailed` if two forms differ."""
     if not triton_serves(device, torch.bfloat16):
         for name in ("router", "layers", "steps"):
             yield {"kernel": f"{name} by kernels", "right": None, "not_run": "needs CUDA and Triton"}

@@ -94,8 +94,8 @@ def toy_day(out: Path) -> Day:
 
 
 def machine(day: Day) -> list[TableRow]:
-    """Versions, copy bandwidth and the kernels that are chosen; an error where no graph can hold the attention, and
-    where more bytes a second are measured than the chip's data sheet has."""
+    """Versions, copy bandwidth and the chosen kernels. Raises if no graph can hold the attention, or if the measured
+    bandwidth exceeds the chip's data sheet."""
     config = SHAPES["llada2-mini"]
     attention = resolve(
         day.device, day.dtype, config.head_dim, 32, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads
@@ -240,7 +240,7 @@ def profile_call(
     on_gpu = device.type == "cuda"
     kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if on_gpu else [])]
     if on_gpu:
-        torch.cuda.synchronize(device)  # what was launched before is no part of the call
+        torch.cuda.synchronize(device)  # earlier launches are not part of the call
     with torch.profiler.profile(activities=kinds) as profile:
         run()
         if on_gpu:

@@ -40,7 +40,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class StandIn(Tensor):
-    """A tensor that is on CUDA for all who ask it; `content`, a tensor elsewhere, has its shape."""
+    """A tensor that reports CUDA as its device; `content`, a tensor elsewhere, has its shape."""
 
     content: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

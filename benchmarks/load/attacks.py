@@ -1,4 +1,4 @@
-"""What a crowd of clients may send to an endpoint that costs it more than a short question, by name."""
+"""Requests that cost an endpoint more than a short question, by name: the attacks of a crowd of clients."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,13 +9,13 @@ Attack = Callable[[str, int], tuple[Prompt, dict[str, Any]]]
 cache holds it; the second is how many characters a long text has."""
 
 HEADERS = "headers"  # the attack that has no body: headers without an end, from a client without a key
-CROWD = "crowd"  # the client that all of its senders are
+CROWD = "crowd"  # the name of the client that all its senders share
 TEXT = "the pens of Tom are 12 and "
 MAX_STOPS, MAX_STOP_LENGTH, MAX_TOOLS = 16, 1024, 128  # as on OpenAI's routes
 
 
 def _plain(name: str, characters: int) -> tuple[str, dict[str, Any]]:
-    """No attack: what as many clients do to each other by asking."""
+    """No attack: short questions, to compare with the same number of ordinary clients."""
     return f"{name} {TEXT}", {"max_tokens": 64}
 
 
@@ -53,7 +53,7 @@ def _most_prompts(name: str, characters: int) -> tuple[list[str], dict[str, Any]
 
 
 def _most_ids(name: str, characters: int) -> tuple[list[list[int]], dict[str, Any]]:
-    """As many as a body may hold, in prompts of which none fits."""
+    """As many token ids as a body may hold, in prompts that are all too long."""
     offset = sum(map(ord, name))
     return [[(offset + i) % 500 for i in range(number)] for number in (250_000, 250_000, 90_000)], {"max_tokens": 1}
 

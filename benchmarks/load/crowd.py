@@ -84,11 +84,11 @@ class CrowdProcess:
         self._process.join()
 
     async def begin(self, turn: int) -> None:
-        """Send from now on; no request of one turn is like one of another."""
+        """Start sending. The requests of a turn differ from those of all other turns."""
         await self._order(turn)
 
     async def stop(self) -> Endings:
-        """Send no more; how the requests ended that did."""
+        """Stop sending. Returns the ends of the finished requests."""
         return await self._order(None)
 
     async def _order(self, order: int | None) -> Endings:
@@ -103,7 +103,7 @@ class CrowdProcess:
 
 
 def _obey(attackers: Attackers, orders: Connection) -> None:
-    """In the crowd's process: a number begins a turn, `None` ends it."""
+    """The crowd's process: a number from the pipe begins a turn, `None` ends it."""
     os.nice(LOWEST_PRIORITY - os.nice(0))
 
     async def obey() -> None:

@@ -37,7 +37,7 @@ Side = Callable[["Load", Sequence[str]], "LoadRun"]
 
 @dataclass(frozen=True, kw_only=True)
 class Asking:
-    """What all targets are asked: the model's name, the route, the tokens of an answer, more fields, a time limit."""
+    """The requests' settings for all targets: model name, route, tokens of an answer, extra fields, time limit."""
 
     model: str | None
     route: StreamRoute
@@ -46,7 +46,7 @@ class Asking:
     seconds: float
 
     def extra_of(self, number: int) -> Mapping[str, Any]:
-        """The more fields of the target with this number."""
+        """The extra fields of the target with this number."""
         return self.extra[number if len(self.extra) > 1 else 0]
 
 
@@ -187,7 +187,7 @@ def own_endpoint(options: Sequence[str], *, log: Path) -> Iterator[OwnEndpoint]:
 
 
 def _wait_until_served(supervisor: subprocess.Popen[bytes], log: Path) -> None:
-    """Until the job says so, which it does when all replicas are there; /health answers with the first."""
+    """Wait until the job reports that all replicas are ready; /health would be ready with the first replica."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         lines = log.read_text().splitlines()

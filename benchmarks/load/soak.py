@@ -135,14 +135,14 @@ def held_pages(state: dict[str, Any]) -> int:
 
 
 def end_rows(ends: Sequence[EndedRequest]) -> list[dict[str, Any]]:
-    """How many requests of each kind ended how."""
+    """The number of requests by kind and end."""
     kinds = sorted({entry.kind for entry in ends})
     counts: Counter[tuple[str, str]] = Counter((entry.kind, entry.end) for entry in ends)
     return [{"request": kind, **{end: counts[kind, end] for end in list(END_COLUMNS)[1:]}} for kind in kinds]
 
 
 def failures(report: dict[str, Any], *, idle: bool) -> list[str]:
-    """What should not have been, each as a sentence."""
+    """The soak's failures, each as a sentence."""
     sentences = []
     for end, text in (("lost", "were lost"), ("wrong", "ended in another way than promised")):
         if count := sum(row[end] for row in report["ends"]):

@@ -195,13 +195,13 @@ class SoakWatch:
         return time.perf_counter() - self._started
 
     async def replicas(self) -> list[dict[str, Any]]:
-        """What /health says of each engine replica."""
+        """The state of each engine replica in /health."""
         async with self.session.get(f"{self.endpoint.url}/health") as response:
             body = await response.json()
         return [replica for model in body["models"] for replica in model["replicas"]]
 
     async def wait_until(self, holds: Callable[[list[dict[str, Any]]], bool], *, limit: float) -> bool:
-        """Ask for the replicas until `holds` does, for `limit` seconds at most; whether it did."""
+        """Poll the replicas' states until `holds` is true, at most `limit` seconds. Returns whether it became true."""
         deadline = self.seconds + limit
         while self.seconds < deadline:
             with suppress(aiohttp.ClientError, TimeoutError):

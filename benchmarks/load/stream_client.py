@@ -79,7 +79,7 @@ async def record_stream(session: aiohttp.ClientSession, target: Target, prompt: 
     end = time.perf_counter()
     if error is None and total is None:
         raise NoUsage(f"{target.url} sends no usage at the end of a stream, so its tokens cannot be counted")
-    if total and not times:  # all tokens without text of their own
+    if total and not times:  # no token has its own text
         times, weights = [end], [total]
     counts = weights if exact and times else proportional_shares(total if total is not None else len(times), weights)
     arrivals = tuple(Arrival(at=at, num_tokens=n) for at, n in zip(times, counts, strict=True) if n)

@@ -1,4 +1,4 @@
-"""Where answers end: at a stop string, which ends the decoding of its request, or at the limit of their tokens."""
+"""The ends of answers: a stop string ends the decoding of its request, as does the limit of tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,8 +13,8 @@ Stops = Mapping[str, Sequence[str]]
 
 
 def fit_request(request: Request, positions: int) -> Request:
-    """The request with as many tokens as a model of `positions` holds behind its prompt, at most its own number. Where
-    nothing fits it stays as it is, and the engine refuses it."""
+    """The request with `max_tokens` reduced to the room after its prompt in a model with `positions`. If there is no
+    room it is unchanged, and the engine refuses it."""
     max_tokens = positions - len(request.prompt)
     if max_tokens < 1:
         return request
@@ -25,11 +25,11 @@ def fit_request(request: Request, positions: int) -> Request:
 
 
 def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, decode: TextOf) -> list[Output]:
-    """The outputs of `requests`, in their order; raises as `Engine.generate` does.
+    """The outputs of `requests`, in order. Raises the errors of `Engine.generate`.
 
-    A request ends where its text holds one of its stop strings (`stops`, by the request's id). Its reason is then
-    `stop`, its tokens and their count end with the token that completes the string, and its forwards are those up to
-    the step that committed it. A rollout that was asked for ends with its tokens, and has no tail.
+    A request ends as soon as its text has one of its stop strings (`stops`, by the request's id). Its reason is then
+    `stop`. Its tokens end with the token that completes the string, and its forwards with the step that committed this
+    token. Its rollout ends there too, and has no tail.
     """
     if not any(stops.get(request.request_id) for request in requests):
         return engine.generate(list(requests))

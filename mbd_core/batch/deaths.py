@@ -1,8 +1,8 @@
-"""What becomes of a batch's work that the engine's process dies of: rows with the reason, or the batch's end.
+"""Work that kills the engine's process: it becomes rows with the reason, or ends the batch.
 
-A part that was begun `MOST_DEATHS` times and never ended is put aside. Once the other parts are decoded, its samples
-are decoded one by one, and a sample that was begun as often and never ended is a row with the reason. A model that
-decodes nothing at all ends the batch.
+A part that killed `MOST_DEATHS` processes is put aside. After the other parts, its samples are decoded one by one, and
+a sample that killed as many processes becomes a row with the reason. A model that decodes nothing at all ends the
+batch.
 """
 
 from collections import Counter
@@ -22,29 +22,32 @@ NO_SAMPLES = DECODED_COLUMNS.empty_table()  # in place of samples that killed an
 
 
 class Attempts:
-    """How often each piece of work was begun and not ended. It outlives the processes that do the work."""
+    """Counts how often each piece of work was begun and not ended. It outlives the processes that do the work."""
 
     def __init__(self) -> None:
         self._num_begun = Counter[int]()
 
     def begin(self, number: int) -> bool:
-        """Begin a piece of work, by its number; false if it was begun too often, and is not to be done again."""
+        """Begin a piece of work, by its number.
+
+        Returns false if it was begun too often and must not be tried again.
+        """
         if self._num_begun[number] == MOST_DEATHS:
             return False
         self._num_begun[number] += 1
         return True
 
     def end(self, number: int) -> None:
-        """The work was done. Where its result is lost later, it may be done again."""
+        """The work was done. If its result is lost later, it may be done again."""
         del self._num_begun[number]
 
 
 class ModelDies(RuntimeError):
-    """An engine's process dies of whatever a model is to decode."""
+    """A model's engine dies on every sample."""
 
 
 class DeathWatch:
-    """What engines died of, by model; `decoding` are the models that are known to decode something."""
+    """The work that killed engines, by model; `decoding` are the models that have decoded something."""
 
     def __init__(self, decoding: Iterable[str]) -> None:
         self.decoding = set(decoding)
@@ -86,9 +89,10 @@ class DividedParts:
         ]
 
     def add(self, sample: int, table: pa.Table) -> list[NumberedTable]:
-        """The numbers and tables of the parts that are whole with this sample; one without rows killed the engine.
+        """Add a sample's decoded table; a table without rows means that the sample killed the engine.
 
-        A part waits until its model has decoded something. Raises `ModelDies`.
+        Returns the numbers and tables of the parts that this completes. A part waits until its model has decoded
+        something. Raises `ModelDies`.
         """
         part = self._part_of[sample]
         if len(table):
@@ -119,9 +123,9 @@ def _dead(row: PlannedRow) -> pa.Table:
 
 
 def decode_parts(parts: Sequence[Part], executor: Executor, *, decoding: Collection[str]) -> Iterator[NumberedTable]:
-    """The numbers and processed tables of parts, in any order; `decoding` are the models that are known to decode.
+    """The numbers and processed tables of parts, in any order; `decoding` are the models that have decoded something.
 
-    Raises `ModelDies`, and as the executor does.
+    Raises `ModelDies`, and the executor's errors.
     """
     by_number, lost_parts, watch = {part.number: part for part in parts}, list[Part](), DeathWatch(decoding)
     for number, table in executor.decode([(part.number, part.table()) for part in parts]):

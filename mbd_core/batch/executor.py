@@ -1,4 +1,4 @@
-"""A batch's place of computing: an executor decodes tables, processes the decoded tables, and times requests."""
+"""Executors of a batch: they decode tables, process the decoded tables, and time requests."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
@@ -13,7 +13,8 @@ from mbd_core.engine.config import EngineConfig
 
 
 class Executor(Protocol):
-    """A pool of engines, and processes for what follows: a Ray cluster (`actors/evaluation/sweep.py`) or this one.
+    """A pool of engines and of processes for the postprocessing: a Ray cluster (`actors/evaluation/sweep.py`) or this
+    process.
 
     postprocess  the function that takes each decoded table
     engine       the configuration of each of its `num_engines` engines
@@ -45,7 +46,7 @@ class Executor(Protocol):
 
 
 class ExecutorFailed(RuntimeError):
-    """An executor can go on no more, for this reason; `traceback` has the workers' own in it."""
+    """An executor cannot continue, for `reason`; `traceback` includes the workers' traceback."""
 
     def __init__(self, reason: str, traceback: str) -> None:
         super().__init__(reason)

@@ -1,4 +1,4 @@
-"""What a row's `input` holds, and its tokens: a prompt, or texts to score, continuations after contexts."""
+"""A row's `input` and its tokens: a prompt, or texts to score (continuations after contexts)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NUM_DRAWS = 128
-"""Of each estimate, as in LLaDA's own evaluation."""
+"""Draws of each estimate, as in LLaDA's own evaluation."""
 Context = str | list[dict[str, str]]
 """A text, or the messages of a chat, which the model's template renders."""
 
@@ -31,10 +31,10 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, inputs: Sequence[str]) -> lis
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredTexts:
-    """Continuations, each after one of some contexts, by its number.
+    """Continuations to score, each a pair of its context's number and its text.
 
-    draws, seed  of each estimate
-    greedy       whether it is also asked if decoding gives the continuation's tokens
+    draws, seed  draws of each estimate, and their seed
+    greedy       whether to check too that greedy decoding gives the continuation's tokens
     """
 
     contexts: Sequence[Context]
@@ -48,7 +48,7 @@ class ScoredTexts:
 
     @classmethod
     def of_input(cls, text: str) -> Self | None:
-        """What a row's `input` asks to score; `None` for a prompt, which is a text or a chat."""
+        """The texts to score in a row's `input`; `None` for a prompt, which is a text or a chat."""
         value = json.loads(text)
         return cls(**value) if isinstance(value, dict) else None
 

@@ -32,7 +32,7 @@ TIMED_COLUMNS = pa.schema(
 
 @dataclass(frozen=True)
 class TimedOutput:
-    """An output, and when the engine was given its request and gave it back."""
+    """An output, with the times at which the engine got its request and returned the output."""
 
     output: Output
     begun: float
@@ -47,8 +47,8 @@ def run_timed(
     concurrency: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[TimedOutput]:
-    """Serve requests with `concurrency` of them under way as long as there are as many: the engine is given the next
-    when one is back, at its end or at one of its stop strings. In the order in which they end."""
+    """Serve requests, `concurrency` at a time: the engine gets the next request when one ends, by itself or at a stop
+    string. Yields the outputs in the order in which they end."""
     engine, decode = model.engine, partial(decode_text, model.tokenizer)
     waiting, starts, answers = deque(requests), dict[str, float](), dict[str, Piece]()
     while waiting or starts:
@@ -70,8 +70,7 @@ def run_timed(
 
 
 def timing_engine(engine: EngineConfig, buffer_size: int, *, concurrency: int) -> EngineConfig:
-    """The engine that times cases of one buffer size: a sweep's, with a batch row for each request under way and
-    nothing cached."""
+    """The engine that times cases of one buffer size: the sweep's, with `concurrency` rows and no prefix cache."""
     return replace(engine, buffer_size=buffer_size, max_rows=concurrency, prefix_caching=False)
 
 
@@ -109,7 +108,7 @@ class TimedStage:
         return pa.Table.from_pylist(rows, schema=TIMED_COLUMNS)
 
     def _rows(self, model: DecodingModel, case: TimedCase, left_out: Collection[int]) -> list[dict[str, Any]]:
-        """Both runs, warmed up before: by the first request alone, then by as many as run together."""
+        """Both runs, after a warm-up with the first request alone and with `concurrency` requests together."""
         requests, stops = sample_requests(model, case.rows), sample_stops(case.rows)
         numbers = [
             number
@@ -161,7 +160,7 @@ class TimedStage:
 
 
 def _planned_columns(row: PlannedRow) -> dict[str, str]:
-    """The columns of the plan by which timed rows are known."""
+    """The columns of the plan that identify a timed row."""
     return {
         "model": row["model"],
         "method": row["method"],

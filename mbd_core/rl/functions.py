@@ -22,13 +22,13 @@ from mbd_core.rl.parts import Failure, RewardFailed, RewardOutcome, failed, firs
 
 START_SECONDS = 120.0  # for a function's process to import its libraries
 GRACE = 5.0  # seconds for an `async def` function's process to say that an answer's time is over
-SLOW = 0.1  # seconds of an answer from which more processes pay
-WAITING_SHARE = 0.5  # of an answer's seconds that are no computing, from which it waits
-MEMORY_SHARE = 0.5  # of the free memory for a function's processes
+SLOW = 0.1  # from this many seconds an answer, more processes pay
+WAITING_SHARE = 0.5  # a function waits if more than this fraction of an answer's time is no computing
+MEMORY_SHARE = 0.5  # the fraction of free memory for a function's processes
 
 
 class ProcessLost(Exception):
-    """A function's process gave no reply; why, as the rest of a sentence."""
+    """A function's process gave no reply; the message is the rest of a sentence that says why."""
 
 
 class FunctionProcess:
@@ -48,7 +48,7 @@ class FunctionProcess:
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._listening: asyncio.Task[None] | None = None
-        self._lost = ""  # why it answers no more
+        self._lost = ""  # the reason why the process is lost
         self.is_async = False
         self.form: CallForm = "answer"
 
@@ -97,7 +97,7 @@ class FunctionProcess:
         self.end("ended its process")
 
     def end(self, why: str) -> None:
-        """Kill the process; those who wait for a reply are told why."""
+        """Kill the process; pending calls of `ask` raise `ProcessLost` with the reason."""
         self._lost = self._lost or why
         self._process.kill()
         self._process.wait()

@@ -1,4 +1,4 @@
-"""Data files opened: unpacked where they are compressed, and one sentence for whatever cannot be read."""
+"""Opens data files: decompresses them, and turns errors of reading into one sentence."""
 
 import gzip
 import io
@@ -20,7 +20,8 @@ HEAD = 64  # bytes that show the format
 
 @contextmanager
 def one_sentence(path: str) -> Iterator[None]:
-    """Make a `ValueError` of whatever a storage or a format's library raises. One of ours is a sentence already."""
+    """Turns the errors of a storage or of a format's library into a `ValueError` of one sentence. A `ValueError` of
+    the project passes through unchanged."""
     try:
         yield
     except (pa.ArrowException, UnicodeDecodeError) as error:
@@ -31,13 +32,13 @@ def one_sentence(path: str) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read without a package that is not installed: {error}") from None
     except ValueError:
         raise
-    except Exception as error:  # each storage raises types of its own, as S3's without credentials
+    except Exception as error:  # each storage raises its own types, as S3 does without credentials
         raise ValueError(f"{path} cannot be read: {error_sentence(error)}") from None
 
 
 @contextmanager
 def opened(path: str) -> Iterator[tuple[Any, bytes]]:
-    """A file, unpacked, at its beginning, and the bytes that it begins with, `HEAD` at most."""
+    """A decompressed file at its beginning, and its first `HEAD` bytes."""
     with fsspec.open(path, "rb") as stored:
         file: Any = stored if stored.seekable() else io.BytesIO(stored.read())
         head = read_head(file)
@@ -53,7 +54,7 @@ def opened(path: str) -> Iterator[tuple[Any, bytes]]:
 
 
 def _unpacked(packed: Any, compression: str) -> Any:
-    """The file that a compressed one holds. pyarrow has zstd, for which fsspec needs one more package."""
+    """The decompressed file. pyarrow reads zstd, for which fsspec would need one more package."""
     if compression == "zstd":
         return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(packed, mode="r"), compression))
     return compr[compression](packed, mode="rb")

@@ -1,4 +1,4 @@
-"""Rows of the files that a path names: a file, a pattern with `*`, a folder with the files of one split, or a URL."""
+"""Rows of the files at a path: a file, a pattern with `*`, a folder with the files of one split, or a URL."""
 
 import re
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def read_row_files(path: str) -> Iterator[NumberedRow]:
     """The rows of the file or files at a path, each with its number and its place in words: `FILE, line N`, or
     `FILE, row N` where rows are not lines. The numbers of a file's rows follow those of the file before.
 
-    Raises `ValueError`, one sentence, for what cannot be read, with what to do where the format is another one.
+    Raises `ValueError`, one sentence, for a file that cannot be read, and names the remedy for an unknown format.
     """
     before = 0
     for file in _files(path):
@@ -33,13 +33,13 @@ def read_row_files(path: str) -> Iterator[NumberedRow]:
 
 
 def saved_files(system: Any, folder: str, path: str) -> list[str]:
-    """The files of a data set that `save_to_disk` wrote in a folder, which is `path` in a sentence."""
+    """The files of a data set that `save_to_disk` wrote in a folder; error messages call the folder `path`."""
     state = parse_json(system.cat_file(f"{folder}/state.json"), f"{path}/state.json")
     return [f"{folder}/{file['filename']}" for file in state["_data_files"]]
 
 
 def _files(path: str) -> list[str]:
-    """The files that a path names; a path that is no folder and no pattern stands for itself."""
+    """The files at a path; a path that is neither a folder nor a pattern is a file."""
     if path.startswith(("http://", "https://")):
         return [path]  # it lists no folders
     with one_sentence(path):
@@ -60,7 +60,7 @@ def _files(path: str) -> list[str]:
 
 
 def _folder_files(system: Any, root: str, path: str) -> list[str]:
-    """The files of a folder that holds one file, the parts of one, or a data set that `save_to_disk` wrote."""
+    """The files of a folder that holds one file, the parts of one file, or a data set that `save_to_disk` wrote."""
     if system.exists(f"{root}/state.json"):
         return saved_files(system, root, path)
     sets: dict[str, list[str]] = {}

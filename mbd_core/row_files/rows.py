@@ -1,7 +1,7 @@
-"""Rows of one data file in the formats that hubs have: JSON lines, a JSON list, Parquet, Arrow; plain or compressed.
+"""Rows of one data file in the formats of hubs: JSON lines, a JSON list, Parquet, Arrow; plain or compressed.
 
-The content decides the format. The name decides only where the content does not: a file that is named JSON lines has
-rows one a line, whatever its first line is.
+The content decides the format. The name decides only if the content is ambiguous: a file named `.jsonl` has one row
+per line, whatever its first line is.
 """
 
 import io
@@ -18,12 +18,12 @@ FORMATS = "JSON lines, a JSON list, Parquet or Arrow, plain or compressed"
 ENDINGS = ("", ".gz", ".bz2", ".xz", ".zst")
 JSON_LINES = tuple(suffix + ending for suffix in (".jsonl", ".ndjson") for ending in ENDINGS)
 SUFFIXES = (*JSON_LINES, *(suffix + ending for suffix in (".json", ".parquet", ".arrow") for ending in ENDINGS))
-"""How the names of files of rows end in a folder."""
+"""The suffixes of files of rows in a folder."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 NoteBad = Callable[[str, str], None]
-"""What takes the name of a row that is none, and why."""
+"""A function that takes the place of a malformed row and the reason."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class FileRow:
 
     @property
     def place(self) -> str:
-        """Where it is, in a sentence."""
+        """The row's place, for a sentence."""
         return f"{self.path}, {self.unit} {self.number}"
 
     @property
     def name(self) -> str:
-        """What it is called among the rows of one data set."""
+        """The row's name among the rows of one data set."""
         return row_name(self.path, self.unit, self.number)
 
 
@@ -53,9 +53,9 @@ def row_name(path: str, unit: str, number: int) -> str:
 def read_file(path: str, *, unique: bool = False, bad: NoteBad | None = None) -> Iterator[FileRow]:
     """The rows of a file, here or at a URL that fsspec knows.
 
-    With `unique` an object that has a name twice, with values that differ, is no row. With `bad` what is no row is
-    passed to it instead. Raises `ValueError`, one sentence, for what cannot be read and for what is no row, with what
-    to do where the format is another one.
+    With `unique`, an object that gives a name two different values is malformed. Malformed rows go to `bad`, if given.
+    Raises `ValueError`, one sentence, for an unreadable file and for a malformed row, and names the remedy for an
+    unknown format.
     """
     with one_sentence(path), opened(path) as (file, head):
         text = head.removeprefix(BYTE_ORDER_MARK).lstrip()
@@ -78,7 +78,7 @@ def read_file(path: str, *, unique: bool = False, bad: NoteBad | None = None) ->
 
 
 def _known_other_format(head: bytes, text: bytes) -> str | None:
-    """What a file is that holds no rows, and what to do; `None` if it may hold some."""
+    """The kind of a file without rows, and the remedy; `None` if the file may hold rows."""
     if head.startswith(UTF_16):
         return "is text in UTF-16, and UTF-8 is read; convert it with: iconv -f UTF-16 -t UTF-8 FILE > rows.jsonl"
     if text.startswith(b"version https://git-lfs"):

@@ -1,7 +1,7 @@
 """Rows of Parquet and Arrow.
 
-A struct of Arrow has every field that any row has, and null where its own row had none. So null fields of structs are
-left out: the rows are those that JSON lines of the same data have.
+A struct of Arrow has the fields of all rows, and null where a row lacks a field. So null fields of structs are left
+out, and the rows equal those of JSON lines with the same data.
 """
 
 import io
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from mbd_core.json_text import parse_json
 
 ROWS_AT_ONCE = 256
-"""Of a table so many rows are Python objects at once, whatever its batches are."""
+"""The number of a table's rows that are Python objects at once, whatever the size of its batches."""
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"  # how files of tables begin
 
 ToJson = Callable[[Any], Any]

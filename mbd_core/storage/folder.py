@@ -206,7 +206,7 @@ class Folder:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What fsspec's filesystem for this folder is made with."""
+        """The arguments of fsspec's filesystem for this folder."""
         return self._place.options
 
     def filesystem(self) -> tuple[Any, str]:

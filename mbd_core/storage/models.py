@@ -7,7 +7,7 @@ from mbd_core.storage.folder import SCHEME, Folder
 
 
 def fetch_model(model: str, *, cache: Path | None = None) -> str:
-    """What `model_folder` takes for a model that is given by name, path or URL: a remote folder is downloaded first.
+    """The argument of `model_folder` for a model's name, path or URL; a remote folder is downloaded first.
 
     It goes to `cache`, by default the user's (`XDG_CACHE_HOME`), once for each version. Raises `ValueError` if it
     cannot be read.

@@ -39,11 +39,11 @@ class RemotePlace:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What fsspec's filesystem for this folder is made with."""
+        """The arguments of fsspec's filesystem for this folder."""
         return OPTIONS.get(self.location.partition("://")[0], {})
 
     def filesystem(self) -> tuple[Any, str]:
-        # A listing that is kept would hide what others write.
+        # A cached listing would hide files that others write.
         return fsspec.core.url_to_fs(self.location, use_listings_cache=False, **self.options)
 
     def errors(self, trouble: str, kind: Callable[[str], Exception] = OSError) -> AbstractContextManager[None]:
@@ -122,7 +122,7 @@ class RemotePlace:
                 }
                 if manifest is not None:
                     remote_files.download(system, path, named_files, mirror.path)
-                    mirror.path.mkdir(exist_ok=True)  # there is no file yet where the first upload was interrupted
+                    mirror.path.mkdir(exist_ok=True)  # an interrupted first upload leaves no file
                     (mirror.path / MANIFEST).write_text(manifest, encoding="utf-8")
             except BaseException:
                 shutil.rmtree(stage, ignore_errors=True)

@@ -13,7 +13,7 @@ from mbd_core.files import MANIFEST
 
 UNFINISHED = f".{MANIFEST}.0.partial"
 FLAT = tuple(f"{scheme}://" for scheme in ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"))
-"""How URLs begin at which a file needs no folder to be made for it."""
+"""Prefixes of URLs at which a file needs no folder."""
 PROBE = ".mbd-probe-"
 VERSION_FIELDS = ("size", "ETag", "etag", "md5", "generation", "mtime", "LastModified", "last_modified", "created")
 
@@ -50,7 +50,7 @@ def list_files(system: Any, path: str) -> dict[str, Mapping[str, Any]]:
 
 
 def read_manifest(system: Any, path: str, files: Mapping[str, Any]) -> str | None:
-    """The manifest's text, the unfinished one's where a folder was not written to its end."""
+    """The manifest's text, or the unfinished manifest's if the folder is incomplete."""
     name = next((name for name in (UNFINISHED, MANIFEST) if name in files), None)
     return None if name is None else str(system.cat_file(f"{path}/{name}").decode("utf-8"))
 

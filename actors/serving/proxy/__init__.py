@@ -1,7 +1,7 @@
 """Serve's HTTP proxy: heads within bounds, its own answers as OpenAI's errors, short ids in logs and replies.
 
-Serve calls `middlewares` in the proxy's process where `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it. That
-process has no PyTorch: nothing here imports it.
+Serve calls `middlewares` in the proxy's process if `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it. Nothing here
+imports PyTorch, which would slow the proxy's start.
 """
 
 import re
@@ -35,6 +35,6 @@ class ShortRequestId:
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve puts around its HTTP proxy, which it starts after this call."""
+    """The middlewares of Serve's HTTP proxy, which starts after this call."""
     bound_heads()
     return [Middleware(ProxyAnswers), Middleware(ShortRequestId)]

@@ -1,11 +1,11 @@
-"""What clients get where Serve's HTTP proxy answers by itself, or where the gateway behind it dies: OpenAI's errors.
+"""OpenAI's errors for answers of Serve's HTTP proxy itself, and for the death of the gateway behind it.
 
-    nothing was answered yet     the request goes to another gateway, `REPEATS` times at most, then 503 `no_gateway`
-    a stream is cut              its last event is an error, as where it fails otherwise; no `[DONE]` follows
-    a refusal in plain text      an `Error` with the same status
+  before any answer            the request goes to another gateway, at most `REPEATS` times, then 503 `no_gateway`
+  in the middle of a stream    its last event is an error, and no `[DONE]` follows
+  a refusal in plain text      becomes an `Error` with the same status
 
-Serve's proxy leaves the first two to uvicorn, which answers "Internal Server Error", and closes the connection. Other
-answers pass through as they are, and so do Serve's own routes (`/-/healthz`).
+Without this, uvicorn answers the first two with "Internal Server Error" and a closed connection. Other answers, and
+Serve's own routes (`/-/healthz`), pass through unchanged.
 """
 
 import asyncio
@@ -15,10 +15,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mbd_core.serving.api.errors import MESSAGE_LENGTH, error_body
 
-REPEATS, PAUSE = 1, 0.2  # few: a request that itself ends gateways must not end all; seconds before each
-KEPT_BYTES = 2**20  # of a body, to be sent again
+REPEATS, PAUSE = 1, 0.2  # few, because a request that kills gateways must not kill all; seconds before a repetition
+KEPT_BYTES = 2**20  # larger bodies are not kept for a repetition
 OWN_ROUTES = "/-/"
-REPEATABLE = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")  # of POST; orders are not
+REPEATABLE = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/tokenize",
+    "/detokenize",
+)  # routes of POST that may be repeated, unlike orders
 CODES = {408: "timeout", 429: "too_many_requests", 503: "no_gateway"}
 LOST = "the gateway of this request died, and no other one has answered; ask again"
 CUT = "the stream was cut: its gateway is gone; one that was asked for as resumable can be taken up with resume"
@@ -46,7 +51,7 @@ class ProxyAnswers:
 
 
 class _KeptRequest:
-    """A request whose body can be received again, where that does no harm and it is not large."""
+    """A request that keeps its body for a repetition, if the route may be repeated and the body is small."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive, self._kept, self._next = receive, list[Message](), 0
@@ -73,7 +78,7 @@ class _KeptRequest:
         return message
 
     def rewind(self) -> bool:
-        """Begin anew, unless it is not to be repeated (any more)."""
+        """Start over. Returns false if the request may not be repeated (again)."""
         if not self._repeats:
             return False
         self._repeats, self._next = self._repeats - 1, 0
@@ -81,7 +86,7 @@ class _KeptRequest:
 
 
 class _Answer:
-    """What is sent to the client; a refusal in plain text is held back until it is whole."""
+    """Sends an answer to the client; a refusal in plain text is held back until it is complete."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -1,4 +1,4 @@
-"""What Serve's HTTP proxy reads of a request before anybody is asked for a key: a head within bounds and in time.
+"""Bounds on the size and the time of a request's head, which Serve's HTTP proxy reads before any key is checked.
 
 uvicorn keeps request lines, headers and trailers of any length, and waits for them for ever: Serve gives it no
 setting, and its parser, httptools, has none. `BoundedHttp` counts the bytes as they arrive.
@@ -18,11 +18,11 @@ NUM_HEADERS = 100  # trailers counted
 HEAD_SECONDS = 30.0  # from a request's first byte, or from the connection, to the end of its headers
 NUM_PIPELINED = 16  # requests that may follow an unanswered request
 PIECE = 4096  # bytes that are parsed before they are counted
-LEAVE_SECONDS = 1.0  # in which a client that is still sending may read why it was refused
+LEAVE_SECONDS = 1.0  # time in which a client that still sends can read its refusal
 
 
 class Refusal(NamedTuple):
-    """Why a head is not read, as OpenAI's error."""
+    """A refusal of a head, as OpenAI's error."""
 
     status: int
     code: str
@@ -49,14 +49,14 @@ class HeadRefused(Exception):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 with bounds on heads and refusals in OpenAI's form; nothing here takes WebSockets."""
+    """uvicorn's HTTP/1.1 with bounds on heads and refusals in OpenAI's form, without WebSockets."""
 
     url = b""  # uvicorn's, which it sets when a request begins
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ws_protocol_class = None
-        self._unparsed = 0  # bytes since the last bytes of a body or of another request
+        self._unparsed = 0  # bytes received since the last body or request ended
         self._in_head, self._refused = True, False
         self._refusal = NO_HTTP
         self._head_limit: asyncio.TimerHandle | None = None
@@ -95,7 +95,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end_head()
         size = len(self.url) + sum(len(name) + len(value) + len(b": \r\n") for name, value in self.headers)
-        if size > HEAD_BYTES:  # and ended in the piece in which it was found too long
+        if size > HEAD_BYTES:  # a head that ends within the piece that exceeds the limit
             self._refusal = TOO_LONG
             raise HeadRefused
         if len(self.pipeline) >= NUM_PIPELINED:
@@ -114,7 +114,7 @@ class BoundedHttp(HttpToolsProtocol):
     # -- refusals -----------------------------------------------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn where the parser has failed."""
+        """Called by uvicorn when its parser fails."""
         self._refuse(self._refusal)
 
     def _begin_head(self) -> None:
@@ -133,7 +133,10 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer and read no more. A connection on which another answer is due is closed without this one."""
+        """Send the refusal and read no more.
+
+        If an earlier request still waits for its answer, close without the refusal.
+        """
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
@@ -150,11 +153,11 @@ class BoundedHttp(HttpToolsProtocol):
         lines = [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
         lines += [name + b": " + value + b"\r\n" for name, value in self.server_state.default_headers]
         self.transport.write(b"".join([STATUS_LINE[refusal.status], *lines, b"\r\n", refusal.body]))
-        # Bytes that are not read when a connection closes reset it, and some clients then drop the answer.
+        # Closing a connection with unread bytes resets it, and some clients then drop the answer.
         self.flow.pause_reading()
         self.loop.call_later(LEAVE_SECONDS, self.transport.close)
 
 
 def bound_heads() -> None:
-    """Let every uvicorn that this process starts with its default protocol, as Serve does, be a `BoundedHttp`."""
+    """Make `BoundedHttp` the default protocol of uvicorn in this process, which Serve uses."""
     uvicorn.protocols.http.auto.AutoHTTPProtocol = BoundedHttp

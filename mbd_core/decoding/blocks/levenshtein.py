@@ -7,10 +7,10 @@ so once it is filled, wherever it moves; masks that edits bring are not.
 
 Two programs that serve the model decode differently, and `Levenshtein.variant` names them. Both fill masks over a
 threshold, at least a number of them; both overwrite filled positions; both count the forwards after the last original
-mask is filled, resolve the block when these reach `max_post_steps`, and break out of states that return. What differs
-stands in `_Fluxserve` and `_Sglang`.
+mask is filled, resolve the block when these reach `max_post_steps`, and break out of states that return. The classes
+`_Fluxserve` and `_Sglang` hold the differences.
 
-A block is final after a forward that its final tokens went into, so that forward has stored it.
+A block is final when a forward has taken its final tokens, because that forward has stored it.
 
 Shape legend: L positions of a block, V vocabulary.
 """
@@ -25,7 +25,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig, Levenshtein
 from mbd_core.decoding.blocks.request import FinishReason
 from mbd_core.decoding.blocks.sampling import log_probability
 
-ESCAPES = 5  # attempts to leave a state that was there before
+ESCAPES = 5  # attempts to leave a repeated state
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class EditedPosition:
 
 @dataclass(frozen=True)
 class Guess:
-    """What a forward says of a position: its best tokens, the likeliest first, and that one's probability; `calm` is
-    the likeliest that is neither mask nor edit."""
+    """The prediction for a position: its best tokens, the likeliest first, and the likeliest token's probability.
+    `calm` is the likeliest token that is neither mask nor edit."""
 
     tokens: tuple[int, ...]
     confidence: float
@@ -260,7 +260,7 @@ def edited_block(tokens: Sequence[int], prompt_length: int, config: DecodingConf
 
 @dataclass
 class LevenshteinRun:
-    """A request decoded block by block: which tokens the next forward takes at which place, and what came of it.
+    """A request decoded block by block: the tokens and the place of the next forward, and the results of the last.
 
     The blocks lie on the grid of absolute positions. The last one is decoded whole, as edits move tokens across the
     budget's end; what stands behind the budget is cut. An EOS of the answer ends it with the block that holds it.

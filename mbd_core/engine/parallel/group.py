@@ -120,9 +120,9 @@ class Group:
         return pickle.loads(torch.cat((frame, tail))[_LENGTH : _LENGTH + size].numpy().tobytes())
 
     def each(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Rank 0's tensors by name, one after the other, on every rank, on the host; every rank takes them all.
+        """Yields rank 0's tensors by name on every rank, on the host; every rank must iterate to the end.
 
-        The other ranks give none.
+        `tensors` is empty on the other ranks.
         """
         if self.rank.rank == 0:
             for name, tensor in tensors:
@@ -289,7 +289,7 @@ def _wait_for_all(store: dist.TCPStore, rank: Rank) -> None:
         time.sleep(0.01)
 
 
-# All ranks of a group have the same number of KV pages: as many as fit on the rank where the fewest do.
+# All ranks of a group have the same number of KV pages: the number that fits on the rank with the least room.
 
 
 def sized_alike(model: Decoder, config: EngineConfig, group: Group) -> EngineConfig:

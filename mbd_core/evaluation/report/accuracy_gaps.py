@@ -34,8 +34,8 @@ class AccuracyGap:
     """A configuration's accuracy minus its baseline's on the same problems, in percentage points.
 
     num_problems        problems that both have under the same seed
-    only_it, only_base  those on which one of the two alone is right, or under more seeds
-    low, high           `None` of a single problem
+    only_it, only_base  problems on which only one of the two is right, or is right under more seeds
+    low, high           `None` if there is a single problem
     """
 
     baseline: ReportKey
@@ -51,7 +51,7 @@ class AccuracyGap:
 def accuracy_gaps(
     rows: Sequence[ReportRow], samples: Mapping[ReportKey, Sequence[GradedSample]]
 ) -> dict[ReportKey, AccuracyGap]:
-    """The gap of every configuration but the baselines; none where it shares no problem with its baseline."""
+    """The gaps of all configurations that share a problem with their baseline."""
     gaps: dict[ReportKey, AccuracyGap] = {}
     for task in dict.fromkeys(row.key.task for row in rows):
         of_task = [row for row in rows if row.key.task == task]

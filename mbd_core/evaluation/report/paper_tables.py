@@ -75,7 +75,7 @@ class BesideTable:
 
 @dataclass(frozen=True)
 class Own:
-    """A sweep's numbers."""
+    """The numbers of a sweep, which stand beside the papers'."""
 
     rows: Sequence[ReportRow]
     aups: Sequence[AupRow]
@@ -113,8 +113,8 @@ class Own:
 
 
 def has_fields(config: Mapping[str, Any], fields: MethodFields) -> bool:
-    """Whether a configuration has these values, those of its parts among them; lists and tuples are alike, and a range
-    stands for one of its numbers."""
+    """Whether a configuration has these values, nested ones included. Lists equal tuples, and a range equals each of
+    its numbers."""
     for name, value in fields.items():
         setting = config.get(name)
         if isinstance(value, Mapping):
@@ -129,7 +129,7 @@ def has_fields(config: Mapping[str, Any], fields: MethodFields) -> bool:
 
 
 def beside_tables(own: Own) -> list[BesideTable]:
-    """The tables of which a row is here."""
+    """The papers' tables with at least one row in this sweep."""
     tables = []
     for table in PAPER_TABLES:
         rows = [figures for row in table.rows if (figures := _beside_row(table, row, own)) is not None]
@@ -190,7 +190,9 @@ def _value(figure: Figure, row: ReportRow, own: Own) -> tuple[float, float | Non
     if quantity == "aup":
         key = (row.key.model, row.key.method, row.key.task)
         aup = next((area for area in own.aups if (area.model, area.method, area.task) == key), None)
-        return None if aup is None else (aup.d3llm.value, None, None)  # its interval is no sum: `Own.aup_interval`
+        return (
+            None if aup is None else (aup.d3llm.value, None, None)
+        )  # intervals of AUPs do not add: `Own.aup_interval`
     speed = own.times.get(row.key)
     number = None if speed is None else METRICS[quantity].of(speed)
     return None if number is None else (number, None, None)
@@ -200,7 +202,7 @@ def _value(figure: Figure, row: ReportRow, own: Own) -> tuple[float, float | Non
 
 
 def paper_section(comparisons: Sequence[BesideTable], *, recipe: str) -> list[Table]:
-    """The section of the report: the tables, and what those that are missing need."""
+    """The section of the report: the tables, and what a sweep needs for the missing tables."""
     tables = [Table(title="Beside the papers", lead=[f"Asked here: {recipe}. {NOTE}"] if comparisons else [])]
     for compared in comparisons:
         verdicts = [
@@ -249,7 +251,7 @@ def _number_text(number: Beside) -> str:
 
 
 def recipes_needed(table: PaperTable) -> str:
-    """Which models on which tasks a table has rows of, in words."""
+    """The models and tasks of a table's rows, in words."""
     figures = table.figures()
     models = dict.fromkeys(name for figure in figures for name in MODELS[figure.model])
     tasks = dict.fromkeys(task for figure in figures for task in figure.tasks)

@@ -80,13 +80,13 @@ def _pair(row: ReportRow | None) -> tuple[str | None, str | None]:
 
 
 def _mean_tpf_text(summaries: Sequence[Summary]) -> str:
-    """The mean; a dash where there is nothing, or something is not known."""
+    """The mean TPF; a dash if there is no summary, or if a TPF is unknown."""
     values = [s.tpf for s in summaries if s.tpf is not None]
     return TPF.text(mean(values) if values and len(values) == len(summaries) else None)
 
 
 def _mean_accuracy_text(summaries: Sequence[Summary]) -> str:
-    """The mean accuracy; its interval combines those of the tasks, as of independent numbers."""
+    """The mean accuracy; its interval combines the tasks' intervals as independent."""
     center = mean([s.accuracy for s in summaries])
     half_below = spread_of_mean([s.accuracy - s.accuracy_low for s in summaries])
     half_above = spread_of_mean([s.accuracy_high - s.accuracy for s in summaries])
@@ -189,7 +189,7 @@ AUP_CAPTION = (
 
 
 def aup_table(aups: Sequence[AupRow], labels: Mapping[str, str]) -> Table:
-    """Each curve, those of one buffer size below that of all."""
+    """One row per AUP curve; under the curve of all buffer sizes stand the curves of each size."""
     order = {key: number for number, key in enumerate(dict.fromkeys((a.model, a.method, a.task) for a in aups))}
     aups = sorted(aups, key=lambda a: (order[a.model, a.method, a.task], a.slots or 0))
     slots = ["Slots"] if any(a.slots is not None for a in aups) else []
@@ -237,7 +237,7 @@ def _setting_text(value: Any) -> str:
 
 
 def _code_span(text: str) -> str:
-    """The text on one line, as JSON, between more backticks than it holds in a row: nothing of it is Markdown."""
+    """The text on one line, as JSON, between more backticks than it holds in a row, so that none of it is Markdown."""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     content = json.dumps(text, ensure_ascii=False)
     for mark in JSON_KEEPS:

@@ -16,8 +16,8 @@ RunReason = Literal["passed", "wrong", "error", "timeout", "memory"]
 ResultConversion = Literal["", "set", "given", "printed"]
 DEFINE_SECONDS = 10.0
 LONGEST_VERDICT = 4096
-MOST_WRONG = 20  # inputs that are named
-FURTHER_SECONDS = 5.0  # for the inputs after the first wrong one, which change no verdict
+MOST_WRONG = 20  # wrong inputs that a detail names
+FURTHER_SECONDS = 5.0  # time for inputs after the first wrong one; they do not change the verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,8 @@ def run_calls(
     convert: ResultConversion = "",
     isolation: Isolation | None = None,
 ) -> RunVerdict:
-    """Define the program, call its function, and pass every answer to `accept`. The verdict is that of the first one
-    that is refused; the detail also names the others, as far as the program comes within `FURTHER_SECONDS`.
+    """Define the program, call its function, and pass every answer to `accept`. The first refused answer decides the
+    verdict. The detail also names wrong inputs that the program reaches within `FURTHER_SECONDS` after it.
 
     `limits.wall_seconds` is for all calls together, by the rule of `Contained.read_line`; the definition has at most
     `DEFINE_SECONDS` of it.
@@ -104,7 +104,7 @@ def _wrong_inputs_from(
 
 
 def _wrong_text(wrong: Sequence[int], num_run: int, num_calls: int) -> str:
-    """The wrong inputs in words, nothing of a single one."""
+    """The wrong inputs in words; empty if there is only one."""
     if len(wrong) < 2:
         return ""
     inputs = ", ".join(map(str, wrong[:MOST_WRONG])) + (", ..." if len(wrong) > MOST_WRONG else "")
@@ -130,7 +130,7 @@ def _failure(process: Contained, *, seconds: float) -> RunVerdict | None:
 
 
 def _failure_verdict(process: Contained, line: bytes | None) -> RunVerdict:
-    """Why there is no value: the process ended, or an exception."""
+    """The verdict for a missing value: the process ended, or the program raised an exception."""
     if line is not None:
         name = line[1:].decode(errors="replace")[:100]
         return RunVerdict(reason="memory" if name == "MemoryError" else "error", detail=name)
@@ -150,9 +150,9 @@ def run_tests(
     check: str = "",
     isolation: Isolation | None = None,
 ) -> RunVerdict:
-    """Run a benchmark's tests against the program, both in processes of their own, which meet in plain data only.
+    """Run a benchmark's tests against the program. Each has its own process; the two exchange only plain data.
 
-    `tests` follow `preamble`; the function `check` of theirs, if named, is called with the program's function.
+    `tests` follow `preamble`. If `check` is given, this function of the tests is called with the program's function.
     """
     order = {"program": program, "entry_point": entry_point, "inputs": None, "convert": ""}
     judge = {"preamble": preamble, "tests": tests, "entry_point": entry_point, "check": check}

@@ -1,11 +1,11 @@
 """The best of a model's swept configurations, chosen on one half of the problems and reported on the other.
 
-    accuracy  the most accurate one, the one with the higher TPF on ties
-    tps       the highest measured Batch-1 TPS, among those at most 5 points less accurate than the most accurate one
-              (d3LLM's floor): the fastest of all is often one that answers nothing
-    knee      of the Pareto front of accuracy against TPF, the point farthest above the chord between its ends, both
-              axes scaled to the front's own range; the more accurate on ties. A front of two points has none above it,
-              so its more accurate end is chosen
+    accuracy  the most accurate configuration; on ties, the higher TPF
+    tps       the highest measured Batch-1 TPS among configurations at most 5 points below the best accuracy (d3LLM's
+              floor), because the fastest of all often answers nothing
+    knee      the point of the Pareto front of accuracy against TPF that is farthest above the chord between its ends,
+              with both axes scaled to the front's range; on ties, the more accurate. A front of two points has no
+              point above the chord, so its more accurate end is chosen
 
 Accuracies, TPF and TPS are means over the tasks.
 """
@@ -31,7 +31,7 @@ BEST = (
     "the most accurate one, the one of the highest TPS at most 5 points below, or the knee of the front of accuracy "
     "against TPF. It is chosen on half of the problems, and its accuracy on the others is printed."
 )
-"""What each of them means, for helps."""
+"""The meaning of each choice, for help texts."""
 FLOOR = 5.0  # points of accuracy
 
 
@@ -56,7 +56,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class BestPoint:
-    """The chosen one of `num_candidates`, of which `num_timed` have a TPS."""
+    """The chosen configuration out of `num_candidates`, of which `num_timed` have a TPS."""
 
     model: str
     by: By
@@ -66,7 +66,7 @@ class BestPoint:
 
     @property
     def text(self) -> str:
-        """What was chosen, and what it is worth on the problems on which it was not chosen."""
+        """The choice, and its numbers on the other half of the problems."""
         best = self.best
         timing_note = f", {self.num_timed} of them timed" if self.by == "tps" else ""
         lines = [
@@ -87,7 +87,7 @@ class BestPoint:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What `generation_config.json` says of it."""
+        """The record of the choice in `generation_config.json`."""
         return {
             "by": self.by,
             "of_configurations": self.num_candidates,
@@ -99,8 +99,8 @@ class BestPoint:
 
 
 def is_for_choice(problem: str) -> bool:
-    """Whether a problem is of the half on which configurations are chosen: by a hash of its id, so that it is of the
-    same half in every sweep."""
+    """Whether a problem belongs to the choosing half. A hash of its id decides, so that the half is the same in every
+    sweep."""
     return hashlib.sha256(problem.encode()).digest()[0] % 2 == 0
 
 

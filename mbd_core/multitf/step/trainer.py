@@ -111,9 +111,9 @@ class Updater:
     """A model, its optimizers and the count of its updates, for all objectives.
 
     `device` is the device of computation, by default the model's. With several workers (`world_size`) and `sharding`,
-    each has the model replicated or its part of it, over the default process group. A model without values (on the
-    meta device) still needs its values then. Without `sharding` the caller averages the gradients. `objective` makes
-    the module whose forward gives the loss.
+    each has the model replicated or its part of it, over the default process group. The values of a
+    model on the meta device must be set afterwards. Without `sharding` the caller averages the gradients. `objective`
+    makes the module whose forward gives the loss.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The processes that train together, over torch's default process group: this one's rank, and exchanges.
+"""The processes that train together over torch's default process group: the own rank, and collective operations.
 
 Ray Train or torchrun starts them; without either a run has one worker and no group.
 """
@@ -87,8 +87,8 @@ class Workers:
         it.
 
         It is removed after the block, in which its files are opened. A worker killed while it writes leaves it in the
-        temporary folder. Machines are told apart by their names. Raises `ValueError` on all workers if `write` does on
-        one, if the folder cannot be written, or if one worker does not see it.
+        temporary folder. Machines are told apart by their names. Raises `ValueError` on all workers if `write` raises
+        it on one, if the folder cannot be written, or if one worker does not see it.
         """
         names = self.all_values(platform.node())
         writer = names.index(names[self.rank])

@@ -1,4 +1,4 @@
-"""Who is let in, and which requests are open: API keys from a file, and the drain of a server that stops."""
+"""API keys from a file, the open requests of each client, and the drain of a server that stops."""
 
 import asyncio
 import hashlib
@@ -29,9 +29,9 @@ class Key:
 
 
 def read_keys(path: Path) -> dict[str, Key]:
-    """Each client's key, from lines of a client's name, its key, and `administrator` for one; `#` begins a comment.
+    """Each client's key. A line is `NAME KEY` or `NAME KEY administrator`; `#` begins a comment.
 
-    Raises `ValueError` naming the line, never a key.
+    Raises `ValueError` that names the line and never a key.
     """
     try:
         lines = path.read_text().splitlines()
@@ -60,10 +60,13 @@ def read_keys(path: Path) -> dict[str, Key]:
 
 
 class ApiKeys:
-    """The clients that may ask. The file is read again when it has changed; while it is wrong, the last keys hold."""
+    """The clients that may send requests.
+
+    A changed file is read again; if it is malformed, the last keys stay valid.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises `ValueError` as `read_keys` does."""
+        """Raises the `ValueError` of `read_keys`."""
         self._path, self._state = path, _state(path)
         self._keys = read_keys(path)
 
@@ -112,7 +115,7 @@ class ApiKeys:
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
-    """What changes with a file, and with a link to it; `None` while there is none."""
+    """A value that changes when the file, or the target of a link, changes; `None` if there is no file."""
     try:
         now = os.stat(path)
     except OSError:
@@ -120,30 +123,30 @@ def _state(path: Path) -> tuple[int, int, int] | None:
     return now.st_ino, now.st_mtime_ns, now.st_size
 
 
-# The API requests of a server that have not been answered, and its drain: it takes no more and finishes these.
+# The open API requests of a server, and its drain: the server refuses new requests and finishes the open ones.
 
-DRAIN_SECONDS = 30.0  # that a drain may take, by default
-RETRY_SECONDS = 10  # a server that shuts down is replaced or started again, which takes a while
+DRAIN_SECONDS = 30.0  # the default time limit of a drain
+RETRY_SECONDS = 10  # the time after which a new server may have replaced the old one
 
 
 class OpenRequest:
-    """A client's request, from `OpenRequests.begin` to `end`. It is one choice until `take_choices` says more."""
+    """A client's request, from `OpenRequests.begin` to `end`. It counts as one choice until `take_choices`."""
 
     def __init__(self, requests: "OpenRequests", client: str) -> None:
-        """`client` is empty for one whose choices are not counted."""
+        """With an empty `client`, the request's choices are not counted."""
         self._requests, self.client, self.num_choices = requests, client, 1
 
     def take_choices(self, num_prompts: int, num_each: int, *, prompt_field: str) -> None:
         """Count the request as `num_each` choices for each of its prompts.
 
-        Raises `FieldError` for more than a client may ever have, and `TooManyRequests` for more than it may have
-        beside its others.
+        Raises `FieldError` if the number exceeds a client's limit, and `TooManyRequests` if it exceeds what the
+        client's other requests leave of the limit.
         """
         self._requests.check_choices(self, num_prompts, num_each, prompt_field=prompt_field)
         self.num_choices = num_prompts * num_each
 
     def end(self) -> None:
-        """The answer has ended; a second call does nothing."""
+        """Close the request; a second call does nothing."""
         self._requests.remove(self)
 
 
@@ -151,7 +154,7 @@ class OpenRequests:
     """Requests that have begun and not ended. All methods belong to one event loop."""
 
     def __init__(self, *, most_each: int | None = None) -> None:
-        """`most_each`: how many choices a client may have open; `None`, and for clients without a name: any number."""
+        """`most_each` limits the open choices of each named client; `None` sets no limit."""
         self._most_each = most_each
         self._open: dict[OpenRequest, None] = {}
         self._draining = False
@@ -163,9 +166,10 @@ class OpenRequests:
         return self._draining
 
     def begin(self, client: str = "", *, limited: bool = True) -> OpenRequest:
-        """Count a client's new request, as one choice; where it is not `limited`, only a drain counts it.
+        """Open a client's request, as one choice. Unless `limited`, its choices do not count against the client's
+        limit.
 
-        Raises `ApiError` (503) while draining, and `TooManyRequests` for a client that has as many choices as it may.
+        Raises `ApiError` (503) while draining, and `TooManyRequests` if the client is at its limit.
         """
         if self._draining:
             raise ApiError(
@@ -180,7 +184,7 @@ class OpenRequests:
         return request
 
     def check_choices(self, request: OpenRequest, num_prompts: int, num_each: int, *, prompt_field: str) -> None:
-        """Raises as `OpenRequest.take_choices`."""
+        """Raises the errors of `OpenRequest.take_choices`."""
         most = self._most_each
         if request.client and most is not None and num_prompts * num_each > most:
             field = prompt_field if num_prompts > most else "n"
@@ -189,7 +193,7 @@ class OpenRequests:
         self._check_room(request, num_prompts * num_each)
 
     def _check_room(self, request: OpenRequest, number: int) -> None:
-        """Raise `TooManyRequests` where a client's others leave no room for `number` choices of its request."""
+        """Raise `TooManyRequests` if the client's other requests leave no room for `number` choices."""
         if not request.client or self._most_each is None:
             return
         other_choices = sum(r.num_choices for r in self._open if r.client == request.client and r is not request)
@@ -200,13 +204,16 @@ class OpenRequests:
             )
 
     def begin_drain(self) -> int:
-        """Take no more requests; how many are open."""
+        """Refuse new requests from now on. Returns the number of open requests."""
         self._draining = True
         self._note_the_end()
         return len(self._open)
 
     async def wait_until_drained(self, seconds: float) -> int:
-        """Wait until no request is open, for `seconds` at most; how many still are. Call `begin_drain` first."""
+        """Wait until no request is open, at most `seconds`.
+
+        Returns the number of open requests. Call `begin_drain` first.
+        """
         try:
             async with asyncio.timeout(seconds):
                 await self._drained.wait()
@@ -215,7 +222,7 @@ class OpenRequests:
         return len(self._open)
 
     def remove(self, request: OpenRequest) -> None:
-        """The request has ended."""
+        """Remove a request that has ended."""
         self._open.pop(request, None)
         self._note_the_end()
 

@@ -43,7 +43,7 @@ class Function(Strict):
 
 class Tool(Strict):
     type: Literal["function"]
-    """no other kind is called here: describe a custom tool as a function with a text parameter"""
+    """only functions can be called: describe a custom tool as a function with a text parameter"""
     function: Function
     cache_control: Annotated[Any, Ignored()] = None
     defer_loading: Annotated[bool | None, Ignored()] = None
@@ -79,8 +79,8 @@ class ToolFields(Strict):
     tools: Annotated[list[Tool], items(MAX_TOOLS)] | None = None
     """functions that the model may call; two of one name are refused"""
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
-    """`auto` (default, with `tools`): the model decides; `none`: text; `required`: calls; or one of `tools`, called
-    once; or `allowed_tools`, which of them may be called, while all are shown"""
+    """`auto` (default, with `tools`): the model decides; `none`: text; `required`: calls; a tool's name: one call of
+    it; `allowed_tools`: all tools are shown, only these may be called"""
     parallel_tool_calls: bool | None = None
     """whether an answer may have several calls; default `true`"""
 
@@ -100,7 +100,7 @@ class ToolFields(Strict):
 
     @property
     def _chosen(self) -> list[str] | None:
-        """The functions that the choice names; `None` where it names none."""
+        """The functions that `tool_choice` names; `None` if it names no function."""
         if isinstance(self.tool_choice, NamedTool):
             return [self.tool_choice.function.name]
         if isinstance(self.tool_choice, AllowedChoice):
@@ -109,7 +109,7 @@ class ToolFields(Strict):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """The tools as a chat template shows them; none where the model may not call any."""
+        """The tools for the chat template; empty if the model may not call any tool."""
         if self.tool_choice == "none":
             return []
         return [
@@ -126,7 +126,7 @@ class ToolFields(Strict):
 
     @property
     def call_rule(self) -> CallRule | None:
-        """Which calls the answer may have; `None` where it has none."""
+        """The rule for calls in the answer; `None` if the answer may have no calls."""
         if not self.tools or self.tool_choice == "none":
             return None
         chosen, choice = self._chosen, self.tool_choice
@@ -159,7 +159,7 @@ OTHER_TOOLS = (
     "tool_search",
     "programmatic_tool_calling",
 )
-"""The kinds of tools of OpenAI's that are no functions."""
+"""OpenAI's kinds of tools other than functions."""
 
 
 class ReasoningFields(Strict):
@@ -177,16 +177,16 @@ class TemplateFields(Strict):
     add_generation_prompt: bool | None = None
     """whether the beginning of the assistant's turn follows the messages; default `true`"""
     continue_final_message: bool | None = None
-    """the answer goes on within the last message, a turn of the assistant; not beside `add_generation_prompt`"""
+    """the answer continues the last message, a turn of the assistant; not beside `add_generation_prompt`"""
     chat_template_kwargs: dict[str, Any] | None = None
-    """variables of the chat template, such as `enable_thinking`; `mbd.notes` names the variables that it lacks"""
+    """variables of the chat template, such as `enable_thinking`; `mbd.notes` names those variables that it lacks"""
     reasoning_effort: ReasoningEffort | None = None
-    """`reasoning_effort` of a chat template that has it, and its `enable_thinking`, which `none` turns off, unless
-    `chat_template_kwargs` sets them; no effect under a template with neither, which `mbd.notes` says then"""
+    """sets the chat template's variable `reasoning_effort`, and `enable_thinking`, which `none` turns off, unless
+    `chat_template_kwargs` sets them; no effect under a template with neither, and `mbd.notes` then says so"""
     reasoning: ReasoningFields | None = None
-    """`effort` is `reasoning_effort`, of which a request gives one"""
+    """`effort` is another name of `reasoning_effort`; a request gives one of the two"""
     documents: list[dict[str, Any]] | None = None
-    """`documents` of a chat template that has them; otherwise without effect, which `mbd.notes` says"""
+    """the chat template's variable `documents`; no effect under a template without it, and `mbd.notes` then says so"""
 
     @model_validator(mode="after")
     def _check_ending(self) -> "TemplateFields":
@@ -203,21 +203,22 @@ class TemplateFields(Strict):
         return self.reasoning.effort if self.reasoning is not None else self.reasoning_effort
 
     def variables(self, unknown: Callable[[Iterable[str]], list[str]]) -> dict[str, Any]:
-        """The variables that the chat template gets, the client's own first; `unknown` tells which it has not.
+        """The variables of the chat template; the client's own override the others. `unknown` returns the names that
+        the template lacks.
 
-        An effort sets what vLLM sets (https://github.com/vllm-project/vllm/pull/43401).
+        An effort sets the same variables as in vLLM (https://github.com/vllm-project/vllm/pull/43401).
         """
         given, effort = dict(self.chat_template_kwargs or {}), self.effort
         meant: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
         if effort is not None:
             meant["enable_thinking"] = effort != "none"
-        if effort not in (None, "none"):  # a template may know levels alone
+        if effort not in (None, "none"):  # "none" is no level of a template
             meant["reasoning_effort"] = effort
         absent = unknown(meant)
         return {name: value for name, value in meant.items() if name not in absent} | given
 
     def template_notes(self, unknown: Callable[[Iterable[str]], list[str]]) -> list[str]:
-        """What of these fields is taken and has no effect; `unknown` as of `variables`."""
+        """A note for each field without effect; `unknown` as in `variables`."""
         names = unknown(self.chat_template_kwargs or {})
         notes = [f"chat_template_kwargs.{clip(name)}: the chat template has no such variable" for name in names]
         meant = ["reasoning_effort", "enable_thinking"]
@@ -228,7 +229,7 @@ class TemplateFields(Strict):
         return notes
 
     def check_continued(self, messages: Sequence["ChatMessage"]) -> None:
-        """Raise `FieldError` where the last message cannot go on."""
+        """Raise `FieldError` if `continue_final_message` is set and the last message is no text of the assistant."""
         last = messages[-1]
         if self.continue_final_message and (last.role != "assistant" or last.tool_calls):
             why = f"the last message, of role {last.role}, is no text of the assistant"
@@ -240,7 +241,7 @@ class CalledFunction(Strict):
     arguments: str
     """a JSON object as text; empty for none"""
     parsed_arguments: dict[str, Any] | None = None
-    """what OpenAI's client adds to an answer; changes nothing"""
+    """OpenAI's client adds it to an answer; changes nothing"""
 
     @field_validator("arguments")
     @classmethod
@@ -267,7 +268,7 @@ class AssistantCall(Strict):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """The call as chat templates take it, its arguments as an object."""
+        """The call in the form of chat templates, with its arguments as an object."""
         arguments = json.loads(self.function.arguments or "{}")
         return {
             "id": self.id,
@@ -317,35 +318,34 @@ Content = Annotated[
 ]
 
 
-REASONING = ("reasoning", "reasoning_content")  # by which templates know it
+REASONING = ("reasoning", "reasoning_content")  # the names of reasoning in chat templates
 
 
 class ChatMessage(Strict):
-    """An answer of this server, of another one or of a client can be sent back as it is."""
+    """A message. An answer of this server, of another server or of a client's library is accepted unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """`developer` is `system`; `tool` is a called function's result"""
     tool_calls: Annotated[list[AssistantCall], items(MAX_CALLS)] | None = None
     """only in a turn of the assistant; each needs a message of role `tool`"""
     content: Annotated[Content | None, Field(validate_default=True)] = None
-    """text; needed but in a turn of the assistant, which alone may have parts of a refusal and of reasoning"""
+    """text; required except in a turn of the assistant; only such a turn may have parts of refusal and reasoning"""
     token_ids: Annotated[list[Annotated[int, Field(ge=0)]], items(MAX_ANSWER)] | None = None
-    """an answer's own tokens, as `return_token_ids` gave them with it: they stand in the prompt as they were
-    generated, where the prefix cache finds them; only in a turn of the assistant, whose `content` they spell; `[]` is
-    as `null`"""
+    """an answer's own tokens, from `return_token_ids`: the prompt then holds the tokens as they were generated, which
+    the prefix cache finds; only in a turn of the assistant, whose `content` they spell; `[]` means `null`"""
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
-    """the call whose result this is; only with role `tool`, and needed there"""
+    """the id of the call whose result this is; required with role `tool`, refused with other roles"""
     name: str | None = None
     """changes nothing: chat templates have no place for it"""
     parsed: dict[str, Any] | None = None
-    """what OpenAI's client reads in the content; changes nothing"""
+    """OpenAI's client adds it to an answer; changes nothing"""
     provider_specific_fields: dict[str, Any] | None = None
-    """what LiteLLM adds to an answer; changes nothing"""
+    """LiteLLM adds it to an answer; changes nothing"""
     refusal: str | None = None
-    """the text of a turn that has no other"""
+    """the text of a turn without content"""
     reasoning: str | None = None
-    """of the assistant: given to a chat template that has it, or `reasoning_content`; otherwise left out, which
-    `mbd.notes` says"""
+    """the assistant's reasoning, for a chat template that shows `reasoning` or `reasoning_content`; otherwise left
+    out, and `mbd.notes` says so"""
     reasoning_content: str | None = None
     """as `reasoning`"""
     annotations: Annotated[Any, Ignored()] = None
@@ -412,7 +412,7 @@ class ChatMessage(Strict):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """The turn as a chat template takes it; beside it, an answer's `token_ids`."""
+        """The turn in the form of chat templates, with an answer's `token_ids` added."""
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.token_ids:
             turn["token_ids"] = tuple(self.token_ids)
@@ -427,25 +427,27 @@ ChatMessages = Annotated[list[ChatMessage], items(MAX_MESSAGES, least=1)]
 
 
 def turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages as a chat template takes them, results in the order of their calls; raises as `check_calls`."""
+    """The messages in the form of chat templates, in the order of `check_calls`, whose errors it raises."""
     return [messages[i].turn for i in check_calls(messages)]
 
 
 def check_calls(messages: Sequence[ChatMessage]) -> list[int]:
-    """The messages' order for a template; raises `FieldError` as `ordered_results`."""
+    """The messages' order for a template. Raises the `FieldError` of `ordered_results`."""
     calls = [[call.id for call in message.tool_calls or ()] for message in messages]
     return ordered_results(calls, [message.tool_call_id for message in messages])
 
 
 def ordered_results(calls: Sequence[Sequence[str]], results: Sequence[str | None]) -> list[int]:
-    """The order in which a template takes the messages of a chat: results in the order of their calls, because
-    templates show no ids.
+    """The order of a chat's messages for a template: results follow the order of their calls, because templates show
+    no ids.
 
-    `calls` are the ids that each message's calls have, `results` the id that each message is the result of, if it is
-    one. Raises `FieldError` naming the message whose calls have no result, or that is no call's result.
+    `calls` holds the ids of each message's calls. `results` holds, for a message that is a call's result, the call's
+    id. Raises `FieldError` that names a message whose call has no result, or a result without a call.
     """
     order: list[int] = []
-    open_calls: dict[str, int | None] = {}  # the ids of the last turn's calls, and their results' numbers
+    open_calls: dict[
+        str, int | None
+    ] = {}  # the ids of the last turn's calls, with the message numbers of their results
     caller = 0
 
     def close() -> None:

@@ -1,8 +1,8 @@
 """The names of the fields that OpenAI, vLLM and SGLang document for a generating request.
 
-The classes of the requests have every one of them, honoured, without effect (`Ignored`) or refused (`Only`); so no
-name of theirs is taken for a typing error. From OpenAI's client 3.57, vLLM's protocol of November 2026 with its older
-names, and SGLang 0.5.23.
+The request classes have every such field: it is honoured, has no effect (`Ignored`) or is refused (`Only`). So no
+documented name is taken for a typing error. Sources: OpenAI's client 3.57, vLLM's protocol of November 2026 with its
+older names, and SGLang 0.5.23.
 """
 
 SERVERS = ("OpenAI", "vLLM", "SGLang")
@@ -80,5 +80,5 @@ DOCUMENTED: dict[str, dict[str, tuple[str, ...]]] = {
         RESPONSE: {"OpenAI": _OPENAI_RESPONSE, "vLLM": _VLLM_RESPONSE, "SGLang": _SGLANG_RESPONSE},
     }.items()
 }
-"""By route: each name with the servers that document it. What OpenAI documents the others take too, and are not named
-for it."""
+"""For each route, the names with the servers that document them. vLLM and SGLang also take OpenAI's fields, which are
+listed only for OpenAI."""

@@ -1,4 +1,4 @@
-"""From a parsed API request to what the engine takes: prompts tokenised at a bounded cost, one request a choice."""
+"""From a parsed API request to the engine's requests, one per choice; prompts are tokenised at a bounded cost."""
 
 import asyncio
 import json
@@ -48,9 +48,10 @@ def engine_requests(
     added_tokens: Mapping[str, int] = MappingProxyType({}),
     default_max_tokens: int = MAX_TOKENS_DEFAULT,
 ) -> list[Request]:
-    """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice; one `group`.
+    """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice. They share a
+    `group`.
 
-    `added_tokens` are what the tokenizer has as tokens beside its own pieces. Raises `FieldError`.
+    `added_tokens` are the tokenizer's added tokens by their texts. Raises `FieldError`.
     """
     samplings = api_request.samplings(seed)
     budget, grammar = api_request.budget, grammar_of(api_request, added_tokens)
@@ -88,7 +89,7 @@ def engine_requests(
             committed, forwards = tuple(api_request.resume.token_ids), api_request.resume.forwards
             request = replace(request, committed=committed, first_forward=forwards)
         try:
-            admission.check(request)  # the choices differ in what no check looks at
+            admission.check(request)  # for all choices: they differ only in their seeds
         except RequestRefused as error:
             raise _field_error(error, api_request, len(prompt), admission, templated=template is not None) from None
         first = len(requests)
@@ -97,7 +98,7 @@ def engine_requests(
 
 
 def grammar_of(api_request: GenerationRequest, added_tokens: Mapping[str, int]) -> Grammar | None:
-    """What the answers must match; `added_tokens` as of `engine_requests`. Raises `FieldError`."""
+    """The grammar of the answers; `added_tokens` as in `engine_requests`. Raises `FieldError`."""
     rule = api_request.call_rule if isinstance(api_request, ChatRequest) else None
     try:
         return api_request.grammar if rule is None else rule.grammar(added_tokens)
@@ -106,17 +107,19 @@ def grammar_of(api_request: GenerationRequest, added_tokens: Mapping[str, int]) 
 
 
 def _without_revision(decoding: DecodingConfig, api_request: GenerationRequest) -> DecodingConfig:
-    """Leaves out the model's own revision of filled tokens unless the request asks for it: a revision would change
-    fixed tokens, tokens that a grammar has accepted, and tokens that a penalty counts."""
+    """Switches the model's default revision of filled tokens off, unless the request asks for revision.
+
+    A revision would change fixed tokens, tokens that a grammar has accepted, and tokens that a penalty counts.
+    """
     if {"t2t", "soft", "tau_stable"} & (api_request.decoding or {}).keys():
         return decoding
     return replace(decoding, t2t=None, soft=None, tau_stable=None)
 
 
 def check_number(api_request: GenerationRequest, capacity: int) -> None:
-    """Raise `FieldError` where there is no prompt, or where there are more choices than the server takes at once.
+    """Raise `FieldError` if there is no prompt, or if there are more choices than the server takes at once.
 
-    It is called before anything is tokenised.
+    The caller checks this before it tokenises.
     """
     if not api_request.num_prompts:
         raise FieldError(api_request.prompt_field, "no prompt was given")
@@ -134,7 +137,7 @@ def _field_error(
     *,
     templated: bool,
 ) -> Exception:
-    """The engine's refusal in the words of the API: the field as the client named it."""
+    """The engine's refusal as an API error that names the client's field."""
     fields = {
         "prompt": api_request.prompt_field,
         "committed": "resume",
@@ -162,9 +165,9 @@ def _field_error(
 
 
 def committed_texts(requests: Sequence[Request], decode: DecodeTokens, stop: Sequence[str]) -> list[CommittedText]:
-    """The text of each request behind its `committed` tokens, which their client has.
+    """The text state of each request after its `committed` tokens, which the client has already.
 
-    Raises `FieldError` where the answer has ended among them.
+    Raises `FieldError` if the answer has ended within these tokens.
     """
     stops = StopStrings(stop)
     texts = []
@@ -180,25 +183,25 @@ def committed_texts(requests: Sequence[Request], decode: DecodeTokens, stop: Seq
 
 # Prompts' texts to token ids at a bounded cost, off the event loop.
 #
-# Tokenising takes about a second for each few hundred thousand characters. So a text that cannot fit is refused after
-# its first part, and long texts have a thread of their own, where no short one waits behind them.
+# Tokenising takes about a second per few hundred thousand characters. So a text that is too long is refused after its
+# first part, and long texts have their own thread, so that no short text waits for them.
 
-LONG = 20_000  # characters of a request from which on it is long
+LONG = 20_000  # a request with more characters is long
 MOST_LONG = 16  # long requests that may wait for their thread
-PART = 8  # characters for each token of the limit: where a text has fewer tokens, the next part is looked at
-GROWTH = 4  # of the parts
-MARGIN = 256  # tokens that a part may have beyond the limit, because it ends within a word
+PART = 8  # characters of the first part, per token of the limit; if the part fits, the next part is tried
+GROWTH = 4  # each part is this many times as long as the last
+MARGIN = 256  # tokens by which a part may exceed the limit, because it may end within a word
 
 EncodeText = Callable[[str], list[int]]
 T = TypeVar("T")
 
 
 class TextTooLong(ValueError):
-    """A text has more tokens than fit."""
+    """A text has too many tokens."""
 
 
 def bounded_ids(encode: EncodeText, text: str, *, limit: int) -> list[int]:
-    """The ids of `text`; `TextTooLong` for one of more than about `limit` tokens, once a part of it shows that."""
+    """The ids of `text`. Raises `TextTooLong` as soon as a part of it has more than about `limit` tokens."""
     end = PART * limit + MARGIN
     while end < len(text):
         if len(encode(text[:end])) > limit + MARGIN:
@@ -210,11 +213,10 @@ def bounded_ids(encode: EncodeText, text: str, *, limit: int) -> list[int]:
 def text_ids(
     model: ServedModel, text: str | MaskedText, *, field: str, special: bool, parse_special: bool = False
 ) -> list[int]:
-    """The ids of a text that came in `field`, with or without the tokenizer's special tokens around it.
+    """The ids of the text in `field`. `special` adds the tokenizer's special tokens around it.
 
-    Control tokens that a client's own text spells are text, unless it is to be parsed (`parse_special`); a chat's text
-    is masked already. Raises `FieldError` for a text with far too many tokens; the engine refuses a text with a few
-    too many.
+    A control token's name in a client's text is plain text, unless `parse_special`; a chat's text is masked already.
+    Raises `FieldError` for a text with far too many tokens. The engine refuses a text with slightly too many.
     """
     masked = text
     if isinstance(masked, str):
@@ -238,9 +240,9 @@ def chat_ids(
     tools: Sequence[Mapping[str, Any]] = (),
     special: bool = False,
 ) -> list[int]:
-    """The ids of a chat in the model's template; raises as `text_ids`, and for what the template refuses.
+    """The ids of a chat in the model's template. Raises the errors of `text_ids`, and the template's refusals.
 
-    A turn's `token_ids` stand in the place of its content's own, unless the template shows another text there.
+    A turn's `token_ids` replace the ids of its content, unless the template changes the content's text.
     """
     plain_turns = [{name: value for name, value in turn.items() if name != "token_ids"} for turn in turns]
     answers = {number: turn["token_ids"] for number, turn in enumerate(turns) if "token_ids" in turn}
@@ -278,7 +280,7 @@ def chat_ids(
 
 
 def _share_of_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """How much of a chat that is too long its tools are, for a sentence."""
+    """The end of an error message on a chat that is too long: the length of its tools."""
     if not tools:
         return ""
     length = len(json.dumps(tools, ensure_ascii=False))
@@ -306,11 +308,12 @@ def _around_answers(
     answered: Sequence[int],
     text: MaskedText,
 ) -> list[MaskedText] | None:
-    """The texts before, between and behind the answers of the turns `answered`; `None` where the template shows them
-    otherwise than whole, once and in this order, but for blanks around them.
+    """The texts before, between and after the answers of the turns `answered`.
 
-    Blanks that the template sets before an answer, and not where it lets one begin, are left out: the answer followed
-    none.
+    `None` if the template does not show each answer once, whole (except for surrounding whitespace) and in order.
+
+    Whitespace that the template renders before a finished answer but not in the generation prompt is removed; the
+    model never saw it.
     """
     if ANSWER_PLACE in text.text:
         return None
@@ -332,19 +335,19 @@ def _around_answers(
 
 
 def _blanks_before_answers(render: Callable[..., MaskedText]) -> str:
-    """The blanks between the place where the template lets an answer begin, and that where it shows one."""
+    """The whitespace that the template renders before a finished answer but not at the end of a generation prompt."""
     question = {"role": "user", "content": "x"}
     try:
         begin = render([question], answered=False, continues=False).text
         shown = render([question, {"role": "assistant", "content": ANSWER_PLACE}], answered=True, continues=False).text
-    except ValueError:  # a template that needs other turns
+    except ValueError:  # the template refuses these turns
         return ""
     between = shown.partition(ANSWER_PLACE)[0].removeprefix(begin)
     return between if between.isspace() else ""
 
 
 def check_calls(model: ServedModel) -> None:
-    """Raise `FieldError` for a model whose calls of tools could not be told from text."""
+    """Raise `FieldError` if the model's template writes tool calls in another form than the supported one."""
     try:
         check_form(model.tokenizer.get_chat_template() if model.tokenizer.chat_template else "")
     except ValueError as error:
@@ -355,7 +358,7 @@ def check_calls(model: ServedModel) -> None:
 
 
 def tokenize(api_request: TokenizeRequest, model: ServedModel) -> TokenIds:
-    """The ids that a prompt of this text has; raises as `text_ids` and `chat_ids`."""
+    """The ids of a prompt with this text. Raises the errors of `text_ids` and `chat_ids`."""
     if api_request.prompt is not None:
         special, parsed = api_request.add_special_tokens is not False, bool(api_request.parse_special)
         ids = text_ids(model, api_request.prompt, field="prompt", special=special, parse_special=parsed)
@@ -383,7 +386,7 @@ def detokenize(api_request: DetokenizeRequest, tokenizer: PreTrainedTokenizerBas
 
 
 def tokenizer_info(tokenizer: PreTrainedTokenizerBase) -> TokenizerInfo:
-    """What a client needs to build prompts: the special tokens and the chat template."""
+    """The special tokens and the chat template, from which a client builds prompts."""
     return {
         "tokenizer_class": type(tokenizer).__name__,
         "vocab_size": len(tokenizer),
@@ -398,7 +401,7 @@ def tokenizer_info(tokenizer: PreTrainedTokenizerBase) -> TokenizerInfo:
 class TokenizerThreads:
     """Two threads that tokenise: one for short texts, one for long ones.
 
-    A fast tokenizer can be used in both at once after its first call, which sets it up.
+    After its first call, which sets it up, a fast tokenizer may be used in both threads at once.
     """
 
     def __init__(self) -> None:
@@ -421,6 +424,6 @@ class TokenizerThreads:
             self._num_long -= 1
 
     def shutdown(self) -> None:
-        """End the threads; a call that runs is waited for."""
+        """End the threads, after the running calls."""
         self._short.shutdown()
         self._long.shutdown(cancel_futures=True)

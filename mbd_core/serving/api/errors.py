@@ -1,6 +1,6 @@
-"""OpenAI's error shape, every error of the endpoint, and which of our exceptions becomes which error.
+"""OpenAI's error shape, every error of the endpoint, and the error for each exception.
 
-Nothing heavy is imported with this file, because Serve's HTTP proxy imports it.
+This file imports nothing slow, because Serve's HTTP proxy imports it.
 """
 
 import json
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 VALUE_LENGTH = 100  # characters of a client's value that an error repeats
 MESSAGE_LENGTH = 400  # characters of an error's message
-AGAIN_SECONDS = 1  # after which a client may ask again that had too much under way
-ASLEEP_SECONDS = 10  # after which a client may ask a server again that sleeps
+AGAIN_SECONDS = 1  # `Retry-After` for a client with too many requests
+ASLEEP_SECONDS = 10  # `Retry-After` of a server that sleeps
 
 
 class ErrorKind(NamedTuple):
-    """A kind of error: its HTTP status, its codes, and when it comes."""
+    """A kind of error: its HTTP status, its codes, and its cause."""
 
     status: int
     codes: tuple[str, ...]
@@ -99,12 +99,15 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 
 
 def clip(value: str, length: int = VALUE_LENGTH) -> str:
-    """A client's value as an error repeats it: its first `length` characters, then "..." if there are more."""
+    """A client's value for an error message: its first `length` characters, then "..." if there are more."""
     return value if len(value) <= length else f"{value[:length]}..."
 
 
 def value_text(value: Any) -> str:
-    """A value of a body for a message; a list, an object or a huge number is not written out, which takes long."""
+    """A value of a body for an error message.
+
+    Lists, objects and huge numbers are not shown: printing them takes long.
+    """
     if isinstance(value, str):
         return clip(json.dumps(clip(value)))
     if isinstance(value, list | dict) or (isinstance(value, int) and value.bit_length() > 64):
@@ -113,9 +116,9 @@ def value_text(value: Any) -> str:
 
 
 class ApiError(Exception):
-    """An error as the client sees it: HTTP status, and what goes into `{"error": ...}`.
+    """An error for the client: the HTTP status, and the fields of `{"error": ...}`.
 
-    `message` and `param` are cut to a bounded length here, in case a client's value stands in them whole.
+    `message` and `param` are cut to a bounded length, because they may hold a client's whole value.
     """
 
     def __init__(
@@ -138,9 +141,9 @@ class ApiError(Exception):
 
 
 class FieldError(ApiError, ValueError):
-    """A field of a request that cannot be honoured (400): its name, its value, why, and what to do instead.
+    """The refusal of a request's field (400): its name, its value, the reason, and the remedy.
 
-    A validator of several fields raises it too, because it is a `ValueError`; `parse` then passes it on.
+    Being a `ValueError`, it may be raised in a pydantic validator; `parse` then raises it unchanged.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class FieldError(ApiError, ValueError):
 
 
 def api_error(error: Exception) -> ApiError:
-    """The error that a client sees for an exception; an unexpected one is a 500 that reveals nothing of it."""
+    """The client's error for an exception. An unexpected exception becomes a 500 without details."""
     from mbd_core.engine.sequences.admission import RequestRefused
     from mbd_core.serving.tokens.stream import Asleep, EngineFailed, ReplicaLost, RequestTimedOut, TooManyRequests
 

@@ -1,5 +1,4 @@
-"""The fields of a generating request with a form of their own: grammars, templates with holes, and the place at which
-a stream goes on."""
+"""Structured fields of a generating request: grammars, templates with holes, and the place where a stream resumes."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from mbd_core.serving.api.errors import FieldError
 from mbd_core.serving.api.parsing import Ignored, Only, Strict, items
 from mbd_core.serving.text.committed import DecodeTokens
 
-# What the text of an answer must match.
+# The grammar that an answer must match.
 
 MAX_CHOICES_GUIDED = 1000
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
@@ -31,11 +30,11 @@ class NamedSchema(Strict):
     name: Annotated[str, Field(max_length=64)]
     """changes nothing"""
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
-    """a JSON schema; one with keywords that llguidance does not know, or that accepts no text, is refused"""
+    """a JSON schema; a schema with keywords unknown to llguidance, or that accepts no text, is refused"""
     description: str | None = None
     """changes nothing"""
     strict: bool | None = None
-    """always honoured: an answer that does not fit its schema is not given"""
+    """always honoured: an answer fits its schema"""
 
 
 class SchemaFormat(Strict):
@@ -73,7 +72,7 @@ class StructuredOutputs(Strict):
 
     @property
     def forms(self) -> dict[str, MatchedForm]:
-        """What the answer must match, by the member that says it."""
+        """The given forms that the answer must match, by their members."""
         given: dict[str, MatchedForm | None] = {
             "json": None if self.json_schema is None else ("schema", self.json_schema),
             "regex": None if self.regex is None else ("regex", self.regex),
@@ -92,21 +91,21 @@ class StructuredOutputs(Strict):
 
 
 class StructuredFields(Strict):
-    """OpenAI's `response_format`, and the fields of vLLM and SGLang that say the same; a request gives one at most."""
+    """OpenAI's `response_format`, and the equivalent fields of vLLM and SGLang; a request gives at most one."""
 
     response_format: ResponseFormat | None = None
-    """what the answer must match; beside tools that may be called it is calls, or text that matches; not beside
+    """the form of the answer; beside tools that may be called, the answer is calls, or text in this form; not beside
     `guided_*`, `template`, `t2t`, `soft`, `canvas`"""
     structured_outputs: StructuredOutputs | None = None
-    """what the answer must match; otherwise as `response_format`, of which a request gives one"""
+    """the form of the answer; a request gives this or `response_format`"""
     guided_json: Schema | None = None
-    """a JSON schema, as an object or as its text; otherwise as `response_format`, of which a request gives one"""
+    """a JSON schema, as an object or as its text; a request gives this or `response_format`"""
     guided_regex: GrammarText | None = None
     """a regular expression in Rust's syntax"""
     guided_grammar: GrammarText | None = None
     """a context-free grammar in llguidance's variant of Lark, or in EBNF (`root ::= ...`)"""
     guided_choice: Choices | None = None
-    """the answers that are possible"""
+    """the possible answers"""
     json_schema: Schema | None = None
     """as `guided_json`"""
     regex: GrammarText | None = None
@@ -116,7 +115,7 @@ class StructuredFields(Strict):
 
     @property
     def _forms(self) -> dict[str, MatchedForm]:
-        """What the answer must match, by the field that says it."""
+        """The given forms that the answer must match, by their fields."""
         forms: dict[str, MatchedForm] = {}
         if isinstance(self.response_format, ObjectFormat):
             forms["response_format"] = ("schema", ANY_OBJECT)
@@ -138,7 +137,7 @@ class StructuredFields(Strict):
 
     @property
     def schema_form(self) -> dict[str, Any] | None:
-        """The JSON schema that the answer must match, if it is one, and an object."""
+        """The JSON schema that the answer must match, if the form is a JSON schema that is an object."""
         schema = next((value for kind, value in self._forms.values() if kind == "schema"), None)
         if isinstance(schema, str):
             try:
@@ -154,7 +153,7 @@ class StructuredFields(Strict):
 
     @property
     def grammar(self) -> Grammar | None:
-        """The grammar that the answer must match; raises `GrammarRefused` if it is too long or cannot be read."""
+        """The grammar that the answer must match. Raises `GrammarRefused` if it is too long or malformed."""
         if not self._forms:
             return None
         [(kind, value)] = self._forms.values()
@@ -182,7 +181,7 @@ def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-# A stream that its client takes up again.
+# The resumption of a stream by its client.
 
 MAX_TOKENS, MAX_FORWARDS = 2**18, 2**31
 SEEDS = 2**64  # a seed has 64 bits, with sign
@@ -190,23 +189,23 @@ RequestSeed = Annotated[int, Field(ge=-SEEDS // 2, lt=SEEDS // 2)]
 
 
 class Resume(Strict):
-    """A `ResumePlace` as the stream gave it, and the tokens before it.
+    """A `ResumePlace` from a stream, and the choice's tokens before it.
 
-    The server keeps nothing of a stream: the tokens come back as those that another engine has committed
-    (`Request.committed`), as where a replica is lost. So the rest is what would have followed where blocks are decoded
-    one after the other, greedy or with a seed; blocks that a larger buffer had begun to decode are decoded anew.
+    The server stores no streams. The tokens count as committed by another engine (`Request.committed`), as after the
+    loss of a replica. With SingleBD, greedy or seeded, the rest equals the rest of the cut stream. Blocks that a
+    larger buffer had begun to decode are decoded anew.
     """
 
     token_ids: Annotated[list[Annotated[int, Field(ge=0)]], items(MAX_TOKENS, least=1)]
     """the choice's tokens up to the place"""
     num_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    """as many as `token_ids`"""
+    """the number of `token_ids`"""
     forwards: Annotated[int, Field(ge=0, lt=MAX_FORWARDS)]
-    """that the choice has taken part in: the noise of drawn tokens goes on from that number"""
+    """forwards in which the choice has taken part: the noise of sampled tokens continues from this number"""
     seed: RequestSeed | None = None
-    """instead of the request's"""
+    """replaces the request's seed"""
     id: Annotated[str, Field(pattern=r"^(chat)?cmpl-[0-9a-f]{32}$")]
-    """the stream goes on under it"""
+    """the stream's id, which the answer keeps"""
 
     @model_validator(mode="after")
     def _check(self) -> "Resume":
@@ -219,7 +218,7 @@ class Resume(Strict):
         return self
 
 
-# Templates: fixed text and holes behind a prompt, as token positions and back as text.
+# Templates: fixed text and holes after a prompt, as token positions and as text.
 
 MAX_PARTS = 256
 MAX_HOLE = 65_536
@@ -234,14 +233,13 @@ Template = Annotated[list[str | Hole], items(MAX_PARTS, least=1)]
 
 @dataclass(frozen=True)
 class TemplateTokens:
-    """A template as the engine takes it: `tokens`, `None` in holes; each part with its number of tokens."""
+    """A tokenised template: `parts` with their numbers of tokens, and `tokens`, which are `None` in holes."""
 
     parts: tuple[tuple[str | Hole, int], ...]
     tokens: tuple[int | None, ...]
 
     def texts(self, tokens: Sequence[int], decode: DecodeTokens) -> tuple[str, list[str]]:
-        """The whole text of an answer of these tokens, fixed text exactly as it was given, and the text of each hole
-        that they reach."""
+        """An answer's whole text, and the text of each hole that its tokens reach. Fixed text is exactly as given."""
         whole, holes, start = "", list[str](), 0
         for part, length in self.parts:
             if start >= len(tokens):
@@ -258,8 +256,8 @@ class TemplateTokens:
 def template_tokens(
     parts: Sequence[str | Hole], encode: Callable[[str], Sequence[int]], *, limit: int
 ) -> TemplateTokens:
-    """`encode` gives the tokens of fixed text, without special ones. Raises `FieldError` where the holes alone are
-    more than `limit` tokens."""
+    """The parts as tokens; `encode` tokenises fixed text without special tokens. Raises `FieldError` if the holes
+    alone exceed `limit` tokens."""
     in_holes = sum(part.hole for part in parts if isinstance(part, Hole))
     if in_holes > limit:
         why = f"its holes are {in_holes} tokens; the limit is {limit} in all"

@@ -30,9 +30,9 @@ RESPONSES = {status: " ".join(kind.meaning for kind in ERRORS if kind.status == 
 
 
 class ApiRoute(NamedTuple):
-    """A route: whose key it asks for, its body, its reply with 200, its errors, and what else it takes.
+    """A route: the key it needs, its body, its reply with 200, its errors, and its parameters.
 
-    operation  the method of `Gateway` that answers it, except for the path of an order
+    operation  the method of `Gateway` that answers it, or the path of an order
     head       whether HEAD is answered too
     """
 
@@ -49,14 +49,14 @@ class ApiRoute(NamedTuple):
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether the body may be left out: it is an order, all of whose fields may."""
+        """Whether the body may be left out: the body is an order without required fields."""
         if self.body is None or not issubclass(self.body, ModelOrder):
             return False
         return not any(field.is_required() for field in self.body.model_fields.values())
 
 
 def _body(order: type[ModelOrder]) -> type[ModelOrder]:
-    """The type that has an order's fields in the document."""
+    """The type in the document that has an order's fields."""
     return ModelOrder if order.model_fields.keys() == ModelOrder.model_fields.keys() else order
 
 
@@ -95,7 +95,7 @@ ROUTES = (
         for path, order in ORDERS.items()
     ),
 )
-PAGES = tuple(  # of the server itself, which the document leaves out
+PAGES = tuple(  # the server's own pages, which the document leaves out
     ApiRoute("get", path, operation, "none", None, None, ())
     for path, operation in (
         ("/openapi.json", "openapi"),
@@ -112,9 +112,9 @@ STREAMED = (shapes.ResponseEvent, shapes.Event, shapes.Chunk, shapes.FrameEvent,
 def openapi_document(*, body_prompts: int = MAX_PROMPTS, keys: bool = True) -> dict[str, Any]:
     """OpenAPI 3.1: the routes, the requests' fields with their bounds, the shapes of answers and errors.
 
-    `body_prompts` is how many prompts this server takes in one body, `keys` whether it asks for API keys. A rule over
-    several fields (`top_p` needs `temperature`) or of the model (its names, its length) is in no schema; a request
-    that breaks one is answered with 400 or 404.
+    `body_prompts` is the most prompts in one body, `keys` whether the server asks for API keys. No schema holds rules
+    over several fields (`top_p` needs `temperature`) or of the model (its names, its length). A request that breaks
+    such a rule gets 400 or 404.
     """
     schemas = deepcopy(_schemas())
     for form in schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]:
@@ -164,7 +164,7 @@ def _json(kind: type[Any]) -> dict[str, Any]:
 
 
 def _security(route: ApiRoute, *, keys: bool) -> list[dict[str, list[str]]]:
-    """The key that a route needs: a key, no key, or for `/health` an optional key, to which it says more."""
+    """The key that a route needs: a key, no key, or for `/health` an optional key, which gets more fields."""
     if route.path == "/health" and keys:
         return [{KEY: []}, {}]
     needs_key = route.key == "administrator's" or (route.key == "any" and keys)

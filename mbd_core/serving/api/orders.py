@@ -1,4 +1,4 @@
-"""Orders of administrators: the route and body of each, what a replica does, and what the gateway does around it.
+"""Orders of administrators: the route and body of each, its work at a replica, and its work at the gateway.
 
 A class here is the whole of an order. The gateway takes its body (`actors/serving/gateway.py`), calls `give`, which
 sends it to every replica (`actors/serving/administration.py`), and each replica calls `apply`.
@@ -21,27 +21,27 @@ from mbd_core.serving.api.shapes import Order, ReplicaState
 from mbd_core.serving.tokens.changing_engine import LOOK_SECONDS, ChangingEngine
 from mbd_core.serving.tokens.stream import Asleep
 
-MAX_VERSION = 2**53  # numbers that every reader of JSON keeps
+MAX_VERSION = 2**53  # JSON readers keep whole numbers below it exact
 SLEEP_SECONDS = 600.0
 
 
 class Replicas(Protocol):
-    """The replicas of a model, as a gateway has them."""
+    """The replicas of a model, as the gateway reaches them."""
 
     async def states(self) -> Sequence[ReplicaState]:
         """The state of each. Raises `ApiError`."""
 
     async def apply(self, order: "ModelOrder", *, undone: bool = False) -> list[Any]:
-        """What `order.apply` returns at each. Raises `ApiError` if one has not carried it out; with `undone` the order
-        is then taken back from the others."""
+        """The result of `order.apply` at each. Raises `ApiError` if one fails; with `undone` the others then undo the
+        order."""
 
 
 @dataclass
 class Standing:
-    """What holds for a model's replicas, those included that start later.
+    """The state that all replicas of a model should have, also replicas that start later.
 
-    weights  the newest weights that were ordered
-    asleep   whether they sleep, or are about to
+    weights  the newest ordered weights
+    asleep   whether they sleep, or are about to sleep
     """
 
     weights: "WeightsUpdate | None" = None
@@ -53,14 +53,14 @@ class Standing:
         return 0 if self.weights is None or self.weights.version is None else self.weights.version
 
     def check_awake(self) -> None:
-        """Raise `Asleep`."""
+        """Raise `Asleep` if the replicas sleep."""
         if self.asleep:
             raise Asleep("the server sleeps; ask again when it was woken up")
 
 
 class ModelOrder(Strict, ABC):
-    # lasts  whether it holds for replicas that start later, too
-    # query  parameters behind the route's `?` that are taken, each with its only value
+    # lasts  whether it also holds for replicas that start later
+    # query  the allowed query parameters, each with its only value
     path: ClassVar[str]
     lasts: ClassVar[bool] = True
     query: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -74,7 +74,10 @@ class ModelOrder(Strict, ABC):
 
     @abstractmethod
     async def give(self, replicas: Replicas, standing: Standing) -> Order:
-        """Let all replicas carry it out, one order that lasts at a time; the reply. Raises `ApiError`."""
+        """Have all replicas carry it out, and return the reply.
+
+        Orders that last run one at a time. Raises `ApiError`.
+        """
 
 
 class WeightsUpdate(ModelOrder):
@@ -85,10 +88,10 @@ class WeightsUpdate(ModelOrder):
     folder: Annotated[str, Field(min_length=1)]
     """a model folder on every machine with a replica, or a storage URL; weights that do not fit are refused (409)"""
     mode: SwapMode = "preempt"
-    """`preempt`: the weights take their place at once, and requests that run go on with them; `wait`: when these have
-    ended, and no other begins before"""
+    """`preempt`: the swap is immediate, and running requests continue with the new weights; `wait`: the swap follows
+    the end of the running requests, and new requests wait for it"""
     version: Annotated[int, Field(ge=1, lt=MAX_VERSION)] | None = None
-    """their number, larger than the last; default one more"""
+    """the weights' number, larger than the last; default: the last plus one"""
 
     async def apply(self, engine: ChangingEngine) -> None:
         assert self.version is not None, "`give` has numbered them"
@@ -118,12 +121,12 @@ class SleepOrder(ModelOrder):
     query = MappingProxyType({"level": "1"})
 
     requests: Literal["finish", "abort"] = "finish"
-    """running and waiting requests end by themselves, or at once with their committed tokens"""
+    """`finish`: running and waiting requests are answered first; `abort`: they end with their committed tokens"""
     seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = SLEEP_SECONDS
-    """how long `finish` waits; 409 after it, and the server goes on"""
+    """how long `finish` waits; then 409, and the server goes on"""
 
     async def apply(self, engine: ChangingEngine) -> int:
-        """Takes no more requests, lets running requests end, and gives the memory back; returns the bytes.
+        """Refuses new requests, lets running requests end, and frees the memory. Returns the freed bytes.
 
         Raises `ValueError`, and goes on serving, if requests still run after `seconds`, or if the engine cannot sleep.
         """
@@ -166,7 +169,10 @@ class WakeUpOrder(ModelOrder):
     path = "/wakeup"
 
     async def apply(self, engine: ChangingEngine) -> None:
-        """Take the memory again, and requests; does nothing awake. Raises torch's error if the memory is taken."""
+        """Allocate the memory and accept requests again; does nothing if awake.
+
+        Raises torch's error if memory lacks.
+        """
         async with engine.changes:
             if not engine.engine.closed:
                 return
@@ -186,7 +192,7 @@ class AbortOrder(ModelOrder):
     lasts = False
 
     async def apply(self, engine: ChangingEngine) -> int:
-        """End every request that runs or waits; how many."""
+        """End every running or waiting request. Returns their number."""
         return await engine.engine.abort_all()
 
     async def give(self, replicas: Replicas, standing: Standing) -> Order:

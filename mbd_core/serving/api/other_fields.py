@@ -1,7 +1,7 @@
-"""The fields that OpenAI, vLLM and SGLang document and that are not honoured here: taken where they change nothing,
-refused with what to use instead where they would.
+"""Fields of OpenAI, vLLM and SGLang without an implementation here. A field that changes nothing is accepted
+(`Ignored`); any other field is refused with its replacement (`Only`).
 
-A field of one route alone stands in the class of that route's request or in one of these classes.
+A field of a single route may also stand in the class of the route's request.
 """
 
 from typing import Annotated, Any, Literal
@@ -16,7 +16,7 @@ NO_PARTS = "an answer is text; leave it out"
 
 
 class OtherFields(Strict):
-    """Of chats, completions and responses."""
+    """Fields of chats, completions and responses."""
 
     service_tier: Annotated[
         Literal["auto", "default", "flex", "scale", "priority"] | None,
@@ -60,7 +60,7 @@ class OtherFields(Strict):
 
 
 class OtherGenerationFields(OtherFields):
-    """Of chats and completions."""
+    """Fields of chats and completions."""
 
     length_penalty: Annotated[Any, Only(1)] = None
     use_beam_search: Annotated[Any, Only(False, instead="give n, and choose among the choices")] = None
@@ -112,7 +112,7 @@ class OtherGenerationFields(OtherFields):
 
 
 class OtherChatFields(Strict):
-    """Of chats alone."""
+    """Fields of chats only."""
 
     functions: Annotated[Any, Only([], instead="give them as tools")] = None
     function_call: Annotated[Any, Only("none", "auto", instead="give tool_choice")] = None
@@ -157,7 +157,7 @@ class OtherChatFields(Strict):
 
 
 class OtherCompletionFields(Strict):
-    """Of completions alone."""
+    """Fields of completions only."""
 
     suffix: Annotated[Any, Only("", instead='give template, [{"hole": TOKENS}, SUFFIX]')] = None
     prompt_embeds: Annotated[Any, Only(instead="give prompt, a text or token ids")] = None
@@ -167,7 +167,7 @@ class OtherCompletionFields(Strict):
 
 
 class OtherResponseFields(OtherFields):
-    """Of responses alone."""
+    """Fields of responses only."""
 
     store: Annotated[Any, Only(False, instead=f"{NOT_STORED}; give false, or leave it out")] = None
     previous_response_id: Annotated[Any, Only(instead=WHOLE_INPUT)] = None

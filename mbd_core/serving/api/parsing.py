@@ -1,7 +1,7 @@
 """From a JSON body to a typed request: strict types, bounded lists, and the first mistake as an error.
 
-Bodies are read on the loop that serves everybody. So what their reading costs is counted before anything is built,
-lists are bounded, and the first wrong item of a list ends it.
+Bodies are parsed on the event loop that all clients share. So the cost of a body is estimated before it is parsed,
+lists are bounded, and parsing stops at the first wrong item of a list.
 """
 
 import json
@@ -24,20 +24,20 @@ from pydantic_core.core_schema import CoreSchema, no_info_after_validator_functi
 from mbd_core.serving.api.documented_fields import DOCUMENTED
 from mbd_core.serving.api.errors import ApiError, FieldError, clip, value_text
 
-MAX_QUOTES = 100_000  # of a body, around its keys and texts; those in texts are escaped
-MAX_BRACKETS = 50_000  # of a body, those in its texts not counted
-MAX_COMMAS = 600_000  # the same; token ids have one each
-MAX_ERRORS = 1000  # that are looked at
+MAX_QUOTES = 100_000  # quotes of a body around keys and texts, without escaped quotes inside texts
+MAX_BRACKETS = 50_000  # brackets of a body outside texts
+MAX_COMMAS = 600_000  # commas of a body outside texts; each token id has one
+MAX_ERRORS = 1000  # a body with more mistakes gets an error without details
 MAX_STOPS = 16
-MAX_TEXT_PARTS = 1024  # of a message
-MAX_IDS = 2**18  # of one prompt
-MAX_PROMPTS = 128  # of one body, unless the server says otherwise
-MOST_PROMPTS = 4096  # that it may say
-NEAR = 0.75  # of 1, how alike a typing error is to the name that is meant
+MAX_TEXT_PARTS = 1024  # parts of a message
+MAX_IDS = 2**18  # token ids of one prompt
+MAX_PROMPTS = 128  # prompts of one body: the default of `--body-prompts`
+MOST_PROMPTS = 4096  # its largest value
+NEAR = 0.75  # least similarity (of 1) between an unknown name and the suggested name
 
 
 class Strict(BaseModel):
-    """Part of a request: a string is not a number, an unknown field is an error, and nothing is changed later.
+    """Part of a request: a string is not a number, an unknown field is an error, and objects are immutable.
 
     A field's docstring describes it in the OpenAPI document and in docs/reference/api.md.
     """
@@ -46,13 +46,13 @@ class Strict(BaseModel):
 
 
 def items(most: int, *, least: int | None = None) -> Any:
-    """The bounds of a list. An item that is wrong is the list's only error: a million of them took half a minute."""
+    """The bounds of a list. Validation stops at the first wrong item: a million errors took half a minute."""
     return Field(min_length=least, max_length=most, fail_fast=True)
 
 
 class Only:
-    """Mark of a field that would change the result: it takes the values that change nothing, or null. `instead` says
-    what to use for another value."""
+    """Marks a field that has no implementation. It accepts null and `values`, which change nothing; `instead` names
+    the replacement for other values."""
 
     def __init__(self, *values: Any, instead: str = "") -> None:
         self._values, self._instead = values, instead
@@ -66,7 +66,7 @@ class Only:
 
     @property
     def verdict(self) -> str:
-        """What becomes of the field, for a table."""
+        """How the field is treated, for a table."""
         choices = " or ".join(f"`{json.dumps(value)}`" for value in self._values)
         advice = f": {self._instead}" if self._instead else ""
         return f"refused{f', but for {choices}' if choices else ''}{advice}"
@@ -80,9 +80,9 @@ class Only:
 
 
 class Ignored:
-    """Mark of a field that changes nothing here, whatever its value.
+    """Marks a field that changes nothing, whatever its value.
 
-    `why` is said in the reply (`mbd.notes`) of a value that is not in `silent`; without `why` nothing is said.
+    For values outside `silent`, the reply (`mbd.notes`) says `why`; without `why` it says nothing.
     """
 
     def __init__(self, why: str = "", *, silent: tuple[Any, ...] = ()) -> None:
@@ -94,16 +94,16 @@ class Ignored:
 
     @property
     def verdict(self) -> str:
-        """What becomes of the field, for a table."""
+        """How the field is treated, for a table."""
         return f"changes nothing, noted: {self._why}" if self._why else "changes nothing"
 
     def note(self, value: Any) -> str:
-        """What the reply says of a value; empty for nothing."""
+        """The reply's note on a value; empty if there is none."""
         return "" if value is None or any(value == silent for silent in self._silent) else self._why
 
 
 def ignored_notes(request: Strict) -> list[str]:
-    """What the reply says of the fields of a request that change nothing."""
+    """The reply's notes on fields of a request that change nothing."""
     marks = _ignored_fields(type(request))
     notes = ((name, mark.note(getattr(request, name))) for name, mark in marks)
     return [f"{name} has no effect: {note}" for name, note in notes if note]
@@ -119,7 +119,7 @@ R = TypeVar("R", bound=Strict)
 
 
 def parse(kind: type[R], body: bytes) -> R:
-    """The request in a JSON body; raises `ApiError` (400) naming the first field that is wrong."""
+    """The request in a JSON body. Raises `ApiError` (400) that names the first wrong field."""
     _check_size(body)
     try:
         return kind.model_validate_json(body)
@@ -128,7 +128,7 @@ def parse(kind: type[R], body: bytes) -> R:
 
 
 def _check_size(body: bytes) -> None:
-    """Count, at the speed of memory, what the time to build a body grows with."""
+    """Count the quotes, brackets and commas on which the parsing time depends; counting is fast."""
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     _check_most(MAX_QUOTES, "quotes", plain.count(b'"'))
     outside = b"".join(plain.split(b'"')[::2])
@@ -142,7 +142,7 @@ def _check_most(most: int, marks: str, number: int) -> None:
         raise ApiError(400, message, code="invalid_json")
 
 
-# Where a field may have several forms, pydantic reports an error for each form; the client gets these instead.
+# If a field may have several forms, pydantic reports an error for each form; the client gets these messages instead.
 FORMS = {
     "prompt": f"must be a string, a list of strings, a list of at most {MAX_IDS} token ids (0 or more), or a list of "
     f"such lists; at most {MOST_PROMPTS} prompts",
@@ -155,7 +155,7 @@ FORMS = {
     '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}; the tools are '
     "functions",
 }
-# A value whose form is chosen by a look at it has the errors of that form alone. These are for one without a form.
+# For some values the form is chosen first, and errors come from this form alone. These messages are for no form.
 NO_FORM = {
     "content": f"must be a string or a list of at most {MAX_TEXT_PARTS} text parts; images, audio and files are not "
     "read",
@@ -172,7 +172,7 @@ NO_ITEM = {
 
 
 def is_form(label: Any) -> bool:
-    """Whether a step of pydantic's path to a value is no key of the client's, but the value's form, as `(list)`."""
+    """Whether a step of pydantic's path to a value is the value's form, as `(list)`, and not a client's key."""
     return isinstance(label, str) and label.startswith("(")
 
 
@@ -194,7 +194,7 @@ def by_type(forms: Mapping[str, str], *, default: str | None = None) -> Discrimi
 
 
 def validation_error(error: ValidationError, kind: type[Strict]) -> ApiError:
-    """What a client reads of pydantic's error for a request of this kind: its first mistake."""
+    """The client's error for a pydantic error on a request of this kind: its first mistake."""
     if error.error_count() > MAX_ERRORS:  # to list them takes long
         return ApiError(400, f"more than {MAX_ERRORS} mistakes, unknown fields among them", code="unknown_field")
     first = error.errors(include_url=False)[0]
@@ -206,7 +206,7 @@ def validation_error(error: ValidationError, kind: type[Strict]) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {message}", code="invalid_json")
     path = [clip(str(p)) for p in first["loc"] if not is_form(p)]
     if path[:1] == ["response_format"] and len(path) > 1:
-        path[1:2] = []  # which of its forms it is
+        path[1:2] = []  # the name of its form
     several = next((i for i, p in enumerate(path) if p in FORMS and i + 1 < len(path)), None)
     code = "invalid_value"
     if kind_of_error == "extra_forbidden":
@@ -230,7 +230,7 @@ def validation_error(error: ValidationError, kind: type[Strict]) -> ApiError:
 
 
 def _unknown(path: list[str], kind: type[Strict]) -> str:
-    """What an unknown field is told: the route that has it, or the nearest name that is known in its place."""
+    """The message on an unknown field: the route that has the field, or the nearest known name."""
     name, root, nested = path[-1], *_field_names(kind)
     if len(path) == 1 and (route := next((r for r, names in DOCUMENTED.items() if name in names), None)):
         return f"unknown field; it belongs to {route}"

@@ -2,8 +2,8 @@
 
     python -m mbd_core.serving.api.reference docs/reference/api.md
 
-A table stands between `<!-- NAMES -->` and `<!-- end -->` and is written anew: `routes`, `errors`, `documented`, or
-the names of objects that share a table. What stands outside is written by hand.
+Tables between `<!-- NAMES -->` and `<!-- end -->` are replaced. NAMES is `routes`, `errors`, `documented`, or the
+names of objects that share a table. The text outside is written by hand.
 """
 
 import html
@@ -29,7 +29,7 @@ MOST_INLINE = 4  # members of a small object
 
 
 def filled(page: str) -> str:
-    """The page with its tables written anew. Raises `ValueError` where it has not just one table of each object."""
+    """The page with new tables. Raises `ValueError` unless it has exactly one table for each object."""
     tables = Tables()
     names = [name for names in TABLE.findall(page) for name in names.split(", ")]
     if sorted(names) != sorted(tables.names):
@@ -41,8 +41,8 @@ def filled(page: str) -> str:
 class Tables:
     """The tables of the OpenAPI document.
 
-    `GenerationRequest` holds the fields that several routes share. A small object without descriptions stands where
-    it is used, and has no table.
+    `GenerationRequest` holds the fields that several routes share. A small object without descriptions has no table;
+    its fields are shown inline.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Tables:
         self._inline = {name for name, schema in self._schemas.items() if self._is_small(name, schema)}
         for name in ("ChatRequest", "CompletionRequest"):
             route_fields = self._schemas[name]["properties"]
-            shared = ("max_tokens", "logprobs")  # of each route another type
+            shared = ("max_tokens", "logprobs")  # their types differ between routes
             self._schemas[name] = self._without_fields(name, GenerationRequest.model_fields.keys() - shared)
             other_fields = self._schemas[name]["properties"]
             generation = {field: schema for field, schema in route_fields.items() if field not in other_fields}
@@ -70,7 +70,7 @@ class Tables:
 
     @property
     def names(self) -> list[str]:
-        """What must stand on the page."""
+        """The tables that the page must have."""
         return ["routes", "errors", "documented", *(name for name in self._schemas if name not in self._inline)]
 
     def table(self, names: Sequence[str]) -> str:
@@ -79,7 +79,7 @@ class Tables:
         return markdown([Table(columns=heads, rows=[*rows])])
 
     def columns(self, names: Sequence[str]) -> tuple[Sequence[str], Iterable[Sequence[str]]]:
-        """The heads and rows of that table."""
+        """The heads and rows of the table of these objects."""
         if names == ["routes"]:
             return ("route", "key", "body", "reply", ""), map(_route_row, ROUTES)
         if names == ["errors"]:
@@ -96,8 +96,8 @@ class Tables:
         return ("object", "field", "type", ""), rows
 
     def _rows(self, name: str) -> list[tuple[str, str, str]]:
-        """A row for each description, required fields first and in bold; where its fields differ in type, each is
-        followed by its own."""
+        """A row for each description, required fields first and in bold. If the fields of a row differ in type, each
+        name is followed by its type."""
         schema = self._schemas[name]
         required = schema.get("required", ())
         grouped: dict[tuple[bool, str], dict[str, str]] = {}
@@ -117,8 +117,8 @@ class Tables:
         return rows
 
     def type_text(self, schema: Mapping[str, Any], *, null: bool = True) -> str:
-        """The types and bounds of a value. Without `null` that one is left out, unless there is no other: it is what a
-        field of a request has that was left out."""
+        """The types and bounds of a value. `null=False` drops `null` from a union, because an omitted request field is
+        null."""
         if "$ref" in schema:
             name = schema["$ref"].rpartition("/")[2]
             if name not in self._inline:
@@ -157,7 +157,7 @@ def _route_row(route: ApiRoute) -> tuple[str, ...]:
 
 
 def _documented_rows() -> Iterable[Sequence[str]]:
-    """The fields that other servers document: whose they are, and what becomes of them on which routes."""
+    """The fields that other servers document: the servers, the routes, and the treatment of the field here."""
     kinds: dict[str, type[Strict]] = {
         "chats": ChatRequest,
         "completions": CompletionRequest,
@@ -177,7 +177,7 @@ def _documented_rows() -> Iterable[Sequence[str]]:
 
 
 def _verdict(kind: type[Strict], name: str) -> str:
-    """What becomes of a field of a request."""
+    """How a field of a request is treated."""
     field = kind.model_fields.get(name)
     if field is None:
         return "unknown"

@@ -1,4 +1,4 @@
-"""The objects of one answer: whole, as chunks of a stream, and the frames beside them."""
+"""The JSON objects of an answer: the whole answer, the chunks of a stream, and frames."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -63,11 +63,11 @@ class ReplyChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """The fields that all JSON objects of one answer share, and those objects.
+    """The fields that all JSON objects of one answer share; its methods build the objects.
 
-    Choices are numbered prompt by prompt, `num_choices` of each. `seed` is set where tokens are drawn, `speed` where
-    the client chose a point of the model's front: the speed at which it stands. `notes` name fields that were taken
-    and have no effect. Counts are those of all choices, in their order.
+    Choices are numbered prompt by prompt, `num_choices` for each. `seed` is set if tokens are sampled. `speed` is set
+    if the request has a speed: the speed of the chosen point of the model's front. `notes` names fields without
+    effect. Arguments `counts` hold the counts of each choice, in order.
     """
 
     id: str
@@ -165,7 +165,7 @@ class Reply:
         }
 
     def usage(self, counts: Sequence[Counts]) -> Usage:
-        """OpenAI's token counts: each prompt once, with its first choice's cached tokens, and all choices' tokens."""
+        """OpenAI's token counts. A prompt counts once, with its first choice's cached tokens."""
         prompts = counts[:: self.num_choices]
         prompt, completion = sum(c.num_prompt_tokens for c in prompts), sum(c.num_tokens for c in counts)
         return {

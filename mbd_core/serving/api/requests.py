@@ -1,8 +1,7 @@
-"""Every request of the endpoint, with the fields that it honours; other fields are refused by name.
+"""Every request of the endpoint, with its fields; unknown fields are refused by name.
 
-A field that would change the result is accepted only with the value that changes nothing (`Only`); `other_fields.py`
-has the fields that other servers document. The docstring of a field is its description in the OpenAPI document and in
-docs/reference/api.md.
+`other_fields.py` has the fields of other servers that are not implemented here. The docstring of a field is its
+description in the OpenAPI document and in docs/reference/api.md.
 """
 
 import re
@@ -41,7 +40,7 @@ from mbd_core.serving.api.parsing import MAX_IDS, MAX_STOPS, MOST_PROMPTS, Ignor
 MAX_STOP_LENGTH = 1024
 MAX_TOKENS_DEFAULT = 256
 MAX_CHOICES = 128
-MAX_DETOKENIZED = 2**17  # tokens of a text that is asked for
+MAX_DETOKENIZED = 2**17  # tokens of one `/detokenize` request
 
 TokenId = Annotated[int, Field(ge=0)]
 PromptIds = Annotated[list[TokenId], items(MAX_IDS)]
@@ -67,76 +66,75 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(StructuredFields, OtherGenerationFields):
-    """What the two generating routes have in common."""
+    """The fields that chats and completions share."""
 
     model: str
     """the name of a served model or of an adapter; 404 for another"""
     max_tokens: PositiveInt | None = None
-    """tokens of the answer, its EOS not included; default: what fits, at most the `max_new_tokens` of the model's
-    `generation_config.json`, else 256. More than fit is refused
-    (`context_length_exceeded`). What stands behind the last one is not decoded, so a smaller number may give another
-    text and not a shorter one"""
+    """tokens of the answer without its EOS; default: what fits, at most the `max_new_tokens` of the model's
+    `generation_config.json`, else 256. A number that does not fit is refused (`context_length_exceeded`). Positions
+    after the last token are not decoded, so a smaller number may give a different text, not only a shorter one"""
     stream: bool | None = None
     """the answer as server-sent events; default `false`"""
     stream_options: StreamOptions | None = None
     """only with `stream`"""
     stop: str | Annotated[list[str], items(MAX_STOPS)] | None = None
-    """the answer ends before the first of them, of 1 to 1,024 characters each; beside a grammar also in the
-    middle of its form. Not beside tools that may be called or `template`"""
+    """texts of 1 to 1,024 characters; the answer ends before the first of them, even if a grammar is then incomplete.
+    Not beside tools that may be called or `template`"""
     decoding: dict[str, Any] | None = None
-    """fields of `DecodingConfig`, default the model's; a field is refused if it is unknown, or if the model or the
-    server cannot honour it"""
+    """fields of `DecodingConfig`; default: the model's. A field is refused if it is unknown, or if the model or the
+    server does not support it"""
     speed: SpeedShare | None = None
     """instead of `decoding`: a point of the model's measured front, 0 its most accurate, 1 its fastest; refused for a
     model without a front"""
     temperature: Temperature | None = None
-    """of drawing; above 0 at least 1e-06; default 0, greedy. Where the model's `generation_config.json` has
+    """sampling temperature, 0 or at least 1e-06; default 0, greedy. If the model's `generation_config.json` has
     `do_sample`, its values are the defaults of this and the next three fields"""
     top_p: TopP | None = None
-    """draw among the likeliest tokens that together reach this probability; default 1. Like `top_k` and `min_p` it has
-    no effect without `temperature`, which `mbd.notes` says then"""
+    """sample among the likeliest tokens that together reach this probability; default 1. Like `top_k` and `min_p` it
+    has no effect without `temperature`, and `mbd.notes` then says so"""
     top_k: TopK | None = None
-    """draw among this number of likeliest tokens; default 0, all, as -1"""
+    """sample among this number of likeliest tokens; 0 (default) and -1: all"""
     min_p: MinP | None = None
-    """draw among the tokens of at least this share of the likeliest one's probability; default 0, all"""
+    """sample among tokens with at least this fraction of the likeliest token's probability; default 0, all"""
     seed: RequestSeed | None = None
-    """of the first choice, default drawn; the i-th has `seed` + i"""
+    """seed of the first choice; default random. Choice i (from 0) has `seed` + i"""
     presence_penalty: Penalty | None = None
-    """subtracted from the logit of a token that the answer has; default 0. Like the next two not with `t2t`, `soft` or
-    `canvas.branches`"""
+    """subtracted from the logit of each token that is in the answer; default 0. This field and the next two are
+    refused with `t2t`, `soft` or `canvas.branches`"""
     frequency_penalty: Penalty | None = None
-    """subtracted for each time that the answer has the token; default 0"""
+    """subtracted once per occurrence of the token in the answer; default 0"""
     repetition_penalty: RepetitionPenalty | None = None
-    """of tokens that the prompt or the answer has: a positive logit is divided by it, another multiplied; default
-    the value in `generation_config.json`, else 1"""
+    """for tokens in the prompt or the answer: divides a positive logit and multiplies a negative one; default: the
+    value in `generation_config.json`, else 1"""
     logit_bias: Bias | None = None
-    """numbers from -100 to 100 that are added to the logits of tokens, by their ids; at most 1,024"""
+    """token ids with numbers from -100 to 100 that are added to their logits; at most 1,024"""
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    """none of this number of first positions becomes a token that ends the answer, and no stop string is looked for in
-    their text; default 0, at most `max_tokens`. Not beside a grammar or `template`"""
+    """the first `min_tokens` positions get no token that ends the answer, and their text is not searched for stop
+    strings; default 0, at most `max_tokens`. Not beside a grammar or `template`"""
     stop_token_ids: Annotated[list[TokenId], items(MAX_STOP_IDS)] | None = None
-    """tokens that end the answer as the EOS does, and are no part of it; not beside a grammar or `template`"""
+    """tokens that end the answer like the EOS and are not part of it; not beside a grammar or `template`"""
     ignore_eos: bool | None = None
-    """the EOS is a token like others, and does not end the answer; not beside a grammar"""
+    """treat the EOS as an ordinary token that does not end the answer; not beside a grammar"""
     n: NumChoices | None = None
-    """choices for each prompt, default 1; with all prompts at most what the server takes at once, and what
-    `--client-requests` lets a client have"""
+    """choices for each prompt; default 1. The choices of all prompts together are limited by the server's capacity and
+    by `--client-requests`"""
     return_token_ids: bool | None = None
     """`token_ids` and `prompt_token_ids` in each choice"""
     return_step_map: bool | None = None
     """`rollout` in each choice; not with `t2t`, `soft` or `canvas`"""
     return_routed_experts: bool | None = None
-    """`rollout` says too which experts each forward chose; only with `return_step_map`, of a model that has experts,
-    and not with `stream` or `stop`"""
+    """adds to `rollout` the experts that each forward chose; only with `return_step_map` and a model with experts, and
+    not with `stream` or `stop`"""
     frames: bool | None = None
     """a `FrameEvent` for each forward; only with `stream`, not on a canvas"""
     resumable: bool | None = None
-    """`token_ids` in each piece, and the `ResumePlace` behind each commit; only with `stream`, not with tools that may
-    be called or `canvas`"""
+    """adds `token_ids` to each piece, and a `ResumePlace` after each commit; only with `stream`, not with tools that
+    may be called or `canvas`"""
     resume: Resume | None = None
-    """go on behind such a place: one prompt, `n` 1, everything else as in the stream that was cut"""
+    """continue after such a place: one prompt, `n` 1, all other fields as in the cut stream"""
     user: str | None = None
-    """tells a client from others where keys do not; waiting clients take turns"""
+    """identifies a client on a server without keys; waiting clients take turns"""
     metadata: dict[str, Any] | None = None
     """changes nothing"""
     store: Annotated[bool | None, Ignored("answers are not stored", silent=(False,))] = None
@@ -189,22 +187,22 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
 
     @property
     def num_choices(self) -> int:
-        """Answers to each prompt."""
+        """Number of answers to each prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def num_prompts(self) -> int:
-        """Prompts, each of which gets `num_choices` answers."""
+        """Number of prompts; each gets `num_choices` answers."""
         return 1
 
     @property
     def prompt_field(self) -> str:
-        """The field that the prompts are in, and that an error about them names."""
+        """The field of the prompts, which an error about a prompt names."""
         raise NotImplementedError
 
     @property
     def notes(self) -> list[str]:
-        """The fields that are taken and have no effect."""
+        """A note for each accepted field without effect."""
         notes = ignored_notes(self)
         if self.temperature is not None:
             return notes
@@ -215,25 +213,25 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
 
     @property
     def num_tops(self) -> int:
-        """How many likeliest tokens of each place are asked for."""
+        """The requested number of likeliest tokens per position."""
         raise NotImplementedError
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn, and a seed matters."""
+        """Whether tokens are sampled, so that the seed matters."""
         return bool(self.temperature)
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether each token's log-probability is asked for."""
+        """Whether the request asks for log-probabilities."""
         raise NotImplementedError
 
     def num_characters(self, body: int) -> int:
-        """About how many characters of a body of `body` bytes are to be tokenised."""
+        """The approximate number of characters to tokenise in a body of `body` bytes."""
         raise NotImplementedError
 
     def samplings(self, seed: int) -> list[Sampling]:
-        """How each answer to a prompt is drawn: the i-th with `seed + i`, which wraps around at 64 bits."""
+        """The sampling of each answer to a prompt: answer i has the seed `seed + i`, which wraps around at 64 bits."""
         return [
             Sampling(
                 temperature=self.temperature or 0.0,
@@ -251,44 +249,44 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
 
     @property
     def budget(self) -> int | None:
-        """The tokens asked for; `None` leaves the number to the server."""
+        """The requested number of tokens; `None`: the server decides."""
         return self.max_tokens
 
     @property
     def budget_field(self) -> str:
-        """The field that holds `budget`, and that an error about it names."""
+        """The field of `budget`, which an error about it names."""
         return "max_tokens"
 
     @property
     def usage_in_stream(self) -> Literal["none", "last", "each"]:
-        """Which events of a stream have the usage."""
+        """The events of a stream that have the usage."""
         if self.stream_options is None or not self.stream_options.include_usage:
             return "none"
         return "each" if self.stream_options.continuous_usage_stats else "last"
 
 
 class CompletionRequest(GenerationRequest, OtherCompletionFields):
-    """A text, or token ids, that go on."""
+    """A text, or token ids, to continue."""
 
     prompt: (
         str | Annotated[list[str], items(MOST_PROMPTS)] | PromptIds | Annotated[list[PromptIds], items(MOST_PROMPTS)]
     )
-    """one prompt or several, as many as `--body-prompts`; an empty one is refused"""
+    """one prompt, or up to `--body-prompts` prompts; an empty prompt is refused"""
     echo: bool | None = None
     """the prompt's text before each choice's; with `logprobs` the prompt's own log-probabilities"""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """of an answer, default: as of a chat; 0 only with `echo` and `logprobs`, where it must be given,
-    as 0 or 1"""
+    """tokens of an answer; default as for a chat. With `echo` and `logprobs` it is required, as 0 or 1; otherwise at
+    least 1"""
     logprobs: NumTops | None = None
     """each token's log-probability, and this number of likeliest tokens beside it; with `echo` 0 or 1"""
     best_of: int | None = None
     """must be `n`"""
     template: Template | None = None
-    """text, and holes of given lengths in tokens, behind the prompt, from a hole on; not beside `max_tokens`, `stop`,
-    a grammar, `t2t`, `soft`, `canvas`"""
+    """the form of the answer after the prompt: holes of given lengths in tokens, and fixed texts; it begins with a
+    hole. Not beside `max_tokens`, `stop`, a grammar, `t2t`, `soft`, `canvas`"""
     parse_special: bool | None = None
-    """control tokens that the texts of `prompt` and `template` spell are control tokens, for clients that write the
-    model's chat template themselves; otherwise text"""
+    """read the names of control tokens in `prompt` and `template` as control tokens, for clients that write the
+    model's chat template themselves; default: as plain text"""
 
     @model_validator(mode="after")
     def _template_alone(self) -> "CompletionRequest":
@@ -313,7 +311,7 @@ class CompletionRequest(GenerationRequest, OtherCompletionFields):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the log-probabilities of the prompt's own tokens are asked for."""
+        """Whether the request asks for the log-probabilities of the prompt's own tokens."""
         return bool(self.echo) and self.logprobs is not None
 
     @model_validator(mode="after")
@@ -358,7 +356,7 @@ class CompletionRequest(GenerationRequest, OtherCompletionFields):
         return "prompt"
 
     def echoes(self, decode: Callable[[list[int]], str]) -> list[str]:
-        """The text before each choice's own: its prompt, where the client asked for that."""
+        """The text before each choice's own text: its prompt, if `echo` is set."""
         if not self.echo:
             return []
         texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in self.prompts]
@@ -375,10 +373,10 @@ class CompletionRequest(GenerationRequest, OtherCompletionFields):
 
 
 class ChatRequest(GenerationRequest, OtherChatFields, ToolFields, TemplateFields):
-    """A conversation that goes on."""
+    """A conversation to continue."""
 
     messages: ChatMessages
-    """the conversation; what the model's chat template refuses is a 400 with its sentence"""
+    """the conversation; a refusal by the model's chat template is a 400 with the template's message"""
     max_completion_tokens: PositiveInt | None = None
     """`max_tokens` by its newer name; if both are given they must be equal"""
     logprobs: bool | None = None
@@ -391,7 +389,7 @@ class ChatRequest(GenerationRequest, OtherChatFields, ToolFields, TemplateFields
     ] = None
 
     def num_characters(self, body: int) -> int:
-        return body  # all of it is messages and tools; to write the tools once more, to count them, takes long
+        return body  # nearly all of it is messages and tools; serialising the tools to count them takes long
 
     @property
     def prompt_field(self) -> str:
@@ -466,7 +464,7 @@ class ChatRequest(GenerationRequest, OtherChatFields, ToolFields, TemplateFields
         return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
 
 
-# The tokenizer over HTTP, in the shapes of vLLM's server, which evaluation harnesses ask for.
+# The tokenizer over HTTP, in the shapes of vLLM's server, which evaluation harnesses use.
 
 
 class TokenizeRequest(ToolFields, TemplateFields):
@@ -479,7 +477,7 @@ class TokenizeRequest(ToolFields, TemplateFields):
     messages: ChatMessages | None = None
     """a chat in the model's template"""
     add_special_tokens: bool | None = None
-    """whether the tokenizer adds its own; default `true` for a prompt, `false` for a chat"""
+    """whether the tokenizer adds its special tokens; default `true` for a prompt, `false` for a chat"""
     parse_special: bool | None = None
     """as in `CompletionRequest`; only with `prompt`"""
     return_token_strs: bool | None = None

@@ -1,6 +1,6 @@
-"""`/v1/responses`, as OpenAI's client sends it: a body becomes a chat, and a chat's answer becomes a `Response`.
+"""OpenAI's `/v1/responses`: a body becomes a chat, and the chat's answer becomes a `Response`.
 
-Nothing is stored: each request brings its whole conversation.
+The server stores nothing: each request brings its whole conversation.
 """
 
 import json
@@ -49,7 +49,7 @@ from mbd_core.serving.api.requests import (
 from mbd_core.serving.api.shapes import Completion, FunctionCallItem, MessageItem, OutputText, Response, Usage
 from mbd_core.serving.text.logprobs import TokenLogprob
 
-MOST_NOTES = 8  # that items of an input have
+MOST_NOTES = 8  # notes on items of one input
 FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}  # of a chat
 
 
@@ -170,9 +170,9 @@ class InputReasoning(Strict):
     content: Annotated[list[ReasoningText], items(MAX_TEXT_PARTS)] | None = None
     """its text"""
     summary: Annotated[list[ReasoningText], items(MAX_TEXT_PARTS)] | None = None
-    """its text where there is no `content`"""
+    """its text if there is no `content`"""
     encrypted_content: str | None = None
-    """cannot be read here; without text beside it `mbd.notes` says that it is left out"""
+    """cannot be read; if the item has no text, it is left out, and `mbd.notes` says so"""
     id: str | None = None
     """changes nothing"""
     status: Status | None = None
@@ -211,7 +211,7 @@ OTHER_ITEMS = (
 
 
 class OtherItem(Strict):
-    """What other servers' own tools have done: left out, which `mbd.notes` says."""
+    """An item of another server's built-in tool. It is left out, and `mbd.notes` says so."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal[OTHER_ITEMS]  # type: ignore[valid-type]  # of constants
@@ -246,7 +246,7 @@ class ItemReference(Strict):
 
 
 class Compaction(Strict):
-    """What another server made of earlier items: refused, because it is encrypted."""
+    """Another server's encrypted summary of earlier items: refused."""
 
     model_config = ConfigDict(extra="allow")
     type: Annotated[Literal["compaction"], BeforeValidator(_no_compaction)]
@@ -285,7 +285,7 @@ class ResponseTool(Strict):
 
 
 class OtherTool(Strict):
-    """A tool of another kind, which is left out, which `mbd.notes` says."""
+    """A tool other than a function. It is left out, and `mbd.notes` says so."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal[OTHER_TOOLS]  # type: ignore[valid-type]  # of constants
@@ -317,7 +317,7 @@ class AllowedResponseTools(Strict):
 
 
 class OtherToolChoice(Strict):
-    """A tool of another kind: refused, because such tools are left out."""
+    """The choice of a tool other than a function: refused, because such tools are left out."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal[OTHER_TOOLS]  # type: ignore[valid-type]  # of constants
@@ -340,7 +340,7 @@ class ResponsesTextFormat(Strict):
     name: str | None = None
     """changes nothing"""
     json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    """with `json_schema`, where it is needed"""
+    """required with type `json_schema`, refused with other types"""
     description: str | None = None
     """changes nothing"""
     strict: bool | None = None
@@ -355,7 +355,7 @@ class ResponsesTextFormat(Strict):
 
 class ResponseText(Strict):
     format: ResponsesTextFormat | None = None
-    """what the answer must match, as `response_format` of a chat"""
+    """the form of the answer, as `response_format` of a chat"""
     verbosity: Verbosity | None = None
     """as `verbosity` of a chat"""
 
@@ -365,10 +365,10 @@ class ResponseStreamOptions(Strict):
 
 
 class ResponsesChat(ChatRequest):
-    """The chat that a `ResponsesRequest` stands for."""
+    """The chat that is equivalent to a `ResponsesRequest`."""
 
     left_out: tuple[str, ...] = ()
-    """what the reply says of the request's own fields"""
+    """the reply's notes on the `ResponsesRequest`'s own fields"""
 
     @property
     def notes(self) -> list[str]:
@@ -376,19 +376,19 @@ class ResponsesChat(ChatRequest):
 
 
 class ResponsesRequest(OtherResponseFields):
-    """A conversation that goes on, as OpenAI's Responses have it."""
+    """A conversation to continue, in the form of OpenAI's Responses."""
 
     model: str
     """the name of a served model or of an adapter; 404 for another"""
     input: Input
-    """the user's text, or the conversation's items; items of an answer can be sent back as they are; a reference to
-    an item, and a compaction, are refused"""
+    """the user's text, or the conversation's items; an answer's items are accepted unchanged; references to items, and
+    compactions, are refused"""
     instructions: str | None = None
     """a system message before `input`"""
     tools: Annotated[list[AnyTool], items(MAX_TOOLS)] | None = None
-    """functions that the model may call; tools of other kinds are left out, which `mbd.notes` says"""
+    """functions that the model may call; other tools are left out, and `mbd.notes` says so"""
     tool_choice: ToolChoice | None = None
-    """as of a chat; one of another kind than a function is refused"""
+    """as of a chat; a choice of a tool other than a function is refused"""
     parallel_tool_calls: bool | None = None
     """as of a chat"""
     text: ResponseText | None = None
@@ -431,16 +431,16 @@ class ResponsesRequest(OtherResponseFields):
     user: str | None = None
     """as of a chat"""
     metadata: dict[str, Any] | None = None
-    """comes back in the answer"""
+    """returned in the answer"""
     include: Annotated[list[Included], items(16)] | None = None
-    """`message.output_text.logprobs`: each token's log-probability, not beside tools that may be called; the others
-    name parts that no answer here has, and change nothing"""
+    """`message.output_text.logprobs`: each token's log-probability, not beside tools that may be called; the other
+    values change nothing"""
     reasoning: ReasoningFields | None = None
     """as of a chat"""
     top_logprobs: NumTops | None = None
     """number of likeliest tokens beside each token; only with the log-probabilities"""
     truncation: Literal["auto", "disabled"] | None = None
-    """changes nothing: no item is dropped, and an input that the model does not hold is refused under either"""
+    """changes nothing: no item is dropped, and an input that is too long is always refused"""
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ResponsesRequest":
@@ -453,7 +453,7 @@ class ResponsesRequest(OtherResponseFields):
 
     @cached_property
     def chat(self) -> ChatRequest:
-        """The same request as a chat; raises `ApiError` for what a chat refuses, with the field of this request."""
+        """The same request as a chat. Raises the chat's `ApiError`, with this request's field."""
         form = None if self.text is None else self.text.format
         messages, left_out = self._messages
         body = {
@@ -482,13 +482,13 @@ class ResponsesRequest(OtherResponseFields):
 
     @property
     def _left_out_tools(self) -> list[str]:
-        """What the reply says of tools that are no functions."""
+        """The reply's notes on tools other than functions."""
         kinds = dict.fromkeys(str(tool.type) for tool in self.tools or () if isinstance(tool, OtherTool))
         return [f"tools of type {kind} are left out: functions alone are called here" for kind in kinds]
 
     @property
     def _chat_choice(self) -> Any:
-        """The choice of tools as a chat has it."""
+        """The choice of tools in a chat's form."""
         choice = self.tool_choice
         if isinstance(choice, ResponseToolChoice):
             return {"type": "function", "function": {"name": choice.name}}
@@ -506,9 +506,9 @@ class ResponsesRequest(OtherResponseFields):
 
     @property
     def _messages(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """The input as a chat's messages, and what the reply says of items without a place in them.
+        """The input as a chat's messages, and notes on items that are left out.
 
-        The calls of a turn belong to the assistant's message before them, and reasoning to the one behind it.
+        Calls belong to the assistant's message before them, and reasoning to the assistant's message after it.
         """
         messages: list[dict[str, Any]] = []
         notes: list[str] = []
@@ -544,7 +544,7 @@ class ResponsesRequest(OtherResponseFields):
         return messages, notes
 
     def response(self, *, id: str, created: int) -> Response:
-        """The response as it begins."""
+        """The response at its beginning."""
         form = {"type": "text"}
         if self.text is not None and self.text.format is not None:
             form = self.text.format.model_dump(by_alias=True, exclude_none=True)
@@ -598,7 +598,7 @@ CHAT_FIELDS = (
     "user",
     "top_logprobs",
 )
-"""What a chat has by the same name."""
+"""Fields with the same name in a chat."""
 
 
 def _text(content: str | Sequence[InputText | InputRefusal]) -> str:
@@ -612,7 +612,7 @@ def _chat_format(form: ResponsesTextFormat) -> dict[str, Any]:
 
 
 def own_error(error: ApiError) -> ApiError:
-    """A chat's refusal with the field that a `ResponsesRequest` has it in."""
+    """A chat's refusal, with the chat's field replaced by the field of `ResponsesRequest`."""
     field = (error.param or "").partition(".")[0]
     own = FIELDS.get(field, field)
     if own == field:

@@ -1,8 +1,8 @@
 """The shapes of every reply, as typed dicts.
 
-The type checker holds what builds a reply to them. Pydantic makes the OpenAPI document and docs/reference/api.md of
-them: a member's docstring is its description. Members that a reply always has are required; the others are there
-where they were asked for, or have a value.
+The type checker checks the code that builds replies against them. The OpenAPI document and docs/reference/api.md are
+made from them: a member's docstring is its description. A required member is in every reply; other members are present
+if the request asked for them or if they have a value.
 """
 
 from typing import Annotated, Any, Literal, NotRequired
@@ -43,7 +43,7 @@ class Choice(TypedDict):
     finish_reason: EndReason
     """`abort`: an administrator ended it"""
     stop_reason: int | str | None
-    """the stop string, or the one of `stop_token_ids`, that ended it; else `null`"""
+    """the stop string or the member of `stop_token_ids` that ended it; else `null`"""
     token_ids: NotRequired[list[int]]
     """with `return_token_ids`"""
     prompt_token_ids: NotRequired[list[int]]
@@ -78,10 +78,10 @@ class Usage(TypedDict):
     prompt_tokens: int
     """each prompt once"""
     completion_tokens: int
-    """of all choices; of a template those in holes"""
+    """tokens of all choices; with `template` the tokens in holes"""
     total_tokens: int
     prompt_tokens_details: "CachedTokens"
-    """found in the prefix cache, by each prompt's first choice"""
+    """prompt tokens that each prompt's first choice found in the prefix cache"""
 
 
 class UsageSoFar(TypedDict):
@@ -103,31 +103,31 @@ class Measures(TypedDict):
     num_tokens: int
     """useful tokens: before EOS"""
     num_forwards: int
-    """in which blocks of the request took part"""
+    """forwards in which blocks of the request took part"""
     num_store_forwards: int
-    """of these forwards, the number that decoded none of its blocks"""
+    """the number of these forwards that only stored its blocks"""
     num_prefill_forwards: int
-    """that carried only its prompt, or repeated what a preemption undid; not in `num_forwards`"""
+    """forwards of its prompt only, or that repeated work lost in a preemption; not in `num_forwards`"""
     queue_seconds: float
-    """from the arrival at an engine to a batch row"""
+    """from arrival at an engine to a batch row"""
     prompt_seconds: float
-    """from there to the end of the prompt's own forwards; 0 where the prefix cache held it"""
+    """from the batch row to the end of the prompt's own forwards; 0 if the prefix cache held the prompt"""
     decode_seconds: float
-    """of the forwards in `num_forwards`"""
+    """duration of the forwards in `num_forwards`"""
     num_cached_tokens: int
-    """of the prompt, from the prefix cache"""
+    """prompt tokens from the prefix cache"""
     num_preemptions: int
     """how often it lost its batch row, and waited for another"""
     tpf: float
     """`num_tokens` / `num_forwards`"""
     oldest_weights: int
-    """number of the weights that decoded its first tokens"""
+    """version of the weights that decoded the first tokens"""
     newest_weights: int
-    """and its last ones"""
+    """version of the weights that decoded the last tokens"""
     seed: NotRequired[int]
-    """where tokens were drawn"""
+    """if tokens were sampled"""
     speed: NotRequired[float]
-    """where a speed was asked for: the point that was taken"""
+    """if the request has a speed: the speed of the chosen point"""
     notes: NotRequired[list[str]]
     """fields of the request that have no effect, each with its reason"""
 
@@ -142,20 +142,20 @@ class ExpertFields(TypedDict):
     """The experts of neighbouring tokens in one forward."""
 
     forward: int
-    """its number, as in the step map; 0 for a forward that stored tokens alone"""
+    """its number, as in the step map; 0 for a forward that only stored tokens"""
     start: int
     """the position of the first token, counted from the prompt's first"""
     shape: list[int]
-    """tokens, layers that have experts, experts of each token"""
+    """number of tokens, of layers with experts, and of experts per token"""
     ids: str
-    """that many numbers as base64: a byte each, or two, the low one first, where a number is above 255"""
+    """the numbers of this shape as base64: one byte each, or two (little-endian) if a number is above 255"""
 
 
 class RolloutFields(TypedDict):
     step_map: list[int]
     """for each token the forward, from 1, that accepted it"""
     logprobs: list[float]
-    """for each token its log-probability there"""
+    """for each token its log-probability in this forward"""
     terminal: NotRequired[TerminalFields]
     """the rest of the answer's last block, in the whole answer and in a stream's last piece"""
     experts: NotRequired[list[ExpertFields]]
@@ -163,7 +163,7 @@ class RolloutFields(TypedDict):
 
 
 class TokenFields(TypedDict, total=False):
-    """Members of a choice that say more of its tokens."""
+    """Optional members of a choice on its tokens."""
 
     token_ids: list[int]
     prompt_token_ids: list[int]
@@ -194,7 +194,7 @@ class FunctionCallItem(TypedDict):
     id: str
     type: Literal["function_call"]
     call_id: str
-    """that the call's result names"""
+    """the id that the call's result names"""
     name: str
     arguments: str
     """a JSON object as text"""
@@ -225,7 +225,7 @@ class Response(TypedDict):
     status: Literal["in_progress", "completed", "incomplete"]
     error: None
     incomplete_details: IncompleteDetails | None
-    """of an answer that is `incomplete`"""
+    """set if the status is `incomplete`"""
     instructions: str | None
     """as in the request"""
     max_output_tokens: int | None
@@ -261,7 +261,7 @@ class Response(TypedDict):
 
 
 class ResponseEvent(TypedDict):
-    """An event of a streamed response; what else it has goes by its `type`, as in OpenAI's API."""
+    """An event of a streamed response; its other members depend on its `type`, as in OpenAI's API."""
 
     type: str
     """the event's name too"""
@@ -285,7 +285,7 @@ class Chunk(TypedDict):
     created: Created
     model: str
     choices: Annotated[list["ChunkChoice"], Field(max_length=1)]
-    """none in a last event with `usage`"""
+    """empty in a last event with `usage`"""
     usage: NotRequired[Usage | UsageSoFar | None]
     """in the last event with `include_usage`, `null` before it, or with `continuous_usage_stats` the counts so far"""
     mbd: NotRequired[Measures]
@@ -313,7 +313,7 @@ class ChunkChoice(TypedDict):
     holes: NotRequired[list[str]]
     """in a choice's last piece"""
     resume: NotRequired["ResumePlace"]
-    """with `resumable`, in the last piece of each commit but a choice's last one"""
+    """with `resumable`, in the last piece of each commit except a choice's last commit"""
 
 
 class Delta(TypedDict):
@@ -329,17 +329,18 @@ class ResumePlace(TypedDict):
     id: str
     """of the stream"""
     num_tokens: int
-    """of the choice, up to here"""
+    """tokens of the choice up to here"""
     forwards: int
-    """that the choice has taken part in"""
+    """forwards in which the choice has taken part"""
     seed: NotRequired[int]
-    """of the choice, where tokens are drawn"""
+    """seed of the choice, if tokens are sampled"""
 
 
 class FrameEvent(TypedDict):
-    """What a forward left in a request's Block Buffer. Nothing in it is final but what the chunks beside it say too.
+    """The content of a request's Block Buffer after a forward. It is provisional: only tokens that also appear in a
+    chunk are final.
 
-    It is a chunk without choices, so that clients which know no frames find nothing in it.
+    It is a chunk without choices, which a client that does not know frames ignores.
     """
 
     id: ReplyId
@@ -356,16 +357,17 @@ class FrameFields(TypedDict):
     forward: int
     """its number, from 1"""
     position: int
-    """of the first slot's first token, from the answer's first; negative where the prompt's end stands in the block"""
+    """position of the first slot's first token, counted from the answer's first; negative if the block holds the
+    prompt's end"""
     num_slots: int
     """of the buffer"""
     slots: list["SlotFields"]
-    """those with a block"""
+    """the slots with a block"""
 
 
 class SlotFields(TypedDict):
     state: Literal["ACTIVE", "TO_CACHE", "IN_CACHE"]
-    """what the forward saw; `IN_CACHE`: it stored the block, which leaves"""
+    """the state before the forward; `IN_CACHE`: the forward stored the block, which leaves the buffer"""
     tokens: list[int | None]
     """after the forward; `null` where masked"""
     texts: list[str | None]
@@ -373,7 +375,7 @@ class SlotFields(TypedDict):
     accepted: list[int]
     """offsets that the forward filled"""
     edited: list[int]
-    """offsets that it overwrote"""
+    """offsets that the forward overwrote"""
 
 
 # Errors, models, the tokenizer.
@@ -389,7 +391,7 @@ class ErrorFields(TypedDict):
     type: str
     """`invalid_request_error`, `authentication_error`, `permission_error`, `rate_limit_error` or `server_error`"""
     param: str | None
-    """the field that is wrong"""
+    """the wrong field"""
     code: str | None
     """see Errors"""
 
@@ -437,10 +439,10 @@ class TokenizerInfo(TypedDict):
 
 
 class Order(TypedDict):
-    """What the replicas of a model have done."""
+    """The result of an order at the replicas of a model."""
 
     replicas: int
-    """how many did it"""
+    """number of replicas that carried it out"""
     folder: NotRequired[str]
     """of `/update_weights`"""
     version: NotRequired[int]
@@ -460,14 +462,14 @@ class Version(TypedDict):
 
 class Ready(TypedDict):
     ready: bool
-    """whether new requests are taken: no drain has begun, and each model has a replica that answers, or may have none
-    (`min: 0`)"""
+    """whether the server accepts requests: no drain has begun, and each model has a replica that answers, or scales to
+    zero (`min: 0`)"""
     asleep: bool
     """whether an administrator has put a model to sleep"""
 
 
 class Health(TypedDict):
-    """The first three for everybody, the rest for whoever has a key, where the server asks for keys."""
+    """On a server with keys, a client without a key gets only the first three members."""
 
     ready: bool
     """as in `Ready`"""
@@ -476,7 +478,7 @@ class Health(TypedDict):
     draining: bool
     """whether this gateway shuts down: it refuses new requests and finishes those under way"""
     refused_content: NotRequired[str | None]
-    """why the gateway did not take over the newest names of adapters"""
+    """why the gateway did not adopt the newest names of adapters"""
     running: NotRequired[int]
     """requests that hold a batch row, in all replicas"""
     waiting: NotRequired[int]
@@ -491,7 +493,7 @@ class ModelState(TypedDict):
 
 
 class ReplicaState(TypedDict):
-    """Of a replica that does not answer, `error` says why, and the members that may be missing are."""
+    """A replica's state. If the replica does not answer, `error` says why, and the optional members are missing."""
 
     ready: bool
     """whether it takes requests"""
@@ -505,57 +507,57 @@ class ReplicaState(TypedDict):
     pid: NotRequired[int]
     """of its process"""
     asleep: NotRequired[bool]
-    """whether its memory is given back"""
+    """whether it sleeps, with its memory freed"""
     weights: NotRequired[dict[str, Any]]
-    """`folder` that it decodes with, null for tensors, and `version`, the number of these weights"""
+    """`folder` of its weights, null if they came as tensors, and their `version`"""
     adapters: NotRequired[dict[str, Any]]
     """its LoRA adapters: folders by name"""
     refused_content: NotRequired[str | None]
-    """why the newest weights or adapters were not taken over"""
+    """why it did not adopt the newest weights or adapters"""
     forwards: NotRequired[int]
-    """so far"""
+    """number of forwards since its start"""
     backend: NotRequired[str]
-    """device and dtype, how the weights are stored, over how many ranks"""
+    """device, dtype, precision of the weights, and number of ranks"""
     tensor_parallel: NotRequired[int]
     """number of ranks"""
     rank_sums: NotRequired[dict[str, Any] | None]
-    """how tensor-parallel ranks add up: its `name`, up to how many bytes of a part (`most_bytes`, of shared memory),
-    and for what was `not_chosen` why; `null` of one rank"""
+    """how tensor-parallel ranks sum their parts: the `name`, the largest part in bytes (`most_bytes`, with shared
+    memory), and the reason for each method `not_chosen`; `null` with one rank"""
     attention: NotRequired[dict[str, Any]]
-    """the kernel's `name`, and for each other kernel why it was `not_chosen`"""
+    """the kernel's `name`, and the reason for each kernel `not_chosen`"""
     defaults: NotRequired[dict[str, Any]]
-    """the decoding and sampling of a request that asks for nothing"""
+    """the decoding and sampling of a request without such fields"""
     speed_front: NotRequired["Front | None"]
     """the measured front of accuracy and speed; `null` without one"""
     engine: NotRequired[dict[str, Any]]
-    """the engine's settings; `null` left a choice to the engine"""
+    """the engine's settings; `null`: the engine chose"""
     max_model_len: NotRequired[int]
     """tokens that a prompt and its answer can have together"""
     kv_cache: NotRequired[dict[str, Any]]
-    """`num_pages`, `page_size`, `tokens`: how many tokens' keys and values fit, and `free_pages`, those included that
-    hold cached prefixes"""
+    """`num_pages`, `page_size`, `tokens` (whose keys and values fit), and `free_pages`, which include pages of cached
+    prefixes"""
     graphs: NotRequired[dict[str, Any]]
-    """CUDA graphs: how many were `captured` (`not_used` says why none is), their `memory_bytes`, and static steps so
-    far: `steps_replayed` as graphs, `steps_eager` without one"""
+    """CUDA graphs: the number `captured` (`not_used`: why there are none), their `memory_bytes`, and static steps so
+    far: `steps_replayed` with a graph, `steps_eager` without"""
     prefix_cache: NotRequired[dict[str, Any]]
-    """prompt tokens `looked_up`, and those `found`"""
+    """the numbers of prompt tokens `looked_up` and `found`"""
 
 
 class Front(TypedDict):
     tasks: list[str]
-    """whose means the points are"""
+    """tasks whose mean each point is"""
     num_samples: int
-    """problems of these tasks together"""
+    """number of problems of these tasks together"""
     points: list["FrontPoint"]
     """the most accurate first; each is faster and less accurate than the one before"""
 
 
 class FrontPoint(TypedDict):
     speed: float
-    """where it stands, from 0 to 1"""
+    """its position on the front, from 0 to 1"""
     decoding: dict[str, Any]
-    """what a request with that `speed` is decoded with"""
+    """the decoding of a request with this `speed`"""
     accuracy: float
-    """percent of the problems that were solved"""
+    """percentage of solved problems"""
     tpf: float
     """tokens per forward"""

@@ -37,7 +37,7 @@ def event(value: Chunk | FrameEvent | Error) -> str:
 
 
 def _place(request: Request, reply_id: str, num_tokens: int, num_forwards: int) -> ResumePlace:
-    """The place behind the first `num_tokens` tokens of a choice, `num_forwards` on this server."""
+    """The place after a choice's first `num_tokens` tokens; `num_forwards` is its forwards on this server."""
     place: ResumePlace = {"id": reply_id, "num_tokens": num_tokens, "forwards": request.first_forward + num_forwards}
     if request.sampling.temperature:
         place["seed"] = request.sampling.seed
@@ -46,16 +46,16 @@ def _place(request: Request, reply_id: str, num_tokens: int, num_forwards: int) 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerParts:
-    """What a client asked to see of its answer.
+    """The parts of its answer that a client requested.
 
-    streamed       whether the client asked for `events()`; otherwise it gets `whole()`
-    logprobs       one for each choice, where the client asked for log-probabilities
+    streamed       whether the client wants `events()` instead of `whole()`
+    logprobs       one writer of log-probabilities per choice, if requested
     details        reports on tokens beside their text
-    calls          the rule that the answers were held to, if they may have calls
-    echoes         the text before each choice's own, if any
-    frame_texts    the text of each token, where frames are asked for
-    resumable      whether each commit of a stream ends with its place, from which it can go on (`Resume`)
-    usage          which events carry the usage: none, an extra last one, or that and each before it
+    calls          the rule for calls in the answers, if they may have calls
+    echoes         the text before each choice's own text, if any
+    frame_texts    the text of each token, if frames are requested
+    resumable      whether each commit of a stream ends with a `ResumePlace`
+    usage          the events with the usage: none, an extra last event, or each event and the extra one
     """
 
     streamed: bool = False
@@ -71,7 +71,7 @@ class AnswerParts:
 class ServedAnswer:
     """The tokens committed to one API request, in the shapes of `reply`; the caller must `close()` it.
 
-    `watch` measures the steps; `on_close` is called by `close()`, each time.
+    `watch` measures the steps; each `close()` calls `on_close`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ServedAnswer:
         is_form = parts.calls is not None and parts.calls.form is not None
         self._calls = [None if parts.calls is None else CallReader(form=is_form) for _ in stream.requests]
         self._echoes = list(parts.echoes) or [""] * len(stream.requests)
-        self._num_tokens = [len(request.committed) for request in stream.requests]  # of each choice's chunks so far
+        self._num_tokens = [len(request.committed) for request in stream.requests]  # sent so far, per choice
 
     def close(self) -> None:
         """Aborts the unfinished requests."""
@@ -100,8 +100,10 @@ class ServedAnswer:
         self._on_close()
 
     async def whole(self, on_step: Callable[[TextStep], None] = lambda step: None) -> Completion:
-        """The whole answer in one object, its choices in the order of the requests; `on_step` is called with each step
-        as it comes."""
+        """The whole answer in one object, with its choices in the order of the requests.
+
+        Calls `on_step` with each step.
+        """
         texts = {r.request_id: echo for r, echo in zip(self._stream.requests, self._echoes, strict=True)}
         outputs: dict[str, Output] = {}
         weights: list[tuple[int, int]] = []
@@ -147,15 +149,15 @@ class ServedAnswer:
     async def events(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[str]:
         """The answer as server-sent events. The last object before `[DONE]` carries `mbd`.
 
-        The status has been sent by then: a failure becomes the last event, with the error that `on_failure` returns,
-        and no `[DONE]` follows.
+        The HTTP status is sent before the first event, so a failure becomes the last event, with the error that
+        `on_failure` returns, and no `[DONE]` follows.
         """
         async for group in self.event_groups(on_failure):
             for text in group:
                 yield text
 
     async def event_groups(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[list[str]]:
-        """The events, grouped by step; a step's text goes out token by token."""
+        """The events, grouped by step; each token's text is its own event."""
         try:
             async for chunks in self.chunks():
                 yield list(map(event, chunks))

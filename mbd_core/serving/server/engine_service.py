@@ -1,4 +1,4 @@
-"""One engine that serves, asked how it is: its limits, health, measures and state. What a replica's process runs."""
+"""One engine that serves, with its limits, health, measures and state. A replica's process runs it."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class EngineService(ChangingEngine):
         trace: TraceRecorder | None = None,
         fetch: Callable[[str], str | Path] = Path,
     ) -> None:
-        """As `ChangingEngine`; `stop()` closes `trace`."""
+        """The arguments of `ChangingEngine`; `stop()` closes `trace`."""
         super().__init__(args, trace=trace, fetch=fetch)
         self._trace = trace
         self._sampling = args.sampling(self.loaded.defaults)
@@ -37,13 +37,13 @@ class EngineService(ChangingEngine):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The decoding and sampling of a request that asks for nothing."""
+        """The decoding and sampling of a request without such fields."""
         own = {"temperature": 0, "max_tokens": MAX_TOKENS_DEFAULT}
         return {**asdict(self.loaded.decoding({})), **own, **self._sampling}
 
     @property
     def limits(self) -> EngineLimits:
-        """What senders of requests need to know."""
+        """The limits that senders of requests need."""
         engine = self.loaded.engine
         return EngineLimits(
             admission=engine.admission,
@@ -68,7 +68,7 @@ class EngineService(ChangingEngine):
             self._trace.close()
 
     def describe(self) -> str:
-        """One line: device, attention kernel and why no other, KV memory, the decoding of a plain request."""
+        """One line: device, attention kernel with reasons against other kernels, KV memory, default decoding."""
         engine = self.loaded.engine
         defaults = ", ".join(f"{name}={value}" for name, value in self.defaults.items() if value is not None)
         return (
@@ -77,7 +77,7 @@ class EngineService(ChangingEngine):
         )
 
     def check_health(self) -> None:
-        """Raises `EngineFailed` or `RankLost` if no request can be served any more; never waits."""
+        """Raises `EngineFailed` or `RankLost` if the engine can serve no more requests; never waits."""
         self.engine.check_health()
         self.loaded.check_health()
 
@@ -91,7 +91,7 @@ class EngineService(ChangingEngine):
 
     @property
     def kv_load(self) -> float:
-        """The share of the KV memory that requests hold and the prompts that wait would: above 1 they lack it."""
+        """The fraction of the KV memory that running requests hold and waiting prompts need; above 1, memory lacks."""
         engine = self.loaded.engine
         pool = engine.scheduler.pool
         return 1.0 - pool.num_free / pool.capacity + self.engine.waiting_tokens / engine.kv_tokens
@@ -102,7 +102,7 @@ class EngineService(ChangingEngine):
         return replace(self.loaded.engine.measures(), running=load.running, waiting=load.waiting)
 
     def state(self) -> ReplicaState:
-        """Whether requests are served, how many, and by what."""
+        """The fields of `/health` on this replica."""
         engine, load = self.loaded.engine, self.engine.load
         pool = engine.scheduler.pool
         return {

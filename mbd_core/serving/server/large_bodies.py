@@ -1,4 +1,4 @@
-"""Bodies that take long to parse: they are parsed one at a time, with pauses for other clients' requests."""
+"""Large bodies are parsed one at a time, with pauses for other clients' requests."""
 
 import asyncio
 from collections import Counter
@@ -11,9 +11,9 @@ from mbd_core.serving.tokens.stream import FairTurns, TooManyRequests, has_room
 
 K = TypeVar("K", CompletionRequest, ChatRequest, ResponsesRequest)
 
-LARGE_BODY = 2**17  # bytes: parsing more takes the event loop for many milliseconds
+LARGE_BODY = 2**17  # bytes; parsing a larger body blocks the event loop for many milliseconds
 MOST_LARGE = 16  # large bodies that may wait to be parsed
-REST = 5.0  # seconds of the event loop that a large body leaves to others for each second of its parsing
+REST = 5.0  # pause after a large body, as a multiple of its parsing time
 
 
 class LargeBodies:
@@ -22,10 +22,10 @@ class LargeBodies:
     def __init__(self) -> None:
         self._turns = FairTurns(1, seconds=60.0)
         self._waiting: Counter[str] = Counter()
-        self._next_parse = 0.0  # when the next may be parsed, on the clock of the loop
+        self._next_parse = 0.0  # earliest time of the next parse, on the loop's clock
 
     async def parse(self, kind: type[K], body: bytes, *, client: str) -> K:
-        """The request in a body; raises as `parse`, and `TooManyRequests` if many large bodies wait."""
+        """The request in a body. Raises the errors of `parse`, and `TooManyRequests` if many large bodies wait."""
         if len(body) <= LARGE_BODY:
             return parse(kind, body)
         if not has_room(self._waiting, client, 1, capacity=MOST_LARGE):

@@ -1,4 +1,4 @@
-"""What an API server's clients see: how long they wait for tokens, and how their requests end.
+"""Measures from the clients' side: how long they wait for tokens, and how their requests end.
 
 A choice is one engine request; an API request has one or more of them. The tokens of one commit share their arrival: a
 client gets a block at once. Four times follow from the arrivals of a choice's tokens:
@@ -32,12 +32,12 @@ MeasureClock = Callable[[], float]
 class RequestMeasures:
     """The requests of one model since the server started; times in seconds.
 
-    prompt_tokens, generation_tokens  of the choices that were accepted, and handed out by them
+    prompt_tokens, generation_tokens  tokens of accepted prompts, and generated tokens
     finished        choices that ended by themselves, by finish reason
-    aborted         choices whose client left before their end, or that an administrator ended
-    errors          API requests that were refused or failed, by HTTP status; where a stream fails after its status was
+    aborted         choices that ended because their client left or an administrator aborted them
+    errors          API requests that were refused or failed, by HTTP status; if a stream fails after its status was
                     sent, the status that it would have had
-    lost_replicas   how often a choice lost its replica; it went on at another one, or failed
+    lost_replicas   how often a choice lost its replica and then continued at another replica or failed
     """
 
     prompt_tokens: int = 0
@@ -57,14 +57,14 @@ class RequestMeasures:
 
 
 class ServerMeasures:
-    """The requests of one server, by model; `NO_MODEL` has the requests that name none of `models`."""
+    """The requests of one server, by model; `NO_MODEL` counts requests that name no served model."""
 
     def __init__(self, models: Iterable[str], *, clock: MeasureClock = time.perf_counter) -> None:
         self.by_model = {name: RequestMeasures() for name in (*models, NO_MODEL)}
         self._clock = clock
 
     def add(self, model: str) -> None:
-        """Count another model's requests too."""
+        """Count requests of `model` from now on."""
         self.by_model = {model: RequestMeasures(), **self.by_model}
 
     def on_arrival(self) -> "RequestWatch":
@@ -74,7 +74,7 @@ class ServerMeasures:
 
 @dataclass
 class _Choice:
-    """A choice that has not ended: its tokens so far, when the first and the last of them came."""
+    """An unfinished choice: its tokens so far, and the arrival times of the first and the last."""
 
     num_tokens: int = 0
     first: float = 0.0
@@ -86,7 +86,7 @@ class RequestWatch:
 
         on_arrival -> on_body -> on_model -> on_accepted -> on_tokens, on_end of each choice -> on_close
 
-    `on_error` may come at any time and is the last that counts; `on_close` may come twice.
+    `on_error` may come at any time, and later calls then count nothing; `on_close` may come twice.
     """
 
     def __init__(self, by_model: Mapping[str, RequestMeasures], clock: MeasureClock) -> None:
@@ -97,7 +97,7 @@ class RequestWatch:
         self._accepted = self._ended = False
 
     def on_body(self) -> None:
-        """All of it is there: how long a client takes to send it is no latency of ours."""
+        """The whole body has arrived. Latencies start here, because sending the body is the client's time."""
         self._arrival = self._clock()
 
     def on_model(self, name: str) -> None:
@@ -136,7 +136,7 @@ class RequestWatch:
             self._measures.time_per_output_token.add((choice.last - choice.first) / (choice.num_tokens - 1))
 
     def on_error(self, error: BaseException) -> None:
-        """It was refused or has failed; where its client left instead, it was aborted."""
+        """The request was refused or failed; if its client left, it counts as aborted instead."""
         if self._ended:
             return
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
@@ -147,7 +147,7 @@ class RequestWatch:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """What the block raises goes to `on_error` too."""
+        """Passes exceptions of the block to `on_error`, and on."""
         try:
             yield
         except BaseException as error:
@@ -161,7 +161,7 @@ class RequestWatch:
             self._measures.aborted += len(self._choices) if self._accepted else 1
 
     async def steps(self, stream: TextStream) -> AsyncIterator[TextStep]:
-        """The steps of the choices that the engines have taken, each seen here before its reader."""
+        """The steps of the accepted choices; each is measured before the reader gets it."""
         with self.errors():
             async for step in stream:
                 self.on_tokens(step.request_id, len(step.piece))

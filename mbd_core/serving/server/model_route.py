@@ -1,4 +1,4 @@
-"""From a parsed request to the requests of one model's engines, and from their tokens back to an answer."""
+"""One model's part of serving: from a parsed request to the engines' requests, and from tokens to an answer."""
 
 import logging
 import secrets
@@ -45,18 +45,18 @@ from mbd_core.serving.tokens.stream import TimeLimit
 
 ApiRequest = CompletionRequest | ChatRequest
 
-PLACES = 2  # choices of a client that the engines know at once, for each of their batch rows
+PLACES = 2  # choices that one client may have at the engines, per batch row
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizedBody:
-    """An API request as requests of tokens.
+    """A tokenised API request.
 
-    api_request  with the model's defaults where it says nothing
-    seed         of its first choice
+    api_request  the request with the model's defaults filled in
+    seed         seed of its first choice
     requests     one for each prompt and choice
-    template     of a template, its tokens
-    echoes       the text before each choice's own, if any
+    template     the tokens of its template, if any
+    echoes       the text before each choice's own text, if any
     """
 
     api_request: ApiRequest
@@ -67,7 +67,7 @@ class TokenizedBody:
 
     @property
     def call_rule(self) -> CallRule | None:
-        """The rule that answers with calls are held to."""
+        """The rule for answers with calls."""
         return self.api_request.call_rule if isinstance(self.api_request, ChatRequest) else None
 
 
@@ -77,7 +77,7 @@ def scored(api_request: ApiRequest) -> TypeGuard[CompletionRequest]:
 
 
 def first_seed(api_request: ApiRequest) -> int:
-    """Of the first choice; where tokens are drawn without one, any."""
+    """The seed of the first choice; random if tokens are sampled without a given seed."""
     if api_request.resume is not None and api_request.resume.seed is not None:
         return api_request.resume.seed
     if not api_request.draws:
@@ -86,14 +86,14 @@ def first_seed(api_request: ApiRequest) -> int:
 
 
 class ModelRoute:
-    """From a parsed request to the requests of one model's engine, and back from tokens to text."""
+    """Turns parsed requests into the requests of one model's engines, and tokens into answers."""
 
     def __init__(self, model: ServedModel, log: logging.Logger) -> None:
-        """Called in the tokenizer's thread."""
+        """Call it in the tokenizer's thread."""
         self.model, self._log = model, log
         self.choices = OpenChoices(model.capacity)
         self.places = ClientPlaces(PLACES * model.num_engines * model.limits.rows)
-        model.tokenizer.encode("")  # its first call switches padding and truncation off, which no two threads may do
+        model.tokenizer.encode("")  # its first call sets padding and truncation, which two threads must not do at once
         self.decode = partial(decode_text, model.tokenizer)
         self.decode_all = partial(decode_text, model.tokenizer, special=True)
         self.token_texts = TokenTexts(model.tokenizer)
@@ -102,7 +102,7 @@ class ModelRoute:
         self._compile = GrammarCompiler(partial(compile_guide, grammars))
 
     def tokenized(self, api_request: ApiRequest, *, seed: int) -> "TokenizedBody":
-        """In the tokenizer's thread: prompts to ids, and one request for each prompt and choice."""
+        """Tokenise the prompts, and make one request per prompt and choice. Call it in the tokenizer's thread."""
         read_prompts = self._read(api_request)
         echoes = api_request.echoes(self.decode) if isinstance(api_request, CompletionRequest) else []
         if scored(api_request):
@@ -125,14 +125,17 @@ class ModelRoute:
         return TokenizedBody(api_request=api_request, seed=seed, requests=requests, template=template, echoes=echoes)
 
     def texts(self, body: "TokenizedBody") -> list[CommittedText]:
-        """The text of each of its requests so far; of a stream that goes on, in the tokenizer's thread."""
+        """The text state of each request. For a resumed stream, call it in the tokenizer's thread."""
         decode = self.decode if body.call_rule is None else self.decode_all
         return committed_texts(body.requests, decode, body.api_request.stop_strings)
 
     async def open(
         self, body: "TokenizedBody", texts: Sequence[CommittedText], *, client: str, limit: TimeLimit
     ) -> TextStream:
-        """The stream of its requests, once the engines have taken them; raises as `TextStream.open` does."""
+        """The stream of the body's requests, once the engines accepted them.
+
+        Raises the errors of `TextStream.open`.
+        """
         with self.choices.opening(client, len(body.requests)):
             stream = await TextStream.open(
                 self.model.source,
@@ -149,7 +152,7 @@ class ModelRoute:
     def answer(
         self, body: "TokenizedBody", stream: TextStream, *, watch: RequestWatch, on_close: Callable[[], None]
     ) -> ServedAnswer:
-        """The answer that its client asked for, over the steps of `stream`."""
+        """The answer in the form that the client requested, over the steps of `stream`."""
         api_request, reply = body.api_request, self._reply(body)
         details = token_details(api_request, body.template, self.decode)
         if scored(api_request):
@@ -185,14 +188,14 @@ class ModelRoute:
     def _logprobs(self, body: "TokenizedBody") -> list[ChoiceLogprobs]:
         chat = isinstance(body.api_request, ChatRequest)
         logprobs = [ChoiceLogprobs(self.token_texts, self.decode, chat=chat) for _ in body.requests]
-        for choice, request in zip(logprobs, body.requests, strict=True):  # text_offset goes on behind these
+        for choice, request in zip(logprobs, body.requests, strict=True):  # text_offset continues after these tokens
             begun = request.committed
             choice.add(Piece(tokens=begun, logprobs=(0.0,) * len(begun)))
         return logprobs
 
     def with_defaults(self, api_request: ApiRequest) -> ApiRequest:
-        """The request with the model's own sampling where it says nothing; its default penalty gives way to a decoding
-        that takes none. A prompt is scored without them."""
+        """The request with the model's default sampling for missing fields, except a penalty that the decoding
+        refuses. The scoring of a prompt takes no defaults."""
         if isinstance(api_request, CompletionRequest) and api_request.scores_prompt:
             return api_request
         defaults = {name: value for name, value in self.model.limits.sampling.items() if name != "max_tokens"}
@@ -211,18 +214,18 @@ class ModelRoute:
         return template_tokens(parts, encode, limit=self.model.limits.admission.max_length)
 
     def stop(self) -> None:
-        """End its threads."""
+        """End the threads that compile grammars."""
         self._compile.stop()
 
     async def check_grammar(self, api_request: GenerationRequest, requests: list[Request]) -> None:
-        """Refuse a grammar that no engine could honour, before one is asked; `ApiError` (400) names the field."""
+        """Raise `ApiError` (400), which names the field, for a grammar that the engines do not support."""
         try:
             await self._compile(min(requests, key=lambda r: r.max_tokens))
         except RequestRefused as error:
             raise FieldError(api_request.grammar_field or "", str(error), code=error.code) from None
 
     async def check_long_form(self, api_request: GenerationRequest) -> None:
-        """As `check_grammar`, of a request whose prompt is too long: a shorter one would not help a wrong grammar."""
+        """`check_grammar` for a request with a too long prompt: a bad grammar is reported first."""
         grammar = grammar_of(api_request, self.model.tokenizer.get_added_vocab())
         if grammar is not None:
             length = self.model.limits.admission.max_length
@@ -242,14 +245,17 @@ class ModelRoute:
         return [chat_ids(self.model, api_request.turns, api_request, tools=api_request.shown_tools)]
 
     def notes(self, api_request: ApiRequest) -> list[str]:
-        """The fields that were taken and have no effect."""
+        """A note for each accepted field without effect."""
         if not isinstance(api_request, ChatRequest):
             return api_request.notes
         unknown = partial(unknown_variables, self.model.tokenizer)
         return [*api_request.notes, *api_request.template_notes(unknown)]
 
     def point(self, speed: float) -> tuple[float, SpeedPoint]:
-        """The point of the model's front at `speed`, and its own speed; `ApiError` (400) where there is no front."""
+        """The own speed of the front's point at `speed`, and the point.
+
+        Raises `ApiError` (400) if there is no front.
+        """
         front = self.model.speed_front
         if front is None:
             raise FieldError(

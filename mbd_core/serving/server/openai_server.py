@@ -39,10 +39,9 @@ MOST_SLOWED = 64  # refusals that last, each with its connection and its body
 
 
 class OpenAIServer:
-    """The models by the names that clients call them. Its methods belong to one event loop.
+    """Serves models by name. All methods belong to one event loop.
 
-    A server that is to end without cutting answers is drained first: `begin_drain()`, then
-    `wait_until_drained(seconds)`.
+    To stop without cutting answers, call `begin_drain()` and `wait_until_drained(seconds)` first.
     """
 
     def __init__(
@@ -55,9 +54,14 @@ class OpenAIServer:
         measures: ServerMeasures | None = None,
         log: logging.Logger | None = None,
     ) -> None:
-        """`models` gives each model when it is first asked for; an answer may take `request_seconds` from the arrival
-        of its request's whole body on. A client may have `client_requests` choices under way, and a body
-        `body_prompts` prompts. `measures` are told of every request."""
+        """Limits and models.
+
+        models           a function per model, called at the model's first request
+        request_seconds  time limit of an answer, from the arrival of the whole body
+        client_requests  most open choices of a client
+        body_prompts     most prompts of a body
+        measures         gets every request
+        """
         self._models, self._request_seconds, self._body_prompts = dict(models), request_seconds, body_prompts
         self._log = log or logging.getLogger(__name__)
         self.measures = measures or ServerMeasures(self._models)
@@ -70,7 +74,7 @@ class OpenAIServer:
         self._refusals = Refusals(seconds=AGAIN_SECONDS, most=MOST_SLOWED)
 
     def offer(self, models: Mapping[str, Callable[[], Awaitable[ServedModel]]]) -> None:
-        """Serve these models from now on; requests under way go on."""
+        """Serve these models from now on; running requests continue."""
         self._models = dict(models)
         self._routes = {name: route for name, route in self._routes.items() if name in models}
         for name in models.keys() - self.measures.by_model.keys():
@@ -82,11 +86,11 @@ class OpenAIServer:
         return self._open_requests.draining
 
     def begin_drain(self) -> int:
-        """Refuses new requests with 503 from now on; returns how many requests run or wait, which go on."""
+        """Refuse new requests with 503 from now on. Open requests continue; returns their number."""
         return self._open_requests.begin_drain()
 
     async def wait_until_drained(self, seconds: float) -> int:
-        """Wait until every answer has ended, for `seconds` at most; how many have not. Call `begin_drain` first."""
+        """Wait until every answer has ended, at most `seconds`. Returns the number of open requests."""
         return await self._open_requests.wait_until_drained(seconds)
 
     async def stop(self) -> None:
@@ -102,7 +106,7 @@ class OpenAIServer:
         return {"object": "list", "data": [self.model(name) for name in self._models]}
 
     def model(self, name: str) -> Model:
-        """OpenAI's model object; `ApiError` (404) for a name that is not served."""
+        """OpenAI's model object. Raises `ApiError` (404) for an unknown name."""
         served_name(name, self._models)
         route = self._routes.get(name)
         length = None if route is None else route.model.limits.admission.max_length
@@ -132,14 +136,14 @@ class OpenAIServer:
     # -- the tokenizer ------------------------------------------------------------------------------------------
 
     async def tokenize(self, body: bytes) -> TokenIds:
-        """The token ids of a text or a chat; raises as `complete` does."""
+        """The token ids of a text or a chat. Raises the errors of `complete`."""
         api_request = parse(TokenizeRequest, body)
         async with TimeLimit(self._request_seconds).watch():
             model = (await self._route(served_name(api_request.model, self._models))).model
             return await self._tokenizing.run(partial(tokenize, api_request, model), characters=len(body))
 
     async def detokenize(self, body: bytes) -> TokenText:
-        """The text of token ids; raises as `complete` does."""
+        """The text of token ids. Raises the errors of `complete`."""
         order = parse(DetokenizeRequest, body)
         async with TimeLimit(self._request_seconds).watch():
             call = partial(
@@ -148,23 +152,22 @@ class OpenAIServer:
             return await self._tokenizing.run(call, characters=len(order.tokens))
 
     async def tokenizer_info(self, name: str | None) -> TokenizerInfo:
-        """The special tokens and the chat template; raises as `complete` does."""
+        """The special tokens and the chat template. Raises the errors of `complete`."""
         async with TimeLimit(self._request_seconds).watch():
             return tokenizer_info((await self._route(served_name(name, self._models))).model.tokenizer)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     async def complete(self, body: Body, *, key: str = "", limited: bool = True) -> ServedAnswer:
-        """The answer to a completion request; clients of different `key` take turns where requests wait.
+        """The answer to a completion request. Waiting clients, told apart by `key`, take turns.
 
-        Unless `limited`, a key may have any number of choices under way. A body that is still to be read counts as one
-        choice of its client from now on. Raises `ApiError`,
-        `TooManyRequests`, `EngineFailed` and `RequestTimedOut`.
+        Unless `limited`, a key may have any number of open choices. A body that has not arrived yet counts as one
+        choice. Raises `ApiError`, `TooManyRequests`, `EngineFailed` and `RequestTimedOut`.
         """
         return (await self._answer(CompletionRequest, body, key=key, limited=limited))[1]
 
     async def chat(self, body: Body, *, key: str = "", limited: bool = True) -> ServedAnswer:
-        """The answer to a chat request; as `complete`."""
+        """The answer to a chat request; arguments and errors as in `complete`."""
         return (await self._answer(ChatRequest, body, key=key, limited=limited))[1]
 
     async def check(self, kind: type[CompletionRequest] | type[ChatRequest], body: bytes) -> None:
@@ -179,11 +182,11 @@ class OpenAIServer:
         await route.check_grammar(api_request, tokenized.requests)
 
     async def respond(self, body: Body, *, key: str = "", limited: bool = True) -> ResponseAnswer:
-        """The answer to a request of `/v1/responses`; as `complete`."""
+        """The answer to a request of `/v1/responses`; arguments and errors as in `complete`."""
         return ResponseAnswer(*await self._answer(ResponsesRequest, body, key=key, limited=limited))
 
     async def _answer(self, kind: type[K], body: Body, *, key: str, limited: bool) -> tuple[K, ServedAnswer]:
-        """The request in a body, and its answer, whose request stays open until it is closed."""
+        """The request in a body, and its answer. The request counts as open until the answer is closed."""
         watch = self.measures.on_arrival()
         with watch.errors():
             async with self._refusals.slow_refusals(key):
@@ -205,7 +208,7 @@ class OpenAIServer:
                 raise
 
     def _count(self, api_request: ApiRequest, request: OpenRequest) -> None:
-        """Count a body's choices among its client's; `ApiError` and `TooManyRequests` for too many of them."""
+        """Count a body's choices against its client's limit. Raises `ApiError` or `TooManyRequests` for too many."""
         number, field = api_request.num_prompts, api_request.prompt_field
         if number > self._body_prompts:
             raise FieldError(field, f"{number} prompts in one body; this server takes at most {self._body_prompts}")
@@ -233,7 +236,7 @@ class OpenAIServer:
         return route.answer(body, stream, watch=watch, on_close=request.end)
 
     async def _tokenized(self, route: ModelRoute, api_request: ApiRequest, characters: int) -> TokenizedBody:
-        """The body's requests, whose grammar the engines can honour."""
+        """The tokenised body, after a check of its grammar."""
         call = partial(route.tokenized, api_request, seed=first_seed(api_request))
         try:
             body = await self._tokenizing.run(call, characters=characters)
@@ -249,7 +252,7 @@ class OpenAIServer:
         if name not in self._routes:
             model = await self._models[name]()
             route = await self._tokenizing.run(partial(ModelRoute, model, self._log), characters=0)
-            if self._routes.setdefault(name, route) is not route:  # another request's was quicker
+            if self._routes.setdefault(name, route) is not route:  # another request was quicker
                 route.stop()
         return self._routes[name]
 

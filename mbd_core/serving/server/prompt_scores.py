@@ -1,4 +1,4 @@
-"""The log-probabilities of a prompt's own tokens: `echo` with `logprobs`, by which harnesses compare answers."""
+"""The log-probabilities of a prompt's own tokens (`echo` with `logprobs`), with which harnesses compare answers."""
 
 import asyncio
 import uuid
@@ -23,13 +23,13 @@ from mbd_core.serving.tokens.served_model import ServedModel
 def score_requests(
     api_request: CompletionRequest, prompts: Sequence[Sequence[int]], model: ServedModel, *, seed: int
 ) -> list[Request]:
-    """A scored request for each prompt, which ends with one token that is generated.
+    """A scored request for each prompt; each ends with one generated token.
 
     Raises `FieldError`.
     """
     requests: list[Request] = []
     group, limits = uuid.uuid4().hex, model.limits.admission
-    slots = min(2, limits.buffer_size)  # with two, the next block's first forward stores the one before it
+    slots = min(2, limits.buffer_size)  # with two, the next block's first forward stores the block before it
     decoding = DecodingConfig(block_size=model.limits.block_size, buffer_size=slots, tau_add=1.0, tau_m2t=1.0)
     for prompt in prompts:
         if len(prompt) >= limits.max_length:
@@ -60,7 +60,7 @@ def score_requests(
 
 
 class PromptScores(ServedAnswer):
-    """What the engine scored: whole, in the shape of completions."""
+    """The scores of prompts, as a whole answer in the shape of completions."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class PromptScores(ServedAnswer):
             message = "the request was aborted before all of its prompt was scored; ask again"
             raise ApiError(503, message, code="aborted", headers={"Retry-After": "1"})
         parts = zip(self._stream.requests, ordered, self._echoes, strict=True)
-        # Entries for thousands of tokens take longer than a loop that serves others may stand still.
+        # In a thread: building the entries of thousands of tokens would block the event loop.
         choices = [await asyncio.to_thread(self._choice_of, *each) for each in parts]
         counts = [
             replace(o.counts, num_prompt_tokens=len(o.tokens), num_tokens=self._api_request.max_tokens or 0)
@@ -99,11 +99,11 @@ class PromptScores(ServedAnswer):
         return self._reply.full(choices, counts, weights)
 
     def _choice_of(self, request: Request, output: Output, echo: str) -> ReplyChoice:
-        number = len(output.tokens) - 1 + (self._api_request.max_tokens or 0)  # scores that were asked for
+        number = len(output.tokens) - 1 + (self._api_request.max_tokens or 0)  # number of requested scores
         tokens, scores = (*request.prompt, *output.tokens[:number]), output.scores[:number]
         entries = ChoiceLogprobs(self._token_texts, self._decode, chat=False)
         columns = entries.columns(tokens, (0.0, *(score.logprob for score in scores)))
-        columns["token_logprobs"][0] = None  # nothing stands before it
+        columns["token_logprobs"][0] = None  # the first token has no context
         if self._api_request.logprobs:
             likeliest = [entries.name(s.likeliest) for s in scores]
             values = [max(s.likeliest_logprob, LEAST_LOGPROB) for s in scores]

@@ -1,4 +1,4 @@
-"""A chat's answer as OpenAI's Responses have it: one object, or events in the order of OpenAI's API."""
+"""A chat's answer in the form of OpenAI's Responses: one object, or events in the order of OpenAI's API."""
 
 import json
 import time
@@ -21,7 +21,7 @@ from mbd_core.serving.server.answer import ServedAnswer
 
 
 class ResponseAnswer:
-    """The answer to a `ResponsesRequest`, over the chat's `answer`; `close()` it, however it ends."""
+    """The answer to a `ResponsesRequest`, made from the chat's `answer`; the caller must `close()` it."""
 
     def __init__(self, request: ResponsesRequest, answer: ServedAnswer) -> None:
         self._answer, self.streamed = answer, answer.streamed
@@ -53,7 +53,7 @@ class _Events:
     def __init__(self, response: Response) -> None:
         self._response, self._suffix = response, response["id"].removeprefix("resp_")
         self._number = 0
-        self._output: list[Any] = []  # the items that are whole
+        self._output: list[Any] = []  # finished items
         self._item: dict[str, Any] | None = None
         self._text = ""  # of the open item
         self._logprobs, self._num_sent = list[Any](), 0  # of the message's tokens; number sent
@@ -77,7 +77,7 @@ class _Events:
             self._reason = choice["finish_reason"] or self._reason
 
     def end(self) -> Iterator[str]:
-        """The events behind the last chunk: an answer without text and calls has one empty message."""
+        """The events after the last chunk. An answer without text and calls gets one empty message."""
         if self._item is None and not self._output:
             yield from self._open_message()
         is_whole = self._reason in ("stop", "tool_calls")

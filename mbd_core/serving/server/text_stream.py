@@ -1,4 +1,4 @@
-"""What an API request gets: the steps of its choices as text, until they end or its client leaves."""
+"""The stream of an API request: the steps of its choices as text, until they end or the client leaves."""
 
 import asyncio
 from collections import Counter
@@ -15,20 +15,21 @@ from mbd_core.serving.text.committed import CommittedText
 from mbd_core.serving.tokens.stream import FairTurns, TimeLimit, TokenSource, TokenStream, TooManyRequests, has_room
 
 MAX_UNREAD_FRAMES = 64  # of one API request
-NUM_OPENING, OPENING_SECONDS = 2, 0.25  # choices on their way to the engines, and how long each counts as that
-AGAIN_SECONDS = 1.0  # between two attempts to open a choice whose body has others under way
+NUM_OPENING, OPENING_SECONDS = 2, 0.25  # choices sent to the engines at once, and how long each holds its turn
+AGAIN_SECONDS = 1.0  # between two attempts to open a choice that waits for room
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextStep:
-    """What one step committed for one request; `output` is set with the last. Texts join to the whole answer.
+    """One step of one request: its new tokens and their text. The texts of all steps join to the whole answer.
 
     A request that met a stop string ends with finish_reason "stop"; its tokens, log-probabilities and counts then
     include the token that completed the stop string and none after it.
 
-    piece         the new tokens; `tail`, `frame` and `weights` mean the same as in `StepOutput`
-    texts         the text that each new token made certain; the step's own `text` begins with them
-    num_forwards  forwards of its request so far
+    output        the whole output, in the request's last step
+    piece         the new tokens; `tail`, `frame` and `weights` as in `StepOutput`
+    texts         the text that each new token made certain; `text` begins with them
+    num_forwards  forwards of the request so far
     """
 
     request_id: str
@@ -54,10 +55,10 @@ class TextStep:
 
 
 class TextStream:
-    """The steps of one or several requests in the order they come; iterate to the end, or `close()`.
+    """The steps of one or several requests in order of arrival; iterate to the end, or `close()` it.
 
-    Raises what the requests' token streams raise, and `RequestTimedOut` at the end of `limit`. Where nobody reads for
-    a while, frames beyond `MAX_UNREAD_FRAMES` are dropped, and nothing else.
+    Raises the errors of the requests' token streams, and `RequestTimedOut` at the end of `limit`. If the reader is
+    slow, frames beyond `MAX_UNREAD_FRAMES` are dropped, and nothing else.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class TextStream:
         limit: TimeLimit | None = None,
         waits: bool = False,
     ) -> None:
-        """Submit `requests` of the client `key`, as its `places` allow; `texts` are the text of each so far."""
+        """Submit the requests of client `key` as its `places` allow; `texts` holds the text state of each."""
         self.requests = tuple(requests)
         self.unfinished = {r.request_id for r in requests}
         self._source, self._key, self._limit, self._waits = source, key, limit or TimeLimit(None), waits
@@ -98,9 +99,11 @@ class TextStream:
         limit: TimeLimit | None = None,
         waits: bool = False,
     ) -> Self:
-        """A stream whose requests the source has taken, all or none; with `places` the first of them, and the others
-        wait where there is no room. With `waits` every one waits. Raises as `TokenSource.open` does, and
-        `RequestTimedOut`."""
+        """Open a stream of requests that the source accepts, all or none.
+
+        With `places`, only the first request must be accepted, and the others wait for room. With `waits`, the first
+        waits for room too. Raises the errors of `TokenSource.open`, and `RequestTimedOut`.
+        """
         stream = cls(source, requests, texts=texts, key=key, places=places, limit=limit, waits=waits)
         try:
             async with stream._limit.watch():
@@ -143,8 +146,8 @@ class TextStream:
         places: "ClientPlaces | None",
         opening: "asyncio.Future[None] | None",
     ) -> None:
-        """Submits one request, and puts its steps into the queue, up to its end or a stop string. `opened` is set if
-        `open` waits for the request."""
+        """Submits one request, and puts its steps into the queue, up to its end or a stop string. `opening` is the
+        future that `open` waits for, if any."""
         try:
             async with nullcontext() if places is None else places.place(self._key, request.group):
                 stream = await self._open(request, places, waits=self._waits or opening is None)
@@ -165,7 +168,7 @@ class TextStream:
                 opening.set_exception(error)
 
     async def _open(self, request: Request, places: "ClientPlaces | None", *, waits: bool) -> TokenStream:
-        """The request's stream; a request that `waits` asks again while the engines have no room."""
+        """The request's stream. With `waits`, a refusal for lack of room is retried."""
         while True:
             try:
                 async with nullcontext() if places is None else places.opening(self._key, request.group):
@@ -228,20 +231,20 @@ class _AnswerText:
 
 
 class ClientPlaces:
-    """How many choices of each client the engines know at once; its others wait here, where they cost nothing.
+    """Limits each client's choices at the engines to `most_each`; the client's other choices wait here.
 
-    On their way to the engines all clients take turns, and so do the bodies of each.
+    Clients take turns to send a choice to the engines, and so do the bodies of each client.
     """
 
     def __init__(self, most_each: int) -> None:
         self.most_each = most_each
         self._turns = FairTurns(NUM_OPENING, seconds=OPENING_SECONDS)
         self._places: dict[str, FairTurns] = {}
-        self._choices: Counter[str] = Counter()  # that have a place, or wait for one
+        self._choices: Counter[str] = Counter()  # choices with a place or waiting for one, per client
 
     @asynccontextmanager
     async def place(self, client: str, group: str) -> AsyncIterator[None]:
-        """Wait for one of a client's places, and hold it as long as the block lasts."""
+        """Wait for one of a client's places, and hold it during the block."""
         places = self._places.setdefault(client, FairTurns(self.most_each))
         self._choices[client] += 1
         try:
@@ -253,24 +256,24 @@ class ClientPlaces:
                 del self._choices[client], self._places[client]
 
     def opening(self, client: str, group: str) -> AbstractAsyncContextManager[None]:
-        """The turn of a choice that goes to the engines."""
+        """Wait for the turn to send a choice to the engines, and hold it during the block."""
         return self._turns.turn((client, group))
 
 
 class OpenChoices:
-    """The choices of a model that a server has opened at its engines and that have not ended, by client.
+    """A model's open choices at the engines, by client.
 
-    What the engines would refuse is refused here, before any of a body's choices is sent to them.
+    Choices that the engines would refuse are refused here, before any choice of a body is sent to them.
     """
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: how many all engines together take."""
+        """`capacity`: the choices that all engines take together."""
         self._capacity = capacity
         self._opening: Counter[str] = Counter()
         self._streams: dict[TextStream, str] = {}
 
     def check(self, client: str, number: int) -> None:
-        """Raises `TooManyRequests` if a client gets no `number` more choices."""
+        """Raises `TooManyRequests` if there is no room for `number` more choices of the client."""
         self._streams = {stream: owner for stream, owner in self._streams.items() if stream.unfinished}
         counts = self._opening.copy()
         for stream, owner in self._streams.items():
@@ -280,7 +283,7 @@ class OpenChoices:
 
     @contextmanager
     def opening(self, client: str, number: int) -> Iterator[None]:
-        """Count `number` choices as long as the block lasts, which opens them; raises as `check`."""
+        """Count `number` choices during the block, which opens them. Raises the error of `check`."""
         self.check(client, number)
         self._opening[client] += number
         try:

@@ -1,4 +1,4 @@
-"""What a reply says of tokens beside their text: their ids, and for rollouts the forward that decided each."""
+"""A reply's details on tokens beside their text: ids, and for rollouts the forward that decided each token."""
 
 from base64 import b64encode
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ from mbd_core.serving.text.committed import DecodeTokens
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDetails:
-    """The fields that a choice gets where the client asked for them, empty otherwise.
+    """Builds the requested fields of a choice; without a request for them they are empty.
 
-    ids    `token_ids`, and of the prompt `prompt_token_ids`
-    steps  `rollout`: the step map and log-probabilities of these tokens, and at the end of the terminal block's rest
-    holes  of a template: the texts in its holes
+    ids    whether to give `token_ids` and `prompt_token_ids`
+    steps  whether to give `rollout`: step map and log-probabilities, at the end also of the last block's rest
+    holes  a function that gives the text of an answer and the texts in its template's holes
     """
 
     ids: bool = False
@@ -61,7 +61,10 @@ class TokenDetails:
         return {} if self.holes is None else {"holes": self.holes(tokens)[1]}
 
     def text(self, text: str, tokens: Sequence[int], *, echo: str) -> str:
-        """A whole choice's text: of a template `echo` and its parts, fixed ones exactly as the client gave them."""
+        """A whole choice's text.
+
+        With a template it is `echo` and the template's parts, fixed text exactly as given.
+        """
         return text if self.holes is None else echo + self.holes(tokens)[0]
 
     def of_prompt(self, prompt: Sequence[int]) -> TokenFields:

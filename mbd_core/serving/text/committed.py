@@ -1,4 +1,4 @@
-"""Committed tokens to text as they come: characters split over tokens, stop strings, and the calls of tools."""
+"""From committed tokens to text, as they come: characters split over tokens, stop strings, and tool calls."""
 
 import uuid
 from collections.abc import Callable, Sequence
@@ -7,13 +7,13 @@ from typing import Any
 
 from mbd_core.checkpoint.chat import ARGUMENTS, BEGIN, END, HEAD, TAIL
 
-# Stop strings in a text that grows: each character is looked at once, however long the stop strings are.
+# Stop strings in a growing text: each character is read once, however long the stop strings are.
 
 
 class StopStrings:
-    """The stop strings of a request, whose choices each follow them with a `matcher()`.
+    """The stop strings of a request; each choice has its own `matcher()`.
 
-    Raises `ValueError` on an empty one, which would end every text before its first character.
+    Raises `ValueError` for an empty stop string, which would end every text before its first character.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
@@ -26,16 +26,16 @@ class StopStrings:
 
 
 class StopMatcher:
-    """How far each stop string has come in one text."""
+    """The match length of each stop string at the end of one text."""
 
     def __init__(self, stops: "Sequence[_Stop]") -> None:
         self._stops = stops
         self._lengths = [0] * len(stops)
 
     def push(self, text: str) -> tuple[int, int] | None:
-        """Go on with `text`: where the stop string that is complete first ends in it, and its length.
+        """Append `text`. Returns the end, in `text`, of the first complete stop string, and the string's length.
 
-        Of two that are complete at the same character the longer one. Nothing may follow a match.
+        If two are complete at the same character, the longer one counts. Nothing may be pushed after a match.
         """
         for end, letter in enumerate(text, start=1) if self._stops else ():
             self._lengths = [s.next(n, letter) for s, n in zip(self._stops, self._lengths, strict=True)]
@@ -46,19 +46,19 @@ class StopMatcher:
 
     @property
     def open_length(self) -> int:
-        """How many of the last characters may yet grow into a stop string."""
+        """The number of last characters that may be the beginning of a stop string."""
         return max(self._lengths, default=0)
 
 
 class _Stop:
     """Knuth, Morris and Pratt's automaton of one stop string.
 
-    Its state is a length: of the longest beginning of the stop string that the text ends with.
+    Its state is the length of the longest prefix of the stop string with which the text ends.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._shorter = [0] * len(text)  # the state that is left where the character after `i + 1` does not fit
+        self._shorter = [0] * len(text)  # the next shorter state after `i + 1` matched characters
         for i in range(1, len(text)):
             self._shorter[i] = self.next(self._shorter[i - 1], text[i])
 
@@ -77,21 +77,21 @@ BROKEN = "\ufffd"
 class CommittedText:
     """The text of one request, grown token by token.
 
-    What `push` and `finish` return, joined, is the request's whole text; it does not depend on how the tokens were
-    grouped into steps. A character whose bytes are still incomplete is held back (and dropped if generation ends
-    inside it), and so is an ending that may yet grow into a stop string. The text ends before the stop string that is
-    complete first; of two complete at the same character, before the longer.
+    The results of `push` and `finish` join to the request's whole text, which does not depend on how the tokens were
+    grouped into steps. A character with incomplete bytes is held back, and dropped if generation ends inside it. An
+    ending that may be the beginning of a stop string is held back too. The text ends before the first complete stop
+    string; if two are complete at the same character, before the longer one.
 
-    The window holds the last tokens whose text is out, then those whose text is not: some tokenizers decode a token
-    by the tokens before it.
+    The window holds the last tokens with released text and all tokens without, because some tokenizers decode a token
+    depending on the tokens before it.
     """
 
     def __init__(self, decode: DecodeTokens, stops: StopStrings | None = None, *, min_tokens: int = 0) -> None:
-        """In the text of the first `min_tokens` tokens no stop string is looked for."""
+        """The text of the first `min_tokens` tokens is not searched for stop strings."""
         self._min_tokens = min_tokens
         self._decode, self._matcher = decode, (stops or StopStrings()).matcher()
         self._window: list[int] = []
-        self._num_context = 0  # tokens of the window whose text is out
+        self._num_context = 0  # tokens of the window with released text
         self._context = ""  # their text
         self._ending = ""  # characters that may begin a stop string
         self.num_tokens = 0
@@ -115,7 +115,7 @@ class CommittedText:
         return self._release(delta)
 
     def finish(self) -> str:
-        """The rest of the text, now that no token follows."""
+        """The rest of the text; no token may follow."""
         if self.stopped:
             return ""
         tail = self._decode(self._window)[len(self._context) :].rstrip(BROKEN)
@@ -137,24 +137,24 @@ class CommittedText:
         return text[:split]
 
 
-# From an answer's text to its calls, as it comes: content up to the first call, then one call after the other.
+# From an answer's growing text to its calls: content up to the first call, then one call after the other.
 
 OPENING, CLOSING = BEGIN + HEAD, TAIL + END
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextPiece:
-    """What a piece of text became: content, and OpenAI's deltas of calls."""
+    """The content in a piece of text, and OpenAI's deltas of calls."""
 
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
 
 
 class CallReader:
-    """Reads one answer that was held to a `CallRule`; its text is pushed in any pieces.
+    """Reads one answer under a `CallRule`; its text is pushed in pieces of any size.
 
-    A line's end right before the first call belongs to neither content nor call: templates put it back. An answer that
-    is calls or a `form` is text to its end where it does not begin with a call, whatever it spells.
+    A line break right before the first call belongs to neither content nor call: templates add it again. With `form`,
+    an answer is either calls or text in a form; if it does not begin with a call, all of it is text.
     """
 
     def __init__(self, *, form: bool = False) -> None:
@@ -163,7 +163,7 @@ class CallReader:
         self.num_calls = 0
 
     def push(self, text: str, *, ends: bool) -> TextPiece:
-        """What became certain with `text`; `ends`: nothing follows it."""
+        """The content and calls that `text` made certain; with `ends`, nothing follows."""
         self._buffer += text
         content = ""
         deltas: dict[int, dict[str, Any]] = {}
@@ -221,5 +221,5 @@ def _merge(delta: dict[str, Any], addition: dict[str, Any]) -> None:
 
 
 def _open_length(text: str, mark: str) -> int:
-    """How many of the last characters may yet grow into `mark`."""
+    """The number of last characters that may be the beginning of `mark`."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

@@ -12,7 +12,7 @@ from mbd_core.serving.text.committed import BROKEN, CommittedText, DecodeTokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # of a tokenizer that falls back to bytes; elsewhere it is plain text
+BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte, in a tokenizer with byte fallback; else plain text
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI writes this
 
 
@@ -35,16 +35,16 @@ class ChatLogprobs(TypedDict):
 class CompletionLogprobs(TypedDict):
     tokens: list[str]
     token_logprobs: list[float | None]
-    """null for the first token of a prompt that is scored"""
+    """null for the first token of a scored prompt"""
     top_logprobs: list[dict[str, float] | None] | None
-    """with `logprobs` above 0: this number of likeliest tokens of each place, and the place's own token; with `echo`
-    the likeliest token alone"""
+    """with `logprobs` above 0: this number of likeliest tokens at each position, and the position's own token; with
+    `echo` only the likeliest token"""
     text_offset: list[int]
     """where each token begins in the choice's text"""
 
 
 class TokenTexts:
-    """The text of a single token and, where the tokenizer shows them, its bytes; looked up once a token."""
+    """The text of a single token and, if the tokenizer shows them, its bytes; cached per token."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
@@ -58,7 +58,7 @@ class TokenTexts:
     def _look_up(self, token: int) -> tuple[str, bytes | None]:
         text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         piece = self._tokenizer.convert_ids_to_tokens(token)
-        if piece is None:  # of the model's vocabulary, and not of the tokenizer's
+        if piece is None:  # in the model's vocabulary but not in the tokenizer's
             return "", b""
         assert isinstance(text, str) and isinstance(piece, str)
         if (byte := BYTE_PIECE.fullmatch(piece)) is not None and text != piece:
@@ -71,9 +71,9 @@ class TokenTexts:
 
 
 class ChoiceLogprobs:
-    """The log-probabilities of one choice; a stream adds tokens in several pieces, which join to the same lists.
+    """The log-probabilities of one choice. The pieces of a stream join to the lists of the whole answer.
 
-    Every counted token has an entry, tokens of a stop string included. `text_offset` is the place, in the choice's
+    Every counted token has an entry, also tokens of a stop string. `text_offset` is the position, in the choice's
     text, of the first character that the token completes or begins.
     """
 
@@ -83,7 +83,7 @@ class ChoiceLogprobs:
         self._length = 0
 
     def add(self, piece: Piece) -> ChatLogprobs | CompletionLogprobs:
-        """The entries of the next tokens (natural logarithms), with the likeliest tokens of their places."""
+        """The entries of the next tokens (natural logarithms), with the likeliest tokens at their positions."""
         tokens, logprobs, tops = piece.tokens, piece.logprobs or (), piece.tops
         if not self._chat:
             columns = self.columns(tokens, logprobs)
@@ -102,11 +102,11 @@ class ChoiceLogprobs:
         return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": None if raw is None else list(raw)}
 
     def _by_name(self, pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Log-probabilities by the names of their tokens; of two with one name the first."""
+        """Log-probabilities by the names of their tokens; of two tokens with the same name the first counts."""
         return {self.name(token): max(value, LEAST_LOGPROB) for token, value in reversed(pairs)}
 
     def columns(self, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> CompletionLogprobs:
-        """The entries of the next tokens, as completions have them."""
+        """The entries of the next tokens in the form of completions."""
         offsets = []
         for token in tokens:
             offsets.append(self._length)
@@ -119,7 +119,7 @@ class ChoiceLogprobs:
         }
 
     def name(self, token: int) -> str:
-        """A token as completions name it."""
+        """A token's name in completions."""
         text, raw = self._texts(token)
         return _escape(raw) if BROKEN in text and raw is not None else text
 

@@ -1,4 +1,4 @@
-"""The engine behind asyncio: one task steps it in one worker thread, requests come and go between steps."""
+"""The engine behind asyncio: one task steps it in a worker thread; requests enter and leave between steps."""
 
 import asyncio
 import time
@@ -17,8 +17,8 @@ from mbd_core.serving.tokens.stream import Asleep, EngineFailed, FairQueue, Toke
 
 T = TypeVar("T")
 
-KEPT_ROWS = 2  # one batch row in this many is kept for clients below their share
-RECENT_SECONDS = 10.0  # rows are kept for a client this long after its last request
+KEPT_ROWS = 2  # every second batch row is reserved for clients below their share
+RECENT_SECONDS = 10.0  # a client counts for this long after its last request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class EngineStream(TokenStream):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Who waits with it: its client, and the choices that were asked for together."""
+        """The key in the queue of waiting requests: its client, and the group of choices of one body."""
         return self.client, self.admitted_request.request.group
 
     async def _read(self) -> AsyncIterator[StepOutput]:
@@ -59,7 +59,7 @@ class EngineStream(TokenStream):
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A function that is to run between two steps, and where its result goes."""
+    """A function to run between two steps, and the future of its result."""
 
     function: Callable[[Engine], Any]
     result: "asyncio.Future[Any]"
@@ -89,11 +89,11 @@ class _Turn:
 class AsyncEngine:
     """Continuous batching for coroutines. All methods belong to one event loop; only `_turn` touches the engine.
 
-    At most `max_waiting` requests wait beside the engine's batch rows, and more only of clients that have less than
-    their share (`has_room`). The clients of requests that wait take turns, and the groups of each client
-    (`FairQueue`): the engine itself holds one waiting request more than it has rows. Where several clients have asked
-    lately, half of the rows is free for clients below an equal share, so that a client's many long answers do
-    not make another client wait for their end.
+    Beside the running requests at most `max_waiting` requests wait; above this number only clients below their share
+    may add requests (`has_room`). Waiting clients take turns, and so do the groups of each client (`FairQueue`). The
+    engine itself gets at most one request more than it has rows. If several clients have asked recently, half of the
+    rows is reserved for clients below an equal share, so that one client's many long answers do not delay another
+    client.
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int = 256) -> None:
@@ -106,7 +106,9 @@ class AsyncEngine:
         self._failure: EngineFailed | None = None
         self._running = self._num_known = 0
         self._waiting: FairQueue[EngineStream] = FairQueue()
-        self._last_asked: OrderedDict[str, float] = OrderedDict()  # when each client last asked, the latest at the end
+        self._last_asked: OrderedDict[str, float] = (
+            OrderedDict()
+        )  # time of each client's last request, the latest at the end
         self._withdrawn: list[str] = []
         self._calls: list[_Call] = []
         self._streams: dict[str, EngineStream] = {}
@@ -125,7 +127,7 @@ class AsyncEngine:
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens to begin with of the requests that the engine has not been given yet."""
+        """Prompt and committed tokens of the requests that the engine does not know yet."""
         waiting = [stream.admitted_request.request for stream in self._streams.values() if stream.waits]
         return sum(len(request.prompt) + len(request.committed) for request in waiting)
 
@@ -135,7 +137,7 @@ class AsyncEngine:
             raise self._failure
 
     async def open(self, request: Request, *, key: str = "") -> EngineStream:
-        """`submit` a request after the engine's check; raises `RequestRefused` too."""
+        """`submit` a request after the engine's check. Also raises `RequestRefused`."""
         self._check_open()
         admitted_request = self._engine.admission.check(request)
         if request.grammar is not None:
@@ -231,7 +233,7 @@ class AsyncEngine:
             self._fail(failure)
 
     def _next_visit(self) -> _Visit:
-        """All calls and withdrawals, and as many waiting requests as the engine shall know."""
+        """All calls and withdrawals, and the waiting requests that may enter the engine now."""
         max_rows, num_known = self._engine.config.max_rows, self._num_known - len(self._withdrawn)
         counts = Counter(stream.client for stream in self._streams.values() if not stream.waits)
         while self._last_asked and next(iter(self._last_asked.values())) < time.monotonic() - RECENT_SECONDS:
@@ -268,7 +270,7 @@ class AsyncEngine:
         for call in visit.calls:
             try:
                 results.append((call, call.function(engine)))
-            except Exception as error:  # the caller's, who gets it
+            except Exception as error:  # goes to the caller
                 results.append((call, error))
         steps = engine.step() if engine.has_work else []
         return _Turn(steps, results, refusals, engine.num_running, engine.num_known, engine.has_work)

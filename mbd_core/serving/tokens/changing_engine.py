@@ -15,9 +15,9 @@ from mbd_core.serving.tokens.endpoint_args import EndpointArgs
 from mbd_core.serving.tokens.load import load_engine
 from mbd_core.trace.recorder import TraceRecorder
 
-UNLOAD_SECONDS = 600.0  # for the requests that use an adapter to end
+UNLOAD_SECONDS = 600.0  # the wait for the end of requests that use an adapter
 UNLOAD_PAUSE = 0.2
-LOOK_SECONDS = 0.05  # between two looks at an engine whose requests are to end
+LOOK_SECONDS = 0.05  # between two checks whether requests have ended
 
 
 class ChangingEngine:
@@ -34,8 +34,8 @@ class ChangingEngine:
         trace: TraceRecorder | None = None,
         fetch: Callable[[str], str | Path] = Path,
     ) -> None:
-        """Load the model and capture its graphs; steps are recorded in `trace`. `fetch` gives the local folder of a
-        folder or a storage URL."""
+        """Load the model and capture its graphs. `trace` records the steps; `fetch` maps a folder or a storage URL to
+        a local folder."""
         self.args, self._fetch = args, fetch
         self.loaded = load_engine(
             Path(args.model), args.engine, trace=trace, fp8=args.fp8, tensor_parallel=args.tensor_parallel
@@ -57,8 +57,9 @@ class ChangingEngine:
     async def arrange(self, *, weights: str | None, adapters: Mapping[str, str]) -> None:
         """Decode with a folder's weights (`None`: the model's own) and with these adapters, from the next step on.
 
-        Requests that run go on. An adapter that requests use stays until they have ended. Raises `ValueError` for
-        what does not fit; what was arranged before then is as it was, but for adapters that were loaded or unloaded.
+        Running requests continue. An adapter in use stays until its requests have ended. Raises `ValueError` for
+        weights or adapters that do not fit. Then the weights are unchanged, but some adapters may be loaded or
+        unloaded.
         """
         folder = None if weights is None else await self._folder(weights)
         folders = {name: await self._folder(adapter) for name, adapter in adapters.items()}
@@ -78,7 +79,7 @@ class ChangingEngine:
         return Path(await asyncio.to_thread(self._fetch, name))
 
     async def _unload(self, name: str) -> None:
-        """Unloads an adapter as soon as no request uses it; raises `ValueError` if a request uses it for too long."""
+        """Unloads an adapter as soon as no request uses it. Raises `ValueError` after `UNLOAD_SECONDS`."""
         end = asyncio.get_running_loop().time() + UNLOAD_SECONDS
         while True:
             try:
@@ -94,12 +95,13 @@ class ChangingEngine:
     async def take_weights(
         self, source: str | Mapping[str, Tensor], *, version: int, mode: SwapMode = "preempt"
     ) -> None:
-        """Decode with a folder's weights, or the decoder's tensors by name, as number `version`; returns when they are
-        in place, which with "wait" is after the requests that run: each answer is of one version then. Weights of that
-        number or a newer one stay.
+        """Replace the weights by a folder's, or by the decoder's tensors by name, as number `version`.
 
-        Raises `ValueError` for what does not fit, for weights from elsewhere of the same number, and asleep; nothing
-        has changed then.
+        Returns after the swap. With "wait" the swap follows the running requests, so that one version decodes each
+        answer. Does nothing if the current weights have this number or a newer one.
+
+        Raises `ValueError`, without a change, if the weights do not fit, if other weights have the same number, or if
+        the engine sleeps.
         """
         origin: Path | Literal["tensors"]
         weights: WeightSource

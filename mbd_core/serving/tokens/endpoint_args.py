@@ -1,4 +1,4 @@
-"""What a replica of the endpoint needs to start, checked against the model before anything is started."""
+"""The arguments of a replica of the endpoint, checked against the model before a process starts."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ if TYPE_CHECKING:
 
 @configuration(panel=MODEL)
 class EndpointArgs:
-    """What a replica needs to start."""
+    """The arguments of a replica."""
 
     model: Annotated[str, Flag(opened_by="workers")]
     """A shipped model's name, a model folder on every machine that serves it, or a storage URL."""
     name: str | None = None
-    """What clients call it (default: the folder's name)."""
+    """The model's name for clients (default: the folder's name)."""
     fp8: Fp8Parts | None = None
-    """FP8 weights: round the experts' or all layers', or keep the experts of an FP8 folder and their blocks."""
+    """FP8 weights: experts or all: round the weights of experts or of all layers; blocks: keep an FP8 folder's
+    experts."""
     generation_config: Literal["model", "ignore"] = "model"
-    """Defaults of temperature, top_p, top_k, min_p, repetition_penalty and length: those of the model's
-    generation_config.json, or none of them. Its decoding counts in either case."""
+    """Defaults of temperature, top_p, top_k, min_p, repetition_penalty and length. model: from the model's
+    generation_config.json; ignore: none. The decoding in that file always applies."""
     tensor_parallel: Annotated[int, Ge(1), Flag(panel=CLUSTER)] = 1
-    """Ranks that the model is cut among: GPUs of a node, or processes without GPUs."""
+    """Ranks of the model: GPUs of one node, or processes without GPUs."""
     engine: Annotated[EngineConfig, Flag(panel=ENGINE)] = EngineConfig()
     """The engine's sizes and switches."""
     max_waiting: Annotated[int, Ge(1), Flag(panel=ENGINE)] = 256
-    """Requests that wait for a batch row of a replica; more get 429."""
+    """Requests that may wait for a batch row of a replica; further requests get 429."""
     threads: Annotated[int, Ge(1), Flag(panel=ENGINE)] = 1
-    """Torch's threads, each rank's."""
+    """Torch's threads of each rank."""
     trace: Annotated[Path | None, Flag(panel=OUTPUT, metavar="DIR", opened_by="each")] = None
-    """Write step traces, each replica's in a folder in DIR."""
+    """Write step traces; each replica has its own folder in DIR."""
 
     @property
     def served_name(self) -> str:
-        """What clients call the model."""
+        """The model's name for clients."""
         return self.name or self.model.rstrip("/").rpartition("/")[2]
 
     def sampling(self, generation: Mapping[str, Any]) -> dict[str, float]:
@@ -51,9 +52,9 @@ class EndpointArgs:
         return {} if self.generation_config == "ignore" else sampling_defaults(generation)
 
     def checked(self) -> Self:
-        """The arguments with the model's whole path, its name, and the slots of its decoding.
+        """The arguments with the model's absolute path, its name, and the slots of its decoding.
 
-        Raises `ValueError` for an unknown or damaged model, for a setting that this model cannot honour, and for a
+        Raises `ValueError` for an unknown or damaged model, for a setting that the model does not support, and for a
         model whose own defaults cannot be served.
         """
         from mbd_core.checkpoint.block_experts import check_blocks
@@ -85,7 +86,7 @@ class EndpointArgs:
 
 
 def _check_decoding(folder: ModelFolder, engine: EngineConfig) -> EngineConfig:
-    """The engine with a buffer size; it can serve a request that asks for nothing special."""
+    """The engine with a buffer size that the model's default decoding fits into. Raises `ValueError` otherwise."""
     from mbd_core.serving.tokens.load import recommended, slots_chosen
 
     name, block_size = folder.path.name, engine.block_size or folder.config.block_size

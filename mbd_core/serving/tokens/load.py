@@ -1,4 +1,4 @@
-"""A model folder made ready to serve: engine, tokenizer, and the decoding its author recommends."""
+"""A loaded model folder: engine, tokenizer, and the decoding that the folder recommends."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ from mbd_core.trace.recorder import TraceRecorder
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An engine with what surrounds it; `defaults` is the model's `generation_config.json`.
+    """An engine with its tokenizer and configurations; `defaults` is the model's `generation_config.json`.
 
-    Whoever loaded it closes it, or uses it as a context: a tensor-parallel engine has processes beside this one.
+    The caller closes it, or uses it as a context, because a tensor-parallel engine has other processes.
     """
 
     name: str
@@ -35,11 +35,11 @@ class LoadedModel:
     stored_dtype: torch.dtype
 
     def decoding(self, overrides: Mapping[str, Any]) -> DecodingConfig:
-        """The model's defaults with a request's own fields; raises `ValueError` if a field cannot be honoured."""
+        """The model's defaults, overridden by a request's own fields. Raises `ValueError` for an unsupported field."""
         return decoding_config(self.defaults, overrides, block_size=self.engine.block_size)
 
     def prepare(self) -> int:
-        """Capture the graphs of requests that ask for nothing special (`Engine.prepare`); how many there are."""
+        """Capture the graphs of default requests (`Engine.prepare`). Returns their number."""
         return self.engine.prepare(self.decoding({}))
 
     def check_health(self) -> None:
@@ -59,7 +59,7 @@ class LoadedModel:
 
     @property
     def backend(self) -> str:
-        """What computes: device and dtype, how the weights are stored if otherwise, and over how many ranks."""
+        """The device and dtype, the weights' stored form if it differs, and the number of ranks."""
         weights = self.engine.model.model.norm.weight
         dtype = _name(weights.dtype)
         dtype_note = "" if weights.dtype == self.stored_dtype else f" (stored as {_name(self.stored_dtype)})"
@@ -80,12 +80,12 @@ def load_engine(
     tensor_parallel: int = 1,
     adapters: Mapping[str, Path] | None = None,
 ) -> LoadedModel:
-    """Loads a Hugging Face model folder into an engine; raises `ValueError` with the folder's fault.
+    """Loads a Hugging Face model folder into an engine. Raises `ValueError` that names the folder's fault.
 
-    device           default: the GPU if there is one. There weights stay as stored; a CPU computes in float32
-    fp8              which weights are FP8 (`models.quantize`): the weights of the experts or of all layers, rounded;
+    device           default: the GPU if there is one. A GPU keeps the stored dtype; a CPU computes in float32
+    fp8              the FP8 weights (`models.quantize`): the weights of the experts or of all layers, rounded;
                      or FP8 experts in blocks, as the folder has them
-    tensor_parallel  processes that the model is cut among: rank r on GPU r, or all on the CPU
+    tensor_parallel  number of ranks, each a process: rank r on GPU r, or all on the CPU
     adapters         the folders of LoRA adapters to load, by name; `config.max_adapters` must leave room for them
     """
     contents = read_folder(folder)
@@ -140,9 +140,9 @@ def decoding_defaults(folder: ModelFolder, config: EngineConfig) -> dict[str, An
 
 
 def slots_chosen(folder: ModelFolder, config: EngineConfig) -> EngineConfig:
-    """The engine's configuration with a buffer size: its own, else as many slots as the folder's model decodes with.
+    """The engine's configuration with a buffer size: its own, else that of the folder's recommended decoding.
 
-    Raises `ValueError` for a `generation_config.json` that cannot be honoured.
+    Raises `ValueError` for an unsupported `generation_config.json`.
     """
     if config.buffer_size is not None:
         return config
@@ -150,7 +150,7 @@ def slots_chosen(folder: ModelFolder, config: EngineConfig) -> EngineConfig:
 
 
 def recommended(folder: ModelFolder, config: EngineConfig) -> DecodingConfig:
-    """How the folder's model decodes unless a request says otherwise."""
+    """The decoding of a request without decoding fields."""
     block_size = config.block_size or folder.config.block_size
     return decoding_config(decoding_defaults(folder, config), {}, block_size=block_size)
 

@@ -1,9 +1,10 @@
-"""Which replica gets a request: the one that has seen the longest part of its prompt, unless it is clearly busier.
+"""The choice of a request's replica: the replica that has seen the longest prefix of its prompt, unless it is clearly
+busier.
 
-A replica's prefix cache holds the whole pages of the text it has read and written. The sender of the requests knows
-which replica got which prompt, and remembers it here: no replica is asked. A turn of a conversation begins with the
-turn before it, so its pages are known, and it goes where they were stored. What is remembered may have left the
-replica's cache since; then the prompt is computed anew, as it would be on any other replica.
+A replica's prefix cache holds the whole pages of the text it has read and written. The sender of the requests
+remembers which replica got which prompt, and asks no replica. A turn of a conversation begins with the turn before it,
+so its pages are known, and it goes where they were stored. Remembered pages may have left the replica's cache; then
+the prompt is computed anew, as on any other replica.
 """
 
 from collections import Counter, OrderedDict
@@ -16,7 +17,7 @@ MAX_PREFIXES = 100_000  # about 40 MB
 
 
 def leading_pages(request: Request, *, page_size: int) -> list[bytes]:
-    """A hash for each whole page that the request begins with; it covers the pages before, and the adapter."""
+    """A hash for each whole page at the request's beginning; it covers all earlier pages and the adapter."""
     tokens = (*request.prompt, *request.committed)
     parent, chain = chain_root(f"adapter {request.adapter}"), []
     for start in range(0, len(tokens) - page_size + 1, page_size):
@@ -26,9 +27,9 @@ def leading_pages(request: Request, *, page_size: int) -> list[bytes]:
 
 
 class PrefixAffinity:
-    """The prefixes that each replica has seen, as far as they are remembered: `max_prefixes`, the last used ones.
+    """The prefixes that each replica has seen; the `max_prefixes` most recently used are kept.
 
-    balance  requests that a replica may have beyond the least loaded replica's and still be preferred
+    balance  a replica with this many requests more than the least loaded replica may still be preferred
     """
 
     def __init__(self, *, balance: int, max_prefixes: int = MAX_PREFIXES) -> None:
@@ -42,11 +43,11 @@ class PrefixAffinity:
         return len(self._seen_by)
 
     def choose(self, pages: Sequence[bytes], loads: Mapping[str, int]) -> str:
-        """The replica for a request that begins with `pages`. `loads`: the requests each replica has under way.
+        """The replica for a request that begins with `pages`; `loads` holds the open requests of each replica.
 
-        If several replicas have seen equally much, the least loaded of them. If none has seen any, or the replicas
-        that have are clearly busier, the least loaded of all; of equally loaded replicas the replica that has seen the
-        least.
+        The replica that has seen the longest prefix is chosen; among several, the least loaded. If none has seen a
+        page, or they are clearly busier, the least loaded of all replicas is chosen; among equally loaded replicas,
+        the replica that has seen the fewest pages.
         """
         least = min(loads.values())
         for page in reversed(pages):
@@ -59,8 +60,8 @@ class PrefixAffinity:
         return min(loads, key=lambda replica: (loads[replica], self._num_seen[replica], replica))
 
     def note(self, pages: Sequence[bytes], replica: str) -> None:
-        """The replica has got a request that begins with `pages`."""
-        for page in reversed(pages):  # the first page is used last: it is the one that most requests share
+        """Remember that the replica got a request that begins with `pages`."""
+        for page in reversed(pages):  # most requests share the first page, so it becomes the most recently used
             seen_by = self._seen_by.setdefault(page, set())
             self._seen_by.move_to_end(page)
             if replica not in seen_by:
@@ -71,7 +72,7 @@ class PrefixAffinity:
             self._num_seen.subtract(seen_by)
 
     def keep(self, replicas: set[str]) -> None:
-        """Forget what all other replicas have seen: they are gone, and their caches with them."""
+        """Forget all other replicas, which are gone with their caches."""
         for replica in self._num_seen.keys() - replicas:
             del self._num_seen[replica]
             for page in [page for page, seen_by in self._seen_by.items() if replica in seen_by]:

@@ -1,9 +1,9 @@
-"""Streams that outlive the replica that serves them: its committed tokens are kept, another replica goes on.
+"""Streams that outlive their replica: the committed tokens are kept, and another replica continues.
 
-A request for the rest carries the committed tokens of the answer (`Request.committed`), so that the next engine stores
-them like a prompt and decodes from there, with the same seed and limits. What was not committed is decoded again: the
-client has not seen it. A canvas cannot go on from its middle, nor a record of experts: the request begins anew, and
-what was handed out is not repeated.
+A request for the rest carries the committed tokens of the answer (`Request.committed`). The next engine stores them
+like a prompt and decodes from there, with the same seed and limits. Uncommitted tokens are decoded again; the client
+has not seen them. A canvas and a record of experts cannot resume in the middle: their request begins anew, and tokens
+that the client has are not repeated.
 """
 
 import asyncio
@@ -14,16 +14,16 @@ from mbd_core.decoding.answers.counts import Counts
 from mbd_core.decoding.blocks.request import Request, StepOutput
 from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost, TokenSource, TokenStream, TooManyRequests
 
-MAX_LOSSES = 3  # of one request: a request that breaks every engine must not go on for ever
+MAX_LOSSES = 3  # of one request, because a request that breaks every engine must end
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to find a replica, doubled each time
 
 
 class ResumingSource:
     """Replicas as one source that does not lose a request.
 
-    Where a replica is lost, the request is tried elsewhere for `retry_seconds`, also where all replicas are full: it
-    was taken. `on_loss` is called at each loss, when it is known what became of the request: where its client leaves,
-    it is cancelled while it looks for another replica, and that is no loss.
+    After the loss of its replica a request is tried at others for `retry_seconds`, even while all are full, because it
+    was accepted. `on_loss` is called after each loss, once the request runs again or has failed. If the client leaves
+    during the search, the request is cancelled, and `on_loss` is not called.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ResumingSource:
         self._replicas, self._retry_seconds, self._on_loss = replicas, retry_seconds, on_loss
 
     async def open(self, request: Request, *, key: str = "") -> TokenStream:
-        """A stream that raises `EngineFailed` where no replica goes on; refuses as the replicas do."""
+        """The stream of a request; it raises `EngineFailed` if no replica continues. Raises the replicas' refusals."""
         resumption = _Resumption(
             request, self._replicas, key, retry_seconds=self._retry_seconds, on_loss=self._on_loss
         )
@@ -41,7 +41,7 @@ class ResumingSource:
 
 
 class _Resumption:
-    """A request's steps over one replica after another; no token comes twice."""
+    """A request's steps from one replica after another, without repeated tokens."""
 
     def __init__(
         self, request: Request, replicas: TokenSource, key: str, *, retry_seconds: float, on_loss: Callable[[], None]
@@ -49,16 +49,16 @@ class _Resumption:
         self._request, self._replicas, self._key = request, replicas, key
         self._retry_seconds, self._on_loss = retry_seconds, on_loss
         self._stream: TokenStream | None = None
-        self._answer = request.nothing  # handed out
+        self._answer = request.nothing  # what the reader has
         self._closing: tuple[int, ...] = request.closing
-        self._repeats: tuple[int, ...] = ()  # handed out, and to come again from a request that began anew
-        self._earlier: Counts | None = None  # of the replicas that were lost
+        self._repeats: tuple[int, ...] = ()  # tokens that the reader has and a restarted request will repeat
+        self._earlier: Counts | None = None  # of the lost replicas
         self._last: Counts | None = None
         self._num_losses = 0
         self._weights: tuple[int, int] | None = None
 
     async def begin(self) -> None:
-        """Submit the request; where its first replica is lost meanwhile, another one is tried."""
+        """Submit the request; if its first replica is lost meanwhile, another is tried."""
         try:
             self._stream = await self._replicas.open(self._request, key=self._key)
         except ReplicaLost as loss:
@@ -81,11 +81,11 @@ class _Resumption:
             self._stream.close()
 
     async def _go_on(self, loss: ReplicaLost) -> None:
-        """Submit the rest of the request where a replica takes it; `EngineFailed` once the time is over."""
+        """Submit the rest of the request to another replica. Raises `EngineFailed` if none accepts it in time."""
         self._num_losses += 1
         try:
             self._stream = await self._elsewhere(loss)
-        except Exception:  # where the client leaves it is a cancellation, and no loss
+        except Exception:  # not `CancelledError`, with which a client leaves
             self._on_loss()
             raise
         self._on_loss()
@@ -109,7 +109,7 @@ class _Resumption:
 
     def _continuation(self) -> Request:
         request = self._request
-        if request.decoding.canvas is not None or request.scored or request.experts:  # it begins anew
+        if request.decoding.canvas is not None or request.scored or request.experts:  # these begin anew
             self._repeats = self._answer.tokens
             return request
         num_forwards = request.first_forward + (self._earlier.num_forwards if self._earlier else 0)
@@ -124,7 +124,7 @@ class _Resumption:
         """The step as a part of the whole answer."""
         step = self._without_repeats(step)
         self._answer += step.piece
-        if step.commits:  # what a frame shows beyond that is decoded again elsewhere
+        if step.commits:  # uncommitted tokens of a frame are decoded again elsewhere
             self._last, self._closing = step.counts, step.closing
         counts = _sum(self._earlier, step.counts)
         output = step.output

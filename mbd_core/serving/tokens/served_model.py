@@ -1,4 +1,4 @@
-"""A model as the API sees it: its name, tokenizer and limits, where its tokens come from, its grammars."""
+"""A model as the API sees it: name, tokenizer, limits, source of tokens, and compiler of grammars."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -20,10 +20,10 @@ from mbd_core.serving.tokens.stream import TokenSource
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """What an engine tells those who send it requests.
+    """The limits and defaults of an engine, for senders of requests.
 
     generation  the model's `generation_config.json`, with the engine's block size for a model trained without one
-    sampling    the model's own defaults of a request's sampling and `max_tokens` (`sampling_defaults`)
+    sampling    the model's defaults for sampling and `max_tokens` of a request (`sampling_defaults`)
     rows        sequences decoded at once
     capacity    requests that may run and wait together
     """
@@ -38,10 +38,12 @@ class EngineLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """`limits` are the limits of one engine, `num_engines` the most engines that take the requests.
+    """A model that the server offers.
 
-    adapter    the LoRA adapter that stands behind the name
-    may_grow   whether there may be fewer engines now: refused requests wait, up to the number that all would take
+    limits       the limits of one engine
+    num_engines  the largest number of engines
+    adapter      the LoRA adapter with this name, if the name is an adapter's
+    may_grow     whether more engines may start; then refused requests wait, up to the capacity of all engines
     """
 
     name: str
@@ -63,7 +65,7 @@ class ServedModel:
         return read_front(self.limits.generation, block_size=self.limits.block_size)
 
     def decoding(self, overrides: Mapping[str, Any]) -> DecodingConfig:
-        """The model's defaults with a request's own fields; `ValueError` for what cannot be honoured."""
+        """The model's defaults, overridden by a request's own fields. Raises `ValueError` for an unsupported field."""
         return decoding_config(self.limits.generation, overrides, block_size=self.limits.block_size)
 
     def edit_note(self, decoding: DecodingConfig) -> str | None:
@@ -71,7 +73,7 @@ class ServedModel:
         return edit_note(self.name, self.limits.generation, decoding)
 
 
-# Compiling grammars beside the event loop and the engine, in threads of their own and in bounded time.
+# Compiling grammars in separate threads, beside the event loop and the engine, in bounded time.
 
 SECONDS = 10.0
 THREADS = 2
@@ -85,7 +87,7 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="grammar")
 
     async def __call__(self, request: Request) -> Guide | None:
-        """A request's compiled grammar, `None` where it has none. Raises `RequestRefused`."""
+        """A request's compiled grammar, `None` if it has no grammar. Raises `RequestRefused`."""
         if request.grammar is None:
             return None
         compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, request)
@@ -98,5 +100,5 @@ class GrammarCompiler:
             raise RequestRefused("grammar", why) from None
 
     def stop(self) -> None:
-        """End its threads as soon as they are idle; does not wait."""
+        """End the threads as soon as they are idle; does not wait."""
         self._threads.shutdown(wait=False, cancel_futures=True)

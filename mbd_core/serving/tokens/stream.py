@@ -1,4 +1,4 @@
-"""The source of a request's tokens, the request's time limit, and the turns of waiting requests."""
+"""Streams of tokens, time limits of requests, and turns of waiting clients."""
 
 import asyncio
 from collections import OrderedDict, deque
@@ -10,29 +10,29 @@ from mbd_core.decoding.blocks.request import Request, StepOutput
 
 
 class EngineFailed(RuntimeError):
-    """A step raised, or the engine was stopped: nothing more will come from it."""
+    """A step raised, or the engine was stopped; it gives no more tokens."""
 
 
 class ReplicaLost(RuntimeError):
-    """The process that served a request is gone, or its engine has failed; another replica can go on."""
+    """A request's replica is gone, or its engine has failed; another replica can continue the request."""
 
 
 class TooManyRequests(RuntimeError):
-    """As many requests wait as may wait; try again later."""
+    """The queue of waiting requests is full; try again later."""
 
 
 class Asleep(RuntimeError):
-    """The engine's memory is given back until `/wakeup`."""
+    """The engine sleeps, with its memory freed, until `/wakeup`."""
 
 
 class TokenStream:
-    """What is committed to one request, step by step; iterate to the end, or `close()` it.
+    """The steps of one request; iterate to the end, or `close()` it.
 
-    Raises `EngineFailed`, or `ReplicaLost` where another engine can go on.
+    Raises `EngineFailed`, or `ReplicaLost` if another engine can continue.
     """
 
     def __init__(self, steps: AsyncIterator[StepOutput], abort: Callable[[], None]) -> None:
-        """`abort` ends a request that has not ended."""
+        """`abort` ends the request early."""
         self._steps, self._abort, self._ended = steps, abort, False
 
     def __aiter__(self) -> Self:
@@ -56,10 +56,10 @@ class TokenSource(Protocol):
     """Takes requests and streams their tokens."""
 
     async def open(self, request: Request, *, key: str = "") -> TokenStream:
-        """The stream of a request that was taken.
+        """The stream of an accepted request.
 
-        Requests of different `key` (a client's) take turns where they wait. Raises `RequestRefused`,
-        `TooManyRequests`, and as the stream does.
+        `key` names the client; waiting clients take turns. Raises `RequestRefused`, `TooManyRequests`, and the
+        stream's errors.
         """
         ...
 
@@ -72,7 +72,10 @@ class RequestTimedOut(RuntimeError):
 
 
 class TimeLimit:
-    """`seconds` from now on, for everything that a request waits for; `None`: no limit. Made in the event loop."""
+    """A limit of `seconds` from now on for everything a request waits for; `None`: no limit.
+
+    Made in the event loop.
+    """
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
@@ -90,14 +93,14 @@ class TimeLimit:
             raise RequestTimedOut(f"the request was not answered within {self._seconds:g} s") from None
 
 
-# Who is next where several clients wait: they take turns, and so do the requests of each one.
+# The order of waiting clients: they take turns, and so do the requests of each client.
 
 T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items by key, which is a path: a client, one of its requests, and so on. At each level the branches take turns:
-    after its turn a branch goes behind the others, and an empty branch loses its place."""
+    """A queue whose keys are paths: a client, one of its requests, and so on. At each level the branches take turns:
+    after its turn a branch moves behind the others, and an empty branch loses its place."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()  # items of the empty path
@@ -114,7 +117,7 @@ class FairQueue(Generic[T]):
             self._items.append(item)
 
     def pop(self) -> T:
-        """The oldest item of the key whose turn it is; `IndexError` if none waits."""
+        """The oldest item of the key whose turn it is. Raises `IndexError` if the queue is empty."""
         if self._items:
             return self._items.popleft()
         if not self._branches:
@@ -126,9 +129,9 @@ class FairQueue(Generic[T]):
         return item
 
     def pop_of(self, may: Callable[[str], bool]) -> T | None:
-        """As `pop`, among those whose key begins with a name that `may` have its turn; `None` if none of them waits.
+        """`pop` among the items whose first name satisfies `may`; `None` if there is no such item.
 
-        The others keep their places.
+        All other items keep their places.
         """
         name = next((name for name in self._branches if may(name)), None)
         if name is None:
@@ -152,10 +155,10 @@ class FairQueue(Generic[T]):
 
 
 class FairTurns:
-    """At most `number` coroutines have a turn at once, each for `seconds` at most; the others wait in a `FairQueue`.
+    """At most `number` coroutines have a turn at once, each for at most `seconds`; others wait in a `FairQueue`.
 
-    After its seconds, if there are any, a coroutine goes on, and the next one has its turn: work that waits for
-    something else holds nobody up. All methods belong to one event loop.
+    After `seconds` a coroutine keeps running, but the next one gets its turn, so that work which waits for something
+    else delays nobody. All methods belong to one event loop.
     """
 
     def __init__(self, number: int, *, seconds: float | None = None) -> None:
@@ -164,7 +167,7 @@ class FairTurns:
 
     @asynccontextmanager
     async def turn(self, key: Sequence[str]) -> AsyncIterator[None]:
-        """Wait for a turn, and have it for as long as the block lasts."""
+        """Wait for a turn, and hold it during the block."""
         if self._free:
             self._free -= 1
         else:
@@ -191,24 +194,25 @@ class FairTurns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it was given at the same time
+            if not turn.cancelled():  # the turn was given at the same moment
                 self._pass_on()
             raise
 
     def _pass_on(self) -> None:
         while self._waiting:
             turn = self._waiting.pop()
-            if not turn.done():  # whoever waited for it was not cancelled
+            if not turn.done():  # the waiting coroutine was not cancelled
                 turn.set_result(None)
                 return
         self._free += 1
 
 
 def has_room(counts: Mapping[str, int], client: str, number: int, *, capacity: int) -> bool:
-    """Whether a client gets `number` places more of `capacity`, of which each client has taken some.
+    """Whether `client` may take `number` more places; `counts` holds the places taken by each client.
 
-    Where there are too few it gets them up to an equal share, beyond `capacity`: one that has taken all of them keeps
-    nobody out. So clients together may take a multiple of it that grows with the logarithm of their number.
+    If the places exceed `capacity`, a client still gets places up to an equal share, so that a client with all places
+    locks nobody out. The total may exceed `capacity` by a factor that grows with the logarithm of the number of
+    clients.
     """
     if sum(counts.values()) + number <= capacity:
         return True
@@ -217,18 +221,21 @@ def has_room(counts: Mapping[str, int], client: str, number: int, *, capacity: i
 
 
 class Refusals:
-    """Slows clients that ask again at once where they were refused: the answer that they get instead takes the time
-    of an event loop that other clients need. All methods belong to one event loop."""
+    """Delays repeated refusals, so that a client in a retry loop does not occupy the event loop. All methods belong to
+    one event loop."""
 
     def __init__(self, *, seconds: float, most: int) -> None:
-        """A refusal within `seconds` of the client's last one lasts as long; at most `most` of them last at once."""
+        """A refusal within `seconds` of the client's last refusal is delayed by `seconds`; at most `most` are delayed
+        at once."""
         self._seconds, self._most = seconds, most
-        self._last: OrderedDict[str, float] = OrderedDict()  # when each client was refused, the latest at the end
+        self._last: OrderedDict[str, float] = (
+            OrderedDict()
+        )  # time of each client's last refusal, the latest at the end
         self._slowed = 0
 
     @asynccontextmanager
     async def slow_refusals(self, client: str) -> AsyncIterator[None]:
-        """Let a `TooManyRequests` out of the block late where its client was refused a moment ago."""
+        """Delays a `TooManyRequests` of the block if the client was refused a moment ago."""
         try:
             yield
         except TooManyRequests:

@@ -19,7 +19,7 @@ Metrics = dict[str, dict[str, Any]]  # by filter and metric
 
 @functools.lru_cache(maxsize=64)
 def harness_objects(name: str, include: str | None) -> dict[str, Any]:
-    """The harness's objects of a name, `tasks` and `groups`, by theirs."""
+    """The harness's objects `tasks` and `groups` for a task or group `name`, each by name."""
     try:
         manager = manager_of(include)
     except ImportError:
@@ -34,7 +34,7 @@ def harness_objects(name: str, include: str | None) -> dict[str, Any]:
     try:
         with own_draws():
             objects = manager.load([name])
-    except Exception as error:  # of whichever step: the file, the data set, the network
+    except Exception as error:  # loading a file, a data set or a page raises many types
         raise ValueError(
             f"task '{HARNESS_PREFIX}{name}' cannot be loaded: {error_line(error)}; where its data set "
             "cannot be reached, give a task file that names local files (dataset_path: json) in --include"
@@ -57,7 +57,7 @@ def harness_task(name: str, include: str | None) -> Any:
 
 @contextmanager
 def own_draws() -> Iterator[None]:
-    """The global generators as the harness seeds them, for as long as the block lasts: some tasks shuffle by them."""
+    """Seeds the global generators as the harness does during the block, because some tasks shuffle with them."""
     state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(RANDOM_SEED)
     np.random.seed(NUMPY_SEED)
@@ -69,10 +69,10 @@ def own_draws() -> Iterator[None]:
 
 
 def harness_metrics(name: str, problem: Problem, text: str) -> Metrics:
-    """The metrics of one answer to a task by every filter of it, as the harness computes them.
+    """The harness's metrics of one answer, for each filter of the task.
 
-    Of a task that compares log-likelihoods the answer is the JSON of each continuation's: in nats, and whether greedy
-    decoding gives it.
+    In a task that compares log-likelihoods, `text` is a JSON list with a pair for each continuation: its
+    log-likelihood in nats, and whether greedy decoding gives it.
     """
     from lm_eval.api.instance import Instance
 
@@ -151,7 +151,7 @@ def aggregate_groups(name: str, include: str | None, tasks: Mapping[str, tuple[M
 
 
 def group_tasks(name: str, group: str, include: str | None) -> list[str]:
-    """The names of a group's tasks, `group` being the group `name` or one in it."""
+    """The names of a group's tasks; `group` is the group `name` itself or a group inside it."""
     return [task.task_name for task in harness_objects(name, include)["groups"][group].get_all_tasks()]
 
 
