@@ -422,7 +422,8 @@ FAMILIES: dict[str, ModelFamily] = {
 
 def default_method(architecture: str, attention: str) -> Json:
     """The method of folders whose generation_config.json names none, as fields of `DecodingConfig`."""
-    return FAMILIES[architecture].decoding or ({"canvas": {}} if attention == "full" else {})
+    by_attention: dict[str, Json] = {"full": {"canvas": {}}, "causal": {"causal": {}}}
+    return FAMILIES[architecture].decoding or by_attention.get(attention, {})
 
 
 def family_of(config: Json) -> tuple[str, ModelFamily]:

@@ -105,4 +105,22 @@ EFFICIENT_DLM = replace(
     ),
 )
 
-ADAPTATION_RECIPES = (AR, A2D, A2D_AR, SDAR, FAST_DLLM_V2, LLADA2_WSD, EFFICIENT_DLM)
+NEMOTRON = replace(
+    A2D,
+    name="nemotron",
+    states=StateConfig(
+        block_size=32,
+        schedule="independent_uniform",
+        weighting="label_mean",
+        clean="causal",
+        ar_weight=1.0,
+        **TEACHER_FORCING,
+    ),
+    generation={},
+    source=(
+        "Nemotron-Labs-Diffusion and TiDAR (arXiv 2511.08923): blocks without order behind a causal clean stream, "
+        "whose next tokens are learned beside them; the released ar_loss_weight is 1"
+    ),
+)
+
+ADAPTATION_RECIPES = (AR, A2D, A2D_AR, SDAR, FAST_DLLM_V2, LLADA2_WSD, EFFICIENT_DLM, NEMOTRON)

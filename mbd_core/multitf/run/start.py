@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from mbd_core.checkpoint.families import FAMILIES
 from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.models.model_config import ModelConfig
@@ -81,9 +82,7 @@ class StartingPoint:
             data = Path(fetch(recipe.data.path))
             record = read_record(data)
             check_data(recipe, record, base.config, base.tokenizer)
-        config = base.config
-        if recipe.states.fills_masks:
-            config = replace(config, block_size=recipe.states.block_size)
+        config = trained_config(recipe, base.config)
         teacher = None
         if recipe.train.teacher is not None:
             if recipe.train.teacher.reads != "text":
@@ -122,6 +121,11 @@ class StartingPoint:
                 f"--write adapter: an adapter keeps its base's blocks of {base.config.block_size}, and recipe "
                 f"{recipe.name} trains blocks of {recipe.states.block_size}; give states.block_size "
                 f"{base.config.block_size}, or --write model"
+            )
+        if base.config.attention != self.config.attention:
+            raise ValueError(
+                f"--write adapter: an adapter keeps its base's {base.config.attention} keys, and recipe {recipe.name} "
+                f"makes them {self.config.attention}; give --write model"
             )
 
     @property
@@ -194,6 +198,15 @@ def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
         )
 
 
+def trained_config(recipe: TrainingRecipe, config: ModelConfig) -> ModelConfig:
+    """The configuration of a recipe's model, given its base's: the recipe decides block size and stored keys."""
+    states = recipe.states
+    if not states.fills_masks:
+        return config
+    attention = config.attention if config.attention == "full" else states.clean
+    return replace(config, block_size=states.block_size, attention=attention)
+
+
 def _check_causal_stream(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
     ar_weight = f"recipe {recipe.name} has ar_weight={recipe.states.ar_weight:g}"
     if config.attention == "full":
@@ -212,10 +225,16 @@ def _check_noisy_streams(recipe: TrainingRecipe, config: ModelConfig, name: str)
             "or make a block-diffusion model of it: mbd convert DIR --to block-diffusion --out OUT"
         )
     layouts = recipe.states.layouts
-    if config.attention == "causal":
+    is_fixed = recipe.base is None or "attention" not in FAMILIES[config.architecture].keys
+    if config.attention == "causal" and is_fixed and recipe.states.clean != "causal":
         raise ValueError(
             f"recipe {recipe.name} trains under a block-causal mask, and {name} stores its keys by causal rows; "
-            "choose another --base"
+            "choose another --base, or give states.clean=causal"
+        )
+    if config.attention != "causal" and recipe.states.clean == "causal" and (is_fixed or config.attention == "full"):
+        raise ValueError(
+            f"recipe {recipe.name} has states.clean=causal, and {name} does not store its keys by causal rows; choose "
+            "an A2D folder (mbd convert --to block-diffusion), or leave states.clean out"
         )
     if config.attention == "full" and layouts not in ("d2f", "one_group"):
         raise ValueError(

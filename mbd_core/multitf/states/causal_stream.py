@@ -12,6 +12,9 @@ AR    1 2 3 4
 No noisy token sees the stream, so the other labels' losses and gradients are those of the sequence without it. It
 costs as many tokens as the clean stream. That one cannot have the labels: it is block-causal, so a token there sees
 the tokens that it would predict.
+
+Of a model that stores its keys by causal rows (`StateConfig.clean`) the clean stream is causal. It has the labels
+itself, at no cost.
 """
 
 from mbd_core.multitf.data.example import IGNORE, Example, answer_labels
@@ -26,14 +29,8 @@ def add_causal_stream(row: SequenceColumns, example: Example, config: StateConfi
     own `source`. Under weights that are means an answer's labels have the sum `ar_weight` together, divided by the
     number of answers; else each label has `ar_weight`.
     """
-    answers = (*example.earlier, example)
-    labels, weights = [IGNORE] * len(example.tokens), [0.0] * len(example.tokens)
-    for answer in answers:
-        learned = next_tokens(answer)
-        scale = len(learned) * len(answers) if config.weighting in SAMPLE_MEANS else 1
-        for place, label in learned.items():
-            labels[place], weights[place] = label, config.ar_weight / scale
-    length = 1 + max(learned, default=0)
+    labels, weights = _labels_and_weights(example, config)
+    length = 1 + max((place for place, label in enumerate(labels) if label != IGNORE), default=0)
     start = len(row["input_ids"])
     columns = {
         "input_ids": example.tokens[:length],
@@ -50,6 +47,25 @@ def add_causal_stream(row: SequenceColumns, example: Example, config: StateConfi
     }
     for name, column in columns.items():
         row[name] += column
+
+
+def label_clean_stream(row: SequenceColumns, example: Example, config: StateConfig) -> None:
+    """Gives the same labels to a clean stream whose tokens see the tokens before them."""
+    start = row["stream"].index(0)
+    labels, weights = _labels_and_weights(example, config)
+    for name, column in (("labels", labels), ("weights", weights), ("slot", [AR_SLOT] * len(labels))):
+        row[name][start : start + len(labels)] = column
+
+
+def _labels_and_weights(example: Example, config: StateConfig) -> tuple[list[int], list[float]]:
+    answers = (*example.earlier, example)
+    labels, weights = [IGNORE] * len(example.tokens), [0.0] * len(example.tokens)
+    for answer in answers:
+        learned = next_tokens(answer)
+        scale = len(learned) * len(answers) if config.weighting in SAMPLE_MEANS else 1
+        for place, label in learned.items():
+            labels[place], weights[place] = label, config.ar_weight / scale
+    return labels, weights
 
 
 def next_tokens(answer: Example) -> dict[int, int]:

@@ -157,6 +157,8 @@ class StateConfig:
     `labels`          the masked positions, or every position of the answer as DMax trains (`answer_labels`)
     `self_denoising`  DMax's OPUT (Alg. 2), whose second branch sees the model's own predictions at masked positions:
                       `both` branches of every layout, or each layout in one of them, drawn evenly (`half`)
+    `clean`           how clean tokens see each other: in blocks, as most models store their keys, or each the tokens
+                      before it, for models that store them by causal rows (Nemotron, TiDAR)
     `ar_weight`       the weight of the next token's CE on the same answers (`causal_stream`): of an answer's mean
                       where weights are means of samples, else of each label in the pooled sum
     """
@@ -201,6 +203,8 @@ class StateConfig:
     """Mask later positions of a block more often, at ratio 0 twice as often this share of a block later."""
     block_warmup: Annotated[tuple[tuple[float, int], ...], Flag(metavar="[[SHARE,SIZE],...]")] = ()
     """Block sizes of the run's first updates, each up to a share of them, before block_size."""
+    clean: Literal["block_causal", "causal"] = "block_causal"
+    """How clean tokens see each other: in blocks, or in order, for a model that stores its keys by causal rows."""
     ar_weight: Annotated[float, Ge(0)] = 0.0
     """Weight of the autoregressive loss beside the block loss, by which the model keeps its AR mode; 0: none."""
 
@@ -211,8 +215,10 @@ class StateConfig:
             raise ValueError(
                 "layouts=none trains the AR loss alone: give ar_weight above 0; leave labels and self_denoising out"
             )
-        if self.layouts in ("d2f", "none") and (self.complementary or self.block_warmup):
-            raise ValueError(f"layouts={self.layouts} has no blocks: leave complementary and block_warmup out")
+        if self.layouts in ("d2f", "none") and (self.complementary or self.block_warmup or self.clean == "causal"):
+            raise ValueError(
+                f"layouts={self.layouts} has no clean stream: leave complementary, block_warmup and clean out"
+            )
         if self.half_life_ratio is not None and self.rounding == "bernoulli":
             raise ValueError(
                 "half_life_ratio orders a number of masked positions: give rounding=nearest, not bernoulli"

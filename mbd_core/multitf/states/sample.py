@@ -16,7 +16,7 @@ from functools import partial
 from mbd_core.multitf.data.example import IGNORE, Example, answer_labels
 from mbd_core.multitf.states.batch import MultiTFBatch, SequenceColumns, check_columns, collate, empty_sequence
 from mbd_core.multitf.states.block_warmup import in_blocks
-from mbd_core.multitf.states.causal_stream import add_causal_stream
+from mbd_core.multitf.states.causal_stream import add_causal_stream, label_clean_stream
 from mbd_core.multitf.states.layout import SAMPLE_MEANS, GroupLayout, StateConfig, layout_set
 from mbd_core.multitf.states.noise import OF_A_STREAM, SCHEDULES, SLACK, choose_masked
 from mbd_core.multitf.states.packing import Together
@@ -115,7 +115,7 @@ def build_batch(
             row = empty_sequence()
         else:
             row = (_draw_d2f if config.layouts == "d2f" else _draw_streams)(example, config, draw, rng, shift)
-        if config.ar_weight:
+        if config.ar_weight and config.clean != "causal":
             add_causal_stream(row, example, config)
         rows.append(row)
     return collate(rows, together)
@@ -143,7 +143,10 @@ def _draw_streams(
             (layout, noisy) for layout in layouts for noisy in draw(answer, layout, start=first_block * size)
         ]
         answers.append((answer, self_denoised(streams_by_layout, config, rng), first_block))
-    return without_unseen(lay_out_answers(answers, config, shift=shift))
+    row = lay_out_answers(answers, config, shift=shift)
+    if config.ar_weight and config.clean == "causal":
+        label_clean_stream(row, example, config)
+    return without_unseen(row)
 
 
 def _draw_d2f(
@@ -196,7 +199,7 @@ def lay_out_answers(answers: Sequence[AnswerStreams], config: StateConfig, *, sh
         _add_noisy(row, answer, streams, config, first_block=first_block, clean_at=clean_at if shift else None)
     if len(answers) > 1 and config.weighting in SAMPLE_MEANS:
         row["weights"] = [weight / len(answers) for weight in row["weights"]]
-    _add_clean(row, last_answer, size)
+    _add_clean(row, last_answer, size, causal=config.clean == "causal")
     length = len(row["input_ids"])
     row["source"] = [max(0, s) for s in row["source"]] + list(range(len(row["source"]), length))
     check_columns(row)
@@ -215,6 +218,7 @@ def _add_noisy(
     """Adds an answer's noisy streams. `clean_at` is the clean stream's first place, for shifted logits."""
     size, length = config.block_size, len(example.tokens)
     num_blocks, start = length // size, first_block * size
+    unit = size if config.clean == "causal" else 1  # of blocks' numbers: clean tokens are then blocks of one
     for number, (layout, noisy) in enumerate(streams, start=max(row["stream"], default=0) + 1):
         start_of_row = len(row["input_ids"])
         starts = layout.first_blocks()
@@ -230,8 +234,8 @@ def _add_noisy(
         row["input_ids"] += noisy.tokens
         row["positions"] += range(start, length)
         row["stream"] += [number] * len(noisy.tokens)
-        row["block"] += [b for b in range(first_block, num_blocks) for _ in range(size)]
-        row["first"] += [first_block + a for a in starts for _ in range(size)]
+        row["block"] += [b * unit for b in range(first_block, num_blocks) for _ in range(size)]
+        row["first"] += [(first_block + a) * unit for a in starts for _ in range(size)]
         row["labels"] += labels
         row["weights"] += weights
         row["rollout"] += [m and noisy.rollout for m in noisy.masked]
@@ -247,11 +251,13 @@ def _add_noisy(
 def without_unseen(row: SequenceColumns) -> SequenceColumns:
     """The sequence without the clean blocks at its end that no noisy token sees: neither loss nor gradient needs them.
 
-    These are the blocks from the first block of the last noise-group on, in all layouts. They see no noisy token.
+    These are the blocks from the first block of the last noise-group on, in all layouts, and behind the clean stream's
+    last label. They see no noisy token.
     """
     noisy = sum(1 for stream in row["stream"] if stream > 0)
     last_group = max(row["first"][:noisy])
     length = noisy + sum(1 for block in row["block"][noisy:] if block < last_group)
+    length = max(length, 1 + max((i for i, label in enumerate(row["labels"]) if label != IGNORE), default=-1))
     return {name: column[:length] for name, column in row.items()}
 
 
@@ -284,13 +290,14 @@ def lay_out_d2f(example: Example, noisy: NoisyStream, config: StateConfig, *, sh
     return row
 
 
-def _add_clean(row: SequenceColumns, example: Example, size: int) -> None:
+def _add_clean(row: SequenceColumns, example: Example, size: int, *, causal: bool) -> None:
     length = len(example.tokens)
+    blocks = [place if causal else place // size for place in range(length)]
     row["input_ids"] += example.tokens
     row["positions"] += range(length)
     row["stream"] += [0] * length
-    row["block"] += [b for b in range(length // size) for _ in range(size)]
-    row["first"] += [b + 1 for b in range(length // size) for _ in range(size)]
+    row["block"] += blocks
+    row["first"] += [block + 1 for block in blocks]
     row["labels"] += [IGNORE] * length
     row["weights"] += [0.0] * length
     row["rollout"] += [False] * length

@@ -142,8 +142,9 @@ def sequence_tokens(workload: Workload) -> tuple[int, int]:
         return length, length
     layouts = choose_layouts(max(1, length // states.block_size), states, random.Random(0))
     noisy = len(layouts) * (1 + (states.self_denoising == "both")) * (1 + states.complementary) * length
-    causal = length if states.ar_weight else 0
-    return noisy + length + causal, noisy + causal
+    labels = length if states.ar_weight else 0
+    causal = labels if states.clean != "causal" else 0
+    return noisy + length + causal, noisy + labels
 
 
 def _worker_numel(name: str, parameter: nn.Parameter, workload: Workload) -> int:

@@ -210,7 +210,7 @@ def test_a_trainers_updates_have_the_blocks_of_their_share() -> None:
     [
         ({"half_life_ratio": 0.25, "rounding": "bernoulli"}, "give rounding=nearest"),
         ({"half_life_ratio": 0.0}, "half_life_ratio"),
-        ({"layouts": "d2f", "complementary": True}, "leave complementary and block_warmup out"),
+        ({"layouts": "d2f", "complementary": True}, "leave complementary, block_warmup and clean out"),
         ({"block_warmup": ((0.5, 1), (0.2, 4))}, "ascending and between 0 and 1"),
         ({"block_warmup": ((1.0, 4),)}, "ascending and between 0 and 1"),
         ({"block_warmup": ((0.5, 0),)}, "a block size of at least 1"),
