@@ -27,7 +27,7 @@ COMMANDS = {
     "turns": ("benchmarks.context.commands:turns", "a conversation's next turn beside a cold start"),
     "affinity": ("benchmarks.context.commands:affinity", "turns over replicas: prefixes found, by who routes them"),
     "replay": ("benchmarks.replay:replay", "what a learner pays for a rollout, and how far it is from the engine"),
-    "fp8": ("benchmarks.commands:fp8", "the error of a model's logits with FP8 weights"),
+    "rounding": ("benchmarks.commands:rounding", "the error of a model's logits with FP8 or int8 weights"),
     "sweep": ("benchmarks.evaluation:sweep", "a sweep on Ray beside the engine called directly"),
     "sandbox": ("benchmarks.evaluation:sandbox", "what the sandbox costs a program that does nothing"),
     "graders": ("benchmarks.graders:graders", "wrong verdicts on right and wrong answers, beside math-verify alone"),

@@ -393,18 +393,19 @@ def _layouts(text: str) -> tuple[int, int]:
     return int(group), int(number)
 
 
-def run_fp8(
+def run_rounding(
     command_line: CommandText,
     *,
     model: ModelName,
     limit: Annotated[int, Ge(1), Flag("Sequences that are compared.", DATA)] = 16,
     seed: Seed = 0,
     parts: Annotated[
-        Fp8Parts | None, Flag("What is rounded (default: the experts, or all without any)", ENGINE)
+        Literal["experts", "all", "blocks", "int8"] | None,
+        Flag("What is rounded to FP8 (default: the experts, or all without any), or int8: all products.", ENGINE),
     ] = None,
     measuring: Annotated[BenchmarkOptions, Fields("json")],
 ) -> None:
-    """What FP8 weights cost a model in accuracy, and what they save in memory.
+    """What rounded weights cost a model in accuracy, and what they save in memory.
 
     The model's logits are compared before and after rounding, at half of the positions of each solution: with all
     tokens shown, and with those positions masked as in decoding. The texts are both tasks' test problems; a model
@@ -412,10 +413,10 @@ def run_fp8(
     """
     import torch
 
-    from benchmarks.fp8 import COLUMNS, fp8_rows
+    from benchmarks.rounding import COLUMNS, rounding_rows
 
     measuring.begin()
-    rows = fp8_rows(model_folder(model), parts=parts, num_sequences=limit, seed=seed, device=usable_device(None))
+    rows = rounding_rows(model_folder(model), parts=parts, num_sequences=limit, seed=seed, device=usable_device(None))
     measuring.write(command_line, {"torch": torch.__version__}, rows=rows)
     print(markdown(rows, COLUMNS))
     bytes_after, bytes_before, dtype = rows[0]["bytes_after"], rows[0]["bytes_before"], rows[0]["dtype"]
@@ -427,4 +428,4 @@ engine = command(run_engine, "python -m benchmarks engine")
 buffer = command(run_buffer, "python -m benchmarks buffer")
 modes = command(run_modes, "python -m benchmarks modes")
 train = command(run_train, "python -m benchmarks train")
-fp8 = command(run_fp8, "python -m benchmarks fp8")
+rounding = command(run_rounding, "python -m benchmarks rounding")

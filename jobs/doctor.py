@@ -52,7 +52,15 @@ def run(
     endpoint: Annotated[
         EndpointArgs,
         Fields(
-            *("model", "fp8", "tensor_parallel", "engine.max_rows", "engine.buffer_size", "engine.block_size"),
+            *(
+                "model",
+                "fp8",
+                "tensor_parallel",
+                "engine.dtype",
+                "engine.max_rows",
+                "engine.buffer_size",
+                "engine.block_size",
+            ),
             *("engine.page_size", "engine.num_pages", "engine.kv_memory_fraction", "engine.static_shapes"),
             *("engine.graphs", "engine.batch_invariant", "engine.attention"),
         ),
@@ -196,13 +204,13 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
 
     from mbd_core.checkpoint.config import eos_origin
     from mbd_core.checkpoint.folder import read_folder
-    from mbd_core.checkpoint.loading import weights_dtype
     from mbd_core.engine.parallel.leader import check_size
-    from mbd_core.serving.tokens.load import default_device
+    from mbd_core.serving.tokens.load import default_device, engine_dtype
 
     folder = read_folder(Path(endpoint.model))
     device, config, ranks = default_device(), folder.config, endpoint.tensor_parallel
-    dtype = torch.float32 if device.type == "cpu" else weights_dtype(folder.path)
+    dtype = engine_dtype(endpoint.engine.dtype, folder, device)
+    wide = torch.float32 if dtype == torch.int8 else dtype
     yield Table(
         title="model",
         columns=PAIRS,
@@ -223,12 +231,12 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
     )
     try:
         check_size(config, ranks, device=device.type)
-        yield kernels(folder, endpoint, device, dtype)
+        yield kernels(folder, endpoint, device, wide)
     except ValueError as error:
         obstacles.append(str(error))
     weights, weight_bytes = weights_by_precision(folder, endpoint, device, dtype)
     yield weights
-    yield kv_memory(folder, endpoint, device, dtype, weight_bytes, obstacles)
+    yield kv_memory(folder, endpoint, device, wide, weight_bytes, obstacles)
 
 
 def adaptations(folder: ModelFolder) -> list[tuple[str, str]]:
@@ -288,6 +296,7 @@ def weights_by_precision(
     parts += ["blocks"] if config.moe is not None and has_blocks(folder.path) else []
     parts = parts if takes_fp8(config) else []
     choices: list[tuple[torch.dtype, Fp8Parts | None]] = [(torch.float32, None), (torch.bfloat16, None)]
+    choices += [(torch.int8, None)] if device.type == "cpu" else []
     choices += [(dtype, part) for part in parts]
     rows = [
         [

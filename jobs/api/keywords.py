@@ -42,19 +42,18 @@ INSTEAD = {
 SETTING_INSTEAD = {
     "device": "the GPU is taken if there is one; choose by CUDA_VISIBLE_DEVICES",
     "device_map": "the GPU is taken if there is one; choose by CUDA_VISIBLE_DEVICES",
-    "dtype": "weights stay as they are stored, and a CPU computes in float32",
     "enable_prefix_caching": "give prefix_caching",
     "enforce_eager": "give graphs=False",
     "gpu_memory_utilization": "give kv_memory_fraction",
-    "load_in_8bit": "give fp8",
+    "load_in_8bit": "give dtype='int8' on a CPU, fp8 on a GPU",
     "max_num_batched_tokens": "give max_prefill_tokens",
     "max_num_seqs": "give max_rows",
-    "quantization": "give fp8",
+    "quantization": "give dtype='int8' on a CPU, fp8 on a GPU",
     "served_model_name": "give name",
     "swap_space": "give host_kv_bytes",
     "tensor_parallel_size": "give tensor_parallel",
     "tokenizer": "the model folder's own is taken",
-    "torch_dtype": "weights stay as they are stored, and a CPU computes in float32",
+    "torch_dtype": "give dtype",
     "trust_remote_code": "no code of a model folder is run; leave it out",
 }
 
@@ -95,6 +94,7 @@ class Settings(DecodingFields, total=False):
     attention: str
     batch_invariant: bool
     block_budget: int
+    dtype: Literal["auto", "float32", "bfloat16", "int8"]
     graphs: bool
     host_kv_bytes: int
     kv_memory_fraction: float

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, Unpack
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 from jobs.api.call_options import IsolationOption, Say, options_from, silent
 from jobs.api.rows import names_of
@@ -26,7 +26,7 @@ from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.fields import CLUSTER, DATA, ENGINE, MODEL, OUTPUT, Flag, Ge, Texts, configuration
 from mbd_core.storage.folder import Folder
 
-ENGINE_FIELDS = ("max_rows", "num_pages", "kv_memory_fraction")
+ENGINE_FIELDS = ("max_rows", "num_pages", "kv_memory_fraction", "dtype")
 
 
 @configuration(panel=MODEL)
@@ -86,6 +86,7 @@ class SweepKeywords(TypedDict, total=False):
     max_rows: int
     num_pages: int
     kv_memory_fraction: float
+    dtype: Literal["auto", "float32", "bfloat16", "int8"]
 
 
 def sweep(

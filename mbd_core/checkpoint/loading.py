@@ -30,7 +30,7 @@ from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, StoredTensor, match_tens
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.layer_parts import Reduce
 from mbd_core.models.model_config import Fp8Parts, ModelConfig
-from mbd_core.models.quantize import quantize_weights, rounded_bytes, weight_bytes
+from mbd_core.models.quantize import quantize_weights, round_to_int8, rounded_bytes, weight_bytes
 from mbd_core.models.shard import Shard, served_dim
 
 _OWN_DTYPE = (*FLOAT32_ALWAYS, "_values", "_scale")
@@ -50,7 +50,8 @@ def load_model(
 
     Without `dtype` the weights keep their dtype; if a checkpoint mixes dtypes, config.json's counts. The router's
     `expert_bias` is always float32. With a `shard`, only that tensor-parallel rank's slices are read, and `reduce`
-    must sum over the ranks (see `Decoder`). `fp8` chooses the weights to round to FP8 (`quantize_weights`). "blocks"
+    must sum over the ranks (see `Decoder`). With `torch.int8` all products are rounded to int8, and the rest is
+    float32 (`round_to_int8`). `fp8` chooses the weights to round to FP8 (`quantize_weights`). "blocks"
     rounds nothing and keeps the files' FP8 values (`block_experts.py`).
     """
     refuse_dcp(folder)
@@ -58,7 +59,7 @@ def load_model(
     with torch.device("meta"):
         model = Decoder(config, shard=shard, reduce=reduce)
     listed, expected, _ = match_tensors(folder, config, list_tensors(folder))
-    common = dtype or weights_dtype(folder, listed)
+    common = torch.float32 if dtype == torch.int8 else dtype or weights_dtype(folder, listed)
     if fp8 == "blocks":
         modules, blocks = find_blocks(folder, config, listed, expected, num_ranks=model.shard.size)
         keep_blocks(model, modules, blocks, device)
@@ -80,13 +81,17 @@ def load_model(
     model.load_state_dict(weights, assign=True)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
+    if dtype == torch.int8:
+        return round_to_int8(model.eval())
     return model.eval() if fp8 in (None, "blocks") else quantize_weights(model.eval(), fp8)
 
 
 def planned_bytes(config: ModelConfig, dtype: torch.dtype, *, fp8: Fp8Parts | None = None, num_ranks: int = 1) -> int:
     """Bytes of the weights that `load_model` gives rank 0 of a model in `dtype`, without reading any."""
     with torch.device("meta"):
-        model = Decoder(config, shard=Shard(size=num_ranks)).to(dtype)
+        model = Decoder(config, shard=Shard(size=num_ranks)).to(torch.float32 if dtype == torch.int8 else dtype)
+        if dtype == torch.int8:
+            return weight_bytes(round_to_int8(model))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(FLOAT32_ALWAYS):
             tensor.data = tensor.data.float()

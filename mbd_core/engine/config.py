@@ -1,10 +1,12 @@
 """The engine's sizes and switches."""
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from mbd_core.fields import ENGINE, MOST, Flag, Ge, Gt, Le, configuration
 
+Dtype = Literal["auto", "float32", "bfloat16", "int8"]
+"""What an engine computes in. `int8`: products of int8 weights and inputs, the rest float32 (CPUs)."""
 LEAST_SLOTS = 4
 """Slots of each batch row where nobody chose a number, or as many more as the model decodes with."""
 
@@ -62,6 +64,9 @@ class EngineConfig:
     """Launch a static step before the results of the one before are read, where that is safe (default: on a GPU)."""
     batch_invariant: bool = False
     """Compute every request by itself: slower, its numbers are the same, bit for bit, whatever runs beside it."""
+    dtype: Dtype = "auto"
+    """float32, bfloat16, int8 (a CPU's products; the rest in float32), or auto: as stored on a GPU; on a CPU bfloat16
+    if it computes it, the weights are stored so, and there are 50 million of them; else float32."""
     attention: Annotated[str | None, Flag(metavar="NAME")] = None
     """The attention kernel (default: the best there is); of an unknown one, the error names those there are."""
     max_adapters: Annotated[int, Ge(0), Flag(name=False)] = 0

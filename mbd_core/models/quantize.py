@@ -1,23 +1,27 @@
-"""FP8 weights in a model: its experts alone, or all matrix products of its layers.
+"""Rounded weights in a model: FP8 in its experts alone or in all matrix products of its layers, int8 in all products.
 
 "experts" and "all" round with a scale per output channel. "blocks" are the experts with a scale per block of 128 x 128
 weights, as releases store them; `checkpoint.loading` keeps the values and scales of such files instead of rounding.
 
-Embeddings, norms and lm_head are few bytes, so they are not rounded. The router chooses experts, so it is not rounded
-either. A batch-invariant forward stays batch-invariant. A tensor-parallel rank rounds its own part with its own
-scales, so its rounding is never coarser than the whole model's.
+Embeddings, norms and lm_head are few bytes, so they are not rounded to FP8. The router chooses experts, so it is not
+rounded either. Int8 saves arithmetic (`ops/layer/int8.py`), so lm_head is rounded too; a tied embedding stays wide.
+A batch-invariant forward stays batch-invariant. A tensor-parallel rank rounds its own part with its own scales, so its
+rounding is never coarser than the whole model's.
 """
 
 from typing import get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mbd_core.models.decoder import Decoder
+from mbd_core.models.gemma import GeGLU, GemmaExperts
 from mbd_core.models.mlp import Experts
 from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.ops.experts import fp8
 from mbd_core.ops.experts.fp8 import Fp8Experts, Fp8Linear, fp8_obstacle
+from mbd_core.ops.layer.int8 import Int8Experts, Int8Linear, Int8Module
 
 
 def quantize_weights(model: Decoder, parts: Fp8Parts) -> Decoder:
@@ -55,6 +59,37 @@ def quantized_parts(model: nn.Module) -> Fp8Parts | None:
     if not stacks:
         return None
     return "experts" if stacks[0].block is None else "blocks"
+
+
+def round_to_int8(model: Decoder) -> Decoder:
+    """Rounds every matrix product of `model`, but the routers', to int8 in place, and returns the model.
+
+    Raises `ValueError` for a model on a GPU, whose narrow weights are FP8.
+    """
+    device = model.model.norm.weight.device.type
+    if device not in ("cpu", "meta"):
+        raise ValueError(f"dtype=int8 cannot be honoured on {device}: int8 products are for CPUs; use fp8 on a GPU")
+    for name in _product_names(model):
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, _int8_module(model.get_submodule(name)))
+    return model
+
+
+def is_int8(model: nn.Module) -> bool:
+    """Whether the model's products are int8."""
+    return any(isinstance(module, Int8Module) for module in model.modules())
+
+
+def _product_names(model: Decoder) -> list[str]:
+    """The names of the modules that are products, other than the routers'."""
+    return [name for name, module in model.named_modules() if isinstance(module, (Experts, nn.Linear))]
+
+
+@torch.no_grad()
+def _int8_module(module: nn.Module) -> Int8Module:
+    if isinstance(module, nn.Linear):
+        return Int8Linear(module)
+    return Int8Experts(module, GeGLU.act if isinstance(module, GemmaExperts) else F.silu)
 
 
 def weight_bytes(model: nn.Module) -> int:

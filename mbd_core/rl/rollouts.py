@@ -40,7 +40,7 @@ from mbd_core.multitf.states.answer import ReplayedAnswer, replay_refused
 from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.rewards import check_judges
 from mbd_core.rl.rows import ASKED_COLUMNS, ROLLOUT_COLUMNS, AskedRow, RolloutRow
-from mbd_core.serving.tokens.load import load_engine
+from mbd_core.serving.tokens.load import default_device, load_engine
 
 PIECE_COLUMNS = ("tokens", "steps", "logprobs")  # of `Piece`, which a replay reads
 METHOD = "rollout"
@@ -189,6 +189,8 @@ class RolloutEngine:
     """One engine that makes rollouts. `close()` it, or use it as a context."""
 
     def __init__(self, model: str, engine: EngineConfig, *, tensor_parallel: int = 1) -> None:
+        if engine.dtype == "auto" and default_device().type == "cpu":
+            engine = replace(engine, dtype="float32")  # the learner's
         self._loaded = load_engine(model_folder(model), engine, tensor_parallel=tensor_parallel)
         self._loaded.prepare()
         self._model = DecodingModel(self._loaded.engine, self._loaded.tokenizer)

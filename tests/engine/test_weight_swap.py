@@ -29,7 +29,7 @@ from mbd_core.engine.parallel.leader import start_parallel
 from mbd_core.engine.step import vocab as device_vocab
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import Fp8Parts
-from mbd_core.models.quantize import quantize_weights
+from mbd_core.models.quantize import quantize_weights, round_to_int8
 from mbd_core.ops.attention import choice as attention
 from mbd_core.ops.attention import flash
 
@@ -151,6 +151,19 @@ def test_fp8_weights_are_rounded_anew(
     assert [gist(o) for o in served.generate(batch(method))] == [gist(o) for o in fresh.generate(batch(method))]
     wanted = memory(fresh.model)
     assert {n: held for n, (_, held) in memory(served.model).items()} == {n: held for n, (_, held) in wanted.items()}
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada2"])
+def test_int8_weights_are_rounded_anew(
+    models: dict[str, tuple[Decoder, Decoder]], folders: dict[str, Path], family: str
+) -> None:
+    served, fresh = (engine(round_to_int8(copy.deepcopy(model))) for model in models[family])
+    places = {name: place for name, (place, _) in memory(served.model).items()}
+    served.update_weights(folders[family])
+    assert [gist(o) for o in served.generate(batch())] == [gist(o) for o in fresh.generate(batch())]
+    held = memory(served.model)
+    assert {n: content for n, (_, content) in held.items()} == {n: c for n, (_, c) in memory(fresh.model).items()}
+    assert {n: place for n, (place, _) in held.items()} == places
 
 
 @pytest.mark.parametrize("overlap", [False, True])

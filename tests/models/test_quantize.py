@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.commands import fp8 as fp8_report
+from benchmarks.commands import rounding
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.blocks.config import DecodingConfig
@@ -281,7 +281,7 @@ def test_an_engine_serves_a_rounded_model(tiny_model_dir: Path) -> None:
 def test_the_report_measures_the_shipped_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "f.json"
     asked = ["--model", "tiny-mbd", "--parts", "all", "--limit", "4", "--json", str(target)]
-    assert fp8_report(asked) == 0
+    assert rounding(asked) == 0
     assert capsys.readouterr().out.count("| tiny-mbd | all | ") == 2
     rows = json.loads(target.read_text())["rows"]
     assert [r["inputs"] for r in rows] == ["clean text", "masked text"]
@@ -294,18 +294,18 @@ def test_the_report_measures_the_shipped_model(tmp_path: Path, capsys: pytest.Ca
 
 def test_the_report_takes_a_folder_without_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(tmp_path / "m", wide_model(MOE))
-    assert fp8_report(["--model", str(tmp_path / "m"), "--limit", "2"]) == 0
+    assert rounding(["--model", str(tmp_path / "m"), "--limit", "2"]) == 0
     printed = capsys.readouterr().out
     assert "| m | experts |" in printed and "| masked random ids | 32 |" in printed
     save_model(tmp_path / "d", wide_model(DENSE))
-    assert fp8_report(["--model", str(tmp_path / "d"), "--limit", "2"]) == 0
+    assert rounding(["--model", str(tmp_path / "d"), "--limit", "2"]) == 0
     assert "| d | all |" in capsys.readouterr().out
     for asked, sentence in (
         (["--model", "none"], "unknown model 'none'"),
         (["--model", str(tmp_path / "d"), "--parts", "experts"], "has no experts; use --parts all"),
         (["--model", str(tmp_path / "m"), "--limit", "0"], "--limit 0 must be a whole number of at least 1"),
     ):
-        assert fp8_report(asked) == 2
+        assert rounding(asked) == 2
         printed = capsys.readouterr()
         assert printed.out == "" and printed.err.count("\n") == 1 and sentence in printed.err
 

@@ -21,6 +21,7 @@ from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import quantized_parts
 from mbd_core.models.shard import Shard, served_dim
 from mbd_core.ops.experts.fp8 import FP8, BlockShape, Fp8Module, quantize
+from mbd_core.ops.layer.int8 import Int8Module
 
 # LoRA adapters: each is loaded under a name and has a slot until it is unloaded, when no request uses it.
 
@@ -177,8 +178,8 @@ def _check_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]], dtype:
 
 @torch.no_grad()
 def overwrite(model: Decoder, weights: StagedWeights) -> None:
-    """Copies staged weights over the model's, in place. Weights that are FP8 only in the model are rounded anew, with
-    new scales."""
+    """Copies staged weights over the model's, in place. Weights that are FP8 or int8 only in the model are rounded
+    anew, with new scales."""
     places = {name: tensor for name, tensor in model.state_dict().items() if name in weights.tensors}
     for name, place in places.items():
         _copy(place, weights.tensors[name])
@@ -193,6 +194,12 @@ def overwrite(model: Decoder, weights: StagedWeights) -> None:
                     _copy(values, fp8_weight.values)
                     module.get_buffer(f"{weight}_scale").copy_(fp8_weight.scale)
                     num_rounded += 1
+        if isinstance(module, Int8Module):
+            for weight in [name.removesuffix("_scale") for name in module.state_dict() if name.endswith("_scale")]:
+                source = f"{prefix}.{weight}"
+                is_tied = model.config.tie_word_embeddings and source == "lm_head.weight"
+                module.round_weight(weight, weights.tensors["model.embed_tokens.weight" if is_tied else source])
+                num_rounded += not is_tied
     assert len(places) + num_rounded == len(weights.tensors), "a staged weight has no place in the model"
 
 

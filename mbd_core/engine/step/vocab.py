@@ -68,7 +68,7 @@ class PartVocab(Vocab):
 
 def whole_vocab(model: Decoder, size: int) -> Vocab:
     """The `Vocab` for logits of the whole vocabulary of `model`, read by one rank: ids from `size` on are padding."""
-    on_gpu = model.lm_head.weight.device.type == "cuda"
+    on_gpu = model.model.norm.weight.device.type == "cuda"
     return (FusedVocab if on_gpu else Vocab)(model.config.mask_token_id, size)
 
 
@@ -82,5 +82,5 @@ def shared_vocab(model: Decoder, size: int) -> Vocab:
         part=model.vocabulary,
         shard=model.shard,
         reduce=model.reduce,
-        fused=model.lm_head.weight.device.type == "cuda",
+        fused=model.model.norm.weight.device.type == "cuda",
     )

@@ -102,6 +102,7 @@ def plan_of(sweep: Sweep, rows: Sequence[PlannedRow]) -> dict[str, Any]:
         **sweep.draws,
         **{name: getattr(sweep.engine, name) for name in ENGINE_SIZES},
         "tensor_parallel": sweep.tensor_parallel,
+        **({} if sweep.engine.dtype == "auto" else {"dtype": sweep.engine.dtype}),
         "rows": ROWS,
         "versions": {name: version(name) for name in VERSIONS},
     }
@@ -171,9 +172,9 @@ def _differences(old_plan: Mapping[str, Any], new_plan: Mapping[str, Any]) -> It
     else:
         for name, task in new_plan["tasks"].items():
             yield from _other_problems(name, old_plan["tasks"][name], task)
-    for name, greedy in (("samples", 1), ("temperature", 0.0), ("top_p", 1.0)):
-        if old_plan.get(name, greedy) != new_plan.get(name, greedy):
-            yield f"its {name} is {old_plan.get(name, greedy)}, not {new_plan.get(name, greedy)}"
+    for name, unsaid in (("samples", 1), ("temperature", 0.0), ("top_p", 1.0), ("dtype", "auto")):
+        if old_plan.get(name, unsaid) != new_plan.get(name, unsaid):
+            yield f"its {name} is {old_plan.get(name, unsaid)}, not {new_plan.get(name, unsaid)}"
     for name in ("seed", *ENGINE_SIZES, "tensor_parallel"):
         if old_plan[name] != new_plan[name]:
             yield f"its {name} is {old_plan[name]}, not {new_plan[name]}"

@@ -22,10 +22,10 @@ from mbd_core.multitf.states.block_warmup import longest_length
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.adapter import check_peft
-from mbd_core.multitf.step.compute import computes_bfloat16
 from mbd_core.multitf.step.memory import Workload
 from mbd_core.multitf.step.parallel import check_divides
 from mbd_core.multitf.step.quantized_base import check_bitsandbytes
+from mbd_core.ops.machine import computes_bfloat16
 
 CPU = torch.device("cpu")
 

@@ -13,6 +13,7 @@ from mbd_core.models.mlp import MoE, SwiGLU
 from mbd_core.models.rope import Rope
 from mbd_core.multitf.config import Precision
 from mbd_core.ops.attention.whole import DenseAttention, in_many_variants
+from mbd_core.ops.machine import computes_bfloat16
 
 
 def compute_precision(precision: Precision, device: torch.device) -> Literal["float32", "bfloat16"]:
@@ -20,13 +21,6 @@ def compute_precision(precision: Precision, device: torch.device) -> Literal["fl
     if precision == "auto":
         return "bfloat16" if computes_bfloat16(device) else "float32"
     return precision
-
-
-def computes_bfloat16(device: torch.device) -> bool:
-    """Whether the device has bfloat16 arithmetic. A CPU without it takes up to 100 times as long as in float32."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 # `torch.compile` of a model in training: one compiled layer, which all layers of a kind share.

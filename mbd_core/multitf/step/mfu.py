@@ -17,8 +17,7 @@ from mbd_core.models.flops import head_flops, matrix_flops, mlp_flops, pair_flop
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.data.example import IGNORE
 from mbd_core.multitf.states.batch import MultiTFBatch
-from mbd_core.multitf.step.compute import computes_bfloat16
-from mbd_core.ops.machine import measure_flops
+from mbd_core.ops.machine import computes_bfloat16, measure_flops
 
 BFLOAT16_TFLOPS = {
     "B200": 2250.0,

@@ -9,8 +9,8 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import OptimizerName
-from mbd_core.multitf.step.compute import computes_bfloat16
 from mbd_core.multitf.step.sharding import cut_like, whole
+from mbd_core.ops.machine import computes_bfloat16
 
 
 class ShardedMuon(torch.optim.Muon):

@@ -9,14 +9,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.folder import ModelFolder, read_folder
-from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.loading import load_model, weights_dtype
 from mbd_core.checkpoint.tokenizer import grammars_of
 from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
-from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.config import Dtype, EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.parallel.leader import ParallelEngine, start_parallel
 from mbd_core.models.model_config import Fp8Parts, ModelConfig
-from mbd_core.models.quantize import quantized_parts
+from mbd_core.models.quantize import is_int8, quantized_parts
+from mbd_core.ops.machine import computes_bfloat16
 from mbd_core.trace.recorder import TraceRecorder
 
 
@@ -65,6 +66,7 @@ class LoadedModel:
         dtype_note = "" if weights.dtype == self.stored_dtype else f" (stored as {_name(self.stored_dtype)})"
         rounded = quantized_parts(self.engine.model)
         dtype_note += "" if rounded is None else f", FP8 weights ({rounded})"
+        dtype_note += ", int8 products" * is_int8(self.engine.model)
         size = self.engine.model.shard.size
         ranks = "" if size == 1 else f", tensor parallel over {size} ranks"
         return f"torch {weights.device.type} {dtype}{dtype_note}{ranks}"
@@ -82,7 +84,7 @@ def load_engine(
 ) -> LoadedModel:
     """Loads a Hugging Face model folder into an engine. Raises `ValueError` that names the folder's fault.
 
-    device           default: the GPU if there is one. A GPU keeps the stored dtype; a CPU computes in float32
+    device           default: the GPU if there is one. `config.dtype` says what it computes in
     fp8              the FP8 weights (`models.quantize`): the weights of the experts or of all layers, rounded;
                      or FP8 experts in blocks, as the folder has them
     tensor_parallel  number of ranks, each a process: rank r on GPU r, or all on the CPU
@@ -91,7 +93,7 @@ def load_engine(
     contents = read_folder(folder)
     config = slots_chosen(contents, config)
     device = device or default_device()
-    dtype = torch.float32 if device.type == "cpu" else None
+    dtype = engine_dtype(config.dtype, contents, device)
     grammars = grammars_of(contents.tokenizer, contents.config)
     engine: Engine
     if tensor_parallel != 1:
@@ -125,6 +127,23 @@ def load_engine(
         raise
     defaults = decoding_defaults(contents, config)
     return LoadedModel(folder.name, engine, contents.tokenizer, contents.config, defaults, contents.stored_dtype)
+
+
+BFLOAT16_PAYS = 50_000_000
+"""Parameters from which on a CPU with bfloat16 arithmetic is faster in it; a smaller model is bound by calls."""
+
+
+def engine_dtype(choice: Dtype, folder: ModelFolder, device: torch.device) -> torch.dtype:
+    """What `choice` means for a folder on `device`. Raises `ValueError` for int8 on a GPU."""
+    if choice != "auto":
+        if choice == "int8" and device.type != "cpu":
+            raise ValueError("dtype=int8 cannot be honoured on a GPU: int8 products are for CPUs; use fp8=all")
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}[choice]
+    if device.type != "cpu":
+        return weights_dtype(folder.path)
+    is_large = folder.config.num_parameters >= BFLOAT16_PAYS
+    narrow = folder.stored_dtype == torch.bfloat16 and is_large and computes_bfloat16(device)
+    return torch.bfloat16 if narrow else torch.float32
 
 
 def default_device() -> torch.device:

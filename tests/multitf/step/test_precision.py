@@ -17,8 +17,9 @@ from mbd_core.multitf.step.trainer import Trainer
 
 @pytest.mark.parametrize(("supported", "expected"), [(True, "bfloat16"), (False, "float32")])
 def test_auto_is_what_the_cpu_computes(monkeypatch: pytest.MonkeyPatch, supported: bool, expected: str) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    instructions = {"architecture": "x86_64", "avx512_bf16": supported, "amx_bf16": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)  # emulated counts there
     assert compute_precision("auto", torch.device("cpu")) == expected
 
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -23,9 +24,10 @@ from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.request import Output, Request
-from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.config import Dtype, EngineConfig
 from mbd_core.models.decoder import Decoder
-from mbd_core.serving.tokens.load import load_engine
+from mbd_core.serving.tokens import load
+from mbd_core.serving.tokens.load import engine_dtype, load_engine
 
 SMALL = EngineConfig(max_rows=1, num_pages=16)
 
@@ -137,6 +139,45 @@ def test_a_cpu_computes_in_float32_and_says_how_weights_are_stored(folder: Path)
     loaded = load_engine(folder, SMALL)
     assert loaded.engine.model.model.norm.weight.dtype == torch.float32
     assert loaded.backend == "torch cpu float32 (stored as bfloat16)"
+
+
+@pytest.mark.parametrize(
+    ("choice", "backend"),
+    [
+        ("float32", "torch cpu float32"),
+        ("bfloat16", "torch cpu bfloat16 (stored as float32)"),
+        ("int8", "torch cpu float32, int8 products"),
+    ],
+)
+def test_an_engine_computes_in_the_dtype_that_was_asked_for(folder: Path, choice: Dtype, backend: str) -> None:
+    with load_engine(folder, replace(SMALL, dtype=choice)) as loaded:
+        assert loaded.backend == backend
+        request = Request(
+            request_id="r", prompt=(5, 6, 7), max_tokens=8, decoding=loaded.decoding({}), ignore_eos=True
+        )
+        assert len(loaded.engine.generate([request])[0].tokens) == 8
+
+
+@pytest.mark.parametrize(
+    ("stored", "parameters", "hardware", "expected"),
+    [
+        (torch.bfloat16, 135_000_000, True, torch.bfloat16),
+        (torch.bfloat16, 135_000_000, False, torch.float32),
+        (torch.bfloat16, 400_000, True, torch.float32),
+        (torch.float32, 135_000_000, True, torch.float32),
+    ],
+)
+def test_auto_is_bfloat16_where_a_cpu_is_faster_in_it(
+    monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, parameters: int, hardware: bool, expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(load, "computes_bfloat16", lambda device: hardware)
+    contents: Any = SimpleNamespace(stored_dtype=stored, config=SimpleNamespace(num_parameters=parameters))
+    assert engine_dtype("auto", contents, torch.device("cpu")) == expected
+
+
+def test_int8_is_for_cpus(folder: Path) -> None:
+    with pytest.raises(ValueError, match="use fp8=all"):
+        engine_dtype("int8", read_folder(folder), torch.device("cuda"))
 
 
 def test_an_edit_note_is_for_models_whose_author_names_no_editing(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The error of FP8 weights: a model's logits before and after rounding, at the same positions.
+"""The error of rounded weights, FP8 or int8: a model's logits before and after rounding, at the same positions.
 
 The sequences are both tasks' test problems with their solutions, or random ids if the model folder has no tokenizer.
 Half of each solution's positions are compared twice: with no token masked, and with these positions masked, as in
@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import Fp8Parts, ModelConfig
-from mbd_core.models.quantize import quantize_weights, weight_bytes
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.quantize import quantize_weights, round_to_int8, weight_bytes
 from mbd_core.ops.attention.whole import DenseAttention
 from mbd_core.tasks import code_mini, gsm_mini
 
@@ -65,7 +65,7 @@ def logit_error(reference: Tensor, result: Tensor) -> LogitError:
 
 COLUMNS = {
     "model": "model",
-    "parts": "FP8",
+    "parts": "rounded",
     "inputs": "inputs",
     "positions": "positions",
     "max_abs": "largest error|.4f",
@@ -75,6 +75,8 @@ COLUMNS = {
     "mean_kl": "mean KL (nats)|.2e",
 }
 RANDOM_LENGTH = 64
+Rounded = Literal["experts", "all", "blocks", "int8"]
+"""What is rounded to FP8, or all products to int8."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +87,14 @@ class ComparedSequence:
     positions: list[int]
 
 
-def fp8_rows(
-    folder: Path, *, parts: Fp8Parts | None, num_sequences: int, seed: int, device: torch.device
+def rounding_rows(
+    folder: Path, *, parts: Rounded | None, num_sequences: int, seed: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """One row for clean inputs and one for masked inputs. `parts` is by default the experts, if the model has any.
+    """One row for clean inputs and, if the model has a mask, one for masked inputs.
 
-    Raises `ValueError` for a folder without a model, and for parts that the model does not have.
+    `parts` is by default the experts, if the model has any.
+
+    Raises `ValueError` for a folder without a model, for parts that the model does not have, and for int8 on a GPU.
     """
     config = load_config(folder)
     if parts in ("experts", "blocks") and config.moe is None:
@@ -101,8 +105,12 @@ def fp8_rows(
     tokenizer = load_tokenizer(folder, config) if with_tokenizer else None
     sequences = compared_sequences(config, tokenizer, count=num_sequences, seed=seed)
     stored_bytes = weight_bytes(model)
-    logits_of_stored = {masked: logits(model, sequences, masked=masked) for masked in (False, True)}
-    quantize_weights(model, parts)
+    inputs = (False, True) if config.has_mask else (False,)
+    logits_of_stored = {masked: logits(model, sequences, masked=masked) for masked in inputs}
+    if parts == "int8":
+        round_to_int8(model)
+    else:
+        quantize_weights(model, parts)
     rows = []
     for masked, expected in logits_of_stored.items():
         error = logit_error(expected, logits(model, sequences, masked=masked))
@@ -155,17 +163,20 @@ def _task_pairs(tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> li
 
 @torch.inference_mode()
 def logits(model: Decoder, sequences: Sequence[ComparedSequence], *, masked: bool) -> Tensor:
-    """Logits (A, V - 1) on the CPU that predict the compared positions, without the column of the mask id."""
+    """Logits (A, V - 1) on the CPU that predict the compared positions, without the column of the mask id, if any."""
     c, device, rows_AV = model.config, model.model.norm.weight.device, []
     for sequence in sequences:
         tokens, places = torch.tensor(sequence.tokens), torch.tensor(sequence.positions)
         if masked:
             tokens[places] = c.mask_token_id
         positions = torch.arange(len(tokens), device=device)
-        blocks = positions // c.block_size if c.attention == "block_causal" else torch.zeros_like(positions)
+        is_ordered = c.attention == "block_causal" or not c.has_mask
+        blocks = positions // c.block_size if is_ordered else torch.zeros_like(positions)
         attend = DenseAttention((blocks[None, :] <= blocks[:, None])[None, None])
         hidden = model(tokens.to(device)[None], positions[None], attend)[0]
         predicted_from = (places - 1).clamp(min=0) if c.shift_logits else places
         logits_AV = model.logits(hidden[predicted_from.to(device)]).float().cpu()
-        rows_AV.append(torch.cat((logits_AV[:, : c.mask_token_id], logits_AV[:, c.mask_token_id + 1 :]), dim=1))
+        if c.has_mask:
+            logits_AV = torch.cat((logits_AV[:, : c.mask_token_id], logits_AV[:, c.mask_token_id + 1 :]), dim=1)
+        rows_AV.append(logits_AV)
     return torch.cat(rows_AV)

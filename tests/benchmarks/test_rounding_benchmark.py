@@ -1,13 +1,13 @@
-"""What FP8 weights change in logits, and at which positions it is counted."""
+"""What rounded weights change in logits, and at which positions it is counted."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import fp8 as fp8_logits
-from benchmarks.commands import fp8 as fp8_report
-from benchmarks.fp8 import compared_sequences, logit_error
+from benchmarks import rounding as measured
+from benchmarks.commands import rounding
+from benchmarks.rounding import compared_sequences, logit_error
 from mbd_core.models.shapes import SHAPES
 
 
@@ -26,9 +26,9 @@ def test_sequences_are_those_of_the_seed_and_ask_for_half_of_each_solution() -> 
 def test_an_existing_file_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fp8_logits, "fp8_rows", lambda *_, **__: pytest.fail("a model was measured"))
+    monkeypatch.setattr(measured, "rounding_rows", lambda *_, **__: pytest.fail("a model was measured"))
     (tmp_path / "a.json").write_text("a user's")
-    assert fp8_report(["--model", "tiny-mbd", "--json", str(tmp_path / "a.json")]) == 2
+    assert rounding(["--model", "tiny-mbd", "--json", str(tmp_path / "a.json")]) == 2
     assert "a.json exists already" in capsys.readouterr().err
     assert (tmp_path / "a.json").read_text() == "a user's"
 
