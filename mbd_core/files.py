@@ -1,4 +1,4 @@
-"""How the project writes: nothing that is there is lost, and what is there is whole.
+"""Safe writing of files and folders: nothing existing is lost, and no file is left half-written.
 
 A command checks its target before it begins (`check_new_file`, `check_target_folder`). Files and folders are written
 beside their place and renamed (`file_beside`, `folder_beside`), or, where results come one by one, into a folder that
@@ -72,7 +72,7 @@ def file_beside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def durable_file(path: Path) -> Iterator[Path]:
-    """As `file_beside`, and what was written outlives the machine."""
+    """`file_beside`, and the file's content survives a crash of the machine."""
     with file_beside(path) as new_file:
         yield new_file
         sync(new_file)
@@ -80,7 +80,7 @@ def durable_file(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Let what was written to a file, or the names in a folder, outlive the machine."""
+    """Flush a file's content, or a folder's names, to disk, so that they survive a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -258,7 +258,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def check_name(target: Path) -> None:
-    """Raise `ValueError` for a path that no file system takes: where even to look whether it exists is an error."""
+    """Raise `ValueError` for a path that is too long or not printable."""
     if len(target.name.encode()) > 200:
         raise ValueError(f"{target} cannot be written: its name is longer than 200 bytes")
     if any(len(name.encode()) > 255 for name in target.parts) or len(bytes(target.absolute())) > 3000:

@@ -41,7 +41,7 @@ REMEDIES = {
 
 
 class ServiceBusy(Exception):
-    """No reward now; why, and after how many seconds to ask again, where it says so."""
+    """The service gives no reward now. `after`: the seconds until the next try, if the service names them."""
 
     def __init__(self, why: str, after: float | None = None) -> None:
         super().__init__(why)
@@ -49,7 +49,7 @@ class ServiceBusy(Exception):
 
 
 class ServiceRefused(Exception):
-    """No reward, however often it is asked; why, as the rest of a sentence."""
+    """The service refuses for good; the message is the rest of a sentence that says why."""
 
 
 class HttpReward:
@@ -70,10 +70,10 @@ class HttpReward:
         self._stops = stops
         self._answered_at = 0.0  # when it last gave or refused a reward
         self._num_given_up = 0  # answers in a row without one
-        self._down: str | None = None  # why it is asked no more
+        self._down: str | None = None  # the reason why the service counts as down
 
     async def resolve(self) -> None:
-        """Nothing is asked before there is an answer."""
+        """Does nothing: the first question tests the service."""
 
     async def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[RewardOutcome]:
         """An outcome for each row, with `concurrency` of them asked at a time. Raises `RewardFailed` with `stops` for

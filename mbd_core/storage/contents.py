@@ -1,4 +1,4 @@
-"""What lies at a path, in a few bytes: so that machines compare what they have without reading all of it.
+"""The contents of a path as a few bytes, by which machines compare their copies without reading all of them.
 
 A copy of small contents is carried as chunks, each wherever its carrier puts it (`actors/paths.py`).
 """
@@ -29,7 +29,7 @@ class Contents:
 
 
 def contents_of(path: Path) -> Contents | None:
-    """What a file holds, or a folder without its hidden files; `None` where nothing lies or may be read."""
+    """The contents of a file, or of a folder without its hidden files; `None` if nothing readable lies there."""
     digest, total = hashlib.sha256(), 0
     try:
         files = files_at(path)
@@ -81,7 +81,7 @@ class Copy:
     def unpacked(self, cache: Path, get: Callable[[Any], bytes]) -> Path:
         """The file or folder of these contents below `cache`, where it is made once, whole or not at all.
 
-        Raises `OSError`, one sentence, where the cache takes none.
+        Raises `OSError`, one sentence, if the cache cannot be written.
         """
         target = cache / self.digest / self.name
         with storage_errors(str(cache), f"takes no copy of {self.name}"):

@@ -1,4 +1,4 @@
-"""Pages of KV memory: which sequence owns which, which hold a prefix that others may share, and the memory itself.
+"""Pages of KV memory: their owners, the published prefixes that sequences may share, and the memory itself.
 
 A page is free, owned (by one sequence, or by several once it is published), or cached: published and without an owner,
 so that its content can be found until the memory is needed.

@@ -18,7 +18,8 @@ def find_teacher(
 ) -> ModelFolder | None:
     """The folder of a teacher that is loaded beside the student; `None` if the student without its adapter teaches.
 
-    Raises `ValueError`, one sentence, for a teacher that cannot read so, or that has another vocabulary.
+    Raises `ValueError`, one sentence, for a teacher that cannot read as `settings.reads` says, or with another
+    vocabulary.
     """
     by_blocks = settings.reads == "blocks"
     if base is None:

@@ -10,8 +10,8 @@ AR    1 2 3 4
     4 x x x x
 
 No noisy token sees the stream, so the other labels' losses and gradients are those of the sequence without it. It
-costs as many tokens as the clean stream. That one cannot have the labels: it is block-causal, so a token there sees
-the tokens that it would predict.
+costs as many tokens as the clean stream. The clean stream itself cannot have the labels: it is block-causal, so its
+tokens see the tokens that they would predict.
 
 Of a model that stores its keys by causal rows (`StateConfig.clean`) the clean stream is causal. It has the labels
 itself, at no cost.
@@ -26,8 +26,8 @@ def add_causal_stream(row: SequenceColumns, example: Example, config: StateConfi
     """Adds the causal stream of a conversation behind the streams of `row`, which may be empty.
 
     A place's label is the next token, of each trained answer and of the first EOS behind it; the place is the label's
-    own `source`. Under weights that are means an answer's labels have the sum `ar_weight` together, divided by the
-    number of answers; else each label has `ar_weight`.
+    own `source`. If weights are means, the weights of an answer's labels add up to `ar_weight` divided by the
+    number of answers; otherwise each label has `ar_weight`.
     """
     labels, weights = _labels_and_weights(example, config)
     length = 1 + max((place for place, label in enumerate(labels) if label != IGNORE), default=0)

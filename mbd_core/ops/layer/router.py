@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
 """The choice of each token's experts from the router's logits as Triton kernels: `models.mlp.Router`'s rule.
 
-A program of the first kernel takes one token. Its experts lie group by group in a square of registers; the best of all
-that may be chosen is taken K times. Ties go to the lowest expert. If a block has a capacity, a program of the second
+A program of the first kernel takes one token. Its experts lie group by group in a square of registers; K times the
+best allowed expert is taken. Ties go to the lowest expert. If a block has a capacity, a program of the second
 kernel takes one block first, and marks the experts that its tokens may choose.
 
 Shape legend: T tokens, E experts, K experts a token, S shared experts, N blocks, B block size.

@@ -100,7 +100,7 @@ def _without_name(form: AnswerForm) -> AnswerForm:
 
 
 def _same_in_any_order(wanted: Sequence[str], given: Sequence[str], same_expression: SameExpression) -> bool:
-    """Whether each part has its like on the other side."""
+    """Whether each part of either side equals a part of the other side."""
 
     def are_in(parts: Sequence[str], others: Sequence[str], *, turned: bool) -> bool:
         return all(
