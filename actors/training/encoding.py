@@ -32,7 +32,7 @@ def encode_on_cluster(
     max_length: int | None = None,
     paths: JobPaths = NO_PATHS,
 ) -> EncodeChats:
-    """Returns what tokenises for a model, by at most `num_workers` tasks at once. Each node finds the model itself.
+    """A function that tokenises for a model, in at most `num_workers` tasks at once. Each node finds the model itself.
 
     `every` and `max_length` mean the same as in `encode_rows`. Raises `ClusterTooSmall` if the connected cluster has
     no room for the tasks.

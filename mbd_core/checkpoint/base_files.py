@@ -1,4 +1,4 @@
-"""The files and JSON fields of a model folder that a model made from it takes over.
+"""The files and JSON fields that a trained or adapted model takes over from its base's folder.
 
 A release's folder holds more than we read: the code that transformers runs for it (`auto_map`), its licence, files of
 its tokenizer, settings of other engines. Users of the new folder need them. Entries that the new weights make untrue

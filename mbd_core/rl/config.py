@@ -23,7 +23,7 @@ RLSchedule = Literal["sync", "one-step-off"]
 
 @configuration(panel=DATA)
 class RolloutConfig:
-    """What an iteration asks, and how its answers are drawn.
+    """The problems of an iteration, and the sampling of their answers.
 
     An iteration asks `prompts` problems, `group` times each. `decoding` holds fields beside the fields of the model's
     `generation_config.json`. Log-probabilities hold at temperature 1: at any other the learner is off-policy.
@@ -44,7 +44,7 @@ class RolloutConfig:
     part_rows: Annotated[int, Ge(1)] = 32
     """Answers that an engine is given and writes together: whole groups."""
     temperature: Annotated[float, Gt(0), Flag(panel=DECODING, metavar="T")] = 1.0
-    """Of drawn tokens; 1 is the policy that learns."""
+    """Sampling temperature; at 1 the rollouts follow the learner's policy."""
     max_tokens: Annotated[int | None, Ge(1), Flag(panel=DECODING, default="the prompt recipe's, the task's own")] = (
         None
     )
@@ -102,7 +102,7 @@ class HeldOutConfig:
 
 @configuration(panel=STATES)
 class RLRecipe:
-    """What is trained, on what, and how.
+    """A run of reinforcement learning: its model, its task, and its settings.
 
     sync          an iteration's rollouts are of the weights that it updates; on shared devices the engines sleep while
                   the learner works
@@ -115,7 +115,7 @@ class RLRecipe:
     """
 
     name: Annotated[str, Flag(name=False)]
-    """What the run and its folder are called."""
+    """The name of the run and of its folder."""
     model: Annotated[str, Flag(panel=MODEL, metavar="MODEL")]
     """The model to start from: a shipped model's name, or a model folder."""
     rollouts: RolloutConfig = RolloutConfig()
@@ -176,7 +176,7 @@ class RLRecipe:
 
     @property
     def lag(self) -> int:
-        """How many updates older than the learner's the weights of a rollout may be."""
+        """The most updates by which a rollout's weights may be older than the learner's."""
         return 0 if self.schedule == "sync" else 1
 
     @property
@@ -186,7 +186,7 @@ class RLRecipe:
 
 
 def as_recorded(recipe: RLRecipe) -> dict[str, Any]:
-    """The recipe as JSON gives it back, with the filters of groups that hold."""
+    """The recipe as read from its JSON, with the effective filters of groups."""
     filled = replace(recipe, groups=recipe.groups.filled(recipe.rewards.weights))
     recorded = json.loads(json.dumps(asdict(filled), default=str))
     assert isinstance(recorded, dict)
@@ -195,7 +195,7 @@ def as_recorded(recipe: RLRecipe) -> dict[str, Any]:
 
 FREE = ("iterations", "checkpoint_every", "samples_every", "most_idle")
 FREE_OF_REWARDS = ("reward_seconds", "judge_patience", "judge_concurrency", "judge_key", "on_reward_error")
-"""What a run that goes on may change: of itself, and of how its rewards are asked for."""
+"""The fields that a resumed run may change: its own, and those of its rewards."""
 
 
 SINCE_ADDED = {"rollouts": {"first_tokens": None, "ramp": 100, "ramp_shape": "cos"}, "train": {"teacher": None}}

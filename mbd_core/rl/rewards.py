@@ -1,6 +1,6 @@
 """Rewards of answers: the evaluation's graders, tokens per forward, a Python function, an HTTP service.
 
-A part of the reward is named by what gives it, and a recipe weighs the parts:
+A recipe gives weights to the parts of the reward, which have these names:
 
     correct               1 for an answer that the task's grader takes as right, else 0
     tpf                   its useful tokens per forward
@@ -35,7 +35,7 @@ HTTP = ("http://", "https://")
 
 @configuration(panel=UPDATES)
 class RewardConfig:
-    """What an answer is rewarded for."""
+    """The parts of the reward, and their limits."""
 
     rewards: Annotated[dict[str, float], Flag(metavar="JSON")] = field(
         default_factory=lambda: {CORRECT: 1.0, TPF: 1.0}
@@ -49,11 +49,11 @@ class RewardConfig:
     judge_patience: Annotated[float, Gt(0)] = 120.0
     """Seconds within which a service that is busy, fails or cannot be reached is asked again about an answer."""
     judge_concurrency: Annotated[int, Ge(1)] = 32
-    """Answers that a function or a service is asked about at once, for each part of rollouts."""
+    """Concurrent questions to a function or a service, for each part of rollouts."""
     judge_key: Annotated[dict[str, str], Flag(metavar="JSON")] = field(default_factory=dict)
     """Services that want a key, as {URL: VARIABLE}: the environment variable that holds it."""
     on_reward_error: Literal["drop", "stop"] = "drop"
-    """What an answer without a reward does, whose function or service failed: it is dropped, or the run stops."""
+    """If a function or a service fails: drop the answer, or stop the run."""
 
     def __post_init__(self) -> None:
         for name in self.rewards:
@@ -111,7 +111,7 @@ class Scorer:
         )
 
     async def _ask(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, RewardOutcome]]:
-        """What each judge says of each row; all are asked at once."""
+        """The outcomes of each judge for each row; all judges work at once."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {name: group.create_task(judge.judge(rows)) for name, judge in self._judges.items()}

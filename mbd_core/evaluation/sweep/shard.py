@@ -1,4 +1,4 @@
-"""Which parts of a sweep one of several jobs computes."""
+"""The shard of a sweep: the parts that one of several jobs computes."""
 
 from typing import Annotated
 
@@ -24,5 +24,5 @@ class SweepShard:
         return f"{self.index}/{self.count}"
 
     def holds(self, number: int) -> bool:
-        """Whether the part with this number is of this shard."""
+        """Whether the part with this number belongs to this shard."""
         return number % self.count == self.index - 1
