@@ -7,11 +7,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
+from base_folders import base_folder
 from chat_rows import chat, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs import prepare_data
 from mbd_core.batch import model_answers
 from mbd_core.batch.model_answers import SETTINGS, PartDecoder
+from mbd_core.checkpoint.adaptation.block_diffusion import convert_to_block_diffusion
 from mbd_core.checkpoint.chat import chat_prompt, decode_text
 from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
@@ -102,6 +106,26 @@ def test_the_answers_are_the_engine_s(prepare: Callable[..., int], capsys: pytes
         samples = PreparedExamples(Path("data"), block_size=4, max_length=2048)
         kept = {tuple(s.tokens[: s.prompt_length]) for s in (samples[i] for i in range(len(samples)))}
         assert (tuple(prompt) in kept) == (lines[3] in finished)
+
+
+def test_an_autoregressive_model_answers_greedily_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base of an adapted model answers the prompts that the adapted one is to learn from."""
+    monkeypatch.chdir(tmp_path)
+    base_folder(Path("ar"), "Llama", "tiny-llama")
+    convert_to_block_diffusion(Path("ar"), Path("bd"), block_size=4)
+    write_rows(Path("rows.jsonl"), questions(3))
+    options = ["--model", "bd", "--answers-from", "ar", "--max-tokens", "6", "--keep-unfinished"]
+    assert prepare_data.main(["rows.jsonl", *options, "--out", "data"]) == 0
+    record = json.loads(Path("data", RECORD).read_text())
+    assert record["answers"]["decoding"]["causal"]["method"] == "ar"
+    tokenizer = AutoTokenizer.from_pretrained("ar")
+    plain = AutoModelForCausalLM.from_pretrained("ar")
+    for line, row in zip(answers(), questions(3), strict=True):
+        messages = row["messages"] if row["messages"][-1]["role"] == "user" else row["messages"][:-1]
+        prompt = chat_prompt(tokenizer, messages)
+        ids = torch.tensor([prompt])
+        found = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+        assert line["text"] == decode_text(tokenizer, found[0, len(prompt) :].tolist())
 
 
 def test_a_killed_job_goes_on_and_ends_with_the_same_bytes(
