@@ -25,11 +25,9 @@ if __name__ == "__main__":  # run by its path, it finds the project's packages b
 from cluster.topology import Device
 from jobs.api.call_options import IsolationOption
 from jobs.api.training import RayOptions
-from mbd_core.checkpoint.shipped import named_model
-from mbd_core.command_line import Changes, Fields, command
+from mbd_core.command_line import Changes, Fields, command, command_options
 from mbd_core.engine.config import EngineConfig
 from mbd_core.fields import CLUSTER, MODEL, Flag, Ge, changed, configuration, leaves_of
-from mbd_core.files import write_text
 from mbd_core.json_text import merge_fields
 from mbd_core.multitf.recipes.choice import FIELD, read_config, recipe_in_file
 from mbd_core.multitf.run.log_targets import chosen_targets, default_targets
@@ -43,15 +41,17 @@ if TYPE_CHECKING:
     from mbd_core.rl.rollouts import RolloutPlan
 
 OF_TRAIN = ("lr", "warmup", "schedule", "weight_decay", "clip", "optimizer", "precision", "micro_batch", "pack")
-"""Fields of `train` that are options, beside the adapter's and the teacher's; a file (--config) changes the others."""
+"""Fields of `train` that are options, beside the adapter's and the teacher's; `--set` and a file (--config) change the
+others."""
+FOLLOWS = {"steps": "--iterations", "batch_size": "--prompts and --group", "seed": "--seed"}
+"""Fields of `train` that follow other options of a run."""
+NOT_LEARNED = ("distillation", "teacher.weight")
+"""Fields of `train` that no learner takes; a rollout has no labels for the rest of a teacher's weight."""
 CHANGEABLE = [
     item.path
     for item in leaves_of(RLRecipe)
-    if not item.path.startswith("train.")
-    or item.path.startswith(("train.lora.", "train.teacher."))
-    or item.path.removeprefix("train.") in OF_TRAIN
+    if item.path not in [f"train.{name}" for name in (*FOLLOWS, *NOT_LEARNED)]
 ]
-CHANGEABLE.remove("train.teacher.weight")  # a rollout has no labels for the rest
 
 
 @configuration(panel=CLUSTER)
@@ -89,10 +89,12 @@ def run(
 
     The run's folder holds rollouts, rewards, numbers, pages of samples, and at the end the model.
     """
+    from actors.training.run import check_name
     from mbd_core.evaluation.sandbox.processes import describe_isolation
     from mbd_core.rl.folder import FAILURE, RunFolder, check_run
     from mbd_core.rl.loop import RLRun
     from mbd_core.rl.rollouts import RolloutPlan
+    from mbd_core.storage.errors import TakenOver
 
     if own.local and place.max_failures != RayOptions.max_failures:
         raise ValueError("--local has no worker that can be lost beside the run; leave --max-failures out")
@@ -101,33 +103,45 @@ def run(
     plan = RolloutPlan.of(recipe, engine)
     if isolation == "required":
         describe_isolation("required")
-    storage = Folder.at(os.path.expanduser(place.storage))
-    if storage.is_remote:
-        raise ValueError(f"--storage {storage}: a run lies in a folder that the job and the learner's nodes reach")
-    path = storage.path / (place.run_name or recipe.name)
-    check_run(path, recipe, resume=place.resume)
+    name = recipe.name if place.run_name is None else place.run_name
+    check_name(name)
+    run_folder = Folder.at(os.path.expanduser(place.storage)) / name
+    if not run_folder.is_shared:
+        raise ValueError(
+            f"{run_folder} lies in the memory of one process, and ends with it; give a path or another URL"
+        )
+    check_run(run_folder, recipe, resume=place.resume)
     with ExitStack() as stack:
         executor = stack.enter_context(start_executor(plan, own, isolated=isolation == "required"))
-        folder = stack.enter_context(RunFolder(path, recipe, resume=place.resume))
-        (path / FAILURE).unlink(missing_ok=True)  # of an earlier try
+        folder = stack.enter_context(RunFolder(run_folder, recipe, resume=place.resume))
+        run_folder.remove(FAILURE)  # of an earlier try
         loop = RLRun(plan, folder, executor, log_targets=default_targets()[0] if targets is None else targets)
         try:
             model = loop.run(max_failures=0 if own.local else place.max_failures)
+        except TakenOver:
+            raise
         except RuntimeError as error:
-            write_text(path / FAILURE, "".join(traceback.format_exception(error)))
+            run_folder.write_text(FAILURE, "".join(traceback.format_exception(error)))
             raise RuntimeError(
-                f"the run failed: {error}; it lies in {path}; go on with the same command and --resume; the traceback "
-                f"is in {FAILURE} there"
+                f"the run failed: {error}; it lies in {run_folder}; go on with the same command and --resume; the "
+                f"traceback is in {FAILURE} there"
             ) from error
-    print(f"model: {model}\nnumbers, rollouts and samples: {path}")
+    print(f"model: {model}\nnumbers, rollouts and samples: {run_folder}")
 
 
 def chosen_recipe(own: RLOptions, changes: dict[str, Any]) -> RLRecipe:
-    """The recipe with the changes of file and command line; its model is a shipped name or an absolute path."""
+    """The recipe with the changes of file and command line; its model is a shipped name, an absolute path or a URL."""
+    from actors.training.run import named_base
+
     recipe = recipe_in_file(own.recipe, RLRecipe) if ".py" in own.recipe else rl_recipe_named(own.recipe)
     values = merge_fields({} if own.config is None else read_config(own.config), changes)
+    of_train = values.get("train") or {}
+    for name in FOLLOWS:
+        if name in of_train:
+            raise ValueError(f"train.{name} follows other options: give {FOLLOWS[name]} instead")
     recipe = changed(recipe, values, noun=FIELD)
-    return changed(recipe, {"model": named_model(recipe.model)})
+    recipe.check_learners(own.learners)
+    return changed(recipe, {"model": named_base(recipe.model)})
 
 
 @contextmanager
@@ -177,7 +191,15 @@ def start_executor(plan: RolloutPlan, own: RLOptions, *, isolated: bool) -> Iter
             ray.shutdown()
 
 
-main = command(run, epilog=f"Recipes: {', '.join(sorted(RL_RECIPES))}.")
+SHOWN = [
+    item.path
+    for item in command_options(run)
+    if not item.path.startswith("train.")
+    or item.path.startswith(("train.lora.", "train.teacher."))
+    or item.path.removeprefix("train.") in OF_TRAIN
+]
+
+main = command(run, shown=SHOWN, epilog=f"Recipes: {', '.join(sorted(RL_RECIPES))}.")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -168,10 +168,9 @@ class PartsFolder:
         except Timeout:
             sentence = f"another process is writing in {path}; wait for its end, or give another folder"
             raise ValueError(sentence) from None
-        for place in {(path / pattern).parent for pattern in files}:
-            for file in place.iterdir() if place.is_dir() else ():
-                if is_leftover(str(file.relative_to(path)), files):
-                    file.unlink()
+        for file in {file for pattern in files for file in path.glob(str(Path(pattern).with_name(".*")))}:
+            if is_leftover(str(file.relative_to(path)), files):
+                file.unlink()
 
     def __enter__(self) -> Self:
         return self
@@ -191,10 +190,20 @@ def is_leftover(name: str, files: Sequence[str]) -> bool:
 
 def folder_kind(folder: Path) -> str | None:
     """What the project wrote at `folder`, by its manifest; `None` if it wrote nothing there."""
+    return manifest_kind(_manifest(folder))
+
+
+def manifest_kind(manifest: str | None) -> str | None:
+    """What the project wrote, by the text of a manifest; `None` for a text that is none."""
     try:
-        return str(json.loads(_manifest(folder) or "")["kind"])
+        return str(json.loads(manifest or "")["kind"])
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def manifest_text(kind: str, files: Sequence[str]) -> str:
+    """The manifest of a folder of `kind`, whose own files are the patterns `files`."""
+    return json.dumps({"written_by": "mbd-cluster", "kind": kind, "files": list(files)}, indent=2) + "\n"
 
 
 def is_partial(path: Path) -> bool:
@@ -203,7 +212,7 @@ def is_partial(path: Path) -> bool:
 
 
 def _write_manifest(folder: Path, kind: str, files: Sequence[str]) -> None:
-    write_json(folder / MANIFEST, {"written_by": "mbd-cluster", "kind": kind, "files": list(files)})
+    write_text(folder / MANIFEST, manifest_text(kind, files))
 
 
 def check_replaceable(

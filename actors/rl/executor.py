@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -39,6 +38,7 @@ from mbd_core.rl.executor import LearnerLost, LearnerState
 from mbd_core.rl.parts import RewardFailed
 from mbd_core.rl.rewards import RewardConfig, score_table
 from mbd_core.rl.rollouts import RolloutEngine
+from mbd_core.storage.folder import Folder
 
 RETRIES = 3  # of a part whose engine's process was lost
 
@@ -111,11 +111,11 @@ class LearnerActor:
         weights = self.state.learner.weights()
         return weights if self._workers.is_first else None, None
 
-    def save(self, path: Path) -> None:
-        self.state.save(path)
+    def save(self, folder: Folder, name: str) -> None:
+        self.state.save(folder, name)
 
-    def load(self, path: Path | None) -> None:
-        self.state.load(path)
+    def load(self, folder: Folder, name: str | None) -> None:
+        self.state.load(folder, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,13 +256,13 @@ class RayRLExecutor:
     def swap(self, version: int) -> None:
         self._order = WeightsOrder(version, (self._weights(),))
 
-    def save(self, path: Path) -> None:
-        self._of_learners("save", path)
+    def save(self, folder: Folder, name: str) -> None:
+        self._of_learners("save", folder, name)
 
-    def load(self, path: Path | None) -> None:
+    def load(self, folder: Folder, name: str | None) -> None:
         if not self._learners:
             self._start_learners()
-        self._of_learners("load", path)
+        self._of_learners("load", folder, name)
 
     def weights(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = ray.get(self._weights())

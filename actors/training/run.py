@@ -75,8 +75,7 @@ class TrainingRun:
             )
         check_workers(self.recipe.train, self.num_workers)
         check_best(self.validation, self.sweeping)
-        if Path(self.name).name != self.name or self.name in ("", "..") or not self.name.isprintable():
-            raise ValueError(f"run name {self.name!r} must be one folder name")
+        check_name(self.name)
         for folder in (self.storage, self.out):
             if not folder.is_shared:
                 raise ValueError(
@@ -103,6 +102,12 @@ class TrainingRun:
             "--set sweeping.sweep_data": self.sweeping.sweep_data if self.sweeping.sweep_every else None,
         }
         return [OpenedPath(option, path) for option, path in named.items() if path is not None and isabs(path)]
+
+
+def check_name(name: str) -> None:
+    """Raises `ValueError` for a run's name that is not one folder's."""
+    if Path(name).name != name or name in ("", "..") or not name.isprintable():
+        raise ValueError(f"run name {name!r} must be one folder name")
 
 
 def named_base(model: str) -> str:

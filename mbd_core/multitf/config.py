@@ -234,6 +234,17 @@ def check_workers(config: TrainConfig, num_workers: int) -> None:
         raise ValueError(f"batch_size={config.batch_size} does not divide over {groups} {kind}")
 
 
+def check_learning(config: TrainConfig) -> None:
+    """Raise `ValueError` for what a learner of reinforcement learning does not do."""
+    if config.distillation is not None:
+        raise ValueError("distillation is MultiTF's objective, and not a learner's; leave it out")
+    if config.lora is not None and config.lora.dropout:
+        raise ValueError(
+            f"an adapter's dropout of {config.lora.dropout} makes the learner's log-probabilities others than the "
+            "engine's: give dropout 0"
+        )
+
+
 BestMetric = Literal["validation_loss", "validation_accuracy", "sweep_accuracy", "none"]
 
 

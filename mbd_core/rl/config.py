@@ -12,7 +12,7 @@ from mbd_core.evaluation.tasks.recipes import OWN_CHAT
 from mbd_core.evaluation.tasks.recipes import RECIPES as PROMPT_RECIPES
 from mbd_core.fields import CLUSTER, DATA, DECODING, MODEL, OUTPUT, STATES, UPDATES, Flag, Ge, Gt, configuration
 from mbd_core.json_text import differing_fields, merge_fields
-from mbd_core.multitf.config import ReplayStates, TrainConfig
+from mbd_core.multitf.config import ReplayStates, TrainConfig, check_learning
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.rewards import RewardConfig
@@ -117,7 +117,7 @@ class RLRecipe:
     name: Annotated[str, Flag(name=False)]
     """The name of the run and of its folder."""
     model: Annotated[str, Flag(panel=MODEL, metavar="MODEL")]
-    """The model to start from: a shipped model's name, or a model folder."""
+    """The model to start from: a shipped model's name, a model folder, or its URL."""
     rollouts: RolloutConfig = RolloutConfig()
     rewards: RewardConfig = RewardConfig()
     groups: GroupConfig = GroupConfig()
@@ -158,6 +158,7 @@ class RLRecipe:
             raise ValueError(
                 "record_experts records those of the engine's forwards, and is replayed with states=exact and shrink=1"
             )
+        check_learning(self.train)
         followed = replace(self.train, steps=self.iterations, batch_size=self.answers, seed=self.seed)
         object.__setattr__(self, "train", followed)
 
@@ -173,6 +174,20 @@ class RLRecipe:
     def distils(self) -> bool:
         """Whether a teacher's judgement is learned, and not a reward."""
         return self.train.teacher is not None
+
+    def check_learners(self, learners: int) -> None:
+        """Raises `ValueError` unless the learner's workers divide into groups that share every layer, and the answers
+        of an iteration over the groups."""
+        groups, remainder = divmod(learners, self.train.tensor_parallel)
+        if remainder:
+            raise ValueError(
+                f"train.tensor_parallel={self.train.tensor_parallel} does not divide --learners {learners}"
+            )
+        if self.answers % groups:
+            raise ValueError(
+                f"--prompts {self.rollouts.prompts} and --group {self.rollouts.group} make {self.answers} answers, "
+                f"which do not divide over --learners {learners}"
+            )
 
     @property
     def lag(self) -> int:

@@ -1,7 +1,7 @@
 """Where a run computes: engines that make rollouts, processes that score them, and a learner; here in this process."""
 
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,6 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.grading import grade_table
-from mbd_core.files import durable_file
 from mbd_core.multitf.config import Sharding
 from mbd_core.multitf.run.teachers import find_teacher, load_teacher
 from mbd_core.multitf.states.answer import ReplayedAnswer
@@ -23,6 +22,8 @@ from mbd_core.multitf.step.workers import ALONE, Workers
 from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.rewards import Scorer
 from mbd_core.rl.rollouts import RolloutEngine
+from mbd_core.storage.folder import Folder
+from mbd_core.storage.models import fetch_model
 
 
 class RLExecutor(Protocol):
@@ -48,11 +49,14 @@ class RLExecutor(Protocol):
     def swap(self, version: int) -> None:
         """Let the engines decode with the learner's weights from now on, as number `version`."""
 
-    def save(self, path: Path) -> None:
-        """Write the learner's state, durably, whole or not at all."""
+    def save(self, folder: Folder, name: str) -> None:
+        """Write the learner's state to a file of the run's folder, durably, whole or not at all."""
 
-    def load(self, path: Path | None) -> None:
-        """Lets the learner, or a new learner if it was lost, go on from a state; `None`: from the start."""
+    def load(self, folder: Folder, name: str | None) -> None:
+        """Lets the learner, or a new learner if it was lost, go on from a state there; `None`: from the start.
+
+        Raises `ValueError` where the learner's machine does not see the folder.
+        """
 
     def weights(self) -> dict[str, Tensor]:
         """The learner's weights, by the decoder's names."""
@@ -76,7 +80,7 @@ class LearnerState:
         return self._learner
 
     def _fresh(self) -> Learner | Distiller:
-        recipe, folder = self._recipe, model_folder(self._recipe.model)
+        recipe, folder = self._recipe, model_folder(fetch_model(self._recipe.model))
         model = load_model(folder, dtype=torch.float32)
         states, shrink, workers, sharding = recipe.states, recipe.shrink, self._workers, self._sharding
         if recipe.train.teacher is None:
@@ -98,18 +102,26 @@ class LearnerState:
     def update(self, answers: Sequence[ReplayedAnswer]) -> dict[str, float]:
         return self.learner.update(answers).point()
 
-    def save(self, path: Path) -> None:
+    def save(self, folder: Folder, name: str) -> None:
         """The first worker writes."""
         state = self.learner.state_dict()
         if self._workers.is_first:
-            with durable_file(path) as beside:
-                torch.save(state, beside)
+            with folder.staged_file(name) as path:
+                torch.save(state, path)
 
-    def load(self, path: Path | None) -> None:
+    def load(self, folder: Folder, name: str | None) -> None:
         """The learner as it is in the file, which the first worker reads; `None`: as it begins."""
+        if self._workers.is_first and not (folder.exists() if name is None else folder.has(name)):
+            raise ValueError(
+                f"{folder / (name or '')} is not on {socket.gethostname()}, where the learner runs: give --storage a "
+                "URL, or a folder that all machines share"
+            )
         self._learner = self._fresh()  # also where a state follows: an update may have failed half-way
-        if path is not None:
-            state: dict[str, Any] = torch.load(path, weights_only=True) if self._workers.is_first else {}
+        if name is not None:
+            state: dict[str, Any] = {}
+            if self._workers.is_first:
+                with folder.local_file(name) as path:
+                    state = torch.load(path, weights_only=True)
             self.learner.load_state_dict(state)
 
 
@@ -146,11 +158,11 @@ class LocalRLExecutor:
     def swap(self, version: int) -> None:
         self._engine.take(self.weights(), version)
 
-    def save(self, path: Path) -> None:
-        self._learner.save(path)
+    def save(self, folder: Folder, name: str) -> None:
+        self._learner.save(folder, name)
 
-    def load(self, path: Path | None) -> None:
-        self._learner.load(path)
+    def load(self, folder: Folder, name: str | None) -> None:
+        self._learner.load(folder, name)
 
     def weights(self) -> dict[str, Tensor]:
         return self._learner.learner.weights()

@@ -1,4 +1,4 @@
-"""A run's folder: its recipe, its rollouts and their scores, its learner's newest state, its numbers.
+"""A run's folder, here or at a URL: its recipe, rollouts and their scores, its learner's newest state, its numbers.
 
     run.json                          the recipe
     rollouts/00003/part-000.parquet   rollouts of iteration 3, and scores-000.parquet their rewards, a row each
@@ -7,21 +7,24 @@
     samples/00003.html                a page that replays two answers of an iteration
     model/                            the model, once all iterations are done
 
-Every file is whole or not there. The learner's state says where a run is: rollouts of iterations before it have been
-learned from, and are never read again. What lies there of later ones is used if the weights that made it are those
-that the run goes on with, or older by no more than the schedule's lag, and removed otherwise.
+Every file is whole or not there: none grows. The learner's state says where a run is: rollouts of iterations before it
+have been learned from, and are never read again. What lies there of later ones is used if the weights that made it are
+those that the run goes on with, or older by no more than the schedule's lag, and removed otherwise.
 """
 
+import io
 import json
+import socket
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from pathlib import PurePosixPath
+from typing import Any, Literal, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mbd_core.files import PartsFolder, check_target_folder, durable_file, folder_kind, is_partial, write_json
+from mbd_core.multitf.run.log import IDS
 from mbd_core.rl.config import RLRecipe, as_recorded, other_settings
+from mbd_core.storage.folder import Folder
 
 KIND = "reinforcement-learning run"
 RECORD, ITERATIONS, HELD_OUT, PLOT, FAILURE, LOCK = (
@@ -32,123 +35,165 @@ RECORD, ITERATIONS, HELD_OUT, PLOT, FAILURE, LOCK = (
     "failure.txt",
     ".run.lock",
 )
+STATES, PARTS = "learner/*.pt", "rollouts/*/part-*.parquet"
 FILES = (
-    *(RECORD, ITERATIONS, HELD_OUT, PLOT, FAILURE, LOCK, "log_ids.json"),
-    *("rollouts/*/*.parquet", "learner/*.pt", "samples/*.html", "tensorboard/*", "model/*"),
+    *(RECORD, ITERATIONS, HELD_OUT, PLOT, FAILURE, LOCK, IDS),
+    *("rollouts/*/*.parquet", STATES, "samples/*.html", "tensorboard/*", "model/*"),
 )
 PartTable = Literal["part", "scores"]
 
 
-def check_run(path: Path, recipe: RLRecipe, *, resume: bool) -> None:
-    """Raises `ValueError` if the folder holds something else, if a run is there without `resume` or missing with it,
-    and if that run has other settings or has done more iterations than `recipe` asks."""
-    is_there = folder_kind(path) == KIND and (path / RECORD).is_file()
-    if is_there and not resume:
-        raise ValueError(f"a run already lies in {path}; go on with --resume, or choose another --run-name")
-    if resume and not is_there:
-        raise ValueError(f"--resume: there is no run in {path}")
-    if not is_there:
-        check_target_folder(path, KIND, in_place=True)
-    elif different := other_settings(json.loads((path / RECORD).read_text()), recipe):
+def check_run(folder: Folder, recipe: RLRecipe, *, resume: bool) -> None:
+    """Raises `ValueError` if the folder cannot be written or holds something else, if a run is there without `resume`
+    or missing with it, and if that run has other settings, has done more iterations than `recipe` asks, or has numbers
+    of iterations whose learner is not there."""
+    folder.check_writable()
+    recorded = folder.read_text(RECORD) if folder.kind() == KIND else None
+    if recorded is not None and not resume:
+        raise ValueError(f"a run already lies in {folder}; go on with --resume, or choose another --run-name")
+    if recorded is None:
+        if resume:
+            raise ValueError(f"--resume: there is no run in {folder}")
+        folder.check_target(KIND, in_place=True)
+        return
+    if different := other_settings(json.loads(recorded), recipe):
         raise ValueError(
-            f"--resume: the run in {path} was started with other settings ({RECORD}): {different}; give those, or "
+            f"--resume: the run in {folder} was started with other settings ({RECORD}): {different}; give those, or "
             "another --run-name"
         )
-    elif (done := max(_states(path), default=0)) > recipe.iterations:
+    if (done := max(_states(folder), default=0)) > recipe.iterations:
         raise ValueError(
-            f"--resume: the run in {path} has done {done} iterations, more than --iterations {recipe.iterations}, and "
-            f"none is undone; give at least {done}"
+            f"--resume: the run in {folder} has done {done} iterations, more than --iterations {recipe.iterations}, "
+            f"and none is undone; give at least {done}"
+        )
+    num_lines = sum(1 for _ in _lines(folder, ITERATIONS))
+    if not done and num_lines > json.loads(recorded)["checkpoint_every"]:
+        raise ValueError(
+            f"--resume: the run in {folder} has numbers of {num_lines} iterations and no state of its learner "
+            f"({STATES}); put its newest state there, or begin anew with another --run-name"
         )
 
 
-def _states(path: Path) -> list[int]:
+def _states(folder: Folder) -> list[int]:
     """After how many iterations the learner's states in a run's folder are."""
-    return [int(state.stem) for state in (path / "learner").glob("*.pt") if state.stem.isdecimal()]
+    return [int(stem) for name in folder.files(STATES) if (stem := PurePosixPath(name).stem).isdecimal()]
 
 
-class RunFolder(PartsFolder):
-    """The folder of one run, in which one process at a time writes. Raises `ValueError` as `check_run`, and while
-    another process writes there."""
+def _lines(folder: Folder, name: str) -> Iterator[dict[str, Any]]:
+    for line in (folder.read_text(name) or "").splitlines():
+        yield json.loads(line)
 
-    def __init__(self, path: Path, recipe: RLRecipe, *, resume: bool) -> None:
-        check_run(path, recipe, resume=resume)
-        super().__init__(path, KIND, FILES, lock=LOCK)
-        self.lag = recipe.lag
-        write_json(path / RECORD, as_recorded(recipe))
+
+def state_name(iterations: int) -> str:
+    """The file of the learner's state after so many iterations."""
+    return f"learner/{iterations:05d}.pt"
+
+
+class RunFolder:
+    """The folder of one run, in which one process at a time writes; close it, or use it as a context.
+
+    Raises `ValueError` as `check_run`, and while another process writes in a local folder. At a URL the last process
+    to come writes: the others' next writing raises `TakenOver`.
+    """
+
+    def __init__(self, folder: Folder, recipe: RLRecipe, *, resume: bool) -> None:
+        check_run(folder, recipe, resume=resume)
+        self.folder, self.lag = folder, recipe.lag
+        self._claim = folder.claim(KIND, FILES, lock=LOCK)
+        if resume:
+            self.write_lines(ITERATIONS, self.lines(ITERATIONS))  # before the record, by which they are judged
+        folder.write_text(RECORD, json.dumps(as_recorded(recipe), indent=2, allow_nan=False) + "\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another process write there."""
+        self._claim.close()
+
+    def check_ours(self) -> None:
+        """Raises `TakenOver` once another process writes there."""
+        self._claim.check()
 
     # The learner's state
 
     @property
     def done(self) -> int:
         """Iterations that the newest state has learned from; 0 without one."""
-        return max(_states(self.path), default=0)
+        return max(_states(self.folder), default=0)
 
-    @property
-    def state(self) -> Path | None:
-        """The newest state, `None` before the first."""
-        return self.state_after(self.done) if self.done else None
-
-    def state_after(self, iterations: int) -> Path:
-        return (self.path / "learner") / f"{iterations:05d}.pt"
-
-    def drop_older_states(self) -> None:
-        """Remove all states but the newest."""
-        done = self.done
-        for iterations in _states(self.path):
+    def drop_older_states(self, done: int) -> None:
+        """Remove the states of fewer iterations than `done`, whose state the learner wrote. Raises `RuntimeError` if
+        it is not seen here."""
+        states = _states(self.folder)
+        if done not in states:
+            raise RuntimeError(
+                f"the learner wrote {self.folder / state_name(done)}, which is not seen on {socket.gethostname()}: "
+                "give --storage a URL, or a folder that all machines share"
+            )
+        for iterations in states:
             if iterations < done:
-                self.state_after(iterations).unlink()
+                self.folder.remove(state_name(iterations))
 
     # Rollouts
 
     def write(self, iteration: int, kind: PartTable, number: int, table: pa.Table) -> None:
         """Write a part's rollouts or their scores."""
-        with durable_file(self._place(iteration, kind, number)) as beside:
-            pq.write_table(table, beside)
+        self.check_ours()
+        content = io.BytesIO()
+        pq.write_table(table, content)
+        self.folder.write_bytes(_part_name(iteration, kind, number), content.getvalue())
 
     def drop_scores(self, iteration: int) -> None:
         """Remove the scores of an iteration's rollouts."""
-        for path in self._place(iteration, "scores", 0).parent.glob("scores-*.parquet"):
-            path.unlink()
+        self.check_ours()
+        for name in self.folder.files(f"rollouts/{iteration:05d}/scores-*.parquet"):
+            self.folder.remove(name)
 
     def has(self, iteration: int, kind: PartTable, number: int) -> bool:
         """Whether they are there."""
-        return self._place(iteration, kind, number).exists()
+        return self.folder.has(_part_name(iteration, kind, number))
 
     def read(self, iteration: int, kind: PartTable, number: int) -> pa.Table:
         """Those that are there."""
-        return pq.read_table(self._place(iteration, kind, number))
+        return self._table(_part_name(iteration, kind, number))
 
-    def drop_lost(self) -> int:
-        """Remove the rollouts of iterations to come whose weights are too old, or were lost; how many there were."""
-        done, num_dropped = self.done, 0
-        for path in filter(is_partial, self.path.glob("rollouts/*/.*")):
-            path.unlink()  # a killed process began it
-        for path in sorted(self.path.glob("rollouts/*/part-*.parquet")):
-            iteration = int(path.parent.name)
+    def drop_lost(self, done: int) -> int:
+        """Remove the rollouts of iterations from `done` on whose weights are too old, or were lost; how many there
+        were."""
+        num_dropped = 0
+        for name in self.folder.files(PARTS):
+            iteration = int(PurePosixPath(name).parent.name)
             if iteration < done:
                 continue
-            versions = pq.read_table(path, columns=["version"])["version"].to_pylist()
+            versions = self._table(name)["version"].to_pylist()
             if min(versions) < iteration - self.lag or max(versions) > done:
-                path.with_name(path.name.replace("part-", "scores-")).unlink(missing_ok=True)
-                path.unlink()
+                self.folder.remove(name.replace("/part-", "/scores-"))
+                self.folder.remove(name)
                 num_dropped += len(versions)
         return num_dropped
 
-    def _place(self, iteration: int, kind: PartTable, number: int) -> Path:
-        return self.path / "rollouts" / f"{iteration:05d}" / f"{kind}-{number:03d}.parquet"
+    def _table(self, name: str) -> pa.Table:
+        content = self.folder.read_bytes(name)
+        if content is None:
+            raise OSError(f"{self.folder / name} is not there any more: somebody removed it")
+        return pq.read_table(io.BytesIO(content))
 
     # Numbers
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The lines of a file of numbers, without the lines of unfinished iterations."""
-        return [line for line in self._lines(name) if line["iteration"] < self.done + (name == HELD_OUT)]
-
-    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
-        path = self.path / name
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            yield json.loads(line)
+        end = self.done + (name == HELD_OUT)
+        return [line for line in _lines(self.folder, name) if line["iteration"] < end]
 
     def write_lines(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write a file of numbers whole."""
-        with durable_file(self.path / name) as beside:
-            beside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        self.check_ours()
+        self.folder.write_text(name, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _part_name(iteration: int, kind: PartTable, number: int) -> str:
+    return f"rollouts/{iteration:05d}/{kind}-{number:03d}.parquet"

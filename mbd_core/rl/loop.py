@@ -15,7 +15,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -26,17 +25,16 @@ from mbd_core.checkpoint.base_files import read_base
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.checkpoint.saving import save_model
-from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.checkpoint.saving import MODEL_KIND, save_model
 from mbd_core.evaluation.measures.rates import Summary, summarize
 from mbd_core.evaluation.sweep.folder import graded_sample
 from mbd_core.evaluation.sweep.graded_rows import GradedRow
 from mbd_core.multitf.recipes.recipe import RL_RECIPE
-from mbd_core.multitf.run.log import say
+from mbd_core.multitf.run.log import IDS, say
 from mbd_core.multitf.run.log_targets import open_logs
 from mbd_core.rl.config import RLRecipe, as_recorded
 from mbd_core.rl.executor import LearnerLost, RLExecutor
-from mbd_core.rl.folder import HELD_OUT, ITERATIONS, PLOT, RunFolder
+from mbd_core.rl.folder import HELD_OUT, ITERATIONS, PLOT, RunFolder, state_name
 from mbd_core.rl.groups import REASONS, Reason, RewardedAnswer, advantages, weighted_sum, why_idle
 from mbd_core.rl.parts import RewardFailed
 from mbd_core.rl.record import (
@@ -51,7 +49,7 @@ from mbd_core.rl.record import (
 )
 from mbd_core.rl.rollouts import RolloutPlan, decided, replayed
 from mbd_core.rl.rows import ScoredRow
-from mbd_core.rl.samples import write_samples
+from mbd_core.rl.samples import samples_page
 from mbd_core.storage.folder import Folder
 
 
@@ -65,7 +63,7 @@ class RLRun:
         self.recipe: RLRecipe = plan.recipe
         self._log_targets = log_targets
 
-    def run(self, *, max_failures: int = 0) -> Path:
+    def run(self, *, max_failures: int = 0) -> Folder:
         """Iterate to the end, and write the model; its folder. The learner may be lost `max_failures` times.
 
         Raises `RuntimeError`, one sentence, after that, and `RewardFailed`; the same run goes on from what lies in
@@ -80,12 +78,12 @@ class RLRun:
                 say(f"{error}; the run goes on from iteration {self.folder.done + 1}")
         raise AssertionError("the last failure is raised")
 
-    def _run(self) -> Path:
+    def _run(self) -> Folder:
         recipe, folder, executor = self.recipe, self.folder, self.executor
         done = folder.done
-        executor.load(folder.state)
+        executor.load(folder.folder, state_name(done) if done else None)
         executor.swap(done)
-        if dropped := folder.drop_lost():
+        if dropped := folder.drop_lost(done):
             say(f"{dropped} rollouts of weights that are too old or were lost are made anew")
         lines, fronts = folder.lines(ITERATIONS), folder.lines(HELD_OUT)
         loggers = self._loggers(done)
@@ -101,8 +99,9 @@ class RLRun:
                 num_idle = num_idle + 1 if line["idle"] else 0
                 ends = num_idle == recipe.most_idle > 0
                 if after % recipe.checkpoint_every == 0 or after == recipe.iterations or ends:
-                    executor.save(folder.state_after(after))
-                    folder.drop_older_states()
+                    folder.check_ours()
+                    executor.save(folder.folder, state_name(after))
+                    folder.drop_older_states(after)
                 seconds = fmean(line["seconds"] for line in lines[done:])
                 say(progress_line(line, recipe.iterations, seconds))
                 if num_idle:
@@ -120,7 +119,8 @@ class RLRun:
             for logger in loggers:
                 logger.close()
         if lines:
-            draw_progress(lines, fronts, folder.path / PLOT, title=f"{recipe.name}: {len(lines)} iterations")
+            with folder.folder.staged_file(PLOT) as path:
+                draw_progress(lines, fronts, path, title=f"{recipe.name}: {len(lines)} iterations")
         if ends:
             raise RuntimeError(
                 f"{num_idle} iterations in a row taught nothing (--most-idle {recipe.most_idle}): "
@@ -296,46 +296,49 @@ class RLRun:
         every = self.recipe.samples_every
         if every and (iteration % every == 0 or iteration + 1 == self.recipe.iterations):
             rewards = [total_reward(row, self.recipe.rewards.weights) if decided(row) else None for row in rows]
-            path = self.folder.path / "samples" / f"{iteration:05d}.html"
-            write_samples(rows, rewards, path, decode=self._decoder)
+            if page := samples_page(rows, rewards, decode=self._decoder):
+                self.folder.folder.write_text(f"samples/{iteration:05d}.html", page)
 
     @property
     def _decoder(self) -> Callable[[int], str]:
-        tokenizer = read_folder(model_folder(self.recipe.model)).tokenizer
+        tokenizer = read_folder(self.plan.start).tokenizer
         return lru_cache(maxsize=None)(lambda token: decode_text(tokenizer, [token], special=True))
 
     def _loggers(self, start: int) -> list[Any]:
-        path = self.folder.path / "log_ids.json"
-        ids: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+        folder = self.folder.folder
+        ids: dict[str, str] = json.loads(folder.read_text(IDS) or "{}")
         loggers = open_logs(
             self._log_targets,
-            Folder.at(self.folder.path),
+            folder,
             start=start,
             ids=ids,
-            name=self.folder.path.name,
+            name=folder.name,
             settings=as_recorded(self.recipe),
         )
         if ids:
-            path.write_text(json.dumps(ids))
+            folder.write_text(IDS, json.dumps(ids))
         return list(loggers)
 
-    def _write_model(self) -> Path:
+    def _write_model(self) -> Folder:
         """Write the model of the learner's weights, with all that its start's folder has beside them."""
-        path, start = self.folder.path / "model", model_folder(self.recipe.model)
+        folder, start = self.folder.folder / "model", self.plan.start
         model = load_model(start, dtype=torch.float32)
         model.load_state_dict(self.executor.weights())
         base = read_base(start)
         recipe = json.dumps(asdict(self.recipe), indent=2, default=str) + "\n"
-        save_model(
-            path,
-            model,
-            base=base,
-            generation=dict(base.generation),
-            dtype=torch.bfloat16,
-            extra={RL_RECIPE: recipe},
-            overwrite=path.exists(),
-        )
-        return path
+        is_there = folder.exists()
+        self.folder.check_ours()
+        with folder.staged(MODEL_KIND, overwrite=is_there) as path:
+            save_model(
+                path,
+                model,
+                base=base,
+                generation=dict(base.generation),
+                dtype=torch.bfloat16,
+                extra={RL_RECIPE: recipe},
+                overwrite=is_there,
+            )
+        return folder
 
 
 def rewarded_answer(row: ScoredRow) -> RewardedAnswer:

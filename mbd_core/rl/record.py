@@ -10,7 +10,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from mbd_core.evaluation.measures.rates import Summary
-from mbd_core.files import file_beside
 from mbd_core.multitf.run.log import COLOURS
 from mbd_core.rl.groups import REASONS, Reason, RewardedAnswer, num_even, weighted_sum
 from mbd_core.rl.rows import ScoredRow
@@ -143,8 +142,7 @@ def draw_progress(
     panels[2].grid(alpha=0.3)
     if iterations:
         panels[2].legend(fontsize="small")
-    with file_beside(path) as beside:
-        figure.savefig(beside, format="png", dpi=110)
+    figure.savefig(path, format="png", dpi=110)
 
 
 def _plain(name: str) -> str:

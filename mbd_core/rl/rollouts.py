@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 import pyarrow as pa
@@ -41,6 +42,7 @@ from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.rewards import check_judges
 from mbd_core.rl.rows import ASKED_COLUMNS, ROLLOUT_COLUMNS, AskedRow, RolloutRow
 from mbd_core.serving.tokens.load import default_device, load_engine
+from mbd_core.storage.models import fetch_model
 
 PIECE_COLUMNS = ("tokens", "steps", "logprobs")  # of `Piece`, which a replay reads
 METHOD = "rollout"
@@ -49,9 +51,11 @@ HELD_OUT = "held-out"
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """The requests of every iteration. `engine` has the slots that rollouts and held-out sweeps take."""
+    """The requests of every iteration. `start` is the folder of the recipe's model on this machine; `engine` has the
+    slots that rollouts and held-out sweeps take."""
 
     recipe: RLRecipe
+    start: Path
     problems: tuple[Problem, ...]
     inputs: TaskInputs
     config: str
@@ -62,7 +66,9 @@ class RolloutPlan:
     def of(cls, recipe: RLRecipe, engine: EngineConfig) -> Self:
         """Loads and checks all inputs of a run; raises `ValueError`, one sentence, for an input it cannot honour."""
         check_judges(recipe.rewards)
-        contents = read_folder(model_folder(recipe.model))
+        place = fetch_model(recipe.model)
+        start = model_folder(place)
+        contents = read_folder(start)
         if recipe.train.teacher is not None:
             find_teacher(recipe.train.teacher, contents, lora=recipe.train.lora is not None)
         rollouts = recipe.rollouts
@@ -91,16 +97,17 @@ class RolloutPlan:
         slots = decoding.buffer_size if engine.buffer_size is None else max(engine.buffer_size, decoding.buffer_size)
         return cls(
             recipe=recipe,
+            start=start,
             problems=problem_set.problems,
             inputs=inputs,
             config=config_text(decoding),
             engine=replace(engine, buffer_size=slots),
-            held_out=_held_out(recipe, engine) if recipe.held_out.evaluate_every else None,
+            held_out=_held_out(recipe, place, engine) if recipe.held_out.evaluate_every else None,
         )
 
     @property
     def model_name(self) -> str:
-        return model_folder(self.recipe.model).resolve().name
+        return self.start.resolve().name
 
     def parts(self, iteration: int) -> list[NumberedTable]:
         """An iteration's requests (`ASKED_COLUMNS`) in parts of whole groups, with the parts' numbers."""
@@ -153,7 +160,7 @@ class RolloutPlan:
         return order[place]
 
 
-def _held_out(recipe: RLRecipe, engine: EngineConfig) -> Sweep:
+def _held_out(recipe: RLRecipe, model: str, engine: EngineConfig) -> Sweep:
     """The held-out sweep: the rollouts' decoding, greedily, at each threshold."""
     held_out, rollouts = recipe.held_out, recipe.rollouts
     if find_task(rollouts.task).generate is None and held_out.held_out_data is None:
@@ -165,7 +172,7 @@ def _held_out(recipe: RLRecipe, engine: EngineConfig) -> Sweep:
     return plan_sweep(
         load_inputs(
             SweepOptions(
-                models=(recipe.model,),
+                models=(model,),
                 tasks=(rollouts.task,),
                 recipe=rollouts.prompt_recipe,
                 data=data,
@@ -191,7 +198,7 @@ class RolloutEngine:
     def __init__(self, model: str, engine: EngineConfig, *, tensor_parallel: int = 1) -> None:
         if engine.dtype == "auto" and default_device().type == "cpu":
             engine = replace(engine, dtype="float32")  # the learner's
-        self._loaded = load_engine(model_folder(model), engine, tensor_parallel=tensor_parallel)
+        self._loaded = load_engine(model_folder(fetch_model(model)), engine, tensor_parallel=tensor_parallel)
         self._loaded.prepare()
         self._model = DecodingModel(self._loaded.engine, self._loaded.tokenizer)
         self._sweeps: DecodeStage | None = None

@@ -6,7 +6,6 @@ not in it. A frame shows the window of blocks that decided its tokens (`states/r
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -14,22 +13,22 @@ from mbd_core.multitf.states.replay import AnswerGrid
 from mbd_core.rl.rollouts import decided, replayed
 from mbd_core.rl.rows import RolloutRow, ScoredRow
 from mbd_core.trace.recorder import STATES
-from mbd_core.trace.replay import ReplayFrame, ReplaySide, ReplaySlot, used_tokens, write_replay
+from mbd_core.trace.replay import ReplayFrame, ReplaySide, ReplaySlot, replay_page, used_tokens
 from mbd_core.trace.traced_run import ACTIVE, DUMMY
 
 
-def write_samples(
-    rows: Sequence[ScoredRow], rewards: Sequence[float | None], path: Path, *, decode: Callable[[int], str]
-) -> None:
-    """Write the page of the group whose rewards differ most; nothing where no two answers were decoded. `decode`
-    returns the text of a token."""
+def samples_page(
+    rows: Sequence[ScoredRow], rewards: Sequence[float | None], *, decode: Callable[[int], str]
+) -> str | None:
+    """The page of the group whose rewards differ most; `None` where no two answers were decoded. `decode` returns the
+    text of a token."""
     groups: dict[int, list[tuple[float, int]]] = {}
     for place, (row, reward) in enumerate(zip(rows, rewards, strict=True)):
         if reward is not None and decided(row):
             groups.setdefault(row["group"], []).append((reward, place))
     ranked = [sorted(group) for group in groups.values() if len(group) > 1]
     if not ranked:
-        return
+        return None
     chosen = max(ranked, key=lambda group: group[-1][0] - group[0][0])
     sides = [
         rollout_side(rows[place], name=f"answer {rows[place]['draw'] + 1}, reward {reward:.3f}")
@@ -39,7 +38,7 @@ def write_samples(
     texts = {token: decode(token) for token in sorted(used_tokens(sides))}
     title = f"Iteration {row['iteration'] + 1}: the best and the worst of {len(chosen)} answers"
     note = f"{row['problem_id']}: {row['prompt']} (right: {row['reference'][:200]})"
-    write_replay(sides, path, title=title, note=note, texts=texts)
+    return replay_page(sides, title=title, note=note, texts=texts)
 
 
 def rollout_side(row: RolloutRow, *, name: str) -> ReplaySide:

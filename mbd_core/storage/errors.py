@@ -6,6 +6,11 @@ from contextlib import contextmanager
 
 from mbd_core.proxies import connection_note
 
+
+class TakenOver(RuntimeError):
+    """Another process writes in a folder that this process had claimed."""
+
+
 STORAGE_URL = "https://s3.amazonaws.com"  # where requests go, as far as the choice of a proxy depends on it
 
 

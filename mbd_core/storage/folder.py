@@ -20,6 +20,7 @@ import fsspec
 import pyarrow.fs
 from fsspec.implementations.local import LocalFileSystem
 
+from mbd_core.files import MANIFEST, manifest_kind
 from mbd_core.storage.local import LocalPlace
 from mbd_core.storage.remote import RemotePlace
 
@@ -63,6 +64,17 @@ class Mirror(Protocol):
 
     def close(self) -> None:
         """Say that the folder is whole."""
+
+
+class FolderClaim(Protocol):
+    """One process's right to write in a folder. A local folder is locked: whoever comes later is refused. A remote one
+    cannot be, since a killed process would keep it for ever: whoever comes later takes it over."""
+
+    def check(self) -> None:
+        """Raises `TakenOver` once another process has it."""
+
+    def close(self) -> None:
+        """Let another process write there."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +154,27 @@ class Folder:
         """A file's content; `None` if there is no such file."""
         return self._place.read_bytes(name)
 
+    def has(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return self._place.has(name)
+
+    def files(self, pattern: str) -> list[str]:
+        """The names of the files that match a pattern as `rollouts/*/part-*.parquet`, whose `*` does not reach into
+        folders and whose last part is a file's, in order."""
+        return sorted(self._place.files(pattern))
+
+    def kind(self) -> str | None:
+        """What the project wrote there, by its manifest; `None` if it wrote nothing there."""
+        return manifest_kind(self.read_text(MANIFEST))
+
     def read_text(self, name: str) -> str | None:
         """A file's text; `None` if there is no such file."""
         content = self.read_bytes(name)
         return None if content is None else content.decode("utf-8")
+
+    def local_file(self, name: str) -> AbstractContextManager[Path]:
+        """A path of this machine where a file that is there can be read: its own, or a temporary copy's."""
+        return self._place.local_file(name)
 
     def fetch(self, cache: Path) -> Path:
         """A folder of this machine with these files: a local folder itself. A remote one is downloaded to a folder of
@@ -178,6 +207,15 @@ class Folder:
         """Copy a file of this machine here, whole or not at all. Raises `OSError`."""
         self._place.write_file(name, source)
 
+    def staged_file(self, name: str) -> AbstractContextManager[Path]:
+        """A path of this machine where a file is written, beside its place or uploaded at the end: it appears whole if
+        the body succeeds, and not at all if it does not. Raises `OSError`."""
+        return self._place.staged_file(name)
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it is there. Raises `OSError`."""
+        self._place.remove(name)
+
     def growing(self, name: str) -> GrowingText:
         """A file that is written line by line."""
         return self._place.growing(name)
@@ -193,6 +231,14 @@ class Folder:
         body or the upload fails. Raises `ValueError` as `check_target` does, and `OSError` if the upload fails.
         """
         return self._place.staged(kind, overwrite=overwrite, keep=keep)
+
+    def claim(self, kind: str, files: Sequence[str], *, lock: str) -> FolderClaim:
+        """Make the folder for files that come one by one, whose names match `files`, and be the one that writes them.
+        What lies there of them stays. `lock` is the name of the file by which others see it, one of `files`. Close it.
+
+        Raises `ValueError` as `check_target`, and where another process has locked a local folder.
+        """
+        return self._place.claim(kind, files, lock=lock)
 
     def mirrored(self, kind: str, files: Sequence[str]) -> AbstractContextManager[Mirror]:
         """Where this folder, a claimed one (`mbd_core.files.claim_folder`), is written file by file: its own path, or

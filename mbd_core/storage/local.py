@@ -2,14 +2,21 @@
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from mbd_core.files import check_target_folder, check_writable, file_beside, write_text
+from mbd_core.files import (
+    PartsFolder,
+    check_target_folder,
+    check_writable,
+    durable_file,
+    is_partial,
+    write_text,
+)
 from mbd_core.storage.errors import storage_errors
 
 
@@ -30,6 +37,17 @@ class LocalPlace:
         file = self.path / name
         return file.read_bytes() if file.exists() else None
 
+    def has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
+    def files(self, pattern: str) -> list[str]:
+        paths = (path for path in self.path.glob(pattern) if path.is_file() and not is_partial(path))
+        return [str(path.relative_to(self.path)) for path in paths]
+
+    @contextmanager
+    def local_file(self, name: str) -> Iterator[Path]:
+        yield self.path / name
+
     def check_writable(self) -> None:
         with storage_errors(str(self.path), "cannot be written", ValueError):
             check_writable(self.path if self.path.is_dir() else self.path.parent, self.path)
@@ -39,12 +57,21 @@ class LocalPlace:
             check_target_folder(self.path, kind, overwrite=overwrite, in_place=in_place)
 
     def write_bytes(self, name: str, content: bytes) -> None:
-        with file_beside(self.path / name) as new_file:
+        with self.staged_file(name) as new_file:
             new_file.write_bytes(content)
 
     def write_file(self, name: str, source: Path) -> None:
-        with file_beside(self.path / name) as new_file:
+        with self.staged_file(name) as new_file:
             shutil.copyfile(source, new_file)
+
+    def staged_file(self, name: str) -> AbstractContextManager[Path]:
+        return durable_file(self.path / name)
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def claim(self, kind: str, files: Sequence[str], *, lock: str) -> "LocalClaim":
+        return LocalClaim(PartsFolder(self.path, kind, files, lock=lock))
 
     def growing(self, name: str) -> "LocalText":
         return LocalText(self.path / name)
@@ -83,6 +110,19 @@ class LocalText:
 
     def flush(self) -> None:
         """Every line is there at once."""
+
+
+@dataclass(frozen=True)
+class LocalClaim:
+    """A folder that is locked."""
+
+    parts: PartsFolder
+
+    def check(self) -> None:
+        """Nobody else can lock it."""
+
+    def close(self) -> None:
+        self.parts.close()
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,12 @@ First comes an unfinished manifest, which claims the place, then the files, and 
 unfinished manifest is not read, and may be replaced.
 """
 
+import itertools
 import json
+import os
+import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -17,9 +21,9 @@ from typing import Any
 import fsspec
 from filelock import FileLock
 
-from mbd_core.files import MANIFEST, check_replaceable, is_named
+from mbd_core.files import MANIFEST, check_replaceable, is_named, manifest_kind, manifest_text
 from mbd_core.storage import remote_files
-from mbd_core.storage.errors import storage_errors
+from mbd_core.storage.errors import TakenOver, storage_errors
 from mbd_core.storage.remote_files import UNFINISHED, list_files, make_parent, put, read_manifest, version_of
 
 # An endpoint that does not answer is given up within a minute, not after ten.
@@ -60,6 +64,27 @@ class RemotePlace:
             return bytes(system.cat_file(f"{path}/{name}"))
         return None
 
+    def has(self, name: str) -> bool:
+        with self.errors("cannot be read"):
+            system, path = self.filesystem()
+            return bool(system.isfile(f"{path}/{name}"))
+
+    def files(self, pattern: str) -> list[str]:
+        top = "/".join(itertools.takewhile(lambda part: "*" not in part, Path(pattern).parent.parts))
+        with self.errors("cannot be read"):
+            system, path = self.filesystem()
+            names = (str(Path(top, name)) for name in list_files(system, f"{path}/{top}".rstrip("/")) if name)
+            return [name for name in names if is_named(name, pattern)]
+
+    @contextmanager
+    def local_file(self, name: str) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="mbd-stage-") as stage:
+            file = Path(stage, Path(name).name)
+            with self.errors("cannot be read"):
+                system, path = self.filesystem()
+                system.get_file(f"{path}/{name}", str(file))
+            yield file
+
     def check_writable(self) -> None:
         with self.errors("cannot be written", ValueError):
             system, path = self.filesystem()
@@ -84,6 +109,26 @@ class RemotePlace:
             system, path = self.filesystem()
             make_parent(system, self.location, f"{path}/{name}")
             system.put_file(str(source), f"{path}/{name}")
+
+    @contextmanager
+    def staged_file(self, name: str) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="mbd-stage-") as stage:
+            file = Path(stage, Path(name).name)
+            yield file
+            self.write_file(name, file)
+
+    def remove(self, name: str) -> None:
+        with self.errors("cannot be written"), suppress(FileNotFoundError):
+            system, path = self.filesystem()
+            system.rm_file(f"{path}/{name}")
+
+    def claim(self, kind: str, files: Sequence[str], *, lock: str) -> "RemoteClaim":
+        if manifest_kind((self.read_bytes(MANIFEST) or b"").decode()) != kind:
+            self.check_target(kind, overwrite=False, in_place=True)
+        with self.errors("cannot be written", ValueError):
+            system, path = self.filesystem()
+            put(system, self.location, f"{path}/{MANIFEST}", manifest_text(kind, files).encode())
+        return RemoteClaim(self, lock)
 
     def growing(self, name: str) -> "RemoteText":
         return RemoteText(self, name)
@@ -180,6 +225,26 @@ class RemotePlace:
                 system.rm_file(f"{path}/{name}")
             put(system, self.location, f"{path}/{MANIFEST}", json.dumps(manifest, indent=2).encode())
             system.rm_file(f"{path}/{UNFINISHED}")
+
+
+class RemoteClaim:
+    """A folder in which this process wrote its name last."""
+
+    def __init__(self, place: RemotePlace, lock: str) -> None:
+        self._place, self._lock = place, lock
+        self._name = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(4)})".encode()
+        place.write_bytes(lock, self._name)
+
+    def check(self) -> None:
+        name = self._place.read_bytes(self._lock)
+        if name != self._name:
+            other = "another process" if name is None else name.decode(errors="replace")
+            raise TakenOver(f"{self._place.location} was taken over by {other}, and this process writes no more there")
+
+    def close(self) -> None:
+        with suppress(TakenOver, OSError):  # whoever has it now may keep it
+            self.check()
+            self._place.remove(self._lock)
 
 
 class RemoteText:

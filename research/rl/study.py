@@ -26,6 +26,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.fields import DATA, DECODING, OUTPUT, Flag, Ge, configuration
 from mbd_core.files import file_beside, is_partial, write_json
 from mbd_core.rl.config import HeldOutConfig, RLRecipe
+from mbd_core.storage.folder import Folder
 from research.ledger.plan import BASE, run_name, seeded
 from research.rl.arms import ARMS, A
 
@@ -144,9 +145,9 @@ class ArmStudy:
         plan = RolloutPlan.of(recipe, EngineConfig())
         with (
             closing(LocalRLExecutor(recipe, plan.engine, sleeps=False)) as executor,
-            closing(RunFolder(path, recipe, resume=(path / RUN).is_file())) as folder,
+            closing(RunFolder(Folder.at(path), recipe, resume=(path / RUN).is_file())) as folder,
         ):
-            model = RLRun(plan, folder, executor).run()
+            model = RLRun(plan, folder, executor).run().path
             lines = folder.lines(ITERATIONS)
         rows = [{"recipe": name, "seed": seed, **{column: line.get(column) for column in TRAINED}} for line in lines]
         _write(self._place("training", name, seed), pa.Table.from_pylist(rows))

@@ -18,7 +18,7 @@ import pytest
 import ray
 import torch
 from rl_runs import ENGINE, finish, rollout_rows, tiny_run
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor
 
 from actors.rl.executor import EngineActor, Layout, RayRLExecutor, WeightsOrder
@@ -30,6 +30,7 @@ from mbd_core.rl.loop import RLRun
 from mbd_core.rl.parts import RewardFailed
 from mbd_core.rl.rewards import RewardConfig
 from mbd_core.rl.rollouts import RolloutPlan
+from mbd_core.storage.folder import Folder
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 600.0
@@ -41,8 +42,10 @@ def finish_on_ray(
 ) -> dict[str, Tensor]:
     plan = RolloutPlan.of(recipe, ENGINE)
     layout = Layout.of(recipe, engines=engines, learners=learners, tensor_parallel=1, device="cpu", shares=share)
-    with RunFolder(folder, recipe, resume=False) as claimed, RayRLExecutor(recipe, plan.engine, layout) as executor:
-        return load_file(RLRun(plan, claimed, executor).run(max_failures=failures) / "model.safetensors")
+    claim = RunFolder(Folder.at(folder), recipe, resume=False)
+    with claim as claimed, RayRLExecutor(recipe, plan.engine, layout) as executor:
+        model = RLRun(plan, claimed, executor).run(max_failures=failures)
+        return load(model.read_bytes("model.safetensors") or b"")
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from rl_runs import DIGITS, ENGINE, finish, rollout_rows, tiny_run
+from rl_runs import DIGITS, ENGINE, finish, rollout_rows, timeless_lines, tiny_run
+from rl_runs import number_lines as lines
 
-from jobs.train_rl import main
+from jobs.train_rl import RLOptions, chosen_recipe, main
 from mbd_core.checkpoint.saving import save_random
 from mbd_core.checkpoint.shape_tokenizer import shape_tokenizer
 from mbd_core.decoding.blocks.request import Request
@@ -17,16 +18,13 @@ from mbd_core.engine.sequences.admission import Admission, AdmittedRequest
 from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.config import HeldOutConfig, RLRecipe, RolloutConfig
-from mbd_core.rl.folder import HELD_OUT, ITERATIONS
+from mbd_core.rl.folder import HELD_OUT
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.parts import RewardFailed
 from mbd_core.rl.recipes import RL_RECIPES, rl_recipe_named
 from mbd_core.rl.rewards import RewardConfig
 from mbd_core.rl.rollouts import RolloutPlan, replayed
-
-
-def lines(folder: Path, name: str = ITERATIONS) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+from mbd_core.storage.folder import Folder
 
 
 def digits_run(model: Path, **changes: Any) -> RLRecipe:
@@ -72,27 +70,37 @@ def test_a_reward_does_not_rise_by_shuffled_advantages(tiny_model_dir: Path, tmp
     assert max(line["reward"] for line in numbers) < 0.1
 
 
-@pytest.mark.parametrize("ends_at", [2, 6, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 7, 9, 11))])
+@pytest.mark.parametrize(
+    ("ends_at", "place"),
+    [
+        *((2, "disk"), (6, "s3"), (8, "disk")),
+        *(pytest.param(n, "disk", marks=pytest.mark.slow) for n in (5, 7, 9, 11)),
+        *(pytest.param(n, "s3", marks=pytest.mark.slow) for n in (2, 5, 7, 8, 9, 11)),
+    ],
+)
 def test_a_run_that_is_killed_anywhere_goes_on_as_if_it_had_not_been(
-    tiny_model_dir: Path, tmp_path: Path, whole_run: tuple[Path, dict[str, torch.Tensor]], ends_at: int
+    request: pytest.FixtureRequest,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    whole_run: tuple[Path, dict[str, torch.Tensor]],
+    ends_at: int,
+    place: Literal["disk", "s3"],
 ) -> None:
     """Killed within the second iteration: between two parts, after scoring, before and after an update, before and
     after its state is written. Rollouts, numbers and weights are those of the run that was not killed, bit for bit,
     and what each version of the weights was taught are its own rollouts, once."""
     whole_folder, whole_model = whole_run
-    recipe, folder = tiny_run(tiny_model_dir), tmp_path / "run"
+    runs = tmp_path if place == "disk" else f"{request.getfixturevalue('s3')}/{tmp_path.name}"
+    recipe, folder = tiny_run(tiny_model_dir), Folder.at(runs) / "run"
     calls_before = 10  # the first swap, and the first iteration's parts, scores, update, save and swap
     killed, nothing = finish(recipe, folder, ends_at=calls_before + ends_at)
     assert not nothing
     resumed, model = finish(recipe, folder, resume=True)
     assert model.keys() == whole_model.keys()
     assert all(torch.equal(model[name], whole_model[name]) for name in model)
+    assert folder.files("learner/*") == ["learner/00003.pt"]
     assert rollout_rows(folder) == rollout_rows(whole_folder)
-    timeless = [
-        [{name: value for name, value in line.items() if "seconds" not in name} for line in lines(place)]
-        for place in (folder, whole_folder)
-    ]
-    assert timeless[0] == timeless[1] and len(timeless[0]) == 3
+    assert timeless_lines(folder) == timeless_lines(whole_folder) and len(lines(folder)) == 3
     num_saved = killed.calls.count("saved")
     lineage = killed.taught[:num_saved] + resumed.taught
     assert len(lineage) == 3 == len(set(lineage))
@@ -310,6 +318,35 @@ def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path, capsys:
         with pytest.raises(ValueError, match=says) as error:
             RolloutPlan.of(replace(recipe, **changes), ENGINE)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--set train.steps=3", "there is no field train.steps"),
+        ("--set train.lrr=1", "there is no field train.lrr; is 'train.lr' meant?"),
+        ("--clip 1 --set train.clip=1", "--clip and --set train.clip are both given"),
+        ("--betas 0.9,0.99", "(say --set train.betas=VALUE)"),
+        ("--set train.betas=[0.9,2]", "must be a list of 2 numbers from 0 to 1"),
+        ("--set train.tensor_parallel=2", "train.tensor_parallel=2 does not divide --learners 1"),
+        ("--learners 3", "make 32 answers, which do not divide over --learners 3"),
+        ("--lora 4 --lora-dropout 0.1", "give dropout 0"),
+    ],
+)
+def test_what_a_learner_cannot_honour_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, sentence: str
+) -> None:
+    assert main([*options.split(), "--storage", str(tmp_path / "runs")]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
+def test_set_changes_a_field_without_an_option() -> None:
+    changes = {"train": {"betas": (0.8, 0.9)}, "rollouts": {"prompts": 2}}
+    recipe = chosen_recipe(RLOptions(), changes)
+    assert recipe.train.betas == (0.8, 0.9) and recipe.train.batch_size == 2 * recipe.rollouts.group
+    with pytest.raises(ValueError, match=r"^train.seed follows other options: give --seed instead"):
+        chosen_recipe(RLOptions(), {"train": {"seed": 3}})
 
 
 def test_a_command_whose_reward_fails_goes_on_once_it_is_mended(

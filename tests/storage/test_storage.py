@@ -17,6 +17,7 @@ from object_store import only_known_keys
 
 from mbd_core.files import MANIFEST, claim_folder, folder_beside
 from mbd_core.storage import remote_files
+from mbd_core.storage.errors import TakenOver
 from mbd_core.storage.folder import JOB_COPY, Folder
 from mbd_core.storage.models import fetch_model
 from mbd_core.storage.remote_files import UNFINISHED
@@ -335,6 +336,64 @@ def test_a_folder_holds_what_lies_in_it() -> None:
     assert folder.holds(folder) and folder.holds(folder / "model") and Folder.at("s3://bucket").holds(folder)
     assert not folder.holds(Folder.at("s3://bucket/runs/mine-too")) and not folder.holds(Folder.at("/runs/mine/x"))
     assert Folder.at("/").holds(Folder.at("/runs"))
+
+
+@pytest.fixture(params=["disk", "memory", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    """A folder that is yet to be made: on this machine, in this process's memory, or on an S3 server."""
+    bases = {"disk": lambda: str(tmp_path), "memory": lambda: f"memory://{tmp_path.name}"}
+    s3 = lambda: f"{request.getfixturevalue('s3')}/{tmp_path.name}"  # noqa: E731
+    return Folder.at(bases.get(request.param, s3)()) / "run"
+
+
+def test_a_file_appears_whole_or_not_at_all(place: Folder) -> None:
+    def interrupted() -> None:
+        with place.staged_file("learner/00001.pt") as path:
+            path.write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert place.files("learner/*") == [] and not place.has("learner/00001.pt")
+    for content in (b"whole", b"written again"):
+        with place.staged_file("learner/00001.pt") as path:
+            path.write_bytes(content)
+        with place.local_file("learner/00001.pt") as path:
+            assert path.read_bytes() == content
+    place.write_text("rollouts/00000/part-000.txt", "0")
+    place.write_text("rollouts/00010/part-001.txt", "1")
+    place.write_text("run.json", "{}")
+    assert place.files("rollouts/*/part-*.txt") == ["rollouts/00000/part-000.txt", "rollouts/00010/part-001.txt"]
+    assert place.files("rollouts/00010/*") == ["rollouts/00010/part-001.txt"]
+    assert place.files("*.json") == ["run.json"] and place.files("rollouts/*") == place.files("none/*") == []
+    assert place.has("run.json") and not place.has("rollouts") and not place.has("rollouts/00000")
+    for _ in range(2):
+        place.remove("run.json")
+    assert place.files("*.json") == []
+    with pytest.raises(OSError), place.local_file("run.json") as path:
+        path.read_bytes()
+
+
+def test_one_process_writes_in_a_claimed_folder(place: Folder) -> None:
+    """A second one is refused on a disk, and takes a folder at a URL over."""
+    files = ("run.json", ".lock")
+    first = place.claim("run", files, lock=".lock")
+    assert place.kind() == "run"
+    first.check()
+    if not place.is_remote:
+        with pytest.raises(ValueError, match="another process"):
+            place.claim("run", files, lock=".lock")
+        first.close()
+    second = place.claim("run", files, lock=".lock")
+    if place.is_remote:
+        with pytest.raises(TakenOver, match=rf"^{place} was taken over by process {os.getpid()} on "):
+            first.check()
+        first.close()
+    second.check()
+    second.close()
+    place.claim("run", files, lock=".lock").close()
+    with pytest.raises(ValueError, match="holds a run, not a sweep"):
+        place.claim("sweep", files, lock=".lock")
 
 
 class Disk(LocalFileSystem):

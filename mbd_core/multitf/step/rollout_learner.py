@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from mbd_core.models.decoder import Decoder
-from mbd_core.multitf.config import ReplayStates, Sharding, TrainConfig, check_workers
+from mbd_core.multitf.config import ReplayStates, Sharding, TrainConfig, check_learning, check_workers
 from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.adapter import merged_tensors
@@ -44,13 +44,7 @@ class RolloutLearner(Updater):
         frozen: Decoder | None,
     ) -> None:
         check_workers(config, workers.size)
-        if config.distillation is not None:
-            raise ValueError("distillation is MultiTF's objective, and not a learner's; leave it out")
-        if config.lora is not None and config.lora.dropout:
-            raise ValueError(
-                f"an adapter's dropout of {config.lora.dropout} makes the learner's log-probabilities others than the "
-                "engine's: give dropout 0"
-            )
+        check_learning(config)
         self.states, self.shrink, self.workers, self._frozen = states, shrink, workers, frozen
         super().__init__(
             model,

@@ -1,12 +1,14 @@
 """Small runs of reinforcement learning on a random tiny model, and an executor that dies at a chosen call."""
 
+import io
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor
 
 from mbd_core.batch.parts import NumberedTable
@@ -14,12 +16,13 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.rl.config import HeldOutConfig, RLRecipe, RolloutConfig
 from mbd_core.rl.executor import LocalRLExecutor
-from mbd_core.rl.folder import RunFolder
+from mbd_core.rl.folder import ITERATIONS, PARTS, RunFolder
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.loop import RLRun
 from mbd_core.rl.recipes import ADAMW
 from mbd_core.rl.rewards import RewardConfig
 from mbd_core.rl.rollouts import RolloutPlan
+from mbd_core.storage.folder import Folder
 
 ENGINE = EngineConfig(max_rows=4, num_pages=100)
 DIGITS = {"rl_rewards:digits": 1.0}
@@ -84,9 +87,9 @@ class WatchedExecutor(LocalRLExecutor):
         self._call("updated")
         return report
 
-    def save(self, path: Path) -> None:
+    def save(self, folder: Folder, name: str) -> None:
         self._call("save")
-        super().save(path)
+        super().save(folder, name)
         self._call("saved")
 
     def swap(self, version: int) -> None:
@@ -96,7 +99,7 @@ class WatchedExecutor(LocalRLExecutor):
 
 def finish(
     recipe: RLRecipe,
-    folder: Path,
+    folder: Path | Folder,
     *,
     resume: bool = False,
     ends_at: int | None = None,
@@ -106,19 +109,33 @@ def finish(
     plan = RolloutPlan.of(recipe, engine)
     executor = WatchedExecutor(recipe, plan.engine, ends_at=ends_at)
     try:
-        with RunFolder(folder, recipe, resume=resume) as claimed:
+        with RunFolder(as_folder(folder), recipe, resume=resume) as claimed:
             model = RLRun(plan, claimed, executor).run()
-        return executor, load_file(model / "model.safetensors")
+        return executor, load(model.read_bytes("model.safetensors") or b"")
     except Killed:
         return executor, {}
     finally:
         executor.close()
 
 
-def rollout_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
+def as_folder(place: Path | Folder) -> Folder:
+    return place if isinstance(place, Folder) else Folder.at(place)
+
+
+def rollout_rows(place: Path | Folder) -> dict[str, list[dict[str, Any]]]:
     """What was drawn, by the files in which it lies, without the times."""
-    drawn = {}
-    for path in sorted((folder / "rollouts").glob("*/part-*.parquet")):
-        rows = pq.read_table(path).to_pylist()
-        drawn[f"{path.parent.name}/{path.name}"] = [{**row, "seconds": None} for row in rows]
+    folder, drawn = as_folder(place), {}
+    for name in folder.files(PARTS):
+        rows = pq.read_table(io.BytesIO(folder.read_bytes(name) or b"")).to_pylist()
+        drawn[name.removeprefix("rollouts/")] = [{**row, "seconds": None} for row in rows]
     return drawn
+
+
+def number_lines(place: Path | Folder, name: str = ITERATIONS) -> list[dict[str, Any]]:
+    """The lines of a file of numbers."""
+    return [json.loads(line) for line in (as_folder(place).read_text(name) or "").splitlines()]
+
+
+def timeless_lines(place: Path | Folder) -> list[dict[str, Any]]:
+    """The numbers of iterations, without the times."""
+    return [{name: value for name, value in line.items() if "seconds" not in name} for line in number_lines(place)]
