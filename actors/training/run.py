@@ -94,9 +94,10 @@ class TrainingRun:
 
     def opened_by_workers(self) -> list[OpenedPath]:
         """The paths that workers read, but for URLs."""
-        data = self.recipe.data
+        data, teacher = self.recipe.data, self.recipe.train.teacher
         named = {
             "--base": self.recipe.base,
+            "--teacher": None if teacher is None else teacher.model,
             "--data": data.path if isinstance(data, PreparedData) else None,
             "--validation": None if self.validation.share is not None else self.validation.validation,
             "--set sweeping.sweep_data": self.sweeping.sweep_data if self.sweeping.sweep_every else None,

@@ -75,7 +75,7 @@ class TeacherSettings:
     that they have among all. A temperature T divides the logits of both, and the divergence is multiplied by T^2.
     """
 
-    model: Annotated[str, Flag(name="--teacher", metavar="base|MODEL")] = BASE_TEACHER
+    model: Annotated[str, Flag(name="--teacher", metavar="base|MODEL", opened_by="workers")] = BASE_TEACHER
     """Learn from an autoregressive model's next-token distributions at masked positions: base (the base without the
     adapter), or a model folder."""
     reads: Annotated[TeacherReading, Flag(name="--teacher-reads")] = "text"

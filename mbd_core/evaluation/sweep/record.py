@@ -59,9 +59,11 @@ class SweepRecord:
         return [number for number in range(self.num_cases) if self.shard.holds(number)]
 
     def config_text(self, config: str) -> str:
-        """A configuration in the text that this record has for it."""
+        """A configuration in this record's text for it; unchanged if the record has no equal configuration."""
         texts = [text for variants in self.plan["configurations"].values() for _, text in variants]
-        return config if config in texts else next(text for text in texts if json.loads(text) == json.loads(config))
+        if config in texts:
+            return config
+        return next((text for text in texts if json.loads(text) == json.loads(config)), config)
 
     def subjects(self) -> Iterator[ReportKey]:
         """The subjects of the report's rows, in its order."""
