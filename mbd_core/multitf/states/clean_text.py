@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.multitf.data.example import IGNORE
-from mbd_core.multitf.states.batch import MultiTFBatch, SequenceColumns, collate
+from mbd_core.multitf.states.batch import AR_SLOT, MultiTFBatch, SequenceColumns, collate
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,10 @@ class Lesson:
         """
         numbers: dict[tuple[int, ...], int] = {}
         text_of, place_of = (torch.full(batch.labels.shape, -1) for _ in range(2))
-        clean = torch.where(batch.labels == IGNORE, batch.input_ids, batch.labels)
+        is_masked = (batch.labels != IGNORE) & (batch.slot != AR_SLOT)
+        clean = torch.where(is_masked, batch.labels, batch.input_ids)
         for row, stream in enumerate(batch.stream):
-            of_noise = (stream > 0) & (batch.slot[row] >= 0)
+            of_noise = (stream > 0) & (batch.slot[row] != AR_SLOT)
             for key in torch.stack([batch.sample[row][of_noise], stream[of_noise]]).unique(dim=1).T:
                 own = (batch.sample[row] == key[0]) & (stream == key[1])
                 positions, ids = batch.positions[row][own], clean[row][own]

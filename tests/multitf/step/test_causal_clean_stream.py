@@ -26,6 +26,7 @@ from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.run import __main__ as run
 from mbd_core.multitf.run.start import check_model
 from mbd_core.multitf.states.batch import AR_SLOT, MultiTFBatch
+from mbd_core.multitf.states.clean_text import Lesson
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.mask import dual_stream_mask
 from mbd_core.multitf.states.sample import build_batch
@@ -97,6 +98,20 @@ def test_the_counted_pairs_are_the_masks() -> None:
         batch = batch_of(states)
         mask = dual_stream_mask(batch.stream, batch.block, batch.first)
         assert visible_pairs(batch) == int(mask[batch.stream >= 0].sum())
+
+
+def test_a_teacher_reads_the_clean_tokens_and_not_their_labels() -> None:
+    """Also before a response that begins with a block, where the clean stream's last token has a label."""
+    batch = batch_of(NEMOTRON)
+    lesson = Lesson.of(batch, (EOS,))
+    read = {tuple(ids[stream > 0].tolist()) for ids, stream in zip(*texts_of(lesson), strict=True)}
+    assert read == {example.tokens for example in EXAMPLES}
+    assert EXAMPLES[2].prompt_length % B == 0 and int(batch.labels[2][batch.positions[2] == 7].max()) != IGNORE
+    assert not lesson.has_target[batch.slot[batch.labels != IGNORE] == AR_SLOT].any()
+
+
+def texts_of(lesson: Lesson) -> tuple[torch.Tensor, torch.Tensor]:
+    return lesson.reading.input_ids, lesson.reading.stream
 
 
 def test_models_whose_keys_lie_otherwise_are_refused() -> None:
