@@ -233,7 +233,7 @@ def test_the_teacher_has_no_gradient_and_is_within_its_context(model: Decoder) -
     assert inside == [False, False]
 
 
-WEIGHTINGS = ("masked_mean", "block_ratio", "self_normalised", "ratio_mean")
+WEIGHTINGS = ("masked_mean", "block_ratio", "nelbo", "self_normalised", "ratio_mean", "label_mean")
 
 
 def trainers(weighting: str, *, world_size: int, micro_batch: int | None = None) -> list[Trainer]:

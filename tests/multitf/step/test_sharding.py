@@ -18,7 +18,18 @@ import torch
 from family_models import FAMILIES, random_model
 from gloo_workers import started
 from torch.distributed.checkpoint import FileSystemReader
-from training_pair import KEPT, STEPS, distilled, half_denoised, held_out, losses, recipe_on, trained, trained_adapter
+from training_pair import (
+    KEPT,
+    STEPS,
+    distilled,
+    half_denoised,
+    held_out,
+    losses,
+    next_tokens,
+    recipe_on,
+    trained,
+    trained_adapter,
+)
 from warm_python import WarmPython
 
 from mbd_core.checkpoint.loading import load_model
@@ -63,6 +74,8 @@ def alone(out: Path) -> dict[str, Any]:
     found["experts"] = losses(trained(recipe_on(out / "experts", steps=2), ALONE, "replicated"))
     found["packed"] = losses(trained(recipe_on(out / "model", steps=2), ALONE, "replicated"))
     found["half"] = losses(trained(half_denoised(out / "model"), ALONE, "replicated"))
+    found["ar"] = losses(trained(next_tokens(out / "model", alone=True), ALONE, "replicated"))
+    found["ar-beside"] = losses(trained(next_tokens(out / "model", alone=False), ALONE, "replicated"))
     found["held-out"] = held_out(recipe_on(out / "model"), ALONE, "replicated")
     found["adapter"] = trained_adapter(distilled(out / "dream"), ALONE, "replicated", out / "adapter-alone")
     trained(recipes["muon"], ALONE, "replicated", str(out / "one"))
@@ -100,6 +113,14 @@ def test_experts_are_sharded_too(together: dict[str, Any], alone: dict[str, list
 def test_packed_samples_train_as_separate_ones(together: dict[str, Any], alone: dict[str, list[float]]) -> None:
     """On two sharded workers, which compute equally many sequences."""
     assert together["packed"] == pytest.approx(alone["packed"], rel=CLOSE["muon"])
+
+
+@pytest.mark.parametrize("name", ["ar", "ar-beside"])
+def test_next_tokens_are_learned_by_two_workers_as_by_one(
+    name: str, together: dict[str, Any], alone: dict[str, list[float]]
+) -> None:
+    """The AR loss alone, whose mean is over the labels of all workers, and beside the block loss."""
+    assert together[name] == pytest.approx(alone[name], rel=CLOSE["adamw"])
 
 
 @pytest.mark.parametrize("trained", ["plan", "adapter-plan"])

@@ -95,6 +95,13 @@ class AfterStep:
     def flush(self) -> None: ...
 
 
+def next_tokens(base: Path, *, alone: bool) -> TrainingRecipe:
+    """The AR loss alone, its labels pooled over the workers; or beside the block loss, packed."""
+    recipe = recipe_on(base, steps=3, optimizer="adamw", pack=None if alone else 400)
+    states = RECIPES["ar"].states if alone else replace(recipe.states, ar_weight=0.5)
+    return replace(recipe, states=states)
+
+
 def distilled(base: Path) -> TrainingRecipe:
     """D2F on a model of whole sequences: an adapter with dropout learns from the network without it."""
     adapter = LoraSettings(rank=3, alpha=6, dropout=0.2)
@@ -139,6 +146,8 @@ def compare(workers: Workers, out: Path) -> dict[str, Any]:
     results["without-label"] = without_label(workers, base)
     results["marked"] = marked_while_training(workers, base, out / "marked")
     results["half"] = losses(trained(half_denoised(base), workers, "sharded"))
+    results["ar"] = losses(trained(next_tokens(base, alone=True), workers, "sharded"))
+    results["ar-beside"] = losses(trained(next_tokens(base, alone=False), workers, "replicated"))
     for sharding in ("replicated", "sharded"):
         results[f"held-out-{sharding}"] = held_out(recipe_on(base), workers, sharding)
     write_sharded(workers, base, out)
