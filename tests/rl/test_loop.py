@@ -291,12 +291,12 @@ def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path, capsys:
     with pytest.raises(ValueError, match="known: gsm-mini"):
         RolloutConfig(task="arc")
     with pytest.raises(ValueError, match="group=1"):
-        RolloutConfig(group=1)
+        tiny_run(tiny_model_dir, rollouts=RolloutConfig(group=1))
     with pytest.raises(ValueError, match=r"temperature=0\.0"):
         RolloutConfig(temperature=0.0)
     with pytest.raises(ValueError, match="one-step-off"):
         tiny_run(tiny_model_dir, schedule="one-step-off")
-    with pytest.raises(ValueError, match="known: ledger-rl, tiny-rl"):
+    with pytest.raises(ValueError, match="known: ledger-rl, tiny-opd, tiny-rl"):
         rl_recipe_named("rl")
     recipe = tiny_run(tiny_model_dir)
     bare = tmp_path / "bare"
