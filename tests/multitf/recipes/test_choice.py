@@ -10,7 +10,7 @@ import pytest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.command_line import flag
 from mbd_core.fields import leaves_of
-from mbd_core.multitf.config import LoraSettings
+from mbd_core.multitf.config import LoraSettings, TeacherSettings
 from mbd_core.multitf.data.prepared import PreparedData
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.choice import ChosenRecipe, RecipeChoice, choose_recipe, with_changes
@@ -46,7 +46,7 @@ def test_every_field_of_a_recipe_has_an_option_or_is_a_dataclass() -> None:
             else:
                 assert name in paths | read_otherwise, name
 
-    check(replace(TINY, train=replace(TINY.train, lora=LoraSettings())), "")
+    check(replace(TINY, train=replace(TINY.train, lora=LoraSettings(), teacher=TeacherSettings())), "")
     flags = [flag(item) for kind in (TrainingRecipe, RecipeChoice) for item in leaves_of(kind)]
     assert len({*flags}) == len(flags)
 
