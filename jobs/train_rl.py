@@ -105,14 +105,15 @@ def run(
         describe_isolation("required")
     name = recipe.name if place.run_name is None else place.run_name
     check_name(name)
-    run_folder = Folder.at(os.path.expanduser(place.storage)) / name
+    storage = Folder.at(os.path.expanduser(place.storage))
+    run_folder = storage / name
     if not run_folder.is_shared:
         raise ValueError(
             f"{run_folder} lies in the memory of one process, and ends with it; give a path or another URL"
         )
     check_run(run_folder, recipe, resume=place.resume)
     with ExitStack() as stack:
-        executor = stack.enter_context(start_executor(plan, own, isolated=isolation == "required"))
+        executor = stack.enter_context(start_executor(plan, own, storage, isolated=isolation == "required"))
         folder = stack.enter_context(RunFolder(run_folder, recipe, resume=place.resume))
         run_folder.remove(FAILURE)  # of an earlier try
         loop = RLRun(plan, folder, executor, log_targets=default_targets()[0] if targets is None else targets)
@@ -145,8 +146,8 @@ def chosen_recipe(own: RLOptions, changes: dict[str, Any]) -> RLRecipe:
 
 
 @contextmanager
-def start_executor(plan: RolloutPlan, own: RLOptions, *, isolated: bool) -> Iterator[RLExecutor]:
-    """The executor of a run: this process alone, or the connected cluster."""
+def start_executor(plan: RolloutPlan, own: RLOptions, storage: Folder, *, isolated: bool) -> Iterator[RLExecutor]:
+    """The executor of a run in `storage`: this process alone, or the connected cluster."""
     recipe = plan.recipe
     if own.local:
         import torch
@@ -168,6 +169,7 @@ def start_executor(plan: RolloutPlan, own: RLOptions, *, isolated: bool) -> Iter
         return
     import ray
 
+    from actors.paths import known_paths, model_paths
     from actors.rl.executor import (  # Ray takes seconds to import: bad input is refused before that
         Layout,
         RayRLExecutor,
@@ -184,7 +186,11 @@ def start_executor(plan: RolloutPlan, own: RLOptions, *, isolated: bool) -> Iter
             device=own.device,
             shares=own.share,
         )
-        with RayRLExecutor(recipe, plan.engine, layout, isolated=isolated) as executor:
+        read, shared = model_paths("--model", recipe.model), [("--storage", storage)]
+        with (
+            known_paths(read, shared, bundle=layout.learners.bundle) as paths,
+            RayRLExecutor(recipe, plan.engine, layout, isolated=isolated, paths=paths) as executor,
+        ):
             yield executor
     finally:
         if is_ours:

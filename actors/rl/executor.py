@@ -26,6 +26,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor, distributed
 
+from actors.paths import NO_PATHS, JobPaths
 from cluster.failures import task_sentence
 from cluster.topology import Device, Topology, check_room, plan_topology
 from mbd_core.batch.parts import NumberedTable
@@ -54,8 +55,10 @@ class WeightsOrder:
 class EngineActor:
     """`RolloutEngine` in an actor."""
 
-    def __init__(self, model: str, engine: EngineConfig, *, tensor_parallel: int = 1) -> None:
-        self._engine = RolloutEngine(model, engine, tensor_parallel=tensor_parallel)
+    def __init__(
+        self, model: str, engine: EngineConfig, *, tensor_parallel: int = 1, paths: JobPaths = NO_PATHS
+    ) -> None:
+        self._engine = RolloutEngine(paths.fetch(model), engine, tensor_parallel=tensor_parallel)
         self._taken = ""  # the id of its weights' object
 
     def decode(self, number: int, table: pa.Table, weights: WeightsOrder) -> NumberedTable:
@@ -79,9 +82,10 @@ class EngineActor:
 class LearnerActor:
     """`LearnerState` in an actor: one worker of a learner."""
 
-    def __init__(self, recipe: RLRecipe, rank: int, size: int) -> None:
+    def __init__(self, recipe: RLRecipe, rank: int, size: int, paths: JobPaths = NO_PATHS) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._recipe, self._workers = recipe, Workers(rank, size, device)
+        paths.check_shared()
+        self._recipe, self._workers = replace(recipe, model=paths.fetch(recipe.model)), Workers(rank, size, device)
         self._state: LearnerState | None = None
 
     def address(self) -> str:
@@ -166,11 +170,20 @@ class Layout:
 class RayRLExecutor:
     """An executor on the connected cluster. `close()` it, or use it as a context.
 
-    Engines on CPUs may share a machine's memory, so each sizes its KV pages from its part of it.
+    Engines on CPUs may share a machine's memory, so each sizes its KV pages from its part of it. `paths` say where
+    processes find the recipe's model.
     """
 
-    def __init__(self, recipe: RLRecipe, engine: EngineConfig, layout: Layout, *, isolated: bool = False) -> None:
-        self._recipe, self._layout, self._isolated = recipe, layout, isolated
+    def __init__(
+        self,
+        recipe: RLRecipe,
+        engine: EngineConfig,
+        layout: Layout,
+        *,
+        isolated: bool = False,
+        paths: JobPaths = NO_PATHS,
+    ) -> None:
+        self._recipe, self._layout, self._isolated, self._paths = recipe, layout, isolated, paths
         engines = layout.engines
         self._group = None
         if layout.shares:
@@ -183,7 +196,7 @@ class RayRLExecutor:
         self._engines = [
             ray.remote(EngineActor)
             .options(max_restarts=-1, max_task_retries=RETRIES, **self._room(engines, place))
-            .remote(recipe.model, engine, tensor_parallel=engines.ranks)
+            .remote(recipe.model, engine, tensor_parallel=engines.ranks, paths=paths)
             for place in range(engines.processes)
         ]
         self._learners: list[ActorHandle[LearnerActor]] = []
@@ -273,7 +286,7 @@ class RayRLExecutor:
         self._learners = [
             ray.remote(LearnerActor)
             .options(**self._room(topology, place))
-            .remote(self._recipe, place, topology.processes)
+            .remote(self._recipe, place, topology.processes, self._paths)
             for place in range(topology.processes)
         ]
         (address,) = self._of_learners("address", only_first=True)

@@ -116,7 +116,7 @@ class RLRecipe:
 
     name: Annotated[str, Flag(name=False)]
     """The name of the run and of its folder."""
-    model: Annotated[str, Flag(panel=MODEL, metavar="MODEL")]
+    model: Annotated[str, Flag(panel=MODEL, metavar="MODEL", opened_by="workers")]
     """The model to start from: a shipped model's name, a model folder, or its URL."""
     rollouts: RolloutConfig = RolloutConfig()
     rewards: RewardConfig = RewardConfig()

@@ -17,6 +17,7 @@ from host_cluster import PATIENCE, HostCluster, NoNamespaces, connected_hosts, h
 from served_hosts import say
 
 from jobs import prepare_data
+from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.sweep.folder import REPORT, read_samples
 from mbd_core.multitf.data.prepared import SAMPLES
 from mbd_core.storage.contents import contents_of
@@ -158,3 +159,16 @@ def test_a_model_of_the_head_is_served_by_the_others(cluster: HostCluster, of_he
     (name,) = set(re.findall(r"raysubmit_\w+", text))
     cluster.ask(f"/api/jobs/{name}/stop", b"{}")
     job.wait(timeout=PATIENCE)
+
+
+def test_reinforcement_learning_gets_the_model_of_the_head(cluster: HostCluster, of_head: Path, log: Path) -> None:
+    """Its engine and its learner lie on two hosts."""
+    policy = of_head / "policy"
+    shutil.copytree(model_folder("ledger-mbd"), cluster.head.outside(policy))
+    options = ("--recipe", "tiny-rl", "--iterations", 1, "--evaluate-every", 0, "--model", policy)
+    code, text = run(cluster, "train_rl", *options, log=log)
+    assert code == 1 and refusal(text, "train_rl").startswith(f"--storage {cluster.home}/mbd-runs is not one folder")
+    code, text = run(cluster, "train_rl", *options, "--storage", "s3://bucket/rl", "--run-name", "r", log=log)
+    assert code == 0, text
+    assert f"--model {policy}: " in text and "go from head to worker1, worker2, through Ray" in text
+    assert "model: s3://bucket/rl/r" in text

@@ -259,7 +259,7 @@ def test_the_page_has_every_option_of_a_command() -> None:
 PATHS = re.compile(r"DIR|FILE|URL\b|=?PATH\b|MODEL")
 
 
-@pytest.mark.parametrize("command", ["train", "prepare", "sweep", "serve"])
+@pytest.mark.parametrize("command", ["train", "prepare", "sweep", "rl", "serve"])
 def test_an_option_that_is_a_path_says_who_opens_it(command: str) -> None:
     """On a cluster its machines may share no disk."""
     (main,) = (main for name, _, main in described_commands() if name == command)
