@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.failures import reason
 from cluster.topology import Resources, fits
 from mbd_core.checkpoint.shipped import named_model
+from mbd_core.multitf.config import BASE_TEACHER, TeacherSettings
 from mbd_core.storage.contents import Contents, Copy, contents_of
 from mbd_core.storage.folder import SCHEME, Folder
 from mbd_core.storage.models import fetch_model, user_cache
@@ -48,6 +49,11 @@ def model_paths(option: str, *models: str) -> list[OpenedPath]:
     """The folders of models that are not at URLs and not shipped. Raises `ValueError` for an unknown one."""
     named = {model: named_model(model) for model in models if SCHEME.match(model) is None}
     return [OpenedPath(option, path, model) for model, path in named.items() if isabs(path)]
+
+
+def teacher_paths(teacher: TeacherSettings | None) -> list[OpenedPath]:
+    """The folder of a teacher, as `model_paths`; none where the base teaches."""
+    return [] if teacher is None or teacher.model == BASE_TEACHER else model_paths("--teacher", teacher.model)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,11 @@ reached, 2 bad input; each failure is one sentence on stderr.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,13 +122,14 @@ def run(
             model = loop.run(max_failures=0 if own.local else place.max_failures)
         except TakenOver:
             raise
-        except RuntimeError as error:
-            run_folder.write_text(FAILURE, "".join(traceback.format_exception(error)))
-            raise RuntimeError(
-                f"the run failed: {error}; it lies in {run_folder}; go on with the same command and --resume; the "
-                f"traceback is in {FAILURE} there"
-            ) from error
-    print(f"model: {model}\nnumbers, rollouts and samples: {run_folder}")
+        except (RuntimeError, OSError) as error:
+            sentence = f"the run failed: {error}; it lies in {run_folder}; go on with the same command and --resume"
+            with suppress(OSError):  # it may be the storage that failed
+                run_folder.write_text(FAILURE, "".join(traceback.format_exception(error)))
+                sentence += f"; the traceback is in {FAILURE} there"
+            raise RuntimeError(sentence) from error
+    host = "" if own.local or run_folder.is_remote else f" on {socket.gethostname()}"
+    print(f"model: {model}\nnumbers, rollouts and samples: {run_folder}{host}")
 
 
 def chosen_recipe(own: RLOptions, changes: dict[str, Any]) -> RLRecipe:
@@ -147,7 +149,8 @@ def chosen_recipe(own: RLOptions, changes: dict[str, Any]) -> RLRecipe:
 
 @contextmanager
 def start_executor(plan: RolloutPlan, own: RLOptions, storage: Folder, *, isolated: bool) -> Iterator[RLExecutor]:
-    """The executor of a run in `storage`: this process alone, or the connected cluster."""
+    """The executor of a run: this process alone, or the connected cluster, whose machines must find the folder of
+    runs and the model; raises as `known_paths`."""
     recipe = plan.recipe
     if own.local:
         import torch
@@ -169,11 +172,9 @@ def start_executor(plan: RolloutPlan, own: RLOptions, storage: Folder, *, isolat
         return
     import ray
 
-    from actors.paths import known_paths, model_paths
-    from actors.rl.executor import (  # Ray takes seconds to import: bad input is refused before that
-        Layout,
-        RayRLExecutor,
-    )
+    # Ray takes seconds to import: bad input is refused before that
+    from actors.paths import known_paths, model_paths, teacher_paths
+    from actors.rl.executor import Layout, RayRLExecutor
     from cluster.local import connect
 
     is_ours = connect(num_cpus=max(4, own.engines * own.tensor_parallel + own.learners + 2))
@@ -186,9 +187,9 @@ def start_executor(plan: RolloutPlan, own: RLOptions, storage: Folder, *, isolat
             device=own.device,
             shares=own.share,
         )
-        read, shared = model_paths("--model", recipe.model), [("--storage", storage)]
+        read = model_paths("--model", recipe.model) + teacher_paths(recipe.train.teacher)
         with (
-            known_paths(read, shared, bundle=layout.learners.bundle) as paths,
+            known_paths(read, [("--storage", storage)], bundle=layout.bundle) as paths,
             RayRLExecutor(recipe, plan.engine, layout, isolated=isolated, paths=paths) as executor,
         ):
             yield executor

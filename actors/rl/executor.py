@@ -82,10 +82,9 @@ class EngineActor:
 class LearnerActor:
     """`LearnerState` in an actor: one worker of a learner."""
 
-    def __init__(self, recipe: RLRecipe, rank: int, size: int, paths: JobPaths = NO_PATHS) -> None:
+    def __init__(self, recipe: RLRecipe, rank: int, size: int, *, paths: JobPaths = NO_PATHS) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        paths.check_shared()
-        self._recipe, self._workers = replace(recipe, model=paths.fetch(recipe.model)), Workers(rank, size, device)
+        self._recipe, self._workers, self._paths = recipe, Workers(rank, size, device), paths
         self._state: LearnerState | None = None
 
     def address(self) -> str:
@@ -100,7 +99,7 @@ class LearnerActor:
         if workers.size > 1:
             backend = "cpu:gloo,cuda:nccl" if workers.device.type == "cuda" else "gloo"
             distributed.init_process_group(backend, init_method=address, rank=workers.rank, world_size=workers.size)
-        self._state = LearnerState(self._recipe, workers=workers)
+        self._state = LearnerState(self._recipe, workers=workers, fetch=self._paths.fetch)
 
     @property
     def state(self) -> LearnerState:
@@ -119,6 +118,8 @@ class LearnerActor:
         self.state.save(folder, name)
 
     def load(self, folder: Folder, name: str | None) -> None:
+        if self._workers.is_first:
+            self._paths.check_shared()
         self.state.load(folder, name)
 
 
@@ -133,6 +134,11 @@ class Layout:
     engines: Topology
     learners: Topology
     shares: bool
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The resources of the smallest process: what a node has that takes part."""
+        return (self.engines if self.shares else self.learners).bundle
 
     @classmethod
     def of(
@@ -171,7 +177,7 @@ class RayRLExecutor:
     """An executor on the connected cluster. `close()` it, or use it as a context.
 
     Engines on CPUs may share a machine's memory, so each sizes its KV pages from its part of it. `paths` say where
-    processes find the recipe's model.
+    they find the model.
     """
 
     def __init__(
@@ -286,7 +292,7 @@ class RayRLExecutor:
         self._learners = [
             ray.remote(LearnerActor)
             .options(**self._room(topology, place))
-            .remote(self._recipe, place, topology.processes, self._paths)
+            .remote(self._recipe, place, topology.processes, paths=self._paths)
             for place in range(topology.processes)
         ]
         (address,) = self._of_learners("address", only_first=True)

@@ -7,7 +7,7 @@ from os.path import isabs
 from pathlib import Path
 from typing import Any
 
-from actors.paths import NO_PATHS, JobPaths, OpenedPath
+from actors.paths import NO_PATHS, JobPaths, OpenedPath, teacher_paths
 from actors.sent_home import Home
 from cluster.topology import Device
 from mbd_core.checkpoint.saving import MODEL_KIND
@@ -94,15 +94,15 @@ class TrainingRun:
 
     def opened_by_workers(self) -> list[OpenedPath]:
         """The paths that workers read, but for URLs."""
-        data, teacher = self.recipe.data, self.recipe.train.teacher
+        data = self.recipe.data
         named = {
             "--base": self.recipe.base,
-            "--teacher": None if teacher is None else teacher.model,
             "--data": data.path if isinstance(data, PreparedData) else None,
             "--validation": None if self.validation.share is not None else self.validation.validation,
             "--set sweeping.sweep_data": self.sweeping.sweep_data if self.sweeping.sweep_every else None,
         }
-        return [OpenedPath(option, path) for option, path in named.items() if path is not None and isabs(path)]
+        paths = [OpenedPath(option, path) for option, path in named.items() if path is not None and isabs(path)]
+        return paths + teacher_paths(self.recipe.train.teacher)
 
 
 def check_name(name: str) -> None:

@@ -1,7 +1,7 @@
 """Where a run computes: engines that make rollouts, processes that score them, and a learner; here in this process."""
 
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -67,10 +67,15 @@ class LearnerLost(RuntimeError):
 
 
 class LearnerState:
-    """A run's learner, which the first `load` makes, and its state in files. Every worker makes the same calls."""
+    """A run's learner, which the first `load` makes, and its state in files. Every worker makes the same calls.
 
-    def __init__(self, recipe: RLRecipe, *, workers: Workers = ALONE) -> None:
-        self._recipe, self._workers = recipe, workers
+    `fetch` is as `fetch_model`.
+    """
+
+    def __init__(
+        self, recipe: RLRecipe, *, workers: Workers = ALONE, fetch: Callable[[str], str] = fetch_model
+    ) -> None:
+        self._recipe, self._workers, self._fetch = recipe, workers, fetch
         self._sharding: Sharding | None = None if workers.size == 1 else "replicated"
         self._learner: Learner | Distiller | None = None
 
@@ -80,7 +85,7 @@ class LearnerState:
         return self._learner
 
     def _fresh(self) -> Learner | Distiller:
-        recipe, folder = self._recipe, model_folder(fetch_model(self._recipe.model))
+        recipe, folder = self._recipe, model_folder(self._fetch(self._recipe.model))
         model = load_model(folder, dtype=torch.float32)
         states, shrink, workers, sharding = recipe.states, recipe.shrink, self._workers, self._sharding
         if recipe.train.teacher is None:
@@ -93,7 +98,8 @@ class LearnerState:
                 workers=workers,
                 sharding=sharding,
             )
-        found = find_teacher(recipe.train.teacher, read_folder(folder), lora=recipe.train.lora is not None)
+        has_adapter = recipe.train.lora is not None
+        found = find_teacher(recipe.train.teacher, read_folder(folder), lora=has_adapter, fetch=self._fetch)
         teacher = None if found is None else load_teacher(found, dtype=torch.float32, device=workers.device)
         return Distiller(
             model, recipe.train, teacher, states=states, shrink=shrink, workers=workers, sharding=sharding
@@ -135,7 +141,7 @@ class LocalRLExecutor:
         self._recipe, self._sleeps, self._isolated = recipe, sleeps, isolated
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._learner = LearnerState(recipe, workers=Workers(0, 1, device))
-        self._engine = RolloutEngine(recipe.model, engine, tensor_parallel=tensor_parallel)
+        self._engine = RolloutEngine(fetch_model(recipe.model), engine, tensor_parallel=tensor_parallel)
 
     def rollouts(self, parts: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
         for number, table in parts:

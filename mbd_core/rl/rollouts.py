@@ -70,7 +70,7 @@ class RolloutPlan:
         start = model_folder(place)
         contents = read_folder(start)
         if recipe.train.teacher is not None:
-            find_teacher(recipe.train.teacher, contents, lora=recipe.train.lora is not None)
+            find_teacher(recipe.train.teacher, contents, lora=recipe.train.lora is not None, fetch=fetch_model)
         rollouts = recipe.rollouts
         task, prompt_recipe = find_task(rollouts.task), find_recipe(rollouts.prompt_recipe)
         prompt = prompt_recipe.task_prompt(task.name)
@@ -198,7 +198,7 @@ class RolloutEngine:
     def __init__(self, model: str, engine: EngineConfig, *, tensor_parallel: int = 1) -> None:
         if engine.dtype == "auto" and default_device().type == "cpu":
             engine = replace(engine, dtype="float32")  # the learner's
-        self._loaded = load_engine(model_folder(fetch_model(model)), engine, tensor_parallel=tensor_parallel)
+        self._loaded = load_engine(model_folder(model), engine, tensor_parallel=tensor_parallel)
         self._loaded.prepare()
         self._model = DecodingModel(self._loaded.engine, self._loaded.tokenizer)
         self._sweeps: DecodeStage | None = None

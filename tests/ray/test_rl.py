@@ -17,8 +17,8 @@ import psutil
 import pytest
 import ray
 import torch
-from rl_runs import ENGINE, finish, rollout_rows, tiny_run
-from safetensors.torch import load, load_file
+from rl_runs import ENGINE, finish, rollout_rows, timeless_lines, tiny_run
+from safetensors.torch import load
 from torch import Tensor
 
 from actors.rl.executor import EngineActor, Layout, RayRLExecutor, WeightsOrder
@@ -153,15 +153,19 @@ def test_an_actor_that_is_killed_changes_nothing(
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_killed_goes_on(tiny_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["disk", "s3"])
+def test_a_driver_that_is_killed_goes_on(
+    request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Path, place: str
+) -> None:
     """The command itself, with a cluster of its own, which ends with it."""
+    runs = Folder.at(tmp_path if place == "disk" else f"{request.getfixturevalue('s3')}/{tmp_path.name}")
     changes = {"decoding": {"buffer_size": 3, "tau_m2t": 0.05}, "rewards": {"correct": 0, "tpf": 1}}
     command = [
         *(sys.executable, str(ROOT / "jobs" / "train_rl.py"), "--recipe", "tiny-rl", "--model", str(tiny_model_dir)),
         *("--task", "gsm-mini", "--prompts", "2", "--group", "4", "--max-tokens", "8", "--iterations", "4"),
         *("--decoding", json.dumps(changes["decoding"]), "--rewards", json.dumps(changes["rewards"])),
         *("--advantages", "joint", "--least-right", "0", "--least-tpf-range", "0", "--part-rows", "4"),
-        *("--max-rows", "4", "--num-pages", "100", "--storage", str(tmp_path), "--log-to", "none"),
+        *("--max-rows", "4", "--num-pages", "100", "--storage", str(runs), "--log-to", "none"),
     ]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     whole = subprocess.run(
@@ -172,7 +176,7 @@ def test_a_driver_that_is_killed_goes_on(tiny_model_dir: Path, tmp_path: Path) -
         [*command, "--run-name", "killed"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     end = time.monotonic() + PATIENCE
-    while not (tmp_path / "killed" / "iterations.jsonl").exists() and time.monotonic() < end:
+    while not (runs / "killed").has("iterations.jsonl") and time.monotonic() < end:
         assert first.poll() is None, "it ended by itself"
         time.sleep(0.05)
     first.send_signal(signal.SIGKILL)
@@ -181,6 +185,7 @@ def test_a_driver_that_is_killed_goes_on(tiny_model_dir: Path, tmp_path: Path) -
         [*command, "--run-name", "killed", "--resume"], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    models = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "killed")]
+    models = [load((runs / name / "model").read_bytes("model.safetensors") or b"") for name in ("whole", "killed")]
     assert same(*models)
-    assert rollout_rows(tmp_path / "killed") == rollout_rows(tmp_path / "whole")
+    assert rollout_rows(runs / "killed") == rollout_rows(runs / "whole")
+    assert timeless_lines(runs / "killed") == timeless_lines(runs / "whole")
