@@ -19,6 +19,7 @@ from mbd_core.decoding.blocks.config import read_decoding
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.sequences.admission import RequestRefused
+from mbd_core.fields import load
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def sample_requests(model: DecodingModel, rows: Sequence[PlannedRow]) -> list[Re
             prompt=tuple(prompt),
             max_tokens=row["max_tokens"],
             decoding=read_decoding(json.loads(row["config"])),
-            sampling=Sampling(**json.loads(row.get("sampling") or "{}")),
+            sampling=load(Sampling, json.loads(row.get("sampling") or "{}")),
         )
         requests.append(fit_request(request, positions) if row["may_shorten"] else request)
     return requests
@@ -57,13 +58,13 @@ def _edits(answer: Piece, text: Callable[[int], str]) -> list[EditCell]:
 class DecodeStage:
     """Decodes tables of samples. Rows with different decoding configurations run together.
 
-    `load` loads a model by the name in the rows; its `ValueError` becomes a `ModelRefused`. Only one engine is in
+    `load_model` loads a model by the name in the rows; its `ValueError` becomes a `ModelRefused`. Only one engine is in
     memory: it is closed before another model is loaded, and after a failure. It forgets its prefixes between tables,
     so that a row's numbers depend only on its table.
     """
 
-    def __init__(self, load: Callable[[str], DecodingModel]) -> None:
-        self._load = load
+    def __init__(self, load_model: Callable[[str], DecodingModel]) -> None:
+        self._load = load_model
         self._model_in_use: tuple[str, DecodingModel] | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:

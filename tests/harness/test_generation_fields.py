@@ -29,7 +29,7 @@ def test_without_a_limit_it_is_the_papers_and_other_names_are_decoding_fields() 
         ({"max_gen_toks": 5, "max_tokens": 6}, "are two limits of one answer"),
         ({"until": [3]}, "must be a text or a list of texts"),
         ({"do_sample": True}, "do_sample=True needs a temperature above 0"),
-        ({"temperature": -1}, "temperature=-1 must be 0 or"),
+        ({"temperature": -1}, "temperature=-1 must be a number from 0 to 10"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(given: dict[str, Any], sentence: str) -> None:

@@ -1,18 +1,23 @@
-"""How a request draws its tokens."""
+"""How a request draws its tokens. The types of its fields, with their bounds, are those of the API's requests too."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from mbd_core.fields import MOST, Ge, Le, configuration
 
 LEAST = 1e-6  # the least temperature above 0 and the least top_p; float32 is not exact enough for smaller values
-
-
 MAX_BIASES = 1024  # entries of a logit_bias
 MAX_STOP_IDS = 128  # tokens of a request that end its answer, beside the model's EOS
-MAX_PENALTY, MAX_BIAS, MAX_REPETITION = 2.0, 100.0, 100.0
+
+TopP = Annotated[float, Ge(LEAST), Le(1)]
+MinP = Annotated[float, Ge(0), Le(1)]
+Seed = Annotated[int, Ge(-(2**63)), Le(2**63 - 1)]
+Bias = Annotated[float, Ge(-100), Le(100)]
+RepetitionPenalty = Annotated[float, Ge(LEAST), Le(100)]
+Penalty = Annotated[float, Ge(-2), Le(2)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration()
 class Sampling:
     """How a request chooses its tokens.
 
@@ -28,48 +33,21 @@ class Sampling:
     presence_penalty    subtracted once, if the answer has it
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    temperature: Annotated[float, Ge(0), Le(10)] = 0.0
+    top_p: TopP = 1.0
+    top_k: Annotated[int, Ge(0), Le(MOST)] = 0
+    min_p: MinP = 0.0
+    seed: Seed = 0
+    logit_bias: tuple[tuple[int, Bias], ...] = ()
+    repetition_penalty: RepetitionPenalty = 1.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", *PENALTIES):
-            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int | float):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
-        if self.temperature != 0 and not LEAST <= self.temperature <= 10.0:
+        if 0 < self.temperature < LEAST:
             raise ValueError(f"temperature={self.temperature} must be 0 or a number from {LEAST} to 10")
-        if not LEAST <= self.top_p <= 1.0:
-            raise ValueError(f"top_p={self.top_p} must be a number from {LEAST} to 1")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p={self.min_p} must be a number from 0 to 1")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k!r} must be a whole number of at least 0 (0: no limit)")
-        if self.top_k >= 2**31:
-            raise ValueError(f"top_k={self.top_k} must be less than {2**31}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed!r} must be a whole number of 64 bits")
-        for name in ("frequency_penalty", "presence_penalty"):
-            if not -MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} must be a number from -{MAX_PENALTY:g} to {MAX_PENALTY:g}"
-                )
-        if not LEAST <= self.repetition_penalty <= MAX_REPETITION:
-            raise ValueError(
-                f"repetition_penalty={self.repetition_penalty} must be a number from {LEAST} to {MAX_REPETITION:g}"
-            )
         if len(self.logit_bias) > MAX_BIASES:
             raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; give at most {MAX_BIASES}")
-        for token, bias in self.logit_bias:
-            if not -MAX_BIAS <= bias <= MAX_BIAS:
-                raise ValueError(
-                    f"logit_bias={bias} of token {token} must be a number from -{MAX_BIAS:g} to {MAX_BIAS:g}"
-                )
         if len(dict(self.logit_bias)) < len(self.logit_bias):
             raise ValueError("logit_bias names a token twice; give each once")
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from mbd_core.decoding.blocks.sampling_config import Seed
 from mbd_core.decoding.grammar.grammar import MAX_CHARACTERS, Grammar, lark_text
 from mbd_core.serving.api.errors import FieldError
 from mbd_core.serving.api.parsing import Ignored, Only, Strict, items
@@ -185,7 +186,6 @@ def _text(value: Any) -> str:
 
 MAX_TOKENS, MAX_FORWARDS = 2**18, 2**31
 SEEDS = 2**64  # a seed has 64 bits, with sign
-RequestSeed = Annotated[int, Field(ge=-SEEDS // 2, lt=SEEDS // 2)]
 
 
 class Resume(Strict):
@@ -202,7 +202,7 @@ class Resume(Strict):
     """the number of `token_ids`"""
     forwards: Annotated[int, Field(ge=0, lt=MAX_FORWARDS)]
     """forwards in which the choice has taken part: the noise of sampled tokens continues from this number"""
-    seed: RequestSeed | None = None
+    seed: Seed | None = None
     """replaces the request's seed"""
     id: Annotated[str, Field(pattern=r"^(chat)?cmpl-[0-9a-f]{32}$")]
     """the stream's id, which the answer keeps"""

@@ -15,13 +15,16 @@ from mbd_core.checkpoint.chat import CallRule
 from mbd_core.decoding.answers.piece import MAX_TOPS
 from mbd_core.decoding.blocks.sampling_config import (
     LEAST,
-    MAX_BIAS,
     MAX_BIASES,
-    MAX_PENALTY,
-    MAX_REPETITION,
     MAX_STOP_IDS,
     PENALTIES,
+    Bias,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
     Sampling,
+    Seed,
+    TopP,
 )
 from mbd_core.serving.api.chat_fields import (
     REASONING,
@@ -33,7 +36,7 @@ from mbd_core.serving.api.chat_fields import (
     turns,
 )
 from mbd_core.serving.api.errors import FieldError, value_text
-from mbd_core.serving.api.fields import SEEDS, Hole, RequestSeed, Resume, StructuredFields, Template
+from mbd_core.serving.api.fields import SEEDS, Hole, Resume, StructuredFields, Template
 from mbd_core.serving.api.other_fields import OtherChatFields, OtherCompletionFields, OtherGenerationFields
 from mbd_core.serving.api.parsing import MAX_IDS, MAX_STOPS, MOST_PROMPTS, Ignored, Strict, ignored_notes, items
 
@@ -47,12 +50,8 @@ PromptIds = Annotated[list[TokenId], items(MAX_IDS)]
 PositiveInt = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 SpeedShare = Annotated[float, Field(ge=0, le=1)]
-TopP = Annotated[float, Field(ge=LEAST, le=1)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]
-Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
-MinP = Annotated[float, Field(ge=0, le=1)]
-RepetitionPenalty = Annotated[float, Field(ge=LEAST, le=MAX_REPETITION)]
-Bias = Annotated[dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], items(MAX_BIASES)]
+BiasByToken = Annotated[dict[str, Bias], items(MAX_BIASES)]
 NumTops = Annotated[int, Field(ge=0, le=MAX_TOPS)]
 NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 
@@ -97,7 +96,7 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
     """sample among this number of likeliest tokens; 0 (default) and -1: all"""
     min_p: MinP | None = None
     """sample among tokens with at least this fraction of the likeliest token's probability; default 0, all"""
-    seed: RequestSeed | None = None
+    seed: Seed | None = None
     """seed of the first choice; default random. Choice i (from 0) has `seed` + i"""
     presence_penalty: Penalty | None = None
     """subtracted from the logit of each token that is in the answer; default 0. This field and the next two are
@@ -107,7 +106,7 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
     repetition_penalty: RepetitionPenalty | None = None
     """for tokens in the prompt or the answer: divides a positive logit and multiplies a negative one; default: the
     value in `generation_config.json`, else 1"""
-    logit_bias: Bias | None = None
+    logit_bias: BiasByToken | None = None
     """token ids with numbers from -100 to 100 that are added to their logits; at most 1,024"""
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     """the first `min_tokens` positions get no token that ends the answer, and their text is not searched for stop

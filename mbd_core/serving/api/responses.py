@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
+from mbd_core.decoding.blocks.sampling_config import MinP, Penalty, RepetitionPenalty, Seed, TopP
 from mbd_core.serving.api.chat_fields import (
     MAX_CALLS,
     MAX_MESSAGES,
@@ -20,7 +21,7 @@ from mbd_core.serving.api.chat_fields import (
     Verbosity,
 )
 from mbd_core.serving.api.errors import ApiError, FieldError
-from mbd_core.serving.api.fields import RequestSeed, StructuredOutputs
+from mbd_core.serving.api.fields import StructuredOutputs
 from mbd_core.serving.api.other_fields import NOT_STORED, OtherResponseFields
 from mbd_core.serving.api.parsing import (
     MAX_STOPS,
@@ -34,17 +35,13 @@ from mbd_core.serving.api.parsing import (
     validation_error,
 )
 from mbd_core.serving.api.requests import (
-    Bias,
+    BiasByToken,
     ChatRequest,
-    MinP,
     NumTops,
-    Penalty,
     PositiveInt,
-    RepetitionPenalty,
     SpeedShare,
     Temperature,
     TopK,
-    TopP,
 )
 from mbd_core.serving.api.shapes import Completion, FunctionCallItem, MessageItem, OutputText, Response, Usage
 from mbd_core.serving.text.logprobs import TokenLogprob
@@ -412,7 +409,7 @@ class ResponsesRequest(OtherResponseFields):
     """as of a chat"""
     repetition_penalty: RepetitionPenalty | None = None
     """as of a chat"""
-    logit_bias: Bias | None = None
+    logit_bias: BiasByToken | None = None
     """as of a chat"""
     stop: str | Annotated[list[str], items(MAX_STOPS)] | None = None
     """as of a chat"""
@@ -422,7 +419,7 @@ class ResponsesRequest(OtherResponseFields):
     """as of a chat; not beside `text.format`"""
     chat_template_kwargs: dict[str, Any] | None = None
     """as of a chat"""
-    seed: RequestSeed | None = None
+    seed: Seed | None = None
     """as of a chat"""
     decoding: dict[str, Any] | None = None
     """as of a chat"""
