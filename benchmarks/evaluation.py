@@ -180,7 +180,7 @@ def time_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Text
     from actors.evaluation.sweep import ray_executor
     from cluster.local import connect
     from mbd_core.evaluation.report.summary import write_summary
-    from mbd_core.evaluation.sweep.endpoint import EndpointStage
+    from mbd_core.evaluation.sweep.endpoints.endpoint import EndpointStage
     from mbd_core.evaluation.sweep.folder import FILES, KIND, read_samples
     from mbd_core.evaluation.sweep.run import SweepRun
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from jobs.command_line import JsonFile, Overwrite, with_default
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.command_line import Main, command
-from mbd_core.evaluation.sweep.best import BEST, By
+from mbd_core.evaluation.sweep.choice.best import BEST, By
 from mbd_core.fields import DATA, DECODING, MODEL, OUTPUT, Flag
 from mbd_core.files import check_target_folder, folder_beside, write_json
 

@@ -28,7 +28,7 @@ from mbd_core.batch.timed_cases import TimedCase
 from mbd_core.batch.timing import TimedStage, timing_engine
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.grading import Grading
+from mbd_core.evaluation.sweep.grading.part_grading import Grading
 from mbd_core.evaluation.sweep.sweep import Sweep
 from mbd_core.serving.tokens.load import load_engine
 

@@ -31,7 +31,7 @@ from cluster.failures import task_sentence
 from cluster.topology import Device, Topology, check_room, plan_topology
 from mbd_core.batch.parts import NumberedTable
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.grading import grade_table
+from mbd_core.evaluation.sweep.grading.part_grading import grade_table
 from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.multitf.step.workers import Workers
 from mbd_core.rl.config import RLRecipe

@@ -22,7 +22,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.errors import error_sentence
 from mbd_core.evaluation.measures.rates import summarize
 from mbd_core.evaluation.sweep.folder import graded_sample
-from mbd_core.evaluation.sweep.grading import Grading
+from mbd_core.evaluation.sweep.grading.part_grading import Grading
 from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep

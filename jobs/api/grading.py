@@ -10,7 +10,7 @@ from tqdm import tqdm
 from jobs.api.call_options import IsolationOption, Say, options_from, silent
 from jobs.api.rows import rows_of, table_of
 from mbd_core.evaluation.sandbox.processes import describe_isolation, hide_memory
-from mbd_core.evaluation.sweep.sample_grading import (
+from mbd_core.evaluation.sweep.grading.sample_grading import (
     SampleGrade,
     grade_samples,
     load_samples,

@@ -14,8 +14,14 @@ from jobs.api.rows import table_of
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.best import By
-from mbd_core.evaluation.sweep.endpoint import Endpoint, EndpointAddress, find_endpoint, read_keys, try_decoding
+from mbd_core.evaluation.sweep.choice.best import By
+from mbd_core.evaluation.sweep.endpoints.endpoint import (
+    Endpoint,
+    EndpointAddress,
+    find_endpoint,
+    read_keys,
+    try_decoding,
+)
 from mbd_core.storage.folder import Folder
 from mbd_core.storage.models import fetch_model
 
@@ -133,7 +139,7 @@ def run_work(
     """Check the folder and the requested work, compute the missing rows, and write the report."""
     from mbd_core.evaluation.report.best_choice import best_points, check_choice, written_best
     from mbd_core.evaluation.report.summary import write_summary
-    from mbd_core.evaluation.sweep.endpoint import EndpointStage
+    from mbd_core.evaluation.sweep.endpoints.endpoint import EndpointStage
     from mbd_core.evaluation.sweep.folder import FILES, KIND, REPORT, check_sweep_folder
 
     planned, record = work.sweep, work.record
@@ -199,7 +205,7 @@ def local_executor(planned: Sweep, *, concurrency: int, isolated: bool) -> Itera
 
     from mbd_core.batch.decoding_model import DecodingModel
     from mbd_core.batch.executor import LocalExecutor
-    from mbd_core.evaluation.sweep.grading import Grading
+    from mbd_core.evaluation.sweep.grading.part_grading import Grading
     from mbd_core.serving.tokens.load import load_engine
 
     def load(name: str, engine: EngineConfig) -> DecodingModel:

@@ -20,7 +20,7 @@ from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.best import BEST, By
+from mbd_core.evaluation.sweep.choice.best import BEST, By
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.fields import CLUSTER, DATA, ENGINE, MODEL, OUTPUT, Flag, Ge, Texts, configuration
@@ -143,7 +143,7 @@ def sweep_chosen(
 ) -> SweepResult:
     """`sweep`, with options that are built already."""
     from mbd_core.evaluation.sandbox.processes import describe_isolation
-    from mbd_core.evaluation.sweep.best_folder import edit_notes
+    from mbd_core.evaluation.sweep.choice.best_folder import edit_notes
     from mbd_core.evaluation.sweep.loading import load_inputs
     from mbd_core.evaluation.sweep.plan import plan_sweep
     from mbd_core.evaluation.sweep.run import SweepRun

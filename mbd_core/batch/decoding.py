@@ -1,4 +1,4 @@
-"""The decoding of a table: the engine of each row's model decodes the row to its answer's end, or scores its texts."""
+"""Every row of a table is decoded by the engine of its model, to where its answer ends, or its texts are scored."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ from mbd_core.fields import load
 
 @dataclass(frozen=True)
 class NoOutput:
-    """The error of a request without output."""
+    """Why a request has no output."""
 
     error: str
 
 
 def sample_requests(model: DecodingModel, rows: Sequence[PlannedRow]) -> list[Request]:
-    """A request for each row of `PLANNED_COLUMNS`; its id is the sample's number. If the plan allows it, `max_tokens`
-    is reduced to what the model holds."""
+    """A request for each row of `PLANNED_COLUMNS`; its id is the row's number. It asks for fewer tokens than the plan
+    where the model holds no more, and the plan allows it."""
     positions = model.engine.admission.max_positions
     requests = []
     for row, prompt in zip(rows, prompt_ids(model.tokenizer, [row["input"] for row in rows]), strict=True):
@@ -58,9 +58,9 @@ def _edits(answer: Piece, text: Callable[[int], str]) -> list[EditCell]:
 class DecodeStage:
     """Decodes tables of samples. Rows with different decoding configurations run together.
 
-    `load_model` loads a model by the name in the rows; its `ValueError` becomes a `ModelRefused`. Only one engine is in
-    memory: it is closed before another model is loaded, and after a failure. It forgets its prefixes between tables,
-    so that a row's numbers depend only on its table.
+    `load_model` loads a model by the name in the rows; its `ValueError` becomes a `ModelRefused`. One engine is in
+    memory at a time: it is closed before another model is loaded, and after a failure before it is loaded again. It
+    forgets the prefixes of one table before the next, so a row's numbers depend on its table alone.
     """
 
     def __init__(self, load_model: Callable[[str], DecodingModel]) -> None:
@@ -86,7 +86,7 @@ class DecodeStage:
             model.engine.close()
 
     def _model(self, name: str) -> DecodingModel:
-        """The model with this name. The caller must not keep its engine while another model may be loaded."""
+        """The model with that name. The caller must not keep its engine while another one may be loaded."""
         if self._model_in_use is None or self._model_in_use[0] != name:
             self.close()
             try:
@@ -97,7 +97,7 @@ class DecodeStage:
 
     def _score(self, name: str, row: DecodedRow) -> None:
         """Add the log-likelihoods of a row's texts, as JSON, or the error. The engine is closed after any exception
-        other than a refusal."""
+        but a refusal, as `_generate` does."""
         model = self._model(name)
         try:
             row["text"], row["finish_reason"] = json.dumps(scores_of(model, row)), "scored"
@@ -146,10 +146,7 @@ class DecodeStage:
         return results | self._run(name, [request for request in requests if request.request_id not in results], stops)
 
     def _run(self, name: str, requests: Sequence[Request], stops: Stops) -> dict[str, Output | NoOutput]:
-        """Run admitted requests together.
-
-        If that fails, run each alone, so that only the failing request has an error.
-        """
+        """Run admitted requests together. If that fails, run each alone, so that only the cause of it fails."""
         if not requests:
             return {}
         outputs = self._generate(name, requests, stops)

@@ -12,7 +12,7 @@ from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.grading import grade_table
+from mbd_core.evaluation.sweep.grading.part_grading import grade_table
 from mbd_core.multitf.config import Sharding
 from mbd_core.multitf.run.teachers import find_teacher, load_teacher
 from mbd_core.multitf.states.answer import ReplayedAnswer

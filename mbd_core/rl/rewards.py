@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, Self
 
 import pyarrow as pa
 
-from mbd_core.evaluation.sweep.grading import grade_table
+from mbd_core.evaluation.sweep.grading.part_grading import grade_table
 from mbd_core.fields import UPDATES, Flag, Ge, Gt, configuration
 from mbd_core.rl.functions import FunctionReward
 from mbd_core.rl.parts import CORRECT, TPF, Failure, RewardFailed, RewardOutcome, failed, first_error

@@ -156,7 +156,7 @@ class ArmStudy:
     def evaluate(self, model: Path, name: str, seed: int) -> pa.Table:
         """The rows of a model on its seed's problems: the rollouts' decoding, greedily, at each threshold."""
         from mbd_core.batch.parts import cut
-        from mbd_core.evaluation.sweep.grading import grade_table
+        from mbd_core.evaluation.sweep.grading.part_grading import grade_table
         from mbd_core.evaluation.sweep.loading import load_inputs
         from mbd_core.evaluation.sweep.options import SweepOptions
         from mbd_core.evaluation.sweep.plan import plan_sweep

@@ -9,8 +9,8 @@ from sweep_rows import planned_samples
 from mbd_core.batch.deaths import DEATH_TEXT, MOST_LOST, NO_SAMPLES, Attempts, DeathWatch, DividedParts, ModelDies
 from mbd_core.batch.parts import Part, cut
 from mbd_core.batch.rows import DECODED_COLUMNS
-from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS, ISOLATION
-from mbd_core.evaluation.sweep.grading import Grading, grade_table
+from mbd_core.evaluation.sweep.grading.graded_rows import GRADED_COLUMNS, ISOLATION
+from mbd_core.evaluation.sweep.grading.part_grading import Grading, grade_table
 
 
 def parts_of(num_problems: int) -> list[Part]:

@@ -5,7 +5,7 @@ from typing import TypedDict
 import pyarrow as pa
 
 from mbd_core.batch.rows import COUNTS, DECODED_COLUMNS, PLANNED_COLUMNS, PROBLEM_COLUMNS, REPLAY, arrow_fields
-from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS, graded_schema
+from mbd_core.evaluation.sweep.grading.graded_rows import GRADED_COLUMNS, graded_schema
 from mbd_core.rl.rows import ROLLOUT_COLUMNS
 
 

@@ -15,7 +15,7 @@ from written_sweeps import graded_table, planned_rows, sweep_record, timed_table
 from mbd_core.batch.parts import Part, cut
 from mbd_core.evaluation.report.summary import write_summary
 from mbd_core.evaluation.sweep.folder import SweepFolder, read_report
-from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS
+from mbd_core.evaluation.sweep.grading.graded_rows import GRADED_COLUMNS
 
 EVIL = "</script><img src=x onerror=document.title='evil'><b>'\"&"
 PIECES = ["Tom", " has", "\n", EVIL, "12", ""]

@@ -17,7 +17,7 @@ import requests
 from scripted_endpoint import ScriptedEndpoint
 
 from cluster.local import ROOT
-from mbd_core.evaluation.sweep.endpoint import EndpointAddress, client_of, find_endpoint
+from mbd_core.evaluation.sweep.endpoints.endpoint import EndpointAddress, client_of, find_endpoint
 from mbd_core.proxies import is_own, keep_direct, proxy_note
 from mbd_core.rl.parts import Failure, RewardOutcome
 from mbd_core.rl.services import HttpReward

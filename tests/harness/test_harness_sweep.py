@@ -18,9 +18,9 @@ from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.report.summary import write_summary
-from mbd_core.evaluation.sweep.endpoint import EndpointStage
+from mbd_core.evaluation.sweep.endpoints.endpoint import EndpointStage
 from mbd_core.evaluation.sweep.folder import SweepFolder, read_samples
-from mbd_core.evaluation.sweep.grading import Grading
+from mbd_core.evaluation.sweep.grading.part_grading import Grading
 from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep

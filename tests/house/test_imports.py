@@ -125,7 +125,7 @@ def test_the_core_loads_without_ray_or_a_web_framework() -> None:
     ("module", "packages"),
     [
         ("actors.evaluation.packed_parts", ("torch", "transformers")),  # these two: what a process that grades needs
-        ("mbd_core.evaluation.sweep.grading", ("torch", "transformers")),
+        ("mbd_core.evaluation.sweep.grading.part_grading", ("torch", "transformers")),
         (
             "mbd_core.serving.tokens.load",
             ("torch.distributed.tensor", "sympy", "ray", "matplotlib"),

@@ -16,7 +16,7 @@ from cluster import local
 from jobs.eval_sweep import main
 from jobs.report_sweep import main as report_main
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep import endpoint as endpoint_room
+from mbd_core.evaluation.sweep.endpoints import endpoint as endpoint_room
 from mbd_core.evaluation.sweep.folder import read_report, read_samples
 from mbd_core.tasks import gsm_mini
 

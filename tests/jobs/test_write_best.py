@@ -20,7 +20,7 @@ from mbd_core.checkpoint.folder import METHOD_FIELDS, read_folder
 from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, decoding_config
-from mbd_core.evaluation.sweep.best_folder import FILE, author_defaults, edit_notes
+from mbd_core.evaluation.sweep.choice.best_folder import FILE, author_defaults, edit_notes
 from mbd_core.evaluation.sweep.folder import SweepFolder
 from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions

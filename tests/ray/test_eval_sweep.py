@@ -26,7 +26,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig, read_decoding
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.evaluation.sweep.folder import read_report, read_samples
-from mbd_core.evaluation.sweep.grading import Grading, grade_table
+from mbd_core.evaluation.sweep.grading.part_grading import Grading, grade_table
 from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mbd_core.evaluation.measures.repeated import Repeated
+from mbd_core.evaluation.measures.speed import MeasuredSpeed
 from mbd_core.evaluation.measures.summary import (
     AupMean,
     AupRow,
@@ -37,7 +38,6 @@ from mbd_core.evaluation.report.tables import (
     settings_table,
 )
 from mbd_core.evaluation.report.tradeoff_plot import draw_plot
-from mbd_core.evaluation.sweep.speed import MeasuredSpeed
 from mbd_core.tables import Table, markdown
 
 

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from mbd_core.decoding.blocks.methods import MethodFields
+from mbd_core.evaluation.measures.speed import MeasuredSpeed
 from mbd_core.evaluation.measures.statistics import Z_95, Interval, mean, spread_of_mean
 from mbd_core.evaluation.measures.summary import AupMean, AupRow, ReportKey, ReportRow
 from mbd_core.evaluation.report.metrics import METRICS
 from mbd_core.evaluation.report.paper_figures import MODELS, PAPER_TABLES, Figure, PaperRow, PaperTable
-from mbd_core.evaluation.sweep.speed import MeasuredSpeed
 from mbd_core.tables import Cell, Table
 
 PaperVerdict = Literal["inside", "outside", "not judged"]

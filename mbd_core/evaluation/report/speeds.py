@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mbd_core.evaluation.measures.speed import MeasuredSpeed
 from mbd_core.evaluation.measures.statistics import percentile
 from mbd_core.evaluation.measures.summary import ReportKey, ReportRow, best_row
 from mbd_core.evaluation.report.metrics import METRICS, SUBJECT
-from mbd_core.evaluation.sweep.endpoint import is_endpoint
+from mbd_core.evaluation.sweep.endpoints.endpoint import is_endpoint
 from mbd_core.evaluation.sweep.folder import read_record, read_samples
-from mbd_core.evaluation.sweep.speed import MeasuredSpeed
 from mbd_core.tables import Table
 
 TPS, DECODE_TPS, FORWARD, THROUGHPUT = (METRICS[name] for name in ("tps", "decode_tps", "forward_ms", "throughput"))

@@ -8,6 +8,7 @@ from typing import Any
 
 from mbd_core.evaluation.measures.rates import GradedSample
 from mbd_core.evaluation.measures.repeated import Repeated, measure_repeated
+from mbd_core.evaluation.measures.speed import MeasuredSpeed, config_of, speeds
 from mbd_core.evaluation.measures.summary import (
     ReportKey,
     ReportRow,
@@ -24,10 +25,9 @@ from mbd_core.evaluation.report.speeds import (
     key_of,
 )
 from mbd_core.evaluation.sandbox.processes import MEANING
-from mbd_core.evaluation.sweep.endpoint import is_endpoint
+from mbd_core.evaluation.sweep.endpoints.endpoint import is_endpoint
 from mbd_core.evaluation.sweep.folder import SweepFolder, isolations, load_samples, read_record, read_times
 from mbd_core.evaluation.sweep.record import SweepRecord
-from mbd_core.evaluation.sweep.speed import MeasuredSpeed, config_of, speeds
 from mbd_core.tables import Table, markdown
 
 PROMPT_FIELDS = ("form", "prompt", "examples", "examples_sha256", "stop")  # what a task's settings say of its prompts

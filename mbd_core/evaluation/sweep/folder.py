@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 from mbd_core.batch.rows import COUNTS, LIKELIHOOD
 from mbd_core.evaluation.measures.rates import RULES, GradedSample, SampleCounts
 from mbd_core.evaluation.measures.summary import ReportKey
-from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT
-from mbd_core.evaluation.sweep.graded_rows import ISOLATION, GradedRow
+from mbd_core.evaluation.sweep.endpoints.endpoint import ENDPOINT_DEFAULT
+from mbd_core.evaluation.sweep.grading.graded_rows import ISOLATION, GradedRow
 from mbd_core.evaluation.sweep.record import SweepRecord, difference
 from mbd_core.evaluation.tasks.benchmarks import TASKS
 from mbd_core.evaluation.tasks.kinds.harness import HARNESS_PREFIX

@@ -7,7 +7,7 @@ from pathlib import Path
 from mbd_core.checkpoint.folder import ModelFolder, read_folder, with_method
 from mbd_core.checkpoint.shipped import SHIPPED, model_folder
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.evaluation.sweep.best_folder import author_defaults
+from mbd_core.evaluation.sweep.choice.best_folder import author_defaults
 from mbd_core.evaluation.sweep.grid import Grid, Methods, parse_grid, parse_methods
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.tasks.asking import AskedTask, ask

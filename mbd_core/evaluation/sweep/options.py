@@ -4,7 +4,7 @@ from typing import Annotated
 
 from mbd_core.batch.inputs import NUM_DRAWS
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.endpoint import Endpoint
+from mbd_core.evaluation.sweep.endpoints.endpoint import Endpoint
 from mbd_core.evaluation.tasks.benchmarks import TASKS
 from mbd_core.evaluation.tasks.prompts import PromptForm
 from mbd_core.evaluation.tasks.recipes import OWN_CHAT, RECIPES

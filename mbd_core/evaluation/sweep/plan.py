@@ -9,7 +9,7 @@ from mbd_core.batch.rows import LIKELIHOOD
 from mbd_core.checkpoint.folder import edit_note
 from mbd_core.decoding.blocks.config import decoding_config
 from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, SINGLE
-from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT, Endpoint
+from mbd_core.evaluation.sweep.endpoints.endpoint import ENDPOINT_DEFAULT, Endpoint
 from mbd_core.evaluation.sweep.grid import Variant, plan_variants
 from mbd_core.evaluation.sweep.loading import SweepInputs, SweptModel
 from mbd_core.evaluation.sweep.sweep import Sweep

@@ -12,7 +12,7 @@ from mbd_core.batch.timed_cases import Timing, timed_cases
 from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.measures.summary import ReportKey
-from mbd_core.evaluation.sweep.endpoint import is_endpoint
+from mbd_core.evaluation.sweep.endpoints.endpoint import is_endpoint
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.evaluation.sweep.sweep import Sweep
 from mbd_core.fields import configuration

@@ -23,7 +23,7 @@ from mbd_core.batch.executor import Executor, ExecutorFailed
 from mbd_core.batch.parts import NumberedTable, Part, cut, part_size
 from mbd_core.batch.rows import PlannedRow
 from mbd_core.batch.timed_cases import TimedCase, Timing, timed_cases
-from mbd_core.evaluation.sweep.endpoint import EndpointLost, EndpointStage
+from mbd_core.evaluation.sweep.endpoints.endpoint import EndpointLost, EndpointStage
 from mbd_core.evaluation.sweep.folder import FAILURE, SweepFolder, is_computed, read_samples
 from mbd_core.evaluation.sweep.record import SweepRecord, record_of, timed_rows
 from mbd_core.evaluation.sweep.shard import SweepShard

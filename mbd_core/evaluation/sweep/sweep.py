@@ -15,7 +15,7 @@ from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.endpoint import Endpoint
+from mbd_core.evaluation.sweep.endpoints.endpoint import Endpoint
 from mbd_core.evaluation.sweep.grid import Methods, Variant
 from mbd_core.evaluation.tasks.asking import AskedTask
 from mbd_core.evaluation.tasks.recipes import Recipe

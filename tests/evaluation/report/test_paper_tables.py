@@ -11,11 +11,11 @@ from written_sweeps import timed_table
 
 from mbd_core.decoding.blocks.config import read_decoding
 from mbd_core.decoding.blocks.methods import METHODS, TABLE_4
+from mbd_core.evaluation.measures.speed import speeds
 from mbd_core.evaluation.measures.statistics import Interval
 from mbd_core.evaluation.measures.summary import AupMean, ReportKey, ReportRow, build_aup, build_rows
 from mbd_core.evaluation.report.paper_figures import PAPER_TABLES
 from mbd_core.evaluation.report.paper_tables import Own, beside_tables, has_fields, paper_content, paper_section
-from mbd_core.evaluation.sweep.speed import speeds
 from mbd_core.tables import markdown
 
 FOUR = ("gsm8k", "math500", "mbpp-plus", "humaneval-plus")

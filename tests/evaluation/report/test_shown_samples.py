@@ -14,7 +14,7 @@ from mbd_core.batch.rows import REPLAY
 from mbd_core.evaluation.report import shown_samples
 from mbd_core.evaluation.report.shown_samples import choose_samples
 from mbd_core.evaluation.sweep.folder import SweepFolder
-from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS
+from mbd_core.evaluation.sweep.grading.graded_rows import GRADED_COLUMNS
 from mbd_core.evaluation.sweep.shard import SweepShard
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028"

@@ -7,11 +7,11 @@ import pytest
 from sweep_rows import report_rows
 from written_sweeps import timed_table
 
+from mbd_core.evaluation.measures.speed import MeasuredSpeed, speeds
 from mbd_core.evaluation.measures.summary import ReportKey, token_efficiency
 from mbd_core.evaluation.report.contents import SweepNumbers, report_files, report_tables
 from mbd_core.evaluation.report.shown_samples import ShownSamples
 from mbd_core.evaluation.report.speeds import SpeedGain, gain_table, speed_gains
-from mbd_core.evaluation.sweep.speed import MeasuredSpeed, speeds
 from mbd_core.tables import markdown
 
 NOTHING_SHOWN = ShownSamples(samples={}, prompts=[], total=0, each=0, left_out=0)

@@ -9,11 +9,11 @@ import pytest
 from sweep_rows import report_rows, report_samples
 from written_sweeps import timed_table
 
+from mbd_core.evaluation.measures.speed import speeds
 from mbd_core.evaluation.measures.summary import AupRow, ReportRow, build_aup, build_rows, with_intervals
 from mbd_core.evaluation.report.accuracy_gaps import accuracy_gaps
 from mbd_core.evaluation.report.contents import SweepNumbers, report_tables
 from mbd_core.evaluation.report.metrics import METRICS
-from mbd_core.evaluation.sweep.speed import speeds
 from mbd_core.evaluation.tasks.recipes import RECIPES
 from mbd_core.tables import Table, markdown
 

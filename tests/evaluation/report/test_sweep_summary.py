@@ -16,7 +16,7 @@ from mbd_core.batch.timed_cases import Timing
 from mbd_core.evaluation.report.summary import summarize_sweeps
 from mbd_core.evaluation.sandbox.processes import MEANING
 from mbd_core.evaluation.sweep.folder import REPORT, SweepFolder, read_report
-from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS, ISOLATION
+from mbd_core.evaluation.sweep.grading.graded_rows import GRADED_COLUMNS, ISOLATION
 from mbd_core.evaluation.sweep.shard import SweepShard
 
 ASKED = {"form": "turn", "prompt": "{question}", "examples": 1, "examples_sha256": "0", "stop": ["Q:"]}

@@ -7,9 +7,9 @@ import pytest
 from sweep_rows import graded_sample
 from written_sweeps import timed_table
 
+from mbd_core.evaluation.measures.speed import MeasuredSpeed, speeds
 from mbd_core.evaluation.measures.summary import ReportKey
-from mbd_core.evaluation.sweep.best import By, SamplesByKey, check_halves, choose_best, is_for_choice, knee
-from mbd_core.evaluation.sweep.speed import MeasuredSpeed, speeds
+from mbd_core.evaluation.sweep.choice.best import By, SamplesByKey, check_halves, choose_best, is_for_choice, knee
 
 IDS = [f"p{number}" for number in range(40)]
 CHOICE, OTHER = [p for p in IDS if is_for_choice(p)], [p for p in IDS if not is_for_choice(p)]

@@ -15,8 +15,8 @@ from sweep_rows import planned_samples
 from mbd_core.batch.rows import DECODED_COLUMNS
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.evaluation.measures.rates import summarize
-from mbd_core.evaluation.sweep import endpoint as endpoint_room
-from mbd_core.evaluation.sweep.endpoint import (
+from mbd_core.evaluation.sweep.endpoints import endpoint as endpoint_room
+from mbd_core.evaluation.sweep.endpoints.endpoint import (
     ENDPOINT_DEFAULT,
     Endpoint,
     EndpointAddress,
@@ -25,10 +25,10 @@ from mbd_core.evaluation.sweep.endpoint import (
     find_endpoint,
     read_keys,
 )
+from mbd_core.evaluation.sweep.endpoints.request_form import RequestForm
 from mbd_core.evaluation.sweep.folder import graded_sample
-from mbd_core.evaluation.sweep.grading import grade_table
+from mbd_core.evaluation.sweep.grading.part_grading import grade_table
 from mbd_core.evaluation.sweep.plan import endpoint_notes
-from mbd_core.evaluation.sweep.request_form import RequestForm
 
 UNKNOWN = ("num_forwards", "num_store_forwards", "num_prefill_forwards")
 

@@ -8,8 +8,8 @@ from sweep_rows import planned_samples
 
 from mbd_core.batch.rows import DECODED_COLUMNS
 from mbd_core.evaluation.sandbox.processes import available_isolation
-from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS, ISOLATION
-from mbd_core.evaluation.sweep.grading import grade_table
+from mbd_core.evaluation.sweep.grading.graded_rows import GRADED_COLUMNS, ISOLATION
+from mbd_core.evaluation.sweep.grading.part_grading import grade_table
 from mbd_core.evaluation.tasks.kinds.task import Grade, Problem, Task
 
 

@@ -13,8 +13,8 @@ from jobs.eval_sweep import main as eval_sweep
 from jobs.grade import main
 from mbd_core.evaluation.sandbox import processes as sandbox
 from mbd_core.evaluation.sandbox.processes import MEANING, describe_isolation
-from mbd_core.evaluation.sweep.grading import Grading
-from mbd_core.evaluation.sweep.sample_grading import load_samples
+from mbd_core.evaluation.sweep.grading.part_grading import Grading
+from mbd_core.evaluation.sweep.grading.sample_grading import load_samples
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.problems import load_problems
 

@@ -13,7 +13,7 @@ from mbd_core.batch.decoding_model import ModelRefused
 from mbd_core.batch.executor import ExecutorFailed, LocalExecutor
 from mbd_core.batch.parts import NumberedTable
 from mbd_core.batch.timed_cases import TimedCase
-from mbd_core.evaluation.sweep.grading import Grading
+from mbd_core.evaluation.sweep.grading.part_grading import Grading
 from mbd_core.evaluation.sweep.sweep import Sweep
 
 

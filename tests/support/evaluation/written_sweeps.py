@@ -16,7 +16,7 @@ from mbd_core.batch.timed_cases import Timing
 from mbd_core.batch.timing import TIMED_COLUMNS
 from mbd_core.evaluation.report.summary import write_summary
 from mbd_core.evaluation.sweep.folder import SweepFolder
-from mbd_core.evaluation.sweep.graded_rows import GRADED_COLUMNS
+from mbd_core.evaluation.sweep.grading.graded_rows import GRADED_COLUMNS
 from mbd_core.evaluation.sweep.record import ROWS, SweepRecord
 from mbd_core.evaluation.sweep.shard import SweepShard
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mbd_core.evaluation.report.studies.seeds import settings_text, varied_names
-from mbd_core.evaluation.sweep.best import decoding_fields, knee
+from mbd_core.evaluation.sweep.choice.best import decoding_fields, knee
 from mbd_core.evaluation.sweep.folder import read_report
 from mbd_core.tables import Table
 

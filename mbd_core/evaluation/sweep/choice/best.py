@@ -24,7 +24,7 @@ from mbd_core.evaluation.measures.statistics import mean
 from mbd_core.evaluation.measures.summary import ReportKey, SamplesByKey
 
 if TYPE_CHECKING:
-    from mbd_core.evaluation.sweep.speed import MeasuredSpeed
+    from mbd_core.evaluation.measures.speed import MeasuredSpeed
 
 By = Literal["accuracy", "tps", "knee"]
 BEST = (

@@ -21,7 +21,7 @@ import pyarrow as pa
 from mbd_core.batch.parts import in_turns
 from mbd_core.batch.rows import COUNTS, DECODED_COLUMNS, before_stop, with_draws
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.evaluation.sweep.request_form import RequestForm, ask_a_token, learn_form
+from mbd_core.evaluation.sweep.endpoints.request_form import RequestForm, ask_a_token, learn_form
 from mbd_core.proxies import is_own, proxy_note
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from mbd_core.checkpoint.folder import METHOD_FIELDS
 from mbd_core.checkpoint.shipped import SHIPPED
 from mbd_core.decoding.blocks.config import CANVAS_FIELDS, CAUSAL_FIELDS, decoding_config, read_decoding
 from mbd_core.decoding.blocks.methods import read_front
-from mbd_core.evaluation.sweep.best import BestPoint, decoding_fields
+from mbd_core.evaluation.sweep.choice.best import BestPoint, decoding_fields
 from mbd_core.files import check_writable, write_json
 
 FILE = "generation_config.json"

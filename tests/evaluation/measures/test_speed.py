@@ -3,10 +3,10 @@
 import pytest
 
 from mbd_core.batch.timing import ALONE, TOGETHER
+from mbd_core.evaluation.measures.speed import speeds
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.report.metrics import METRICS
 from mbd_core.evaluation.report.speeds import SPEED_HEADS, speed_table
-from mbd_core.evaluation.sweep.speed import speeds
 from mbd_core.tables import markdown
 
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from mbd_core.batch.rows import PROBLEM_COLUMNS
 from mbd_core.evaluation.sandbox.processes import available_isolation, describe_isolation
-from mbd_core.evaluation.sweep.graded_rows import ISOLATION, VOTE, graded_schema
+from mbd_core.evaluation.sweep.grading.graded_rows import ISOLATION, VOTE, graded_schema
 from mbd_core.evaluation.tasks.answers.math_judge import same_answer
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.kinds.task import Grade, Problem
