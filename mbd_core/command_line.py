@@ -240,7 +240,7 @@ def _typer_function(run: Callable[..., Any], main: Main) -> Callable[..., Any]:
                 item = items[name]
                 if item.path in given:
                     raise ValueError(f"{flag(item)} and --set {item.path} are both given; say one of them")
-                given[item.path] = value_of(item, value)
+                given[item.path] = value_of(item, value, flag(item).partition("/")[0])
         return run(**{name: part.value(given) for name, part in parts.items()})
 
     parameters = [inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
@@ -317,28 +317,27 @@ def _is_json(form: Mapping[str, Any]) -> bool:
     )
 
 
-def value_of(item: Field, given: Any) -> Any:
-    """A field's value from what Typer gives for its option; `ValueError` names the option."""
-    return _value(item, given, flag(item).partition("/")[0], " ")
-
-
 def _setting(text: str, items: Mapping[str, Field]) -> tuple[str, Any]:
     """The path and the value of `PATH=VALUE`; `ValueError` for a path that is unknown, and for a refused value."""
     path, equals, given = text.partition("=")
-    item = items.get(path)
-    if item is None:
-        inside = [known for known in items if known.startswith(f"{path}.")]
-        near = difflib.get_close_matches(path, items, n=1, cutoff=0.5)
-        hint = f"; is '{near[0]}' meant?" if near else ""
-        hint = f"; it holds fields: say --set {inside[0]}=VALUE, or another of {path}" if inside else hint
-        raise ValueError(f"--set {text}: there is no field {path}{hint}")
+    item = field_at(path, items, f"--set {text}")
     if not equals:
         raise ValueError(f"--set {text}: say its value, as --set {path}=VALUE")
-    return path, _value(item, None if given == "null" else given, f"--set {path}", "=")
+    return path, value_of(item, None if given == "null" else given, f"--set {path}", "=")
 
 
-def _value(item: Field, given: Any, name: str, joint: str) -> Any:
-    """A field's value from a text of a command line, or from the texts of a list."""
+def field_at(path: str, items: Mapping[str, Field], name: str) -> Field:
+    """The field with a path. Raises `ValueError`, which begins with `name`, for a path without a field."""
+    if path in items:
+        return items[path]
+    inside = [known for known in items if known.startswith(f"{path}.")]
+    near = inside[:1] or difflib.get_close_matches(path, items, n=1, cutoff=0.5)
+    hint = f"; it holds fields, as {near[0]}" if inside else f"; is '{near[0]}' meant?" if near else ""
+    raise ValueError(f"{name}: there is no field {path}{hint}")
+
+
+def value_of(item: Field, given: Any, name: str, joint: str = " ") -> Any:
+    """A field's value from a text, or from texts. A refusal (`ValueError`) begins with name, joint and text."""
     form, value = _form(item), given
     kind = form.get("type")
     if isinstance(given, str):

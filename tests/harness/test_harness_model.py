@@ -176,7 +176,7 @@ def test_control_tokens_that_a_task_spells_are_text(tiny_model_dir: Path) -> Non
     ("changes", "sentence"),
     [
         ({"method": "doubled"}, "unknown method 'doubled'; known: single, multi"),
-        ({"tau": 0.5}, "unknown grid field 'tau'"),
+        ({"tau": 0.5}, "there is no field tau"),
         ({"tau_m2t": 3.0}, "tau_m2t=3.0 must be"),
         ({"pretrained": "no-such-model"}, "unknown model 'no-such-model'"),
         ({"mc_num": 0}, "at least one draw"),

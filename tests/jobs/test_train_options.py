@@ -53,7 +53,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainingRun
         ),
         (["--set", "train.clip=1", "--set", "train.clip=2"], "train.clip is set twice; say it once"),
         (["--lr", "1", "--set", "train.lr=2"], "--lr and --set train.lr are both given; say one of them"),
-        (["--set", 'train={"lr": 1}'], "there is no field train; it holds fields: say --set train."),
+        (["--set", 'train={"lr": 1}'], "there is no field train; it holds fields, as train."),
         (["--set", "train.lrr=1"], "there is no field train.lrr; is 'train.lr' meant?"),
         (["--weight-decay", "1"], "(say --set train.weight_decay=VALUE)"),
     ],

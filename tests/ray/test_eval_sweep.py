@@ -350,7 +350,7 @@ def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_clust
         ({"--models": "none-such"}, "unknown model 'none-such'"),
         ({"--tasks": "gsm-mini,none-such"}, "unknown task 'none-such'; known: gsm-mini, code-mini"),
         ({"--methods": "double"}, "unknown method 'double'; known: single, multi"),
-        ({"--grid": "tau=1"}, "unknown grid field 'tau'; known: block_size"),
+        ({"--grid": "tau=1"}, "there is no field tau"),
         ({"--grid": "t2t.tau=0.5"}, "grid field 't2t.tau' concerns none of the methods single, multi; define one"),
         (
             {"--methods": "single,d2f"},

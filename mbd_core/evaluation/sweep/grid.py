@@ -5,14 +5,15 @@ the value of every method in which it has a meaning.
 """
 
 import itertools
-import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any
 
 from mbd_core.batch.rows import config_text
+from mbd_core.command_line import field_at, value_of
 from mbd_core.decoding.blocks.config import CANVAS_FIELDS, CAUSAL_FIELDS, DecodingConfig, decoding_config
 from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, SINGLE, MethodFields
+from mbd_core.fields import leaves_of
 from mbd_core.json_text import merge_paths, parse_json
 
 Grid = dict[str, tuple[Any, ...]]
@@ -53,17 +54,21 @@ class Variant:
 def parse_grid(text: str) -> Grid:
     """Parse `"tau_m2t=0.7,0.9;t2t.tau=0.3,0.5"` into field -> values of the field's type (`none`: not set).
 
-    Raises `ValueError` for an unknown or repeated field, or a value of the wrong type.
+    Raises `ValueError` for an unknown or repeated field, or a value that the field refuses.
     """
     grid: Grid = {}
+    fields = {item.path: item for item in leaves_of(DecodingConfig)}
     for part in filter(None, (p.strip() for p in text.split(";"))):
         name, equals, values = (p.strip() for p in part.partition("="))
-        kinds = _kinds(name)
+        item = field_at(name, fields, "grid")
+        if item.schema.get("type") == "array":
+            raise ValueError(f"grid field '{name}' is a list; give it with --method NAME=JSON")
         if not equals or not values:
             raise ValueError(f"grid field '{name}' has no values; write {name}=VALUE,VALUE")
         if name in grid:
             raise ValueError(f"grid field '{name}' is given twice; write its values in one list")
-        grid[name] = tuple(_value(name, v.strip(), kinds) for v in values.split(","))
+        texts = [text.strip() for text in values.split(",")]
+        grid[name] = tuple(value_of(item, None if t == "none" else t, f"grid value {name}", "=") for t in texts)
     return grid
 
 
@@ -165,50 +170,3 @@ def _label(name: str, defaults: Mapping[str, Any]) -> str:
         labels = ", ".join(label for label in MULTI_LABELS if label)
         raise ValueError(f"generation_config.json: unknown trained_with={trained_with!r}; known: {labels}")
     return MULTI_LABELS[trained_with]
-
-
-def _parts(config: type) -> dict[str, type]:
-    """The fields of a config whose values are configs."""
-    hints = get_type_hints(config).items()
-    return {name: part for name, hint in hints for part in _options(hint) if is_dataclass(part)}
-
-
-def _options(hint: Any) -> tuple[type, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _kinds(path: str) -> tuple[Any, ...]:
-    """The types of a grid field's values; `ValueError` for a path that names no field, or a whole part."""
-    config: type = DecodingConfig
-    *parts, last = path.split(".")
-    for part in parts:
-        if part not in _parts(config):
-            raise ValueError(f"unknown grid field '{path}'; parts here: {', '.join(_parts(config)) or 'none'}")
-        config = _parts(config)[part]
-    hints = get_type_hints(config)
-    if last not in hints:
-        raise ValueError(f"unknown grid field '{path}'; known: {', '.join(hints)}")
-    if last in _parts(config):
-        raise ValueError(f"grid field '{path}' is a part; vary one of its fields, {path}.NAME")
-    kinds = _options(hints[last])
-    if any(get_origin(kind) is tuple for kind in kinds):
-        raise ValueError(f"grid field '{path}' is a list; give it with --method NAME=JSON")
-    return kinds
-
-
-def _value(name: str, text: str, kinds: tuple[Any, ...]) -> Any:
-    """A grid value as one of `kinds`: none, a boolean, a number, or text."""
-    if type(None) in kinds and text == "none":
-        return None
-    if bool in kinds:
-        if text not in ("true", "false"):
-            raise ValueError(f"grid value {name}={text} must be true or false")
-        return text == "true"
-    for kind in (int, float):
-        if kind in kinds:
-            try:
-                return kind(text)
-            except ValueError:
-                kind_text = "a whole number" if kind is int else "a number"
-                raise ValueError(f"grid value {name}={text} is not {kind_text}") from None
-    return text

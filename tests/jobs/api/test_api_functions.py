@@ -107,7 +107,7 @@ def test_samples_are_graded(tmp_path: Path) -> None:
         (lambda: sweep("nobodys", "gsm-mini"), "unknown model 'nobodys'"),
         (lambda: sweep(3, "gsm-mini"), "models must be a list of names"),  # type: ignore[arg-type]
         (lambda: sweep("tiny-mbd", "nothing"), "unknown task 'nothing'"),
-        (lambda: sweep("tiny-mbd", "gsm-mini", {"tau": [1]}), "unknown grid field 'tau'"),
+        (lambda: sweep("tiny-mbd", "gsm-mini", {"tau": [1]}), "there is no field tau"),
         (lambda: sweep("tiny-mbd", "gsm-mini", limt=2), "'limt'.*is 'limit' meant?"),  # type: ignore[call-arg]
         (lambda: sweep("tiny-mbd", "gsm-mini", limit=0), "limit=0 must be a whole number of at least 1"),
         (lambda: sweep("tiny-mbd", "gsm-mini", actors=2), "actors=2 engines need a cluster"),
