@@ -351,9 +351,9 @@ def value_of(item: Field, given: Any, name: str, joint: str = " ") -> Any:
         value = [*map(_scalar, given)]
     try:
         return load(item.hint, value)
-    except ValueError:
-        said = "null" if given is None else given
-        raise ValueError(f"{name}{joint}{said} must be {item.values}") from None
+    except ValueError as error:
+        said, values = "null" if given is None else given, str(error).rpartition(" must be ")[2]
+        raise ValueError(f"{name}{joint}{said} must be {values}") from None
 
 
 def _listed(text: str, form: Mapping[str, Any], name: str) -> list[Any]:
@@ -370,7 +370,7 @@ def _scalar(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        return text
+        return float(text) if text.lstrip("+-").lower() in ("inf", "infinity", "nan") else text
 
 
 # Options as Typer declares them.

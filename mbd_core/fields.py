@@ -254,6 +254,8 @@ def refusal(error: "ValidationError", kind: Any, values: Any, *, noun: str = "op
     if isinstance(problem.context.get("error"), ValueError):
         return typing.cast(ValueError, problem.context["error"])
     remedy = f"at most {MOST}" if problem.context.get("le") == MOST else words(schema_of(problem.hint))
+    if problem.type == "finite_number":
+        remedy = remedy.replace("a number", "a finite number")
     return ValueError(f"{name}{'=' if name else ''}{value_text(problem.value)} must be {remedy}")
 
 
@@ -369,6 +371,10 @@ def bounds(schema: Mapping[str, Any]) -> str:
     least, most = schema.get("minimum"), schema.get("maximum")
     most = None if most == MOST else most
     if least is not None and most is not None:
-        return f"from {least:.15g} to {most:.15g}"
+        return f"from {_number(least)} to {_number(most)}"
     named = {"of at least": least, "above": schema.get("exclusiveMinimum"), "at most": most}
-    return " and ".join(f"{text} {value:.15g}" for text, value in named.items() if value is not None)
+    return " and ".join(f"{text} {_number(value)}" for text, value in named.items() if value is not None)
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.15g}"
