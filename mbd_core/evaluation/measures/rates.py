@@ -17,8 +17,8 @@ RULES: tuple[Rule, ...] = ("strict", "flexible", "base", "plus")
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts:
-    """The counts of one request (`decoding.request.Counts`) that do not depend on what ran beside it; `None` where an
-    endpoint does not say one."""
+    """The counts of one request (`decoding.request.Counts`) that do not depend on what ran beside it; `None`: the
+    endpoint does not say the count."""
 
     num_prompt_tokens: int | None
     num_tokens: int | None
@@ -41,7 +41,7 @@ class GradedSample:
     problem  the id of its problem
     cut      whether the answer ended at the limit of its tokens
     is_bare  whether it is of an endpoint that says no forwards, or compares log-likelihoods
-    seed     the sweep's, by which one problem can have several samples
+    seed     the sweep's; under several seeds a problem has several samples
     draw     its number among the drawn answers to its problem; `None` of a greedy sweep
     vote     of a drawn math answer, the first of those that the grader takes as equal to it
     """
@@ -75,7 +75,7 @@ class Summary:
     cut                answers that ended at the limit of their tokens
     errors             samples without counts; they do not enter tpf and nfe
 
-    What an endpoint did not say of each sample is `None`.
+    A number is `None` if the endpoint did not say it of each sample.
     """
 
     n: int
@@ -139,8 +139,8 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
 
 
 def _percent_right(samples: Sequence[GradedSample], flags: Sequence[bool | None]) -> Interval:
-    """The percentage right. Several answers to one problem are not independent: then problems are drawn, with all of
-    theirs; a single problem has the interval of its answers."""
+    """The percentage right. Several answers to one problem are not independent, so the bootstrap draws problems with
+    all their answers. A single problem has the interval of its answers."""
     problems = [s.problem for s in samples]
     if not any(s.draw for s in samples) or len(set(problems)) < 2:
         return percent_right(flags)
@@ -151,13 +151,13 @@ TOTALS = ("num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwa
 
 
 def _mean(values: Sequence[float | None], *, bare: bool) -> tuple[float | None, float | None]:
-    """The mean and its standard error, `None` where something is not known."""
+    """The mean and its standard error; `None` if a value is unknown."""
     numbers = [value for value in values if value is not None]
     return (None, None) if bare or len(numbers) < len(values) else mean_and_stderr(numbers)
 
 
 def _total(counts: Sequence[SampleCounts], name: str, *, bare: bool) -> int | None:
-    """The sum of a count, `None` if it is not known of each sample; of an endpoint without any answer nothing is."""
+    """The sum of a count; `None` if it is unknown of a sample, and without any sample."""
     values: list[int | None] = [getattr(c, name) for c in counts]
     if None in values or (bare and not values):
         return None

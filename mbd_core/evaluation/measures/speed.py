@@ -9,7 +9,7 @@ from mbd_core.evaluation.measures.statistics import percentile
 
 
 def config_of(row: Mapping[str, str]) -> tuple[str, str, str, str]:
-    """What a timed row is about: model, method, task and configuration."""
+    """The subject of a timed row: model, method, task and configuration."""
     return (row["model"], row["method"], row["task"], row["config"])
 
 
@@ -47,7 +47,7 @@ class MeasuredSpeed:
 
 
 def speeds(rows: Iterable[Mapping[str, Any]]) -> list[MeasuredSpeed]:
-    """The speed of every configuration that was timed, in the order of its first row; of rows of `TIMED_COLUMNS`."""
+    """The speed of every timed configuration, in the order of its first row; the rows are of `TIMED_COLUMNS`."""
     cases: dict[tuple[str, str, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["error"] is None:

@@ -31,12 +31,12 @@ class Interval:
 
     @classmethod
     def of_weightings(cls, values_W: np.ndarray) -> "Interval":
-        """Of what is measured on the data themselves, the first value, and on draws of them."""
+        """The interval of values of which the first is measured on the data, the others on draws."""
         return cls.of_draws(values_W[0], values_W[1:])
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The bounds of a number that has some."""
+        """The bounds, which the number must have."""
         assert self.low is not None and self.high is not None
         return self.low, self.high
 
@@ -47,7 +47,7 @@ class Interval:
         return self.high is not None and self.high < bound
 
     def text(self, form: str = ".2f", bounds: str = "") -> str:
-        """The number and its bounds, which have the form of `bounds` if that is another."""
+        """The number and its bounds; `bounds` is their format, if it is another."""
         if self.low is None or self.high is None:
             return f"{self.value:{form}}"
         return f"{self.value:{form}} [{self.low:{bounds or form}}, {self.high:{bounds or form}}]"
@@ -57,8 +57,8 @@ def bootstrap(groups_P: np.ndarray, *, seed: int | Sequence[int], num_draws: int
     """How often each problem counts in each draw (D, P), in blocks of draws.
 
     `groups_P` numbers the group of each problem, from 0. A draw takes as many groups as there are, with replacement,
-    and for each of them as many of its problems: of one group it is the plain bootstrap. Whatever is measured on the
-    same draws is paired by problem and by group.
+    and for each of them as many of its problems: with one group this is the plain bootstrap. Whatever is measured on
+    the same draws is paired by problem and by group.
     """
     generator = np.random.default_rng(seed)
     places = [np.flatnonzero(groups_P == number) for number in range(groups_P.max() + 1)]
@@ -105,7 +105,7 @@ def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
 
 
 def spread_of_mean(distances: Sequence[float]) -> float:
-    """How far the bound of a mean of independent numbers lies from it, given how far their bounds lie from them."""
+    """The distance from the mean of independent numbers to its bound, given each number's distance to its own."""
     return math.sqrt(sum(distance**2 for distance in distances)) / len(distances)
 
 
@@ -152,8 +152,8 @@ def p_text(p_value: float, *, equals: str = "") -> str:
 
 
 def wins_and_losses(differences: Iterable[tuple[str, float]]) -> tuple[int, int]:
-    """Of differences by problem, on how many problems their sum is above 0, and on how many below: the counts of a
-    sign test, for which the values of one problem are one."""
+    """The numbers of problems whose differences sum to above 0, and to below 0: the counts of a sign test, in which
+    the values of a problem count as one."""
     sums: dict[str, float] = {}
     for problem, difference in differences:
         sums[problem] = sums.get(problem, 0.0) + difference
@@ -161,7 +161,7 @@ def wins_and_losses(differences: Iterable[tuple[str, float]]) -> tuple[int, int]
 
 
 def percentile(values: Sequence[float], percent: int) -> float | None:
-    """The nearest-rank percentile; `None` where too few values lie beyond it for it to differ from the largest."""
+    """The nearest-rank percentile; `None` if so few values lie beyond it that it is the largest."""
     if not values or (percent > 50 and len(values) * (100 - percent) < 100):
         return None
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]

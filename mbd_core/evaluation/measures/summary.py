@@ -53,7 +53,7 @@ class AupRow:
     anchor       the slowest point, up to which d3LLM's area is a rectangle without weight; no point is added at TPF 1
     y_max        the best accuracy in the pool, which is every row on the task; `y_max_of` is the row that has it
     y_max_pool   the models and methods of the pool, with their numbers of configurations
-    slots        the buffer size, if the points are those of one; `None`: they are all
+    slots        the buffer size of the points; `None`: they are of every size
     """
 
     model: str
@@ -97,10 +97,10 @@ def build_rows(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> list[Repo
 
 
 def build_aup(rows: Sequence[ReportRow], *, by_slots: bool = False, alpha: float = ALPHA) -> list[AupRow]:
-    """Both AUPs of every (model, method, task), over all its configurations, without bounds; none of an endpoint whose
-    TPF is not known, which is in the pool of y_max all the same.
+    """Both AUPs of every (model, method, task), over all its configurations, without bounds. An endpoint of unknown
+    TPF has no AUP, but is in the pool of y_max.
 
-    With `by_slots` over its configurations of each buffer size, where they have several.
+    With `by_slots`, also over its configurations of each buffer size, if they have several sizes.
     """
     by_task: dict[str, list[ReportRow]] = {}
     points: dict[tuple[str, str, str, int | None], list[AupPoint]] = {}
@@ -198,8 +198,8 @@ def _curve(aup: AupRow) -> CurveKey:
 def with_intervals(
     aups: Sequence[AupRow], samples: SamplesByKey, *, num_draws: int = NUM_DRAWS
 ) -> tuple[list[AupRow], list[AupMean]]:
-    """The AUPs with their percentile intervals, and the means of those of every size over tasks with theirs. What
-    `samples` says of a task does not depend on other tasks."""
+    """The AUPs with their percentile intervals, and the means over tasks of the AUPs over every size, with theirs. A
+    task's interval does not depend on other tasks."""
     areas: dict[tuple[CurveKey, str], np.ndarray] = {}
     for task in dict.fromkeys(key.task for key in samples):
         of_task = {key: graded for key, graded in samples.items() if key.task == task}

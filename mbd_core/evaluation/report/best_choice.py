@@ -38,8 +38,8 @@ def check_choice(
 
 
 def models_of(folders: Sequence[Path], model_folders: Sequence[Path]) -> dict[str, Path]:
-    """Which of the sweeps' models each model folder holds, by its files; `ValueError` for one that holds none of them,
-    for two that hold the same one, or for one that cannot be written."""
+    """The sweeps' model that each model folder holds, by its files. Raises `ValueError` if a folder matches no model,
+    two folders match the same model, or a folder is not writable."""
     digests = {name: digest for folder in folders for name, digest in read_record(folder).plan["models"].items()}
     targets: dict[str, Path] = {}
     for model_folder in model_folders:
@@ -60,8 +60,8 @@ def models_of(folders: Sequence[Path], model_folders: Sequence[Path]) -> dict[st
 
 
 def best_points(folders: Sequence[Path], models: Sequence[str], by: By) -> list[BestPoint]:
-    """The best configuration of each model in the sweeps; `ValueError` for sweeps that are not finished, and as
-    `choose_best`."""
+    """The best configuration of each model in the sweeps. Raises `ValueError` for unfinished sweeps, and as
+    `choose_best` does."""
     num_planned, samples = planned_samples(joinable_records(folders)), load_samples(folders)
     num_samples = sum(map(len, samples.values()))
     if num_samples < num_planned:
@@ -73,6 +73,6 @@ def best_points(folders: Sequence[Path], models: Sequence[str], by: By) -> list[
 
 
 def written_best(folder: Path, point: BestPoint) -> str:
-    """Write a chosen configuration into its model's folder; what was chosen, and where it is."""
+    """Write a chosen configuration into its model's folder. Returns the choice and its place in words."""
     write_best(folder, point)
     return f"\n{point.text}\nIt is the default of {folder / FILE}"

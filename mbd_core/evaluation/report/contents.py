@@ -47,9 +47,9 @@ class SweepNumbers:
 
     labels    column heads by task
     settings  what a reader needs to judge the numbers
-    times     of the configurations that were timed
-    seconds   of endpoints
-    harness   of lm-evaluation-harness's tasks, and of the groups that were asked for
+    times     the speeds of timed configurations
+    seconds   of endpoints' answers
+    harness   metrics of lm-evaluation-harness's tasks, and of the groups asked for
     """
 
     rows: Sequence[ReportRow]
@@ -89,7 +89,7 @@ def report_tables(numbers: SweepNumbers) -> list[Table]:
 
 
 def _recipes(settings: Mapping[str, Any]) -> str:
-    """How the problems were asked, in words; of joined sweeps, how those of each were."""
+    """How the problems were asked, in words; joined sweeps have a line each."""
     parts = [settings, *(value for value in settings.values() if isinstance(value, Mapping))]
     names = dict.fromkeys(str(part["recipe"]) for part in parts if "recipe" in part)
     return "; ".join(names) or "as the settings say"
@@ -98,8 +98,8 @@ def _recipes(settings: Mapping[str, Any]) -> str:
 def report_files(numbers: SweepNumbers, tables: Sequence[Table], shown: ShownSamples) -> dict[str, bytes]:
     """The files by name, `report.json` last; `tables` are those of `report_tables`.
 
-    What was timed is in `times` and `papers` of `report.json` and in the last sections of `report.md`, and so of the
-    page, from `Speed` on; all else is the same bytes for the same plan.
+    Times stand in `times` and `papers` of `report.json`, and in the last sections of `report.md` and the page, from
+    `Speed` on. All other bytes are the same for the same plan.
     """
     rows, labels, settings = numbers.rows, numbers.labels, numbers.settings
     gains = speed_gains(numbers.times, rows)

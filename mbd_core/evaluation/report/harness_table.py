@@ -24,8 +24,8 @@ class HarnessNumbers:
 
 
 def harness_numbers(folders: Sequence[Path], keys: Sequence[ReportKey]) -> dict[ReportKey, HarnessNumbers]:
-    """The numbers of the harness's tasks among the configurations, and of the groups that were asked for, whose keys
-    are no configuration's. A sample that two folders hold counts once."""
+    """The numbers of the harness's tasks among the configurations, and of the groups asked for. The key of a group is
+    no configuration's. A sample that two folders hold counts once."""
     if not any(key.task.startswith(HARNESS_PREFIX) for key in keys):
         return {}
     rows = {

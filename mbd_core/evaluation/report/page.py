@@ -83,8 +83,7 @@ def _column_class(table: Table, column: int) -> str:
 
 
 def front_of(rows: Sequence[ReportRow]) -> list[ReportKey]:
-    """The rows of one task that no other row beats in accuracy or TPF without losing in the other; none of an endpoint
-    that does not say its forwards."""
+    """The Pareto front of a task's rows in accuracy and TPF, without endpoints that do not say their forwards."""
     points = (
         SpeedPoint(decoding={"row": number}, accuracy=row.summary.accuracy, tpf=row.summary.tpf)
         for number, row in enumerate(rows)

@@ -302,7 +302,7 @@ DREAM_OWN: MethodFields = {"canvas": {"cache": "none", **METHODS["dream-entropy"
 
 
 def _canvas(name: str, **changes: Any) -> MethodFields:
-    """A method of `METHODS` on a canvas, with all that makes it another one than its neighbours."""
+    """A method of `METHODS` on a canvas, with every field that tells it from its neighbours."""
     plain = {
         "accept": "threshold",
         "score": "confidence",

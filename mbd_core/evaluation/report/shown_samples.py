@@ -50,7 +50,7 @@ class ShownSamples:
 
     samples  JSON objects by configuration, in the order of `SamplePlace.rank`; `prompt` is an index into `prompts`
     prompts  JSON texts: what the model was given
-    each     of each configuration on each task, at most so many
+    each     samples of each configuration on each task, at most
     left_out chosen samples for which the page had no room
     """
 
@@ -99,7 +99,7 @@ def choose_samples(folders: Sequence[Path], *, most_bytes: int = MOST_BYTES) -> 
 
 
 def _places(folders: Sequence[Path]) -> dict[ReportKey, list[SamplePlace]]:
-    """Where every sample lies, by its configuration; one that several folders hold, in the first of them."""
+    """Where every sample lies, by its configuration. A sample in several folders lies in the first of them."""
     places: dict[ReportKey, list[SamplePlace]] = {}
     plans: list[Any] = []
     keys_so_far: set[tuple[Any, ...]] = set()  # of the configuration's number, for a key is slow to hash

@@ -14,7 +14,7 @@ def front_of(report: Mapping[str, Any], *, model: str | None = None, tasks: Sequ
     """The front of a model over tasks of a sweep (`None` and none: all that the sweep has).
 
     A configuration's accuracy and tokens per forward are their means over the tasks. Raises `ValueError` for a model
-    or task that the sweep has not.
+    or task that the sweep lacks.
     """
     rows = report["rows"]
     models = list(dict.fromkeys(row["model"] for row in rows))

@@ -1,8 +1,8 @@
 """The speeds of a sweep: their table, the gain that TPF predicts, an endpoint's seconds.
 
 TPS = TPF / T_step, so a configuration with `tpf_gain` times the tokens a forward and `latency_cost` times the seconds
-a forward is to have `tpf_gain / latency_cost` times the TPS. That holds for the decode TPS by definition; what is
-measured here is a whole request's, with its prompt and what the engine does between forwards, which can miss it.
+a forward is to have `tpf_gain / latency_cost` times the TPS. For the decode TPS that holds by definition. The TPS
+measured here is a whole request's, with its prompt and the engine's work between forwards, so it may differ.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

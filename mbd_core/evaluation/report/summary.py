@@ -35,8 +35,7 @@ PROMPT_FIELDS = ("form", "prompt", "examples", "examples_sha256", "stop")  # wha
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSummary:
-    """A report's tables, the content of its files, by name, and how many of the samples that belong into it are
-    there."""
+    """A report's tables, the contents of its files by name, and how many of its planned samples are there."""
 
     tables: Sequence[Table]
     files: dict[str, bytes]
@@ -130,8 +129,8 @@ def times_of(folders: Sequence[Path], rows: Sequence[ReportRow]) -> list[Measure
 def _configurations_without_time(
     rows: Sequence[ReportRow], times: Sequence[MeasuredSpeed], records: Sequence[SweepRecord]
 ) -> list[str]:
-    """The configurations without a time: it failed, has not come yet, or the model can serve none of the requests.
-    Those of endpoints are never timed."""
+    """The configurations without a time: timing failed, has not run yet, or the model can serve none of the requests.
+    Endpoints are never timed."""
     endpoint_models = {
         name for record in records for name, digest in record.plan["models"].items() if is_endpoint(digest)
     }
@@ -168,7 +167,7 @@ def _check_joinable(folders: Sequence[Path], records: Sequence[SweepRecord]) -> 
 
 
 def _meanings(record: SweepRecord) -> Iterator[tuple[str, Any]]:
-    """What each name of a sweep means, with what is said where it means something else in another."""
+    """The meaning of each name of a sweep, and the sentence for a sweep in which it means something else."""
     for name, digest in record.plan["models"].items():
         yield f"the files of model '{name}'", digest
     for name, task in record.plan["tasks"].items():

@@ -148,7 +148,7 @@ def _allow_below(libc: Any, rules: int, path: str, rights: int) -> None:
 
 
 def read_exactly(fd: int, length: int) -> bytes:
-    """So many bytes; `EOFError` if fewer come."""
+    """Exactly this number of bytes. Raises `EOFError` if fewer come."""
     parts = []
     while length:
         part = os.read(fd, min(length, 1 << 20))
@@ -306,9 +306,8 @@ def _calls(fd: int) -> Iterator[tuple[list[Any], dict[str, Any]]]:
 def test(order: dict[str, Any], answers_fd: int, calls_fd: int, verdict_fd: int) -> None:
     """Run the tests and send the verdict: `passed`, `wrong` or `error`, and the detail.
 
-    The first assertion that fails decides, and its verdict is sent at once. Those that stand by themselves after it,
-    in the tests or in their function `check`, run too. A second line says which failed, how many ran, and how many
-    there are.
+    The first assertion that fails decides, and its verdict is sent at once. Later top-level assertions, in the tests
+    or in their function `check`, run too. A second line says which failed, how many ran, and how many there are.
     """
     failures: list[int] = []
     num_run = 0
@@ -358,7 +357,8 @@ def _failure(error: BaseException) -> str:
 def _counted_assertions(source: str, check: str) -> tuple[Any, int]:
     """The tests' code, whose assertions report to `RUN_ASSERTION` instead of ending them, and how many there are.
 
-    Only those that stand by themselves, in the tests or in the function `check`: one in a loop ends them as ever.
+    Only top-level assertions count, in the tests or in the function `check`. An assertion inside another statement
+    ends the tests.
     """
     import ast
 

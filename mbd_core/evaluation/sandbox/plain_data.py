@@ -26,12 +26,12 @@ CHUNK = 4096
 
 
 class Opaque:
-    """What stands for an object that is no plain data."""
+    """The stand-in of an object that is no plain data."""
 
 
 class Digest:
-    """What stands for a list or tuple that is too large to send: equal to that of one with equal items of the same
-    types. One input of MBPP+ has a result of a gigabyte."""
+    """The stand-in of a list or tuple that is too large to send. Digests of equal items of the same types are equal.
+    One input of MBPP+ has a result of a gigabyte."""
 
     def __init__(self, digest: str, length: int) -> None:
         self.digest = digest
@@ -60,7 +60,7 @@ def encode(value: Any, seconds: float = 0.0) -> str:
 
 
 def _digest(items: Any) -> str | None:
-    """The digest of a large value; `None` for another, and for one with items that are no plain data."""
+    """The digest of a large value; `None` for a small one, and for items that are no plain data."""
     state, length = blake2b(type(items).__name__.encode(), digest_size=32), 0
     try:
         for start in range(0, len(items), CHUNK):

@@ -113,7 +113,7 @@ class Contained:
         return line
 
     def left_of(self, seconds: float) -> float:
-        """What is left of so many seconds since its start, by the rule of `read_line`."""
+        """The rest of this number of seconds since the process's start, by the rule of `read_line`."""
         age = time.monotonic() - self._started
         return min(seconds - (age - self._usage(()).delayed), PATIENCE * seconds - age)
 
@@ -140,22 +140,22 @@ class Contained:
 
 @dataclass(frozen=True)
 class ProcessorUse:
-    """The seconds that a process computed, those that it was ready to and another had the processor, and whether it
-    computes or is ready at the moment: the kernel counts such a wait when it ends."""
+    """The seconds that a process computed, the seconds that it waited for the processor, and whether it computes or
+    waits at the moment: the kernel counts a wait only when it ends."""
 
     computed: float = 0.0
     delayed: float = 0.0
     ready: bool = False
 
     def own_seconds(self, elapsed: float, start: "ProcessorUse") -> float:
-        """Of the seconds that elapsed since `start`, those that are the process's own: it computed or was idle."""
+        """The process's own seconds since `start`: it computed or was idle."""
         if self.ready:
             return self.computed - start.computed
         return elapsed - (self.delayed - start.delayed)
 
 
 def _usage(pid: int) -> ProcessorUse:
-    """Nothing where the machine does not say, so that all wall time is the process's own."""
+    """The use of the processor; zero if the machine does not say it, so all wall time is the process's own."""
     try:
         computed, delayed = Path(f"/proc/{pid}/schedstat").read_bytes().split()[:2]
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
@@ -341,7 +341,7 @@ def available_isolation() -> Isolation:
 
 
 def describe_isolation(walls: Walls = "any") -> str:
-    """How this machine contains programs, for a reader; `ValueError` if it has not the walls of `walls`."""
+    """How this machine contains programs, in words. Raises `ValueError` if it lacks the walls of `walls`."""
     isolation = available_isolation()
     if walls == "required" and isolation not in ISOLATED:
         raise ValueError(
@@ -355,7 +355,8 @@ def describe_isolation(walls: Walls = "any") -> str:
 
 
 def hide_memory() -> None:
-    """Keep this process's memory from others of its user, for good: nothing else does where only the filter stands."""
+    """Keep this process's memory from other processes of its user, for good. With the filter alone nothing else
+    does."""
     if available_isolation() == "filter":
         ctypes.CDLL(None).prctl(sandbox_child.DUMPABLE, 0, 0, 0, 0)
 
@@ -394,8 +395,8 @@ _runs = itertools.count(os.getpid())
 
 
 def _spare_user() -> int:
-    """A user whom no other running program is, from the end of those that this machine has: its threads are counted
-    by themselves, and it owns nothing."""
+    """A user id that no running program has, from the end of the machine's range. It owns nothing, and its threads are
+    counted apart."""
     return _last_user() - next(_runs) % SPARE_USERS
 
 

@@ -121,7 +121,7 @@ CodeState = Literal["whole", "open", "bad"]
 
 
 def _state(code: str) -> CodeState:
-    """Whether code is Python, is none whatever follows, or may be with lines that follow."""
+    """Whether code is Python, can never become Python, or may become it with further lines."""
     try:
         compile(code, "<answer>", "exec", INCOMPLETE)
     except SyntaxError as error:
@@ -336,7 +336,7 @@ def _reached(entry_point: str, answer: Sequence[Statement], before: Sequence[Sta
 
 
 def _defining(name: str, statements: Sequence[Statement]) -> list[Statement]:
-    """The imports of a name, and its first definition of the first kind that there is."""
+    """The imports of a name, and its first definition; kinds are tried in order."""
     named = [statement for statement in statements if name in statement.names]
     imports = [statement for statement in named if statement.kind == "import"]
     kinds: tuple[StatementKind, ...] = ("usual", "other", "silent")

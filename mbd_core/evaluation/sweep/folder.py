@@ -1,12 +1,12 @@
 """A sweep's folder, which fills part by part and never loses or repeats a row.
 
-    sweep.json                  the record of the sweep (`SweepRecord`), and by what its files are known as its own
+    sweep.json                  the record of the sweep (`SweepRecord`), its id, the digests of its report's files
     samples/part-*.parquet      one row for each sample; a part is written beside its place and renamed
     times/case-*.parquet        one row for each request of a timed configuration
     report.md, report.html, report.json, plot.png
 
-Each claim of a folder for a new sweep draws an id, which every part carries; of the report's files, which are not
-ours to mark, the digests are kept. A file with neither is foreign: it is never read, replaced or removed.
+Each new sweep in a folder draws an id, and every part carries it. The files of the report carry no id, so the record
+keeps their digests. A file with neither is foreign: it is never read, replaced or removed.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ REPORT_FILES = ("plot.png", "report.md", "report.html", REPORT)
 LOCK = ".mbd-sweep.lock"
 FILES = (RECORD, LOCK, "samples/part-*.parquet", "times/case-*.parquet", *REPORT_FILES, FAILURE)
 OPTIONAL = ("draw", "vote")  # columns of a sweep that draws tokens
-TABLES = ("samples", "times")  # the folders of what carries an id
+TABLES = ("samples", "times")  # the folders of files that carry an id
 MARK = b"mbd-sweep"  # the key of the id in a part's metadata
 
 
@@ -57,8 +57,8 @@ class FolderState:
     """The content of `sweep.json`.
 
     id        what the parts of this sweep carry
-    previous  the ids of sweeps that this one replaced; parts of theirs that are left are to be removed
-    digests   of every version of the report's files that was written here
+    previous  the ids of the sweeps that this one replaced, whose remaining parts are removed
+    digests   of the report's files, by name, of each version that was written here
     """
 
     record: SweepRecord
@@ -113,7 +113,7 @@ class SweepFolder:
         overwrite: bool = False,
         publish: Callable[[str], None] = lambda _: None,
     ) -> Self:
-        """Make the folder for this sweep, or go on with what lies there of it.
+        """Make the folder for this sweep, or resume the same sweep in it.
 
         Raises `ValueError` as `check_sweep_folder` does, and while another process writes there.
         """
@@ -210,7 +210,7 @@ class SweepFolder:
         self._publish(RECORD)
 
     def _clear(self) -> None:
-        """Remove what is left of replaced sweeps; without all parts, the report too."""
+        """Remove the remaining parts of replaced sweeps, and the report while parts are missing."""
         report_files = REPORT_FILES if self.missing() or self.missing_cases() else ()
         for name in files_in(self.path):
             if name in report_files or part_id(self.path / name) in self.state.previous:
@@ -231,13 +231,13 @@ def tables_of(record: SweepRecord) -> list[str]:
 
 
 def part_id(path: Path) -> str | None:
-    """The id of the sweep that wrote a part; `None` for a file that no sweep wrote, or none at all."""
+    """The id of the sweep that wrote a part; `None` if no sweep wrote the file, or there is no file."""
     return _metadata_value(path, MARK)
 
 
 def isolations(folder: Path) -> set[str]:
-    """How the programs of a sweep's samples were contained, on whatever machines they ran; empty where none ran, and
-    of parts that earlier versions graded. `ValueError` if no sweep lies there."""
+    """How the machines of a sweep contained its programs. Empty if no program ran, or an earlier version graded the
+    parts. Raises `ValueError` if no sweep lies there."""
     return {isolation for path in part_files(folder) if (isolation := _metadata_value(path, ISOLATION)) is not None}
 
 
@@ -261,8 +261,8 @@ def files_in(folder: Path) -> list[str]:
 def check_sweep_folder(folder: Path, record: SweepRecord | None = None, *, overwrite: bool = False) -> None:
     """Raise `ValueError` if the sweep of `record`, or with `overwrite` any sweep, cannot be written to `folder`.
 
-    It can if nothing lies there, or the same sweep, which is then gone on with. With `overwrite` a finished or another
-    sweep is replaced, unless foreign files lie beside it.
+    It can if the folder is empty or holds the same sweep, which is then resumed. With `overwrite` a finished sweep or
+    another one is replaced, unless foreign files lie beside it.
     """
     if folder_kind(folder) != KIND:
         check_target_folder(folder, KIND, overwrite=overwrite, in_place=True)
@@ -287,8 +287,8 @@ def check_sweep_folder(folder: Path, record: SweepRecord | None = None, *, overw
 
 
 def is_resumable(folder: Path, state: FolderState, record: SweepRecord, *, overwrite: bool) -> bool:
-    """Whether the sweep in the folder is the one of `record`, and to be gone on with: `overwrite` asks for a finished
-    one to be computed again, and for one that was interrupted to be ended."""
+    """Whether the folder's sweep is the sweep of `record` and is resumed. With `overwrite` an interrupted sweep is
+    resumed, a finished one computed again."""
     return difference(state.record, record) is None and not (overwrite and is_finished(folder, state))
 
 
@@ -298,7 +298,8 @@ def is_finished(folder: Path, state: FolderState) -> bool:
 
 
 def is_computed(folder: Path, record: SweepRecord, *, overwrite: bool) -> bool:
-    """Whether all that `record` asks for is there; with `overwrite` it is computed again once it was reported."""
+    """Whether every part and case of `record` is there. With `overwrite` a sweep that has its report counts as not
+    computed."""
     state = FolderState.load(folder)
     if state is None or not is_resumable(folder, state, record, overwrite=overwrite):
         return False
@@ -368,11 +369,12 @@ COLUMNS = (
 
 
 def load_samples(folders: Sequence[Path]) -> dict[ReportKey, list[GradedSample]]:
-    """The samples of sweeps by configuration, in the order of their plans, those of one configuration by number.
+    """The samples of sweeps by configuration: configurations in the order of their plans, samples by number.
 
-    A sample that several folders hold is counted once if their sweeps are the same. Raises `ValueError` if two sweeps
-    that differ have a model's configuration and a problem in common: which of the rows counts? A seed makes another
-    problem of it only if the task draws its problems; those of a file are the same under each, and so are the answers.
+    A sample that several folders hold is counted once if their sweeps are the same. Raises `ValueError` if two
+    different sweeps share a model's configuration and a problem, because nothing says which row counts. Another seed
+    gives other problems only if the task draws its problems; a file's problems, and so their answers, are the same
+    under every seed.
     """
     samples: dict[ReportKey, list[GradedSample]] = {}
     plans: dict[tuple[ReportKey, str, int | None, int | None], int] = {}  # of (configuration, problem, seed, draw)
@@ -411,7 +413,7 @@ def _is_drawn(task: str) -> bool:
 
 
 def _group_of(samples: list[GradedSample]) -> list[GradedSample]:
-    """A configuration's samples: an error of an endpoint that says forwards with others makes it no bare one."""
+    """A configuration's samples. If any of them has forward counts, none is bare."""
     if all(sample.is_bare for sample in samples):
         return samples
     return [replace(sample, is_bare=False) for sample in samples]

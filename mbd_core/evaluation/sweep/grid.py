@@ -39,8 +39,8 @@ LABELS = ("SingleBD", *dict.fromkeys(MULTI_LABELS.values()), LIKELIHOOD)
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One decoding configuration of a model; `method` is the method's name in the report. An endpoint that decodes as
-    it likes has none."""
+    """One decoding configuration of a model; `method` is the method's name in the report. `decoding` is `None` for an
+    endpoint that chooses its own."""
 
     method: str
     decoding: DecodingConfig | None

@@ -1,4 +1,4 @@
-"""What a sweep's options name, loaded: methods, tasks as they are asked, models."""
+"""Loads what a sweep's options name: methods, tasks with their prompts, models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ class SweptModel:
 
     place      an argument of `model_folder`
     contents   its folder, with the decoding that its author recommends
-    positions  of the longest sequence in the sweep's engine
+    positions  the longest sequence that the sweep's engine holds, in tokens
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The plan of a sweep, from what was loaded: what is refused, each model's configurations, notes for a reader."""
+"""Plans a sweep from its loaded inputs: refusals, each model's configurations, notes for a reader."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from mbd_core.evaluation.tasks.asking import AskedTask, check_positions
 
 
 def plan_sweep(inputs: SweepInputs) -> Sweep:
-    """The sweep of what was loaded; `ValueError` says in one sentence what cannot be honoured.
+    """The sweep of loaded inputs. Raises `ValueError`, one sentence, for inputs that cannot be honoured.
 
     It computes on values alone: first what is refused, then the notes, then every model's configurations.
     """
@@ -61,7 +61,7 @@ def plan_sweep(inputs: SweepInputs) -> Sweep:
 
 
 def _check_draws(inputs: SweepInputs) -> None:
-    """Several answers to a problem are drawn, and at the temperature that a task asks for."""
+    """Raises `ValueError` for several greedy answers to a problem, and for a temperature that a task does not take."""
     options, temperature = inputs.options, inputs.sampling.temperature
     if options.samples > 1 and not inputs.sampling.draws:
         raise ValueError(f"--samples {options.samples} at temperature 0 are all alike; give --temperature above 0")
@@ -73,7 +73,7 @@ def _check_draws(inputs: SweepInputs) -> None:
 
 
 def _check_scores(inputs: SweepInputs) -> None:
-    """Options that tasks which compare log-likelihoods do not take, or that they alone take."""
+    """Raises `ValueError` for an option that tasks of log-likelihoods do not take, and for one that only they take."""
     options, scored_tasks = inputs.options, [task for task in inputs.tasks if task.inputs.scores]
     if not scored_tasks:
         if options.mc_num != NUM_DRAWS:
@@ -94,8 +94,8 @@ def _check_scores(inputs: SweepInputs) -> None:
 
 
 def _check_names(inputs: SweepInputs) -> None:
-    """Names of models and endpoints that are given twice, a chat that a model has no template for, and methods that
-    no endpoint takes."""
+    """Raises `ValueError` for a name that two models have, a model without the chat template that prompts need, and
+    methods that no endpoint takes."""
     options = inputs.options
     if ENDPOINT_DEFAULT in (options.methods or ()) and options.models:
         raise ValueError(f"method '{ENDPOINT_DEFAULT}' is an endpoint's; --models are decoded here, by other methods")
@@ -122,7 +122,7 @@ def _check_names(inputs: SweepInputs) -> None:
 
 
 def endpoint_notes(endpoint: Endpoint, tasks: Sequence[AskedTask]) -> list[str]:
-    """What a reader must know of numbers from an endpoint; `ValueError` for answers that it cannot hold."""
+    """What a reader must know of an endpoint's numbers. Raises `ValueError` if it cannot hold a task's answers."""
     for task in tasks:
         if endpoint.positions is not None and task.inputs.max_tokens >= endpoint.positions:
             raise ValueError(
@@ -139,7 +139,7 @@ def endpoint_notes(endpoint: Endpoint, tasks: Sequence[AskedTask]) -> list[str]:
 
 
 def _method_names(inputs: SweepInputs, prefix_methods: Sequence[str] = ()) -> Sequence[str]:
-    """The methods of a model: those that were asked for, else those it decodes with and those that were defined."""
+    """The methods of a model: the methods asked for, else the model's own and the defined ones."""
     if inputs.options.methods is not None:
         return inputs.options.methods
     defined_methods = [name for name in inputs.methods if name not in NAMED_METHODS]
@@ -166,7 +166,7 @@ def _model_variants(model: SweptModel, inputs: SweepInputs, names: Sequence[str]
             by = f"decodes with {', '.join(fitting)}" if fitting else "stores no keys by causal rows"
             raise ValueError(f"method '{variant.method}' does not fit '{model.name}', which {by}")
     if any(task.inputs.scores for task in inputs.tasks):
-        # one more, in which it scores texts: its own, by which it may also decode them greedily
+        # the model scores texts under its own decoding, by which it may also decode them greedily
         if config.attention not in ("full", "causal") and config.shift_logits:
             raise ValueError(
                 f"log-likelihoods of model '{model.name}', which attends in blocks and shifts logits, are not offered"
@@ -177,7 +177,7 @@ def _model_variants(model: SweptModel, inputs: SweepInputs, names: Sequence[str]
 
 
 def _endpoint_variants(endpoint: Endpoint, inputs: SweepInputs, names: Sequence[str]) -> list[Variant]:
-    """An endpoint's configurations: those of the methods if it is one of this project, else its default alone.
+    """An endpoint's configurations: the methods' if it is an endpoint of this project, else its default alone.
 
     Raises `ValueError` as `plan_variants` does, and for a buffer_size that the endpoint does not take.
     """

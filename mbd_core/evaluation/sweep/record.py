@@ -17,9 +17,9 @@ from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.evaluation.sweep.sweep import Sweep
 from mbd_core.fields import configuration
 
-VERSIONS = ("mbd-cluster", "torch", "transformers", "math-verify")  # those on which tokens and grades depend
-# The form of the rows: raised when how parts are batched, or the columns of their rows, change, since the rows of a
-# folder that an earlier form began are not those that would be added to it. A record without one has form 1.
+VERSIONS = ("mbd-cluster", "torch", "transformers", "math-verify")  # tokens and grades depend on them
+# The form of the rows, raised when the batching of parts or the columns of rows change: a folder must not hold rows
+# of two forms. A record without a form has form 1.
 ROWS = 2
 # Sizes that were asked for: how rows are batched, and which requests there is memory for.
 ENGINE_SIZES = ("max_rows", "num_pages", "kv_memory_fraction")
@@ -76,7 +76,7 @@ class SweepRecord:
 
     @property
     def num_samples(self) -> int:
-        """Of all shards together."""
+        """The samples of all shards together."""
         problems = sum(self.plan["tasks"][key.task]["problems"] for key in self.subjects())
         return int(problems * self.plan.get("samples", 1))
 
@@ -111,7 +111,8 @@ def plan_of(sweep: Sweep, rows: Sequence[PlannedRow]) -> dict[str, Any]:
 
 
 def _problems_digest(rows: Sequence[PlannedRow], task: str) -> str:
-    """A hash of a task's problems as they are asked: what the rows of one configuration hold, but for `SAMPLE_KEY`."""
+    """A hash of a task's problems as they are asked: the rows of one configuration without the columns of
+    `SAMPLE_KEY`."""
     first = next(row for row in rows if row["task"] == task)
     digest = hashlib.sha256()
     for row in rows:
@@ -129,7 +130,7 @@ def record_of(
     shard: SweepShard,
     timing: Timing,
 ) -> SweepRecord:
-    """The record of a sweep that is cut into `parts`; its settings are to be added (`dataclasses.replace`)."""
+    """The record of a sweep that is cut into `parts`. The caller adds the settings (`dataclasses.replace`)."""
     return SweepRecord(
         plan=plan_of(sweep, rows),
         shard=shard,
@@ -142,13 +143,14 @@ def record_of(
 
 
 def timed_rows(sweep: Sweep, rows: Sequence[PlannedRow]) -> list[PlannedRow]:
-    """The rows of which some are timed: those that engines decode here."""
+    """The rows that engines decode here, of which some are timed."""
     rows_here = [row for row in rows if row["model"] in sweep.models and row["method"] != LIKELIHOOD]
     return [row for row in rows_here if row.get("draw", 0) == 0]
 
 
 def difference(old: SweepRecord, new: SweepRecord) -> str | None:
-    """What differs between the sweep of a folder and the one that is to be written there; `None` if nothing does."""
+    """The differences between a folder's sweep and the sweep to be written there, in words; `None` if they are
+    equal."""
     differences = list(_differences(old.plan, new.plan))
     if old.shard != new.shard:
         differences.append(f"it is shard {old.shard}, not {new.shard}")

@@ -60,12 +60,13 @@ class SweepRun:
         publish: Callable[[str], None] = lambda _: None,
         name: str | None = None,
     ) -> ReportType:
-        """Compute what the folder at `path` lacks, and report it: once all samples are there, and with the times.
+        """Compute the missing parts and cases of the folder at `path`. The report is written once all samples are
+        there, and again with the times.
 
         `start` starts an executor, if anything is to be computed. `publish` is as `SweepFolder.claim` takes it, and
-        `name` is the folder's in sentences. Raises `RuntimeError`, one sentence, if the executor fails, with the
-        traceback in the folder, and, after the report, for a model that cannot be loaded to be timed; `ValueError` as
-        `SweepFolder.claim`, and `EndpointLost`.
+        `name` is the folder's in sentences. Raises `RuntimeError`, one sentence, if the executor fails (the traceback
+        is in the folder), and, after the report, if a model cannot be loaded for timing. Raises `ValueError` as
+        `SweepFolder.claim` does, and `EndpointLost`.
         """
         place = name or str(path)
         with ExitStack() as stack:
@@ -115,7 +116,7 @@ class SweepRun:
         yield from ask_parts([part for part in missing_parts if part.model in self.sweep.endpoints], executor, stage)
 
     def _time(self, folder: SweepFolder, executor: Executor) -> ModelRefused | None:
-        """Time the missing cases without the samples that killed an engine; the refusal of a model that cannot be
+        """Time the missing cases, without the samples that killed an engine. Returns the refusal if a model cannot be
         loaded."""
         missing_cases = set(folder.missing_cases())
         cases = [case for case in self.cases if case.number in missing_cases]
@@ -129,7 +130,7 @@ class SweepRun:
 def ask_parts(parts: Sequence[Part], executor: Executor, stage: EndpointStage) -> Iterator[NumberedTable]:
     """Ask endpoints for parts, one after the other; each is graded while the next one is asked.
 
-    Raises `EndpointLost` once what was asked before is graded.
+    Raises `EndpointLost` after the parts that were answered before are graded.
     """
     losses = []
 
@@ -147,7 +148,7 @@ def ask_parts(parts: Sequence[Part], executor: Executor, stage: EndpointStage) -
 
 
 def machine_text(cluster_cpus: float | None, *, ranks: int) -> str:
-    """The machine of the job, on a Ray cluster with so many CPUs, or without one."""
+    """The machine of the job in words, with the CPUs of its Ray cluster if it has one."""
     place = "without Ray" if cluster_cpus is None else f"Ray sees {cluster_cpus:g} CPUs"
     return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores; {place}, each engine runs on {ranks}"
 
@@ -175,8 +176,8 @@ def collect_samples(
 
 
 def collect_times(tables: Iterable[tuple[int, pa.Table]], folder: SweepFolder, cases: Sequence[TimedCase]) -> None:
-    """Write the timed requests of each case, and show progress and what could not be timed, which is not written and
-    so timed again by the same command."""
+    """Write the timed requests of each case, and show progress. A case that could not be timed is shown and not
+    written, so the same command times it again."""
     with tqdm(total=len(cases), unit="configuration", desc="timing", disable=not cases) as bar:
         for number, table in tables:
             bar.update()
@@ -202,10 +203,10 @@ ProgressSubject = tuple[str, str]  # model, task
 
 
 class SweepProgress:
-    """Counts the rows of `parts`, of which those with the numbers `missing` are to come from `num_engines` engines.
+    """Counts the rows of `parts`. The parts with the numbers `missing` come from `num_engines` engines.
 
-    The rate is that of the rows after each engine's first part: engines start together, and the first parts come
-    together, after the time that it takes to start them.
+    The rate counts the rows after each engine's first part, because the seconds of the first parts include the start
+    of the engines.
     """
 
     def __init__(
@@ -233,7 +234,8 @@ class SweepProgress:
         self._num_done = 0  # rows since then
 
     def done(self, number: int) -> list[str]:
-        """Count a part that has come; the lines to show: of a task that a model has ended, or of all after a while."""
+        """Count a finished part. Returns the lines to show: of a task that a model has ended, or of all tasks after a
+        while."""
         rows = Counter(map(_subject, self._parts[number].rows))
         self._num_left -= rows
         subjects = [subject for subject in rows if not self._num_left[subject]]
@@ -261,7 +263,7 @@ class SweepProgress:
         return text + (f", about {_duration(self._seconds_left(model))} left" if num_left and self._num_done else "")
 
     def _seconds_left(self, model: str) -> float:
-        """Until the model has ended: models are decoded in their order."""
+        """Seconds until the model's last part; models are decoded in their order."""
         models = list(dict.fromkeys(name for name, _ in self._num_planned))
         queue = models[: models.index(model) + 1]
         rows = sum(num_rows for (name, _), num_rows in self._num_left.items() if name in queue)

@@ -93,8 +93,7 @@ class AskedTask:
 def ask(problem_set: ProblemSet, recipe: Recipe, *, examples: str | None, max_tokens: int | None) -> TaskInputs:
     """The problems as `recipe` asks them; `max_tokens` takes the place of the recipe's limit.
 
-    Raises `ValueError` if the recipe does not have the task, and for examples that are missing, malformed, too few or
-    not wanted.
+    Raises `ValueError` if the recipe lacks the task, or if the examples are missing, malformed, too few or not wanted.
     """
     prompt = recipe.task_prompt(problem_set.task.name)
     examples_of_task = examples_of(problem_set.task, recipe, examples)
@@ -118,7 +117,7 @@ def ask(problem_set: ProblemSet, recipe: Recipe, *, examples: str | None, max_to
 
 
 def examples_of(task: Task, recipe: Recipe, path: str | None) -> list[FewShotExample]:
-    """The examples of the user's file, as many as the recipe shows or more; raises as `ask` does."""
+    """The examples of the user's file, at least as many as the recipe shows. Raises as `ask` does."""
     num_examples = recipe.task_prompt(task.name).num_examples
     if (path is None) != (num_examples == 0):
         raise ValueError(

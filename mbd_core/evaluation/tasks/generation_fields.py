@@ -1,4 +1,4 @@
-"""What lm-evaluation-harness asks of one generation, in its words, as what an engine takes."""
+"""Reads the generation fields of lm-evaluation-harness as an engine's fields."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

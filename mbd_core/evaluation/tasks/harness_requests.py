@@ -39,7 +39,7 @@ def load_harness_problems(
     mc_num: int,
     seed: int,
 ) -> list[AskedTask]:
-    """The tasks of these names, groups taken apart, with what a model is given. Of a log-likelihood there are `mc_num`
+    """The tasks of these names and of the groups among them, with a model's inputs. A log-likelihood has `mc_num`
     draws, by `seed`.
 
     `include` is a folder of task files. Raises `ValueError` for a task that is not known, cannot be loaded, or asks
@@ -61,7 +61,7 @@ def load_harness_problems(
 
 
 def _built_task(name: str, include: str | None, *, form: PromptForm, limit: int | None) -> Any:
-    """A task with its requests; `ValueError` for one that is not offered, with the reason."""
+    """A task with its requests. Raises `ValueError`, with the reason, if the task is not offered."""
     task, label = harness_task(name, include), f"{HARNESS_PREFIX}{name}"
     if task.OUTPUT_TYPE not in ("generate_until", "multiple_choice", "loglikelihood"):
         raise ValueError(
@@ -169,8 +169,8 @@ def _problem_set(
 
 
 def _document(doc: Any) -> dict[str, Any]:
-    """The document, by which an answer is graded wherever that happens: some tasks shuffle their choices anew in each
-    process. One that is no JSON is read again there."""
+    """The document as JSON, so that every process grades by the same choices, which some tasks shuffle anew. A
+    document that is no JSON is read again where it is graded."""
     try:
         return {"doc": doc} if json.loads(json.dumps(doc)) == doc else {}
     except (TypeError, ValueError):

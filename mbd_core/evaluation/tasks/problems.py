@@ -115,7 +115,7 @@ def _read_problems(task: Task, path: str) -> list[Problem]:
 
 
 def _checked_row(row: dict[str, Any], *, task: Task) -> dict[str, Any]:
-    """The row, whose columns are there and of their types; it may have others."""
+    """The row, with the task's columns in their types; further columns stay."""
     for column, kind in task.columns.items():
         if column not in row:
             what_to_do = f"; {task.other_form}" if task.other_form else ""

@@ -14,7 +14,7 @@ from mbd_core.evaluation.sweep.folder import read_samples
 
 @dataclass(frozen=True)
 class GradedAnswer:
-    """One graded answer; `num_forwards` is 0 for one that could not be decoded."""
+    """One graded answer; `num_forwards` is 0 if the answer could not be decoded."""
 
     correct: bool
     num_tokens: int

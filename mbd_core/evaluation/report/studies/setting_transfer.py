@@ -12,7 +12,7 @@ from mbd_core.evaluation.sweep.folder import read_report
 from mbd_core.tables import Table
 
 ChosenBy = Literal["accuracy", "knee"]
-MODEL_SETTING = "block_size"  # the model's own, which does not go from one model to another
+MODEL_SETTING = "block_size"  # the model's own, which is not carried to another model
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The best swept configuration in a model folder's `generation_config.json`, where engine and endpoint take it from.
 
 What the file holds besides decoding fields stays. The decoding fields that it had lie under `chosen_decoding` beside a
-record of the choice, so that a sweep of the folder goes on from what its author recommends and means the same methods
-after the choice as before. Decoding fields that were edited by hand after the choice are what the author recommends.
+record of the choice, so that the methods of a sweep start from the author's recommendation after a choice as before
+it. Decoding fields that were edited by hand after the choice are what the author recommends.
 """
 
 import os

@@ -70,9 +70,9 @@ class Endpoint:
     """An endpoint that has answered.
 
     positions  the tokens of a prompt and its answer, at most; `None` where it does not say
-    defaults   of an endpoint of this project, the decoding of a request that asks for nothing; `None`: it is another's
-    slots      of an endpoint of this project, the largest buffer_size that it takes
-    form       what it refuses of the usual request
+    defaults   the decoding of a request without decoding fields; `None`: the endpoint is not of this project
+    slots      the largest buffer_size that an endpoint of this project takes
+    form       the form of request that it takes
     """
 
     name: str
@@ -94,7 +94,7 @@ class Endpoint:
 
 
 def is_endpoint(digest: str) -> bool:
-    """Whether a sweep's record names an endpoint where it has the digests of models."""
+    """Whether the digest of a model in a sweep's record names an endpoint."""
     return digest.startswith("endpoint ")
 
 
@@ -145,9 +145,10 @@ def client_of(url: str, key: str | None, *, retries: int = RETRIES) -> "openai.O
 
 
 def find_endpoint(address: EndpointAddress, key: str | None, *, sampling: Sampling | None = None) -> Endpoint:
-    """Ask an endpoint for its models, and for one token as a sweep asks that draws by `sampling`, by default none.
+    """Ask an endpoint for its models, and for one token in the form of a sweep's requests, drawn by `sampling`
+    (default: greedy).
 
-    Raises `ValueError`, one sentence, if it does not answer so, or refuses what `sampling` asks for.
+    Raises `ValueError`, one sentence, if the endpoint gives no such answer, or refuses a field of `sampling`.
     """
     import openai
 
@@ -184,13 +185,13 @@ def find_endpoint(address: EndpointAddress, key: str | None, *, sampling: Sampli
 
 
 def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """What a row is asked with, as `Sweep` writes it."""
+    """The sampling fields of a row's request, as `Sweep` writes them."""
     draws = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
     return draws if sampling.draws else {"temperature": 0}
 
 
 def _check_sampling(place: str, form: RequestForm, sampling: Sampling) -> None:
-    """Raise `ValueError` if an endpoint refuses what was asked for."""
+    """Raise `ValueError` if an endpoint refuses a field of `sampling` that the sweep needs."""
     asked = {"temperature": sampling.draws, "top_p": sampling.draws and sampling.top_p != 1}
     refused = [name for name in form.left_out if asked.get(name)]
     if refused:
@@ -199,8 +200,8 @@ def _check_sampling(place: str, form: RequestForm, sampling: Sampling) -> None:
 
 
 def try_decoding(endpoint: Endpoint, key: str | None, configs: Sequence[Mapping[str, Any]]) -> None:
-    """Ask an endpoint of this project for a token with each configuration; `ValueError` with what it says of one that
-    it cannot honour. A canvas is left out: it is filled as a whole."""
+    """Ask an endpoint of this project for a token with each configuration. Raises `ValueError`, with the endpoint's
+    words, if it cannot honour one. Canvases are left out: they are filled as a whole."""
     import openai
 
     client = client_of(endpoint.url, key, retries=1)
@@ -220,7 +221,7 @@ def try_decoding(endpoint: Endpoint, key: str | None, configs: Sequence[Mapping[
 
 
 def _named_models(client: "openai.OpenAI") -> tuple[list[str], dict[str, int]]:
-    """The models that it names, none where it has no such route, and their positions where it says so."""
+    """The models that the endpoint names, none if it has no such route, with their positions where it says them."""
     import openai
 
     try:
@@ -266,7 +267,7 @@ def _engine_state(models: Sequence[Mapping[str, Any]], name: str) -> Mapping[str
 
 
 def error_text(error: Exception, key: str | None) -> str:
-    """What is said of an error, on one line. An endpoint may repeat a request's headers: its key is left out."""
+    """An error on one line. An endpoint may repeat a request's headers, so its key is left out."""
     body = getattr(error, "body", None)
     text = str((isinstance(body, Mapping) and body.get("message")) or error.__cause__ or error)
     text = text.replace(key, "***") if key else text
@@ -276,11 +277,11 @@ def error_text(error: Exception, key: str | None) -> str:
 # The first stage of a sweep against endpoints: every row of a table is asked, as `DecodeStage` decodes it.
 #
 # What an endpoint does not say stays unknown (null). A request that it refuses, or fails for good while it answers
-# others, is a row with the reason. An endpoint that is gone, or no longer lets us in, is no row: nothing of its table
-# is kept, so that the sweep goes on there later.
+# others, is a row with the reason. If an endpoint is gone, or no longer lets us in, nothing of its table is kept, so
+# that the sweep resumes there later.
 
 TOKEN_SECONDS = 60.0  # for one token, where another request failed
-MOST_STOPS = 4  # that OpenAI's interface takes; all of them end the text
+MOST_STOPS = 4  # stop strings that OpenAI's interface takes; all of them end the text
 # what every request would get now, after all that the client tried
 CLOSED_STATUSES = (401, 403, 404, 405, 429, 502, 503)
 # other interfaces' words for OpenAI's, which some endpoints pass on
@@ -292,11 +293,12 @@ ODD = (ValueError, TypeError, AttributeError, LookupError, OverflowError, Recurs
 
 
 class EndpointLost(RuntimeError):
-    """An endpoint that answered before does so no more."""
+    """An endpoint that answered before no longer answers."""
 
 
 class EndpointStage:
-    """Asks endpoints, with `concurrency` requests under way at a time; `keys` has those of endpoints that want one."""
+    """Asks endpoints, with `concurrency` requests under way at a time; `keys` holds the keys of endpoints that need
+    one."""
 
     def __init__(self, endpoints: Mapping[str, Endpoint], keys: Mapping[str, str], *, concurrency: int) -> None:
         self._endpoints = dict(endpoints)
@@ -305,7 +307,7 @@ class EndpointStage:
         self._concurrency = concurrency
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The table (`PLANNED_COLUMNS`) with texts, seconds and what counts there are (`DECODED_COLUMNS`).
+        """The table (`PLANNED_COLUMNS`) with texts, seconds and the counts that the endpoint says (`DECODED_COLUMNS`).
 
         With an exception the requests that have not begun are dropped, and those under way are not waited for, not
         even when the process ends: an answer may take minutes.
@@ -373,7 +375,7 @@ class EndpointStage:
 
 
 def _request(client: "openai.OpenAI", endpoint: Endpoint, row: Mapping[str, Any]) -> Any:
-    """The raw answer to a row's prompt: a chat, or a text that is gone on with."""
+    """The raw answer to a row's prompt: a chat, or a text to continue."""
     prompt, decoding = json.loads(row["input"]), json.loads(row["config"])
     fields: dict[str, Any] = {"max_tokens": row["max_tokens"], "temperature": 0}
     fields |= json.loads(row.get("sampling") or "{}")

@@ -41,12 +41,12 @@ class RequestForm:
     left_out: tuple[str, ...] = ()
 
     def of(self, fields: Mapping[str, Any], *, is_chat: bool = True) -> dict[str, Any]:
-        """The fields of a request in this form. A text that is gone on with has no other name of its limit."""
+        """The fields of a request in this form. Requests that continue a text always call their limit `max_tokens`."""
         names = {LIMIT: NEW_LIMIT} if self.renames_limit and is_chat else {}
         return {names.get(name, name): value for name, value in fields.items() if name not in self.left_out}
 
     def without(self, refusal: str, fields: Mapping[str, Any]) -> "RequestForm | None":
-        """The form after a refusal of `fields`, or `None` if it names none that can change."""
+        """The form after a refusal of `fields`; `None` if the refusal names no field that can change."""
         sent = {name for name in fields if name in SPELLINGS and name not in self.left_out}
         if self.renames_limit:
             sent.discard(LIMIT)
@@ -59,7 +59,7 @@ class RequestForm:
         return replace(self, renames_limit=True) if name == LIMIT else replace(self, left_out=(*self.left_out, name))
 
     def notes(self) -> Sequence[str]:
-        """What a reader must know of it, each the end of a sentence that begins with the endpoint."""
+        """The differences for a reader. Each ends a sentence that begins with the endpoint."""
         effects = {
             "temperature": "takes no temperature, so it draws its answers as it likes",
             "top_p": "takes no top_p",
@@ -100,7 +100,8 @@ def ask_a_token(
 def learn_form(
     client: "openai.OpenAI", model: str, form: RequestForm, **fields: Any
 ) -> tuple[RequestForm, "ChatCompletion | None"]:
-    """The form in which an endpoint takes `fields`, and its answer; raises what it answers where it names no field."""
+    """The form in which an endpoint takes `fields`, and its answer. Raises the endpoint's error if that names no
+    field."""
     import openai
 
     tokens = 1

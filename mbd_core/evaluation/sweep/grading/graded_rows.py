@@ -1,4 +1,4 @@
-"""The rows of a sweep after grading: what a type checker sees, and Arrow's columns of it."""
+"""The rows of a sweep after grading: their types, and Arrow's columns."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
@@ -25,7 +25,7 @@ class GradeColumns(TypedDict, total=False):
 
 
 class VoteColumns(TypedDict, total=False):
-    """Of a sweep that draws tokens: the answer that stands for all that the grader takes as equal to it."""
+    """The column of sweeps that draw tokens: one answer for all answers that the grader takes as equal."""
 
     vote: str | None
 

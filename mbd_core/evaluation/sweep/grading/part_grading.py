@@ -40,8 +40,8 @@ def grade_table(table: pa.Table, *, isolated: bool = False) -> pa.Table:
 
 
 def with_votes(samples: pa.Table) -> pa.Table:
-    """Graded rows with the votes of math answers to one problem by one configuration: of answers that the task's
-    grader takes as equal, the first one. Rows of a sweep that draws no tokens stay as they are."""
+    """Graded rows with votes. The vote of a math answer is the first answer, to the same problem by the same
+    configuration, that the task's grader takes as equal. Rows of a sweep that draws no tokens stay as they are."""
     if VOTE.name not in samples.schema.names:
         return samples
     rows = samples.to_pylist()
@@ -72,6 +72,6 @@ class Grading:
         return grade_table(table, isolated=self.isolated)
 
     def join(self, tables: Sequence[pa.Table]) -> pa.Table:
-        """The samples of a part, voted again, with what the graded ones say of how programs were contained."""
+        """The samples of a part, with new votes and the isolation of its graded tables."""
         metadata = next((table.schema.metadata for table in tables if table.schema.metadata), None)
         return with_votes(pa.concat_tables(tables)).replace_schema_metadata(metadata)

@@ -41,7 +41,8 @@ class SampleGrade:
 
 
 def load_samples(path: Path, problem_set: ProblemSet) -> list[Sample]:
-    """The samples of a file, of any format that `read_row_files` reads; `ValueError` names the row that is none."""
+    """The samples of a file, of any format that `read_row_files` reads. Raises `ValueError` that names a row without a
+    sample."""
     by_id = {problem.problem_id: problem for problem in problem_set.problems}
     samples: list[Sample] = []
     for number, place, row in read_row_files(str(path)):
@@ -55,7 +56,7 @@ def load_samples(path: Path, problem_set: ProblemSet) -> list[Sample]:
 
 
 def read_samples(rows: Sequence[Mapping[str, Any]], problem_set: ProblemSet) -> list[Sample]:
-    """The samples of rows; `ValueError` names the row that is none, and why."""
+    """The samples of rows. Raises `ValueError` that names a row without a sample, and says why."""
     by_id = {problem.problem_id: problem for problem in problem_set.problems}
     samples: list[Sample] = []
     for number, row in enumerate(rows, start=1):

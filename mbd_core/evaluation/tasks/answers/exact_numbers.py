@@ -127,7 +127,7 @@ _SCALE = re.compile(rf"(?:{TEXT}\{{)?\s*({'|'.join(_SCALES)})s?\b\s*", re.I)
 
 
 def _with_suffix(quantity: Quantity, suffix: str) -> Quantity | None:
-    """The quantity with what its suffix says; `None` for a suffix that makes it something else."""
+    """The quantity with its suffix; `None` if the suffix makes it something else."""
     if suffix in ("$", r"\$"):
         return Quantity(value=quantity.value, unit="dollar")
     if suffix[:1] in ("€", "£", "¥", "₹", "¢"):

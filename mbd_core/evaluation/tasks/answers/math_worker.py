@@ -103,7 +103,7 @@ def _exact(value: Any) -> Any:
 
 
 def _same_at_points(wanted: Any, given: Any) -> bool:
-    """Whether two expressions have the same value at some points, for constants the one there is."""
+    """Whether two expressions have the same value at some points; constants have a single one."""
     wanted, given = _exact(wanted), _exact(given)
     return wanted == given or all(_equal(_at(wanted, point), _at(given, point)) for point in _points(wanted, given))
 

@@ -91,7 +91,7 @@ class Comparison:
         self._atol = self.atol
 
     def accept(self, number: int, out: Value) -> bool:
-        """Whether the result of an input is right; one that cannot be compared is not."""
+        """Whether the result of an input is right. A result that cannot be compared is wrong."""
         try:
             return self._is_right(self.inputs[number], out, self.expected[number])
         except (ArithmeticError, TypeError, ValueError, AttributeError, RecursionError, MemoryError):
@@ -127,7 +127,7 @@ class Comparison:
 
 
 def conversion(dataset: Dataset, entry_point: str) -> Literal["", "set", "given"]:
-    """What of a result the program's process sends."""
+    """The part of a result that the program's process sends."""
     if dataset == "mbpp" and entry_point in SET_ANSWERS:
         return "set"
     return "given" if dataset == "mbpp" and entry_point in GIVEN_ANSWERS else ""

@@ -230,7 +230,8 @@ def method_program(program: str, function: str) -> str:
 
 
 def same_output(out: str, expected: str) -> bool:
-    """Whether two outputs have the same lines, without the spaces around each; lines of numbers by their values."""
+    """Whether two outputs have the same lines. Spaces around a line do not count, and lines of numbers are compared by
+    value."""
     lines, expected_lines = _lines(out), _lines(expected)
     return len(lines) == len(expected_lines) and all(map(_same_line, lines, expected_lines))
 
