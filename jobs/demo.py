@@ -128,7 +128,8 @@ def show(bar: tqdm[Any], number: int) -> None:
 
 def train(jobs: Jobs, out: Path, *, steps: int) -> Path:
     """Train in a new folder of `runs`; the model replaces the earlier model in `trained`. Returns the plot's path."""
-    from mbd_core.multitf.run.log import LOSSES, PLOT
+    from mbd_core.multitf.run.curve_file import LOSSES
+    from mbd_core.multitf.run.log import PLOT
 
     name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = out / "runs" / name

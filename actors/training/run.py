@@ -25,7 +25,7 @@ from mbd_core.multitf.config import (
 from mbd_core.multitf.data.prepared import PreparedData, named_data
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
 from mbd_core.multitf.run.checkpoints import MARKER, NAME
-from mbd_core.multitf.run.log import LOSSES
+from mbd_core.multitf.run.curve_file import LOSSES
 from mbd_core.multitf.run.validation import are_conversations
 from mbd_core.storage.folder import Folder
 from mbd_core.storage.models import fetch_model

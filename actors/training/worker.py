@@ -24,7 +24,8 @@ from cluster.topology import Resources, Topology, plan_topology
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.multitf.recipes.recipe import with_precision
 from mbd_core.multitf.run.checkpoints import Checkpoints
-from mbd_core.multitf.run.log import LOSSES, say
+from mbd_core.multitf.run.curve_file import LOSSES
+from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.worker import settle_precision, train_worker
 from mbd_core.multitf.step.memory import fitting, plan_lines

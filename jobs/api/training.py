@@ -181,7 +181,7 @@ def train_on_ray(
     from actors.training.run import TrainingRun, check_run, fetched, validation_at
     from mbd_core.evaluation.tasks.benchmarks import find_task
     from mbd_core.evaluation.tasks.problems import load_problems
-    from mbd_core.multitf.run.log import LOSSES
+    from mbd_core.multitf.run.curve_file import LOSSES
     from mbd_core.multitf.run.start import StartingPoint
     from mbd_core.multitf.run.validation import check_held_out
 

@@ -122,6 +122,28 @@ class DecodedRow(PlannedRow, AnswerColumns, CountColumns, EndColumns, ReplayColu
     """A sample that was decoded, or was not, for the reason in `error`."""
 
 
+class TimedRow(TypedDict):
+    """A request of a timed case; `run` is `alone` or `together`. A row with an `error` has nothing behind the problem.
+
+    begun, ended    when the engine was given the request, and gave the answer back, in seconds of one clock
+    decode_seconds  the seconds of the forwards in NFE
+    """
+
+    model: str
+    method: str
+    task: str
+    config: str
+    problem_id: str
+    run: str
+    concurrency: int
+    num_tokens: int
+    num_forwards: int
+    begun: float
+    ended: float
+    decode_seconds: float
+    error: str | None
+
+
 ARROW_TYPES = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_(), bytes: pa.large_binary()}
 
 
@@ -142,6 +164,7 @@ COUNTS = tuple(CountColumns.__annotations__)
 PROBLEM_COLUMNS = tuple(ProblemColumns.__annotations__)
 DRAWN_COLUMNS = arrow_fields(DrawnColumns)
 REPLAY = arrow_fields(ReplayColumns)
+TIMED_COLUMNS = pa.schema(arrow_fields(TimedRow))
 PLANNED_COLUMNS = pa.schema(arrow_fields(PlannedColumns))
 DECODED_COLUMNS = pa.schema(
     [*PLANNED_COLUMNS, *arrow_fields(AnswerColumns), *arrow_fields(CountColumns), *arrow_fields(EndColumns), *REPLAY]

@@ -5,13 +5,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import pyarrow as pa
 
 from mbd_core.batch.answer_ends import Stops, output_at
 from mbd_core.batch.decoding import DecodingModel, ModelRefused, sample_requests, sample_stops
-from mbd_core.batch.rows import PlannedRow
+from mbd_core.batch.rows import TIMED_COLUMNS, TimedRow
 from mbd_core.batch.timed_cases import TimedCase
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.answers.piece import Piece
@@ -21,18 +20,11 @@ from mbd_core.engine.engine import Engine
 from mbd_core.engine.sequences.admission import RequestRefused
 
 ALONE, TOGETHER = "alone", "together"
-PLAN_COLUMNS = ("model", "method", "task", "config", "problem_id")  # columns of the plan
-TIMED_COLUMNS = pa.schema(
-    [(name, pa.string()) for name in (*PLAN_COLUMNS, "run")]
-    + [(name, pa.int64()) for name in ("concurrency", "num_tokens", "num_forwards")]
-    + [(name, pa.float64()) for name in ("begun", "ended", "decode_seconds")]
-    + [("error", pa.string())]
-)
 
 
 @dataclass(frozen=True)
 class TimedOutput:
-    """An output, with the times at which the engine got its request and returned the output."""
+    """An output, and when the engine was given its request and gave it back."""
 
     output: Output
     begun: float
@@ -47,8 +39,8 @@ def run_timed(
     concurrency: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[TimedOutput]:
-    """Serve requests, `concurrency` at a time: the engine gets the next request when one ends, by itself or at a stop
-    string. Yields the outputs in the order in which they end."""
+    """Serve requests with `concurrency` of them under way as long as there are as many: the engine is given the next
+    when one is back, at its end or at one of its stop strings. In the order in which they end."""
     engine, decode = model.engine, partial(decode_text, model.tokenizer)
     waiting, starts, answers = deque(requests), dict[str, float](), dict[str, Piece]()
     while waiting or starts:
@@ -70,7 +62,8 @@ def run_timed(
 
 
 def timing_engine(engine: EngineConfig, buffer_size: int, *, concurrency: int) -> EngineConfig:
-    """The engine that times cases of one buffer size: the sweep's, with `concurrency` rows and no prefix cache."""
+    """The engine that times cases of one buffer size: a sweep's, with a batch row for each request under way and
+    nothing cached."""
     return replace(engine, buffer_size=buffer_size, max_rows=concurrency, prefix_caching=False)
 
 
@@ -99,15 +92,15 @@ class TimedStage:
         """
         model = self._model(case.model, case.buffer_size)
         try:
-            rows = self._rows(model, case, left_out)
+            return pa.Table.from_pylist(self._rows(model, case, left_out), schema=TIMED_COLUMNS)
         except Exception as error:
-            rows = [{**_planned_columns(case.rows[0]), "error": f"{type(error).__name__}: {error}"}]
-        if rows and "error" in rows[0]:
-            del model
-            self.close()
-        return pa.Table.from_pylist(rows, schema=TIMED_COLUMNS)
+            planned = {name: case.rows[0].get(name) for name in TIMED_COLUMNS.names}
+            row = {**planned, "error": f"{type(error).__name__}: {error}"}
+        del model
+        self.close()
+        return pa.Table.from_pylist([row], schema=TIMED_COLUMNS)
 
-    def _rows(self, model: DecodingModel, case: TimedCase, left_out: Collection[int]) -> list[dict[str, Any]]:
+    def _rows(self, model: DecodingModel, case: TimedCase, left_out: Collection[int]) -> list[TimedRow]:
         """Both runs, after a warm-up with the first request alone and with `concurrency` requests together."""
         requests, stops = sample_requests(model, case.rows), sample_stops(case.rows)
         numbers = [
@@ -119,7 +112,7 @@ class TimedStage:
         at_once = [requests[number] for number in numbers]
         for warm_up, concurrency in ((lone_requests[:1], 1), (at_once[: self._concurrency], self._concurrency)):
             list(run_timed(model, warm_up, stops=stops, concurrency=concurrency))
-        rows = []
+        rows: list[TimedRow] = []
         problems = {request.request_id: row for request, row in zip(requests, case.rows, strict=True)}
         for run, run_requests, concurrency in (
             (ALONE, lone_requests, 1),
@@ -131,7 +124,11 @@ class TimedStage:
                 row, counts = problems[timed_output.output.request_id], timed_output.output.counts
                 rows.append(
                     {
-                        **_planned_columns(row),
+                        "model": row["model"],
+                        "method": row["method"],
+                        "task": row["task"],
+                        "config": row["config"],
+                        "problem_id": row["problem_id"],
                         "run": run,
                         "concurrency": concurrency,
                         "num_tokens": counts.num_tokens,
@@ -139,6 +136,7 @@ class TimedStage:
                         "decode_seconds": counts.decode_seconds,
                         "begun": timed_output.begun,
                         "ended": timed_output.ended,
+                        "error": None,
                     }
                 )
         return rows
@@ -157,17 +155,6 @@ class TimedStage:
             except ValueError as error:
                 raise ModelRefused(f"model '{name}': {error}") from error
         return self._model_in_use[1]
-
-
-def _planned_columns(row: PlannedRow) -> dict[str, str]:
-    """The columns of the plan that identify a timed row."""
-    return {
-        "model": row["model"],
-        "method": row["method"],
-        "task": row["task"],
-        "config": row["config"],
-        "problem_id": row["problem_id"],
-    }
 
 
 def _is_served(engine: Engine, request: Request) -> bool:

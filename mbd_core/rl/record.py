@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from mbd_core.evaluation.measures.rates import Summary
-from mbd_core.multitf.run.log import COLOURS
+from mbd_core.multitf.run.loss_plot import COLOURS
 from mbd_core.rl.groups import REASONS, Reason, RewardedAnswer, num_even, weighted_sum
 from mbd_core.rl.rows import ScoredRow
 

@@ -12,8 +12,9 @@ from sweep_rows import planned_samples
 
 from mbd_core.batch import timing
 from mbd_core.batch.decoding_model import DecodingModel, ModelRefused
+from mbd_core.batch.rows import TIMED_COLUMNS
 from mbd_core.batch.timed_cases import TimedCase, Timing, timed_cases
-from mbd_core.batch.timing import ALONE, TIMED_COLUMNS, TOGETHER, TimedStage
+from mbd_core.batch.timing import ALONE, TOGETHER, TimedStage
 from mbd_core.decoding.blocks.request import Request, StepOutput
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine

@@ -32,7 +32,7 @@ from served_hosts import GATEWAY, SERVED_ENGINE, Client, deployed, say
 
 from mbd_core.evaluation.sweep.folder import REPORT, read_samples
 from mbd_core.multitf.run.checkpoints import MARKER
-from mbd_core.multitf.run.log import LOSSES
+from mbd_core.multitf.run.curve_file import LOSSES
 from mbd_core.storage.folder import Folder
 
 # Hosts have a CPU each, so that two processes that ask for one lie on two hosts.

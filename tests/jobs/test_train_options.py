@@ -10,7 +10,7 @@ from actors.training.run import TrainingRun
 from jobs import prepare_data, train_multitf
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.tokenizer import load_tokenizer
-from mbd_core.multitf.run.log import LOSSES, CurveFile
+from mbd_core.multitf.run.curve_file import LOSSES, CurveFile
 from mbd_core.storage.folder import Folder
 
 LONG = "x" * 300

@@ -16,7 +16,7 @@ from mbd_core.checkpoint.shipped import SHIPPED
 from mbd_core.evaluation.sweep.folder import REPORT, read_report
 from mbd_core.files import MANIFEST
 from mbd_core.multitf.recipes.by_name import RECIPES
-from mbd_core.multitf.run.log import LOSSES
+from mbd_core.multitf.run.curve_file import LOSSES
 from mbd_core.storage.folder import Folder
 from mbd_core.storage.models import fetch_model
 

@@ -26,7 +26,7 @@ from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.multitf.config import Sweeping
 from mbd_core.multitf.run.beginning import prepare
 from mbd_core.multitf.run.checkpoints import MARKER
-from mbd_core.multitf.run.log import LOSSES
+from mbd_core.multitf.run.curve_file import LOSSES
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.storage.folder import Folder

@@ -10,7 +10,7 @@ from actors.training.run import RECORD, TrainingRun, begin, named_base, record_r
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
 from mbd_core.multitf.run.checkpoints import MARKER
-from mbd_core.multitf.run.log import LOSSES
+from mbd_core.multitf.run.curve_file import LOSSES
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.storage.folder import Folder
 from mbd_core.storage.models import fetch_model

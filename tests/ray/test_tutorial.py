@@ -22,7 +22,8 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_random
 from mbd_core.checkpoint.shape_tokenizer import LEARNED, shape_tokenizer
 from mbd_core.models.shapes import SHAPES
-from mbd_core.multitf.run.log import LOSSES, PLOT
+from mbd_core.multitf.run.curve_file import LOSSES
+from mbd_core.multitf.run.log import PLOT
 from mbd_core.tasks import ledger_mini
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,14 +1,14 @@
 """The speed of each configuration, from the requests that were timed with it: TPS, throughput, latency percentiles."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from mbd_core.batch.rows import TimedRow
 from mbd_core.batch.timing import ALONE, TOGETHER
 from mbd_core.evaluation.measures.statistics import percentile
 
 
-def config_of(row: Mapping[str, str]) -> tuple[str, str, str, str]:
+def config_of(row: TimedRow) -> tuple[str, str, str, str]:
     """The subject of a timed row: model, method, task and configuration."""
     return (row["model"], row["method"], row["task"], row["config"])
 
@@ -46,22 +46,23 @@ class MeasuredSpeed:
     latency_together_p99: float | None
 
 
-def speeds(rows: Iterable[Mapping[str, Any]]) -> list[MeasuredSpeed]:
-    """The speed of every timed configuration, in the order of its first row; the rows are of `TIMED_COLUMNS`."""
-    cases: dict[tuple[str, str, str, str], list[Mapping[str, Any]]] = {}
+def speeds(rows: Iterable[TimedRow]) -> list[MeasuredSpeed]:
+    """The speed of every timed configuration, in the order of its first row."""
+    cases: dict[tuple[str, str, str, str], list[TimedRow]] = {}
     for row in rows:
         if row["error"] is None:
             cases.setdefault(config_of(row), []).append(row)
     return [_speed(*case, of_case) for case, of_case in cases.items()]
 
 
-def _speed(model: str, method: str, task: str, config: str, rows: Sequence[Mapping[str, Any]]) -> MeasuredSpeed:
+def _speed(model: str, method: str, task: str, config: str, rows: Sequence[TimedRow]) -> MeasuredSpeed:
     lone_rows = [row for row in rows if row["run"] == ALONE]
     rows_at_once = [row for row in rows if row["run"] == TOGETHER]
     alone_seconds, together_seconds = (
         [row["ended"] - row["begun"] for row in run] for run in (lone_rows, rows_at_once)
     )
-    alone_tokens, alone_forwards = (sum(row[name] for row in lone_rows) for name in ("num_tokens", "num_forwards"))
+    alone_tokens = sum(row["num_tokens"] for row in lone_rows)
+    alone_forwards = sum(row["num_forwards"] for row in lone_rows)
     decode_seconds = sum(row["decode_seconds"] for row in lone_rows)
     wall = max(row["ended"] for row in rows_at_once) - min(row["begun"] for row in rows_at_once)
     return MeasuredSpeed(

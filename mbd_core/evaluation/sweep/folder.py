@@ -20,7 +20,7 @@ from typing import Any, Self, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mbd_core.batch.rows import COUNTS, LIKELIHOOD
+from mbd_core.batch.rows import COUNTS, LIKELIHOOD, TimedRow
 from mbd_core.evaluation.measures.rates import RULES, GradedSample, SampleCounts
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoints.endpoint import ENDPOINT_DEFAULT
@@ -346,9 +346,8 @@ def part_files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def read_times(folder: Path) -> Iterator[dict[str, Any]]:
-    """A sweep's timed requests as rows of `TIMED_COLUMNS`, none where nothing was timed; `ValueError` if no sweep lies
-    there."""
+def read_times(folder: Path) -> Iterator[TimedRow]:
+    """A sweep's timed requests, none if nothing was timed. Raises `ValueError` if no sweep lies there."""
     state = FolderState.load(folder)
     if state is None:
         raise ValueError(f"{folder} holds no sweep: it has no {RECORD}")

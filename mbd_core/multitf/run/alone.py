@@ -18,7 +18,8 @@ from mbd_core.multitf.data.prepared import named_data
 from mbd_core.multitf.recipes.choice import ChosenRecipe, RecipeChoice, choose_recipe
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.run.checkpoints import Checkpoints
-from mbd_core.multitf.run.log import Point, say
+from mbd_core.multitf.run.curve_file import Point
+from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.log_targets import chosen_targets
 from mbd_core.multitf.run.options import RunOptions
 from mbd_core.multitf.run.start import StartingPoint

@@ -15,8 +15,8 @@ from written_sweeps import CONFIGS, graded_table, planned_rows, sweep_record, ti
 
 from mbd_core import files as files_room
 from mbd_core.batch.parts import cut
+from mbd_core.batch.rows import TIMED_COLUMNS
 from mbd_core.batch.timed_cases import Timing
-from mbd_core.batch.timing import TIMED_COLUMNS
 from mbd_core.evaluation.report.summary import rewrite_summary, write_summary
 from mbd_core.evaluation.sweep.folder import (
     FAILURE,

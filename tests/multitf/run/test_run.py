@@ -19,7 +19,7 @@ from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, with_pr
 from mbd_core.multitf.run import __main__ as run
 from mbd_core.multitf.run import alone
 from mbd_core.multitf.run.checkpoints import MARKER
-from mbd_core.multitf.run.log import LOSSES, SPEEDS
+from mbd_core.multitf.run.curve_file import LOSSES, SPEEDS
 from mbd_core.multitf.step import compute as precision
 
 

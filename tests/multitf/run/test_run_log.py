@@ -14,8 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.run import log_targets
-from mbd_core.multitf.run.log import LOSSES, PLOT, SPEEDS, RunLog, draw_losses, moving_mean
+from mbd_core.multitf.run.curve_file import LOSSES, SPEEDS
+from mbd_core.multitf.run.log import PLOT, RunLog
 from mbd_core.multitf.run.log_targets import chosen_targets, flat, tag
+from mbd_core.multitf.run.loss_plot import draw_losses, moving_mean
 from mbd_core.multitf.step.mfu import Peak
 from mbd_core.storage.folder import Folder
 

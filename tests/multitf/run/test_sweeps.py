@@ -17,8 +17,9 @@ from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened
 from mbd_core.multitf.run import __main__ as plain
 from mbd_core.multitf.run import sweeps
 from mbd_core.multitf.run.checkpoints import Checkpoints
+from mbd_core.multitf.run.curve_file import LOSSES
 from mbd_core.multitf.run.export import export_checkpoint
-from mbd_core.multitf.run.log import LOSSES, PLOT
+from mbd_core.multitf.run.log import PLOT
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.worker import Run, train_worker
 from mbd_core.multitf.step.workers import ALONE

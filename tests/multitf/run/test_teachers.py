@@ -11,7 +11,7 @@ from mbd_core.checkpoint.adaptation.block_diffusion import convert_to_block_diff
 from mbd_core.multitf.data.encoding import EncodedChat, tokenizer_fingerprint
 from mbd_core.multitf.data.prepared import write_record, write_samples
 from mbd_core.multitf.run import __main__ as run
-from mbd_core.multitf.run.log import LOSSES
+from mbd_core.multitf.run.curve_file import LOSSES
 
 Train = Callable[..., int]
 

@@ -21,7 +21,8 @@ from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.recipe import shortened
 from mbd_core.multitf.run import __main__ as plain
 from mbd_core.multitf.run.checkpoints import Checkpoints, best_step
-from mbd_core.multitf.run.log import LOSSES, PLOT
+from mbd_core.multitf.run.curve_file import LOSSES
+from mbd_core.multitf.run.log import PLOT
 from mbd_core.multitf.run.log_targets import tag
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.validation import Validation, check_held_out

@@ -21,7 +21,7 @@ from mbd_core.multitf.data.example import Example
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
 from mbd_core.multitf.run import __main__ as run
-from mbd_core.multitf.run.log import LOSSES
+from mbd_core.multitf.run.curve_file import LOSSES
 from mbd_core.multitf.run.start import allowed_shardings
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.step.adapter import merge_adapter

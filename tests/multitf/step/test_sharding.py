@@ -36,7 +36,7 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.multitf.run.checkpoints import MARKER
-from mbd_core.multitf.run.log import LOSSES
+from mbd_core.multitf.run.curve_file import LOSSES
 from mbd_core.multitf.step.workers import ALONE
 
 LIMIT = 300.0

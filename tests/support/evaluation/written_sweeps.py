@@ -11,9 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from mbd_core.batch.parts import Part, cut
-from mbd_core.batch.rows import COUNTS
+from mbd_core.batch.rows import COUNTS, TIMED_COLUMNS
 from mbd_core.batch.timed_cases import Timing
-from mbd_core.batch.timing import TIMED_COLUMNS
 from mbd_core.evaluation.report.summary import write_summary
 from mbd_core.evaluation.sweep.folder import SweepFolder
 from mbd_core.evaluation.sweep.grading.graded_rows import GRADED_COLUMNS

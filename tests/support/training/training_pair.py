@@ -24,7 +24,7 @@ from mbd_core.multitf.data.prepared import TinyData
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.run.checkpoints import MARKER, Checkpoints, RunCurve
-from mbd_core.multitf.run.log import CurveFile
+from mbd_core.multitf.run.curve_file import CurveFile
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.worker import Run
 from mbd_core.multitf.states.layout import StateConfig
