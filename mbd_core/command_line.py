@@ -23,7 +23,7 @@ import shlex
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, is_dataclass, replace
+from dataclasses import MISSING, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -192,17 +192,15 @@ def command(
     return main
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A parameter of a command's function: its options, and its value from the values that were given, by path."""
-
-    options: list[Field]
-    value: Callable[[Mapping[str, Any]], Any]
+Given = Mapping[str, Any]
+"""The values that a command line gives, by path; the command itself under "" ."""
+Part = tuple[list[Field], Callable[[Given], Any]]
+"""A parameter of a command's function: its options, and its value from the given ones."""
 
 
 def command_options(run: Callable[..., Any]) -> list[Field]:
     """The options of a command's function, and what `--set` takes."""
-    options = [option for part in _parts(run).values() for option in part.options]
+    options = [option for part, _ in _parts(run).values() for option in part]
     paths = [option.path for option in options]
     assert len({*paths}) == len(paths), f"two options have the same path: {sorted(paths)}"
     return options
@@ -225,7 +223,7 @@ def flag(item: Field) -> str:
 def _typer_function(run: Callable[..., Any], main: Main) -> Callable[..., Any]:
     """The function as Typer takes it: each option is a parameter, and the configurations are built of their values."""
     parts = _parts(run)
-    items = {_parameter_name(item): item for part in parts.values() for item in part.options}
+    items = {_parameter_name(item): item for part, _ in parts.values() for item in part}
     paths = {item.path: item for item in items.values()}
 
     def call(_context: typer.Context, **arguments: Any) -> Any:
@@ -241,7 +239,7 @@ def _typer_function(run: Callable[..., Any], main: Main) -> Callable[..., Any]:
                 if item.path in given:
                     raise ValueError(f"{flag(item)} and --set {item.path} are both given; say one of them")
                 given[item.path] = value_of(item, value, flag(item).partition("/")[0])
-        return run(**{name: part.value(given) for name, part in parts.items()})
+        return run(**{name: build(given) for name, (_, build) in parts.items()})
 
     parameters = [inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     parameters += map(_typer_parameter, by_panel(item for item in items.values() if main.shows(item)))
@@ -252,53 +250,39 @@ def _typer_function(run: Callable[..., Any], main: Main) -> Callable[..., Any]:
     return call
 
 
-def _parts(run: Callable[..., Any]) -> dict[str, _Part]:
+def _parts(run: Callable[..., Any]) -> dict[str, Part]:
     hints = typing.get_type_hints(run, include_extras=True)
-    parts = {}
-    for name, parameter in inspect.signature(run).parameters.items():
-        marks: tuple[Any, ...] = getattr(hints[name], "__metadata__", ())
-        kind = hints[name].__origin__ if marks else hints[name]
-        default = MISSING if parameter.default is parameter.empty else parameter.default
-        selection = next((item for item in marks if isinstance(item, Fields)), None)
-        shown = next((item for item in marks if isinstance(item, Flag)), None)
-        if kind is CommandText:
-            parts[name] = _Part([], lambda given: CommandText(given[""]))
-        elif isinstance(selection, Changes):
-            items = _selected([replace(item, default=None) for item in leaves_of(selection.kind)], selection)
-            parts[name] = _Part(items, partial_values(items))
-        elif shown is not None:
-            bounds = [item for item in marks if item is not shown]
-            hint = Annotated[(kind, *bounds)] if bounds else kind
-            parts[name] = _single(Field(path=name, hint=hint, help=shown.help, flag=shown, default=default))
-        elif is_dataclass(kind):
-            parts[name] = _of_configuration(typing.cast(type, kind), selection, default)
-        else:
-            raise TypeError(f"{run.__name__}: the parameter {name} has no option")
-    return parts
+    parameters = inspect.signature(run).parameters.values()
+    return {item.name: _part(item.name, hints[item.name], item.default) for item in parameters}
 
 
-def _single(item: Field) -> _Part:
-    return _Part([item], lambda given: given.get(item.path, item.default))
+def _part(name: str, hint: Any, default: Any) -> Part:
+    """The part of a parameter; the default of a configuration is an instance with other defaults."""
+    marks: tuple[Any, ...] = getattr(hint, "__metadata__", ())
+    kind = hint.__origin__ if marks else hint
+    default = MISSING if default is inspect.Parameter.empty else default
+    selection = next((item for item in marks if isinstance(item, Fields)), Fields())
+    shown = next((item for item in marks if isinstance(item, Flag)), None)
+    if kind is CommandText:
+        return [], lambda given: CommandText(given[""])
+    if shown is not None:
+        bounds = [item for item in marks if item is not shown]
+        hint = Annotated[(kind, *bounds)] if bounds else kind
+        return [Field(path=name, hint=hint, help=shown.help, flag=shown, default=default)], lambda given: given.get(
+            name, default
+        )
+    is_changes = isinstance(selection, Changes)
+    kind = selection.kind if isinstance(selection, Changes) else kind
+    assert is_dataclass(kind), f"the parameter {name} has no option"
+    by_path = {item.path: item for item in leaves_of(typing.cast(type, kind), default)}
+    items = [*map(by_path.pop, selection.names or [*by_path])]
 
+    def values(given: Given) -> dict[str, Any]:
+        return merge_paths({}, {item.path: given[item.path] for item in items if item.path in given})
 
-def _of_configuration(kind: type, selection: Fields | None, defaults: Any) -> _Part:
-    """The options of a configuration; `defaults` is an instance with the defaults, if any."""
-    items = _selected(leaves_of(kind, defaults), selection)
-    values = partial_values(items)
-    return _Part(
-        items, lambda given: load(kind, values(given)) if defaults is MISSING else changed(defaults, values(given))
-    )
-
-
-def _selected(items: Iterable[Field], selection: Fields | None) -> list[Field]:
-    by_path = {item.path: item for item in items}
-    return list(by_path.values()) if selection is None or not selection.names else [*map(by_path.pop, selection.names)]
-
-
-def partial_values(items: Iterable[Field]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Of the values that were given those of these fields, as an object of objects."""
-    paths = [item.path for item in items]
-    return lambda given: merge_paths({}, {path: given[path] for path in paths if path in given})
+    if is_changes:
+        return [replace(item, default=None) for item in items], values
+    return items, lambda given: load(kind, values(given)) if default is MISSING else changed(default, values(given))
 
 
 # Texts of a command line as values.
