@@ -2,18 +2,16 @@
 
 import importlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, is_dataclass
+from collections.abc import Iterator
+from dataclasses import MISSING, is_dataclass, replace
 from pathlib import Path
 
 from actors.serving.args import Autoscaling, ModelArgs, ServingArgs
 from jobs.__main__ import COMMANDS
 from mbd_core.command_line import Main, by_panel, flag, metavar
-from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock, Refresh
-from mbd_core.decoding.blocks.causal_config import Causal, Thinking
-from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Levenshtein, Soft
+from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.engine.config import EngineConfig
-from mbd_core.fields import Field, OpenedBy, fields_of
+from mbd_core.fields import Field, OpenedBy, fields_of, members
 from mbd_core.tables import Table, markdown
 
 FILE_OBJECTS = {
@@ -27,24 +25,12 @@ dataclasses that use the values: `python -m jobs.option_tables > docs/reference/
 `tests/house/test_options.py` holds it to them. `--help` of a command shows its options. A row without dashes is a
 field without an option: `--set PATH=VALUE` changes it. Where `,...` stands, one option takes a list with commas; other
 lists repeat their option."""
-DECODING_OBJECTS = {
-    "`decoding`": DecodingConfig,
-    "`entropy`": EntropyBound,
-    "`t2t`": T2T,
-    "`soft`": Soft,
-    "`edit`": Levenshtein,
-    "`canvas`": Canvas,
-    "`leap` of a canvas": Leap,
-    "`refresh` of a canvas": Refresh,
-    "`branches` of a canvas": Branches,
-    "`multi_block` of a canvas": MultiBlock,
-    "`causal`": Causal,
-    "`thinking` of `causal`": Thinking,
-}
 MANY = 3
 """A command that shares at least this many options with a larger command lists them in one line of names."""
 IN_A_FILE = """The `args` of the application have the options of `jobs/serve.py` by the names below, and fields
 without an option. Unknown names are refused. [k8s/base/serve.yaml](../../k8s/base/serve.yaml) is such a file."""
+DECODING = """What a request's `decoding`, `--decoding`, and the methods and the `--grid` of a sweep may set. A dot
+leads to a field of an object: `t2t.tau` is `{"t2t": {"tau": ...}}`."""
 COLUMNS = ("values", "default", "what it is")
 ON_CLUSTERS = ("train", "prepare", "sweep", "rl", "serve")
 OPENERS: dict[OpenedBy, str] = {
@@ -63,16 +49,20 @@ def page() -> str:
         for place, kind in FILE_OBJECTS.items()
         if kind is not Autoscaling
     ]
-    in_a_file = _objects(FILE_OBJECTS, _only_in_files)
+    in_a_file = [
+        ("" if number else place, f"`{item.name}`", *_row(item))
+        for place, kind in FILE_OBJECTS.items()
+        for number, item in enumerate(item for item in fields_of(kind) if _only_in_files(kind, item))
+    ]
+    decoding = [(f"`{item.path}`", *_row(item)) for item in _with_parts(DecodingConfig)]
+    heads = ("object", "field", *COLUMNS)
     tables = [
         Table(title="Options", level=1, lead=[OPENING]),
         *_command_tables(),
-        Table(title="A Serve config file", lead=[IN_A_FILE, shared], columns=in_a_file[0], rows=in_a_file[1:]),
+        Table(title="A Serve config file", lead=[IN_A_FILE, shared], columns=heads, rows=in_a_file),
+        _paths(),
+        Table(title="Decoding fields", lead=[DECODING], columns=heads[1:], rows=decoding),
     ]
-    decoding = _objects(DECODING_OBJECTS)
-    lead = ["What a request's `decoding`, a method of a sweep and `--decoding` may set."]
-    tables.append(_paths())
-    tables.append(Table(title="Decoding fields", lead=lead, columns=decoding[0], rows=decoding[1:]))
     return markdown(tables)
 
 
@@ -127,15 +117,13 @@ def _name(main: Main, item: Field) -> str:
     return str(item.flag.metavar) if item.flag.positional else flag(item)
 
 
-def _objects(
-    objects: dict[str, type], is_shown: Callable[[type, Field], bool] = lambda kind, item: True
-) -> list[Sequence[str]]:
-    """A row of heads, then a row for each field of each object. The object's name stands in its first row."""
-    rows: list[Sequence[str]] = [("object", "field", *COLUMNS)]
-    for place, kind in objects.items():
-        shown = [item for item in fields_of(kind) if is_shown(kind, item)]
-        rows += [("" if i else place, f"`{item.name}`", *_row(item)) for i, item in enumerate(shown)]
-    return rows
+def _with_parts(kind: type, path: str = "") -> Iterator[Field]:
+    """The fields of a configuration, each followed by the fields of the configuration that it holds."""
+    for item in fields_of(kind):
+        yield replace(item, path=f"{path}{item.name}")
+        for part in members(item.hint):
+            if isinstance(part, type) and is_dataclass(part):
+                yield from _with_parts(part, f"{path}{item.name}.")
 
 
 def _only_in_files(kind: type, item: Field) -> bool:

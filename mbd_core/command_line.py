@@ -194,7 +194,7 @@ def command(
 
 Given = Mapping[str, Any]
 """The values that a command line gives, by path; the command itself under "" ."""
-Part = tuple[list[Field], Callable[[Given], Any]]
+CommandPart = tuple[list[Field], Callable[[Given], Any]]
 """A parameter of a command's function: its options, and its value from the given ones."""
 
 
@@ -250,13 +250,13 @@ def _typer_function(run: Callable[..., Any], main: Main) -> Callable[..., Any]:
     return call
 
 
-def _parts(run: Callable[..., Any]) -> dict[str, Part]:
+def _parts(run: Callable[..., Any]) -> dict[str, CommandPart]:
     hints = typing.get_type_hints(run, include_extras=True)
     parameters = inspect.signature(run).parameters.values()
     return {item.name: _part(item.name, hints[item.name], item.default) for item in parameters}
 
 
-def _part(name: str, hint: Any, default: Any) -> Part:
+def _part(name: str, hint: Any, default: Any) -> CommandPart:
     """The part of a parameter; the default of a configuration is an instance with other defaults."""
     marks: tuple[Any, ...] = getattr(hint, "__metadata__", ())
     kind = hint.__origin__ if marks else hint

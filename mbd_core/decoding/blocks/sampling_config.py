@@ -11,7 +11,7 @@ MAX_STOP_IDS = 128  # tokens of a request that end its answer, beside the model'
 
 TopP = Annotated[float, Ge(LEAST), Le(1)]
 MinP = Annotated[float, Ge(0), Le(1)]
-Seed = Annotated[int, Ge(-(2**63)), Le(2**63 - 1)]
+DrawSeed = Annotated[int, Ge(-(2**63)), Le(2**63 - 1)]
 Bias = Annotated[float, Ge(-100), Le(100)]
 RepetitionPenalty = Annotated[float, Ge(LEAST), Le(100)]
 Penalty = Annotated[float, Ge(-2), Le(2)]
@@ -37,7 +37,7 @@ class Sampling:
     top_p: TopP = 1.0
     top_k: Annotated[int, Ge(0), Le(MOST)] = 0
     min_p: MinP = 0.0
-    seed: Seed = 0
+    seed: DrawSeed = 0
     logit_bias: tuple[tuple[int, Bias], ...] = ()
     repetition_penalty: RepetitionPenalty = 1.0
     frequency_penalty: Penalty = 0.0

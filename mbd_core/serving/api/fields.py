@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mbd_core.decoding.blocks.sampling_config import Seed
+from mbd_core.decoding.blocks.sampling_config import DrawSeed
 from mbd_core.decoding.grammar.grammar import MAX_CHARACTERS, Grammar, lark_text
 from mbd_core.serving.api.errors import FieldError
 from mbd_core.serving.api.parsing import Ignored, Only, Strict, items
@@ -202,7 +202,7 @@ class Resume(Strict):
     """the number of `token_ids`"""
     forwards: Annotated[int, Field(ge=0, lt=MAX_FORWARDS)]
     """forwards in which the choice has taken part: the noise of sampled tokens continues from this number"""
-    seed: Seed | None = None
+    seed: DrawSeed | None = None
     """replaces the request's seed"""
     id: Annotated[str, Field(pattern=r"^(chat)?cmpl-[0-9a-f]{32}$")]
     """the stream's id, which the answer keeps"""

@@ -19,11 +19,11 @@ from mbd_core.decoding.blocks.sampling_config import (
     MAX_STOP_IDS,
     PENALTIES,
     Bias,
+    DrawSeed,
     MinP,
     Penalty,
     RepetitionPenalty,
     Sampling,
-    Seed,
     TopP,
 )
 from mbd_core.serving.api.chat_fields import (
@@ -96,7 +96,7 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
     """sample among this number of likeliest tokens; 0 (default) and -1: all"""
     min_p: MinP | None = None
     """sample among tokens with at least this fraction of the likeliest token's probability; default 0, all"""
-    seed: Seed | None = None
+    seed: DrawSeed | None = None
     """seed of the first choice; default random. Choice i (from 0) has `seed` + i"""
     presence_penalty: Penalty | None = None
     """subtracted from the logit of each token that is in the answer; default 0. This field and the next two are

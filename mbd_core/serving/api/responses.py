@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
-from mbd_core.decoding.blocks.sampling_config import MinP, Penalty, RepetitionPenalty, Seed, TopP
+from mbd_core.decoding.blocks.sampling_config import DrawSeed, MinP, Penalty, RepetitionPenalty, TopP
 from mbd_core.serving.api.chat_fields import (
     MAX_CALLS,
     MAX_MESSAGES,
@@ -419,7 +419,7 @@ class ResponsesRequest(OtherResponseFields):
     """as of a chat; not beside `text.format`"""
     chat_template_kwargs: dict[str, Any] | None = None
     """as of a chat"""
-    seed: Seed | None = None
+    seed: DrawSeed | None = None
     """as of a chat"""
     decoding: dict[str, Any] | None = None
     """as of a chat"""
