@@ -26,9 +26,10 @@ from cluster.failures import reason
 from cluster.topology import Resources, fits
 from mbd_core.checkpoint.shipped import named_model
 from mbd_core.multitf.config import BASE_TEACHER, TeacherSettings
+from mbd_core.storage.cache import user_cache
 from mbd_core.storage.contents import Contents, Copy, contents_of
 from mbd_core.storage.folder import SCHEME, Folder
-from mbd_core.storage.models import fetch_model, user_cache
+from mbd_core.storage.models import fetch_model
 from mbd_core.storage.remote_files import PROBE
 
 MOST_CARRIED = 2**30

@@ -112,7 +112,7 @@ def bar(part: str, total: int, unit: str) -> tqdm[Any]:
     return tqdm(
         total=total,
         desc=f"{part:<30}",
-        bar_format="{desc} |{bar:18}| {n_fmt}/{total_fmt} " + unit + " [{elapsed}]",
+        bar_format="{desc} |{bar:18}| {n_fmt}/{total_fmt} " + unit + " [{elapsed}{postfix}]",
         ncols=shutil.get_terminal_size().columns,
         mininterval=1.0 if sys.stderr.isatty() else 30.0,
     )
@@ -121,6 +121,7 @@ def bar(part: str, total: int, unit: str) -> tqdm[Any]:
 def show(bar: tqdm[Any], number: int) -> None:
     """Set the bar to `number`; on a terminal, also redraw its clock."""
     assert bar.total is not None
+    bar.set_postfix_str("its processes start" if number == 0 else "", refresh=False)
     bar.update(min(number, bar.total) - bar.n)
     if sys.stderr.isatty():
         bar.refresh()
@@ -256,6 +257,7 @@ def summary(rows: list[dict[str, Any]], answers: list[DemoAnswer], *, out: Path,
         [
             "",
             *table,
+            f"Both are shipped models. The training of part 1 was the beginning of such a MultiTF: {curve}",
             "",
             f"With {SLOTS} blocks at once the base writes {base['tpf'] / single['tpf']:.1f} times as many tokens in a "
             f"forward, and {base['accuracy']:.0f} % of its answers are right instead of {single['accuracy']:.0f} %.",
@@ -269,7 +271,7 @@ def summary(rows: list[dict[str, Any]], answers: list[DemoAnswer], *, out: Path,
             "Pictures",
             f"  {out / 'sweep' / 'plot.png'}: right answers over tokens in a forward",
             f"  {out / 'sweep' / 'report.html'}: all tables, and samples decoded forward by forward",
-            f"  {curve}: the loss of the short training, whose model is {out / 'trained'}",
+            f"  {curve}: the loss of the short training, whose own model is {out / 'trained'}",
             "",
             "Next",
             "  make serve                  an endpoint with a playground at http://127.0.0.1:8000",

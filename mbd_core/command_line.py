@@ -14,6 +14,7 @@ signal, after the command has cleaned up.
 """
 
 import difflib
+import importlib.metadata
 import inspect
 import io
 import json
@@ -23,6 +24,7 @@ import shlex
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +41,7 @@ from mbd_core.proxies import keep_direct
 from mbd_core.stops import any_stop_as_interrupt
 
 NUMBERS = {"integer": "N", "number": "X"}  # what --help shows for one
+EXTRA = re.compile(r"(?P<package>[\w.-]+).*extra == [\"'](?P<extra>[\w-]+)")
 SETTING = Field(
     path="set",
     hint=tuple[str, ...],
@@ -135,6 +138,12 @@ class Main:
             return self._failed(arguments, f"{error.format_message()} ({remedy})", 2)
         except ValueError as error:
             return self._failed(arguments, error, 2)
+        except ModuleNotFoundError as error:
+            extra = _extra_of(error.name or "")
+            if extra is None:
+                raise
+            sentence = f"this needs {error.name}, which is not installed: pip install 'mbd-cluster[{extra}]'"
+            return self._failed(arguments, sentence, 2)
         except self._failures as error:
             return self._failed(arguments, error, 1)
         return int(code or 0)
@@ -147,6 +156,17 @@ class Main:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"{name}: {sentence}", file=sys.stderr)
         return code
+
+
+def _extra_of(module: str) -> str | None:
+    """The extra of this project that brings a module's package."""
+    package = module.partition(".")[0].replace("_", "-")
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for requirement in importlib.metadata.requires("mbd-cluster") or ():
+            found = EXTRA.match(requirement)
+            if found is not None and found["package"].replace("_", "-") == package and found["extra"] != "dev":
+                return found["extra"]
+    return None
 
 
 def print_every_character() -> None:

@@ -12,9 +12,7 @@ from ray.serve.config import BackpressureConfig
 from actors.paths import NO_PATHS, JobPaths
 from actors.serving.args import ServingArgs
 from actors.serving.gateway import Gateway
-from actors.serving.replica import STOP_SECONDS, engine_replicas
-
-GATEWAY_CPUS = 0.1  # a gateway waits most of the time, and its share comes on top of the engines' own CPUs
+from actors.serving.replica import GATEWAY_CPUS, STOP_SECONDS, engine_replicas
 
 
 def build(args: dict[str, Any]) -> serve.Application:

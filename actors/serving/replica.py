@@ -33,6 +33,7 @@ from mbd_core.trace.recorder import TraceRecorder
 log = logging.getLogger("ray.serve")
 
 TRACE_ROWS_PER_FILE, TRACE_FILES = 20_000, 64
+GATEWAY_CPUS = 0.1  # of a gateway, which waits most of the time; each replica leaves as much, so that both find room
 STOP_SECONDS = 10.0  # time for a replica to stop after its last request
 PREFIX_TOKENS = 16  # page size for routing, if the engine chooses its own page size
 LAST_WORDS_SECONDS = 0.5  # between an engine's failure and its process's end, so that waiting requests learn of it
@@ -201,7 +202,7 @@ def engine_replicas(args: ServingArgs, model: ModelArgs, paths: JobPaths = NO_PA
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=args.drain_seconds + STOP_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
-        ray_actor_options={"num_cpus": topology.num_cpus, "num_gpus": topology.num_gpus},
+        ray_actor_options={"num_cpus": topology.num_cpus - GATEWAY_CPUS, "num_gpus": topology.num_gpus},
     ).bind(replace(model.without_content(), engine=engine), paths)
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-from filelock import FileLock
 
 from mbd_core.files import MANIFEST, check_replaceable, is_named, manifest_kind, manifest_text
 from mbd_core.storage import remote_files
+from mbd_core.storage.cache import FolderCache
+from mbd_core.storage.download import add_digests, download
 from mbd_core.storage.errors import TakenOver, storage_errors
 from mbd_core.storage.remote_files import UNFINISHED, list_files, make_parent, put, read_manifest, version_of
 
@@ -166,7 +167,7 @@ class RemotePlace:
                     if any(is_named(name, pattern) for pattern in files)
                 }
                 if manifest is not None:
-                    remote_files.download(system, path, named_files, mirror.path)
+                    download(system, path, named_files, mirror.path, location=self.location)
                     mirror.path.mkdir(exist_ok=True)  # an interrupted first upload leaves no file
                     (mirror.path / MANIFEST).write_text(manifest, encoding="utf-8")
             except BaseException:
@@ -186,16 +187,19 @@ class RemotePlace:
                 raise ValueError(f"no folder lies at {self.location}; give the URL of one")
             if UNFINISHED in files:
                 raise ValueError(f"{self.location} was not written to its end: another job writes it, or was stopped")
-            version = version_of(self.location, files)
-            target = cache / version / self.name
-            cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(cache / f"{version}.lock"):
-                if not target.exists():
-                    remote_files.download(system, path, files, target)
-                    if version_of(self.location, list_files(system, path)) != version:
-                        shutil.rmtree(target.parent)
-                        raise ValueError(f"{self.location} was changed while it was read; try again")
-            return target
+            source, version = version_of(self.location, files)
+            entries, key = FolderCache(cache), f"{source}-{version}"
+
+            def fill(target: Path) -> None:
+                entries.forget_unfinished(source, key)
+                old = ", ".join(map(str, entries.others(source, key)))
+                remedy = f"; older versions of it can be removed: {old}" if old else "; set XDG_CACHE_HOME to another"
+                download(system, path, files, target, location=self.location, remedy=remedy)
+                if version_of(self.location, list_files(system, path)) != (source, version):
+                    shutil.rmtree(target.parent)
+                    raise ValueError(f"{self.location} was changed while it was read; try again")
+
+            return entries.filled(key, self.name, fill, resumes=True)
 
     def _files(self, system: Any, path: str) -> dict[str, Mapping[str, Any]]:
         """The files of a folder that is to be written; `ValueError` if a file lies in its place."""
@@ -210,6 +214,7 @@ class RemotePlace:
         self.check_target(kind, overwrite=overwrite, in_place=False)  # it may have been filled meanwhile
         names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        add_digests(manifest, folder, names)
         with self.errors("cannot be written" + (f"; what should lie there is in {folder}" if has_copy else "")):
             system, path = self.filesystem()
             files = list_files(system, path)

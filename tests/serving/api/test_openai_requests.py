@@ -127,6 +127,24 @@ def test_many_unknown_fields_are_counted_and_not_listed() -> None:
         assert (error.code, error.message) == ("unknown_field", "more than 1000 mistakes, unknown fields among them")
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": "many"}, "must be a valid integer"),
+        ({"max_tokens": 0}, "must be greater than or equal to 1"),
+        ({"temperature": []}, "must be a valid number"),
+        ({"stream": 3}, "must be a valid boolean"),
+        ({"model": 3}, "must be a valid string"),
+        ({"stream_options": 3}, "must be an object"),
+        ({"stop": ["x"] * 99}, "must be a string or a list of at most 16 strings"),
+        ({"logit_bias": 3}, "must be an object"),
+    ],
+)
+def test_a_refusal_is_in_our_words(fields: dict[str, Any], message: str) -> None:
+    error = refusal(ChatRequest, {**chat(content="x"), **fields})
+    assert message in str(error) and " should " not in str(error)
+
+
 def test_a_value_that_is_refused_is_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     written, dumps = list[int](), json.dumps
 

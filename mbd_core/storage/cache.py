@@ -1,0 +1,101 @@
+"""The user's cache on this machine: folders that were fetched or converted, each whole, once for each version.
+
+models/KEY/NAME            an entry; KEY says the source and its version, so an older version stays beside it
+models/.KEY.partial/NAME   the same, while it is being written
+models/KEY.lock            held by the one process that writes it, while all others wait
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+WAIT_SECONDS = 15.0  # between the lines of a process that waits for another one
+
+
+def user_cache(kind: str) -> Path:
+    """The user's folder for files of a kind that can be fetched again (`XDG_CACHE_HOME`)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mbd-cluster" / kind
+
+
+@dataclass(frozen=True)
+class FolderCache:
+    """Entries below `path`."""
+
+    path: Path
+
+    @classmethod
+    def of_user(cls) -> "FolderCache":
+        return cls(user_cache("models"))
+
+    def folder(self, key: str, name: str) -> Path:
+        """Where the folder `name` of an entry lies, or will lie."""
+        return self.path / key / name
+
+    def filled(self, key: str, name: str, fill: Callable[[Path], None], *, resumes: bool = False) -> Path:
+        """The folder `name` of an entry, which `fill` writes if it is not there, at the path that it is given.
+
+        Of the processes of this machine that want it one writes, and the others wait. With `resumes` the path holds
+        what an interrupted call has left. Raises what `fill` raises, and `ValueError` if the cache cannot be written.
+        """
+        target, stage = self.folder(key, name), self.path / f".{key}.partial"
+        if target.exists():
+            return target
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from None
+        with self._locked(key, target):
+            if not target.exists():
+                if not resumes:
+                    shutil.rmtree(stage, ignore_errors=True)
+                try:
+                    stage.mkdir(exist_ok=True)
+                except OSError as error:
+                    raise self._unwritable(error) from None
+                try:
+                    fill(stage / name)
+                except BaseException:
+                    if not resumes:
+                        shutil.rmtree(stage, ignore_errors=True)
+                    raise
+                stage.rename(target.parent)
+        return target
+
+    def forget_unfinished(self, source: str, key: str) -> None:
+        """Remove what was begun of other versions of a source, whose keys begin alike, and is not being written."""
+        for stage in self.path.glob(f".{source}-*.partial"):
+            other = stage.name.removeprefix(".").removesuffix(".partial")
+            if other != key:
+                with suppress(Timeout), FileLock(self.path / f"{other}.lock", timeout=0):
+                    shutil.rmtree(stage, ignore_errors=True)
+
+    def others(self, source: str, key: str) -> list[Path]:
+        """The entries of other versions of a source."""
+        return [entry for entry in self.path.glob(f"{source}-*") if entry.is_dir() and entry.name != key]
+
+    @contextmanager
+    def _locked(self, key: str, target: Path) -> Iterator[None]:
+        lock = FileLock(self.path / f"{key}.lock")
+        while True:
+            try:
+                lock.acquire(timeout=WAIT_SECONDS)
+                break
+            except Timeout:
+                print(f"another process of this machine writes {target}; waiting", file=sys.stderr, flush=True)
+            except OSError as error:
+                raise self._unwritable(error) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _unwritable(self, error: OSError) -> ValueError:
+        return ValueError(
+            f"the cache {self.path} cannot be written: {error.strerror}; set XDG_CACHE_HOME to a folder that can be"
+        )
