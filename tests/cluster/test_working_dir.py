@@ -44,9 +44,9 @@ def test_the_code_goes_with_a_job_and_what_commands_wrote_does_not(packed: dict[
 
 
 def test_what_the_guides_write_here_is_left_behind() -> None:
-    """Folders that commands of the guides name as a target, relative to the checkout."""
+    """Folders that commands of the guides name as a target, relative to the checkout; URLs are none."""
     text = "".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))])
-    targets = set(re.findall(r"--(?:out|storage|checkpoints) ([A-Za-z][\w.-]*)", text)) - {"DIR"}
+    targets = set(re.findall(r"--(?:out|storage|checkpoints) ([A-Za-z][\w.-]*)(?![\w.:-])", text)) - {"DIR"}
     ignored = (ROOT / ".rayignore").read_text().splitlines()
     assert {"data", "out", "runs"} <= targets
     assert {f"/{target.partition('/')[0]}" for target in targets} - {*ignored} == {"/research"}  # reports, not runs

@@ -98,7 +98,9 @@ def test_ids_that_contradict_each_other_are_refused(folder: Path, values: dict[s
 
 
 @CONTRADICTIONS
-@pytest.mark.parametrize("job", ["benchmarks.commands:engine", "benchmarks.commands:fp8", "jobs.convert_checkpoint"])
+@pytest.mark.parametrize(
+    "job", ["benchmarks.commands:engine", "benchmarks.commands:rounding", "jobs.convert_checkpoint"]
+)
 def test_jobs_refuse_such_ids_too(
     folder: Path, capsys: pytest.CaptureFixture[str], job: str, values: dict[str, object], sentence: str
 ) -> None:
