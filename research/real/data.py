@@ -1,0 +1,205 @@
+"""The study's conversations: gsm-mini, fields of Debian packages as JSON, docstrings in the third person, and GSM8K.
+
+`python -m research real --out out/real/data` writes `train.jsonl` (conversations of all tasks, shuffled) and a
+file of unseen problems for each task. A hash of a problem's key decides its split (`mbd_core/tasks/split.py`), so no
+test problem is trained. The packages are those of the machine's package lists, the docstrings those of its Python: the
+values are real, and differ a little from machine to machine.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import random
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from mbd_core.command_line import command
+from mbd_core.fields import DATA, OUTPUT, Flag
+from mbd_core.files import check_target_folder, folder_beside
+from mbd_core.tasks.gsm_mini import generate
+from mbd_core.tasks.split import Split, split_of
+
+Row = dict[str, str]
+"""`question`, and `answer`: the whole right answer."""
+
+FIELDS = ("package", "version", "section", "maintainer", "size_kb", "homepage")
+EXTRACT = (
+    "Write the package, version, section, maintainer, size_kb and homepage as JSON. "
+    "What the text does not say is null.\n\n"
+)
+"""The question of `package-fields`, before the text."""
+
+_SENTENCES: dict[str, tuple[str, ...]] = {
+    "version": ("The version is {}.", "This is release {}.", "Version {} is current."),
+    "section": ("It belongs to the section {}.", "You find it in {}.", "Its section is {}."),
+    "maintainer": ("{} maintains it.", "It is maintained by {}.", "The maintainer is {}."),
+    "size_kb": ("Installed, it takes {} kB.", "It needs {} kB on the disk.", "The installed size is {} kB."),
+    "homepage": ("See {} for more.", "The project lives at {}.", "Its home page is {}."),
+}
+_FIRST = (
+    "{package}: {description}.",
+    "The package {package} is described as: {description}.",
+    "{description}: that is {package}.",
+)
+_SHOWN = 0.8
+"""How often the text says a field, other than the package itself."""
+
+
+def package_fields(*, split: Split, seed: int) -> Iterator[Row]:
+    """Texts about Debian's packages, and their fields as JSON."""
+    rng = random.Random(f"package-fields/{split}/{seed}")
+    packages = [package for package in _packages() if split_of(package["package"]) == split]
+    rng.shuffle(packages)
+    for package in packages:
+        said = [name for name in FIELDS[1:] if package[name] is not None and rng.random() < _SHOWN]
+        rng.shuffle(said)
+        sentences = [rng.choice(_FIRST).format(**package)]
+        sentences += [rng.choice(_SENTENCES[name]).format(package[name]) for name in said]
+        record = {name: package[name] if name in (*said, "package") else None for name in FIELDS}
+        yield {"question": EXTRACT + " ".join(sentences), "answer": json.dumps(record, ensure_ascii=False)}
+
+
+def _packages() -> list[dict[str, Any]]:
+    text = subprocess.run(["apt-cache", "dumpavail"], capture_output=True, text=True, check=True).stdout
+    found = {}
+    for paragraph in text.split("\n\n"):
+        fields = dict(re.findall(r"^([A-Z][\w-]*): (.*)$", paragraph, flags=re.MULTILINE))
+        description = fields.get("Description", "").strip(" .")
+        if len(description) < 12 or "Installed-Size" not in fields or len(fields["Version"]) > 24:
+            continue
+        found[fields["Package"]] = {
+            "package": fields["Package"],
+            "description": description,
+            "version": fields["Version"],
+            "section": fields.get("Section"),
+            "maintainer": re.sub(r" *<.*", "", fields["Maintainer"]).strip('"'),
+            "size_kb": int(fields["Installed-Size"]),
+            "homepage": fields.get("Homepage"),
+        }
+    return [found[name] for name in sorted(found)]
+
+
+_THIRD_PERSON = {"Do": "Does", "Go": "Goes", "Be": "Is", "Have": "Has", "Pass": "Passes"}
+_NO_VERBS = {"The", "This", "These", "That", "There", "An", "It", "If", "In", "On", "All", "Any", "Some", "Base"}
+_NO_VERBS |= {"Abstract", "Same", "Like", "Note", "Test", "No", "Not", "See", "To", "For", "With"}
+REWRITE = "Rewrite in the third person, as 'Returns ...' for 'Return ...':\n\n"
+"""The question of `third-person`, before the docstring's first sentence."""
+
+
+def third_person(*, split: Split, seed: int) -> Iterator[Row]:
+    """First sentences of Python's docstrings that begin with a verb, and the same in the third person."""
+    rng = random.Random(f"third-person/{split}/{seed}")
+    sentences = [sentence for sentence in _imperatives() if split_of(sentence) == split]
+    rng.shuffle(sentences)
+    for sentence in sentences:
+        verb, rest = sentence.split(" ", 1)
+        yield {"question": REWRITE + sentence, "answer": f"{_third(verb)} {rest}"}
+
+
+def _third(verb: str) -> str:
+    if verb in _THIRD_PERSON:
+        return _THIRD_PERSON[verb]
+    if re.search(r"(s|sh|ch|x|z)$", verb):
+        return verb + "es"
+    return verb[:-1] + "ies" if re.search(r"[^aeiou]y$", verb) else verb + "s"
+
+
+# A capital verb, then an article or the like, so that a noun does not count as a verb.
+_IMPERATIVE = r"[A-Z][a-z]+ (a|an|the|all|any|this|each|and|one|whether|if|from) .{12,160}\."
+
+
+def _imperatives() -> list[str]:
+    """Distinct first sentences that begin with a verb: a word that begins at least three of them."""
+    found: set[str] = set()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        if "site-packages" in path.parts or "test" in path.parts:
+            continue
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
+                first = re.split(r"(?<=\.)\s|\n\n", " ".join(text.split("\n\n")[0].split()))[0]
+                if re.fullmatch(_IMPERATIVE, first):
+                    found.add(first)
+    verbs = [sentence.split(" ", 1)[0] for sentence in found]
+    known = {verb for verb in verbs if verbs.count(verb) >= 3 and verb not in _NO_VERBS and not verb.endswith("s")}
+    return sorted(sentence for sentence in found if sentence.split(" ", 1)[0] in known)
+
+
+def gsm8k(folder: Path, split: Split) -> Iterator[Row]:
+    """GSM8K's own problems, without the calculator's marks. Its training file gives the valid split, too."""
+    file = folder / ("test.jsonl" if split == "test" else "train.jsonl")
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        own = "valid" if split_of(row["question"]) == "valid" else "train"
+        if split in ("test", own):
+            yield {"question": row["question"], "answer": re.sub(r"<<.*?>>", "", row["answer"])}
+
+
+COUNTS = {"gsm-mini": 6_000, "package-fields": 6_000, "third-person": 1_600, "gsm8k": 2_400}
+"""Training samples of each task."""
+HELD_OUT = 500
+"""Unseen problems of a task and a split, at most."""
+SEED = 7
+
+
+def streams(gsm8k_folder: Path | None) -> dict[str, Callable[[Split], Iterator[Row]]]:
+    """The rows of a split by task; GSM8K's files are the user's, so it is left out without them."""
+    known: dict[str, Callable[[Split], Iterator[Row]]] = {
+        "gsm-mini": lambda split: generate(split=split, seed=SEED),
+        "package-fields": lambda split: package_fields(split=split, seed=SEED),
+        "third-person": lambda split: third_person(split=split, seed=SEED),
+    }
+    return known if gsm8k_folder is None else {**known, "gsm8k": lambda split: gsm8k(gsm8k_folder, split)}
+
+
+def run(
+    *,
+    out: Annotated[Path, Flag("Folder to write.", OUTPUT, metavar="DIR")],
+    gsm8k_folder: Annotated[
+        Path | None, Flag("GSM8K's folder of train.jsonl and test.jsonl.", DATA, name="--gsm8k", metavar="DIR")
+    ] = None,
+) -> None:
+    """Writes the conversations of the study on a real model, and unseen problems of each task.
+
+    `train.jsonl` is what `mbd prepare` takes; `TASK-valid.jsonl` and `TASK-test.jsonl` hold question and answer.
+    """
+    if shutil.which("apt-cache") is None:
+        raise ValueError("the task package-fields reads Debian's package lists by apt-cache, which is not here")
+    for name in ("train.jsonl", "test.jsonl"):
+        if gsm8k_folder is not None and not (gsm8k_folder / name).is_file():
+            raise ValueError(f"--gsm8k {gsm8k_folder} holds no {name}")
+    check_target_folder(out, KIND)
+    samples: list[dict[str, Any]] = []
+    with folder_beside(out, KIND) as folder:
+        for task, stream in streams(gsm8k_folder).items():
+            rows = list(itertools.islice(stream("train"), COUNTS[task]))
+            if not rows:
+                raise ValueError(f"there are no rows of {task}; fetch the package lists with apt-get update")
+            for row in rows:
+                turns = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+                samples.append({"messages": turns})
+            for split in ("valid", "test"):
+                _write(folder / f"{task}-{split}.jsonl", list(itertools.islice(stream(split), HELD_OUT)))
+            print(f"{task}: {len(rows):,} samples")
+        random.Random(SEED).shuffle(samples)
+        _write(folder / "train.jsonl", samples)
+    print(f"wrote {out}")
+
+
+def _write(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+KIND = "data of the study on a real model"
+
+main = command(run, "python -m research real")

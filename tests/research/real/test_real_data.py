@@ -1,0 +1,83 @@
+"""The data of the study on a real model: splits apart, answers right by rule, bad input in a sentence."""
+
+import json
+import subprocess
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mbd_core.multitf.recipes.choice import find_recipe
+from research.real import data
+
+PARAGRAPHS = "\n\n".join(
+    f"Package: tool-{number}\nVersion: 1.{number}\nInstalled-Size: {number}\nMaintainer: Tool Makers <m@example.org>\n"
+    f"Description: Tool with the number {number}\nSection: utils\nHomepage: https://example.org/{number}"
+    for number in range(200)
+)
+
+
+@pytest.fixture(autouse=True)
+def package_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data.shutil, "which", lambda name: f"/usr/bin/{name}")
+    answer = subprocess.CompletedProcess([], 0, stdout=PARAGRAPHS)
+    monkeypatch.setattr(data.subprocess, "run", lambda *_, **__: answer)
+
+
+def test_an_answer_holds_what_the_text_says_and_null_for_the_rest() -> None:
+    rows = list(data.package_fields(split="train", seed=1))
+    assert len(rows) > 100
+    for row in rows:
+        text, fields = row["question"].removeprefix(data.EXTRACT), json.loads(row["answer"])
+        assert tuple(fields) == data.FIELDS
+        assert all(str(value) in text for value in fields.values() if value is not None)
+        assert (fields["homepage"] is None) == ("https://" not in text)
+    assert any(None in json.loads(row["answer"]).values() for row in rows)
+
+
+def test_splits_share_no_problem() -> None:
+    for stream in data.streams(None).values():
+        train, test = ({row["question"] for row in islice(stream(split), 300)} for split in ("train", "test"))
+        assert train and test and not train & test
+
+
+def test_the_third_person_follows_the_verb() -> None:
+    assert [data._third(verb) for verb in ("Return", "Pass", "Copy", "Display", "Fetch", "Do")] == [
+        "Returns",
+        "Passes",
+        "Copies",
+        "Displays",
+        "Fetches",
+        "Does",
+    ]
+    for row in data.third_person(split="test", seed=0):
+        assert row["answer"].split(" ", 1)[1] == row["question"].removeprefix(data.REWRITE).split(" ", 1)[1]
+
+
+def test_gsm8k_s_training_file_gives_train_and_valid(tmp_path: Path) -> None:
+    rows = [{"question": f"q{number}", "answer": f"a <<1+{number}=2>>b\n#### 2"} for number in range(60)]
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, valid = ({row["question"] for row in data.gsm8k(tmp_path, split)} for split in ("train", "valid"))
+    assert train and valid and not train & valid and len(train | valid) == 60
+    assert next(data.gsm8k(tmp_path, "test")) == {"question": "q0", "answer": "a b\n#### 2"}
+
+
+def test_the_command_writes_once_and_refuses_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "data"
+    assert data.main(["--out", str(out)]) == 0
+    samples: list[dict[str, Any]] = [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()]
+    assert {message["role"] for message in samples[0]["messages"]} == {"user", "assistant"}
+    assert not (out / "gsm8k-test.jsonl").exists() and (out / "gsm-mini-test.jsonl").exists()
+    capsys.readouterr()
+    assert data.main(["--out", str(out)]) == 2
+    assert data.main(["--out", str(tmp_path / "b"), "--gsm8k", str(tmp_path / "none")]) == 2
+    assert "holds no train.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["AR", "BD", "MBD", "TF"])
+def test_arms_are_adapters_of_one_size(name: str) -> None:
+    arm = find_recipe(f"research/real/recipes.py:{name}")
+    base = find_recipe("research/real/recipes.py:BD")
+    assert arm.train.lora == base.train.lora and arm.max_length == base.max_length
