@@ -108,10 +108,11 @@ def test_a_character_that_the_terminal_lacks_is_printed_as_its_escape() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_command_that_cleans_up(number: signal.Signals, tmp_path: Path) -> None:
     code = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
         "from pathlib import Path\n"
         "from mbd_core.command_line import command\n"
         "from mbd_core.files import folder_beside\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it\n"
         "def run() -> None:\n"
         "    with folder_beside(Path(sys.argv[1]), 'model'):\n"
         "        print('writing', flush=True)\n"

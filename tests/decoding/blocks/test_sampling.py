@@ -131,7 +131,7 @@ def test_a_device_draws_the_hosts_tokens_and_the_host_waits_for_nothing(device: 
     [
         ({"temperature": -1}, "temperature=-1"),
         ({"temperature": 1e-30}, "temperature=1e-30"),
-        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"temperature": "hot"}, 'temperature="hot"'),
         ({"top_p": 0}, "top_p=0"),
         ({"top_p": 1e-60}, "top_p=1e-60"),
         ({"top_k": -1}, "top_k=-1"),

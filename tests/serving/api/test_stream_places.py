@@ -132,7 +132,7 @@ PLACE = {"id": "cmpl-" + "0" * 32, "num_tokens": 2, "forwards": 3, "token_ids": 
         ({"resume": PLACE | {"token_ids": [5, 10**6]}}, "resume", "outside the vocabulary"),
         ({"resume": PLACE | {"token_ids": [5, -1]}}, "resume.token_ids.1", "greater than or equal to 0"),
         ({"resume": PLACE | {"forwards": 2**31}}, "resume.forwards", "less than 2147483648"),
-        ({"resume": PLACE | {"id": "mine"}}, "resume.id", "should match pattern"),
+        ({"resume": PLACE | {"id": "mine"}}, "resume.id", "must match pattern"),
         ({"resume": PLACE | {"more": 1}}, "resume.more", "unknown field"),
         ({"resume": PLACE, "max_tokens": 2}, "resume", "nothing is left"),
         ({"resume": PLACE, "guided_regex": "x"}, "guided_regex", "does not accept the tokens"),

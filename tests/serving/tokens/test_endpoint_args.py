@@ -51,7 +51,7 @@ def test_a_setting_that_the_model_cannot_honour_is_refused(
     ("wrong", "name"),
     [
         ({"do_sample": "yes"}, "do_sample='yes'"),
-        ({"do_sample": True, "temperature": "hot"}, "temperature='hot'"),
+        ({"do_sample": True, "temperature": "hot"}, 'temperature="hot"'),
         ({"do_sample": True, "top_p": 0}, "top_p=0"),
         ({"do_sample": True, "top_k": -2}, "top_k=-2"),
         ({"repetition_penalty": 0}, "repetition_penalty=0"),
