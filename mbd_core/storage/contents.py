@@ -4,15 +4,12 @@ A copy of small contents is carried as chunks, each wherever its carrier puts it
 """
 
 import hashlib
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
+from mbd_core.storage.cache import FolderCache
 from mbd_core.storage.errors import storage_errors
 
 SAMPLE = 2**16
@@ -79,31 +76,21 @@ class Copy:
         return cls(path.name, digest.hexdigest()[:16], tuple(files))
 
     def unpacked(self, cache: Path, get: Callable[[Any], bytes]) -> Path:
-        """The file or folder of these contents below `cache`, where it is made once, whole or not at all.
+        """The file or folder of these contents in a cache, where it is made once, whole or not at all.
 
-        Raises `OSError`, one sentence, if the cache cannot be written.
+        Raises `OSError`, one sentence, if it does not fit, and `ValueError` if the cache cannot be written.
         """
-        target = cache / self.digest / self.name
-        with storage_errors(str(cache), f"takes no copy of {self.name}"):
-            cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(cache / f"{self.digest}.lock"):
-                if not target.exists():
-                    self._write(target, get)
-        return target
 
-    def _write(self, target: Path, get: Callable[[Any], bytes]) -> None:
-        stage = Path(tempfile.mkdtemp(prefix=".copy-", dir=target.parent.parent))
-        try:
+        def write(target: Path) -> None:
             for name, chunks in self.files:
-                file = stage / target.name / name
+                file = target / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 with file.open("wb") as opened:
                     for chunk in chunks:
                         opened.write(get(chunk))
-            stage.chmod(0o755)
-            stage.rename(target.parent)
-        finally:
-            shutil.rmtree(stage, ignore_errors=True)
+
+        with storage_errors(str(cache), f"takes no copy of {self.name}"):
+            return FolderCache(cache).filled(self.digest, self.name, write)
 
 
 def read_chunks(file: Path) -> Iterator[bytes]:
