@@ -17,6 +17,8 @@ Of a model that stores its keys by causal rows (`StateConfig.clean`) the clean s
 itself, at no cost.
 """
 
+from collections.abc import Sequence
+
 from mbd_core.multitf.data.example import IGNORE, Example, answer_labels
 from mbd_core.multitf.states.batch import AR_SLOT, SequenceColumns
 from mbd_core.multitf.states.layout import SAMPLE_MEANS, StateConfig
@@ -32,21 +34,33 @@ def add_causal_stream(row: SequenceColumns, example: Example, config: StateConfi
     labels, weights = _labels_and_weights(example, config)
     length = 1 + max((place for place, label in enumerate(labels) if label != IGNORE), default=0)
     start = len(row["input_ids"])
-    columns = {
-        "input_ids": example.tokens[:length],
-        "positions": range(length),
+    columns = causal_columns(example.tokens[:length]) | {
         "stream": [1 + max(row["stream"], default=0)] * length,
-        "block": range(length),
-        "first": [0] * length,
         "labels": labels[:length],
         "weights": weights[:length],
-        "source": range(start, start + length),
-        "rollout": [False] * length,
+        "source": list(range(start, start + length)),
         "slot": [AR_SLOT] * length,
-        "ratio": [0.0] * length,
     }
     for name, column in columns.items():
         row[name] += column
+
+
+def causal_columns(text: Sequence[int]) -> SequenceColumns:
+    """The columns of a text that is read causally, without labels."""
+    places, zeros = list(range(len(text))), [0] * len(text)
+    return {
+        "input_ids": list(text),
+        "positions": places,
+        "stream": [1] * len(text),
+        "block": places,
+        "first": zeros,
+        "labels": [IGNORE] * len(text),
+        "weights": [0.0] * len(text),
+        "source": places,
+        "rollout": [False] * len(text),
+        "slot": zeros,
+        "ratio": [0.0] * len(text),
+    }
 
 
 def label_clean_stream(row: SequenceColumns, example: Example, config: StateConfig) -> None:

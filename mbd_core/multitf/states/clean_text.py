@@ -1,14 +1,6 @@
 """What an autoregressive teacher reads for a training batch: each clean text once, causally.
 
-A text is a sequence of its own. By the mask's own rule (Eq. B.7) a token whose block is its place, in one noise-group
-with all others, sees itself and the tokens before it:
-
-text  1 2 3 4
-    1 x           block  0 1 2 3
-    2 x x         first  0 0 0 0
-    3 x x x
-    4 x x x x
-
+A text is a sequence of its own, one causal stream (`states/causal_stream.py`).
 A label's target is the distribution behind the token before it. All noisy streams of an answer have one text. The
 labels of an AR loss have no target.
 
@@ -23,7 +15,8 @@ import torch
 from torch import Tensor
 
 from mbd_core.multitf.data.example import IGNORE
-from mbd_core.multitf.states.batch import AR_SLOT, MultiTFBatch, SequenceColumns, collate
+from mbd_core.multitf.states.batch import AR_SLOT, MultiTFBatch, collate
+from mbd_core.multitf.states.causal_stream import causal_columns
 
 
 @dataclass(frozen=True)
@@ -80,21 +73,3 @@ def end_of(text: Sequence[int], eos_token_ids: Collection[int]) -> int:
     while end > 0 and text[end - 1] == text[-1] and text[-1] in eos_token_ids:
         end -= 1
     return end
-
-
-def causal_columns(text: Sequence[int]) -> SequenceColumns:
-    """The columns of a text that is read causally, without labels."""
-    places, zeros = list(range(len(text))), [0] * len(text)
-    return {
-        "input_ids": list(text),
-        "positions": places,
-        "stream": [1] * len(text),
-        "block": places,
-        "first": zeros,
-        "labels": [IGNORE] * len(text),
-        "weights": [0.0] * len(text),
-        "source": places,
-        "rollout": [False] * len(text),
-        "slot": zeros,
-        "ratio": [0.0] * len(text),
-    }
