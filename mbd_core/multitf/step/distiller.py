@@ -21,7 +21,6 @@ from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.multitf.states.batch import MultiTFBatch, SequenceColumns, collate
 from mbd_core.multitf.states.clean_text import Lesson
 from mbd_core.multitf.states.drawn_states import drawn_rows
-from mbd_core.multitf.states.packing import packed_alike
 from mbd_core.multitf.step.loss_buckets import BUCKETS, NUM_SLOTS, bucket_means
 from mbd_core.multitf.step.mfu import forward_flops, update_flops
 from mbd_core.multitf.step.rollout_learner import RolloutLearner
@@ -158,19 +157,14 @@ class Distiller(RolloutLearner):
     def _share(self, answers: Sequence[ReplayedAnswer]) -> tuple[list[DrawnAnswer], MultiTFBatch]:
         """This worker's answers, and their sequences as a batch. A worker with one less repeats the longest without
         labels: workers with parts of one model must compute equally often."""
-        count = self.world_size
         place_of = {id(answer): place for place, answer in enumerate(answers)}
         order, own = self._dealt(answers)
         drawn = [self._drawn(answer, place_of[id(answer)]) for answer in own]
-        if len(own) < math.ceil(len(order) / count):
+        if len(own) < math.ceil(len(order) / self.world_size):
             drawn.append(self._drawn(order[0], place_of[id(order[0])]))
             drawn[-1].row["labels"] = [IGNORE] * len(drawn[-1].row["labels"])
             drawn[-1].blocks["labels"] = [IGNORE] * len(drawn[-1].blocks["labels"])
-        together = None
-        if self.config.pack is not None:
-            lengths = [len(self._drawn(answer, place_of[id(answer)]).row["labels"]) for answer in order]
-            lengths += lengths[:1] * (-len(order) % count)
-            together = packed_alike([lengths[rank::count] for rank in range(count)], self.config.pack)[self.rank]
+        together = self._together(order, lambda answer: len(self._drawn(answer, place_of[id(answer)]).row["labels"]))
         return drawn, collate([each.row for each in drawn], together)
 
     def _drawn(self, answer: ReplayedAnswer, place: int) -> DrawnAnswer:

@@ -22,7 +22,6 @@ from mbd_core.multitf.config import ReplayStates, Sharding, TrainConfig
 from mbd_core.multitf.data.example import IGNORE
 from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.multitf.states.batch import SequenceColumns
-from mbd_core.multitf.states.packing import packed_alike
 from mbd_core.multitf.states.replay import ReplayBatch, collate_answers, replay_row
 from mbd_core.multitf.states.replay_cost import ReplayCost, replay_cost
 from mbd_core.multitf.step.adapter import without_adapter
@@ -177,12 +176,7 @@ class Learner(RolloutLearner):
         if len(own) < math.ceil(len(order) / count):
             rows.append(self._row(order[0]))
             rows[-1]["labels"] = [IGNORE] * len(rows[-1]["labels"])
-        together = None
-        if self.config.pack is not None:
-            lengths = [self._cost(answer).tokens for answer in order]
-            lengths += lengths[:1] * (-len(order) % count)
-            together = packed_alike([lengths[rank::count] for rank in range(count)], self.config.pack)[self.rank]
-        batch = collate_answers(rows, together)
+        batch = collate_answers(rows, self._together(order, lambda answer: self._cost(answer).tokens))
         first, *others = [
             totals for totals, counts in self.workers.all_values((Totals.of(batch), self.counts)) if counts
         ]

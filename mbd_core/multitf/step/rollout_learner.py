@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import ReplayStates, Sharding, TrainConfig, check_learning, check_workers
 from mbd_core.multitf.states.answer import ReplayedAnswer
+from mbd_core.multitf.states.packing import Together, packed_alike
 from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.adapter import merged_tensors
 from mbd_core.multitf.step.trainer import Updater
@@ -65,6 +66,18 @@ class RolloutLearner(Updater):
             raise ValueError("an update needs at least one answer; of none nothing is learned")
         order = sorted(answers, key=lambda answer: -len(answer.prompt) - len(answer.steps))
         return order, order[self.rank :: self.world_size]
+
+    def _together(self, order: Sequence[ReplayedAnswer], length: Callable[[ReplayedAnswer], int]) -> Together | None:
+        """Which samples of this worker share a training sequence, `None` without `pack`; each worker makes as many.
+
+        `order` has all workers' answers. A worker with one less computes the longest again.
+        """
+        if self.config.pack is None:
+            return None
+        lengths = [length(answer) for answer in order]
+        lengths += lengths[:1] * (-len(order) % self.world_size)
+        shares = [lengths[rank :: self.world_size] for rank in range(self.world_size)]
+        return packed_alike(shares, self.config.pack)[self.rank]
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the policy's tensors on the CPU, by the decoder's names and with an adapter merged, for
