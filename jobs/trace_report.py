@@ -165,6 +165,7 @@ def _record(
     from mbd_core.checkpoint.chat import question_prompt
     from mbd_core.checkpoint.folder import read_folder
     from mbd_core.checkpoint.loading import load_model
+    from mbd_core.serving.tokens.load import engine_dtype
 
     if "buffer_size" in fields:
         raise ValueError("--decoding must not name buffer_size; that is --buffer-size")
@@ -176,7 +177,7 @@ def _record(
         prompts = [problem["question"] for problem in problems]
     ids = [question_prompt(tokenizer, text) for text in prompts]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(model_files.path, dtype=torch.float32 if device.type == "cpu" else None, device=device)
+    model = load_model(model_files.path, dtype=engine_dtype("auto", model_files, device), device=device)
     settings: dict[str, Any] = {"model": name, "prompts": len(prompts), "max_tokens": max_tokens}
     runs = []
     for method, decoding in decodings.items():

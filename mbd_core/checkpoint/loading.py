@@ -54,6 +54,8 @@ def load_model(
     float32 (`round_to_int8`). `fp8` chooses the weights to round to FP8 (`quantize_weights`). "blocks"
     rounds nothing and keeps the files' FP8 values (`block_experts.py`).
     """
+    if dtype == torch.int8 and fp8 is not None:
+        raise ValueError(f"fp8={fp8} cannot be honoured with dtype=int8: leave one of them out")
     refuse_dcp(folder)
     config = load_config(folder)
     with torch.device("meta"):

@@ -1,8 +1,7 @@
 """What an autoregressive teacher reads for a training batch: each clean text once, causally.
 
-A text is a sequence of its own, one causal stream (`states/causal_stream.py`).
-A label's target is the distribution behind the token before it. All noisy streams of an answer have one text. The
-labels of an AR loss have no target.
+A text is a sequence of its own, one causal stream (`states/causal_stream.py`). A label's target is the distribution
+behind the token before it. All noisy streams of an answer have one text. The labels of an AR loss have no target.
 
 Shape legend: S training sequences, L tokens of the longest, N labels.
 """

@@ -78,7 +78,7 @@ class EndpointArgs:
         except ValueError as error:
             raise ValueError(f"tensor_parallel={self.tensor_parallel} cannot be honoured: {error}") from None
         if self.fp8 is not None and engine.dtype == "int8":
-            raise ValueError(f"fp8={self.fp8} cannot be honoured with dtype=int8: weights are rounded once")
+            raise ValueError(f"fp8={self.fp8} cannot be honoured with dtype=int8: leave one of them out")
         if self.fp8 == "blocks":
             check_blocks(folder.path, num_ranks=self.tensor_parallel)
         if self.trace is not None and self.trace.exists() and not self.trace.is_dir():

@@ -27,6 +27,7 @@ from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.config import Dtype, EngineConfig
 from mbd_core.models.decoder import Decoder
 from mbd_core.serving.tokens import load
+from mbd_core.serving.tokens.endpoint_args import EndpointArgs
 from mbd_core.serving.tokens.load import engine_dtype, load_engine
 
 SMALL = EngineConfig(max_rows=1, num_pages=16)
@@ -175,6 +176,13 @@ def test_auto_is_bfloat16_where_a_cpu_is_faster_in_it(
     monkeypatch.setattr(load, "computes_bfloat16", lambda device: hardware)
     contents: Any = SimpleNamespace(stored_dtype=stored, config=SimpleNamespace(num_parameters=parameters))
     assert engine_dtype("auto", contents, torch.device("cpu")) == expected
+
+
+def test_weights_are_rounded_once(folder: Path) -> None:
+    with pytest.raises(ValueError, match="leave one of them out"):
+        load_engine(folder, replace(SMALL, dtype="int8"), fp8="all")
+    with pytest.raises(ValueError, match="leave one of them out"):
+        EndpointArgs(model=str(folder), fp8="all", engine=replace(SMALL, dtype="int8")).checked()
 
 
 def test_int8_is_for_cpus(folder: Path) -> None:
