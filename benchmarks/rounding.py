@@ -25,6 +25,7 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import quantize_weights, round_to_int8, weight_bytes
 from mbd_core.ops.attention.whole import DenseAttention
+from mbd_core.ops.machine import best_seconds
 from mbd_core.tasks import code_mini, gsm_mini
 
 
@@ -73,8 +74,10 @@ COLUMNS = {
     "logit_std": "logits' std|.3f",
     "top1_agreement": "top-1 agreement|.2%",
     "mean_kl": "mean KL (nats)|.2e",
+    "speedup": "times as fast|.2f",
 }
 RANDOM_LENGTH = 64
+REPEATS = 3  # of the timed forwards, of which the fastest counts
 Rounded = Literal["experts", "all", "blocks", "int8"]
 """What is rounded to FP8, or all products to int8."""
 
@@ -92,7 +95,8 @@ def rounding_rows(
 ) -> list[dict[str, Any]]:
     """One row for clean inputs and, if the model has a mask, one for masked inputs.
 
-    `parts` is by default the experts, if the model has any.
+    `parts` is by default the experts, if the model has any. `speedup` is of the forwards over these sequences, one
+    sequence at a time.
 
     Raises `ValueError` for a folder without a model, for parts that the model does not have, and for int8 on a GPU.
     """
@@ -107,6 +111,11 @@ def rounding_rows(
     stored_bytes = weight_bytes(model)
     inputs = (False, True) if config.has_mask else (False,)
     logits_of_stored = {masked: logits(model, sequences, masked=masked) for masked in inputs}
+
+    def seconds(masked: bool) -> float:
+        return best_seconds(lambda: logits(model, sequences, masked=masked), device, REPEATS)
+
+    seconds_before = {masked: seconds(masked) for masked in inputs}
     if parts == "int8":
         round_to_int8(model)
     else:
@@ -121,6 +130,7 @@ def rounding_rows(
                 "inputs": ("masked" if masked else "clean") + (" text" if with_tokenizer else " random ids"),
                 **dataclasses.asdict(error),
                 "logit_std": float(expected.std()),
+                "speedup": seconds_before[masked] / seconds(masked),
                 "bytes_before": stored_bytes,
                 "bytes_after": weight_bytes(model),
                 "dtype": str(model.model.norm.weight.dtype).removeprefix("torch."),

@@ -1,8 +1,9 @@
 """Matrix products in int8, for CPUs: weights with a scale per output channel, inputs with a scale per token.
 
-A block of tokens is bound by arithmetic on a CPU, and a CPU with VNNI multiplies int8 two to four times as fast as
-float32. The sums are exact (int32), and a token's scale is its own, so a token's result does not depend on the other
-tokens of the call. Weights and inputs are each off by at most half a step of 1/127 of their largest value.
+A block of tokens is bound by arithmetic on a CPU, and a CPU with VNNI multiplies int8 faster than float32
+(`python -m benchmarks rounding`). The sums are exact (int32), and a token's scale is its own, so a token's result does
+not depend on the other tokens of the call. Weights and inputs are each off by at most half a step of 1/127 of their
+largest value.
 
 Shape legend: T tokens, O output channels, I input channels, D model width, E experts, F expert width, K experts a
 token; `...` is any leading shape.
