@@ -6,12 +6,13 @@ Every stage keeps the columns of its input and adds its own. A row has further c
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from types import UnionType
 from typing import Any, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import pyarrow as pa
 
-from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.config import DecodingConfig, read_decoding
 
 LIKELIHOOD = "log-likelihood"
 """The method of rows whose texts are scored, which no decoder changes: one configuration of a model."""
@@ -174,6 +175,17 @@ DECODED_COLUMNS = pa.schema(
 def config_text(decoding: DecodingConfig | None) -> str:
     """A row's `config`; of an endpoint that decodes as it likes nothing."""
     return json.dumps({} if decoding is None else asdict(decoding))
+
+
+@cache
+def current_config(text: str) -> str:
+    """A row's `config` as this version writes it, so that texts of equal configurations are equal: an earlier version
+    may have written 1 for 1.0, or lack a field that was added since. A text that this version does not read is
+    unchanged."""
+    try:
+        return config_text(read_decoding(json.loads(text)))
+    except ValueError:
+        return text
 
 
 def with_draws(schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> pa.Schema:

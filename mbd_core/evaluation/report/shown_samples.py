@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from mbd_core.batch.rows import COUNTS, REPLAY
+from mbd_core.batch.rows import COUNTS, REPLAY, current_config
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.folder import part_files, read_record
 from mbd_core.tables import script_json
@@ -118,7 +118,7 @@ def _places(folders: Sequence[Path]) -> dict[ReportKey, list[SamplePlace]]:
             table = pq.read_table(path, columns=names)
             columns = zip(*(table[name].to_pylist() for name in names), strict=True)
             for index, (model, method, task, config, problem, seed, sample, correct, *draw) in enumerate(columns):
-                number = numbers[model, method, task, config]
+                number = numbers[model, method, task, current_config(config)]
                 if (number, problem, seed, *draw) not in keys_so_far:
                     keys_so_far.add((number, problem, seed, *draw))
                     by_number[number].append(SamplePlace(bool(correct), plan, sample, path, index))

@@ -20,12 +20,12 @@ from typing import Any, Self, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mbd_core.batch.rows import COUNTS, LIKELIHOOD, TimedRow
+from mbd_core.batch.rows import COUNTS, LIKELIHOOD, TimedRow, current_config
 from mbd_core.evaluation.measures.rates import RULES, GradedSample, SampleCounts
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoints.endpoint import ENDPOINT_DEFAULT
 from mbd_core.evaluation.sweep.grading.graded_rows import ISOLATION, GradedRow
-from mbd_core.evaluation.sweep.record import SweepRecord, difference
+from mbd_core.evaluation.sweep.record import SweepRecord, current_plan, difference
 from mbd_core.evaluation.tasks.benchmarks import TASKS
 from mbd_core.evaluation.tasks.kinds.harness import HARNESS_PREFIX
 from mbd_core.evaluation.tasks.kinds.livecodebench import NAME as LIVE_CODE_BENCH
@@ -73,9 +73,10 @@ class FolderState:
         if not path.exists():
             return None
         try:
-            return cast(Self, load(cls, json.loads(path.read_text(encoding="utf-8"))))
+            state = cast(Self, load(cls, json.loads(path.read_text(encoding="utf-8"))))
         except ValueError as error:
             raise ValueError(f"{path} was not written by this version of the project ({error}); move it") from None
+        return state.with_record(plan=current_plan(state.record.plan))
 
     def save(self, folder: Path) -> None:
         """Write it, durably: without it the existing parts belong to no sweep."""
@@ -167,8 +168,6 @@ class SweepFolder:
         path = self.path / name
         if path.exists():
             raise OSError(f"{path} was not written by this sweep, whose file has that name; move it")
-        configs = pa.array(map(self.state.record.config_text, table["config"].to_pylist()), pa.string())
-        table = table.set_column(table.schema.get_field_index("config"), "config", configs)
         metadata = {key: value for key, value in (table.schema.metadata or {}).items() if key == ISOLATION}
         with durable_file(path) as new_file:
             pq.write_table(table.replace_schema_metadata({**metadata, MARK: self.state.id}), new_file)
@@ -327,12 +326,19 @@ def read_samples(folder: Path, *, columns: Sequence[str] | None = None) -> Itera
     """A sweep's samples as rows of `GRADED_COLUMNS`, or some of them; `ValueError` if no sweep lies there."""
     for path in part_files(folder):
         if columns is None:
-            yield from pq.read_table(path).to_pylist()
+            yield from read_rows(path)
             continue
         present_columns = set(pq.read_schema(path).names)
-        table = pq.read_table(path, columns=[name for name in columns if name in present_columns])
         missing_columns = {name: None for name in OPTIONAL if name in columns and name not in present_columns}
-        yield from (row | missing_columns for row in table.to_pylist())
+        yield from (
+            row | missing_columns for row in read_rows(path, [name for name in columns if name in present_columns])
+        )
+
+
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
+    """The rows of a part or a case, their configurations as this version writes them."""
+    for row in pq.read_table(path, columns=columns).to_pylist():
+        yield {**row, "config": current_config(row["config"])} if "config" in row else row
 
 
 def part_files(folder: Path) -> Iterator[Path]:
@@ -354,7 +360,7 @@ def read_times(folder: Path) -> Iterator[TimedRow]:
     for number in state.record.cases:
         path = folder / case_name(number)
         if part_id(path) == state.id:
-            yield from pq.read_table(path).to_pylist()
+            yield from read_rows(path)
 
 
 # The graded samples of sweeps, gathered by configuration for the report.

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from mbd_core.batch.parts import Part
-from mbd_core.batch.rows import LIKELIHOOD, PlannedRow
+from mbd_core.batch.rows import LIKELIHOOD, PlannedRow, current_config
 from mbd_core.batch.timed_cases import Timing, timed_cases
 from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
@@ -58,13 +58,6 @@ class SweepRecord:
         """The numbers of the timed cases that belong into this folder."""
         return [number for number in range(self.num_cases) if self.shard.holds(number)]
 
-    def config_text(self, config: str) -> str:
-        """A configuration in this record's text for it; unchanged if the record has no equal configuration."""
-        texts = [text for variants in self.plan["configurations"].values() for _, text in variants]
-        if config in texts:
-            return config
-        return next((text for text in texts if json.loads(text) == json.loads(config)), config)
-
     def subjects(self) -> Iterator[ReportKey]:
         """The subjects of the report's rows, in its order."""
         for model, configurations in self.plan["configurations"].items():
@@ -79,6 +72,15 @@ class SweepRecord:
         """The samples of all shards together."""
         problems = sum(self.plan["tasks"][key.task]["problems"] for key in self.subjects())
         return int(problems * self.plan.get("samples", 1))
+
+
+def current_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded plan with its configurations as this version writes them (`current_config`)."""
+    configurations = {
+        name: [[method, current_config(config)] for method, config in variants]
+        for name, variants in plan["configurations"].items()
+    }
+    return {**plan, "configurations": configurations}
 
 
 def plan_of(sweep: Sweep, rows: Sequence[PlannedRow]) -> dict[str, Any]:
@@ -190,8 +192,7 @@ def _differences(old_plan: Mapping[str, Any], new_plan: Mapping[str, Any]) -> It
 
 
 def _other_configurations(model: str, old_configs: Sequence[Any], new_configs: Sequence[Any]) -> Iterator[str]:
-    """Configurations are compared as values: an earlier version may have written 1 where this one writes 1.0."""
-    old, new = ([(method, json.loads(config)) for method, config in configs] for configs in (old_configs, new_configs))
+    old, new = (list(map(tuple, configs)) for configs in (old_configs, new_configs))
     if old == new:
         return
     only_new = [method for method, config in new if (method, config) not in old]

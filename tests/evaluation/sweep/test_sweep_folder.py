@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,10 +15,11 @@ import pytest
 from written_sweeps import CONFIGS, graded_table, planned_rows, sweep_record, timed_table, write_parts
 
 from mbd_core import files as files_room
-from mbd_core.batch.parts import cut
-from mbd_core.batch.rows import TIMED_COLUMNS
+from mbd_core.batch.parts import Part, cut
+from mbd_core.batch.rows import TIMED_COLUMNS, config_text
 from mbd_core.batch.timed_cases import Timing
-from mbd_core.evaluation.report.summary import rewrite_summary, write_summary
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.evaluation.report.summary import rewrite_summary, summarize_sweeps, write_summary
 from mbd_core.evaluation.sweep.folder import (
     FAILURE,
     LOCK,
@@ -149,18 +151,44 @@ def test_other_timing_is_the_same_sweep_whose_times_stay(tmp_path: Path) -> None
         check_sweep_folder(tmp_path, other)
 
 
-def test_a_sweep_that_wrote_whole_numbers_is_gone_on_with(tmp_path: Path) -> None:
-    """An earlier version recorded 1 for 1.0. The values are equal, and rows keep the text of the record."""
-    of_old, of_new = ('{"tau_m2t": 1}', '{"tau_m2t": 0.9}'), ('{"tau_m2t": 1.0}', '{"tau_m2t": 0.9}')
-    records = [sweep_record(ROWS, PARTS, configurations={"m": [["MBD", c] for c in of]}) for of in (of_old, of_new)]
-    texts = dict(zip(CONFIGS, of_new, strict=True))
-    with SweepFolder.claim(tmp_path, records[0]):
-        pass
-    with SweepFolder.claim(tmp_path, records[1]) as folder:
-        part = replace(PARTS[0], rows=[{**row, "config": texts[row["config"]]} for row in PARTS[0].rows])
-        folder.write_part(0, graded_table(part))
-    assert {row["config"] for row in read_samples(tmp_path)} == {*of_old}
-    assert {key.config for key in load_samples([tmp_path])} == {*of_old}
+@pytest.mark.parametrize(
+    ("of_old", "of_new"),
+    [
+        ({"block_size": 4, "tau_m2t": 1}, {"block_size": 4, "tau_m2t": 1.0}),
+        ({"block_size": 4, "buffer_size": 2}, {"block_size": 4, "buffer_size": 2}),
+    ],
+    ids=["wrote 1 for 1.0", "knew two fields"],
+)
+def test_what_an_earlier_version_wrote_is_gone_on_with_and_joined(
+    of_old: dict[str, Any], of_new: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its texts of the same configurations differ; they are compared as values."""
+    other = json.dumps({"block_size": 4, "tau_m2t": 0.9})
+    texts = [(json.dumps(of_old), other), (config_text(DecodingConfig(**of_new)), CONFIGS[1])]
+    plans = [{"configurations": {"m": [["MBD", text] for text in of_version]}} for of_version in texts]
+
+    def part_of(version: int, number: int) -> Part:
+        by_text = dict(zip(CONFIGS, texts[version], strict=True))
+        part = PARTS[number]
+        return replace(part, rows=[{**row, "config": by_text[row["config"]]} for row in part.rows])
+
+    with SweepFolder.claim(tmp_path / "one", sweep_record(ROWS, PARTS, **plans[0])) as folder:
+        folder.write_part(0, graded_table(part_of(0, 0)))
+    with SweepFolder.claim(tmp_path / "one", sweep_record(ROWS, PARTS, **plans[1])) as folder:
+        folder.write_part(2, graded_table(part_of(1, 2)))
+        assert 0 not in folder.missing()
+    shards = [SweepShard(index=index, count=2) for index in (1, 2)]
+    for version, shard in enumerate(shards):
+        with SweepFolder.claim(
+            tmp_path / f"{version}", sweep_record(ROWS, PARTS, shard=shard, **plans[version])
+        ) as each:
+            for number in each.missing():
+                each.write_part(number, graded_table(part_of(version, number)))
+    joined = [tmp_path / "one", tmp_path / "0", tmp_path / "1"]
+    samples = load_samples(joined)
+    assert {key.config for key in samples} == {*texts[1]}
+    assert sum(map(len, samples.values())) == len(ROWS), "each sample once"
+    assert summarize_sweeps(joined).num_planned == len(ROWS), "one plan"
 
 
 def test_two_processes_do_not_write_in_one_folder(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pyarrow as pa
 
 from mbd_core.batch.parts import Part, cut
-from mbd_core.batch.rows import COUNTS, TIMED_COLUMNS
+from mbd_core.batch.rows import COUNTS, TIMED_COLUMNS, config_text
 from mbd_core.batch.timed_cases import Timing
+from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.evaluation.report.summary import write_summary
 from mbd_core.evaluation.sweep.folder import SweepFolder
 from mbd_core.evaluation.sweep.grading.graded_rows import GRADED_COLUMNS
@@ -21,7 +22,7 @@ from mbd_core.evaluation.sweep.shard import SweepShard
 
 WHOLE = SweepShard()
 TIMING = Timing(problems=2, concurrency=3)
-CONFIGS = ('{"block_size": 4, "tau_m2t": 0.7}', '{"block_size": 4, "tau_m2t": 0.9}')
+CONFIGS = tuple(config_text(DecodingConfig(block_size=4, tau_m2t=tau)) for tau in (0.7, 0.9))
 
 
 def planned_rows(
