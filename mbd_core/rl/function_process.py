@@ -18,10 +18,10 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 CallForm = Literal["answer", "verl", "lists"]
-QuestionRows = list[dict[str, Any]]
+QuestionRows = list[dict[str, str]]
 GIVEN: dict[CallForm, tuple[str, ...]] = {
     "answer": ("prompt", "text", "reference", "problem_id"),
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
@@ -32,6 +32,18 @@ HOW = (
     "extra_info), or TRL's NAME(prompts, completions, reference, **columns)"
 )
 LINE_BYTES = 1 << 30  # of a question or a reply
+
+
+class FunctionReply(TypedDict, total=False):
+    """A reply to the question `id`: rewards or an error, and from a plain function what its process took: seconds of
+    computing, the most bytes, and whether it computes on a GPU."""
+
+    id: int
+    rewards: list[Any]
+    error: str
+    computing_seconds: float
+    bytes: int
+    is_on_gpu: bool
 
 
 class FunctionRefused(Exception):
@@ -169,10 +181,10 @@ def _answer_in_turn(function: UserFunction, connection: socket.socket) -> None:
                     import asyncio
 
                     value = asyncio.run(_awaited(value))
-                reply: dict[str, Any] = {"rewards": function.rewards(value, asked["rows"])}
+                reply: FunctionReply = {"rewards": function.rewards(value, asked["rows"])}
             except Exception as error:  # whatever the user's function raises
                 reply = {"error": _failure(error, function)}
-            spent = {"computing_seconds": _computing_seconds() - began, **_memory()}
+            spent: FunctionReply = {"computing_seconds": _computing_seconds() - began, **_memory()}
             connection.sendall(_line({"id": asked["id"], **reply, **spent}))
 
 
@@ -185,7 +197,7 @@ async def _answer_together(function: UserFunction, connection: socket.socket, se
         try:
             async with asyncio.timeout(seconds) as limit:
                 value = await function(asked["rows"])
-            reply: dict[str, Any] = {"rewards": function.rewards(value, asked["rows"])}
+            reply: FunctionReply = {"rewards": function.rewards(value, asked["rows"])}
         except TimeoutError as error:
             what = f"did not answer within {seconds:g} s" if limit.expired() else _failure(error, function)
             reply = {"error": what}
@@ -223,7 +235,7 @@ def _computing_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def _memory() -> dict[str, Any]:
+def _memory() -> FunctionReply:
     """What another process of this function would take, at most: its bytes, and whether it computes on a GPU."""
     torch = sys.modules.get("torch")
     is_on_gpu = torch is not None and torch.cuda.is_initialized()

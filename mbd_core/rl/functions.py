@@ -12,13 +12,14 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
 
-from mbd_core.rl.function_process import LINE_BYTES, CallForm
+from mbd_core.rl.function_process import LINE_BYTES, CallForm, FunctionReply
 from mbd_core.rl.parts import Failure, RewardFailed, RewardOutcome, failed, first_error, outcome_of, question
+from mbd_core.rl.rows import JudgedRow
 
 START_SECONDS = 120.0  # for a function's process to import its libraries
 GRACE = 5.0  # seconds for an `async def` function's process to say that an answer's time is over
@@ -45,7 +46,7 @@ class FunctionProcess:
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
             )
         self._socket, self._numbers = ours, count()
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._waiting: dict[int, asyncio.Future[FunctionReply]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._listening: asyncio.Task[None] | None = None
         self._lost = ""  # the reason why the process is lost
@@ -71,7 +72,7 @@ class FunctionProcess:
         self.is_async, self.form = said["is_async"], said["form"]
         self._listening = asyncio.create_task(self._listen(reader))
 
-    async def ask(self, rows: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+    async def ask(self, rows: Sequence[JudgedRow], seconds: float) -> FunctionReply:
         """The reply about these answers. Raises `ProcessLost`, after which the process has ended."""
         assert self._writer is not None
         if self._lost:
@@ -126,7 +127,7 @@ class FunctionReward:
         """Import the function. Raises `RewardFailed` where it cannot be imported or asked."""
         self._give_back(await self._take())
 
-    async def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[RewardOutcome]:
+    async def judge(self, rows: Sequence[JudgedRow]) -> list[RewardOutcome]:
         """An outcome for each row. Raises `RewardFailed` where the function cannot be asked at all, and with `stops`
         for a row that fails."""
         outcomes: list[RewardOutcome] = [None] * len(rows)
@@ -166,7 +167,7 @@ class FunctionReward:
         self._idle.clear()
         self._shared = None
 
-    async def _ask(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Sequence[RewardOutcome], int]:
+    async def _ask(self, rows: Sequence[JudgedRow]) -> tuple[Sequence[RewardOutcome], int]:
         """The outcomes for answers that are asked together, and how many answers may be under way from now on."""
         process = await self._take()
         clock = asyncio.get_running_loop()
@@ -182,7 +183,7 @@ class FunctionReward:
             return [Failure(reply["error"])] * len(rows), most
         return [outcome_of(value) for value in reply["rewards"]], most
 
-    def _most_processes(self, reply: Mapping[str, Any], seconds: float) -> int:
+    def _most_processes(self, reply: FunctionReply, seconds: float) -> int:
         """How many processes pay, after a plain function's reply: one, unless it waits and there is memory."""
         is_waiting = seconds - reply["computing_seconds"] > WAITING_SHARE * seconds
         if seconds < SLOW or not is_waiting or reply["is_on_gpu"]:
@@ -222,7 +223,7 @@ class FunctionReward:
             self._idle.append(process)
 
 
-def _units(rows: Sequence[Mapping[str, Any]], form: CallForm) -> list[list[int]]:
+def _units(rows: Sequence[JudgedRow], form: CallForm) -> list[list[int]]:
     """The places of the answers that are asked together: all answers to a prompt for a function of lists, else one."""
     if form != "lists":
         return [[place] for place in range(len(rows))]

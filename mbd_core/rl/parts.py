@@ -1,9 +1,10 @@
 """The parts of a reward: a part gives an answer a number, nothing where it does not apply, or fails."""
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from mbd_core.rl.rows import JudgedRow
 
 CORRECT, TPF = "correct", "tpf"  # the parts that are no function and no service
 
@@ -37,12 +38,17 @@ def is_finite(value: float) -> bool:
     return abs(value) <= sys.float_info.max
 
 
-def question(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a function or a service is asked about an answer."""
-    return {name: row[name] for name in ("prompt", "text", "reference", "problem_id")}
+def question(row: JudgedRow) -> dict[str, str]:
+    """What a function or a service is asked about a decoded answer."""
+    return {
+        "prompt": row["prompt"],
+        "text": row["text"] or "",
+        "reference": row["reference"],
+        "problem_id": row["problem_id"],
+    }
 
 
-def failed(name: str, failure: Failure, row: Mapping[str, Any]) -> RewardFailed:
+def failed(name: str, failure: Failure, row: JudgedRow) -> RewardFailed:
     return RewardFailed(f"reward '{name}' {failure.why}, for an answer to {row['problem_id']}")
 
 

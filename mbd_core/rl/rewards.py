@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import pyarrow as pa
 
@@ -26,7 +26,7 @@ from mbd_core.evaluation.sweep.grading.part_grading import grade_table
 from mbd_core.fields import UPDATES, Flag, Ge, Gt, configuration
 from mbd_core.rl.functions import FunctionReward
 from mbd_core.rl.parts import CORRECT, TPF, Failure, RewardFailed, RewardOutcome, failed, first_error
-from mbd_core.rl.rows import SCORES, ScoreColumns
+from mbd_core.rl.rows import SCORES, JudgedRow, ScoreColumns
 from mbd_core.rl.services import HttpReward, has_host, key_in
 
 FUNCTION = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_][\w.]*")
@@ -110,7 +110,7 @@ class Scorer:
             [self._score(row, next(judged) if row["error"] is None else None) for row in rows], schema=SCORES
         )
 
-    async def _ask(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, RewardOutcome]]:
+    async def _ask(self, rows: Sequence[JudgedRow]) -> list[dict[str, RewardOutcome]]:
         """The outcomes of each judge for each row; all judges work at once."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -119,7 +119,7 @@ class Scorer:
             raise first_error(errors) from None
         return [{name: task.result()[place] for name, task in tasks.items()} for place in range(len(rows))]
 
-    def _score(self, row: Mapping[str, Any], judged: Mapping[str, RewardOutcome] | None) -> ScoreColumns:
+    def _score(self, row: JudgedRow, judged: Mapping[str, RewardOutcome] | None) -> ScoreColumns:
         overlong = row["finish_reason"] == "length"
         correct = bool(row["correct"]) and not (overlong and self._config.overlong_is_wrong)
         score = ScoreColumns(correct=correct, overlong=overlong, reason=row["reason"], rewards=None, failure=None)

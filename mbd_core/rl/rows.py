@@ -14,6 +14,7 @@ from mbd_core.batch.rows import (
     ReplayColumns,
     arrow_fields,
 )
+from mbd_core.evaluation.sweep.grading.graded_rows import GradeColumns
 
 
 class PlaceColumns(TypedDict):
@@ -72,6 +73,12 @@ class RolloutRow(
     PlannedRow, AnswerColumns, EngineCountColumns, EndColumns, ReplayColumns, PlaceColumns, RolloutColumns
 ):
     """A rollout that was decoded, or was not, for the reason in `error`."""
+
+
+class JudgedRow(PlannedRow, AnswerColumns, EngineCountColumns, EndColumns, GradeColumns):
+    """A graded rollout and its group, of which a reward is asked."""
+
+    group: int
 
 
 class ScoreColumns(TypedDict):

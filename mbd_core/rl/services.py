@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 import aiohttp
@@ -21,6 +20,7 @@ from mbd_core.errors import error_sentence
 from mbd_core.json_text import parse_json
 from mbd_core.proxies import is_own, proxy_note
 from mbd_core.rl.parts import Failure, RewardOutcome, failed, first_error, outcome_of, question
+from mbd_core.rl.rows import JudgedRow
 
 SHORTEST_PAUSE, FIRST_PAUSE, LONGEST_PAUSE = 0.1, 0.5, 30.0  # seconds
 LOST = 2  # answers in a row that a service gives no reward within the patience: it is down
@@ -75,7 +75,7 @@ class HttpReward:
     async def resolve(self) -> None:
         """Does nothing: the first question tests the service."""
 
-    async def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[RewardOutcome]:
+    async def judge(self, rows: Sequence[JudgedRow]) -> list[RewardOutcome]:
         """An outcome for each row, with `concurrency` of them asked at a time. Raises `RewardFailed` with `stops` for
         a row that fails. Once a service answered nothing for the whole patience, the other rows fail at once."""
         outcomes: list[RewardOutcome] = [None] * len(rows)
@@ -109,7 +109,7 @@ class HttpReward:
     async def close(self) -> None:
         """Nothing stays open."""
 
-    async def _outcome(self, session: aiohttp.ClientSession, row: Mapping[str, Any]) -> RewardOutcome:
+    async def _outcome(self, session: aiohttp.ClientSession, row: JudgedRow) -> RewardOutcome:
         clock = asyncio.get_running_loop()
         began, pause, tries = clock.time(), FIRST_PAUSE, 0
         busy: ServiceBusy | None = None
@@ -145,7 +145,7 @@ class HttpReward:
             return Failure(why)
         return Failure(self._down)
 
-    async def _reply(self, session: aiohttp.ClientSession, row: Mapping[str, Any], seconds: float) -> bytes:
+    async def _reply(self, session: aiohttp.ClientSession, row: JudgedRow, seconds: float) -> bytes:
         """The body of a good reply. Raises `ServiceBusy`, `ServiceRefused` or `TimeoutError`."""
         url = self._url
         try:

@@ -4,7 +4,7 @@ import datetime
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -114,16 +114,17 @@ def _read_problems(task: Task, path: str) -> list[Problem]:
     return problems
 
 
-def _checked_row(row: dict[str, Any], *, task: Task) -> dict[str, Any]:
+def _checked_row(row: Mapping[str, Any], *, task: Task) -> Mapping[str, Any]:
     """The row, with the task's columns in their types; further columns stay."""
-    for column, kind in task.columns.items():
+    columns = task.columns
+    for column, kind in columns.items():
         if column not in row:
             what_to_do = f"; {task.other_form}" if task.other_form else ""
             raise ValueError(
-                f"no column '{column}'; a row needs {', '.join(task.columns)}, and has {', '.join(row)}{what_to_do}"
+                f"no column '{column}'; a row needs {', '.join(columns)}, and has {', '.join(row)}{what_to_do}"
             )
         if not isinstance(row[column], kind):
-            kind_names = " or ".join(_KINDS[k] for k in (kind if isinstance(kind, tuple) else (kind,)))
+            kind_names = " or ".join(_KINDS[each] for each in kind)
             raise ValueError(f"column '{column}' must be {kind_names}, not {type(row[column]).__name__}")
     return row
 

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -80,7 +80,7 @@ def load_examples(task: Task, path: str) -> list[FewShotExample]:
     return [_example(task, place, row) for _, place, row in read_rows(path)]
 
 
-def _example(task: Task, place: str, row: dict[str, Any]) -> FewShotExample:
+def _example(task: Task, place: str, row: Mapping[str, Any]) -> FewShotExample:
     question = next((row[name] for name in QUESTIONS if isinstance(row.get(name), str)), None)
     answer = next((row[name] for name in ANSWERS if isinstance(row.get(name), str)), None)
     if question is None or answer is None:

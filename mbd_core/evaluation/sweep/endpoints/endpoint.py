@@ -13,13 +13,23 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 from urllib.parse import urlsplit
 
 import pyarrow as pa
 
 from mbd_core.batch.parts import in_turns
-from mbd_core.batch.rows import COUNTS, DECODED_COLUMNS, before_stop, with_draws
+from mbd_core.batch.rows import (
+    COUNTS,
+    DECODED_COLUMNS,
+    AnswerColumns,
+    CountColumns,
+    DecodedRow,
+    EndColumns,
+    PlannedRow,
+    before_stop,
+    with_draws,
+)
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.evaluation.sweep.endpoints.request_form import RequestForm, ask_a_token, learn_form
 from mbd_core.proxies import is_own, proxy_note
@@ -296,6 +306,10 @@ class EndpointLost(RuntimeError):
     """An endpoint that answered before no longer answers."""
 
 
+class ReplyColumns(AnswerColumns, CountColumns, EndColumns):
+    """What an endpoint says of a row, or why it says nothing."""
+
+
 class EndpointStage:
     """Asks endpoints, with `concurrency` requests under way at a time; `keys` holds the keys of endpoints that need
     one."""
@@ -312,7 +326,7 @@ class EndpointStage:
         With an exception the requests that have not begun are dropped, and those under way are not waited for, not
         even when the process ends: an answer may take minutes.
         """
-        rows = table.to_pylist()
+        rows: list[DecodedRow] = table.to_pylist()
         waiting, outcomes = deque(in_turns(rows)), SimpleQueue[BaseException | None]()
         for _ in range(min(self._concurrency, len(rows))):
             threading.Thread(target=self._ask_waiting, args=(waiting, outcomes), name="endpoint", daemon=True).start()
@@ -336,7 +350,7 @@ class EndpointStage:
         for client in self._clients.values():
             client.close()
 
-    def _ask_waiting(self, waiting: deque[dict[str, Any]], outcomes: SimpleQueue[BaseException | None]) -> None:
+    def _ask_waiting(self, waiting: deque[DecodedRow], outcomes: SimpleQueue[BaseException | None]) -> None:
         """Ask row after row while some wait; each adds its columns to itself, and `None` or its error to `ended`."""
         while True:
             try:
@@ -349,7 +363,7 @@ class EndpointStage:
             except BaseException as error:
                 outcomes.put(error)
 
-    def _ask(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask(self, row: PlannedRow) -> ReplyColumns:
         """The decoded columns of a row."""
         import openai
 
@@ -374,7 +388,7 @@ class EndpointStage:
             return {"error": f"the endpoint's answer has not OpenAI's form ({reason})"}
 
 
-def _request(client: "openai.OpenAI", endpoint: Endpoint, row: Mapping[str, Any]) -> Any:
+def _request(client: "openai.OpenAI", endpoint: Endpoint, row: PlannedRow) -> Any:
     """The raw answer to a row's prompt: a chat, or a text to continue."""
     prompt, decoding = json.loads(row["input"]), json.loads(row["config"])
     fields: dict[str, Any] = {"max_tokens": row["max_tokens"], "temperature": 0}
@@ -394,7 +408,7 @@ def _request(client: "openai.OpenAI", endpoint: Endpoint, row: Mapping[str, Any]
     return client.chat.completions.with_raw_response.create(messages=prompt, **fields)
 
 
-def _columns(answer: Any, seconds: float, stop: list[str]) -> dict[str, Any]:
+def _columns(answer: Any, seconds: float, stop: list[str]) -> ReplyColumns:
     """What an answer says: its text, its tokens if it counts them, and the forwards if the endpoint is ours."""
     choice, usage = answer.choices[0], answer.usage
     finish_reason = FINISH_REASONS.get(choice.finish_reason, choice.finish_reason)
@@ -412,7 +426,8 @@ def _columns(answer: Any, seconds: float, stop: list[str]) -> dict[str, Any]:
     columns |= {name: counts[name] for name in COUNTS if name in counts}
     numbers = {name: count if type(count) is int and 0 <= count < 2**63 else None for name, count in columns.items()}
     answer_text = before_stop((text or "").encode("utf-8", "replace").decode(), stop)
-    return {**numbers, "text": answer_text, "finish_reason": finish_reason, "seconds": seconds}
+    counted = cast(CountColumns, numbers)
+    return {**counted, "text": answer_text, "finish_reason": finish_reason, "seconds": seconds}
 
 
 def _answers(client: "openai.OpenAI", endpoint: Endpoint) -> bool:

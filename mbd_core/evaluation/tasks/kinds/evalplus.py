@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from mbd_core.evaluation.sandbox.plain_data import Digest, Value, encode
 from mbd_core.evaluation.sandbox.processes import Limits
@@ -187,29 +187,39 @@ EVALPLUS = Grader(
     judgements=("base", "plus"),
     programs=Programs(extract=function_in, sample_file="evalplus.jsonl"),
 )
-COLUMNS: dict[str, type | tuple[type, ...]] = {
-    "task_id": str,
-    "prompt": str,
-    "entry_point": str,
-    "canonical_solution": str,
-    "base_input": list,
-    "plus_input": (list, dict),
-    "atol": (int, float),
-}
 
 
-def _plus_problem(dataset: Dataset) -> Callable[[str, dict[str, Any]], Problem]:
-    def problem(_problem_id: str, row: dict[str, Any]) -> Problem:
+class PlusRow(TypedDict):
+    """A row of EvalPlus's files; a problem without plus inputs has `{}` there."""
+
+    task_id: str
+    prompt: str
+    entry_point: str
+    canonical_solution: str
+    base_input: list[list[Any]]
+    plus_input: list[list[Any]] | dict[str, Any]
+    atol: int | float
+
+
+def _plus_problem(dataset: Dataset) -> Callable[[str, PlusRow], Problem]:
+    def problem(_problem_id: str, row: PlusRow) -> Problem:
         _check_dataset(dataset, row["task_id"])
-        fields = {name: row[name] for name in COLUMNS}
-        fields["plus_input"] = list(row["plus_input"])  # a problem without any has `{}` there
-        reference = PlusProblem(dataset=dataset, **fields).pack()
+        plus_problem = PlusProblem(
+            dataset=dataset,
+            task_id=row["task_id"],
+            prompt=row["prompt"],
+            entry_point=row["entry_point"],
+            canonical_solution=row["canonical_solution"],
+            base_input=row["base_input"],
+            plus_input=row["plus_input"] if isinstance(row["plus_input"], list) else [],
+            atol=row["atol"],
+        )
         text, tests = _words_and_tests(row["prompt"]) if dataset == "mbpp" else ("", "")
         return Problem(
             problem_id=row["task_id"],
             prompt=row["prompt"],
-            reference=reference,
-            entry_point=function_name(row),
+            reference=plus_problem.pack(),
+            entry_point=function_name(row["entry_point"]),
             text=text,
             tests=tests,
         )
@@ -237,7 +247,7 @@ def _words_and_tests(prompt: str) -> tuple[str, str]:
 HUMANEVAL_PLUS = Task(
     name="humaneval-plus",
     label="HumanEval+",
-    columns=COLUMNS,
+    row=PlusRow,
     problem=_plus_problem("humaneval"),
     grader=EVALPLUS,
     other_form="give EvalPlus's own HumanEvalPlus.jsonl.gz; task 'humaneval' takes the hub's "
@@ -246,7 +256,7 @@ HUMANEVAL_PLUS = Task(
 MBPP_PLUS = Task(
     name="mbpp-plus",
     label="MBPP+",
-    columns=COLUMNS,
+    row=PlusRow,
     problem=_plus_problem("mbpp"),
     grader=EVALPLUS,
     other_form="give EvalPlus's own MbppPlus.jsonl.gz; of the hub's evalplus/mbppplus task 'mbpp' runs MBPP's own "

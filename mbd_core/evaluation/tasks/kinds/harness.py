@@ -5,7 +5,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -161,7 +161,11 @@ def _grade(name: str, problem: Problem, text: str) -> Grade:
     return Grade(correct=right, reason="passed" if right else "wrong", detail=json.dumps(metrics))
 
 
-def _no_problem(problem_id: str, _row: dict[str, Any]) -> Problem:
+class HarnessRow(TypedDict):
+    """Nothing: the harness reads its data sets itself."""
+
+
+def _no_problem(problem_id: str, _row: HarnessRow) -> Problem:
     raise ValueError(f"{problem_id}: a task of lm-evaluation-harness is swept, by --tasks; it reads no rows of a file")
 
 
@@ -169,4 +173,4 @@ def named_task(name: str) -> Task:
     """The task of `harness:NAME`."""
     own_name = name.removeprefix(HARNESS_PREFIX)
     grader = Grader(rule="harness", judge=functools.partial(_grade, own_name))
-    return Task(name=name, label=own_name, columns={}, problem=_no_problem, grader=grader)
+    return Task(name=name, label=own_name, row=HarnessRow, problem=_no_problem, grader=grader)

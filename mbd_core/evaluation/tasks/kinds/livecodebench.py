@@ -17,10 +17,10 @@ import pickletools
 import re
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import Any, TypedDict
 
 from mbd_core.evaluation.sandbox.plain_data import Value
 from mbd_core.evaluation.sandbox.processes import Limits
@@ -32,11 +32,6 @@ TEST_SECONDS = 6.0
 MEMORY_BYTES = 4 << 30
 SPARE_BYTES = 1 << 16
 LONGEST_TESTS = 1 << 30  # bytes of a problem's tests
-COLUMNS: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("question_id", "question_content", "platform", "starter_code", "difficulty", "metadata"), str),
-    **dict.fromkeys(("public_test_cases", "private_test_cases"), str),
-    "contest_date": (str, datetime.datetime),
-}
 
 # What stands before every program, as in the benchmark: these modules' names, the modules, and a deep recursion.
 _MODULES = (
@@ -56,6 +51,18 @@ WITHOUT_STARTER = (
     "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample "
     "inputs). Enclose your code within delimiters as follows.\n```python\n# YOUR CODE HERE\n```"
 )
+
+
+class ContestRow(TypedDict):
+    question_id: str
+    question_content: str
+    platform: str
+    starter_code: str
+    difficulty: str
+    metadata: str
+    public_test_cases: str
+    private_test_cases: str
+    contest_date: str | datetime.datetime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +90,7 @@ class Window:
             raise ValueError(f"the window '{text}' ends before it begins; write the earlier date first")
         return cls(first=first, last=last)
 
-    def holds(self, row: dict[str, Any]) -> bool:
+    def holds(self, row: ContestRow) -> bool:
         """Whether a row's contest is within it; `ValueError` for a row without a date."""
         date = str(row["contest_date"])[:10]
         try:
@@ -111,7 +118,7 @@ class ContestProblem:
     date: str
 
     @classmethod
-    def of_row(cls, row: dict[str, Any]) -> "ContestProblem":
+    def of_row(cls, row: ContestRow) -> "ContestProblem":
         """The problem of a row; `ValueError` for tests that cannot be read."""
         metadata = _parse_column(row["metadata"] or "{}", "metadata", dict)
         function = metadata.get("func_name") or ""
@@ -291,7 +298,7 @@ def judge_contest(reference: str, program: str) -> RunVerdict:
     )
 
 
-def _problem(_problem_id: str, row: dict[str, Any]) -> Problem:
+def _problem(_problem_id: str, row: ContestRow) -> Problem:
     contest = ContestProblem.of_row(row)
     return Problem(
         problem_id=row["question_id"],
@@ -316,7 +323,7 @@ def _kinds(problem: Problem) -> tuple[str, ...]:
 LIVE_CODE_BENCH = Task(
     name=NAME,
     label="LiveCodeBench",
-    columns=COLUMNS,
+    row=ContestRow,
     problem=_problem,
     grader=Grader(
         rule="contest",

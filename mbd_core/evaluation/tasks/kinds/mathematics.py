@@ -1,6 +1,6 @@
 """Tasks whose answer is a number or an expression: GSM8K, MATH, and those that are generated."""
 
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from mbd_core.evaluation.tasks.answers.marked_answers import (
     boxed,
@@ -66,31 +66,48 @@ GENERATED_NUMBER = Grader(rule="strict", judge=_grade_generated, judgements=("st
 EXPRESSION = Grader(rule="math", judge=_grade_expression, judgements=("strict", "flexible"), vote="flexible")
 
 
-def _number_problem(problem_id: str, row: dict[str, Any]) -> Problem:
+class NumberRow(TypedDict):
+    """A question whose answer ends in `####` and a number."""
+
+    question: str
+    answer: str
+
+
+class Math500Row(TypedDict):
+    problem: str
+    answer: str
+    unique_id: NotRequired[str]
+
+
+class MathRow(TypedDict):
+    problem: str
+    solution: str
+
+
+def _number_problem(problem_id: str, row: NumberRow) -> Problem:
     number = strict_number(row["answer"])
     if number is None or parse_number(number) is None:
         raise ValueError("column 'answer' must end in '#### ' and a number")
     return Problem(problem_id=problem_id, prompt=row["question"], reference=number)
 
 
-def _math500_problem(problem_id: str, row: dict[str, Any]) -> Problem:
+def _math500_problem(problem_id: str, row: Math500Row) -> Problem:
     if not row["answer"].strip():
         raise ValueError("column 'answer' must not be empty")
     return Problem(problem_id=str(row.get("unique_id") or problem_id), prompt=row["problem"], reference=row["answer"])
 
 
-def _math_problem(problem_id: str, row: dict[str, Any]) -> Problem:
+def _math_problem(problem_id: str, row: MathRow) -> Problem:
     answer = boxed(row["solution"])
     if answer is None:
         raise ValueError("column 'solution' must have its answer in \\boxed{...}")
     return Problem(problem_id=problem_id, prompt=row["problem"], reference=answer)
 
 
-NUMBER_COLUMNS = {"question": str, "answer": str}
 GSM_MINI = Task(
     name="gsm-mini",
     label="GSM-mini",
-    columns=NUMBER_COLUMNS,
+    row=NumberRow,
     problem=_number_problem,
     grader=GENERATED_NUMBER,
     generate=GENERATED_TASKS["gsm-mini"].generate,
@@ -98,33 +115,31 @@ GSM_MINI = Task(
 LEDGER_MINI = Task(
     name="ledger-mini",
     label="Ledger-mini",
-    columns=NUMBER_COLUMNS,
+    row=NumberRow,
     problem=_number_problem,
     grader=GENERATED_NUMBER,
     generate=GENERATED_TASKS["ledger-mini"].generate,
     max_tokens=192,
 )
-GSM8K = Task(
-    name="gsm8k", label="GSM8K", columns=NUMBER_COLUMNS, problem=_number_problem, grader=_stated_number("####")
-)
+GSM8K = Task(name="gsm8k", label="GSM8K", row=NumberRow, problem=_number_problem, grader=_stated_number("####"))
 GSM8K_COT = Task(
     name="gsm8k-cot",
     label="GSM8K-CoT",
-    columns=NUMBER_COLUMNS,
+    row=NumberRow,
     problem=_number_problem,
     grader=_stated_number("The answer is"),
 )
 MATH500 = Task(
     name="math500",
     label="MATH500",
-    columns={"problem": str, "answer": str},
+    row=Math500Row,
     problem=_math500_problem,
     grader=EXPRESSION,
 )
 MATH = Task(
     name="math",
     label="MATH",
-    columns={"problem": str, "solution": str},
+    row=MathRow,
     problem=_math_problem,
     grader=EXPRESSION,
 )

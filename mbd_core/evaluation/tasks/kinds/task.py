@@ -1,10 +1,13 @@
 """A task: a benchmark's rows as problems, and how its answers are graded."""
 
+import functools
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from mbd_core.evaluation.sandbox.programs import RunReason
+from mbd_core.fields import members
 
 GradeReason = RunReason | Literal["ungradable"]
 Judgement = Literal["strict", "flexible", "base", "plus"]
@@ -84,8 +87,9 @@ class Grader:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A benchmark: its columns and their types, how a row becomes a problem, and how an answer is graded.
+    """A benchmark: its rows, how a row becomes a problem, and how an answer is graded.
 
+    row         the `TypedDict` of a row; rows of a file may have further columns
     generate    draws rows; a task without it reads its rows from a file that the user names
     max_tokens  tokens of an answer to a generated problem, at most; for a file's problems the recipe says them
     is_asked    whether a row is one of the task's problems; the others are passed over
@@ -94,13 +98,18 @@ class Task:
 
     name: str
     label: str
-    columns: Mapping[str, type | tuple[type, ...]]
-    problem: Callable[[str, dict[str, Any]], Problem]
+    row: type
+    problem: Callable[[str, Any], Problem]
     grader: Grader
     generate: Callable[..., Iterator[dict[str, str]]] | None = None
     max_tokens: int = 128
-    is_asked: Callable[[dict[str, Any]], bool] = lambda _row: True
+    is_asked: Callable[[Any], bool] = lambda _row: True
     other_form: str = ""
+
+    @property
+    def columns(self) -> Mapping[str, tuple[type, ...]]:
+        """The columns that a row must have, and the types of their values."""
+        return _columns(self.row)
 
     @property
     def benchmark(self) -> str:
@@ -136,6 +145,12 @@ class Task:
         if "\0" in program or not _is_utf8(program):
             return Grade(correct=False, reason="error", detail="the program is no text")
         return self.grader.judge(problem, program)
+
+
+@functools.cache
+def _columns(row: Any) -> Mapping[str, tuple[type, ...]]:
+    hints = {name: hint for name, hint in typing.get_type_hints(row).items() if name in row.__required_keys__}
+    return {name: tuple(typing.get_origin(kind) or kind for kind in members(hint)) for name, hint in hints.items()}
 
 
 def ungradable(error: Exception) -> Grade:

@@ -3,7 +3,7 @@
 import ast
 import builtins
 import json
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from mbd_core.evaluation.sandbox.processes import Limits
 from mbd_core.evaluation.sandbox.program_text import extract_program
@@ -25,16 +25,33 @@ def _run_tests(problem: Problem, program: str) -> Grade:
 TESTED = Grader(rule="code", judge=_run_tests, programs=Programs(extract=function_in))
 
 
-def function_name(row: dict[str, Any]) -> str:
+class FunctionRow(TypedDict):
+    task_id: str
+    prompt: str
+    test: str
+    entry_point: str
+
+
+class MbppRow(TypedDict):
+    """A row of MBPP's full file (`text`) or of its sanitised one (`prompt`)."""
+
+    task_id: int | str
+    test_list: list[str]
+    text: NotRequired[str]
+    prompt: NotRequired[str]
+    test_imports: NotRequired[list[str] | None]
+    test_setup_code: NotRequired[str | None]
+
+
+def function_name(name: str) -> str:
     """The name in a row's column `entry_point`."""
-    name = row["entry_point"]
     if not name.isidentifier():
         raise ValueError(f"column 'entry_point' must be a function's name, not {name!r}")
-    return str(name)
+    return name
 
 
-def _humaneval_problem(_problem_id: str, row: dict[str, Any]) -> Problem:
-    entry_point = function_name(row)
+def _humaneval_problem(_problem_id: str, row: FunctionRow) -> Problem:
+    entry_point = function_name(row["entry_point"])
     if "plus_input" in row:
         raise ValueError(
             "the row has EvalPlus's inputs ('plus_input'), which task 'humaneval' would leave out; "
@@ -46,8 +63,7 @@ def _humaneval_problem(_problem_id: str, row: dict[str, Any]) -> Problem:
     )
 
 
-def _mbpp_problem(_problem_id: str, row: dict[str, Any]) -> Problem:
-    """A row of MBPP's full file (`text`) or of its sanitised one (`prompt`)."""
+def _mbpp_problem(_problem_id: str, row: MbppRow) -> Problem:
     text = row.get("text") or row.get("prompt")
     if not isinstance(text, str):
         raise ValueError("no column 'text' or 'prompt' with the problem's text")
@@ -75,20 +91,19 @@ def _tested_function(assertions: list[Any]) -> str:
         raise ValueError("column 'test_list' must hold assertions that call the wanted function") from None
 
 
-CODE_COLUMNS = {"task_id": str, "prompt": str, "test": str, "entry_point": str}
 CODE_MINI = Task(
     name="code-mini",
     label="Code-mini",
-    columns=CODE_COLUMNS,
+    row=FunctionRow,
     problem=_humaneval_problem,
     grader=TESTED,
     generate=GENERATED_TASKS["code-mini"].generate,
 )
-HUMANEVAL = Task(name="humaneval", label="HumanEval", columns=CODE_COLUMNS, problem=_humaneval_problem, grader=TESTED)
+HUMANEVAL = Task(name="humaneval", label="HumanEval", row=FunctionRow, problem=_humaneval_problem, grader=TESTED)
 MBPP = Task(
     name="mbpp",
     label="MBPP",
-    columns={"task_id": (int, str), "test_list": list},
+    row=MbppRow,
     problem=_mbpp_problem,
     grader=TESTED,
 )
