@@ -2,7 +2,7 @@
 
 A third run has the shared sequence with the last layer's MLP on all its tokens, not on the labelled ones alone.
 
-On a CPU the seconds are the processor's, of all threads: what else runs on the machine is not counted.
+On a CPU the seconds are processor seconds of all threads, so that other work on the machine is not counted.
 """
 
 import random
@@ -37,9 +37,9 @@ from mbd_core.multitf.step.trainer import batch_indices
 
 # The operations of a training sample's forward, counted: one shared clean stream against separate ones.
 #
-# Counted are the multiplications of the layers' matrices and of the attention; not the embedding, and not the last
-# layer's MLP, the head and the loss, which take the same labelled positions either way. The backward pass is twice
-# the forward.
+# The multiplications of the layers' matrices and of attention are counted. The embedding is not counted, nor are the
+# last layer's MLP, the head and the loss: both forms compute these at the same labelled positions. The backward pass
+# is twice the forward.
 AttentionKind = Literal["dense", "flex"]
 COUNT_COLUMNS = {
     "max_group": "G",
@@ -75,7 +75,8 @@ def token_ratio(num_layouts: int) -> float:
 def computed_pairs(layouts: Sequence[GroupLayout], block_size: int, attention: AttentionKind) -> int:
     """Number of pairs that the attention computes in the streams of `layouts` and their clean stream.
 
-    Dense attention computes all. FlexAttention computes the blocks of `FLEX_BLOCK` squared with a visible pair.
+    Dense attention computes all. FlexAttention computes each block of `FLEX_BLOCK` x `FLEX_BLOCK` pairs that has a
+    visible pair.
     """
     num_blocks = layouts[0].num_blocks
     length = (len(layouts) + 1) * num_blocks * block_size
@@ -146,10 +147,10 @@ def count_row(
     return row
 
 
-# How much of a training's positions is padding, with short samples packed together and without: counted, not run.
+# The share of padding in a training's positions, with and without packing of short samples: counted, not run.
 #
-# The counts are tokens of samples. Every noisy stream has as many again, so training sequences have the same shares.
-# Only their last clean blocks differ: training sequences leave them out.
+# The counts are of samples' tokens. Each noisy stream repeats them, so training sequences have the same shares, apart
+# from the last clean blocks, which they leave out.
 
 MOST_STEPS = 200
 PADDING = {

@@ -17,13 +17,13 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.serving.tokens.prefix_affinity import PrefixAffinity, leading_pages
 
-NUM_CHAINS = 64  # cached hash chains of requests between choice and acceptance; further chains are computed twice
+NUM_CHAINS = 64  # requests between choice and acceptance whose hash chains are kept; others compute them twice
 
 
 class PrefixRouter(RequestRouter):
     """`RequestRouterConfig(request_router_class=..., request_router_kwargs={"page_size": ..., "balance": ...})`."""
 
-    # Within Serve's 0.1 s an idle replica on a busy machine may not answer, and known replicas would get all.
+    # Serve waits 0.1 s. On a busy machine an idle replica needs longer, and known replicas would get all requests.
     queue_len_response_deadline_s = 1.0
 
     def initialize_state(self, *, page_size: int, balance: int) -> None:
@@ -49,7 +49,7 @@ class PrefixRouter(RequestRouter):
         return [[by_name.pop(replica_id)], list(by_name.values())]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """A replica has accepted the request; it is another than the preferred replica if that was full."""
+        """A replica has accepted the request. It is not the preferred replica if that was full."""
         self._chosen.pop(pending_request.future, None)
         self._affinity.note(self._pages(pending_request), replica_id.unique_id)
 

@@ -1,4 +1,4 @@
-"""Work that kills the engine's process: it becomes rows with the reason, or ends the batch.
+"""Work that kills the engine's process. It becomes rows with the reason, or ends the batch.
 
 A part that killed `MOST_DEATHS` processes is put aside. After the other parts, its samples are decoded one by one, and
 a sample that killed as many processes becomes a row with the reason. A model that decodes nothing at all ends the
@@ -15,10 +15,10 @@ from mbd_core.batch.parts import NumberedTable, Part
 from mbd_core.batch.postprocess import Postprocess
 from mbd_core.batch.rows import DECODED_COLUMNS, PLANNED_COLUMNS, PlannedRow, with_draws
 
-MOST_DEATHS = 2  # of one part, then of one sample by itself
-MOST_LOST = 4  # parts, or samples, of a model that decodes none
+MOST_DEATHS = 2  # processes that a part may kill, and later each of its samples
+MOST_LOST = 4  # parts, or samples, before a model that decodes nothing ends the batch
 DEATH_TEXT = f"the engine's process died {MOST_DEATHS} times while it decoded this sample"
-NO_SAMPLES = DECODED_COLUMNS.empty_table()  # in place of samples that killed an engine's process too often
+NO_SAMPLES = DECODED_COLUMNS.empty_table()  # the result of samples that killed too many processes
 
 
 class Attempts:
@@ -57,8 +57,7 @@ class DeathWatch:
         self.decoding.add(model)
 
     def note_lost(self, model: str, work: str) -> None:
-        """Records samples that killed an engine too often. Raises `ModelDies` if the model decodes no others
-        either."""
+        """Records samples that killed an engine too often. Raises `ModelDies` if the model decodes no other sample."""
         self._losses.setdefault(model, []).append(work)
         if len(self._losses[model]) == MOST_LOST:
             self.check(model)

@@ -1,4 +1,4 @@
-"""Every row of a table is decoded by the engine of its model, to where its answer ends, or its texts are scored."""
+"""Decodes each row of a table by its model's engine until the answer ends, or scores the row's texts."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -30,8 +30,8 @@ class NoOutput:
 
 
 def sample_requests(model: DecodingModel, rows: Sequence[PlannedRow]) -> list[Request]:
-    """A request for each row of `PLANNED_COLUMNS`; its id is the row's number. It asks for fewer tokens than the plan
-    where the model holds no more, and the plan allows it."""
+    """A request for each row of `PLANNED_COLUMNS`; its id is the row's number. Where the plan allows it, a request
+    asks for no more tokens than the model holds."""
     positions = model.engine.admission.max_positions
     requests = []
     for row, prompt in zip(rows, prompt_ids(model.tokenizer, [row["input"] for row in rows]), strict=True):
@@ -59,8 +59,8 @@ class DecodeStage:
     """Decodes tables of samples. Rows with different decoding configurations run together.
 
     `load_model` loads a model by the name in the rows; its `ValueError` becomes a `ModelRefused`. One engine is in
-    memory at a time: it is closed before another model is loaded, and after a failure before it is loaded again. It
-    forgets the prefixes of one table before the next, so a row's numbers depend on its table alone.
+    memory at a time: it is closed before another model is loaded, and after a failure. Before each table it forgets
+    its prefixes, so a row's numbers depend on its table alone.
     """
 
     def __init__(self, load_model: Callable[[str], DecodingModel]) -> None:
@@ -146,7 +146,8 @@ class DecodeStage:
         return results | self._run(name, [request for request in requests if request.request_id not in results], stops)
 
     def _run(self, name: str, requests: Sequence[Request], stops: Stops) -> dict[str, Output | NoOutput]:
-        """Run admitted requests together. If that fails, run each alone, so that only the cause of it fails."""
+        """Run admitted requests together. If that fails, run each alone, so that only the request that causes the
+        failure fails."""
         if not requests:
             return {}
         outputs = self._generate(name, requests, stops)

@@ -20,8 +20,8 @@ Context = str | list[dict[str, str]]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, inputs: Sequence[str]) -> list[list[int]]:
-    """Token ids of prompts, given as JSON: a chat's messages in the model's template, a text with the tokenizer's own
-    special tokens before it. Raises `ValueError` for a chat if the tokenizer has no template."""
+    """Token ids of prompts that are given as JSON. A chat's messages are rendered by the model's template; a text gets
+    the tokenizer's own special tokens before it. Raises `ValueError` for a chat if the tokenizer has no template."""
     contents: list[Any] = [json.loads(text) for text in inputs]
     chats = iter(chat_prompts(tokenizer, [content for content in contents if not isinstance(content, str)]))
     texts = [content for content in contents if isinstance(content, str)]
@@ -55,9 +55,9 @@ class ScoredTexts:
     def ids(self, tokenizer: PreTrainedTokenizerBase, *, prefix_id: int) -> list[tuple[list[int], list[int]]]:
         """The ids of every context and its continuation, as lm-evaluation-harness divides them.
 
-        Spaces at the context's end belong to the continuation. Both are encoded together; the continuation has the ids
-        behind the context's ids. After an empty context it follows `prefix_id`. Raises `ValueError` for a chat's text
-        with a private character of the masking.
+        Spaces at the context's end belong to the continuation. Both are encoded together, and the ids behind the
+        context's ids are the continuation's. An empty context becomes `prefix_id`. Raises `ValueError` for a chat's
+        text with a private character of the masking.
         """
         masking = fixed_masking(tokenizer)
         contexts = [_rendered(tokenizer, context, masking) for context in self.contexts]
@@ -79,7 +79,8 @@ class ScoredTexts:
 
 
 def hidden_controls(text: str, masking: Masking) -> str:
-    """A chat's text whose control tokens are none; `ValueError` if it holds a private character of the masking."""
+    """A chat's text, masked so that its control tokens are read as text. Raises `ValueError` for a private character
+    of the masking."""
     if masking.hides_in(text):
         raise ValueError(f"a text of the task has a Unicode non-character from U+FDD0 on: {text[:80]!r}; remove it")
     return masking.masked(text)

@@ -11,8 +11,8 @@ target's blocks, each given its clean predecessors, and one forward over a noisy
 with the same mask are computed once: a target of one token, as the letter of a choice, takes one forward, and its
 estimate is exact.
 
-A model that stores its keys by causal rows gives the next token's probability itself: its log-likelihood is the
-chain's sum, exact, from one forward without a draw.
+A model that stores its keys by causal rows gives the next token's probability itself: the sum along the text is its
+exact log-likelihood, from one forward without a draw.
 
 Shape legend: D draws, U different masks of them, N noisy positions, L clean positions, V vocabulary.
 """
@@ -85,7 +85,7 @@ def log_likelihood(
 
 
 def _chain(model: Decoder, tokens_L: Tensor, begin: int) -> float:
-    """The sum of log p(token | those before it) from position `begin` on."""
+    """The sum of log p(token | earlier tokens) from position `begin` on."""
     length = len(tokens_L)
     causal = DenseAttention(torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens_L.device).tril())
     hidden_LD = model(tokens_L[None], torch.arange(length, device=tokens_L.device)[None], causal)[0]
@@ -128,7 +128,7 @@ def _full_logits(model: Decoder, tokens_L: Tensor, masked_DL: Tensor, _first: in
     positions_DL = torch.arange(len(tokens_L), device=tokens_L.device).expand_as(input_DL)
     see = torch.ones(1, 1, len(tokens_L), len(tokens_L), dtype=torch.bool, device=tokens_L.device)
     logits_DLV = model.logits(model(input_DL, positions_DL, DenseAttention(see)))
-    # the first position's are used only where logits are not shifted: with a prefix it is never masked
+    # the first position's logits are used only without a shift: behind a prefix it is never masked
     return logits_DLV.roll(1, dims=1) if model.config.shift_logits else logits_DLV
 
 

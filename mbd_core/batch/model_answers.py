@@ -37,9 +37,9 @@ ANSWERS_KIND = "decoded answers"  # the kind in its manifest
 SETTINGS, LOCK = "answers.json", ".mbd-answers.lock"
 FILES = (SETTINGS, LOCK, "part_*.jsonl")
 PART = 64
-"""Rows that are decoded together and appear together."""
+"""Rows of a part: they are decoded together, and their file appears whole."""
 REFUSED = "refused"
-VERSIONS = ("mbd-cluster", "torch", "transformers")  # those on which tokens and texts depend
+VERSIONS = ("mbd-cluster", "torch", "transformers")  # the packages on which tokens and texts depend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Answering:
     max_rows: int = 16
 
     def record(self) -> dict[str, Any]:
-        """What the data folder says of its answers, as JSON gives it back: all that decides their bytes."""
+        """The data folder's record of its answers, in JSON's types: everything that decides their bytes."""
         record = json.loads(json.dumps({**asdict(self), "versions": {name: version(name) for name in VERSIONS}}))
         assert isinstance(record, dict)
         return record
@@ -85,8 +85,9 @@ class DecodeParts(Protocol):
 class ModelAnswers:
     """Answers chats in their order: by `decode` where `folder` does not keep the answers already.
 
-    `rows_at_once`, whole parts, are decoded before any of them is handed on. `num_rows` is how many are to come, for
-    the progress bar. Raises `ValueError` if the folder holds something else, or answers of other settings.
+    `rows_at_once` rows (whole parts) are decoded before the first of them is handed on. `num_rows`, the number of all
+    rows, is for the progress bar. Raises `ValueError` if the folder holds something else, or answers of other
+    settings.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class ModelAnswers:
 
     def _check_settings(self) -> None:
         file, settings = self.folder / SETTINGS, self.record()
-        settings.pop("keep_unfinished")  # it chooses among answers that are there
+        settings.pop("keep_unfinished")  # it decides which stored answers are used, not their bytes
         if not file.exists():
             write_json(file, settings)
             return
@@ -149,11 +150,12 @@ class ModelAnswers:
         return self.folder / f"part_{number:06d}.jsonl"
 
     def _keeps(self, number: int, chats: Sequence[Chat]) -> bool:
-        """Whether a part's answers are there, all of them."""
+        """Whether all answers of a part are there."""
         return self._file(number).exists() and len(self._stored_lines(number, chats)) == len(chats)
 
     def _stored_lines(self, number: int, chats: Sequence[Chat]) -> list[AnswerRecord]:
-        """The lines of a part's file, as many as there are of `chats`; `ValueError` if they are of other rows."""
+        """The first lines of a part's file, one for each of `chats`. Raises `ValueError` if the lines belong to other
+        rows."""
         file, names = self._file(number), _names(chats)
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()][: len(names)]
         if [{key: line[key] for key in ("row", "prompt")} for line in lines] != names[: len(lines)]:
@@ -223,7 +225,8 @@ def _prompts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[
 
 
 def _is_admitted(engine: Engine, request: Request) -> bool:
-    """Whether the engine holds the request; `RequestRefused`, a `ValueError`, if it is for another reason that not."""
+    """Whether the engine has room for the request. Raises `RequestRefused`, a `ValueError`, if the engine refuses it
+    for another reason."""
     try:
         engine.admission.check(request)
     except RequestRefused as error:
@@ -254,7 +257,7 @@ def prompt_digest(
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """By which a row's stored answer is known to be its own."""
+    """A digest of a prompt, by which a stored answer is matched to its row."""
     content: list[Any] = [list(messages), list(tools)] if tools else list(messages)
     content = [content, dict(variables)] if variables else content
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 """A batch cut into parts, each of which is decoded and written whole or not at all.
 
-How a batch is cut follows from its plan and from the size of a part alone, and an engine decodes a part from an empty
-state. So a part has the same rows and the same numbers whenever, wherever and after whatever interruption it is made.
+The cut depends only on the plan and the size of a part, and an engine decodes each part from an empty state. So a
+part's rows and numbers depend neither on the time and the machine nor on interruptions.
 """
 
 from collections import Counter
@@ -35,13 +35,13 @@ class Part:
 
 
 def part_size(num_rows: int, *, max_rows: int) -> int:
-    """The rows of a part: four batches of `max_rows`, fewer in a small sweep, so that it too has parts for several
-    engines, but at least one. It depends on nothing but the plan, so that all shards are cut alike."""
+    """The number of rows of a part: four batches of `max_rows`. In a small sweep a part has fewer rows, at least one,
+    so that several engines get parts. The number depends on the plan alone, so that all shards are cut alike."""
     return max(max_rows, min(4 * max_rows, -(-num_rows // 16)))
 
 
 def cut(rows: Iterable[PlannedRow], *, rows_per_part: int) -> list[Part]:
-    """The parts, in the order in which they are best decoded: of each model the longest prompts first.
+    """The parts in the order of decoding: each model's longest prompts first.
 
     A part has at most `rows_per_part` rows, or the rows of one problem. Long prompts come first, so that the last
     parts are short when engines run out of parts.
@@ -62,9 +62,10 @@ def cut(rows: Iterable[PlannedRow], *, rows_per_part: int) -> list[Part]:
 
 
 def in_turns(rows: Sequence[AnyRow]) -> list[AnyRow]:
-    """The rows in the order in which they share prefixes best: the first of each prompt, then the second of each.
+    """The rows in an order in which they share prefixes: the first row of every prompt, then the second row of every
+    prompt.
 
-    Requests that begin in the same forward find nothing of each other in the cache; later requests do.
+    Requests that begin in the same forward cannot share a prefix; later requests find it in the cache.
     """
     turns: Counter[str] = Counter()
     places = []

@@ -15,7 +15,7 @@ import pyarrow as pa
 from mbd_core.decoding.blocks.config import DecodingConfig, read_decoding
 
 LIKELIHOOD = "log-likelihood"
-"""The method of rows whose texts are scored, which no decoder changes: one configuration of a model."""
+"""The method of rows whose texts are scored. No decoder changes a score, so a model has one such configuration."""
 
 
 class SubjectColumns(TypedDict):
@@ -61,7 +61,8 @@ class PlannedColumns(SubjectColumns, ProblemColumns, ConfigColumns, InputColumns
 
 
 class DrawnColumns(TypedDict, total=False):
-    """Of a batch that draws tokens: an answer's number among its problem's, from 0, and how it is drawn, as JSON."""
+    """Columns of a batch that draws tokens: an answer's number among the answers to its problem, from 0, and how it is
+    drawn, as JSON."""
 
     draw: int
     sampling: str
@@ -79,7 +80,7 @@ class AnswerColumns(TypedDict, total=False):
 
 
 class CountColumns(TypedDict, total=False):
-    """The answer's counts. Those that an endpoint does not say are null."""
+    """The answer's counts. A count that an endpoint does not report is null."""
 
     num_prompt_tokens: int | None
     num_tokens: int | None
@@ -124,7 +125,8 @@ class DecodedRow(PlannedRow, AnswerColumns, CountColumns, EndColumns, ReplayColu
 
 
 class TimedRow(TypedDict):
-    """A request of a timed case; `run` is `alone` or `together`. A row with an `error` has nothing behind the problem.
+    """A request of a timed case; `run` is `alone` or `together`. In a row with an `error` the columns behind
+    `problem_id` are null.
 
     begun, ended    when the engine was given the request, and gave the answer back, in seconds of one clock
     decode_seconds  the seconds of the forwards in NFE
@@ -173,7 +175,7 @@ DECODED_COLUMNS = pa.schema(
 
 
 def config_text(decoding: DecodingConfig | None) -> str:
-    """A row's `config`; of an endpoint that decodes as it likes nothing."""
+    """A row's `config`; `{}` of an endpoint that chooses its own decoding."""
     return json.dumps({} if decoding is None else asdict(decoding))
 
 

@@ -13,8 +13,8 @@ from mbd_core.engine.engine import Engine
 
 
 def scores_of(model: DecodingModel, row: DecodedRow) -> list[tuple[float, bool]]:
-    """Of each text that a row scores its log-likelihood in nats, and whether greedy decoding gives the same tokens;
-    false where that is not asked. Raises `ValueError` for a text that the model does not hold."""
+    """The log-likelihood of each of a row's texts, in nats, and whether greedy decoding gives the text's tokens (false
+    if the row does not ask). Raises `ValueError` for a text that the model does not hold."""
     texts = ScoredTexts.of_input(row["input"])
     assert texts is not None
     engine, draws = model.engine, Draws(number=texts.draws, seed=texts.seed)
@@ -27,7 +27,7 @@ def scores_of(model: DecodingModel, row: DecodedRow) -> list[tuple[float, bool]]
 
 
 def is_greedy(engine: Engine, context: Sequence[int], continuation: Sequence[int], decoding: DecodingConfig) -> bool:
-    """Whether decoding after the context gives these tokens; of none it is true."""
+    """Whether greedy decoding after the context gives these tokens; true if there are none."""
     if not continuation:
         return True
     request = Request(

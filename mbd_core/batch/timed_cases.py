@@ -1,6 +1,8 @@
-"""What a batch times: every configuration by itself on some problems of each task, one engine and nothing beside it.
+"""The timed cases of a batch: each configuration alone on some problems of each task, by one engine without other
+work.
 
-The batch's own parts mix configurations, so their seconds tell nothing about any of them, and its rows have none.
+The parts of a batch mix configurations. So their seconds say nothing about one configuration, and rows have no
+seconds.
 """
 
 import json
@@ -28,14 +30,14 @@ class Timing:
 
     @property
     def together(self) -> int:
-        """Requests of the run at `concurrency`, where the task has as many problems."""
+        """Requests of the second run, if the task has enough problems."""
         return max(self.problems, 2 * self.concurrency)
 
 
 @dataclass(frozen=True)
 class TimedCase:
-    """One configuration of a model on one task: rows of the plan, the first `num_alone` of them also for requests that
-    are sent one at a time."""
+    """One configuration of a model on one task, by rows of the plan. Their requests are sent `concurrency` at a time;
+    those of the first `num_alone` rows are also sent one at a time."""
 
     number: int
     rows: Sequence[PlannedRow]

@@ -39,8 +39,8 @@ def run_timed(
     concurrency: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[TimedOutput]:
-    """Serve requests with `concurrency` of them under way as long as there are as many: the engine is given the next
-    when one is back, at its end or at one of its stop strings. In the order in which they end."""
+    """Serves requests, `concurrency` at a time: when one ends, by itself or at a stop string, the engine gets the
+    next. Yields the outputs in the order in which the requests end."""
     engine, decode = model.engine, partial(decode_text, model.tokenizer)
     waiting, starts, answers = deque(requests), dict[str, float](), dict[str, Piece]()
     while waiting or starts:
@@ -62,8 +62,8 @@ def run_timed(
 
 
 def timing_engine(engine: EngineConfig, buffer_size: int, *, concurrency: int) -> EngineConfig:
-    """The engine that times cases of one buffer size: a sweep's, with a batch row for each request under way and
-    nothing cached."""
+    """The configuration of the engine that times cases of one buffer size: the sweep's, with a batch row for each
+    request under way and no prefix cache."""
     return replace(engine, buffer_size=buffer_size, max_rows=concurrency, prefix_caching=False)
 
 
@@ -88,7 +88,7 @@ class TimedStage:
         """A row (`TIMED_COLUMNS`) for every request of both runs. Requests that the model cannot serve are left out,
         and the rows of the samples `left_out`.
 
-        If the engine fails, one row with the error; the engine is then closed, since its state is unknown.
+        If the engine fails, the result is one row with the error, and the engine is closed: its state is unknown.
         """
         model = self._model(case.model, case.buffer_size)
         try:

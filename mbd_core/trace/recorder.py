@@ -1,7 +1,7 @@
 """Step traces: one row for each step and slot, recorded by column and written as Parquet.
 
 A trace is one file, or a folder of part files (`part-00000000.parquet`, ...) that a long-running engine rotates. DUMMY
-slots are written like the others: they record N_buf, and compressed columns store them in almost no space.
+slots are written too, because they record N_buf; compressed, they take almost no space.
 
 Shape legend: n sequences that decode in a step, N slots, B block size.
 """

@@ -22,7 +22,7 @@ from mbd_core.trace.measures import RunMeasures, Spread, active_by_forward, meas
 from mbd_core.trace.traced_run import DUMMY, TO_CACHE, RequestTrace, TracedRun
 
 NUM_TRAJECTORIES = 5
-# Colors of a block: not in the buffer yet; ACTIVE, by mask ratio; TO_CACHE; in the cache.
+# Colors of a block: not yet in the buffer; ACTIVE, by its mask ratio; TO_CACHE; in the cache.
 MAP_COLORS = ("#f2f2f2", "#cfe3f7", "#8fc1ea", "#3f87c9", "#e08a1e", "#b9cdb5")
 MAP_LABELS = ("not begun", "active, mostly masked", "active, half masked", "active, mostly filled", "stored", "cached")
 

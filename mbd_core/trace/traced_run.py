@@ -125,7 +125,8 @@ def block_lives(request: RequestTrace) -> list[BlockLife]:
     """The `BlockLife` of every block that was resident.
 
     A block has left if the buffer moved past it, or if the request's last forward stored it. That forward stores the
-    leading blocks that are TO_CACHE or, as under T2T, complete and unchanged by it.
+    leading blocks that are TO_CACHE. Under T2T it also stores leading blocks that are complete and that it does not
+    change.
     """
     resident = request.state_TN != DUMMY
     is_final = (request.mask_ratio_TN[-1] == 0.0) & (request.edited_TN[-1] == 0)

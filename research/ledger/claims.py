@@ -1,11 +1,11 @@
 """The claims of the papers, each a comparison with its rule, stated before any result.
 
-A claim compares two sides under one buffer size, at the threshold that the models recommend (`CLAIM_TAU`; one side at
-another, where a claim says so), or over all thresholds where it is of the AUP. It is *shown* if the 95 % interval over
-problems and seeds lies on the paper's side of its bound, and, where it is of accuracy, McNemar's p is below `ALPHA`
-divided by the number of the experiment's claims of accuracy (Bonferroni). It is *contradicted* if the interval lies on
-the other side of 0. A claim of no loss allows `MARGIN`, is contradicted beyond it, and has no p. Everything else is
-*not shown*, whatever the means are.
+A claim compares two sides under one buffer size, at the recommended threshold `CLAIM_TAU`. It may set another
+threshold for one side; a claim about AUP covers all thresholds. A claim is *shown* if the 95 % interval over problems
+and seeds lies on the paper's side of its bound. A claim about accuracy also needs a McNemar p below `ALPHA` divided by
+the experiment's number of accuracy claims (Bonferroni). It is *contradicted* if the interval lies on the other side of
+0. A claim of no loss allows `MARGIN`, is contradicted beyond it, and has no p. Everything else is *not shown*,
+whatever the means are.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ RULE = (
 class Claim:
     """`first` is higher than `second` in `measure` (fewer forwards for `nfe`), each a recipe.
 
-    single    `second` decodes by SingleBD; with one recipe alone, SingleBD is claimed to be higher
+    single    `second` decodes by SingleBD; a claim about one recipe alone says that SingleBD is higher
     no_loss   `first` is not lower by `MARGIN` points
     tau       the threshold of `second`, where it is not `CLAIM_TAU`
     """

@@ -11,8 +11,8 @@ so that its content can be found until the memory is needed.
        |  --share-->
        '--alloc (least recently used first)--> owned
 
-With pages in the host's memory (`HostPages`) what `alloc` takes from the cached ones is copied there first, and
-`lookup` copies it back into free or cached pages.
+With `HostPages`, `alloc` first copies a cached page's content to the host's memory, and `lookup` copies it back into a
+free or cached page.
 
 A chain of hashes names content: the hash of a page covers its tokens, the hash of the page before it, and at the root
 the namespace (a model, the version of its weights, an adapter). Block-causality makes the keys of a page a function of
@@ -45,7 +45,7 @@ def chain_root(namespace: str) -> bytes:
 def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The hash of a page of `tokens` behind the page whose hash is `parent`.
 
-    128 bits of BLAKE2b: equal hashes are taken for equal content without looking again. Two different contents among
+    128 bits of BLAKE2b: equal hashes are taken for equal content, which is not compared. Two different contents among
     n pages collide with a chance of about n^2 / 2^129 (1e-15 for 10^12 pages), and finding one on purpose takes 2^64
     hashes.
     """
@@ -75,7 +75,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that `alloc` can hand out, cached pages included; these lose their content then."""
+        """Pages that `alloc` can hand out: free pages, and cached pages, whose content is then lost."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -130,7 +130,7 @@ class PagePool:
         self.share(held_pages)  # so that no returning page evicts them
         host.touch(missing)
         pages = self.alloc(min(len(missing), self.num_free)) or []
-        # pages evicted for the first returning pages may have taken the host slots of the last ones
+        # evictions for the first returning pages may have overwritten host copies of the last ones
         found = list(itertools.takewhile(host.__contains__, missing))[: len(pages)]
         contents = dict(zip(pages, found, strict=False))
         host.restore(contents)

@@ -1,7 +1,8 @@
 """Validation while training: the losses of held-out conversations on the run's weights, the same noise every time.
 
 Every `validate_every` updates all workers compute them together. They belong to that update's point, so they are in
-`losses.jsonl`, the plot, every log target, and the checkpoints. From these a resumed run knows its best.
+`losses.jsonl`, the plot, every log target, and the checkpoints. A resumed run reads its best loss from the
+checkpoints.
 """
 
 import random
@@ -36,9 +37,9 @@ def check_held_out(
 ) -> None:
     """Raises `ValueError` for held-out data that do not fit.
 
-    They must have the run's tokenizer and the recipe's and the model's room. A file of conversations must have no bad
-    rows, which are named. A share must leave at least a batch. A run that still trains its tokenizer has no held-out
-    data here.
+    Their tokenizer must be the run's, and their samples must fit the recipe's and the model's lengths. A file of
+    conversations must have no bad rows, which are named. A share must leave at least one batch for training. A run
+    that trains its own tokenizer takes no held-out data.
     """
     if options.validation is None:
         return
@@ -72,7 +73,7 @@ def check_held_out(
 
 
 def are_conversations(validation: str) -> bool:
-    """Whether held-out data are a file of conversations, by its ending, instead of a prepared folder."""
+    """Whether held-out data are a file of conversations, by the name's ending, rather than a prepared folder."""
     return validation.endswith(SUFFIXES) and not Path(validation).is_dir()
 
 
@@ -107,7 +108,7 @@ def prepare_held_out(file: str, start: StartingPoint, place: Path) -> str:
 class Validation:
     """The held-out samples that measure a run's weights: `share`, or the data of `check_held_out`.
 
-    Every worker makes it. For a file of conversations, one worker of each machine prepares them.
+    Every worker builds it; a file of conversations is prepared by one worker of each machine.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Validation:
                 if workers.is_first:
                     say(f"held out: {read_rows}")
 
-            with workers.folder_of_machine(write) as place:  # a mapped file stays readable without its name
+            with workers.folder_of_machine(write) as place:  # a mapped file stays readable after it is removed
                 self.examples = read(place / FOLDER)
         else:
             self.examples = read(Path(options.validation))

@@ -3,7 +3,7 @@
 A rollout's step map names the forward that decided each token. Forward k saw the prompt, the tokens with a step less
 than k, and masks elsewhere. It is rebuilt as a window of blocks under the predicate of `mask.py`:
 
-first(k)  the first block with a token of step >= k: what is before it is complete, and its keys are the clean ones
+first(k)  the first block with a token of step >= k; earlier blocks are complete, and their keys are the clean ones
     last(k)   the last block with a token of step k: attention is block-causal, so later blocks do not matter
     content   a token where its step is less than k, else the mask; labels where its step is k
 
@@ -17,8 +17,8 @@ steps      1 2 | 1 3 | 2 3 | 4 4
 
 So the learner's log-probabilities are the engine's, forward by forward, for any buffer size. The other two kinds of
 states are released learners', and are wrong under MultiBD. `block-local` is TraceRL's: steps are ranked within each
-block, and a block sees clean blocks before it. These states are the engine's own with one slot; with more, a block's
-logits depended on its predecessors' gaps. `all-masked` is LightningRL's released learner: each block is predicted in
+block, and a block sees clean blocks before it. With one slot these are the engine's states; with more slots a block's
+logits depended on gaps in earlier blocks. `all-masked` is LightningRL's released learner: each block is predicted in
 one forward, all its tokens masked, from clean blocks before it.
 
 Shape legend: L positions of an answer with its prompt, S training sequences.
@@ -75,8 +75,8 @@ class AnswerGrid:
         return self.steps > 0
 
     def clock(self, states: ReplayStates) -> np.ndarray:
-        """The time at which each position is decided in these states (L). A state's labels have one time, and it sees
-        earlier ones."""
+        """The time at which each position is decided in these states (L). All labels of a state have one time, and the
+        state sees tokens of earlier times."""
         clock: np.ndarray = self.steps.copy()
         if states == "block-local":
             for block in np.unique(self.blocks[self.is_decided]):

@@ -11,7 +11,7 @@ from mbd_core.multitf.states.replay import AnswerGrid, replayed_states
 
 @dataclass(frozen=True)
 class ReplayCost:
-    """Tokens through a learner: `noisy` ones of all states and the `clean` stream, for `forwards` forwards.
+    """Tokens that a learner computes for `forwards` forwards: `noisy` tokens of all states, and `clean` tokens.
 
     `trace_rl` counts TraceRL's rows: one for each step of the answer's slowest block, with the prompt and twice the
     answer in whole blocks. It scores block-local states, so the two costs buy different things.

@@ -1,4 +1,5 @@
-"""Decoding settings that are chosen on one task, used on the others: what a default costs where it is not tuned."""
+"""Decoding settings chosen on one task and used on the others: the cost of a default on tasks for which it was not
+tuned."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from mbd_core.evaluation.sweep.folder import read_report
 from mbd_core.tables import Table
 
 ChosenBy = Literal["accuracy", "knee"]
-MODEL_SETTING = "block_size"  # the model's own, which is not carried to another model
+MODEL_SETTING = "block_size"  # a setting keeps the block size of each model
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ Results = Mapping[ModelOnTask, Mapping[SweptSetting, Mapping[str, Any]]]
 
 def transfer_table(chosen_on: Sequence[Path], reported_on: Sequence[Path], *, by: ChosenBy) -> Table:
     """Each subject of the sweeps `reported_on` under the settings chosen on each subject of the sweeps `chosen_on`,
-    SingleBD's left out.
+    without SingleBD's settings.
 
     The most accurate setting is chosen (the higher TPF on ties), or the knee of accuracy against TPF. Raises
     `ValueError` for subjects that one side lacks, and for a setting that was not measured on a subject.
