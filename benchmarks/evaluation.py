@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from mbd_core.evaluation.sweep.sweep import Sweep
 
 TRIAL = 32  # problems of a trial that estimates the seconds per problem
-MOST_RATIO = 1.10  # what the ratio is to stay below on a run of 5 minutes
-LEAST_GAIN = 1.7  # what two engines are to be worth, where there are cores for them
+MOST_RATIO = 1.10  # goal: the most of the ratio on a run of 5 minutes
+LEAST_GAIN = 1.7  # goal: the speed of two engines over one, if both have cores
 COLUMNS = {"what": "what", "seconds": "seconds|.1f"}
 
 TextBySample = Mapping[int, str]
@@ -100,9 +100,9 @@ def run_sweep(
 
     python -m benchmarks sweep --tasks gsm-mini --seconds 300 --actors 2
 
-    The direct run only decodes; the sweep also grades, writes every part, and reports. The engine's time to load is in
-    both, the start of Ray apart. Nothing is timed by itself (--timed 0), and nothing else should run beside it.
-    Programs are graded by processes of their own: where no core is left for them, they take the engine's time.
+    The direct run only decodes; the sweep also grades, writes every part, and reports. Both include the engine's
+    loading; Ray's start is apart. No configuration is timed (--timed 0), and nothing else should run on the machine.
+    Programs are graded by other processes, which slow the engine if they have no core of their own.
     """
     import torch
 
@@ -152,7 +152,7 @@ def sweep_cost(sweep: Sweep, texts: TextBySample, *, load: float, decode: float,
 
 
 def problems_in(seconds: float, *, trial: float) -> int:
-    """The problems a task of a run that is to take `seconds`, if `TRIAL` of them took `trial`."""
+    """The problems per task for a run of about `seconds`, given that `TRIAL` problems took `trial` seconds."""
     return max(TRIAL, round(TRIAL * seconds / trial))
 
 

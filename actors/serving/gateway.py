@@ -227,7 +227,7 @@ class Gateway:
         return lambda: route.served_model(adapter, retry_seconds=self._args.retry_seconds, on_loss=on_loss)
 
     async def __del__(self) -> None:
-        """Awaited by Serve when it ends a replica in good order."""
+        """Serve awaits this when it stops a gateway that has not failed."""
         if hasattr(self, "_exports"):
             await asyncio.to_thread(self._exports.stop)
             await self.server.stop()

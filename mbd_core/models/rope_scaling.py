@@ -18,8 +18,8 @@ class LinearScaling:
 class YarnScaling:
     """YaRN: channels that turn more often than `beta_fast` over the positions of training keep their frequency.
 
-    Channels that turn less often than `beta_slow` have it divided. `truncate` rounds the bounds to whole channels.
-    `llama_4_scaling_beta`, if given, also scales queries by their positions (`rope.rotary`).
+    The frequency of channels that turn less often than `beta_slow` is divided by `factor`. `truncate` rounds the
+    bounds to whole channels. `llama_4_scaling_beta`, if given, also scales queries by their positions (`rope.rotary`).
     """
 
     factor: float
@@ -70,7 +70,8 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ProportionalRotation:
-    """Gemma's global layers: the first `share` of the pairs rotate, as fast as if all did; the others stay."""
+    """Gemma's global layers: the first `share` of the pairs rotate, each with its frequency among all pairs; the
+    others stay."""
 
     share: float
 

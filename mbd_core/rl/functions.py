@@ -224,7 +224,8 @@ class FunctionReward:
 
 
 def _units(rows: Sequence[JudgedRow], form: CallForm) -> list[list[int]]:
-    """The places of the answers that are asked together: all answers to a prompt for a function of lists, else one."""
+    """The answers that are asked together, by their places: all answers to a prompt if the function takes lists, else
+    single answers."""
     if form != "lists":
         return [[place] for place in range(len(rows))]
     groups: dict[Any, list[int]] = {}

@@ -1,8 +1,8 @@
 """The numbers of a sweep's report: a summary of every configuration, and both AUPs with their points and intervals.
 
-The intervals are of a bootstrap over a task's problems, with the same draws for every configuration. On each draw all
-points of all curves are computed anew, and so are y_max, the order of the points and which of them d3LLM drops: an AUP
-is a function of the problems, and each of these is a part of that function.
+The intervals are of a bootstrap over a task's problems, with the same draws for every configuration. Each draw
+computes all curves anew: their points and the order of these, y_max, and the points that d3LLM drops. An AUP is a
+function of the problems, and all of these depend on them.
 
 A mean over tasks has an interval of its own: of the means of the tasks' draws. Draws of different tasks are
 independent; tasks of the same problems share theirs, since an answer to one says much of the answer to the other.
@@ -50,7 +50,7 @@ class AupRow:
     """Both AUPs of a model and method on a task, with what they depend on.
 
     eq41, d3llm  without bounds where none can be drawn
-    anchor       the slowest point, up to which d3LLM's area is a rectangle without weight; no point is added at TPF 1
+    anchor       the slowest point; d3LLM's area up to it is a rectangle without weight, and no point is added at TPF 1
     y_max        the best accuracy in the pool, which is every row on the task; `y_max_of` is the row that has it
     y_max_pool   the models and methods of the pool, with their numbers of configurations
     slots        the buffer size of the points; `None`: they are of every size
@@ -139,7 +139,8 @@ def build_aup(rows: Sequence[ReportRow], *, by_slots: bool = False, alpha: float
 
 
 def slots_of(config: Mapping[str, Any]) -> int | None:
-    """The buffer size of a stored configuration; `None` for a canvas, and for an endpoint that decodes as it likes."""
+    """The buffer size of a stored configuration; `None` for a canvas, and for an endpoint that chooses its own
+    decoding."""
     return None if config.get("canvas") is not None else config.get("buffer_size")
 
 
@@ -156,7 +157,7 @@ def best_row(rows: Iterable[ReportRow]) -> ReportRow:
 
 def token_efficiency(row: ReportRow) -> float | None:
     """The token-efficiency factor (MBD-LMs, Section 4.5): TPF over the buffer_size x block_size positions of a whole
-    Block Buffer. `None` for a canvas, whose forwards are no buffer's, and where TPF or the sizes are not known."""
+    Block Buffer. `None` for a canvas, which has no buffer, and if TPF or a size is unknown."""
     size = row.config.get("block_size")
     if row.config.get("canvas") is not None or row.summary.tpf is None or size is None:
         return None
@@ -185,7 +186,7 @@ def _varied_text(config: Mapping[str, Any], names: Iterable[str]) -> str:
 # Intervals of both AUPs.
 
 SEED = 0
-DIGITS = 6  # of an interval's bounds: beyond them a sum may depend on how a machine adds
+DIGITS = 6  # of an interval's bounds; further digits may depend on a machine's order of addition
 
 
 CurveKey = tuple[str, str, int | None]  # model, method, buffer size; `None`: of every size

@@ -153,7 +153,7 @@ class EndpointSeconds:
 
 
 def endpoint_seconds(folders: Sequence[Path]) -> list[EndpointSeconds]:
-    """Of each endpoint, method and task in the sweeps; a folder that is named twice counts once."""
+    """The seconds of each endpoint, method and task in the sweeps; a folder that is named twice counts once."""
     rows: list[Mapping[str, Any]] = []
     for folder in dict.fromkeys(path.resolve() for path in folders):
         if any(is_endpoint(digest) for digest in read_record(folder).plan["models"].values()):

@@ -23,8 +23,8 @@ class Quantity:
     base: int | None = None
 
     def equals(self, other: "Quantity") -> bool:
-        """Whether both are the same number. P % is P or P/100, whichever the other side, without the sign, says; a
-        unit or base that one side leaves out is the other's."""
+        """Whether both are the same number. Beside a number without a percent sign, P % is P or P/100, whichever is
+        equal to it. A unit or base that one side omits is taken from the other."""
         if self.unit and other.unit and self.unit != other.unit:
             return False
         if self.base and other.base and self.base != other.base:
@@ -166,8 +166,8 @@ _BEHIND = re.compile(
 
 
 def number_end(text: str) -> int:
-    """Where the number ends with which a text begins, with the percent sign, scale or known unit behind it; 0 without
-    one."""
+    """The end of the number at the text's start, with the percent sign, scale or known unit behind it; 0 if the text
+    begins with no number."""
     match = NUMBER.match(text) or _IN_WORDS.match(text)
     if match is None:
         return 0
