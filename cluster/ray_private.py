@@ -111,6 +111,24 @@ def open_replica_port_at(host: str) -> None:
     replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace(ALL_ADDRESSES, host))
 
 
+def known_replicas(proxy: Any, path: str) -> tuple[str, int] | None:
+    """The deployment that answers `path` and its replicas' number, as Serve's HTTP proxy in this process knows them.
+
+    `proxy` is the proxy or a middleware around it. The name is empty for a path that no application answers; `None`
+    stands for a proxy that knows no application yet.
+    """
+    while not hasattr(proxy, "proxy_router"):
+        proxy = proxy._app
+    routes = proxy.proxy_router
+    if not routes.route_info:
+        return None
+    matched = routes.match_route(path)
+    if matched is None:
+        return "", 0
+    router = matched[1]._router._asyncio_router.request_router
+    return matched[1].deployment_name, 0 if router is None else len(router.curr_replicas)
+
+
 def llm_types() -> Any:
     """The module of Ray Serve LLM's requests and replies, which needs vLLM or SGLang."""
     from ray.llm._internal.serve.core.configs import openai_api_models

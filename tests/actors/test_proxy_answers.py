@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ def part(body: bytes, *, more: bool = False) -> dict[str, Any]:
 
 class Proxy:
     """Serve's proxy: at the n-th call it sends what is scripted for it, after it has read the body."""
+
+    proxy_router = SimpleNamespace(route_info={"/": "another application's"}, match_route=lambda path: None)
 
     def __init__(self, *scripts: list[dict[str, Any]]) -> None:
         self.scripts, self.bodies = list(scripts), list[bytes]()

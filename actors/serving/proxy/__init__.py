@@ -1,4 +1,4 @@
-"""Serve's HTTP proxy: heads within bounds, its own answers as OpenAI's errors, short ids in logs and replies.
+"""Serve's HTTP proxy: bounds on heads, no wait without a gateway, errors in OpenAI's form, short request ids.
 
 Serve calls `middlewares` in the proxy's process if `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it. Nothing here
 imports PyTorch, which would slow the proxy's start.
@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.serving.proxy.answers import ProxyAnswers
 from actors.serving.proxy.heads import bound_heads
+from actors.serving.proxy.waiting import RefusedWithoutGateway
 
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 CALLBACK = "actors.serving.proxy.middlewares"
@@ -37,4 +38,4 @@ class ShortRequestId:
 def middlewares() -> list[Middleware]:
     """The middlewares of Serve's HTTP proxy, which starts after this call."""
     bound_heads()
-    return [Middleware(ProxyAnswers), Middleware(ShortRequestId)]
+    return [Middleware(ProxyAnswers), Middleware(RefusedWithoutGateway), Middleware(ShortRequestId)]

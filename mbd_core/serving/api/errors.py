@@ -82,7 +82,8 @@ ERRORS = (
     ErrorKind(
         503,
         ("no_gateway",),
-        "From Serve's proxy: the gateway died before it answered, or none takes requests.",
+        "From Serve's proxy: the gateway died before it answered, none takes requests, or none stands. The "
+        "message then says what is missing; it comes after 5 s, or 60 s where one stood before.",
     ),
     ErrorKind(503, ("aborted",), "An administrator ended the scoring of a prompt."),
     ErrorKind(504, ("timeout",), "`--request-seconds` are over."),

@@ -1,0 +1,115 @@
+"""A 503 for requests that wait where no gateway stands: Serve's proxy alone lets them wait without a word.
+
+A gateway may find no room on the cluster. The proxy knows which gateways run. What keeps them from running is asked
+from Serve's controller, and only for an answer that says it.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from actors.serving.proxy.answers import OWN_ROUTES
+from cluster.ray_private import known_replicas
+from mbd_core.serving.api.errors import MESSAGE_LENGTH, error_body
+
+GATEWAY = "Gateway"  # the deployment's name
+START_SECONDS = 5.0  # a request's wait for the first gateway
+RESTART_SECONDS = 60.0  # and for the next one, where one has stood: its start takes seconds
+LOOK_SECONDS = 0.5  # between two looks of a request at the gateways that the proxy knows
+STATUS_SECONDS = 5.0  # time for Serve's controller to say what is missing
+KEPT_SECONDS = 2.0  # how long its answer counts for all requests
+UNKNOWN = "Serve's controller does not say why"
+
+
+def missing() -> str:
+    """What keeps gateways from running: the messages of Serve's applications and deployments."""
+    try:
+        applications = serve.status().applications.values()
+    except (RayError, RayServeException, TimeoutError):
+        return UNKNOWN
+    if not applications:
+        return "no application is deployed on this cluster"
+    messages = [
+        message.strip()
+        for application in applications
+        for message in (application.message, *(each.message for each in application.deployments.values()))
+    ]
+    return " ".join(dict.fromkeys(filter(None, messages))) or "it is being started"
+
+
+class RefusedWithoutGateway:
+    """The middleware: a request whose answer has not begun gets a 503 once no gateway has stood for a while."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        known: Callable[[ASGIApp, str], tuple[str, int] | None] = known_replicas,
+        missing: Callable[[], str] = missing,
+    ) -> None:
+        self._app, self._known, self._missing = app, known, missing
+        self._has_stood = False
+        self._status: asyncio.Future[str] | None = None
+        self._status_until = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(OWN_ROUTES):
+            await self._app(scope, receive, send)
+            return
+        started = refused = False
+
+        async def send_unless_refused(message: Message) -> None:
+            nonlocal started
+            if not refused:
+                started = True
+                await send(message)
+
+        call: asyncio.Future[None] | None = None
+        deadline: float | None = None  # while no gateway stands
+        try:
+            while True:
+                known = self._known(self._app, scope["path"])
+                if known is None or known == (GATEWAY, 0):
+                    patience = RESTART_SECONDS if self._has_stood else START_SECONDS
+                    deadline = deadline or time.monotonic() + patience
+                    if time.monotonic() >= deadline:
+                        break
+                else:
+                    self._has_stood, deadline = self._has_stood or known[0] == GATEWAY, None
+                if call is None and known is not None:  # Serve starts a deployment without replicas for a request
+                    call = asyncio.ensure_future(self._app(scope, receive, send_unless_refused))
+                if call is None:
+                    await asyncio.sleep(LOOK_SECONDS)
+                    continue
+                await asyncio.wait({call}, timeout=LOOK_SECONDS)
+                if started or call.done():
+                    await call
+                    return
+            refused = True
+        finally:
+            if call is not None:
+                call.cancel()
+        text = f"no gateway stands, ask again later: {await self._reason()}"[:MESSAGE_LENGTH]
+        body = json.dumps(error_body(503, text, code="no_gateway")).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"retry-after", b"5"),
+        ]
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _reason(self) -> str:
+        """What is missing; requests share the controller's answer for a moment."""
+        if self._status is None or (self._status.done() and time.monotonic() > self._status_until):
+            self._status = asyncio.ensure_future(asyncio.to_thread(self._missing))
+            self._status_until = time.monotonic() + KEPT_SECONDS
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._status), STATUS_SECONDS)
+        except TimeoutError:
+            return UNKNOWN
