@@ -5,6 +5,7 @@ any work a small task on each node with room for the job's processes says what l
 the job, or a copy: what the job's machine alone has goes through Ray's object store to the cache of each node whose
 workers ask for it, once a node, by its digest. A larger path, and a folder that is not one folder for all, refuse the
 job. A worker on a node that joins later looks for itself when it asks (`JobPaths.fetch`, `JobPaths.check_shared`).
+`serve deploy` has no process that stays and could hold a copy: all nodes must have its paths (`check_everywhere`).
 """
 
 import os
@@ -76,10 +77,9 @@ class KnownPath:
 
     def refusal(self, lacking: Sequence[str], owners: Sequence[str] = ()) -> ValueError:
         return ValueError(
-            f"{self.opened.option} {self.opened.path} is on {_listed([self.host, *owners])}, and {_listed(lacking)} "
-            f"{'lacks it or holds' if len(lacking) == 1 else 'lack it or hold'} another: give a URL as "
-            f"s3://bucket/path, put it on a volume that all of them mount, or use one node (it has "
-            f"{self.contents.size / 1e9:.1f} GB; up to {MOST_CARRIED / 1e9:.1f} GB are copied to the nodes)"
+            f"{_unlike(self.opened, [self.host, *owners], lacking)}: give a URL as s3://bucket/path, put it on a "
+            f"volume that all of them mount, or use one node (it has {self.contents.size / 1e9:.1f} GB; up to "
+            f"{MOST_CARRIED / 1e9:.1f} GB are copied to the nodes)"
         )
 
 
@@ -169,6 +169,36 @@ def known_paths(
         yield JobPaths(tuple(known), tuple(marks))
 
 
+def check_everywhere(read: Sequence[OpenedPath], present: Sequence[OpenedPath] = (), *, bundle: Resources) -> None:
+    """Raise `ValueError`, one sentence, unless every node with room for a `bundle` has the same at each path.
+
+    Of `present` files each node may have its own. Relative paths are not looked at, nor is a cluster without such a
+    node.
+    """
+    read, present = ([opened for opened in each if isabs(opened.path)] for each in (read, present))
+    sights = look([opened.path for opened in read], [opened.path for opened in present], bundle=bundle, own=True)
+    for number, opened in enumerate(read):
+        found = {host: each.contents[number] for host, each in sights.items()}
+        first = next(filter(None, found.values()), None)
+        _check_owners(opened, {host: contents is not None and contents == first for host, contents in found.items()})
+    for number, opened in enumerate(present):
+        _check_owners(opened, {host: each.seen[number] for host, each in sights.items()})
+
+
+def _check_owners(opened: OpenedPath, has: Mapping[str, bool]) -> None:
+    owners, lacking = ([host for host in has if has[host] is wanted] for wanted in (True, False))
+    if lacking:
+        there = _unlike(opened, owners, lacking) if owners else f"{opened.option} {opened.path} is on no node"
+        raise ValueError(
+            f"{there}: give a URL as s3://bucket/path, or put the same on every node or on a volume that all mount"
+        )
+
+
+def _unlike(opened: OpenedPath, owners: Sequence[str], lacking: Sequence[str]) -> str:
+    verbs = "lacks it or holds" if len(lacking) == 1 else "lack it or hold"
+    return f"{opened.option} {opened.path} is on {_listed(owners)}, and {_listed(lacking)} {verbs} another"
+
+
 def _carried(path: KnownPath, lacking: Sequence[str], hosts: Sequence[str], say: Callable[[str], object]) -> KnownPath:
     """The path with a copy for the hosts that lack it."""
     opened, size = path.opened, path.contents.size
@@ -190,16 +220,19 @@ def _get(reference: bytes) -> bytes:
     return chunk
 
 
-def look(paths: Sequence[str], files: Sequence[str], *, bundle: Resources) -> Mapping[str, Sight]:
-    """What each other node with room for a bundle sees, by its host's name. Nothing is asked if nothing is to be seen.
+def look(paths: Sequence[str], files: Sequence[str], *, bundle: Resources, own: bool = False) -> Mapping[str, Sight]:
+    """What each other node with room for a bundle sees, by its host's name; with `own` this node too if it has room.
 
-    Raises `RuntimeError` for a node that does not answer.
+    Nothing is asked if nothing is to be seen. Raises `RuntimeError` for a node that does not answer.
     """
     if not paths and not files:
         return {}
-    own = ray.get_runtime_context().get_node_id()
+    this_node = ray.get_runtime_context().get_node_id()
     nodes = [node for node in ray.nodes() if node["Alive"] and fits(bundle, node["Resources"])]
-    others = [node for node in nodes if node["NodeID"] != own]
+    others = sorted(
+        (node for node in nodes if node["NodeID"] != this_node),
+        key=lambda node: (node["NodeManagerHostname"], node["NodeManagerAddress"]),
+    )
     task = ray.remote(num_cpus=0)(sight)
     answers = [
         task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
@@ -207,14 +240,14 @@ def look(paths: Sequence[str], files: Sequence[str], *, bundle: Resources) -> Ma
         )
         for node in others
     ]
+    sights = {this_host(): sight(paths, files)} if own and len(others) < len(nodes) else {}
     try:
-        sights = ray.get(answers, timeout=LOOK_SECONDS)
+        return sights | dict(zip(_names(others), ray.get(answers, timeout=LOOK_SECONDS), strict=True))
     except RayError as error:
         raise RuntimeError(
             f"not every node of the cluster says within {LOOK_SECONDS:g} s what it has of the job's paths: "
             f"{reason(error)}"
         ) from error
-    return dict(zip(_names(others), sights, strict=True))
 
 
 def _names(nodes: Sequence[Mapping[str, str]]) -> list[str]:

@@ -6,18 +6,38 @@
 from dataclasses import replace
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.config import BackpressureConfig
 
-from actors.paths import NO_PATHS, JobPaths
+from actors.paths import NO_PATHS, JobPaths, OpenedPath, check_everywhere
 from actors.serving.args import ServingArgs
 from actors.serving.gateway import Gateway
-from actors.serving.replica import GATEWAY_CPUS, STOP_SECONDS, engine_replicas
+from actors.serving.replica import GATEWAY_BUNDLE, GATEWAY_CPUS, STOP_SECONDS, engine_replicas
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The Serve application of the `args` in a Serve config file; raises `ValueError` for a forbidden field."""
-    return application(ServingArgs.read(args))
+    """The Serve application of the `args` in a Serve config file.
+
+    Serve calls it in a process that ends before the application starts, on a node of the cluster. Raises `ValueError`
+    for a forbidden field, and for a path that some node lacks.
+    """
+    serving = ServingArgs.read(args)
+    if ray.is_initialized():
+        keys = [] if serving.api_keys is None else [OpenedPath("api_keys", str(serving.api_keys))]
+        check_everywhere(model_paths_of(serving), keys, bundle=GATEWAY_BUNDLE)
+    return application(serving)
+
+
+def model_paths_of(args: ServingArgs) -> list[OpenedPath]:
+    """Every path and URL of a model, of its adapters and of its other weights, by its place in `args`."""
+    paths = []
+    for number, model in enumerate(args.models):
+        place = f"models[{number}]"
+        paths.append(OpenedPath(f"{place}.model", model.model))
+        paths += [OpenedPath(f"{place}.adapters.{name}", path) for name, path in model.adapters.items()]
+        paths += [] if model.weights is None else [OpenedPath(f"{place}.weights", model.weights)]
+    return paths
 
 
 def application(args: ServingArgs, paths: JobPaths = NO_PATHS) -> serve.Application:

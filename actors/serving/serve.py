@@ -18,6 +18,7 @@ from actors.serving.app import application
 from actors.serving.args import GatewayArgs, ModelArgs, ServingArgs
 from actors.serving.logs import LOGGING
 from actors.serving.proxy import CALLBACK, CALLBACK_VARIABLE
+from actors.serving.replica import GATEWAY_BUNDLE
 from actors.serving.tracing import serve_variables
 from cluster.local import connect
 from cluster.ray_private import dashboard_address, task_error_messages
@@ -84,7 +85,7 @@ def serve_until_stopped(model: ModelArgs, gateways: GatewayArgs, *, host: str, p
             stack.callback(silence)
             _start_proxy(host, port)
             opened = model_paths("--model", model.model)
-            paths = stack.enter_context(known_paths(opened, bundle=topology.bundle))
+            paths = stack.enter_context(known_paths(opened, bundle=GATEWAY_BUNDLE))
             handle = _deploy(args, paths)
             try:
                 for line in handle.describe.remote().result():

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from actors import paths
-from actors.paths import JobPaths, OpenedPath, Sight, known_paths, model_paths
+from actors.paths import JobPaths, OpenedPath, Sight, check_everywhere, known_paths, model_paths, sight
+from actors.serving.app import model_paths_of
+from actors.serving.args import ServingArgs
 from mbd_core.storage.contents import Contents, contents_of
 from mbd_core.storage.folder import Folder
 
@@ -28,11 +30,14 @@ def nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """What other nodes have, by their host: contents of each path, or nothing; `blind` ones see no mark."""
     there: dict[str, Any] = {}
 
-    def look(read: Sequence[str], files: Sequence[str], *, bundle: Mapping[str, float]) -> dict[str, Sight]:
+    def look(
+        read: Sequence[str], files: Sequence[str], *, bundle: Mapping[str, float], own: bool = False
+    ) -> dict[str, Sight]:
         assert bundle == CPU and all(Path(file).exists() for file in files)
-        return {
+        sights = {
             host: Sight([has(path) for path in read], [host != "blind" for _ in files]) for host, has in there.items()
         }
+        return ({"head": sight(read, files)} if own else {}) | sights
 
     store: list[bytes] = []
     monkeypatch.setattr(paths, "look", look)
@@ -133,3 +138,50 @@ def test_what_the_jobs_machine_lacks_is_named_with_who_has_it(data: Path, nodes:
 def test_models_by_a_shipped_name_or_a_url_have_no_path(tiny_model_dir: Path) -> None:
     found = model_paths("--models", "tiny-mbd", "s3://bucket/model", str(tiny_model_dir))
     assert found == [OpenedPath("--models", str(tiny_model_dir.resolve()), str(tiny_model_dir))]
+
+
+def test_a_deployment_takes_what_every_node_has(data: Path, nodes: dict[str, Any]) -> None:
+    nodes["one"] = nodes["two"] = same
+    paths = [OpenedPath("models[0].model", path) for path in (str(data), "tiny-mbd", "s3://bucket/model")]
+    check_everywhere(paths, [OpenedPath("api_keys", str(data))], bundle=CPU)
+
+
+@pytest.mark.parametrize(
+    ("has", "sentence"),
+    [
+        ({"one": same, "two": missing}, "is on head, one, and two lacks it or holds another: give a URL"),
+        ({"one": other, "two": missing}, "is on head, and one, two lack it or hold another: give a URL"),
+    ],
+)
+def test_a_deployment_of_what_some_nodes_lack_is_refused(
+    data: Path, nodes: dict[str, Any], has: dict[str, Any], sentence: str
+) -> None:
+    nodes |= has
+    with pytest.raises(ValueError, match=rf"^models\[0\]\.model {data} {sentence}"):
+        check_everywhere([OpenedPath("models[0].model", str(data))], bundle=CPU)
+
+
+def test_a_deployment_of_what_no_node_has_is_refused(data: Path, nodes: dict[str, Any]) -> None:
+    nodes |= {"one": missing}
+    with pytest.raises(ValueError, match=r"none is on no node: give a URL"):
+        check_everywhere([OpenedPath("models[0].model", str(data / "none"))], bundle=CPU)
+
+
+def test_a_file_of_keys_may_be_each_node_its_own(data: Path, nodes: dict[str, Any]) -> None:
+    keys = [OpenedPath("api_keys", str(data / "samples.arrow"))]
+    nodes |= {"one": other}
+    check_everywhere([], keys, bundle=CPU)
+    nodes |= {"blind": other}
+    with pytest.raises(ValueError, match=r"^api_keys .* is on head, one, and blind lacks it"):
+        check_everywhere([], keys, bundle=CPU)
+
+
+def test_all_paths_of_an_application_are_looked_at() -> None:
+    model = {"model": "/m", "adapters": {"poet": "/a"}, "weights": "s3://b/w", "engine": {"max_adapters": 1}}
+    args = ServingArgs.read({"device": "cpu", "models": [{"model": "tiny-mbd"}, {"name": "two", **model}]})
+    assert [tuple(opened)[:2] for opened in model_paths_of(args)] == [
+        ("models[0].model", "tiny-mbd"),
+        ("models[1].model", "/m"),
+        ("models[1].adapters.poet", "/a"),
+        ("models[1].weights", "s3://b/w"),
+    ]
