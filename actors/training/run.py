@@ -150,18 +150,19 @@ def fetched(options: ValidationOptions, fetch: Callable[[str], str] = fetch_mode
     return replace(options, validation=fetch(held_out))
 
 
-def check_run(run: TrainingRun, *, resume: bool) -> None:
+def check_run(run: TrainingRun, *, resume: bool) -> str | None:
     """Check that run and model can be written, and that the run is new or, with `resume`, that it exists.
 
+    Returns a note if a run is resumed that has no checkpoint. A resumed run computes in its recorded precision.
     Raises `ValueError` for a target that `Folder.check_target` refuses, for an existing run without `resume`, and with
-    `resume` for a missing run or a run with another recipe. A resumed run computes in its recorded precision.
+    `resume` for a missing run or a run with another recipe.
     """
     run.folder.check_writable()
     run.out.check_target(MODEL_KIND, overwrite=run.overwrite)
     if not resume:
         if run.folder.exists():
             raise ValueError(f"a run already lies in {run.folder}; go on with --resume, or choose another --run-name")
-        return
+        return None
     recorded, recipe = _read_record(run), as_recorded(run.recipe)
     if recorded is None:
         raise ValueError(f"--resume: there is no run in {run.folder}")
@@ -172,25 +173,34 @@ def check_run(run: TrainingRun, *, resume: bool) -> None:
         )
     if recipe["train"]["precision"] == "auto":
         recipe["train"]["precision"] = recorded["train"]["precision"]
-    check_progress(run.folder, every=run.checkpoint_every)
+    updates = check_progress(run.folder, every=run.checkpoint_every)
     if different := other_settings(recorded, recipe):
         raise ValueError(
             f"--resume: the run in {run.folder} was started with other settings ({RECORD}): {different}; give those, "
             "or another --run-name"
         )
+    if updates is None:
+        return None
+    return (
+        f"--resume: the run in {run.folder} has no checkpoint after {updates} updates (one is written every "
+        f"{run.checkpoint_every}), so it begins again at update 1"
+    )
 
 
-def check_progress(folder: Folder, *, every: int) -> None:
-    """Raise `ValueError` for a run whose progress is lost: parts of checkpoints and no whole one, or the losses of
-    `every` updates, after which a checkpoint begins, and no checkpoint."""
+def check_progress(folder: Folder, *, every: int) -> int | None:
+    """The updates of a run without a checkpoint; `None` for a run with one.
+
+    Raises `ValueError` for a run whose progress is lost: parts of checkpoints and no whole one, or the losses of
+    `every` updates, after which a checkpoint begins, and no checkpoint.
+    """
     system, path = folder.filesystem()
     names = [str(file).rstrip("/").rpartition("/")[2] for file in system.ls(path, detail=False)]
     steps = sorted(name for name in names if NAME.fullmatch(name))
     if any(system.exists(f"{path}/{step}/{MARKER}") for step in steps):
-        return
+        return None
     updates = len((folder.read_bytes(LOSSES) or b"").splitlines())
     if not steps and updates < every:
-        return
+        return updates
     what = f"parts of checkpoints ({', '.join(steps)})" if steps else f"the losses of {updates} updates ({LOSSES})"
     raise ValueError(
         f"--resume: {folder} holds {what} and no whole checkpoint: other parts lie on other machines, or the run was "

@@ -210,7 +210,8 @@ def train_on_ray(
     if options.sweeping.sweep_every:
         task = find_task(options.sweeping.task)
         load_problems(task, limit=options.sweeping.limit, data=options.sweeping.sweep_data)  # refused before the run
-    check_run(training, resume=own.resume)
+    if note := check_run(training, resume=own.resume):
+        say(f"note: {note}")
     start = StartingPoint.read(recipe, fetch=fetch_model)
     start.check_written(options.write)
     check_held_out(fetched(training.validation), start, None if start.base is None else start.base.tokenizer)

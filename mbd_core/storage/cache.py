@@ -3,11 +3,14 @@
 models/KEY/NAME            an entry; KEY says the source and its version, so an older version stays beside it
 models/.KEY.partial/NAME   the same, while it is being written
 models/KEY.lock            held by the one process that writes it, while all others wait
+
+An entry's modification time is when it was last asked for.
 """
 
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -45,6 +48,8 @@ class FolderCache:
         """
         target, stage = self.folder(key, name), self.path / f".{key}.partial"
         if target.exists():
+            with suppress(OSError):  # a cache that another user fills
+                os.utime(target.parent)
             return target
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -74,6 +79,17 @@ class FolderCache:
             if other != key:
                 with suppress(Timeout), FileLock(self.path / f"{other}.lock", timeout=0):
                     shutil.rmtree(stage, ignore_errors=True)
+
+    def forget_unused(self, *, days: float) -> None:
+        """Remove the entries that nobody has asked for in so many days."""
+        oldest = time.time() - days * 86400
+        for lock in self.path.glob("*.lock"):
+            entry = lock.with_suffix("")
+            with suppress(OSError, Timeout), FileLock(lock, timeout=0):
+                if entry.stat().st_mtime < oldest:
+                    stage = entry.with_name(f".{entry.name}.partial")
+                    entry.rename(stage)  # at once; what is not removed then is no entry any more
+                    shutil.rmtree(stage)
 
     def others(self, source: str, key: str) -> list[Path]:
         """The entries of other versions of a source."""

@@ -15,6 +15,8 @@ from mbd_core.storage.errors import storage_errors
 SAMPLE = 2**16
 """Bytes at a file's beginning, and at its end, that are compared."""
 CHUNK = 16 * 2**20
+UNUSED_DAYS = 14.0
+"""After so long without a job that asks for it a copy is removed, when the next copy is written."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,10 @@ class Copy:
         Raises `OSError`, one sentence, if it does not fit, and `ValueError` if the cache cannot be written.
         """
 
+        folders = FolderCache(cache)
+
         def write(target: Path) -> None:
+            folders.forget_unused(days=UNUSED_DAYS)
             for name, chunks in self.files:
                 file = target / name
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +95,7 @@ class Copy:
                         opened.write(get(chunk))
 
         with storage_errors(str(cache), f"takes no copy of {self.name}"):
-            return FolderCache(cache).filled(self.digest, self.name, write)
+            return folders.filled(self.digest, self.name, write)
 
 
 def read_chunks(file: Path) -> Iterator[bytes]:

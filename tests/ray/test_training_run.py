@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.training.run import RECORD, TrainingRun, begin, named_base, record_recipe, recorded_precision
+from actors.training.run import RECORD, TrainingRun, begin, check_run, named_base, record_recipe, recorded_precision
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
 from mbd_core.multitf.run.checkpoints import MARKER
@@ -137,6 +137,8 @@ def test_a_run_whose_progress_is_lost_is_not_resumed(
     begin(run, resume=False)
     run.folder.write_text(LOSSES, '{"step": 0}\n{"step": 1}\n')
     begin(run, resume=True)  # it was stopped before its first checkpoint
+    note = check_run(run, resume=True)
+    assert note is not None and "no checkpoint after 2 updates (one is written every 3)" in note
     run.folder.write_text(LOSSES, '{"step": 0}\n{"step": 1}\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"holds the losses of 3 updates .* and no whole checkpoint.*--run-name"):
         begin(run, resume=True)
@@ -146,3 +148,4 @@ def test_a_run_whose_progress_is_lost_is_not_resumed(
     run.folder.write_text(f"step_000003/{MARKER}", "")
     run.folder.write_text("step_000006/__1_0.distcp", "")
     begin(run, resume=True)
+    assert check_run(run, resume=True) is None

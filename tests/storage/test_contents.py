@@ -1,11 +1,14 @@
 """What lies at a path is compared in a few bytes, and copied whole, once."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from mbd_core.storage import contents
-from mbd_core.storage.contents import SAMPLE, Copy, contents_of
+from mbd_core.storage.contents import SAMPLE, UNUSED_DAYS, Copy, contents_of
 
 
 @pytest.fixture
@@ -77,3 +80,23 @@ def test_a_file_is_copied_under_its_name(folder: Path, tmp_path: Path) -> None:
     copy = Copy.of(folder / "config.json", lambda chunk: chunk)
     there = copy.unpacked(tmp_path / "cache", lambda chunk: chunk)
     assert there.name == "config.json" and there.read_text() == "{}"
+
+
+def test_a_copy_that_nobody_asks_for_is_removed_when_the_next_is_written(folder: Path, tmp_path: Path) -> None:
+    cache, chunks = tmp_path / "cache", list[bytes]()
+
+    def unpacked(text: str) -> Path:
+        (folder / "config.json").write_text(text)
+        return Copy.of(folder, lambda chunk: chunks.append(chunk) or len(chunks) - 1).unpacked(
+            cache, chunks.__getitem__
+        )
+
+    old, asked_for, in_work, young = map(unpacked, ("1", "2", "3", "4"))
+    long_ago = time.time() - (UNUSED_DAYS + 1) * 86400
+    for copy in (old, asked_for, in_work):
+        os.utime(copy.parent, (long_ago, long_ago))
+    assert unpacked("2") == asked_for
+    with FileLock(cache / f"{in_work.parent.name}.lock"):
+        unpacked("5")
+    assert [copy.exists() for copy in (old, asked_for, in_work, young)] == [False, True, True, True]
+    assert not list(cache.glob(".*.partial"))
