@@ -85,6 +85,13 @@ def test_the_tables_are_those_of_the_markdown(page: Page, sweep: Path) -> None:
     assert "y_max" in page.inner_text("section:has(> h2:text('AUP'))")
 
 
+def test_no_table_is_cut_on_a_small_laptop(browser: Browser, sweep: Path) -> None:
+    with watched_pages(browser) as pages:
+        page = pages.open((sweep / "report.html").as_uri(), viewport={"width": 1222, "height": 900})
+        cut = "all => all.filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.ariaLabel)"
+        assert page.locator(".wide").count() > 5 and page.eval_on_selector_all(".wide", cut) == []
+
+
 def test_every_configuration_is_a_point_with_its_interval_and_the_front_is_ringed(page: Page, sweep: Path) -> None:
     rows = read_report(sweep)["rows"]
     for label in ("A", "B"):
@@ -269,6 +276,7 @@ def test_the_first_table_and_the_curves_are_as_wide_as_a_screen_of_1280_points(b
     with watched_pages(browser) as pages:
         page = pages.open((sweep / "report.html").as_uri(), viewport={"width": 1280, "height": 900})
         assert page.evaluate("(t => t.scrollWidth <= t.clientWidth)(document.querySelector('#results .wide'))")
+        page.wait_for_function("[...document.querySelectorAll('.chart')].every((c) => c.querySelector('svg'))")
         widths = page.evaluate(
             "[document.querySelector('#figures').clientWidth, "
             "...[...document.querySelectorAll('.chart')].map((c) => c.querySelector('svg').clientWidth)]"
