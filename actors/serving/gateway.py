@@ -94,6 +94,7 @@ class ServedRoute:
             ),
             num_engines=self.model.most_replicas,
             adapter=adapter,
+            call_form=self.model.call_form,
             may_grow=self.model.least_replicas < self.model.most_replicas,
         )
 

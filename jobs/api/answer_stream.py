@@ -13,7 +13,6 @@ from jobs.api.session import LOOK_SECONDS, Session, TracedReply, plain_error
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.requests import ChatRequest
 from mbd_core.serving.server.text_stream import TextStep
-from mbd_core.serving.text.committed import CallReader
 
 
 class AnswerStream:
@@ -29,7 +28,7 @@ class AnswerStream:
         self._answer_of = answer_of
         self._pieces: SimpleQueue[str | TracedReply | BaseException] = SimpleQueue()
         body = {**body, "stream": True} | ({"frames": True} if trace else {})
-        work = _feed(self._pieces, session, json_body(body), trace=trace, calls="tools" in body)
+        work = _feed(self._pieces, session, json_body(body), trace=trace)
         self._cancel = weakref.finalize(self, session.start(work))
         first = self._next()  # so that a refusal is raised here, not at the first `next`
         self._first = first if isinstance(first, str | TracedReply) else self._refuse(first)
@@ -75,16 +74,11 @@ async def _feed(
     body: bytes,
     *,
     trace: bool,
-    calls: bool,
 ) -> None:
     """Put the texts of a request's steps into a queue, then its reply or the exception that ended it."""
-    reader = CallReader() if calls else None
 
-    def put(step: TextStep) -> None:
-        text = step.text
-        if reader is not None:
-            text = reader.push(text, ends=step.output is not None).content
-        pieces.put(text)
+    def put(step: TextStep, content: str) -> None:
+        pieces.put(content)
 
     try:
         pieces.put(await session.ask(ChatRequest, body, trace=trace, on_step=put))

@@ -10,13 +10,14 @@ from dataclasses import fields
 from typing import Any, Literal, TypedDict
 
 from jobs.api.call_options import plain_value, unknown
+from mbd_core.calls.forms import CallFormName
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.engine.config import EngineConfig
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
 
 DECODING = frozenset(field.name for field in fields(DecodingConfig))
 ENGINE = frozenset(field.name for field in fields(EngineConfig))
-ENDPOINT = ("name", "fp8", "generation_config", "tensor_parallel")
+ENDPOINT = ("name", "fp8", "generation_config", "call_form", "tensor_parallel")
 STRUCTURED = ("schema", "regex", "choice")
 HANDLED = frozenset(
     ("model", "messages", "prompt", "stream", "stream_options", "frames", "resumable", "resume", "user", "n")
@@ -90,6 +91,7 @@ class Settings(DecodingFields, total=False):
     name: str
     fp8: Literal["experts", "all", "blocks"]
     generation_config: Literal["model", "ignore"]
+    call_form: CallFormName
     tensor_parallel: int
     attention: str
     batch_invariant: bool

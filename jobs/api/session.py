@@ -115,10 +115,11 @@ class Session:
         body: bytes,
         *,
         trace: bool = False,
-        on_step: Callable[[TextStep], None] | None = None,
+        on_step: Callable[[TextStep, str], None] | None = None,
         turns: asyncio.Lock | None = None,
     ) -> TracedReply:
-        """The endpoint's reply to a body, and with `trace` its frames; `on_step` is called with each step.
+        """The endpoint's reply to a body, and with `trace` its frames; `on_step` is called with each step and its
+        content.
 
         Bodies that share the lock `turns` are sent one after the other, each as soon as the engine has room.
         """
@@ -132,11 +133,11 @@ class Session:
             except TooManyRequests:  # other threads fill the engine
                 await asyncio.sleep(AGAIN_SECONDS)
 
-        def see(step: TextStep) -> None:
+        def see(step: TextStep, content: str) -> None:
             if step.frame is not None:
                 frames.append(step.frame)
             if on_step is not None:
-                on_step(step)
+                on_step(step, content)
 
         try:
             return TracedReply(await (answer.whole(see) if trace or on_step is not None else answer.whole()), frames)

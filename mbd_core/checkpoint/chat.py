@@ -1,11 +1,7 @@
 """Chats to prompt ids, and generated ids to text: all rooms use a tokenizer and its template through this file.
 
-    <tool_call>
-    {"name": "weather", "arguments": {"city": "Rome"}}
-    </tool_call>
-
-Chat templates of Qwen's kind teach a model this form of a call. A template without tools gets the same form in a
-system turn. A template with tools in another form is refused, because its calls could not be told from text.
+Calls of functions have a form (`mbd_core/calls`), which is recognised from the template. A template without tools gets
+the tools, and the form, in a system turn.
 """
 
 from __future__ import annotations
@@ -13,28 +9,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from mbd_core.calls.form import CallForm
+from mbd_core.calls.forms import FORM_NAMES, HERMES, form_named
+from mbd_core.calls.recognition import history, recognised, turn_text
 from mbd_core.checkpoint.literal_text import MaskedText, Masking, literal, masking_of, token_ids
-from mbd_core.decoding.grammar.grammar import FORM, Grammar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-BEGIN, END = "<tool_call>", "</tool_call>"
-HEAD, ARGUMENTS, TAIL = '\n{"name": "', '", "arguments": ', "}\n"
 INSTRUCTION = (
     "You may call functions. Each line between <tools> and </tools> describes one:\n<tools>\n{tools}\n</tools>\n"
-    "To call functions, end your answer with one block like this for each call:\n"
-    '<tool_call>\n{{"name": "the function", "arguments": {{...}}}}\n</tool_call>'
+    "To call functions, {how}:\n{example}"
 )
-COMPACT = {"whitespace_flexible": False}  # as in answers of a form alone
-SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as in templates
+AFTER_TEXT, ALONE = "end your answer with one block like this for each call", "answer with nothing but calls like this"
 
 
 def takes_tools(template: str) -> bool:
@@ -42,16 +36,37 @@ def takes_tools(template: str) -> bool:
     return re.search(r"\btools\b", template) is not None
 
 
-def check_form(template: str) -> None:
-    """Raises `ValueError` for a template that takes tools and has calls in another form."""
-    if takes_tools(template) and BEGIN not in template:
+def call_form(tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> CallForm:
+    """The form of a model's calls: the form with this name, or the form of its chat template.
+
+    Raises `ValueError` for a template that takes tools and shows calls in a form that is not known.
+    """
+    form = _template_form(tokenizer, json.dumps(tokenizer.chat_template))
+    if name is not None:
+        return form if form is not None and form.name == name else form_named(name)
+    if form is None:
         raise ValueError(
-            f"the model's chat template has tool calls in a form of its own, without {BEGIN}; calls could not be "
-            "told from text"
+            "the model's chat template shows tool calls in a form of its own, so calls could not be told from text; "
+            f"the forms that are known are {', '.join(FORM_NAMES)}: give the model's one as call_form"
         )
+    return form
 
 
-def plain_turns(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+@lru_cache(maxsize=16)
+def _template_form(tokenizer: PreTrainedTokenizerBase, template: str) -> CallForm | None:
+    """The form of this chat template; a template without tools gets the form of `plain_turns`."""
+    if template == "null" or not takes_tools(tokenizer.get_chat_template(tools=[{}])):
+        return HERMES
+
+    def render(turns: list[dict[str, Any]], **fields: Any) -> str:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, **fields))
+
+    return recognised(render)
+
+
+def plain_turns(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallForm = HERMES
+) -> list[dict[str, Any]]:
     """A chat with tools as turns of text alone.
 
     The tools end the system turn. Calls end the assistant's turn. A function's result is a turn of the user.
@@ -67,73 +82,19 @@ def plain_turns(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
             else:
                 turns.append({"role": "user", "content": response})
         else:
-            calls = [_call_text(call["function"]) for call in message.get("tool_calls") or ()]
             kept = {name: value for name, value in message.items() if name != "tool_calls"}
-            turns.append({**kept, "content": "\n".join(filter(None, [text, *calls]))})
+            calls = turn_text(form, message.get("tool_calls") or ())
+            turns.append({**kept, "content": form.gap.join(filter(None, [text, calls]))})
         after_result = role == "tool"
     if tools:
-        shown = INSTRUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        how = AFTER_TEXT if form.text_before else ALONE
+        shown = INSTRUCTION.format(tools=lines, how=how, example=form.example)
         if turns[:1] and turns[0]["role"] == "system":
             turns[0]["content"] = "\n\n".join(filter(None, [turns[0]["content"], shown]))
         else:
             turns.insert(0, {"role": "system", "content": shown})
     return turns
-
-
-def _call_text(function: Mapping[str, Any]) -> str:
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
-    return f"{BEGIN}{HEAD}{function['name']}{ARGUMENTS}{arguments}{TAIL}{END}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallRule:
-    """The calls that an answer may have.
-
-    functions  names of functions, and the JSON schemas of their arguments
-    must       the answer is a call; otherwise it is text, which calls may follow
-    several    several calls may follow one another
-    form       the JSON schema of an answer without a call
-    """
-
-    functions: tuple[tuple[str, Mapping[str, Any]], ...]
-    must: bool
-    several: bool
-    form: Mapping[str, Any] | None = None
-
-    def grammar(self, vocabulary: Mapping[str, int]) -> Grammar:
-        """The grammar of such answers; `vocabulary` says which marks are tokens of their own. Raises `GrammarRefused`.
-
-        Text ends where a call begins, however its mark is written. The budget may cut a text, but not a call. Text of
-        a form has no call behind it and is not cut either.
-        """
-        begin, end = (mark if mark in vocabulary else json.dumps(mark) for mark in (BEGIN, END))
-        lines = [
-            f"call: {begin} body",
-            f"body: {json.dumps(HEAD)} function {json.dumps(TAIL)} {end}",
-            "function: " + " | ".join(f"f{i}" for i in range(len(self.functions))),
-        ]
-        lines += [f"f{i}: {json.dumps(name + ARGUMENTS)} %json @{i}" for i, (name, _) in enumerate(self.functions)]
-        others = ' ("\\n" call)*' if self.several else ""
-        schemas = [(name, {**schema, "x-guidance": SEPARATORS}) for name, schema in self.functions]
-        if self.must:
-            lines.insert(0, f"start: call{others}")
-        elif self.form is not None:
-            lines[:0] = [f"start: form | call{others}", f"form: %json @{len(schemas)}"]
-            schemas.append((FORM, {**self.form, "x-guidance": COMPACT}))
-        else:
-            head = "spelled" if begin != BEGIN else f"spelled | TEXT {begin}"
-            lines[:0] = [
-                f"start: TEXT | head body{others}",
-                f"head: {head}",
-                f"spelled[lazy]: /(?s:.*)/ {json.dumps(BEGIN)}",
-                "TEXT: /(?s:.*)/",
-            ]
-        return Grammar(
-            syntax="lark",
-            text="\n".join(lines),
-            may_be_cut=not self.must and self.form is None,
-            schemas=tuple((name, json.dumps(schema)) for name, schema in schemas),
-        )
 
 
 def chat_text(
@@ -145,12 +106,13 @@ def chat_text(
     continues: bool = False,
     variables: Mapping[str, Any] = MappingProxyType({}),
     masking: Masking | None = None,
+    form_name: str | None = None,
 ) -> MaskedText:
     """A chat in the model's template, with the tools that the assistant may call.
 
     The text ends at the beginning of the assistant's answer. With `answered`, it is a conversation with its last
     answer, up to the end. With `continues`, it ends with the last message's text. `variables` are further variables of
-    the template.
+    the template. `form_name` overrides the template's form of calls.
 
     Text that messages, tools and variables spell stays text; `masking` is theirs by default. Raises `ValueError` if
     the tokenizer has no template or the template refuses the chat (the order of roles). Raises `VariableRefused` for a
@@ -165,7 +127,10 @@ def chat_text(
     masking = masking_of(tokenizer, turns, shown, dict(variables)) if masking is None else masking
     turns, shown, given = masking.masked_json(turns), masking.masked_json(shown), masking.masked_json(dict(variables))
     if not takes_tools(tokenizer.get_chat_template(tools=shown)):
-        turns, shown = plain_turns(turns, shown or ()), None
+        turns, shown = plain_turns(turns, shown or (), call_form(tokenizer, form_name)), None
+    elif any(turn.get("tool_calls") for turn in turns):
+        form = _template_form(tokenizer, json.dumps(tokenizer.chat_template))
+        turns = turns if form is None else history(form, turns)
     if continues:
         turns[-1]["content"] += TEXT_END
     begins = not answered and not continues

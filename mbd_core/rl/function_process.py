@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-CallForm = Literal["answer", "verl", "lists"]
+CallStyle = Literal["answer", "verl", "lists"]
 QuestionRows = list[dict[str, str]]
-GIVEN: dict[CallForm, tuple[str, ...]] = {
+GIVEN: dict[CallStyle, tuple[str, ...]] = {
     "answer": ("prompt", "text", "reference", "problem_id"),
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
     "lists": ("prompts", "completions", "reference", "problem_id"),
@@ -64,7 +64,7 @@ class UserFunction:
         kinds = inspect.Parameter
         names = [item.name for item in parameters if item.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
         takes_all = any(item.kind == kinds.VAR_KEYWORD for item in parameters)
-        self.form: CallForm = "lists" if "completions" in names else "verl" if "solution_str" in names else "answer"
+        self.form: CallStyle = "lists" if "completions" in names else "verl" if "solution_str" in names else "answer"
         given = GIVEN[self.form]
         self._names = given if takes_all else tuple(name for name in given if name in names)
         required = [
@@ -96,7 +96,7 @@ class UserFunction:
         return [_number(item) for item in values]
 
 
-def _argument(form: CallForm, name: str, rows: QuestionRows) -> Any:
+def _argument(form: CallStyle, name: str, rows: QuestionRows) -> Any:
     row = rows[0]
     if form == "lists":
         column = {"prompts": "prompt", "completions": "text"}.get(name, name)

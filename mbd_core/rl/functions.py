@@ -17,7 +17,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
-from mbd_core.rl.function_process import LINE_BYTES, CallForm, FunctionReply
+from mbd_core.rl.function_process import LINE_BYTES, CallStyle, FunctionReply
 from mbd_core.rl.parts import Failure, RewardFailed, RewardOutcome, failed, first_error, outcome_of, question
 from mbd_core.rl.rows import JudgedRow
 
@@ -51,7 +51,7 @@ class FunctionProcess:
         self._listening: asyncio.Task[None] | None = None
         self._lost = ""  # the reason why the process is lost
         self.is_async = False
-        self.form: CallForm = "answer"
+        self.form: CallStyle = "answer"
 
     @property
     def is_lost(self) -> bool:
@@ -223,7 +223,7 @@ class FunctionReward:
             self._idle.append(process)
 
 
-def _units(rows: Sequence[JudgedRow], form: CallForm) -> list[list[int]]:
+def _units(rows: Sequence[JudgedRow], form: CallStyle) -> list[list[int]]:
     """The answers that are asked together, by their places: all answers to a prompt if the function takes lists, else
     single answers."""
     if form != "lists":

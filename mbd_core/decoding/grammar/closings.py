@@ -72,6 +72,7 @@ class Closings:
         single = np.flatnonzero(self._lengths_V == 1)
         self._single = np.array(sorted(single, key=lambda t: _BYTE_RANK[texts[t][0]]), dtype=np.int64)
         self._quotes = np.flatnonzero([text == b'"' for text in texts])
+        self._by_text = {text: token for token, text in enumerate(texts) if len(text) > 1}
         self._never = np.array(sorted(forbidden), dtype=np.int64)
 
     def literals(self, grammar: Grammar) -> list[list[int]]:
@@ -80,6 +81,11 @@ class Closings:
             return []
         words = dict.fromkeys(re.findall(r"[^\\.^$|?*+()\[\]{}\"\s]{2,}", grammar.whole))
         return [self._tokenizer.tokenize_str(text) for text in list(words)[:MAX_LITERALS]]
+
+    def marks(self, grammar: Grammar) -> list[list[int]]:
+        """The tokens of each mark that ends a string without quotes: its own token, and those of its characters."""
+        own = [self._by_text[mark.encode()] for mark in grammar.marks if mark.encode() in self._by_text]
+        return [[token] for token in own] + [self._tokenizer.tokenize_str(mark) for mark in grammar.marks]
 
     def special_in(self, grammar: Grammar) -> str:
         """The reason why an answer may not be found, if a special token's text stands in the grammar; else empty."""
@@ -99,17 +105,32 @@ class Closings:
         return mask_V if mask_V.any() else None
 
     def find(
-        self, matcher: LLMatcher, limit: int, *, literals: Sequence[Sequence[int]], thorough: int, search: Search
+        self,
+        matcher: LLMatcher,
+        limit: int,
+        *,
+        literals: Sequence[Sequence[int]],
+        marks: Sequence[Sequence[int]] = (),
+        thorough: int,
+        search: Search,
     ) -> list[int] | None:
         """At most `limit` tokens, the last one an EOS, that complete the matcher's text. The matcher is unchanged.
 
+        `marks` end strings without quotes.
+
         If the quick way finds none, the thorough one is taken, which costs far more: for at most `thorough` tokens.
         """
-        closing = self._walk(matcher, limit, literals, self._quick, search)
-        return closing or self._walk(matcher, min(limit, thorough), literals, self._thorough, search)
+        closing = self._walk(matcher, limit, literals, marks, self._quick, search)
+        return closing or self._walk(matcher, min(limit, thorough), literals, marks, self._thorough, search)
 
     def _walk(
-        self, matcher: LLMatcher, limit: int, literals: Sequence[Sequence[int]], choose: _Choose, search: Search
+        self,
+        matcher: LLMatcher,
+        limit: int,
+        literals: Sequence[Sequence[int]],
+        marks: Sequence[Sequence[int]],
+        choose: _Choose,
+        search: Search,
     ) -> list[int] | None:
         matcher = matcher.deep_copy()
         tokens: list[int] = []
@@ -124,7 +145,8 @@ class Closings:
                 if mask_V is None:
                     break
                 last_tokens = self._last_tokens(matcher, mask_V, literals, search)
-                next_tokens = last_tokens or [choose(matcher, mask_V, uses, search)]
+                next_tokens = last_tokens or self._mark_tokens(matcher, mask_V, marks, search)
+                next_tokens = next_tokens or [choose(matcher, mask_V, uses, search)]
             if not matcher.consume_tokens(next_tokens):
                 break
             tokens += next_tokens
@@ -142,6 +164,21 @@ class Closings:
             if matcher.validate_tokens([*tokens, self.eos_token_id]) == len(tokens) + 1:
                 return list(tokens)
         return None
+
+    def _mark_tokens(
+        self, matcher: LLMatcher, mask_V: np.ndarray, marks: Sequence[Sequence[int]], search: Search
+    ) -> list[int]:
+        """The tokens of a mark that ends the string in which the text stands; none if it is in no string."""
+        if not marks or mask_V.sum() <= self._size // 4:
+            return []
+        for tokens in marks:
+            next_matcher = matcher.deep_copy()
+            search.count(MASK_TRIES)
+            if next_matcher.validate_tokens(list(tokens)) == len(tokens) and next_matcher.consume_tokens(list(tokens)):
+                next_V = self.allowed(next_matcher)
+                if next_V is None or next_V.sum() <= self._size // 4:
+                    return list(tokens)
+        return []
 
     def _quick(self, matcher: LLMatcher, mask_V: np.ndarray, uses: Counter[int], search: Search) -> int:
         candidates = self._order_V[mask_V[self._order_V]][:NUM_TRIED].tolist()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Literal
 
 from mbd_core.decoding.grammar.schemas import GrammarRefused, plain_schema
@@ -28,8 +29,9 @@ class Grammar:
     syntax      what `text` is: a JSON schema (as JSON), a regular expression (Rust's syntax), or a grammar in
                 llguidance's variant of Lark
     may_be_cut  the answer may also end without an EOS at `max_tokens`, where the grammar accepts the text so far
-    schemas     names of tools, and the JSON schemas of their parameters, which `text` has as `%json @NUMBER`; the
-                schema of a text beside calls has the name `FORM`
+    schemas     names of tools, and JSON schemas of their parameters or of parts of these, which `text` has as
+                `%json @NUMBER`; the schema of a text beside calls has the name `FORM`
+    marks       texts that end a string without quotes
 
     A schema is kept as `plain_schema` makes it.
     """
@@ -39,6 +41,7 @@ class Grammar:
     text: str
     may_be_cut: bool = False
     schemas: tuple[tuple[str, str], ...] = ()
+    marks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.text:
@@ -51,8 +54,10 @@ class Grammar:
             raise GrammarRefused(
                 f"{self.subject()} has {len(self.text)} characters; at most {MAX_CHARACTERS} are taken"
             )
-        lengths = {name: len(schema) for name, schema in self.schemas}
-        if (whole := sum(lengths.values())) > MAX_SCHEMAS:
+        lengths = Counter[str]()
+        for name, schema in self.schemas:
+            lengths[name] += len(schema)
+        if (whole := lengths.total()) > MAX_SCHEMAS:
             largest = max(lengths.keys() - {FORM}, key=lambda name: lengths[name])
             raise GrammarRefused(
                 f"the parameters of {self.num_tools} tools have {whole} characters without their descriptions, those "
@@ -61,7 +66,7 @@ class Grammar:
 
     @property
     def num_tools(self) -> int:
-        return sum(name != FORM for name, _ in self.schemas)
+        return len({name for name, _ in self.schemas} - {FORM})
 
     @property
     def whole(self) -> str:

@@ -83,6 +83,7 @@ class Guide(GuideState):
         closings: Closings,
         *,
         literals: Sequence[Sequence[int]],
+        marks: Sequence[Sequence[int]] = (),
         budget: int,
         committed: Sequence[int],
         closing: Sequence[int],
@@ -93,12 +94,14 @@ class Guide(GuideState):
         Raises `GrammarRefused` if no way to its end is found, in the words of the user's `tools` or grammar. `closing`
         is a known one, or empty.
         """
-        self._matcher, self._closings, self._literals, self._num_left = matcher, closings, literals, budget
+        self._matcher, self._closings, self._num_left = matcher, closings, budget
+        self._literals, self._marks = literals, marks
         self._decided_tokens = list(committed)
         known_closing = list(closing) if closing and len(closing) <= budget and self._accepts(list(closing)) else None
         search = Search()
         new_closing = (
-            closings.find(matcher, budget, literals=literals, thorough=MAX_SEARCH, search=search) or known_closing
+            closings.find(matcher, budget, literals=literals, marks=marks, thorough=MAX_SEARCH, search=search)
+            or known_closing
         )
         if new_closing is None:
             accepts, it = ("calls a tool", "the tools") if tools else ("the grammar accepts", "it")
@@ -244,7 +247,14 @@ class Guide(GuideState):
 
     def _find_closing(self, num_left: int, search: Search) -> list[int] | None:
         limit = min(num_left, MAX_SEARCH)
-        return self._closings.find(self._matcher, limit, literals=self._literals, thorough=MAX_THOROUGH, search=search)
+        return self._closings.find(
+            self._matcher,
+            limit,
+            literals=self._literals,
+            marks=self._marks,
+            thorough=MAX_THOROUGH,
+            search=search,
+        )
 
     def _accepts(self, tokens: list[int]) -> bool:
         if len(tokens) == 1:  # an EOS
@@ -278,6 +288,7 @@ class Grammars:
                 matcher,
                 closings,
                 literals=closings.literals(grammar),
+                marks=closings.marks(grammar),
                 budget=max_tokens - len(committed) + grammar.may_be_cut,
                 committed=committed,
                 closing=closing,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from mbd_core.checkpoint.chat import CallRule
+from mbd_core.calls.rule import CallRule
 from mbd_core.serving.api.errors import FieldError, clip
 from mbd_core.serving.api.parsing import MAX_TEXT_PARTS, Ignored, Only, Strict, by_type, items, text_or_list
 

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.chat import VariableRefused, chat_text, check_form, decode_text, unknown_variables
+from mbd_core.calls.form import CallForm
+from mbd_core.checkpoint.chat import VariableRefused, chat_text, decode_text, unknown_variables
 from mbd_core.checkpoint.literal_text import MaskedText, control_tokens, literal, token_ids
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
@@ -45,16 +46,18 @@ def engine_requests(
     admission: Admission,
     adapter: str | None = None,
     template: TemplateTokens | None = None,
+    call_form: CallForm | None = None,
     added_tokens: Mapping[str, int] = MappingProxyType({}),
     default_max_tokens: int = MAX_TOKENS_DEFAULT,
 ) -> list[Request]:
     """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice. They share a
     `group`.
 
-    `added_tokens` are the tokenizer's added tokens by their texts. Raises `FieldError`.
+    `call_form` is the form of the model's calls, if the answers may have calls. `added_tokens` are the tokenizer's
+    added tokens by their texts. Raises `FieldError`.
     """
     samplings = api_request.samplings(seed)
-    budget, grammar = api_request.budget, grammar_of(api_request, added_tokens)
+    budget, grammar = api_request.budget, grammar_of(api_request, call_form, added_tokens)
     if template is not None:
         budget = len(template.tokens)
     if template is not None or grammar is not None or samplings[0].penalises:
@@ -97,11 +100,13 @@ def engine_requests(
     return requests
 
 
-def grammar_of(api_request: GenerationRequest, added_tokens: Mapping[str, int]) -> Grammar | None:
-    """The grammar of the answers; `added_tokens` as in `engine_requests`. Raises `FieldError`."""
+def grammar_of(
+    api_request: GenerationRequest, call_form: CallForm | None, added_tokens: Mapping[str, int]
+) -> Grammar | None:
+    """The grammar of the answers; `call_form` and `added_tokens` as in `engine_requests`. Raises `FieldError`."""
     rule = api_request.call_rule if isinstance(api_request, ChatRequest) else None
     try:
-        return api_request.grammar if rule is None else rule.grammar(added_tokens)
+        return api_request.grammar if rule is None or call_form is None else rule.grammar(call_form, added_tokens)
     except GrammarRefused as error:
         raise FieldError(api_request.grammar_field or "", str(error)) from None
 
@@ -259,6 +264,7 @@ def chat_ids(
             answered=ending.add_generation_prompt is False,
             continues=bool(ending.continue_final_message),
             variables=ending.variables(partial(unknown_variables, model.tokenizer)),
+            form_name=model.call_form,
         )
         text = render(plain_turns)
         pieces = _around_answers(render, plain_turns, sorted(answers), text) if answers else None
@@ -344,14 +350,6 @@ def _blanks_before_answers(render: Callable[..., MaskedText]) -> str:
         return ""
     between = shown.partition(ANSWER_PLACE)[0].removeprefix(begin)
     return between if between.isspace() else ""
-
-
-def check_calls(model: ServedModel) -> None:
-    """Raise `FieldError` if the model's template writes tool calls in another form than the supported one."""
-    try:
-        check_form(model.tokenizer.get_chat_template() if model.tokenizer.chat_template else "")
-    except ValueError as error:
-        raise FieldError("tools", str(error)) from None
 
 
 # The tokenizer over HTTP.

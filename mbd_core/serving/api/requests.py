@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mbd_core.checkpoint.chat import CallRule
+from mbd_core.calls.rule import CallRule
 from mbd_core.decoding.answers.piece import MAX_TOPS
 from mbd_core.decoding.blocks.sampling_config import (
     LEAST,
@@ -422,12 +422,12 @@ class ChatRequest(GenerationRequest, OtherChatFields, ToolFields, TemplateFields
     @property
     def call_rule(self) -> CallRule | None:
         rule = super().call_rule
-        return None if rule is None else replace(rule, form=self.schema_form)
+        return None if rule is None else replace(rule, text_schema=self.schema_form)
 
     @property
     def notes(self) -> list[str]:
         notes, rule = super().notes, self.call_rule
-        if rule is not None and rule.must and rule.form is not None:
+        if rule is not None and rule.must and rule.text_schema is not None:
             notes.append(
                 f"{super().grammar_field} has no effect: tool_choice asks for a call, and the answer is no text"
             )

@@ -1,11 +1,11 @@
 """The answer to one API request, from the engine's steps: whole, or as server-sent events."""
 
 import json
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mbd_core.checkpoint.chat import CallRule
+from mbd_core.calls.reader import CallReader, TextPiece
 from mbd_core.decoding.answers.counts import Counts
 from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.request import FinishReason, Output, Request
@@ -13,6 +13,7 @@ from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.replies import Reply, ReplyChoice, frame_fields
 from mbd_core.serving.api.shapes import (
     AnswerCall,
+    AnswerFunction,
     Chunk,
     Completion,
     EndReason,
@@ -24,7 +25,6 @@ from mbd_core.serving.api.shapes import (
 from mbd_core.serving.server.measures import RequestWatch
 from mbd_core.serving.server.text_stream import TextStep, TextStream
 from mbd_core.serving.server.token_details import TokenDetails
-from mbd_core.serving.text.committed import CallReader, TextPiece
 from mbd_core.serving.text.logprobs import ChoiceLogprobs, TokenTexts
 
 DONE = "data: [DONE]\n\n"
@@ -51,7 +51,7 @@ class AnswerParts:
     streamed       whether the client wants `events()` instead of `whole()`
     logprobs       one writer of log-probabilities per choice, if requested
     details        reports on tokens beside their text
-    calls          the rule for calls in the answers, if they may have calls
+    calls          gives a reader of an answer with calls, if the answers may have calls
     echoes         the text before each choice's own text, if any
     frame_texts    the text of each token, if frames are requested
     resumable      whether each commit of a stream ends with a `ResumePlace`
@@ -61,11 +61,22 @@ class AnswerParts:
     streamed: bool = False
     logprobs: Sequence[ChoiceLogprobs] | None = None
     details: TokenDetails = TokenDetails()
-    calls: CallRule | None = None
+    calls: Callable[[], CallReader] | None = None
     echoes: Sequence[str] = ()
     frame_texts: TokenTexts | None = None
     resumable: bool = False
     usage: Literal["none", "last", "each"] = "none"
+
+
+def add_calls(calls: list[AnswerCall], deltas: Sequence[Mapping[str, Any]]) -> None:
+    """Adds OpenAI's deltas of calls to the calls so far."""
+    for delta in deltas:
+        function = delta["function"]
+        if delta["index"] == len(calls):
+            own: AnswerFunction = {"name": function["name"], "arguments": function["arguments"]}
+            calls.append({"id": delta["id"], "type": delta["type"], "function": own})
+        else:
+            calls[delta["index"]]["function"]["arguments"] += function["arguments"]
 
 
 class ServedAnswer:
@@ -87,8 +98,7 @@ class ServedAnswer:
         self._steps: AsyncIterable[TextStep] = stream if watch is None else watch.steps(stream)
         self._reply, self._stream, self._logprobs, self._usage = reply, stream, parts.logprobs, parts.usage
         self._details, self._texts, self._resumable = parts.details, parts.frame_texts, parts.resumable
-        is_form = parts.calls is not None and parts.calls.form is not None
-        self._calls = [None if parts.calls is None else CallReader(form=is_form) for _ in stream.requests]
+        self._calls = [None if parts.calls is None else parts.calls() for _ in stream.requests]
         self._echoes = list(parts.echoes) or [""] * len(stream.requests)
         self._num_tokens = [len(request.committed) for request in stream.requests]  # sent so far, per choice
 
@@ -99,42 +109,39 @@ class ServedAnswer:
         self._stream.close()
         self._on_close()
 
-    async def whole(self, on_step: Callable[[TextStep], None] = lambda step: None) -> Completion:
+    async def whole(self, on_step: Callable[[TextStep, str], None] = lambda step, content: None) -> Completion:
         """The whole answer in one object, with its choices in the order of the requests.
 
-        Calls `on_step` with each step.
+        Calls `on_step` with each step and its content.
         """
         texts = {r.request_id: echo for r, echo in zip(self._stream.requests, self._echoes, strict=True)}
+        calls: dict[str, list[AnswerCall]] = {r.request_id: [] for r in self._stream.requests}
+        index = {r.request_id: i for i, r in enumerate(self._stream.requests)}
         outputs: dict[str, Output] = {}
         weights: list[tuple[int, int]] = []
         async for step in self._steps:
-            on_step(step)
-            texts[step.request_id] += step.text
+            piece = self._read(index[step.request_id], step.text, ends=step.output is not None)
+            on_step(step, piece.content)
+            texts[step.request_id] += piece.content
+            add_calls(calls[step.request_id], piece.calls)
             if step.output is not None:
                 outputs[step.request_id] = step.output
                 weights.append(step.weights)
         ordered = [outputs[request_id] for request_id in texts]
         choices = [
-            self._choice(
-                index,
-                self._details.text(text, output.tokens, echo=self._echoes[index]),
-                reason=output.finish_reason,
+            ReplyChoice(
+                text=self._details.text(text, output.tokens, echo=self._echoes[i]),
+                calls=calls[request.request_id],
+                reason=self._reason(i, output.finish_reason),
                 stop_reason=output.stop_reason,
-                logprobs=self._logprobs_of(index, output.piece),
+                logprobs=self._logprobs_of(i, output.piece),
                 details=self._details.of_prompt(request.prompt) | self._details.of_output(output),
             )
-            for index, (request, text, output) in enumerate(
+            for i, (request, text, output) in enumerate(
                 zip(self._stream.requests, texts.values(), ordered, strict=True)
             )
         ]
         return self._reply.full(choices, [o.counts for o in ordered], weights)
-
-    def _choice(self, index: int, text: str, *, reason: FinishReason, **fields: Any) -> ReplyChoice:
-        piece = self._read(index, text, ends=True)
-        calls: list[AnswerCall] = [
-            {"id": call["id"], "type": call["type"], "function": call["function"]} for call in piece.calls
-        ]
-        return ReplyChoice(text=piece.content, calls=calls, reason=self._reason(index, reason), **fields)
 
     def _read(self, index: int, text: str, *, ends: bool) -> TextPiece:
         """Content and calls in the next piece of a choice's text."""

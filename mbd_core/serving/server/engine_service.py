@@ -57,7 +57,11 @@ class EngineService(ChangingEngine):
     def served_model(self) -> ServedModel:
         """The model with this engine as the source of its tokens."""
         return ServedModel(
-            name=self.args.served_name, tokenizer=self.loaded.tokenizer, limits=self.limits, source=self.engine
+            name=self.args.served_name,
+            tokenizer=self.loaded.tokenizer,
+            limits=self.limits,
+            source=self.engine,
+            call_form=self.args.call_form,
         )
 
     async def stop(self) -> None:

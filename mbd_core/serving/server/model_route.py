@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeGuard
 
-from mbd_core.checkpoint.chat import CallRule, decode_text, unknown_variables
+from mbd_core.calls.form import CallForm
+from mbd_core.calls.reader import CallReader
+from mbd_core.calls.rule import CallRule
+from mbd_core.checkpoint.chat import call_form, decode_text, unknown_variables
 from mbd_core.checkpoint.tokenizer import grammars_of
 from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.config import DecodingConfig
@@ -18,7 +21,6 @@ from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.sequences.admission import RequestRefused, compile_guide, penalties_refused
 from mbd_core.serving.api.engine_requests import (
     chat_ids,
-    check_calls,
     committed_texts,
     engine_requests,
     grammar_of,
@@ -103,6 +105,7 @@ class ModelRoute:
 
     def tokenized(self, api_request: ApiRequest, *, seed: int) -> "TokenizedBody":
         """Tokenise the prompts, and make one request per prompt and choice. Call it in the tokenizer's thread."""
+        form = self._call_form(api_request)
         read_prompts = self._read(api_request)
         echoes = api_request.echoes(self.decode) if isinstance(api_request, CompletionRequest) else []
         if scored(api_request):
@@ -119,6 +122,7 @@ class ModelRoute:
             admission=self.model.limits.admission,
             adapter=self.model.adapter,
             template=template,
+            call_form=form,
             added_tokens=self.model.tokenizer.get_added_vocab(),
             default_max_tokens=int(self.model.limits.sampling.get("max_tokens", MAX_TOKENS_DEFAULT)),
         )
@@ -163,7 +167,7 @@ class ModelRoute:
             streamed=bool(api_request.stream),
             logprobs=self._logprobs(body) if api_request.wants_logprobs else None,
             details=details,
-            calls=body.call_rule,
+            calls=self._call_reader(body),
             echoes=() if api_request.resume else body.echoes,
             frame_texts=self.token_texts if api_request.frames else None,
             resumable=bool(api_request.resumable),
@@ -226,7 +230,7 @@ class ModelRoute:
 
     async def check_long_form(self, api_request: GenerationRequest) -> None:
         """`check_grammar` for a request with a too long prompt: a bad grammar is reported first."""
-        grammar = grammar_of(api_request, self.model.tokenizer.get_added_vocab())
+        grammar = grammar_of(api_request, self._call_form(api_request), self.model.tokenizer.get_added_vocab())
         if grammar is not None:
             length = self.model.limits.admission.max_length
             decoding = self._decoding(api_request)
@@ -240,9 +244,25 @@ class ModelRoute:
         return [encode(p) if isinstance(p, str) else p for p in api_request.prompts]
 
     def _chat_prompts(self, api_request: ChatRequest) -> list[list[int]]:
-        if api_request.call_rule is not None:
-            check_calls(self.model)
         return [chat_ids(self.model, api_request.turns, api_request, tools=api_request.shown_tools)]
+
+    def _call_form(self, api_request: GenerationRequest) -> CallForm | None:
+        """The form of the model's calls, for a request whose answers may have calls.
+
+        Raises `FieldError` if the chat template shows calls in a form that is not known.
+        """
+        if not isinstance(api_request, ChatRequest) or api_request.call_rule is None:
+            return None
+        try:
+            return call_form(self.model.tokenizer, self.model.call_form)
+        except ValueError as error:
+            raise FieldError("tools", str(error)) from None
+
+    def _call_reader(self, body: "TokenizedBody") -> Callable[[], CallReader] | None:
+        rule, form = body.call_rule, self._call_form(body.api_request)
+        if rule is None or form is None:
+            return None
+        return partial(CallReader, form, dict(rule.functions), text_has_form=rule.text_schema is not None)
 
     def notes(self, api_request: ApiRequest) -> list[str]:
         """A note for each accepted field without effect."""

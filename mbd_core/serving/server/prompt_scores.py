@@ -77,11 +77,11 @@ class PromptScores(ServedAnswer):
         super().__init__(reply, stream, parts, **ends)
         self._api_request, self._token_texts, self._decode = api_request, texts, decode
 
-    async def whole(self, on_step: Callable[[TextStep], None] = lambda step: None) -> Completion:
+    async def whole(self, on_step: Callable[[TextStep, str], None] = lambda step, content: None) -> Completion:
         outputs: dict[str, Output] = {}
         weights: list[tuple[int, int]] = []
         async for step in self._steps:
-            on_step(step)
+            on_step(step, step.text)
             if step.output is not None:
                 outputs[step.request_id] = step.output
                 weights.append(step.weights)

@@ -1,11 +1,6 @@
-"""From committed tokens to text, as they come: characters split over tokens, stop strings, and tool calls."""
+"""From committed tokens to text, as they come: characters split over tokens, and stop strings."""
 
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-from mbd_core.checkpoint.chat import ARGUMENTS, BEGIN, END, HEAD, TAIL
 
 # Stop strings in a growing text: each character is read once, however long the stop strings are.
 
@@ -135,91 +130,3 @@ class CommittedText:
         split = len(text) - self._matcher.open_length
         self._ending = text[split:]
         return text[:split]
-
-
-# From an answer's growing text to its calls: content up to the first call, then one call after the other.
-
-OPENING, CLOSING = BEGIN + HEAD, TAIL + END
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextPiece:
-    """The content in a piece of text, and OpenAI's deltas of calls."""
-
-    content: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-
-
-class CallReader:
-    """Reads one answer under a `CallRule`; its text is pushed in pieces of any size.
-
-    A line break right before the first call belongs to neither content nor call: templates add it again. With `form`,
-    an answer is either calls or text in a form; if it does not begin with a call, all of it is text.
-    """
-
-    def __init__(self, *, form: bool = False) -> None:
-        self._buffer = ""
-        self._place = "beginning" if form else "content"  # or "form", "name", "arguments", "between"
-        self.num_calls = 0
-
-    def push(self, text: str, *, ends: bool) -> TextPiece:
-        """The content and calls that `text` made certain; with `ends`, nothing follows."""
-        self._buffer += text
-        content = ""
-        deltas: dict[int, dict[str, Any]] = {}
-        while (step := self._step(ends)) is not None:
-            text_part, delta = step
-            content += text_part
-            if delta:
-                _merge(deltas.setdefault(self.num_calls - 1, {"index": self.num_calls - 1}), delta)
-        return TextPiece(content=content, calls=list(deltas.values()))
-
-    def _step(self, ends: bool) -> tuple[str, dict[str, Any]] | None:
-        """Content, and a part of the current call; `None` where more text is needed."""
-        if self._place == "beginning" and self._buffer:
-            self._place = "content" if BEGIN.startswith(self._buffer[0]) else "form"
-        if self._place in ("beginning", "form"):
-            return self._give(len(self._buffer))
-        if self._place == "content":
-            content, mark, tail = self._buffer.partition(BEGIN)
-            if mark:
-                self._place, self._buffer = "name", mark + tail
-                return content.removesuffix("\n"), {}
-            num_kept = 0 if ends else max(_open_length(content, BEGIN), _open_length(content, "\n" + BEGIN))
-            return self._give(len(content) - num_kept)
-        if self._place == "between":
-            if BEGIN not in self._buffer:
-                return None
-            self._place, self._buffer = "name", self._buffer[self._buffer.index(BEGIN) :]
-        if self._place == "name":
-            name, mark, tail = self._buffer.removeprefix(OPENING).partition(ARGUMENTS)
-            if not mark:
-                return None
-            self._place, self._buffer, self.num_calls = "arguments", tail, self.num_calls + 1
-            function = {"name": name, "arguments": ""}
-            return "", {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
-        arguments, mark, tail = self._buffer.partition(CLOSING)
-        if mark:
-            self._place, self._buffer = "between", tail
-            return "", {"function": {"arguments": arguments}}
-        num_kept = _open_length(arguments, CLOSING)
-        part, _ = self._give(len(arguments) - num_kept) or ("", {})
-        return ("", {"function": {"arguments": part}}) if part else None
-
-    def _give(self, length: int) -> tuple[str, dict[str, Any]] | None:
-        if not length:
-            return None
-        part, self._buffer = self._buffer[:length], self._buffer[length:]
-        return part, {}
-
-
-def _merge(delta: dict[str, Any], addition: dict[str, Any]) -> None:
-    if "function" not in delta:
-        delta.update(addition)
-    else:
-        delta["function"]["arguments"] += addition["function"]["arguments"]
-
-
-def _open_length(text: str, mark: str) -> int:
-    """The number of last characters that may be the beginning of `mark`."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

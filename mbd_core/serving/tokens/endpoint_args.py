@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
+from mbd_core.calls.forms import CallFormName
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.sampling_config import sampling_defaults
 from mbd_core.engine.config import EngineConfig
@@ -31,6 +32,8 @@ class EndpointArgs:
     generation_config: Literal["model", "ignore"] = "model"
     """Defaults of temperature, top_p, top_k, min_p, repetition_penalty and length. model: from the model's
     generation_config.json; ignore: none. The decoding in that file always applies."""
+    call_form: CallFormName | None = None
+    """How the model writes calls of functions (default: recognised from its chat template)."""
     tensor_parallel: Annotated[int, Ge(1), Flag(panel=CLUSTER)] = 1
     """Ranks of the model: GPUs of one node, or processes without GPUs."""
     engine: Annotated[EngineConfig, Flag(panel=ENGINE)] = EngineConfig()

@@ -43,6 +43,7 @@ class ServedModel:
     limits       the limits of one engine
     num_engines  the largest number of engines
     adapter      the LoRA adapter with this name, if the name is an adapter's
+    call_form    the name of the form of its calls, if it is not to be recognised from the chat template
     may_grow     whether more engines may start; then refused requests wait, up to the capacity of all engines
     """
 
@@ -52,6 +53,7 @@ class ServedModel:
     source: TokenSource
     num_engines: int = 1
     adapter: str | None = None
+    call_form: str | None = None
     may_grow: bool = False
 
     @property

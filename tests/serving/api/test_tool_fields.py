@@ -11,6 +11,7 @@ import jsonschema
 import numpy as np
 import openai
 import pytest
+from call_templates import TEMPLATES
 from chat_templates import OTHER_FORM, QWEN, tool_folder
 from local_server import LIMIT, MODEL, ROUTES, LocalServer, answers, openai_client, server_of
 from transformers import AutoTokenizer
@@ -189,6 +190,31 @@ def test_a_template_with_calls_in_another_form_is_refused(plain: Path, tmp_path:
     assert isinstance(refused, ApiError) and (refused.status, refused.param) == (400, "tools")
     assert "a form of its own" in refused.message
     assert text[0]["choices"][0]["message"]["content"] is not None
+
+
+@pytest.mark.parametrize("name", ["xml", "gemma", "pythonic", "mistral"])
+def test_calls_in_another_form_fit_whole_and_streamed_and_go_on(plain: Path, tmp_path: Path, name: str) -> None:
+    folder = tool_folder(plain, tmp_path / name, template=TEMPLATES[name])
+    fields = DRAWN | {"tool_choice": "required", "seed": 5, "max_tokens": 250}
+    turns = {"messages": [*TURNS, {"role": "user", "content": "And then?"}], "tools": TOOLS, "max_tokens": 8}
+    whole, events, after = asked_of(
+        folder, ("chat", fields), ("chat", fields | {"stream": True}), ("chat", turns | {"tool_choice": "auto"})
+    )
+    message = whole[0]["choices"][0]["message"]
+    assert message["content"] is None and check_calls(message["tool_calls"])
+    assert joined(events) == (
+        "",
+        [(c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]],
+    )
+    assert after[0]["choices"][0]["finish_reason"] in ("stop", "length", "tool_calls")
+
+
+def test_a_form_that_the_server_is_given_overrides_the_template_s(plain: Path, tmp_path: Path) -> None:
+    folder = tool_folder(plain, tmp_path / "other", template=OTHER_FORM)
+    [reply] = answers(
+        folder, ("chat", DRAWN | {"tool_choice": NAMED, "seed": 2}), num_pages=NUM_PAGES, call_form="gemma"
+    )
+    assert check_calls(reply[0]["choices"][0]["message"]["tool_calls"]) == ["order"]
 
 
 CALLED = [

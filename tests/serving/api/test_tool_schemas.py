@@ -8,7 +8,8 @@ import pytest
 from chat_templates import tool_folder
 from local_server import answers
 
-from mbd_core.checkpoint.chat import CallRule
+from mbd_core.calls.forms import HERMES
+from mbd_core.calls.rule import CallRule
 from mbd_core.decoding.grammar.grammar import MAX_SCHEMAS, Grammar
 from mbd_core.decoding.grammar.schemas import GrammarRefused, plain_schema
 from mbd_core.serving.api.errors import ApiError
@@ -138,7 +139,7 @@ def test_the_tools_of_an_agent_are_taken_and_too_many_are_refused_in_its_words(p
     assert 90_000 < len(json.dumps(tools)) < 150_000
     functions = [(t["function"]["name"], t["function"]["parameters"]) for t in tools]
     rule = CallRule(functions=tuple(functions), must=False, several=True)
-    assert len(rule.grammar({}).whole) < 60_000
+    assert len(rule.grammar(HERMES, {}).whole) < 60_000
     described, [*_, short] = answers(
         plain, ("chat", {"tools": tools}), ("chat", {"tools": many_tools(1, length=1)}), num_pages=512
     )
@@ -147,7 +148,7 @@ def test_the_tools_of_an_agent_are_taken_and_too_many_are_refused_in_its_words(p
     assert short["object"] == "chat.completion"
     wide = tuple((f"f{i}", needing(**{f"name_{i}_{j}": {"type": "string"} for j in range(300)})) for i in range(40))
     with pytest.raises(GrammarRefused, match=f"at most {MAX_SCHEMAS}"):
-        CallRule(functions=wide, must=False, several=True).grammar({})
+        CallRule(functions=wide, must=False, several=True).grammar(HERMES, {})
 
 
 def test_forty_tools_are_compiled(plain: Path) -> None:
@@ -160,6 +161,6 @@ def test_forty_tools_are_compiled(plain: Path) -> None:
     tools = many_tools(40, length=50)
     functions = tuple((t["function"]["name"], t["function"]["parameters"]) for t in tools)
     for must in (False, True):
-        grammar: Grammar = CallRule(functions=functions, must=must, several=True).grammar({})
+        grammar: Grammar = CallRule(functions=functions, must=must, several=True).grammar(HERMES, {})
         guide = grammars_of(tokenizer, load_config(plain)).guide(grammar, max_tokens=200)
         assert guide.rest(0)

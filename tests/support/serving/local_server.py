@@ -83,9 +83,9 @@ async def ask(server: LocalServer, route: str, **fields: Any) -> list[dict[str, 
     return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
 
 
-def answers(folder: Path, *requests: tuple[str, dict[str, Any]], num_pages: int = 64) -> list[Any]:
+def answers(folder: Path, *requests: tuple[str, dict[str, Any]], num_pages: int = 64, **settings: Any) -> list[Any]:
     """What each request (route, fields) got, all sent together: its objects, or the error it was refused with."""
-    server = server_of(folder, num_pages=num_pages)
+    server = server_of(folder, num_pages=num_pages, **settings)
 
     async def scenario() -> list[Any]:
         try:

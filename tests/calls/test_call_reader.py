@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mbd_core.serving.text.committed import CallReader, TextPiece
+from mbd_core.calls.forms import HERMES
+from mbd_core.calls.reader import CallReader, TextPiece
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "R}m\\n</tool_call>", "n": [1, {}]}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -44,7 +45,7 @@ def test_any_cut_gives_the_same_content_and_calls(text: str, content: str, numbe
     cuts = [[], range(1, len(text)), *(sorted(rng.sample(range(len(text)), k=len(text) // 4)) for _ in range(20))]
     for cut in cuts:
         edges = [0, *cut, len(text)]
-        reader = CallReader()
+        reader = CallReader(HERMES, {})
         said = [reader.push(text[a:b], ends=False) for a, b in itertools.pairwise(edges)]
         said.append(reader.push("", ends=True))
         assert joined(said) == (content, CALLS[:number])
@@ -52,10 +53,10 @@ def test_any_cut_gives_the_same_content_and_calls(text: str, content: str, numbe
 
 
 def test_text_and_arguments_are_given_as_they_come() -> None:
-    reader = CallReader()
+    reader = CallReader(HERMES, {})
     assert reader.push("Let me see.", ends=False).content == "Let me see."
     head = reader.push('\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ro', ends=False)
     assert head.content == ""
     assert [(c["function"]["name"], c["function"]["arguments"]) for c in head.calls] == [("weather", '{"city": "Ro')]
     more = reader.push('me"}', ends=False)
-    assert [c["function"] for c in more.calls] == [{"arguments": 'me"'}], "the last brace may be the call's own"
+    assert [c["function"] for c in more.calls] == [{"arguments": 'me"}'}], "the last brace is the arguments' own"
