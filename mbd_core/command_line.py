@@ -361,11 +361,12 @@ def value_of(item: Field, given: Any, name: str, joint: str = " ") -> Any:
 
 
 def _listed(text: str, form: Mapping[str, Any], name: str) -> list[Any]:
-    """The items of a text with commas, each once; `ValueError` if there is none."""
-    items = list(dict.fromkeys(item.strip() for item in text.split(",") if item.strip()))
+    """The items of a text with commas, each once unless their number is fixed; `ValueError` if there is none."""
+    items = [item.strip() for item in text.split(",") if item.strip()]
     if not items:
         raise ValueError(f"{name} names nothing; give at least one, separated by commas")
     kind = (form.get("items") or form["prefixItems"][0]).get("type")
+    items = items if "prefixItems" in form else list(dict.fromkeys(items))
     return items if kind == "string" else [*map(_scalar, items)]
 
 

@@ -8,8 +8,22 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from jobs.option_tables import described_commands, page
-from mbd_core.command_line import Changes, Fields, command, command_options, flag
-from mbd_core.fields import DATA, ENGINE, OUTPUT, Flag, Ge, Gt, Le, Texts, changed, configuration, fields_of, load
+from mbd_core.command_line import Changes, Fields, command, command_options, flag, value_of
+from mbd_core.fields import (
+    DATA,
+    ENGINE,
+    OUTPUT,
+    Field,
+    Flag,
+    Ge,
+    Gt,
+    Le,
+    Texts,
+    changed,
+    configuration,
+    fields_of,
+    load,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -214,6 +228,13 @@ def test_set_reaches_every_field_and_its_refusals_name_it(capsys: pytest.Capture
     assert main(["--model", "a", "--pages", "3"]) == 2
     assert "No such option: --pages" in (text := capsys.readouterr().err) and "say --set pages=VALUE" in text
     assert not calls
+
+
+def test_a_list_of_a_fixed_length_may_repeat_a_number() -> None:
+    """Of other lists with commas each item counts once."""
+    betas, lengths = Field(path="betas", hint=tuple[float, float]), Field(path="lengths", hint=tuple[int, ...])
+    assert value_of(betas, "0.9,0.9", "--betas") == (0.9, 0.9)
+    assert value_of(lengths, "4,8,4", "--lengths") == (4, 8)
 
 
 def test_the_fields_of_a_configuration_are_listed() -> None:
