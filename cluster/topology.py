@@ -57,14 +57,14 @@ class Topology:
         return [self.bundle for _ in range(self.processes)]
 
     def room(self, nodes: Iterable[Resources]) -> int:
-        """How many such processes the nodes have room for, however many are asked for."""
+        """The number of such processes for which the nodes have room, however many are asked for."""
         return sum(_times(self.bundle, node) for node in nodes)
 
     def share(self, nodes: Iterable[tuple[Resources, int]]) -> int:
-        """The amount that each process can have of its node, on the node where this amount is least.
+        """The least amount of its node that a process can have.
 
-        `nodes` are their resources, and the amount of what the processes of one node share, as bytes of memory. A node
-        may get as many processes as it has room for.
+        `nodes` are pairs: a node's resources, and the amount that its processes share, in bytes of memory for example.
+        A node may get as many processes as it has room for.
         """
         counts = ((min(self.processes, _times(self.bundle, node)), amount) for node, amount in nodes)
         return min(amount // count for count, amount in counts if count)
@@ -97,8 +97,8 @@ def plan_topology(
 def check_room(topologies: Sequence[Topology], nodes: Sequence[Resources], *, spare_cpus: int = 0) -> None:
     """Raise `ClusterTooSmall` unless the processes of all topologies find room beside each other.
 
-    `spare_cpus`: CPUs of any nodes that must be left for what else runs, one by one. The largest processes are placed
-    first, each on the first node that has room.
+    `spare_cpus`: CPUs, on any nodes, that must be left for other processes of one CPU each. The largest processes are
+    placed first, each on the first node that has room.
     """
     free = [dict(node) for node in nodes]
     for topology in sorted(topologies, key=lambda t: (t.num_gpus, t.num_cpus), reverse=True):

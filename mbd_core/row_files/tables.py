@@ -15,7 +15,7 @@ from mbd_core.json_text import parse_json
 
 ROWS_AT_ONCE = 256
 """The number of a table's rows that are Python objects at once, whatever the size of its batches."""
-PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"  # how files of tables begin
+PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"  # the first bytes of files of tables
 
 ToJson = Callable[[Any], Any]
 
@@ -43,7 +43,7 @@ def _batches(file: Any, head: bytes) -> Iterator[pa.RecordBatch]:
 
 
 def _conversion(kind: pa.DataType) -> ToJson | None:
-    """What makes the value that JSON would have of a value of this Arrow type; `None`: it is that already."""
+    """The function from a value of this Arrow type to the value that JSON has for it; `None` if both are the same."""
     if pa.types.is_struct(kind):
         fields = {field.name: _conversion(field.type) for field in kind}
         return lambda value: (

@@ -104,7 +104,7 @@ class StagedWeights:
 
     wait     running requests end with the old weights before the swap, and no other request begins
     preempt  the swap happens at once; running requests are preempted, keep their committed tokens, and go on. Only a
-             canvas that has handed out tokens ends before: it would begin anew and contradict them
+             canvas that has handed out tokens ends first, because its new start would contradict them
 
     `version` is the version of the weights; `None` means the old version plus 1.
     """
@@ -212,8 +212,9 @@ def _copy(place: Tensor, source: Tensor) -> None:
 
 # The large tensors of a sleeping engine: their memory is given back, the tensors themselves stay.
 #
-# Views, parameters that share memory, and their holders need not know: a tensor keeps its storage, which has no bytes
-# for a while. Addresses may differ afterwards, so no holder of an address (a CUDA graph) may outlive the sleep.
+# Views, parameters that share memory, and their holders need no change: a tensor keeps its storage, which has no bytes
+# while the engine sleeps. Addresses may differ afterwards, so no holder of an address (a CUDA graph) may outlive the
+# sleep.
 
 
 class NotEnoughMemory(torch.OutOfMemoryError):

@@ -95,9 +95,9 @@ def block_mask(sees: Sees, *, batch: int, length: int, device: torch.device) -> 
 def _compiled(function: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
     """The function compiled for all lengths: sizes other than 1 are symbols from its first compilation on.
 
-    Numbers of samples, kinds of masks, gradients or none each compile once more, so torch's own limit of 8 is too low.
-    Past the limit the kernel would silently give way to its eager reference, which holds all pairs of tokens in
-    memory; `fullgraph` makes that an error. The same holds for a block mask.
+    Each number of samples, each kind of mask, and gradients or none need a compilation of their own, so torch's limit
+    of 8 is too low. Past the limit the kernel would silently give way to its eager reference, which holds all pairs of
+    tokens in memory; `fullgraph` makes that an error. The same holds for a block mask.
     """
     return in_many_variants(torch.compile(function, dynamic=True, fullgraph=fullgraph))
 

@@ -95,7 +95,8 @@ class EngineService(ChangingEngine):
 
     @property
     def kv_load(self) -> float:
-        """The fraction of the KV memory that running requests hold and waiting prompts need; above 1, memory lacks."""
+        """The fraction of the KV memory that running requests hold and waiting prompts need; above 1, memory is
+        short."""
         engine = self.loaded.engine
         pool = engine.scheduler.pool
         return 1.0 - pool.num_free / pool.capacity + self.engine.waiting_tokens / engine.kv_tokens

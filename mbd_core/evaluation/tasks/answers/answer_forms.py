@@ -80,7 +80,7 @@ _TOKEN = re.compile(
 
 
 def split_outside(text: str, separators: str) -> list[str]:
-    """The text between those separators that no bracket or environment holds."""
+    """The parts of the text between separators outside of brackets and environments."""
     parts, part, depth = list[str](), list[str](), 0
     for token in _TOKEN.findall(text):
         if depth == 0 and token in separators:
@@ -134,7 +134,7 @@ def _is_balanced(text: str) -> bool:
 
 
 def _items(text: str) -> tuple[str, ...]:
-    """The items of a list, whose commas no bracket holds; `a \\pm b` is two."""
+    """The items of a list, split at commas outside of brackets; `a \\pm b` is two."""
     if read_quantity(text) is not None:
         return (text,)
     items = [item for item in split_outside(_BETWEEN.sub(" , ", text), ",;") if item.strip()]

@@ -128,7 +128,7 @@ class ContestProblem:
         problem = cls(
             function=function,
             public=row["public_test_cases"],
-            # written out they are up to a hundred times as long
+            # uncompressed tests are up to a hundred times as long
             private=_compressed(private) if private.lstrip().startswith("[") else private,
             platform=row["platform"],
             difficulty=row["difficulty"],
@@ -184,7 +184,7 @@ def _compressed(text: str) -> str:
 
 def _decompressed(text: str) -> str:
     """The JSON text of private tests: base64 of zlib of a pickled text. Nothing is unpickled: the pickle's operations
-    are read, and any but those of one text is refused."""
+    are read, and a pickle of anything but one text is refused."""
     unpacker = zlib.decompressobj()
     try:
         content = unpacker.decompress(base64.b64decode(text, validate=True), LONGEST_TESTS)
@@ -229,8 +229,8 @@ def reading_program(program: str) -> str:
 
 
 def method_program(program: str, function: str) -> str:
-    """A program with the tested method as `tested_method`: `Solution`'s, or a function of that name, which must be the
-    program's own and not, as `add`, one of the modules'."""
+    """A program with the tested method as `tested_method`: `Solution`'s method, or a function of that name. The
+    function must be the program's own, not one that a module brings, like `add`."""
     if "class Solution" in program:
         return f"{PREAMBLE}\n{program}\n\n{METHOD} = Solution().{function}\n"
     return f"{PREAMBLE}{function} = None\n{program}\n\n{METHOD} = {function}\n"
