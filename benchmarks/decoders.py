@@ -31,7 +31,7 @@ from mbd_core.json_text import merge_fields
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import SHAPES, random_model
-from mbd_core.plain_loops import PlainRun, multi_bd, prefix_row, run_planned
+from mbd_core.plain_loops import PlainRun, multi_bd, prefix_rows, run_planned
 from mbd_core.tasks import gsm_mini
 
 SHIPPED_MODELS = ("tiny-bd", "tiny-mbd")
@@ -298,7 +298,7 @@ def plain_run(model: Decoder, request: Request) -> PlainRun:
         return multi_bd(model, list(request.prompt), request.max_tokens, decoding)
     vocab = Vocab(config.mask_token_id, config.vocab_size)
     decoder = planned_decoder(request, eos_token_ids=config.eos_token_ids, vocab=vocab, shift=config.shift_logits)
-    return run_planned(model, decoder, prefix=prefix_row(request))
+    return run_planned(model, decoder, prefix=prefix_rows(request))
 
 
 def same_in_float64(model: ModelCase, method: MethodCase, requests: Sequence[Request]) -> bool:

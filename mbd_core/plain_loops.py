@@ -8,7 +8,8 @@ Shape legend: T packed query tokens, L positions, Q one query's tokens, H query 
 channels.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -80,6 +81,9 @@ class LaneAttention:
             keys, values = (cache[layer, row.lane, : row.num_keys] for cache in (self.cache.k, self.cache.v))
             mask = torch.ones(len(row_q), len(keys), dtype=torch.bool, device=row_q.device)
             mask.tril_(len(keys) - len(row_q))
+            if row.gap:
+                mask.tril_(len(keys) - len(row_q) - row.gap - 1)
+                mask[:, row.start :] = torch.eye(len(row_q), dtype=torch.bool, device=row_q.device)
             outs.append(attend_to(row_q, keys, values, mask if row.causal else None))
         return torch.cat(outs)
 
@@ -122,16 +126,16 @@ def run_planned(
     model: Decoder,
     decoder: PlannedDecoder,
     *,
-    prefix: Query | None = None,
+    prefix: Sequence[Query] = (),
     drafts: Decoder | None = None,
     watch: Watch | None = None,
 ) -> PlainRun:
-    """Decode one request to its end, behind what a first row stores; `watch` is called after each forward, before its
-    logits are used. `drafts` is the model of rows that draft, if it is another one."""
+    """Decode one request to its end, behind what the rows of `prefix` store; `watch` is called after each forward,
+    before its logits are used. `drafts` is the model of rows that draft, if it is another one."""
     device = model.lm_head.weight.device
     cache = ContiguousCache(model, num_lanes=decoder.num_lanes, length=decoder.length)
-    if prefix is not None:
-        forward_canvas(model, cache, [prefix], device)
+    if prefix:
+        forward_canvas(model, cache, list(prefix), device)
     while not decoder.done:
         plan = decoder.plan()
         for source, target in plan.copies:
@@ -150,7 +154,7 @@ def run_planned(
 def forward_canvas(model: Decoder, cache: ContiguousCache, queries: list[Query], device: torch.device) -> list[Tensor]:
     """One packed forward of `queries`; returns the logits (A, V) of each query."""
     ids = torch.cat([q.tokens for q in queries]).to(device)
-    positions = torch.cat([torch.arange(q.start, q.stop) for q in queries]).to(device)
+    positions = torch.cat([torch.arange(q.start, q.stop) - q.gap for q in queries]).to(device)
     hidden = model(ids, positions, LaneAttention(cache, queries))
     begins = [0]
     for q in queries:
@@ -159,14 +163,19 @@ def forward_canvas(model: Decoder, cache: ContiguousCache, queries: list[Query],
     return list(model.logits(hidden[rows]).split([len(q.logits_at) for q in queries]))
 
 
-def prefix_row(request: Request) -> Query | None:
-    """The row that stores a request's prefix before its planned rows, `None` where there is nothing to store."""
+def prefix_rows(request: Request) -> list[Query]:
+    """The rows that store a request's prefix before its planned rows; none where there is nothing to store."""
     planned, known = request.decoding.planned, (*request.prompt, *request.committed)
     stop = 0 if planned is None else request.first_block_start(len(known))
     if planned is None or not stop:
-        return None
+        return []
+    origin = request.decoding.grid_origin(len(request.prompt))
+    bounds = sorted({0, *range(origin, stop, planned.store or stop), stop})
     tokens, nowhere = torch.tensor(known[:stop]), torch.zeros(0, dtype=torch.int64)
-    return Query(0, 0, stop, tokens, nowhere, num_keys=stop, causal=planned.store is None)
+    return [
+        Query(0, start, end, tokens[start:end], nowhere, num_keys=end, causal=planned.store is None)
+        for start, end in itertools.pairwise(bounds)
+    ]
 
 
 @torch.inference_mode()

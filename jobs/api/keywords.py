@@ -82,6 +82,7 @@ class DecodingFields(TypedDict, total=False):
     tau_semi: float
     tau_stable: float | None
     tokens_per_step: int | None
+    verify: Mapping[str, Any] | None
 
 
 class Settings(DecodingFields, total=False):

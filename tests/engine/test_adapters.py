@@ -34,7 +34,7 @@ from mbd_core.engine.step.kinds import StepKinds
 from mbd_core.models.decoder import Decoder
 from mbd_core.ops.attention import choice as attention
 from mbd_core.ops.attention import flash
-from mbd_core.plain_loops import prefix_row, run_planned
+from mbd_core.plain_loops import prefix_rows, run_planned
 
 pytestmark = pytest.mark.usefixtures("warm_followers")
 
@@ -123,7 +123,7 @@ def test_an_adapter_of_drafts_changes_drafts_alone(
             for causal in (Causal(), Causal(draft_adapter="second"))
         )
         decoder = planned_decoder(adapted, eos_token_ids=(EOS,), vocab=Vocab(MASK, VOCAB), shift=False)
-        wanted = run_planned(model, decoder, prefix=prefix_row(adapted), drafts=drafting)
+        wanted = run_planned(model, decoder, prefix=prefix_rows(adapted), drafts=drafting)
         without, found = served.generate([plain])[0], served.generate([adapted])[0]
         assert list(found.tokens) == wanted.tokens == list(without.tokens)
         assert found.counts.num_forwards == wanted.num_forwards

@@ -20,6 +20,8 @@ from small_engines import (
     FULL,
     MASK,
     SHIFTED,
+    SHIFTED_VERIFY,
+    VERIFY,
     VOCAB,
     B,
     build,
@@ -34,7 +36,7 @@ from mbd_core.decoding.blocks.sampling import Draw, Vocab, uniform
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.causal.planned import planned_decoder
 from mbd_core.models.decoder import Decoder
-from mbd_core.plain_loops import multi_bd, prefix_row, run_planned
+from mbd_core.plain_loops import multi_bd, prefix_rows, run_planned
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +57,9 @@ def models() -> dict[str, Decoder]:
 
 
 METHODS: dict[str, tuple[str, ...]] = {
-    "block_causal": (*BLOCKWISE,),
+    "block_causal": (*BLOCKWISE, *VERIFY),
     "experts by block": (*BLOCKWISE, *EDITS),
-    "shifted blocks": (*SHIFTED, "multi"),
+    "shifted blocks": (*SHIFTED, "multi", *SHIFTED_VERIFY),
     "causal": (*CAUSAL,),
     "full": (*FULL,),
     "shifted": (*FULL,),
@@ -97,7 +99,7 @@ def test_alone_is_in_a_batch_is_static_is_preempted_is_cached(
 
     ahead = engine(model, static_shapes=True, overlap=True)
     assert [gist(o) for o in ahead.generate(requests)] == alone
-    by_host = any("canvas" in FULL.get(m, {}) or m in (*EDITS, *CAUSAL) for m in others)
+    by_host = any("canvas" in FULL.get(m, {}) or m in (*EDITS, *CAUSAL, *VERIFY, *SHIFTED_VERIFY) for m in others)
     assert ahead.ahead.num_ahead > 0 or by_host
     ahead.check_integrity()
     assert ahead.scheduler.pool.num_free == ahead.scheduler.pool.capacity
@@ -136,13 +138,19 @@ CANVASES = [m for m in FULL if "canvas" in FULL[m]]
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"), [*((k, m) for k in ("full", "shifted") for m in CANVASES), *(("causal", m) for m in CAUSAL)]
+    ("kind", "method"),
+    [
+        *((k, m) for k in ("full", "shifted") for m in CANVASES),
+        *(("causal", m) for m in CAUSAL),
+        *(("block_causal", m) for m in VERIFY),
+        *(("shifted blocks", m) for m in SHIFTED_VERIFY),
+    ],
 )
 def test_planned_rows_in_the_engine_are_the_plain_loop(models: dict[str, Decoder], kind: str, method: str) -> None:
     model = models[kind]
     r = request("a", 11, method, max_tokens=24, replay=True)
     decoder = planned_decoder(r, eos_token_ids=(EOS,), vocab=Vocab(MASK, VOCAB), shift=model.config.shift_logits)
-    run_planned(model, decoder, prefix=prefix_row(r))
+    run_planned(model, decoder, prefix=prefix_rows(r))
     output = engine(model).generate([r])[0]
     plain = (
         decoder.tokens[: decoder.tokens.index(EOS)] if EOS in decoder.tokens and not r.ignore_eos else decoder.tokens

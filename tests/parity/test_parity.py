@@ -18,6 +18,7 @@ import gemma_checks
 import logits_checks
 import pytest
 import training_checks
+import verified_checks
 
 CHECKS = {
     **logits_checks.CHECKS,
@@ -28,8 +29,9 @@ CHECKS = {
     **training_checks.CHECKS,
     **distillation_checks.CHECKS,
     **aup_checks.CHECKS,
+    **verified_checks.CHECKS,
 }
-WITH_MODEL = ("sdar", "llada2", "llada22", "llada", "dream", "fastdllm2", "nemotron", "diffusiongemma")
+WITH_MODEL = ("sdar", "llada2", "llada22", "llada", "dream", "fastdllm2", "nemotron", "diffusiongemma", "s2d2")
 
 
 def fixture_folders(config: pytest.Config) -> list[Path]:

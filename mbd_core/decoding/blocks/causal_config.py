@@ -21,14 +21,17 @@ class PlannedRows:
     longest   the most positions behind the stored tokens that the rows of one forward reach
     overhang  positions past the answer's end that its rows may reach
     seeds     known tokens that are left to the decoder's first row, because it needs the logits behind them
-    store     positions of the rows that store a prefix: rows without order inside, the whole prompt as the first one;
-              `None`: causal rows, of any length
+    store     positions of the rows that store a prefix, without order inside; `None`: causal rows, of any length
+    grid      decoding begins at a multiple of this, counted from the grid's origin
+    full      the whole prompt is one row, at whose end the grid begins; otherwise it begins at 0
     """
 
     longest: int
     overhang: int = 0
     seeds: int = 0
     store: int | None = None
+    grid: int = 1
+    full: bool = False
 
 
 @configuration()
@@ -77,7 +80,7 @@ class Causal:
         """How its requests lie in the cache."""
         length = self.row_length(block_size)
         if self.context == "full":
-            return PlannedRows(longest=length, store=length)
+            return PlannedRows(longest=length, store=length, grid=length, full=True)
         return PlannedRows(longest=length, overhang=length - 1 if self.method == "linear_spec" else 0, seeds=1)
 
 

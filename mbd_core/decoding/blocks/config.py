@@ -1,11 +1,12 @@
 """How one request is decoded: the papers' methods and thresholds as one value, checked once."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.causal_config import Causal, PlannedRows, Renoise
+from mbd_core.decoding.blocks.verify_config import Verify
 from mbd_core.fields import MOST, Flag, Ge, Le, configuration, load
 
 Fallback = Literal["confidence", "leftmost", "margin", "neg_entropy"]
@@ -20,8 +21,8 @@ class T2T:
 
     tau: Annotated[float, Ge(0), Le(1)] = 0.5
     """A filled token is replaced when another token is predicted with confidence > tau."""
-    max_edits: Annotated[int, Ge(1), Le(MOST)] = 16
-    """After this many forwards a complete block is final, even if the last one edited it."""
+    max_edits: Annotated[int, Ge(0), Le(MOST)] = 16
+    """After this many forwards a complete block is final, even if the last one edited it; 0 only with `verify`."""
 
 
 @configuration()
@@ -132,6 +133,10 @@ class DecodingConfig:
     """Decode canvases of drawn tokens with a model that has no mask (DiffusionGemma); then all fields except
     `block_size`, `adaptive` and `prefix_cache` must be left out."""
 
+    verify: Verify | None = None
+    """Verify drafts of one block by the same model at block size 1 (S2D2); then all fields except `block_size`,
+    `adaptive`, `prefix_cache`, `tau_m2t`, `tokens_per_step`, `sub_block`, `carry` and `t2t` must be left out."""
+
     def __post_init__(self) -> None:
         if self.tau_stable is not None and not self.revises:
             raise ValueError(f"tau_stable={self.tau_stable} needs t2t or soft: without them no filled token changes")
@@ -167,6 +172,14 @@ class DecodingConfig:
             for f in fields(self):
                 if f.name not in RENOISE_FIELDS and getattr(self, f.name) != f.default:
                     raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with renoise; leave it out")
+        if self.t2t is not None and not self.t2t.max_edits and self.verify is None:
+            raise ValueError("t2t.max_edits=0 has a meaning only with verify; give at least 1")
+        if self.verify is not None:
+            fitting = VERIFY_FIELDS if not self.verify.exact else tuple(set(VERIFY_FIELDS) - set(REPLACED_BY_EXACT))
+            for f in fields(self):
+                if f.name not in fitting and getattr(self, f.name) != f.default:
+                    name = "verify" if f.name not in VERIFY_FIELDS else "verify.exact"
+                    raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with {name}; leave it out")
         if self.soft and (self.tokens_per_step > 1 or self.fallback != "confidence"):
             raise ValueError("soft accepts from the left, at least one token; leave out tokens_per_step and fallback")
         if self.prefix_cache and self.prompt_attention == "full":
@@ -215,7 +228,7 @@ class DecodingConfig:
     @property
     def attends_in_full(self) -> bool:
         """Whether the prompt is stored by one row without order."""
-        return self.prompt_attention == "full" or (self.planned is not None and self.planned.store is not None)
+        return self.prompt_attention == "full" or (self.planned is not None and self.planned.full)
 
     @property
     def in_buffer(self) -> bool:
@@ -232,6 +245,8 @@ class DecodingConfig:
     @property
     def planned(self) -> PlannedRows | None:
         """How its requests lie in the cache, if a decoder plans their rows behind a stored prefix."""
+        if self.verify is not None:
+            return replace(self.verify.rows(self.block_size), seeds=int(self.carry))
         part = self.renoise or self.causal
         return None if part is None else part.rows(self.block_size)
 
@@ -240,6 +255,18 @@ EDIT_FIELDS = ("block_size", "tau_m2t", "prefix_cache", "edit")
 CANVAS_FIELDS = ("block_size", "prefix_cache", "canvas")
 CAUSAL_FIELDS = ("block_size", "adaptive", "prefix_cache", "causal")
 RENOISE_FIELDS = ("block_size", "adaptive", "prefix_cache", "renoise")
+VERIFY_FIELDS = (
+    "block_size",
+    "adaptive",
+    "prefix_cache",
+    "tau_m2t",
+    "tokens_per_step",
+    "sub_block",
+    "carry",
+    "t2t",
+    "verify",
+)
+REPLACED_BY_EXACT = ("tau_m2t", "tokens_per_step", "t2t")
 REPLACED_BY_ENTROPY = ("tau_m2t", "tokens_per_step", "fallback")
 
 
@@ -252,9 +279,9 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
     """A request's config: `overrides`, its own fields, replace those in `defaults` (`generation_config.json`).
 
     Other keys in `defaults` are ignored, because Hugging Face keeps many settings there. If one of the two names
-    `canvas`, `causal`, `renoise` or `edit` and the other decodes otherwise, the method of `overrides` counts; so it
-    does between `entropy` and the fields that it replaces. Raises `ValueError` for an unknown key in `overrides`, and
-    for a `block_size` in either that is not the model's.
+    `canvas`, `causal`, `renoise`, `verify` or `edit` and the other decodes otherwise, the method of `overrides`
+    counts; so it does between `entropy` and the fields that it replaces. Raises `ValueError` for an unknown key in
+    `overrides`, and for a `block_size` in either that is not the model's.
     """
     names = [f.name for f in fields(DecodingConfig)]
     unknown = sorted(set(overrides) - set(names))
@@ -280,6 +307,12 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
         values = {k: v for k, v in values.items() if k in RENOISE_FIELDS}
     elif set(overrides) - set(RENOISE_FIELDS):
         values.pop("renoise", None)
+    if overrides.get("verify") is not None:
+        values = {k: v for k, v in values.items() if k in VERIFY_FIELDS}
+        if isinstance(overrides["verify"], Mapping) and overrides["verify"].get("exact"):
+            values = {k: v for k, v in values.items() if k not in REPLACED_BY_EXACT}
+    elif set(overrides) - set(VERIFY_FIELDS):
+        values.pop("verify", None)
     if overrides.get("entropy") is not None:
         values = {k: v for k, v in values.items() if k not in REPLACED_BY_ENTROPY}
     elif set(overrides) & set(REPLACED_BY_ENTROPY):

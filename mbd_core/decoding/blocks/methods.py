@@ -17,6 +17,8 @@ MethodFields = Mapping[str, Any]
 
 SINGLE, MULTI = "single", "multi"
 
+_S2D2_HYSTERESIS = {"route": "hysteresis", "tau_on": 1.0, "tau_off": -5.0, "cost_of": "confident"}
+
 METHODS: dict[str, MethodFields] = {
     # block by block; for the first two the model's own defaults decide all other fields
     SINGLE: {"buffer_size": 1},
@@ -33,6 +35,24 @@ METHODS: dict[str, MethodFields] = {
     "multi-bd-dmax": {"buffer_size": 2, "tau_m2t": 0.5, "tau_stable": 0.5, "soft": {}},
     "llada2.2": {"tau_m2t": 0.5, "edit": {}},
     "llada2.2-sglang": {"tau_m2t": 0.5, "edit": {"variant": "sglang"}},
+    # drafts that the same model verifies at block size 1 (S2D2): its settings for SDAR, Fast-dLLM v2 and LLaDA2.1
+    "verified": {"tau_m2t": 0.85, "verify": {}},
+    "verified-exact": {"verify": {"exact": True, "store": "causal", "lead": "causal"}},
+    "s2d2-sdar-b4": {"tau_m2t": 0.85, "verify": {"route": "score", "store": "causal", "lead": "causal"}},
+    "s2d2-sdar-b16": {"tau_m2t": 0.85, "verify": {"store": "causal", "lead": "causal"}},
+    "s2d2-fast-4": {"tau_m2t": 0.9, "sub_block": 4, "carry": True, "verify": _S2D2_HYSTERESIS},
+    "s2d2-fast-16": {"tau_m2t": 0.9, "sub_block": 16, "carry": True, "verify": _S2D2_HYSTERESIS},
+    "s2d2-fast-32": {"tau_m2t": 0.9, "sub_block": 32, "carry": True, "verify": {"min_span": 8}},
+    "s2d2-llada2-conservative": {
+        "tau_m2t": 0.95,
+        "t2t": {"tau": 0.9, "max_edits": 0},
+        "verify": {"route": "score", "cost": 4.0, "tau_score": -5.0},
+    },
+    "s2d2-llada2-quality": {
+        "tau_m2t": 0.7,
+        "t2t": {"tau": 0.5, "max_edits": 0},
+        "verify": {"route": "score", "cost": 4.0},
+    },
     # models that store their keys by causal rows
     "ar": {"causal": {"method": "ar"}},
     "linear-spec": {"causal": {}},

@@ -118,7 +118,7 @@ class Request:
         origin, size = self.decoding.grid_origin(len(self.prompt)), self.decoding.block_size
         planned, seeds = self.decoding.planned, int(self.carries)
         if planned is not None:
-            size, seeds = planned.store or 1, planned.seeds
+            size, seeds = planned.grid, planned.seeds
         return origin + max(0, number - origin - seeds) // size * size
 
     def num_generated(self, number: int) -> int:

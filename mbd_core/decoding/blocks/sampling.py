@@ -146,6 +146,22 @@ def _draw(logits_PV: Tensor, vocab: Vocab, draw: Draw, min_p_P: Tensor | None = 
 
 def _draw_truncated(scaled_PV: Tensor, draw: Draw) -> Tensor:
     """A drawn token (P,) of each position, among the `top_k` likeliest, then among the likeliest up to `top_p`."""
+    ranked_PV, order_PV = _truncated(scaled_PV, draw)
+    rank_P1 = (ranked_PV.log() + gumbel(draw, order_PV)).argmax(dim=-1, keepdim=True)
+    return order_PV.gather(-1, rank_P1)[:, 0]
+
+
+def distribution(logits_PV: Tensor, vocab: Vocab, draw: Draw) -> Tensor:
+    """The probabilities (P, V) with which `choose` draws a token, of positions whose temperature is above 0."""
+    scaled_PV = vocab.exclude_(logits_PV.float() / draw.temperature_P[:, None].float(), -torch.inf)
+    if not draw.truncates:
+        return scaled_PV.softmax(-1)
+    ranked_PV, order_PV = _truncated(scaled_PV, draw)
+    return torch.zeros_like(ranked_PV).scatter_(-1, order_PV, ranked_PV)
+
+
+def _truncated(scaled_PV: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+    """The probabilities (P, V) after top-k and top-p by falling rank, and the id of each rank."""
     order_PV = scaled_PV.argsort(dim=-1, descending=True, stable=True)
     ranked_PV = scaled_PV.gather(-1, order_PV).softmax(dim=-1)
     rank_V = torch.arange(ranked_PV.shape[-1], device=ranked_PV.device)
@@ -155,9 +171,7 @@ def _draw_truncated(scaled_PV: Tensor, draw: Draw) -> Tensor:
     ranked_PV = ranked_PV / ranked_PV.sum(-1, keepdim=True)
     kept_PV &= (_running_sum(ranked_PV) - ranked_PV) < draw.top_p_P[:, None]  # the token that reaches top_p stays in
     ranked_PV = ranked_PV.masked_fill(~kept_PV, 0.0)
-    ranked_PV = ranked_PV / ranked_PV.sum(-1, keepdim=True)
-    rank_P1 = (ranked_PV.log() + gumbel(draw, order_PV)).argmax(dim=-1, keepdim=True)
-    return order_PV.gather(-1, rank_P1)[:, 0]
+    return ranked_PV / ranked_PV.sum(-1, keepdim=True), order_PV
 
 
 def _running_sum(x_PV: Tensor) -> Tensor:

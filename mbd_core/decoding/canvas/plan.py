@@ -23,6 +23,7 @@ from mbd_core.decoding.blocks.adjustments import Adjust
 from mbd_core.decoding.blocks.canvas_config import Canvas, Score
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.blocks.verification import Draft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,8 @@ class Query:
     tokens     (Q,) int64 input ids, the mask id where masked
     logits_at  (A,) absolute positions in [start, stop) whose logits are returned. If the logits of position p - 1
                predict p (Dream), a decoder that fills p lists p - 1
+    gap        how many places behind their positions the row stands. A causal row with a gap is a copy of positions
+               whose tokens already have keys: each of its tokens sees the keys before its own position, and itself
     drafts     the row is of the request's draft adapter, if it has one
     denoises   its tokens are drawn ones that the model denoises (`models/gemma.py`), conditioned on the embeddings
                `expected` (Q, D), on the device; `None`: on nothing
@@ -76,6 +79,7 @@ class Query:
     logits_at: Tensor
     num_keys: int | None = None
     causal: bool = False
+    gap: int = 0
     drafts: bool = False
     denoises: bool = False
     expected: Tensor | None = None
@@ -130,7 +134,8 @@ class OpenLogits:
     """The logits (P, V) that predict a decoder's open positions in forward number `forward`, with the rules to read
     them.
 
-    `score` is the measure that ranks positions.
+    `score` is the measure that ranks positions. With a `draft` they are a verification's logits (`judge`), and every
+    position is there twice: for its drafted token, and for the token that a refusal gives.
     """
 
     logits_PV: Tensor
@@ -140,11 +145,12 @@ class OpenLogits:
     sampling: Sampling
     vocab: Vocab
     adjust: Adjust | None = None
+    draft: Draft | None = None
 
     @property
     def kind(self) -> str | None:
         """Parts of one kind are read together; `None`: this part alone."""
-        is_alone = self.sampling.draws or self.adjust is not None or self.score == "random"
+        is_alone = self.sampling.draws or self.adjust is not None or self.draft is not None or self.score == "random"
         return None if is_alone else self.score
 
 

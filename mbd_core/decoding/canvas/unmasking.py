@@ -25,6 +25,7 @@ from mbd_core.decoding.blocks.sampling import (
     uniform,
 )
 from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.blocks.verification import judge
 from mbd_core.decoding.canvas.lane import Lane
 from mbd_core.decoding.canvas.plan import CanvasTask, CanvasUpdate, Guesses, OpenLogits
 
@@ -142,6 +143,10 @@ def _read(parts: Sequence[OpenLogits]) -> Tensor:
     first = parts[0]
     logits_PV = first.logits_PV if len(parts) == 1 else torch.cat([part.logits_PV for part in parts])
     draw = None
+    if first.draft is not None:
+        half_P = first.position_P[: len(first.position_P) // 2].to(logits_PV.device)
+        draw = noise_source(half_P, first.sampling, first.forward)
+        return judge(logits_PV, first.draft, draw, first.vocab, greedy=not first.sampling.draws)
     if first.sampling.draws or first.score == "random":
         draw = noise_source(first.position_P.to(logits_PV.device), first.sampling, first.forward)
     token_P, confidence_P = choose(logits_PV, first.vocab, draw if first.sampling.draws else None, first.adjust)

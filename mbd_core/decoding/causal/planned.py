@@ -7,6 +7,7 @@ from mbd_core.decoding.canvas.plan import PlannedDecoder
 from mbd_core.decoding.causal.denoised import BlockDecoder
 from mbd_core.decoding.causal.next_token import TokenDecoder
 from mbd_core.decoding.causal.renoise import RenoisingDecoder
+from mbd_core.decoding.causal.verified import VerifyingDecoder
 
 
 def planned_decoder(request: Request, *, eos_token_ids: tuple[int, ...], vocab: Vocab, shift: bool) -> PlannedDecoder:
@@ -19,6 +20,8 @@ def planned_decoder(request: Request, *, eos_token_ids: tuple[int, ...], vocab: 
     if decoding.causal is not None:
         kind = BlockDecoder if decoding.causal.method == "dlm" else TokenDecoder
         return kind(request, eos_token_ids=eos_token_ids, vocab=vocab)
+    if decoding.verify is not None:
+        return VerifyingDecoder(request, eos_token_ids=eos_token_ids, vocab=vocab)
     if decoding.renoise is not None:
         return RenoisingDecoder(request, eos_token_ids=eos_token_ids, vocab=vocab)
     assert decoding.canvas is not None, "its decoding names no planned method"

@@ -179,6 +179,8 @@ class Admission:
                 reason = "no guide follows drafts, or blocks that are filled in any order; decode a model in blocks"
                 if self._model.prefix_methods == ("ar",):
                     reason = "a model that decodes token by token takes no grammar yet; leave it out"
+            if changes == "verify":
+                reason = "no guide follows drafts that are refused in part; decode without verify"
             if changes == "renoise":
                 reason = "a canvas is drawn anew in each forward, and no guide follows it; decode with another model"
             if changes == "canvas":
@@ -298,6 +300,8 @@ class Admission:
                 self._check_canvas(request)
             elif request.decoding.renoise is not None:
                 self._check_renoise(request)
+            elif request.decoding.verify is not None:
+                self._check_verify(request)
             elif request.decoding.causal is not None:
                 self._check_causal(request.decoding, request.decoding.causal)
             else:
@@ -340,6 +344,34 @@ class Admission:
             raise ValueError(
                 "renoise takes no logit_bias, penalty or min_tokens: each forward draws the canvas anew, and no token "
                 "of it is final before the last; leave them out"
+            )
+
+    def _check_verify(self, request: Request) -> None:
+        decoding, model = request.decoding, self._model
+        self._check_prefix_cache(decoding)
+        if model.attention != "block_causal" or not model.has_mask:
+            instead = " or ".join(model.prefix_methods) or "a canvas"
+            raise ValueError(
+                f"verify needs a model that drafts blocks and has block size 1 as a mode; {model.architecture} has "
+                f"not: take {instead}"
+            )
+        if model.moe is not None and model.moe.expert_capacity:
+            raise ValueError(
+                f"verify needs experts that each token chooses alone; {model.architecture}'s are chosen by whole "
+                "blocks: leave it out"
+            )
+        if decoding.block_size != self._block_size:
+            raise ValueError(f"block_size={decoding.block_size} differs from the model's {self._block_size}")
+        if decoding.carry != model.shift_logits:
+            predicts = "the next position" if model.shift_logits else "their own"
+            raise ValueError(
+                f"carry={decoding.carry} cannot be had with verify here: {model.architecture}'s logits predict "
+                f"{predicts}; let carry be {model.shift_logits}"
+            )
+        if request.adjusts:
+            raise ValueError(
+                "verify takes no logit_bias, penalty, min_p or min_tokens yet: drafts and judgements are compared by "
+                "the model's own probabilities; leave them out"
             )
 
     def _check_causal(self, decoding: DecodingConfig, causal: Causal) -> None:
@@ -427,7 +459,7 @@ def compile_guide(grammars: Grammars, request: Request) -> Guide | None:
 
 def _revising_part(decoding: DecodingConfig) -> str | None:
     """The part of a decoding whose forwards see more than masks and final tokens; `None` without such a part."""
-    names = ("t2t", "soft", "edit", "canvas", "causal", "renoise")
+    names = ("verify", "t2t", "soft", "edit", "canvas", "causal", "renoise")
     return next((name for name in names if getattr(decoding, name) is not None), None)
 
 

@@ -23,6 +23,8 @@ class BatchRows:
     lengths_K    tokens of each row; a single number if all rows are equally long
     kv_lens_K    keys each row attends to, its own included
     causal_K     whether each of its tokens sees one key less than the token behind it; `None`: no row is causal
+    gap_K        how many places behind its positions each row's keys lie. Each of its tokens sees the keys before its
+                 own position, and itself; `None`: all lie at their positions
     pages_KP     the pages of its sequence, padded with the null page
     stored_K     whether its keys are stored in its pages; otherwise they go to the null page
     weight_T     DMax's embedding weights, `None` where all tokens are hard
@@ -42,6 +44,7 @@ class BatchRows:
     stored_K: Tensor
     logits_at_A: Tensor
     causal_K: Tensor | None = None
+    gap_K: Tensor | None = None
     weight_T: Tensor | None = None
     denoising: Denoising | None = None
     adapter_K: Tensor | None = None
@@ -57,6 +60,7 @@ class Batch:
                  state that the runner remembers for row r (models whose logits predict the next position)
     adapter_T    the slot of each token's LoRA adapter, `None` where no token has an adapter
     causal_K     which rows are causal inside; `None`: none is
+    gap_K        the gap of each row (`BatchRows`); `None`: none has one
     split        the rows' lengths if each row is to be computed apart (batch-invariant)
     rows_each    number of neighbouring rows of each sequence, the same all through the batch; they are equally long
     live_T       whether anything of the token is read afterwards; `None`: all tokens are
@@ -73,6 +77,7 @@ class Batch:
     weight_T: Tensor | None
     max_q: int
     causal_K: Tensor | None = None
+    gap_K: Tensor | None = None
     adapter_T: Tensor | None = None
     split: list[int] | None = None
     rows_each: int = 1
@@ -112,7 +117,9 @@ def pack(groups: Sequence[BatchRows], *, page_size: int, batch_invariant: bool =
         max_q, lengths_K = max(row_lengths), to_device(row_lengths, device)
         bounds = F.pad(lengths_K.cumsum(0), (1, 0))
         row_T = torch.arange(num_rows, device=device).repeat_interleave(lengths_K, output_size=num_tokens)
-    page_T = pages_KP.flatten()[row_T * width + (positions_T // page_size).clamp(max=width - 1)]
+    gap_K = _gaps(groups)
+    places_T = positions_T if gap_K is None else positions_T + gap_K[row_T]
+    page_T = pages_KP.flatten()[row_T * width + (places_T // page_size).clamp(max=width - 1)]
     stored_T = _concat([g.stored_K for g in groups])[row_T]
     logits_at_A = _concat([g.logits_at_A for g in groups])
     live_K = None if len(groups) > 1 else groups[0].live_K
@@ -122,11 +129,12 @@ def pack(groups: Sequence[BatchRows], *, page_size: int, batch_invariant: bool =
         cu_seqlens_q=bounds.int(),
         kv_lens_K=_concat([g.kv_lens_K for g in groups]),
         pages_KP=pages_KP,
-        write_loc_T=torch.where(stored_T, page_T * page_size, 0) + positions_T % page_size,
+        write_loc_T=torch.where(stored_T, page_T * page_size, 0) + places_T % page_size,
         logits_at_A=torch.where(logits_at_A < 0, num_tokens - 1 - logits_at_A, logits_at_A),
         weight_T=_weights(groups),
         max_q=max_q,
         causal_K=_causal(groups),
+        gap_K=gap_K,
         adapter_T=_adapters(groups, row_T),
         split=_lengths(groups) if batch_invariant else None,
         rows_each=groups[0].rows_each if len(groups) == 1 else 1,
@@ -152,6 +160,12 @@ def _causal(groups: Sequence[BatchRows]) -> Tensor | None:
     return torch.cat([torch.zeros_like(g.stored_K) if g.causal_K is None else g.causal_K for g in groups])
 
 
+def _gaps(groups: Sequence[BatchRows]) -> Tensor | None:
+    if all(g.gap_K is None for g in groups):
+        return None
+    return torch.cat([torch.zeros_like(g.kv_lens_K) if g.gap_K is None else g.gap_K for g in groups])
+
+
 def _token_by_token(rows: BatchRows) -> BatchRows:
     """The same forward with one row per token of each causal row."""
     if rows.causal_K is None:
@@ -169,6 +183,7 @@ def _token_by_token(rows: BatchRows) -> BatchRows:
         pages_KP=rows.pages_KP[row_K],
         stored_K=rows.stored_K[row_K],
         causal_K=None,
+        gap_K=None if rows.gap_K is None else rows.gap_K[row_K],
         adapter_K=None if rows.adapter_K is None else rows.adapter_K[row_K],
         rows_each=1,
         live_K=None if rows.live_K is None else rows.live_K[row_K],

@@ -110,7 +110,8 @@ class PlannedRuns:
         if not self._runs:
             return None
         device = self._cache.k.device
-        tokens, positions, lengths, kv_lens, pages, logits_at, causal, slots = [], [], [], [], [], [], [], []
+        tokens, positions, lengths, kv_lens, pages, logits_at = [], [], [], [], [], []
+        causal, gaps, slots = [], [], []
         places = np.arange(max(run.decoder.length for run in self._runs.values()))
         for run in self._runs.values():
             run.plan, run.num_positions = run.decoder.plan(), 0
@@ -118,12 +119,13 @@ class PlannedRuns:
                 self._cache.copy_pages(run.lanes_LP[source], run.lanes_LP[target])
             for q in run.plan.queries:
                 tokens.append(q.tokens)
-                positions.append(places[q.start : q.stop])
+                positions.append(places[q.start - q.gap : q.stop - q.gap])
                 lengths.append(q.stop - q.start)
                 kv_lens.append(run.decoder.length if q.num_keys is None else q.num_keys)
                 pages.append(run.lanes_LP[q.lane])
                 logits_at.append(q.logits_at.numpy() + (num_before - q.start))
                 causal.append(q.causal and lengths[-1] > 1)
+                gaps.append(q.gap)
                 slots.append(run.sequence.adapter_slot(drafts=q.drafts))
                 num_before += lengths[-1]
                 run.num_positions += lengths[-1]
@@ -137,6 +139,7 @@ class PlannedRuns:
             stored_K=torch.ones(len(lengths), dtype=torch.bool, device=device),
             logits_at_A=torch.from_numpy(np.concatenate(logits_at)).to(device),
             causal_K=torch.tensor(causal, device=device) if any(causal) else None,
+            gap_K=to_device(gaps, device) if any(gaps) else None,
             adapter_K=to_device(slots, device) if adapts else None,
             denoising=self._denoising(),
         )

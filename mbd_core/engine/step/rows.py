@@ -123,11 +123,12 @@ def prompt_rows(
 
 
 def _prompt_ends(chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
-    """The chunks that complete a prefix, each as its batch row and the packed token at which the prefix ends."""
+    """The chunks that complete the prefix of a sequence in the buffer, each as its batch row and the packed token at
+    which the prefix ends."""
     ends, stop = [], 0
     for chunk in chunks:
         stop += chunk.stop - chunk.start
-        if chunk.stop == chunk.sequence.prefix_length:
+        if chunk.stop == chunk.sequence.prefix_length and not chunk.sequence.is_planned:
             ends.append((chunk.sequence.row, stop - 1))
     return ends
 

@@ -75,6 +75,7 @@ class ModelRunner:
             page_table_RP=batch.pages_KP,
             page_size=self.cache.page_size,
             causal_R=batch.causal_K,
+            gap_R=batch.gap_K,
             max_q=batch.max_q,
             exact=batch.split is not None,
             rows_each=batch.rows_each,

@@ -106,10 +106,14 @@ def resolve(
 
 
 def flash_attention(name: str, kernel: flash.FlashKernel, reasons: dict[str, str]) -> AttentionKernel:
-    """The `AttentionKernel` of a kernel that takes its rows as flash-attention packages do."""
+    """The `AttentionKernel` of a kernel that takes its rows as flash-attention packages do.
+
+    No package's kernel hides keys inside a row, so our own serves the layouts with a gap.
+    """
 
     def bind(layout: RowLayout) -> BoundAttention:
-        return kernel(layout.for_kernels())
+        rows = layout.for_kernels()
+        return kernel(rows) if rows.gap_R is None else paged_attention.bind(rows)
 
     return AttentionKernel(name=name, bind=bind, capturable=True, reasons=reasons)
 

@@ -50,6 +50,7 @@ class Bundle:
     """Sequences attended in one call. A sequence with fewer queries than the others repeats its last query.
 
     kv_lens_GQ  the end of each query's visible keys, at most `num_keys`; with a window they begin at `first_keys_GQ`
+    gaps_GQ     the keys right before each query's last one that it does not see; `None`: it sees all
     whole       the bundle holds all tokens of the batch in their order, so that no queries are gathered
     first_page  set if the bundle is one sequence whose pages are consecutive: its keys are a view that begins here
     """
@@ -59,6 +60,7 @@ class Bundle:
     kv_lens_GQ: np.ndarray
     num_keys: int
     first_keys_GQ: np.ndarray | None = None
+    gaps_GQ: np.ndarray | None = None
     whole: bool = False
     first_page: int | None = None
     _masks: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False)
@@ -67,17 +69,24 @@ class Bundle:
     def visible_GQL(self) -> Tensor | None:
         """The visible keys of each query; `None` if every query sees all."""
         has_window = self.first_keys_GQ is not None and bool(self.first_keys_GQ.any())
-        if self.kv_lens_GQ.min() == self.num_keys and not has_window:
+        has_gap = self.gaps_GQ is not None and bool(self.gaps_GQ.any())
+        if self.kv_lens_GQ.min() == self.num_keys and not has_window and not has_gap:
             return None
         visible_GQL = np.arange(self.num_keys) < self.kv_lens_GQ[..., None]
         if self.first_keys_GQ is not None:
             visible_GQL &= np.arange(self.num_keys) >= self.first_keys_GQ[..., None]
+        if self.gaps_GQ is not None:
+            own_GQ1 = self.kv_lens_GQ[..., None] - 1
+            visible_GQL &= (np.arange(self.num_keys) < own_GQ1 - self.gaps_GQ[..., None]) | (
+                np.arange(self.num_keys) >= own_GQ1
+            )
         return torch.from_numpy(visible_GQL).to(self.tokens_GQ.device)
 
     @cached_property
     def is_long(self) -> bool:
-        """Whether the bundle is one sequence that is attended in tiles on a CPU. A sequence with a window is not."""
-        is_one = len(self.kv_lens_GQ) == 1 and self.first_keys_GQ is None
+        """Whether the bundle is one sequence that is attended in tiles on a CPU. A sequence with a window or a gap is
+        not."""
+        is_one = len(self.kv_lens_GQ) == 1 and self.first_keys_GQ is None and self.gaps_GQ is None
         return is_one and self.num_keys > LONG and self.tokens_GQ.device.type == "cpu"
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
@@ -118,8 +127,9 @@ def plan_bundles(layout: RowLayout) -> tuple[Bundle, ...]:
     else:
         kv_lens_T = layout.kv_lens_T(bounds[-1]).numpy(force=True)
     first_keys_T = None if layout.window is None else layout.first_keys_T(bounds[-1]).numpy(force=True)
+    gaps_T = None if layout.gap_R is None else layout.gaps_T(bounds[-1]).numpy(force=True)
     members = _members(layout, bounds, kv_lens)
-    return tuple(_bundle(layout, part, kv_lens_T, first_keys_T) for part in _parts(members))
+    return tuple(_bundle(layout, part, kv_lens_T, first_keys_T, gaps_T) for part in _parts(members))
 
 
 @dataclass(frozen=True)
@@ -178,7 +188,11 @@ def _parts(members: Iterator[_Member]) -> Iterator[list[_Member]]:
 
 
 def _bundle(
-    layout: RowLayout, members: Sequence[_Member], kv_lens_T: np.ndarray, first_keys_T: np.ndarray | None
+    layout: RowLayout,
+    members: Sequence[_Member],
+    kv_lens_T: np.ndarray,
+    first_keys_T: np.ndarray | None,
+    gaps_T: np.ndarray | None,
 ) -> Bundle:
     table, device = layout.page_table_RP, layout.page_table_RP.device
     num_keys = max(m.most_keys for m in members)
@@ -196,11 +210,19 @@ def _bundle(
         pages_GP=pages_GP,
         kv_lens_GQ=kv_lens_T[tokens_GQ],
         first_keys_GQ=None if first_keys_T is None else first_keys_T[tokens_GQ],
+        gaps_GQ=_gaps_of(gaps_T, tokens_GQ),
         num_keys=num_keys,
         # the sequences of a bundle keep their order
         whole=sum(m.queries for m in members) == len(kv_lens_T) == tokens_GQ.size,
         first_page=_first_adjacent(pages_GP[0].numpy()) if device.type == "cpu" and len(members) == 1 else None,
     )
+
+
+def _gaps_of(gaps_T: np.ndarray | None, tokens_GQ: np.ndarray) -> np.ndarray | None:
+    """The gaps of a bundle's queries, `None` where none has one."""
+    if gaps_T is None or not gaps_T[tokens_GQ].any():
+        return None
+    return gaps_T[tokens_GQ]
 
 
 def _first_adjacent(pages_P: np.ndarray) -> int | None:

@@ -32,6 +32,9 @@ class RowLayout:
     causal_R       marks rows that are causal inside, bool; `None`: no row. A causal row has no more queries than keys
     window         a query sees the last `window - 1` keys before it; in a row that is not causal, before the row, and
                    all of the row's own keys. No row then has more queries than keys. `None`: all keys
+    gap_R          the number of keys right before its own key that no query of the row sees: a copy of earlier
+                   positions, whose keys stand that many places behind. The rows with a gap are causal, or have one
+                   query. `None`: no row. Never with a `window`
     max_q          queries of the longest row, for kernels that need it on the host; `None`: `for_kernels` finds it
     exact          each row's result must be bitwise independent of the other rows
     rows_each      this number of neighbouring rows, of `max_q` queries each, are one sequence's and have the same
@@ -44,6 +47,7 @@ class RowLayout:
     page_size: int
     causal_R: Tensor | None = None
     window: int | None = None
+    gap_R: Tensor | None = None
     max_q: int | None = None
     exact: bool = False
     rows_each: int = 1
@@ -71,6 +75,11 @@ class RowLayout:
             causal_T = self.causal_R.repeat_interleave(lengths_R, output_size=num_tokens)
             before_T = torch.where(causal_T, self.kv_lens_T(num_tokens) - 1, before_T)
         return (before_T - (self.window - 1)).clamp(min=0)
+
+    def gaps_T(self, num_tokens: int) -> Tensor:
+        """The gap of each of the `num_tokens` queries, for a layout with `gap_R`."""
+        assert self.gap_R is not None
+        return self.gap_R.repeat_interleave(self.cu_seqlens_q.diff(), output_size=num_tokens)
 
     def for_kernels(self) -> "RowLayout":
         """The same layout in flash kernels' form: int32, the table contiguous, `max_q` on the host.
@@ -103,6 +112,7 @@ def bind_rows(layout: RowLayout) -> BoundAttention:
     bounds, kv_lens = layout.cu_seqlens_q.tolist(), layout.kv_lens_R.tolist()
     page_table_RP, page_size = layout.page_table_RP, layout.page_size
     causal = [False] * len(kv_lens) if layout.causal_R is None else layout.causal_R.tolist()
+    gaps = [0] * len(kv_lens) if layout.gap_R is None else layout.gap_R.tolist()
 
     def attend_rows(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         out_THC = torch.empty_like(q_THC)
@@ -112,7 +122,14 @@ def bind_rows(layout: RowLayout) -> BoundAttention:
                 continue
             pages_GP = page_table_RP[row : row + 1, : -(-num_keys // page_size)]
             k_GKLC, v_GKLC = gather_keys(k_pages, v_pages, pages_GP, num_keys)
-            mask_GQL = row_mask(stop - start, num_keys, causal=causal[row], window=layout.window, device=q_THC.device)
+            mask_GQL = row_mask(
+                stop - start,
+                num_keys,
+                causal=causal[row],
+                window=layout.window,
+                gap=gaps[row],
+                device=q_THC.device,
+            )
             out_THC[start:stop] = attend(q_THC[None, start:stop].clone(), k_GKLC, v_GKLC, mask_GQL)[0]
         return out_THC
 
@@ -120,16 +137,18 @@ def bind_rows(layout: RowLayout) -> BoundAttention:
 
 
 def row_mask(
-    num_queries: int, num_keys: int, *, causal: bool, window: int | None, device: torch.device
+    num_queries: int, num_keys: int, *, causal: bool, window: int | None, gap: int = 0, device: torch.device
 ) -> Tensor | None:
     """The visible keys of each query of a row, (1, Q, L); `None` if all queries see all keys."""
-    if window is None and (not causal or num_queries == 1):
+    if window is None and not gap and (not causal or num_queries == 1):
         return None
     before, keys_L = num_keys - num_queries, torch.arange(num_keys, device=device)
     own_Q = keys_L[before:]  # the key of each query itself
     sees_QL = keys_L <= (own_Q if causal else own_Q[-1:])[:, None]
     if window is not None:
         sees_QL = sees_QL & (keys_L > (own_Q if causal else own_Q[:1])[:, None] - window)
+    if gap:
+        sees_QL = sees_QL & ((keys_L < own_Q[:, None] - gap) | (keys_L == own_Q[:, None]))
     return sees_QL.expand(num_queries, num_keys)[None]
 
 

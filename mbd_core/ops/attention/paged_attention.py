@@ -48,6 +48,7 @@ def _split_kernel(
     bounds_ptr,
     keys_ptr,
     first_keys_ptr,
+    gaps_ptr,
     table_ptr,
     q_token,
     q_head,
@@ -65,6 +66,7 @@ def _split_kernel(
     EACH: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    GAP: tl.constexpr,
     SHARE: tl.constexpr,
     C: tl.constexpr,
     PAGE: tl.constexpr,
@@ -92,6 +94,8 @@ def _split_kernel(
     if WINDOW:
         first_keys = tl.load(first_keys_ptr + token, mask=live, other=most)
         least = tl.min(first_keys, 0) // BLOCK_N * BLOCK_N
+    if GAP:
+        gaps = tl.load(gaps_ptr + token, mask=live, other=0)
     span = tl.cdiv(tl.cdiv(most - least, SPLITS), BLOCK_N) * BLOCK_N
     start = least + split * span
     stop = tl.minimum(start + span, most)
@@ -119,6 +123,10 @@ def _split_kernel(
         scores = tl.where((at[None, :] < keys[:, None]) & inside[None, :], scores, float("-inf"))
         if WINDOW:
             scores = tl.where(at[None, :] >= first_keys[:, None], scores, float("-inf"))
+        if GAP:
+            own = keys[:, None] - 1
+            hidden = (at[None, :] < own) & (at[None, :] >= own - gaps[:, None])
+            scores = tl.where(hidden, float("-inf"), scores)
         higher = tl.maximum(top, tl.max(scores, 1))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
         weight = tl.exp2(scores - shift[:, None])
@@ -209,10 +217,11 @@ def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLa
 
 def bind(rows: RowLayout) -> BoundAttention:
     """`split_attention` of one layout."""
-    # of a layout with causal rows or a window, from the first layer on: the number of keys and
+    # of a layout with causal rows, a window or gaps, from the first layer on: the number of keys and
     lens: list[Tensor] = []
     first_keys: list[Tensor] = []  # with a window the first key of each token
-    if rows.window is not None and rows.causal_R is None:
+    gaps: list[Tensor] = []
+    if (rows.window is not None or rows.gap_R is not None) and rows.causal_R is None:
         rows = replace(rows, causal_R=torch.zeros_like(rows.kv_lens_R, dtype=torch.bool))
 
     def attend(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
@@ -220,7 +229,9 @@ def bind(rows: RowLayout) -> BoundAttention:
             lens.append(rows.kv_lens_T(len(q_THC)))
         if rows.window is not None and not first_keys:
             first_keys.append(rows.first_keys_T(len(q_THC)).to(lens[0].dtype))
-        of_tokens = lens[0] if lens else None, first_keys[0] if first_keys else None
+        if rows.gap_R is not None and not gaps:
+            gaps.append(rows.gaps_T(len(q_THC)).to(lens[0].dtype))
+        of_tokens = [of_layout[0] if of_layout else None for of_layout in (lens, first_keys, gaps)]
         return _split_attention(q_THC, k_pages, v_pages, rows, *of_tokens)
 
     return attend
@@ -233,6 +244,7 @@ def _split_attention(
     rows: RowLayout,
     kv_lens_T: Tensor | None,
     first_keys_T: Tensor | None,
+    gaps_T: Tensor | None,
 ) -> Tensor:
     for name, tensor in (("queries", q_THC), ("keys", k_pages), ("values", v_pages)):
         if tensor.stride(-1) != 1:
@@ -265,6 +277,7 @@ def _split_attention(
         rows.cu_seqlens_q,
         rows.kv_lens_R if kv_lens_T is None else kv_lens_T,
         rows.kv_lens_R if first_keys_T is None else first_keys_T,
+        rows.kv_lens_R if gaps_T is None else gaps_T,
         rows.page_table_RP,
         *q_THC.stride()[:2],
         *k_pages.stride()[:3],
@@ -277,6 +290,7 @@ def _split_attention(
         EACH=each,
         CAUSAL=kv_lens_T is not None,
         WINDOW=first_keys_T is not None,
+        GAP=gaps_T is not None,
         SHARE=share,
         C=channels,
         PAGE=page_size,

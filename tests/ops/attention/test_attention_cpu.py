@@ -55,6 +55,33 @@ def test_a_rows_own_length_is_respected_whatever_its_neighbours_see() -> None:
         torch.testing.assert_close(attend(q, k, v, mixed), by_equation(q, k, v, mixed))
 
 
+@settings(max_examples=20)
+@given(prefix=st.integers(0, 60), size=st.integers(1, 7), gap=st.integers(7, 12), seed=st.integers(0, 99))
+def test_a_copy_behind_its_positions_sees_what_stands_before_them_and_itself(
+    prefix: int, size: int, gap: int, seed: int
+) -> None:
+    """Beside the row that it copies, and another sequence: each of its tokens is a softmax over chosen keys."""
+    first, last = prefix + size, prefix + gap + size
+    k, v = pages(24, 4, seed=seed)
+    q = torch.randn(2 * size + 3, HEADS, CHANNELS, dtype=torch.float64)
+    layout = RowLayout(
+        cu_seqlens_q=torch.tensor([0, size, 2 * size, 2 * size + 3]),
+        kv_lens_R=torch.tensor([first, last, 9]),
+        page_table_RP=torch.stack([torch.arange(20), torch.arange(20), torch.arange(20).flip(0)]),
+        page_size=4,
+        causal_R=torch.tensor([True, True, False]),
+        gap_R=torch.tensor([0, gap, 0]),
+    )
+    expected = by_equation(q, k, v, replace(layout, gap_R=None))
+    keys, values = (x.flatten(0, 1).repeat_interleave(2, dim=1) for x in (k, v))
+    for i in range(size):
+        at = torch.tensor([*range(prefix + i), prefix + gap + i])
+        scores = torch.einsum("hc,khc->hk", q[size + i], keys[at]) / CHANNELS**0.5
+        expected[size + i] = torch.einsum("hk,khc->hc", scores.softmax(-1), values[at])
+    torch.testing.assert_close(attend(q, k, v, layout), expected)
+    torch.testing.assert_close(attend(q, k, v, replace(layout, exact=True)), expected)
+
+
 def test_long_chunks_are_cut_and_like_sequences_share_a_call() -> None:
     q, k, v, layout = sequences([(0, [64] * 12), (40, [8, 8]), (72, [8, 8])], page_size=16, seed=1)
     bundles = plan_bundles(layout)

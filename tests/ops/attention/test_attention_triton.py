@@ -77,6 +77,11 @@ q, k, v, layout = slots([70, 0, 131], num_slots=2, **SIZES)
 check(q, k, v, replace(layout, causal_R=torch.tensor([True, False, False, True, True, True])))
 q, k, v, layout = slots([40, 7], num_slots=1, **{**SIZES, "size": 3, "heads": (6, 2)})
 check(q, k, v, replace(layout, causal_R=torch.tensor([False, True])))
+for prefixes in ([70, 9], [3, 131]):                                        # copies behind their positions
+    q, k, v, layout = slots(prefixes, num_slots=2, **SIZES)
+    layout = replace(layout, causal_R=torch.tensor([True] * 4), gap_R=torch.tensor([0, 4, 0, 4]))
+    check(q, k, v, layout)
+    check(q, k, v, replace(layout, exact=True))
 for window in (1, 9, 40, 500):                                              # few keys, a part of the splits, all
     q, k, v, layout = slots([70, 0, 131], num_slots=1, **{**SIZES, "size": 5})
     check(q, k, v, replace(layout, window=window))

@@ -8,6 +8,7 @@ from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Levenshtein, Soft
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.blocks.verify_config import Verify
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.models.decoder import Decoder, init_weights
@@ -22,6 +23,16 @@ BLOCKWISE: dict[str, dict[str, Any]] = {
     "soft": {"buffer_size": 3, "tau_m2t": 0.4, "soft": Soft(stop_confidence=0.5)},
     "entropy": {"buffer_size": 3, "entropy": EntropyBound(gamma=4.0)},
     "parts": {"buffer_size": 2, "tau_m2t": 0.4, "sub_block": 2},
+}
+VERIFY: dict[str, dict[str, Any]] = {  # the same model at block size 1 judges drafts
+    "verify": {"tau_m2t": 0.4, "verify": Verify(min_span=2)},
+    "verify score": {"tau_m2t": 0.4, "verify": Verify(route="score", cost=0.5, store="causal", lead="causal")},
+    "verify t2t": {"tau_m2t": 0.4, "t2t": T2T(tau=0.3, max_edits=3), "verify": Verify(route="hysteresis", tau_on=0.5)},
+    "verify exact": {"verify": Verify(exact=True, store="causal")},
+}
+SHIFTED_VERIFY: dict[str, dict[str, Any]] = {
+    "verify carry": {"tau_m2t": 0.4, "sub_block": 2, "carry": True, "verify": Verify()},
+    "verify carry exact": {"carry": True, "verify": Verify(exact=True, store="causal", lead="causal")},
 }
 SHIFTED: dict[str, dict[str, Any]] = {  # models that attend in blocks, whose logits predict the next position
     "carry": {"tau_m2t": 0.4, "sub_block": 2, "carry": True},
@@ -53,6 +64,8 @@ CAUSAL: dict[str, dict[str, Any]] = {  # models that store their keys by causal 
     "dlm": {"causal": Causal(method="dlm", tau=0.3)},
     "dlm full": {"causal": Causal(method="dlm", context="full", block_length=6)},
 }
+
+ALL_METHODS = BLOCKWISE | SHIFTED | VERIFY | SHIFTED_VERIFY | EDITS | FULL | CAUSAL
 
 EXPERTS = MoEConfig(
     num_experts=8,
@@ -98,7 +111,7 @@ def request(name: str, seed: int, method: str, **changes: Any) -> Request:
     fields = {
         "prompt": tuple(rng.choices(range(VOCAB), k=rng.randint(1, 25))),
         "max_tokens": rng.randint(1, 30),
-        "decoding": DecodingConfig(block_size=B, **(BLOCKWISE | SHIFTED | EDITS | FULL | CAUSAL)[method]),
+        "decoding": DecodingConfig(block_size=B, **ALL_METHODS[method]),
         "sampling": Sampling(temperature=rng.choice((0.0, 0.8)), top_p=0.9, top_k=rng.choice((0, 20)), seed=seed),
         "logprobs": True,
         "ignore_eos": rng.random() < 0.3,

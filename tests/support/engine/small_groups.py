@@ -11,6 +11,7 @@ from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.blocks.verify_config import Verify
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.parallel.group import Rank
@@ -84,12 +85,17 @@ METHODS: tuple[dict[str, Any], ...] = (
 CAUSAL_METHODS = tuple(
     {"causal": causal} for causal in (Causal(), Causal(method="ar"), Causal(method="dlm", tau=0.4), Causal(tau=0.2))
 )
+VERIFY_METHODS = tuple({"verify": verify} for verify in (Verify(min_span=2), Verify(exact=True, store="causal")))
 CARRY_METHODS = tuple(method | {"sub_block": 2, "carry": True} for method in METHODS[:2])
 
 
 def methods_of(config: ModelConfig) -> tuple[dict[str, Any], ...]:
     """Methods that a model can decode with."""
-    return CAUSAL_METHODS if config.attention == "causal" else CARRY_METHODS if config.shift_logits else METHODS
+    if config.attention == "causal":
+        return CAUSAL_METHODS
+    if config.shift_logits:
+        return (*CARRY_METHODS, {"tau_m2t": 0.4, "carry": True, "verify": Verify()})
+    return METHODS if config.moe is not None else (*METHODS, *VERIFY_METHODS)
 
 
 def requests(count: int, methods: tuple[dict[str, Any], ...] = METHODS) -> list[Request]:

@@ -14,7 +14,7 @@ from mbd_core.checkpoint.base_files import CHOSEN
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
 from mbd_core.checkpoint.folder import METHOD_FIELDS
 from mbd_core.checkpoint.shipped import SHIPPED
-from mbd_core.decoding.blocks.config import CANVAS_FIELDS, CAUSAL_FIELDS, decoding_config, read_decoding
+from mbd_core.decoding.blocks.config import CANVAS_FIELDS, CAUSAL_FIELDS, VERIFY_FIELDS, decoding_config, read_decoding
 from mbd_core.decoding.blocks.methods import read_front
 from mbd_core.evaluation.sweep.choice.best import BestPoint, decoding_fields
 from mbd_core.files import check_writable, write_json
@@ -73,7 +73,8 @@ def write_best(folder: Path, point: BestPoint) -> None:
     """Make the chosen configuration the folder's own; `ValueError` for one that the model cannot honour."""
     defaults = author_defaults(load_generation_defaults(folder))
     config = decoding_fields(point.best.config)
-    whole = {"canvas": CANVAS_FIELDS, "causal": CAUSAL_FIELDS}  # parts that leave few other fields
+    # parts that leave few other fields
+    whole = {"canvas": CANVAS_FIELDS, "causal": CAUSAL_FIELDS, "verify": VERIFY_FIELDS}
     allowed = next((names for part, names in whole.items() if part in config), METHOD_FIELDS - whole.keys())
     choice = {name: value for name, value in config.items() if name in METHOD_FIELDS and name in allowed}
     contents = {name: value for name, value in defaults.items() if name not in METHOD_FIELDS} | choice

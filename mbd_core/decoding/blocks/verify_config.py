@@ -1,0 +1,108 @@
+"""How a block model verifies its own drafts: when a draft is verified, what counts as agreement, and how keys are
+stored (S2D2, arXiv 2603.25702).
+
+A block-diffusion model at block size 1 is autoregressive. So the same weights that draft a block without order can
+judge the draft token by token, in one forward more.
+"""
+
+from typing import Annotated, Literal
+
+from mbd_core.decoding.blocks.causal_config import PlannedRows
+from mbd_core.fields import MOST, Ge, Gt, Le, configuration
+
+Route = Literal["span", "score", "hysteresis"]
+Order = Literal["block", "causal"]
+
+
+@configuration()
+class Verify:
+    """Self-verification of drafts, block by block. Raises `ValueError` for a field without effect."""
+
+    route: Route = "span"
+    """When a forward's draft is verified. span: if its first run of masks has at least min_span positions. score: if
+    the expected number of accepted tokens less the cost is at least tau_score. hysteresis: from a score above tau_on
+    until a score below tau_off."""
+    min_span: Annotated[int, Ge(1), Le(MOST)] = 1
+    """span: the shortest run of masks that is verified."""
+    tau_score: Annotated[float, Ge(-MOST), Le(MOST)] = 0.0
+    """score: the least score of a draft that is verified."""
+    tau_on: Annotated[float, Ge(-MOST), Le(MOST)] = 1.0
+    """hysteresis: a score above this begins to verify."""
+    tau_off: Annotated[float, Ge(-MOST), Le(MOST)] = -5.0
+    """hysteresis: a score below this ends it. An answer begins without verification."""
+    cost: Annotated[float, Ge(0), Le(MOST)] = 1.0
+    """score, hysteresis: what a verification costs, in tokens."""
+    cost_of: Literal["verification", "confident"] = "verification"
+    """verification: the cost counts once. confident: once for each mask whose confidence exceeds tau_m2t, which the
+    threshold alone would fill."""
+    estimate: Literal["entropy", "margin"] = "entropy"
+    """score, hysteresis: the chance that a drafted token is accepted. entropy: exp(-H / ln V). margin: 1 if it leads
+    by more than tau_margin, else 0."""
+    tau_margin: Annotated[float, Ge(0), Le(1)] = 0.05
+    """margin: the lead, in probability."""
+    temper: Annotated[float, Gt(0), Le(MOST)] = 1.0
+    """The exponent of q / p, the odds with which a drafted token is accepted; below 1 more are accepted."""
+    store: Order = "block"
+    """How prompt and finished blocks are stored. causal: as block size 1 stores them, which is what verification
+    compares with."""
+    lead: Order = "block"
+    """How the tokens before a draft's first mask see each other. causal: as they are stored with store=causal."""
+    exact: bool = False
+    """The answer is that of the same model at block size 1: greedy, token by token; drawn, in distribution. Every
+    draft is verified, and a greedy one counts as far as its tokens are the likeliest. Needs store=causal."""
+
+    def __post_init__(self) -> None:
+        for name, routes in _HAS_EFFECT.items():
+            if self._is_set(name) and self.route not in routes:
+                raise ValueError(
+                    f"verify.{name}={getattr(self, name)!r} has no effect with verify.route={self.route!r}; leave it "
+                    f"out, or let route be {' or '.join(routes)}"
+                )
+        if self._is_set("tau_margin") and self.estimate != "margin":
+            raise ValueError(
+                f"verify.tau_margin={self.tau_margin} has no effect with verify.estimate={self.estimate!r}; leave it "
+                "out, or let estimate be margin"
+            )
+        if self.tau_off > self.tau_on:
+            raise ValueError(
+                f"verify.tau_off={self.tau_off:g} exceeds verify.tau_on={self.tau_on:g}; give a lower tau_off"
+            )
+        if self.lead == "causal" and self.store != "causal":
+            raise ValueError("verify.lead='causal' needs tokens that are stored so; let verify.store be causal too")
+        if self.exact:
+            self._check_exact()
+
+    def _check_exact(self) -> None:
+        if self.store != "causal":
+            raise ValueError("verify.exact=True needs keys as block size 1 stores them; let verify.store be causal")
+        for name in ("route", "min_span", "temper"):
+            if self._is_set(name):
+                raise ValueError(
+                    f"verify.{name}={getattr(self, name)!r} has no meaning with verify.exact, which verifies every "
+                    "draft; leave one of them out"
+                )
+
+    def _is_set(self, name: str) -> bool:
+        return bool(getattr(self, name) != getattr(Verify, name))
+
+    def rows(self, block_size: int) -> PlannedRows:
+        """How its requests lie in the cache: behind a block lie the keys of a second copy of it, while it is
+        verified."""
+        return PlannedRows(
+            longest=2 * block_size,
+            overhang=2 * block_size - 1,
+            store=None if self.store == "causal" else block_size,
+            grid=block_size,
+        )
+
+
+_SCORED: tuple[Route, ...] = ("score", "hysteresis")
+_HAS_EFFECT: dict[str, tuple[Route, ...]] = {
+    "min_span": ("span",),
+    "tau_score": ("score",),
+    "tau_on": ("hysteresis",),
+    "tau_off": ("hysteresis",),
+    "cost": _SCORED,
+    "cost_of": _SCORED,
+    "estimate": _SCORED,
+}
