@@ -152,6 +152,18 @@ ENGINE_MEASURES: tuple[ExportedMeasure[EngineMeasures], ...] = (
         lambda m: m.counts.committed_tokens,
     ),
     ExportedMeasure(
+        "drafted_tokens",
+        "counter",
+        "drafted tokens that a verification judged",
+        lambda m: m.counts.drafted_tokens,
+    ),
+    ExportedMeasure(
+        "confirmed_tokens",
+        "counter",
+        "drafted tokens that a verification accepted",
+        lambda m: m.counts.confirmed_tokens,
+    ),
+    ExportedMeasure(
         "edited_tokens",
         "counter",
         "tokens that were overwritten before they were committed",

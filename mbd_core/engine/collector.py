@@ -294,7 +294,14 @@ class Collector:
         seconds = self._clock() - plan.started_at
         for run, update in updates:
             sequence, decoder = run.sequence, run.decoder
-            sequence.counted += Counts(num_forwards=1, decode_seconds=seconds)
+            sequence.counted += Counts(
+                num_forwards=1,
+                decode_seconds=seconds,
+                num_drafted_tokens=update.drafted,
+                num_confirmed_tokens=update.confirmed,
+            )
+            self.counts.drafted_tokens += update.drafted
+            self.counts.confirmed_tokens += update.confirmed
             if self._trace is not None:
                 self._trace.extend(_planned_traces(plan.number, run, update))
             piece = sequence.request.asked(decoder.answer_from(sequence.num_emitted))

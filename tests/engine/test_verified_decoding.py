@@ -56,6 +56,9 @@ def test_an_exact_answer_is_the_answer_at_block_size_1(kind: str, number: int) -
     wanted = engine(at_block_size_1(model)).generate([dataclasses.replace(r, decoding=alone) for r in requests])
     found = engine(model, batch_invariant=False).generate(requests)
     assert [(o.tokens, o.finish_reason) for o in found] == [(o.tokens, o.finish_reason) for o in wanted]
+    for output in found:
+        assert 0 <= output.counts.num_confirmed_tokens <= output.counts.num_drafted_tokens
+    assert any(o.counts.num_confirmed_tokens for o in found)
     forwards = [sum(o.counts.num_forwards for o in outputs) for outputs in (found, wanted)]
     assert forwards[0] < forwards[1]
 
@@ -97,7 +100,7 @@ def draws(number: int, *, top_k: int, truncates: bool) -> Draw:
 
 def test_exact_answers_are_drawn_as_at_block_size_1() -> None:
     """Two tokens drawn together, 1,000 times each way: the engine's pairs have one distribution."""
-    model = build(vocab_size=40)
+    model = build()
     init_weights(model, seed=4, std=0.25)
     counts = []
     for served, decoding in (

@@ -14,6 +14,8 @@ class Counts:
     num_prefill_forwards  forwards that carried only its prompt, or repeated what a preemption undid; not in NFE
     decode_seconds        wall time of the steps counted in num_forwards
     num_cached_tokens     tokens of the prompt that came from the prefix cache
+    num_drafted_tokens    drafted tokens that a verification judged (`linear_spec`, `verify`); of these
+                          `num_confirmed_tokens` were accepted, and the others refused or not reached
     num_preemptions       how often the request was preempted
     queue_seconds         wall time from its arrival at the engine to its first batch row
     prompt_seconds        from there to the end of its prompt's own forwards; 0 if the prefix cache held all of it
@@ -26,6 +28,8 @@ class Counts:
     num_prefill_forwards: int = 0
     decode_seconds: float = 0.0
     num_cached_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_confirmed_tokens: int = 0
     num_preemptions: int = 0
     queue_seconds: float = field(default=0.0, compare=False)
     prompt_seconds: float = field(default=0.0, compare=False)

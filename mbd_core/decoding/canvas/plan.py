@@ -105,11 +105,14 @@ class CanvasUpdate:
     accepted    masks that became tokens
     mask_ratio  share of the block's positions that were masked before, for every block in `accepted`
     edited      tokens that were replaced (BlockBatch's sync)
+    drafted     drafted tokens that this forward judged; it confirmed `confirmed` of them
     """
 
     accepted: Mapping[tuple[int, int], int]
     mask_ratio: Mapping[tuple[int, int], float]
     edited: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    drafted: int = 0
+    confirmed: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ of the noise of its position alone. So drafts change no token, only the number o
 A request without a block in the engine's budget, or without gain by drafts, decodes plainly meanwhile.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -80,8 +81,9 @@ class TokenDecoder(PrefixDecoder):
             mask_ratio = len(self._open) / self._row_length
             self._fill(guesses)
             return self._update(start, 0, mask_ratio)
-        self._verify(*guessed(guesses), drafted=[] if kind == "plain" else self._block[1:])
-        return self._update(start, len(self._all) - number, 0.0)
+        drafted = [] if kind == "plain" else self._block[1:]
+        confirmed = self._verify(*guessed(guesses), drafted=drafted)
+        return replace(self._update(start, len(self._all) - number, 0.0), drafted=len(drafted), confirmed=confirmed)
 
     def _kind(self) -> RowKind:
         """The kind of the next forward. A finished draft is always verified; an unfinished draft of a held request is
@@ -103,8 +105,8 @@ class TokenDecoder(PrefixDecoder):
                 self._block[offset] = token
                 self._open.remove(offset)
 
-    def _verify(self, tokens: list[int], log_probs: list[float], *, drafted: list[int]) -> None:
-        """Takes the predictions as far as they equal the draft, and one more."""
+    def _verify(self, tokens: list[int], log_probs: list[float], *, drafted: list[int]) -> int:
+        """Takes the predictions as far as they equal the draft, and one more; the number that equals it."""
         if (forced := self._forced()) is not None:
             tokens[0], log_probs[0] = forced, 0.0
         number = 1
@@ -114,6 +116,7 @@ class TokenDecoder(PrefixDecoder):
         self._append(tokens[:number], log_probs[:number], steps, num_stored=self.num_stored + number)
         self._block, self._open = [], []
         self._may_begin = self._drafts
+        return number - 1
 
     def _begin_draft(self) -> None:
         """Begins a draft: the next token, a forced one, and masks."""

@@ -15,7 +15,7 @@ All noise is a hash of the request's seed, the position, and the number of the b
 anew on another replica comes out the same.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -53,6 +53,10 @@ class Span:
     logits_PV: Tensor
     quota: int
 
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
 
 class VerifyingDecoder(PrefixDecoder):
     """Self-verified decoding of one request. `noise` may be given, to decode with known draws."""
@@ -70,7 +74,6 @@ class VerifyingDecoder(PrefixDecoder):
         self._score: Literal["confidence", "margin", "neg_entropy"] = "confidence"
         if decoding.verify.route != "span":
             self._score = "margin" if decoding.verify.estimate == "margin" else "neg_entropy"
-        self.num_drafted = self.num_confirmed = self.num_refused = 0
         self._begin_block([], [])
 
     def plan(self) -> CanvasPlan:
@@ -131,14 +134,19 @@ class VerifyingDecoder(PrefixDecoder):
             if not self.done:
                 self._begin_block(*guessed(guesses))
             return self._update(start, 0, 0.0)
-        if self._phase == "judge":
-            edited, is_stored = 0, self._take_judgement(guesses)
+        edited = confirmed = 0
+        judged = self._span if self._phase == "judge" else None
+        if judged is not None:
+            confirmed = self._take_judgement(judged, guesses)
         else:
-            edited, is_stored = self._take_draft(guesses), False
+            edited = self._take_draft(guesses)
         update = self._update(start, number - len(self._open), number / self._size)
+        if judged is not None:
+            update = replace(update, drafted=judged.length, confirmed=confirmed)
         if edited:
-            update = CanvasUpdate(update.accepted, update.mask_ratio, dict.fromkeys(update.accepted, edited))
+            update = replace(update, edited=dict.fromkeys(update.accepted, edited))
         if self._phase == "draft":
+            is_stored = judged is not None and confirmed == judged.length and self._stores(judged)
             self._end_block_if_final(edited=edited, had_masks=number > 0, is_stored=is_stored)
         return update
 
@@ -148,7 +156,7 @@ class VerifyingDecoder(PrefixDecoder):
         """The rows of a verification."""
         start, span = self.num_stored, self._span
         assert span is not None
-        stop, number = start + span.stop, span.stop - span.start
+        stop, number = start + span.stop, span.length
         filled = list(self._block[: span.stop])
         filled[span.start :] = span.guesses.token_P[:number].tolist()
         none, shift = torch.zeros(0, dtype=torch.int64), int(self._decoding.carry)
@@ -204,26 +212,25 @@ class VerifyingDecoder(PrefixDecoder):
         self._logits_PV = None
         return edited
 
-    def _take_judgement(self, guesses: Guesses) -> bool:
-        """Fills what a judgement decides. Whether its row has stored the block as the answer needs it."""
-        span = self._span
-        assert span is not None
-        number = span.stop - span.start
+    def _take_judgement(self, span: Span, guesses: Guesses) -> int:
+        """Fills what a judgement decides; the number of drafted tokens that it accepts."""
+        number = span.length
         accepted = number_accepted([score > 0 for score in guesses.score_P[:number].tolist()])
         tokens, log_probs = guessed(guesses)
         for i in range(accepted):
             self._fill(span.start + i, tokens[i], log_probs[i])
         if accepted < number:
             self._fill(span.start + accepted, tokens[number + accepted], log_probs[number + accepted])
-        self.num_drafted += number
-        self.num_confirmed += accepted
-        self.num_refused += accepted < number
         decided = accepted + (accepted < number)
         if decided < span.quota:
             left = np.array([offset in self._open for offset in span.guesses.position_P - self.num_stored])
             self._accept_confident(span.guesses.select(left), span.quota - decided)
         self._phase, self._span = "draft", None
-        return self._rule.exact and accepted == number and span.stop == self._size and not self._decoding.carry
+        return accepted
+
+    def _stores(self, span: Span) -> bool:
+        """Whether a judgement that accepts all of `span` has stored the block: its row is the block, in order."""
+        return self._rule.exact and span.stop == self._size and not self._decoding.carry
 
     def _accept_confident(self, drafted: Guesses, quota: int) -> None:
         """Fills all masks above the threshold, or if they are fewer than `quota` the most confident ones."""

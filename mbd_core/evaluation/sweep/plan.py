@@ -162,7 +162,9 @@ def _model_variants(model: SweptModel, inputs: SweepInputs, names: Sequence[str]
                 f"method '{variant.method}' needs a model with full attention; '{model.name}' has {config.attention}"
             )
         if variant.decoding.verify is not None and config.attention == "full":
-            raise ValueError(f"method '{variant.method}' needs a model that attends in blocks; '{model.name}' has full")
+            raise ValueError(
+                f"method '{variant.method}' needs a model that attends in blocks; '{model.name}' attends in full"
+            )
         method, fitting = variant.decoding.prefix_method, config.prefix_methods
         if method not in fitting if fitting else method is not None:
             by = f"decodes with {', '.join(fitting)}" if fitting else "stores no keys by causal rows"

@@ -116,6 +116,10 @@ class Measures(TypedDict):
     """duration of the forwards in `num_forwards`"""
     num_cached_tokens: int
     """prompt tokens from the prefix cache"""
+    num_drafted_tokens: int
+    """drafted tokens that a verification judged (`linear_spec`, `verify`)"""
+    num_confirmed_tokens: int
+    """the number of these that it accepted"""
     num_preemptions: int
     """how often it lost its batch row, and waited for another"""
     tpf: float
