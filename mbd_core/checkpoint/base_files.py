@@ -44,7 +44,7 @@ NEVER_CARRIED = (MANIFEST, "adapter_config.json", "trainer_state.json")
 QUANTIZATION_FILES = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")
 CHOSEN = "chosen_decoding"  # in generation_config.json, beside the decoding that `--write-best` chose
 # In generation_config.json: the recommended decoding, and the record of the training. Other weights need other values.
-OF_THE_WEIGHTS = METHOD_FIELDS | {CHOSEN, SPEED_FRONT, "trained_with"}
+OF_THE_WEIGHTS = METHOD_FIELDS | {CHOSEN, SPEED_FRONT, "trained_with", "ar_mode"}
 MOST_BYTES = 2**29  # beside the weights; a training keeps them in memory
 
 

@@ -143,6 +143,7 @@ def _typed(hint: Any, value: Any, subject: str, least: int) -> Any:
 
 def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
     """The `config.json` of a model, the inverse of `read_config`. `fused`: the checkpoint's experts are stacked.
+    `ar_mode` stands in generation_config.json.
 
     Raises `ValueError` if the family has no key for a setting.
     """
@@ -176,8 +177,8 @@ def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
     }
     if family.text is not None:
         written = nested_config(written, config, family.text)
-    whole = config.rotary_dim == config.head_dim
-    if read_config(written) != (replace(config, rotary_dim=None) if whole else config):
+    whole, network = config.rotary_dim == config.head_dim, replace(config, ar_mode=False)
+    if read_config(written) != (replace(network, rotary_dim=None) if whole else network):
         raise ValueError(f"{config} cannot be written as a config.json of {config.architecture}")
     return written
 
@@ -289,7 +290,7 @@ def load_config(folder: Path) -> ModelConfig:
         family = family_of(config)[1]
         if named is None and "mask_token_id" in family.keys and not family.published:
             generation = {**generation, "mask_token_id": _mask_of_tokenizer(folder)}
-        return _with_eos_ids(read_config(config, generation), generation)
+        return _with_ar_mode(_with_eos_ids(read_config(config, generation), generation), generation)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
@@ -325,6 +326,17 @@ def _with_eos_ids(config: ModelConfig, generation: Mapping[str, Any]) -> ModelCo
         return replace(config, eos_token_ids=tuple(dict.fromkeys(eos)))
     except ValueError as error:
         raise ValueError(f"generation_config.json: {error}") from None
+
+
+def _with_ar_mode(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:
+    """`config` with the autoregressive mode that `generation_config.json` says the weights have."""
+    value = generation.get("ar_mode", False)
+    if not isinstance(value, bool):
+        raise ValueError(f"generation_config.json says ar_mode={value!r}; it must be true or false")
+    try:
+        return replace(config, ar_mode=value)
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error}; leave ar_mode out") from None
 
 
 def eos_origin(folder: Path) -> str:

@@ -185,6 +185,8 @@ def write_configs(
     ids: dict[str, Any] = {"eos_token_id": list(config.eos_token_ids)}
     if config.has_mask:
         ids["mask_token_id"] = config.mask_token_id
+    if config.ar_mode:
+        ids["ar_mode"] = True
     base = base or BaseFiles(config={}, generation={}, others={})
     written, recommended = write_config(config, fused=fused), {**ids, "block_size": config.block_size}
     files = {

@@ -124,6 +124,7 @@ class ModelConfig:
     shift_logits     the logits at a position predict the next position's token
     delete_token_id, split_token_id
                      the tokens by which a model edits (`Levenshtein`), both or neither
+    ar_mode          a model that attends in blocks also predicts the next token behind causal rows
     gemma            heads and rotation above are then those of the layers with a window (`of_layer`)
 
     Raises ValueError if sizes contradict each other.
@@ -153,6 +154,7 @@ class ModelConfig:
     moe: MoEConfig | None = None
     delete_token_id: int | None = None
     split_token_id: int | None = None
+    ar_mode: bool = False
     gemma: GemmaLayers | None = None
 
     def __post_init__(self) -> None:
@@ -186,6 +188,10 @@ class ModelConfig:
             raise ValueError(f"rotary_dim={rotary_dim} must be even and at most head_dim={self.head_dim}")
         if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
             raise ValueError(f"rope_theta={self.rope_theta} must exceed 1 for YaRN")
+        if self.ar_mode and self.attention != "block_causal":
+            raise ValueError(
+                f"ar_mode is a mode of models that attend in blocks; this one's attention is {self.attention}"
+            )
         self._check_gemma()
 
     def _check_gemma(self) -> None:
@@ -210,6 +216,13 @@ class ModelConfig:
         if self.gemma is not None:
             return ("renoise",)
         return ("ar", "linear-spec", "dlm") if self.has_mask else ("ar",)
+
+    @property
+    def ar_methods(self) -> tuple[str, ...]:
+        """`prefix_methods`, or those of the autoregressive mode of a model that attends in blocks."""
+        if not self.ar_mode:
+            return self.prefix_methods
+        return ("ar",) if self.shift_logits else ("ar", "linear-spec")
 
     @property
     def has_mask(self) -> bool:

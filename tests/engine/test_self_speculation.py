@@ -186,3 +186,34 @@ def test_what_cannot_be_had_is_refused_in_a_sentence(model: Decoder) -> None:
     for fields in ({"method": "ar", "tau": 0.5}, {"context": "full"}, {"method": "dlm", "draft_adapter": "x"}):
         with pytest.raises(ValueError, match=r"has no effect with causal\.method"):
             Causal(**fields)
+
+
+@pytest.mark.parametrize("number", [30, pytest.param(1000, marks=pytest.mark.slow)])
+def test_the_ar_mode_of_a_block_model_is_a_causal_models(number: int) -> None:
+    """The same weights, greedy, in float32: token by token, by drafts, and beside requests that decode in blocks."""
+    blocks, causal = build(ar_mode=True), build("NemotronLabsDiffusionModel", attention="causal")
+    causal.load_state_dict(redrawn(blocks, 3).state_dict())
+    rng = random.Random(5)
+    requests = [
+        asked(rng, rng.choice((PLAIN, Causal(), Causal(block_length=7))), f"r{i}", sampling=Sampling(), max_tokens=12)
+        for i in range(number)
+    ]
+    wanted = tokens(engine(causal, batch_invariant=False), [as_ar(r) for r in requests])
+    in_blocks = [request(f"b{i}", i, "multi", max_tokens=9) for i in range(5)]
+    served = engine(blocks, batch_invariant=False)
+    assert tokens(served, [*requests, *in_blocks])[:number] == wanted
+    counts = [o.counts for o in engine(blocks).generate(requests)]
+    assert sum(c.num_drafted_tokens for c in counts) > sum(c.num_confirmed_tokens for c in counts) > 0
+
+
+def test_an_ar_mode_that_is_not_there_is_refused_in_a_sentence() -> None:
+    shifted = {"shift_logits": True, "qk_norm": False, "qkv_bias": True}
+    for model, causal, message in (
+        (build(), PLAIN, "wrote ar_mode into its generation_config.json"),
+        (build(ar_mode=True), Causal(method="dlm"), "take ar or linear-spec"),
+        (build("Fast_dLLM_QwenForCausalLM", ar_mode=True, **shifted), Causal(), "take ar"),
+    ):
+        with pytest.raises(RequestRefused, match=message):
+            engine(model).add(asked(random.Random(1), causal, "a", sampling=Sampling()))
+    with pytest.raises(ValueError, match="a mode of models that attend in blocks"):
+        build("LLaDAModelLM", attention="full", ar_mode=True)

@@ -376,13 +376,18 @@ class Admission:
 
     def _check_causal(self, decoding: DecodingConfig, causal: Causal) -> None:
         self._check_prefix_cache(decoding)
-        methods = self._model.prefix_methods
+        methods = self._model.ar_methods
         if "ar" not in methods:
             raise ValueError(
                 f"causal needs a model that predicts the next token behind causal rows; {self._model.architecture} "
-                "does not"
+                "does not, unless a training with states.ar_weight wrote ar_mode into its generation_config.json"
             )
-        if causal.method != "ar" and "dlm" not in methods:
+        if self._model.ar_mode and causal.method.replace("_", "-") not in methods:
+            raise ValueError(
+                f"causal.method={causal.method!r} is no method of {self._model.architecture}'s autoregressive mode: "
+                f"take {' or '.join(methods)}"
+            )
+        if causal.method != "ar" and "linear-spec" not in methods:
             raise ValueError(
                 f"causal.method={causal.method!r} needs a model with a mask token; {self._model.architecture} is "
                 'autoregressive: take {"method": "ar"}'

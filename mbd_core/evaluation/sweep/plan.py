@@ -165,8 +165,8 @@ def _model_variants(model: SweptModel, inputs: SweepInputs, names: Sequence[str]
             raise ValueError(
                 f"method '{variant.method}' needs a model that attends in blocks; '{model.name}' attends in full"
             )
-        method, fitting = variant.decoding.prefix_method, config.prefix_methods
-        if method not in fitting if fitting else method is not None:
+        method, fitting = variant.decoding.prefix_method, config.ar_methods
+        if method not in fitting if config.prefix_methods else method not in (None, *fitting):
             by = f"decodes with {', '.join(fitting)}" if fitting else "stores no keys by causal rows"
             raise ValueError(f"method '{variant.method}' does not fit '{model.name}', which {by}")
     if any(task.inputs.scores for task in inputs.tasks):

@@ -199,12 +199,14 @@ def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
 
 
 def trained_config(recipe: TrainingRecipe, config: ModelConfig) -> ModelConfig:
-    """The configuration of a recipe's model, given its base's: the recipe decides block size and stored keys."""
+    """The configuration of a recipe's model, given its base's: the recipe decides block size, stored keys and
+    whether there is an autoregressive mode."""
     states = recipe.states
     if not states.fills_masks:
-        return config
+        return replace(config, ar_mode=config.attention == "block_causal")
     attention = config.attention if config.attention == "full" else states.clean
-    return replace(config, block_size=states.block_size, attention=attention)
+    ar_mode = states.ar_weight > 0 and attention == "block_causal"
+    return replace(config, block_size=states.block_size, attention=attention, ar_mode=ar_mode)
 
 
 def _check_causal_stream(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:

@@ -66,12 +66,17 @@ def test_a_mixed_run_on_the_converted_base_logs_both_losses(base: Path, capsys: 
     mixed = ["--recipe", "tiny-tf", "--base", "diffusion", "--data", "masked", "--precision", "float32"]
     mixed += ["--set", "states.block_size=4", "--set", "states.ar_weight=0.5", "--steps", "2", "--batch-size", "4"]
     assert run.main([*mixed, "--checkpoints", "run", "--log-to", "none", "--validation", "0.2"]) == 0
+    assert json.loads(Path("out/tiny-tf/generation_config.json").read_text())["ar_mode"] is True
     point = json.loads(Path("run/losses.jsonl").read_text().splitlines()[-1])
     assert {"loss_ar", "accuracy_ar", "loss_slot_1", "validation_loss_ar"} <= point.keys()
     # the AR arm takes the same folder and data, and leaves its blocks as they are
     ar = ["--recipe", "ar", "--base", "diffusion", "--data", "masked", "--precision", "float32", "--out", "ar"]
     assert run.main([*ar, "--steps", "1", "--batch-size", "4"]) == 0
-    assert load_model(Path("ar")).config.block_size == 4
+    trained = load_model(Path("ar"))
+    assert trained.config.block_size == 4 and trained.config.ar_mode
+    decoding = DecodingConfig(block_size=4, causal=Causal())
+    drafted = Request(request_id="0", prompt=(5, 9, 30), max_tokens=9, decoding=decoding)
+    assert Engine(trained, EngineConfig(max_rows=1, num_pages=16)).generate([drafted])[0].counts.num_drafted_tokens
     capsys.readouterr()
     assert run.main([*mixed[:2], *OPTIONS[2:], "--steps", "1", "--batch-size", "4", "--out", "x"]) == 2
     assert "has no mask token" in capsys.readouterr().err
