@@ -81,10 +81,13 @@ class LaneAttention:
             keys, values = (cache[layer, row.lane, : row.num_keys] for cache in (self.cache.k, self.cache.v))
             mask = torch.ones(len(row_q), len(keys), dtype=torch.bool, device=row_q.device)
             mask.tril_(len(keys) - len(row_q))
-            if row.gap:
+            if row.gap and row.causal:
                 mask.tril_(len(keys) - len(row_q) - row.gap - 1)
                 mask[:, row.start :] = torch.eye(len(row_q), dtype=torch.bool, device=row_q.device)
-            outs.append(attend_to(row_q, keys, values, mask if row.causal else None))
+            elif row.gap:
+                mask = torch.ones_like(mask)
+                mask[:, row.start - row.gap : row.start] = False
+            outs.append(attend_to(row_q, keys, values, mask if row.causal or row.gap else None))
         return torch.cat(outs)
 
 

@@ -69,6 +69,29 @@ def test_self_speculation_is_token_by_token(model: Decoder, seed: int) -> None:
     assert tokens(engine(model, batch_invariant=False, max_rows=3, num_pages=30), requests) == wanted
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_draft_beside_the_verification_changes_no_token(model: Decoder, seed: int) -> None:
+    """One forward for a draft and its verification: the tokens of `ar`, in fewer forwards than with a draft apart."""
+    rng = random.Random(seed)
+    redrawn(model, seed)
+    requests = [
+        asked(rng, Causal(block_length=rng.choice((2, 4, 5)), ahead=True), f"r{i}", max_tokens=20, ignore_eos=i > 1)
+        for i in range(5)
+    ]
+    wanted = tokens(engine(model), [as_ar(r) for r in requests])
+    assert tokens(engine(model, batch_invariant=False), requests) == wanted
+    found = engine(model).generate(requests)
+    assert [(o.tokens, o.finish_reason) for o in found] == wanted
+    apart = [
+        dataclasses.replace(
+            r, decoding=dataclasses.replace(r.decoding, causal=dataclasses.replace(r.decoding.causal, ahead=False))
+        )
+        for r in requests
+    ]
+    forwards = [sum(o.counts.num_forwards for o in outputs) for outputs in (found, engine(model).generate(apart))]
+    assert forwards[0] < forwards[1]
+
+
 def test_a_busy_engine_goes_on_token_by_token(model: Decoder) -> None:
     """Under a budget of two blocks requests draft, stop when others come, and draft again: no token changes."""
     redrawn(model, 3)
@@ -166,6 +189,17 @@ def test_what_cannot_be_had_is_refused_in_a_sentence(model: Decoder) -> None:
         ({"rollout": True}, "with causal"),
         ({"logprobs": True, "top_logprobs": 2}, "with causal"),
         ({"decoding": DecodingConfig(block_size=B, causal=Causal(block_length=99))}, "32 positions of this engine"),
+        (
+            {"decoding": DecodingConfig(block_size=B, causal=Causal(block_length=8, ahead=True))},
+            "72 positions of a forward",
+        ),
+        (
+            {
+                "decoding": DecodingConfig(block_size=B, causal=Causal(block_length=3, ahead=True)),
+                "min_tokens": 1,
+            },
+            "causal.ahead takes no logit_bias",
+        ),
         ({"decoding": DecodingConfig(block_size=B, causal=Causal(draft_adapter="x"))}, "'x' is not loaded"),
         (
             {"decoding": DecodingConfig(block_size=B, causal=Causal(thinking=Thinking(budget=1, end_token_id=99)))},
@@ -183,7 +217,14 @@ def test_what_cannot_be_had_is_refused_in_a_sentence(model: Decoder) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             DecodingConfig(block_size=B, **({"causal": Causal()} | fields))
-    for fields in ({"method": "ar", "tau": 0.5}, {"context": "full"}, {"method": "dlm", "draft_adapter": "x"}):
+    with pytest.raises(ValueError, match=r"leave out causal\.tau"):
+        Causal(ahead=True, tau=0.5)
+    for fields in (
+        {"method": "ar", "ahead": True},
+        {"method": "ar", "tau": 0.5},
+        {"context": "full"},
+        {"method": "dlm", "draft_adapter": "x"},
+    ):
         with pytest.raises(ValueError, match=r"has no effect with causal\.method"):
             Causal(**fields)
 

@@ -59,6 +59,9 @@ class Causal:
     all in one forward."""
     context: Literal["causal", "full"] = "causal"
     """dlm: how the prompt and finished blocks are stored; full: without order, and no store gives a token."""
+    ahead: bool = False
+    """linear_spec: the forward that verifies a draft also drafts what follows, once for each number of tokens that it
+    may accept (TiDAR): one forward for a draft instead of two, and block_length^2 positions more in it."""
     thinking: Thinking | None = None
     """An end of the answer's thinking."""
     draft_adapter: str | None = None
@@ -71,6 +74,11 @@ class Causal:
                     f"causal.{name}={getattr(self, name)!r} has no effect with causal.method={self.method!r}; leave "
                     f"it out, or let method be {' or '.join(methods)}"
                 )
+        for name in ("tau", "thinking"):
+            if self.ahead and getattr(self, name) is not None:
+                raise ValueError(
+                    f"causal.ahead drafts once, before the tokens are known: leave out causal.{name}, or ahead"
+                )
 
     def row_length(self, block_size: int) -> int:
         """Positions of a draft or a block, of a model with this block size."""
@@ -79,6 +87,9 @@ class Causal:
     def rows(self, block_size: int) -> PlannedRows:
         """How its requests lie in the cache."""
         length = self.row_length(block_size)
+        if self.ahead:
+            copies = length * length
+            return PlannedRows(longest=length + copies, overhang=length - 1 + copies, seeds=1)
         if self.context == "full":
             return PlannedRows(longest=length, store=length, grid=length, full=True)
         return PlannedRows(longest=length, overhang=length - 1 if self.method == "linear_spec" else 0, seeds=1)
@@ -118,4 +129,5 @@ HAS_EFFECT: dict[str, tuple[CausalMethod, ...]] = {
     "tau": ("linear_spec", "dlm"),
     "context": ("dlm",),
     "draft_adapter": ("linear_spec",),
+    "ahead": ("linear_spec",),
 }

@@ -56,6 +56,7 @@ METHODS: dict[str, MethodFields] = {
     # models that store their keys by causal rows
     "ar": {"causal": {"method": "ar"}},
     "linear-spec": {"causal": {}},
+    "linear-spec-ahead": {"causal": {"block_length": 8, "ahead": True}},
     "linear-spec-0.7": {"causal": {"tau": 0.7}},
     "dlm": {"causal": {"method": "dlm", "tau": 0.9}},
     # models without a mask

@@ -65,8 +65,9 @@ class Query:
     tokens     (Q,) int64 input ids, the mask id where masked
     logits_at  (A,) absolute positions in [start, stop) whose logits are returned. If the logits of position p - 1
                predict p (Dream), a decoder that fills p lists p - 1
-    gap        how many places behind their positions the row stands. A causal row with a gap is a copy of positions
-               whose tokens already have keys: each of its tokens sees the keys before its own position, and itself
+    gap        how many places behind their positions the row's tokens stand, where those positions have keys already.
+               In a causal row each token sees the keys before its position, and itself; otherwise all tokens see the
+               keys before the row's first position, and the row
     drafts     the row is of the request's draft adapter, if it has one
     denoises   its tokens are drawn ones that the model denoises (`models/gemma.py`), conditioned on the embeddings
                `expected` (Q, D), on the device; `None`: on nothing

@@ -4,6 +4,12 @@ plain   [next]                       causal   -> the token behind it
     draft   [next, mask, mask, ...]      no order -> the masks' tokens, in one forward or, with `tau`, in several
     verify  [next, d1, d2, ...]          causal   -> row i predicts position i + 1
 
+With `ahead` (TiDAR) the forward that verifies also drafts what follows, once behind each token that may be the last
+accepted one. The mask right behind that token stands for the next token, which the forward itself gives:
+
+    verify  [next, d1, d2]       causal
+    draft   [M, M, M]            at the positions behind next, again behind d1, again behind d2; no order
+
 A draft counts as far as the row before each token predicts that token. The first prediction that differs counts too,
 and is the next token. The next row overwrites everything behind it. A token is a function of the tokens before it and
 of the noise of its position alone. So drafts change no token, only the number of forwards. The exception is
@@ -35,11 +41,14 @@ class TokenDecoder(PrefixDecoder):
         super().__init__(request, eos_token_ids=eos_token_ids, vocab=vocab)
         assert request.decoding.causal is not None
         self._causal = request.decoding.causal
+        self._row_length = self._causal.row_length(request.decoding.block_size)
         self._drafts = self._causal.method == "linear_spec" and self._row_length > 1
+        self._ahead = self._drafts and self._causal.ahead
         # a request that thinks has other tokens without drafts; one with a threshold has unfinished drafts, which
         # holding would lose
         is_free = self._drafts and self._causal.thinking is None and self._causal.tau is None
-        self.draft_length = self._row_length if is_free else 1
+        together = 1 + self._row_length if self._ahead else 1  # rows of a forward that drafts
+        self.draft_length = self._row_length * together if is_free else 1
         self._is_held = False
         self._may_begin = False  # the next token is known, and a draft may follow it
         self._block: list[int] = []  # the draft: the next token, drafted tokens behind it, and masks
@@ -51,10 +60,15 @@ class TokenDecoder(PrefixDecoder):
     def plan(self) -> CanvasPlan:
         if self._may_begin and not self._is_held and not self._block:
             self._begin_draft()  # a draft without masks is verified at once
+        row = self._row()
+        return CanvasPlan([], [row, *(ahead for ahead in self._rows_ahead(row) if ahead is not None)])
+
+    def _row(self) -> Query:
+        """The row that drafts, or the causal one."""
         kind, start = self._kind(), self.num_stored
         block = self._all[start:] if kind == "plain" else self._block
         offsets = self._open if kind == "draft" else range(len(block))
-        query = Query(
+        return Query(
             0,
             start,
             start + len(block),
@@ -64,15 +78,16 @@ class TokenDecoder(PrefixDecoder):
             causal=kind != "draft",
             drafts=kind == "draft",
         )
-        return CanvasPlan([], [query])
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
         kind, start = self._kind(), self.num_stored
         if kind == "draft":
             return self._opened(logits[0], [start + offset for offset in self._open], lambda _: self._all, forward=0)
         tokens = self._all if kind == "plain" else [*self._all[:start], *self._block]
-        behind = range(start + 1, len(tokens) + 1)
-        return self._opened(logits[0], behind, lambda position: tokens[:position], forward=0)
+        behind = [*range(start + 1, len(tokens) + 1)]
+        for row in self._rows_ahead(self._row()):
+            behind += [] if row is None else (row.logits_at - row.gap).tolist()
+        return self._opened(torch.cat(logits), behind, lambda position: tokens[:position], forward=0)
 
     def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:
         kind, start, number = self._kind(), self.num_stored, len(self._all)
@@ -81,8 +96,11 @@ class TokenDecoder(PrefixDecoder):
             mask_ratio = len(self._open) / self._row_length
             self._fill(guesses)
             return self._update(start, 0, mask_ratio)
-        drafted = [] if kind == "plain" else self._block[1:]
-        confirmed = self._verify(*guessed(guesses), drafted=drafted)
+        row, drafted = self._row(), [] if kind == "plain" else self._block[1:]
+        ahead, length = self._rows_ahead(row), row.stop - row.start
+        confirmed = self._verify(*guessed(guesses.select(slice(0, length))), drafted=drafted)
+        if ahead and not self.done:
+            self._take_ahead(guesses, ahead, confirmed, start=length)
         return replace(self._update(start, len(self._all) - number, 0.0), drafted=len(drafted), confirmed=confirmed)
 
     def _kind(self) -> RowKind:
@@ -91,6 +109,43 @@ class TokenDecoder(PrefixDecoder):
         if self._block and not self._open:
             return "verify"
         return "plain" if self._is_held or not self._may_begin else "draft"
+
+    def _rows_ahead(self, row: Query) -> list[Query | None]:
+        """The drafts behind each token of a causal row that may be the last accepted one; of a plain row, behind its
+        last token. `None` where the answer has no room for a draft."""
+        if not self._ahead or self._is_held or not row.causal:
+            return []
+        rows: list[Query | None] = []
+        place = row.stop
+        outcomes = range(row.start + 1, row.stop + 1) if self._kind() == "verify" else [row.stop]
+        for first in outcomes:
+            length = min(self._row_length, self._end - first)
+            if length < 2:
+                rows.append(None)
+                continue
+            rows.append(
+                Query(
+                    0,
+                    place,
+                    place + length,
+                    torch.full((length,), self._vocab.mask_token_id),
+                    torch.arange(place + 1, place + length),
+                    num_keys=place + length,
+                    gap=place - first,
+                    drafts=True,
+                )
+            )
+            place += length
+        return rows
+
+    def _take_ahead(self, guesses: Guesses, rows: list[Query | None], outcome: int, *, start: int) -> None:
+        """The next draft: what was drafted for this outcome, behind the next token."""
+        row = rows[outcome]
+        if row is None:
+            return
+        start += sum(len(other.logits_at) for other in rows[:outcome] if other is not None)
+        drafted = guesses.token_P[start : start + len(row.logits_at)].tolist()
+        self._block = [*self._all[self.num_stored :], *drafted]
 
     def _fill(self, guesses: Guesses) -> None:
         """Fill masks of the draft."""

@@ -83,16 +83,9 @@ class VerifyingDecoder(PrefixDecoder):
             return _rows(Query(0, start, stop, torch.tensor(self._block), asked, num_keys=stop, causal=causal))
         if self._phase == "judge":
             return self._judgement()
-        rows, first = [], start
-        if self._rule.lead == "causal" and self._open:
-            first += self._open[0]
-            rows = [(start, first, True)] if first > start else []
-        return _rows(
-            *(
-                self._row(begin, end, self._asked(), causal=ordered)
-                for begin, end, ordered in [*rows, (first, stop, False)]
-            )
-        )
+        first = start + (self._open[0] if self._rule.lead == "causal" and self._open else 0)
+        lead = [self._row(start, first, causal=True)] if first > start else []
+        return _rows(*lead, self._row(first, stop, causal=False))
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
         logits_PV = torch.cat(logits) if len(logits) > 1 else logits[0]
@@ -170,9 +163,9 @@ class VerifyingDecoder(PrefixDecoder):
         copy = Query(0, behind, behind + number, masks, places, num_keys=behind + number, causal=True, gap=self._size)
         return _rows(draft, copy)
 
-    def _row(self, start: int, stop: int, asked: list[int], *, causal: bool) -> Query:
-        """A row of the block's present tokens, with the logits of the asked offsets that lie in it."""
-        at = [self.num_stored + offset - self._decoding.carry for offset in asked]
+    def _row(self, start: int, stop: int, *, causal: bool) -> Query:
+        """A row of the block's present tokens; it gives the logits that a draft needs, as far as they are its."""
+        at = [self.num_stored + offset - self._decoding.carry for offset in self._asked()]
         own = torch.tensor(self._block[start - self.num_stored : stop - self.num_stored])
         inside = torch.tensor([place for place in at if start <= place < stop], dtype=torch.int64)
         return Query(0, start, stop, own, inside, num_keys=stop, causal=causal)
@@ -189,7 +182,7 @@ class VerifyingDecoder(PrefixDecoder):
         return [offset for offset in self._open if offset // part == self._open[0] // part]
 
     def _take_draft(self, guesses: Guesses) -> int:
-        """Edits filled tokens; then has the masks' draft judged, or accepts of it by confidence. The number of
+        """Edits filled tokens; then lets the masks' draft be judged, or accepts of it by confidence; the number of
         edits."""
         asked, edited = self._asked(), 0
         if self._decoding.t2t is not None:
@@ -204,8 +197,8 @@ class VerifyingDecoder(PrefixDecoder):
         quota = min(self._decoding.tokens_per_step, len(masks))
         num_confident = int((drafted.confidence_P > self._decoding.tau_m2t).sum())
         if self._router.verifies(drafted.score_P[:length], num_confident):
-            logits_PV = self._logits_PV[at[:length]]
-            self._span = Span(masks[0], masks[0] + length, drafted, logits_PV, quota)
+            assert self._logits_PV is not None
+            self._span = Span(masks[0], masks[0] + length, drafted, self._logits_PV[at[:length]], quota)
             self._phase = "judge"
         else:
             self._accept_confident(drafted, quota)

@@ -303,7 +303,7 @@ class Admission:
             elif request.decoding.verify is not None:
                 self._check_verify(request)
             elif request.decoding.causal is not None:
-                self._check_causal(request.decoding, request.decoding.causal)
+                self._check_causal(request, request.decoding.causal)
             else:
                 self._check_blocks(request)
         except ValueError as error:
@@ -374,7 +374,8 @@ class Admission:
                 "the model's own probabilities; leave them out"
             )
 
-    def _check_causal(self, decoding: DecodingConfig, causal: Causal) -> None:
+    def _check_causal(self, request: Request, causal: Causal) -> None:
+        decoding = request.decoding
         self._check_prefix_cache(decoding)
         methods = self._model.ar_methods
         if "ar" not in methods:
@@ -393,6 +394,17 @@ class Admission:
                 'autoregressive: take {"method": "ar"}'
             )
         length, most = causal.row_length(decoding.block_size), self._buffer_size * self._page_size
+        rows = causal.rows(decoding.block_size)
+        if causal.ahead and rows.longest > most:
+            raise ValueError(
+                f"causal.ahead with drafts of {length} takes {rows.longest} positions of a forward, and this engine's "
+                f"{self._buffer_size} slots have {most}: give a shorter causal.block_length, or more slots"
+            )
+        if causal.ahead and request.adjusts:
+            raise ValueError(
+                "causal.ahead takes no logit_bias, penalty, min_p or min_tokens, which count tokens that its drafts "
+                "cannot know: leave them out, or ahead"
+            )
         if length > most:
             raise ValueError(
                 f"causal.block_length={length} exceeds the {most} positions of this engine's {self._buffer_size} slots"

@@ -23,8 +23,8 @@ class BatchRows:
     lengths_K    tokens of each row; a single number if all rows are equally long
     kv_lens_K    keys each row attends to, its own included
     causal_K     whether each of its tokens sees one key less than the token behind it; `None`: no row is causal
-    gap_K        how many places behind its positions each row's keys lie. Each of its tokens sees the keys before its
-                 own position, and itself; `None`: all lie at their positions
+    gap_K        how many places behind its positions each row's keys lie (`RowLayout.gap_R`); `None`: all lie at their
+                 positions
     pages_KP     the pages of its sequence, padded with the null page
     stored_K     whether its keys are stored in its pages; otherwise they go to the null page
     weight_T     DMax's embedding weights, `None` where all tokens are hard

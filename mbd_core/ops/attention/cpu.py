@@ -50,7 +50,7 @@ class Bundle:
     """Sequences attended in one call. A sequence with fewer queries than the others repeats its last query.
 
     kv_lens_GQ  the end of each query's visible keys, at most `num_keys`; with a window they begin at `first_keys_GQ`
-    gaps_GQ     the keys right before each query's last one that it does not see; `None`: it sees all
+    hidden_GQ2  the first key that a gap hides from each query, and the key behind the last; `None`: no key is hidden
     whole       the bundle holds all tokens of the batch in their order, so that no queries are gathered
     first_page  set if the bundle is one sequence whose pages are consecutive: its keys are a view that begins here
     """
@@ -60,7 +60,7 @@ class Bundle:
     kv_lens_GQ: np.ndarray
     num_keys: int
     first_keys_GQ: np.ndarray | None = None
-    gaps_GQ: np.ndarray | None = None
+    hidden_GQ2: np.ndarray | None = None
     whole: bool = False
     first_page: int | None = None
     _masks: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False)
@@ -69,24 +69,21 @@ class Bundle:
     def visible_GQL(self) -> Tensor | None:
         """The visible keys of each query; `None` if every query sees all."""
         has_window = self.first_keys_GQ is not None and bool(self.first_keys_GQ.any())
-        has_gap = self.gaps_GQ is not None and bool(self.gaps_GQ.any())
-        if self.kv_lens_GQ.min() == self.num_keys and not has_window and not has_gap:
+        if self.kv_lens_GQ.min() == self.num_keys and not has_window and self.hidden_GQ2 is None:
             return None
         visible_GQL = np.arange(self.num_keys) < self.kv_lens_GQ[..., None]
         if self.first_keys_GQ is not None:
             visible_GQL &= np.arange(self.num_keys) >= self.first_keys_GQ[..., None]
-        if self.gaps_GQ is not None:
-            own_GQ1 = self.kv_lens_GQ[..., None] - 1
-            visible_GQL &= (np.arange(self.num_keys) < own_GQ1 - self.gaps_GQ[..., None]) | (
-                np.arange(self.num_keys) >= own_GQ1
-            )
+        if self.hidden_GQ2 is not None:
+            first_GQ1, stop_GQ1 = np.split(self.hidden_GQ2, 2, axis=-1)
+            visible_GQL &= (np.arange(self.num_keys) < first_GQ1) | (np.arange(self.num_keys) >= stop_GQ1)
         return torch.from_numpy(visible_GQL).to(self.tokens_GQ.device)
 
     @cached_property
     def is_long(self) -> bool:
         """Whether the bundle is one sequence that is attended in tiles on a CPU. A sequence with a window or a gap is
         not."""
-        is_one = len(self.kv_lens_GQ) == 1 and self.first_keys_GQ is None and self.gaps_GQ is None
+        is_one = len(self.kv_lens_GQ) == 1 and self.first_keys_GQ is None and self.hidden_GQ2 is None
         return is_one and self.num_keys > LONG and self.tokens_GQ.device.type == "cpu"
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
@@ -127,9 +124,9 @@ def plan_bundles(layout: RowLayout) -> tuple[Bundle, ...]:
     else:
         kv_lens_T = layout.kv_lens_T(bounds[-1]).numpy(force=True)
     first_keys_T = None if layout.window is None else layout.first_keys_T(bounds[-1]).numpy(force=True)
-    gaps_T = None if layout.gap_R is None else layout.gaps_T(bounds[-1]).numpy(force=True)
+    hidden_T2 = None if layout.gap_R is None else layout.hidden_2T(bounds[-1]).T.numpy(force=True)
     members = _members(layout, bounds, kv_lens)
-    return tuple(_bundle(layout, part, kv_lens_T, first_keys_T, gaps_T) for part in _parts(members))
+    return tuple(_bundle(layout, part, kv_lens_T, first_keys_T, hidden_T2) for part in _parts(members))
 
 
 @dataclass(frozen=True)
@@ -192,7 +189,7 @@ def _bundle(
     members: Sequence[_Member],
     kv_lens_T: np.ndarray,
     first_keys_T: np.ndarray | None,
-    gaps_T: np.ndarray | None,
+    hidden_T2: np.ndarray | None,
 ) -> Bundle:
     table, device = layout.page_table_RP, layout.page_table_RP.device
     num_keys = max(m.most_keys for m in members)
@@ -210,7 +207,7 @@ def _bundle(
         pages_GP=pages_GP,
         kv_lens_GQ=kv_lens_T[tokens_GQ],
         first_keys_GQ=None if first_keys_T is None else first_keys_T[tokens_GQ],
-        gaps_GQ=_gaps_of(gaps_T, tokens_GQ),
+        hidden_GQ2=None if hidden_T2 is None or not _hides(hidden_T2[tokens_GQ]) else hidden_T2[tokens_GQ],
         num_keys=num_keys,
         # the sequences of a bundle keep their order
         whole=sum(m.queries for m in members) == len(kv_lens_T) == tokens_GQ.size,
@@ -218,11 +215,8 @@ def _bundle(
     )
 
 
-def _gaps_of(gaps_T: np.ndarray | None, tokens_GQ: np.ndarray) -> np.ndarray | None:
-    """The gaps of a bundle's queries, `None` where none has one."""
-    if gaps_T is None or not gaps_T[tokens_GQ].any():
-        return None
-    return gaps_T[tokens_GQ]
+def _hides(hidden_GQ2: np.ndarray) -> bool:
+    return bool((hidden_GQ2[..., 0] < hidden_GQ2[..., 1]).any())
 
 
 def _first_adjacent(pages_P: np.ndarray) -> int | None:

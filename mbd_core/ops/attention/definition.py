@@ -32,9 +32,9 @@ class RowLayout:
     causal_R       marks rows that are causal inside, bool; `None`: no row. A causal row has no more queries than keys
     window         a query sees the last `window - 1` keys before it; in a row that is not causal, before the row, and
                    all of the row's own keys. No row then has more queries than keys. `None`: all keys
-    gap_R          the number of keys right before its own key that no query of the row sees: a copy of earlier
-                   positions, whose keys stand that many places behind. The rows with a gap are causal, or have one
-                   query. `None`: no row. Never with a `window`
+    gap_R          the number of hidden keys before a query's own: the row's tokens have earlier positions, and their
+                   keys stand that many places behind. In a causal row the own key is the query's alone, otherwise all
+                   keys of the row are its own. `None`: no row has a gap. Never with a `window`
     max_q          queries of the longest row, for kernels that need it on the host; `None`: `for_kernels` finds it
     exact          each row's result must be bitwise independent of the other rows
     rows_each      this number of neighbouring rows, of `max_q` queries each, are one sequence's and have the same
@@ -76,10 +76,19 @@ class RowLayout:
             before_T = torch.where(causal_T, self.kv_lens_T(num_tokens) - 1, before_T)
         return (before_T - (self.window - 1)).clamp(min=0)
 
-    def gaps_T(self, num_tokens: int) -> Tensor:
-        """The gap of each of the `num_tokens` queries, for a layout with `gap_R`."""
+    def hidden_2T(self, num_tokens: int) -> Tensor:
+        """The first hidden key of each of the `num_tokens` queries and the key behind the last, for a layout with
+        `gap_R`; equal for a query that no gap hides a key from."""
         assert self.gap_R is not None
-        return self.gap_R.repeat_interleave(self.cu_seqlens_q.diff(), output_size=num_tokens)
+        own_R = self.cu_seqlens_q.diff()
+        if self.causal_R is not None:
+            own_R = own_R.masked_fill(self.causal_R, 1)
+            ends_T = self.kv_lens_T(num_tokens)
+        else:
+            ends_T = self.kv_lens_R.repeat_interleave(self.cu_seqlens_q.diff(), output_size=num_tokens)
+        gap_2R = torch.stack((self.gap_R + own_R, own_R)).where(self.gap_R > 0, 0)
+        gap_2T = gap_2R.repeat_interleave(self.cu_seqlens_q.diff(), dim=1, output_size=num_tokens)
+        return (ends_T - gap_2T).to(ends_T.dtype)
 
     def for_kernels(self) -> "RowLayout":
         """The same layout in flash kernels' form: int32, the table contiguous, `max_q` on the host.
@@ -148,7 +157,8 @@ def row_mask(
     if window is not None:
         sees_QL = sees_QL & (keys_L > (own_Q if causal else own_Q[:1])[:, None] - window)
     if gap:
-        sees_QL = sees_QL & ((keys_L < own_Q[:, None] - gap) | (keys_L == own_Q[:, None]))
+        first_own_Q = (own_Q if causal else own_Q[:1])[:, None]
+        sees_QL = sees_QL & ((keys_L < first_own_Q - gap) | (keys_L >= first_own_Q))
     return sees_QL.expand(num_queries, num_keys)[None]
 
 

@@ -48,7 +48,7 @@ def _split_kernel(
     bounds_ptr,
     keys_ptr,
     first_keys_ptr,
-    gaps_ptr,
+    hidden_ptr,
     table_ptr,
     q_token,
     q_head,
@@ -95,7 +95,8 @@ def _split_kernel(
         first_keys = tl.load(first_keys_ptr + token, mask=live, other=most)
         least = tl.min(first_keys, 0) // BLOCK_N * BLOCK_N
     if GAP:
-        gaps = tl.load(gaps_ptr + token, mask=live, other=0)
+        first_hidden = tl.load(hidden_ptr + token, mask=live, other=0)
+        stop_hidden = tl.load(hidden_ptr + num_out + token, mask=live, other=0)
     span = tl.cdiv(tl.cdiv(most - least, SPLITS), BLOCK_N) * BLOCK_N
     start = least + split * span
     stop = tl.minimum(start + span, most)
@@ -124,8 +125,7 @@ def _split_kernel(
         if WINDOW:
             scores = tl.where(at[None, :] >= first_keys[:, None], scores, float("-inf"))
         if GAP:
-            own = keys[:, None] - 1
-            hidden = (at[None, :] < own) & (at[None, :] >= own - gaps[:, None])
+            hidden = (at[None, :] >= first_hidden[:, None]) & (at[None, :] < stop_hidden[:, None])
             scores = tl.where(hidden, float("-inf"), scores)
         higher = tl.maximum(top, tl.max(scores, 1))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
@@ -220,7 +220,7 @@ def bind(rows: RowLayout) -> BoundAttention:
     # of a layout with causal rows, a window or gaps, from the first layer on: the number of keys and
     lens: list[Tensor] = []
     first_keys: list[Tensor] = []  # with a window the first key of each token
-    gaps: list[Tensor] = []
+    hidden: list[Tensor] = []  # with gaps the first hidden key of each token, and the key behind the last
     if (rows.window is not None or rows.gap_R is not None) and rows.causal_R is None:
         rows = replace(rows, causal_R=torch.zeros_like(rows.kv_lens_R, dtype=torch.bool))
 
@@ -229,9 +229,9 @@ def bind(rows: RowLayout) -> BoundAttention:
             lens.append(rows.kv_lens_T(len(q_THC)))
         if rows.window is not None and not first_keys:
             first_keys.append(rows.first_keys_T(len(q_THC)).to(lens[0].dtype))
-        if rows.gap_R is not None and not gaps:
-            gaps.append(rows.gaps_T(len(q_THC)).to(lens[0].dtype))
-        of_tokens = [of_layout[0] if of_layout else None for of_layout in (lens, first_keys, gaps)]
+        if rows.gap_R is not None and not hidden:
+            hidden.append(rows.hidden_2T(len(q_THC)).to(lens[0].dtype).contiguous())
+        of_tokens = [of_layout[0] if of_layout else None for of_layout in (lens, first_keys, hidden)]
         return _split_attention(q_THC, k_pages, v_pages, rows, *of_tokens)
 
     return attend
@@ -244,7 +244,7 @@ def _split_attention(
     rows: RowLayout,
     kv_lens_T: Tensor | None,
     first_keys_T: Tensor | None,
-    gaps_T: Tensor | None,
+    hidden_2T: Tensor | None,
 ) -> Tensor:
     for name, tensor in (("queries", q_THC), ("keys", k_pages), ("values", v_pages)):
         if tensor.stride(-1) != 1:
@@ -277,7 +277,7 @@ def _split_attention(
         rows.cu_seqlens_q,
         rows.kv_lens_R if kv_lens_T is None else kv_lens_T,
         rows.kv_lens_R if first_keys_T is None else first_keys_T,
-        rows.kv_lens_R if gaps_T is None else gaps_T,
+        rows.kv_lens_R if hidden_2T is None else hidden_2T,
         rows.page_table_RP,
         *q_THC.stride()[:2],
         *k_pages.stride()[:3],
@@ -290,7 +290,7 @@ def _split_attention(
         EACH=each,
         CAUSAL=kv_lens_T is not None,
         WINDOW=first_keys_T is not None,
-        GAP=gaps_T is not None,
+        GAP=hidden_2T is not None,
         SHARE=share,
         C=channels,
         PAGE=page_size,

@@ -56,11 +56,18 @@ def test_a_rows_own_length_is_respected_whatever_its_neighbours_see() -> None:
 
 
 @settings(max_examples=20)
-@given(prefix=st.integers(0, 60), size=st.integers(1, 7), gap=st.integers(7, 12), seed=st.integers(0, 99))
+@given(
+    prefix=st.integers(0, 60),
+    size=st.integers(1, 7),
+    gap=st.integers(7, 12),
+    seed=st.integers(0, 99),
+    causal=st.booleans(),
+)
 def test_a_copy_behind_its_positions_sees_what_stands_before_them_and_itself(
-    prefix: int, size: int, gap: int, seed: int
+    prefix: int, size: int, gap: int, seed: int, causal: bool
 ) -> None:
-    """Beside the row that it copies, and another sequence: each of its tokens is a softmax over chosen keys."""
+    """Beside the row that it copies, and another sequence: each of its tokens is a softmax over chosen keys. Without
+    order its tokens also see each other, and stand at one position and those behind it."""
     first, last = prefix + size, prefix + gap + size
     k, v = pages(24, 4, seed=seed)
     q = torch.randn(2 * size + 3, HEADS, CHANNELS, dtype=torch.float64)
@@ -69,13 +76,14 @@ def test_a_copy_behind_its_positions_sees_what_stands_before_them_and_itself(
         kv_lens_R=torch.tensor([first, last, 9]),
         page_table_RP=torch.stack([torch.arange(20), torch.arange(20), torch.arange(20).flip(0)]),
         page_size=4,
-        causal_R=torch.tensor([True, True, False]),
+        causal_R=torch.tensor([True, causal, False]),
         gap_R=torch.tensor([0, gap, 0]),
     )
     expected = by_equation(q, k, v, replace(layout, gap_R=None))
     keys, values = (x.flatten(0, 1).repeat_interleave(2, dim=1) for x in (k, v))
     for i in range(size):
-        at = torch.tensor([*range(prefix + i), prefix + gap + i])
+        alone = [*range(prefix + i), prefix + gap + i]
+        at = torch.tensor(alone if causal else [*range(prefix), *range(prefix + gap, last)])
         scores = torch.einsum("hc,khc->hk", q[size + i], keys[at]) / CHANNELS**0.5
         expected[size + i] = torch.einsum("hk,khc->hc", scores.softmax(-1), values[at])
     torch.testing.assert_close(attend(q, k, v, layout), expected)

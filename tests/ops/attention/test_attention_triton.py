@@ -82,6 +82,8 @@ for prefixes in ([70, 9], [3, 131]):                                        # co
     layout = replace(layout, causal_R=torch.tensor([True] * 4), gap_R=torch.tensor([0, 4, 0, 4]))
     check(q, k, v, layout)
     check(q, k, v, replace(layout, exact=True))
+    check(q, k, v, replace(layout, causal_R=torch.tensor([True, False, True, False])))
+    check(q, k, v, replace(layout, causal_R=None))
 for window in (1, 9, 40, 500):                                              # few keys, a part of the splits, all
     q, k, v, layout = slots([70, 0, 131], num_slots=1, **{**SIZES, "size": 5})
     check(q, k, v, replace(layout, window=window))

@@ -60,6 +60,7 @@ FULL: dict[str, dict[str, Any]] = {
 CAUSAL: dict[str, dict[str, Any]] = {  # models that store their keys by causal rows
     "ar": {"causal": Causal(method="ar")},
     "linear spec": {"causal": Causal(block_length=5)},
+    "linear spec ahead": {"causal": Causal(block_length=3, ahead=True)},
     "linear spec tau": {"causal": Causal(tau=0.2)},
     "dlm": {"causal": Causal(method="dlm", tau=0.3)},
     "dlm full": {"causal": Causal(method="dlm", context="full", block_length=6)},
