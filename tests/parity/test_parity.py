@@ -67,5 +67,16 @@ def test_case(folder: Path, case: dict[str, Any]) -> None:
     check(folder, case)
 
 
+SECOND_SEED = Path(__file__).resolve().parents[3] / "shared" / "golden" / "s2d2-1"
+
+
+@pytest.mark.skipif(not SECOND_SEED.exists(), reason=f"the second seed's draws are not in {SECOND_SEED}")
+@pytest.mark.parametrize("name", ["sdar_configA", "llada2_quality", "fast_hyst_soft"])
+def test_verified_decoding_has_the_second_seeds_results_too(name: str) -> None:
+    """One case a family; `--fixtures` runs all."""
+    cases = json.loads((SECOND_SEED / "cases.json").read_text())["cases"]
+    verified_checks.check_verified(SECOND_SEED, next(case for case in cases if case["name"].startswith(name)))
+
+
 def test_hugging_face_round_trip_is_exact(checkpoint: Path, tmp_path: Path) -> None:
     logits_checks.check_round_trip(checkpoint, tmp_path)

@@ -74,6 +74,10 @@ class VerifyingDecoder(PrefixDecoder):
         self._score: Literal["confidence", "margin", "neg_entropy"] = "confidence"
         if decoding.verify.route != "span":
             self._score = "margin" if decoding.verify.estimate == "margin" else "neg_entropy"
+        self._phase: Phase = "draft"
+        self._span: Span | None = None
+        self._logits_PV: Tensor | None = None  # of the draft under way
+        self._forward = self._num_final = 0  # forwards of the block, and those since its last mask
         self._begin_block([], [])
 
     def plan(self) -> CanvasPlan:
@@ -264,9 +268,7 @@ class VerifyingDecoder(PrefixDecoder):
         self._block_log_probs = [*[0.0] * (number - len(seed)), *log_probs, *[0.0] * (size - number)]
         self._block_steps = [self.num_forwards] * size
         self._open = list(range(number, self._stop))
-        self._phase: Phase = "draft" if self._open else "store"
-        self._span: Span | None = None
-        self._logits_PV: Tensor | None = None
+        self._phase, self._span = "draft" if self._open else "store", None
         self._forward = self._num_final = 0
         if seed and (self._has_end() or self.num_stored + number == self._end):
             self._append_block(num_stored=self.num_stored)
