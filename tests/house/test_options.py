@@ -232,7 +232,8 @@ def test_set_reaches_every_field_and_its_refusals_name_it(capsys: pytest.Capture
 
 def test_a_list_of_a_fixed_length_may_repeat_a_number() -> None:
     """Of other lists with commas each item counts once."""
-    betas, lengths = Field(path="betas", hint=tuple[float, float]), Field(path="lengths", hint=tuple[int, ...])
+    betas = Field(path="betas", hint=tuple[float, float], default=())
+    lengths = Field(path="lengths", hint=tuple[int, ...], default=())
     assert value_of(betas, "0.9,0.9", "--betas") == (0.9, 0.9)
     assert value_of(lengths, "4,8,4", "--lengths") == (4, 8)
 
