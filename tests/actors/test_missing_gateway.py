@@ -116,11 +116,13 @@ def test_serve_s_own_routes_are_answered_without_a_gateway() -> None:
 
 def test_what_is_missing_is_in_serve_s_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def status(application: str, *messages: str) -> Any:
-        deployments = {str(number): SimpleNamespace(message=message) for number, message in enumerate(messages)}
+        names = ["tiny-mbd", "other", GATEWAY, "more"]
+        deployments = {name: SimpleNamespace(message=message) for name, message in zip(names, messages, strict=False)}
         return SimpleNamespace(applications={"mbd": SimpleNamespace(message=application, deployments=deployments)})
 
     for serve_status, words in (
         (status("", NO_ROOM, "", NO_ROOM, " another\n"), f"{NO_ROOM} another"),
+        (status("", "an engine's", "", "a gateway's"), "a gateway's an engine's"),
         (status("Deploying app task failed"), "Deploying app task failed"),
         (status("", ""), "it is being started"),
         (SimpleNamespace(applications={}), "no application is deployed on this cluster"),

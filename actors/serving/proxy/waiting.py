@@ -28,18 +28,17 @@ UNKNOWN = "Serve's controller does not say why"
 
 
 def missing() -> str:
-    """What keeps gateways from running: the messages of Serve's applications and deployments."""
+    """What keeps gateways from running: the messages of Serve's applications and deployments, the gateways' first."""
     try:
         applications = serve.status().applications.values()
     except (RayError, RayServeException, TimeoutError):
         return UNKNOWN
     if not applications:
         return "no application is deployed on this cluster"
-    messages = [
-        message.strip()
-        for application in applications
-        for message in (application.message, *(each.message for each in application.deployments.values()))
-    ]
+    messages = [application.message.strip() for application in applications]
+    for application in applications:
+        deployments = sorted(application.deployments.items(), key=lambda item: item[0] != GATEWAY)
+        messages += [deployment.message.strip() for _, deployment in deployments]
     return " ".join(dict.fromkeys(filter(None, messages))) or "it is being started"
 
 
