@@ -50,6 +50,7 @@ SUPERVISOR = Path(__file__).with_name("supervisor.py")
 RAY_START = (sys.executable, "-P", "-m", "ray.scripts.scripts", "start")
 ASK = "import sys; from ray.scripts.scripts import cli; print(flush=True); cli(['status', sys.argv[1]])"
 GCS_SECONDS = "RAY_gcs_server_port_wait_time_s"  # how long Ray waits for its first process, the GCS
+SESSION_PLACES = ("/tmp", "/var/tmp")
 MOST_BYTES = 40  # of the path of a folder for temporary files
 OBJECT_STORE_BYTES = 256 * 2**20
 
@@ -309,8 +310,7 @@ def _head(
     Its workers run in `folder`; `variables` are added to its environment. Its ports are open to every user of this
     machine, so the cluster asks for a token of its own, which only this user can read.
     """
-    # Ray's socket paths must stay under 107 bytes: a short folder, wherever TMPDIR points.
-    session = Path(tempfile.mkdtemp(prefix="mbd-", dir="/tmp"))
+    session = _session_folder()
     token = session / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
@@ -354,6 +354,22 @@ def _head(
     finally:
         _stop(supervisor)
         shutil.rmtree(session, ignore_errors=True)  # it is there yet where the supervisor itself was killed
+
+
+def _session_folder() -> Path:
+    """A folder for Ray's files. Its path is short, wherever TMPDIR points: sockets lie below it, of 107 bytes at most.
+
+    Raises `RuntimeError` if none can be made.
+    """
+    problems = []
+    for place in SESSION_PLACES:
+        try:
+            return Path(tempfile.mkdtemp(prefix="mbd-", dir=place))
+        except OSError as error:
+            problems.append(f"{place}: {error.strerror}")
+    raise RuntimeError(
+        f"a local Ray cluster needs a folder that can be written, and there is none: {'; '.join(problems)}"
+    )
 
 
 def _short_link(session: Path, folder: str) -> str:

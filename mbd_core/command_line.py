@@ -18,6 +18,7 @@ import importlib.metadata
 import inspect
 import io
 import json
+import logging
 import os
 import re
 import shlex
@@ -128,6 +129,7 @@ class Main:
         line = f"{self._called} {shlex.join(arguments)}".strip()
         keep_direct()
         print_every_character()
+        logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a home that it cannot write
         try:
             with any_stop_as_interrupt():
                 code = self.command.main(arguments, prog_name=self._called, standalone_mode=False, obj=line)

@@ -96,6 +96,14 @@ def test_ray_is_started_without_spaces_and_long_paths_which_it_cannot_take(
     assert len(temporary) < 40 and Path(temporary).parent == Path(prefix).parent
 
 
+def test_ray_s_files_lie_where_this_user_can_write(unconnected: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    unconnected.setattr(local, "SESSION_PLACES", (str(tmp_path / "none"), str(tmp_path)))
+    assert local._session_folder().parent == tmp_path
+    unconnected.setattr(local, "SESSION_PLACES", (str(tmp_path / "none"), "/nowhere"))
+    with pytest.raises(RuntimeError, match=r"none: No such file or directory; /nowhere: No such file"):
+        local.connect()
+
+
 def test_a_ray_that_does_not_start_is_one_sentence(unconnected: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise Exception("The current node timed out\nduring startup.")
