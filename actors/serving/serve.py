@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +20,7 @@ from actors.serving.app import application
 from actors.serving.args import GatewayArgs, ModelArgs, ServingArgs
 from actors.serving.logs import LOGGING
 from actors.serving.proxy import CALLBACK, CALLBACK_VARIABLE
+from actors.serving.proxy.waiting import STARTING, missing
 from actors.serving.replica import GATEWAY_BUNDLE
 from actors.serving.tracing import serve_variables
 from cluster.local import connect
@@ -26,6 +29,7 @@ from cluster.topology import Device, plan_topology
 from mbd_core.stops import interrupt_on
 
 APPLICATION = "mbd"
+WANTS_SECONDS = 30.0  # between two lines of what keeps an application from running
 POLL_SECONDS = 0.5  # between two checks of a drain
 REPLY_SECONDS = 10.0  # time for a gateway's answer, beyond the seconds of its drain
 PASS_ON_SECONDS = 1.0  # time for the HTTP proxy to send the last output before Serve kills it
@@ -154,9 +158,27 @@ def _check_no_serve() -> None:
 def _deploy(args: ServingArgs, paths: JobPaths) -> DeploymentHandle:
     """Start the gateways and the replicas. Returns a handle to the gateways."""
     try:
-        return serve.run(application(args, paths), name=APPLICATION, route_prefix="/", logging_config=LOGGING)
+        with _wants_said():
+            return serve.run(application(args, paths), name=APPLICATION, route_prefix="/", logging_config=LOGGING)
     except RuntimeError as error:
         raise start_failure(_status_message(APPLICATION) or str(error)) from error
+
+
+@contextmanager
+def _wants_said() -> Iterator[None]:
+    """While the block takes long, lines on stderr say what keeps the application from running."""
+    end = threading.Event()
+
+    def say() -> None:
+        while not end.wait(WANTS_SECONDS):
+            if (want := missing()) != STARTING and not end.is_set():
+                print(f"waiting: {want}", file=sys.stderr, flush=True)
+
+    threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        end.set()
 
 
 def _drain(handle: DeploymentHandle, *, seconds: float) -> None:

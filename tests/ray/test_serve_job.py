@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import RayServeException
 
+from actors.paths import JobPaths
 from actors.serving import serve as serving
 from actors.serving.args import ModelArgs, ServingArgs
 from cluster import ray_private
@@ -371,3 +373,15 @@ def test_a_start_that_serve_does_not_survive_is_one_sentence(
     assert printed.err.startswith(f"serve: {sentence}")
     assert len(printed.err.splitlines()) == 1
     assert printed.out == ""
+
+
+def test_what_an_application_waits_for_is_said_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wants = iter([serving.STARTING, "no room"])
+    monkeypatch.setattr(serving, "WANTS_SECONDS", 0.01)
+    monkeypatch.setattr(serving, "missing", lambda: next(wants, serving.STARTING))
+    monkeypatch.setattr(serving, "application", lambda *_: None)
+    monkeypatch.setattr(serving.serve, "run", lambda *_, **__: time.sleep(0.5))
+    serving._deploy(ServingArgs(models=[ModelArgs(model="tiny-mbd")], device="cpu"), JobPaths())
+    assert capsys.readouterr().err == "waiting: no room\n"

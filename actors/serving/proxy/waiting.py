@@ -24,6 +24,7 @@ RESTART_SECONDS = 60.0  # and for the next one, where one has stood: its start t
 LOOK_SECONDS = 0.5  # between two looks of a request at the gateways that the proxy knows
 STATUS_SECONDS = 5.0  # time for Serve's controller to say what is missing
 KEPT_SECONDS = 2.0  # how long its answer counts for all requests
+STARTING = "it is being started"
 UNKNOWN = "Serve's controller does not say why"
 
 
@@ -39,7 +40,7 @@ def missing() -> str:
     for application in applications:
         deployments = sorted(application.deployments.items(), key=lambda item: item[0] != GATEWAY)
         messages += [deployment.message.strip() for _, deployment in deployments]
-    return " ".join(dict.fromkeys(filter(None, messages))) or "it is being started"
+    return " ".join(dict.fromkeys(filter(None, messages))) or STARTING
 
 
 class RefusedWithoutGateway:
