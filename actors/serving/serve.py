@@ -174,11 +174,13 @@ def _wants_said() -> Iterator[None]:
             if (want := missing()) != STARTING and not end.is_set():
                 print(f"waiting: {want}", file=sys.stderr, flush=True)
 
-    threading.Thread(target=say, daemon=True).start()
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         end.set()
+        thread.join(REPLY_SECONDS)
 
 
 def _drain(handle: DeploymentHandle, *, seconds: float) -> None:

@@ -114,7 +114,15 @@ def test_serve_s_own_routes_are_answered_without_a_gateway() -> None:
     assert asked(Proxy((GATEWAY, 0), answers_after=0.2), path="/-/healthz")[0]["status"] == 200
 
 
+def test_no_cluster_is_started_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(waiting.serve, "status", lambda: pytest.fail("Serve was asked"))
+    assert missing() == waiting.UNKNOWN
+
+
 def test_what_is_missing_is_in_serve_s_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting.ray, "is_initialized", lambda: True)
+
     def status(application: str, *messages: str) -> Any:
         names = ["tiny-mbd", "other", GATEWAY, "more"]
         deployments = {name: SimpleNamespace(message=message) for name, message in zip(names, messages, strict=False)}
@@ -135,6 +143,7 @@ def test_a_controller_that_does_not_answer_keeps_nobody_waiting(monkeypatch: pyt
     def fails() -> Any:
         raise TimeoutError
 
+    monkeypatch.setattr(waiting.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(waiting.serve, "status", fails)
     assert missing() == waiting.UNKNOWN
 

@@ -15,11 +15,18 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import RayServeException
 
+from actors import paths
 from actors.paths import JobPaths
 from actors.serving import serve as serving
 from actors.serving.args import ModelArgs, ServingArgs
 from cluster import ray_private
 from jobs import serve as job
+
+
+@pytest.fixture(autouse=True)
+def no_nodes_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look would start a Ray cluster in this process."""
+    monkeypatch.setattr(paths, "look", lambda *_, **__: {})
 
 
 @pytest.fixture(autouse=True)

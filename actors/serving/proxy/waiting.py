@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable
 
+import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -30,6 +31,8 @@ UNKNOWN = "Serve's controller does not say why"
 
 def missing() -> str:
     """What keeps gateways from running: the messages of Serve's applications and deployments, the gateways' first."""
+    if not ray.is_initialized():  # Serve would start a cluster to ask
+        return UNKNOWN
     try:
         applications = serve.status().applications.values()
     except (RayError, RayServeException, TimeoutError):
