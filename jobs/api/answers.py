@@ -68,13 +68,14 @@ class Trace:
 class Answer:
     """One answer. `print` shows its text; a notebook draws its trace.
 
-    text           the text without tool calls
+    text           the text without thoughts and tool calls
     tokens         the token ids without the EOS
     prompt_tokens  the prompt's token ids
     finish_reason  `stop`, `length`, `tool_calls` or `abort`
     stop_reason    the stop string or the member of `stop_token_ids` that ended it
     forwards       forwards in which its blocks took part
     tpf            tokens per forward
+    reasoning      the thoughts before the text, if the model's chat template has such
     tool_calls     the calls of functions, in the form of OpenAI's API
     logprobs       if requested: the log-probabilities, in the form of OpenAI's API
     notes          requested settings that had no effect
@@ -89,6 +90,7 @@ class Answer:
     stop_reason: int | str | None = None
     forwards: int
     tpf: float
+    reasoning: str = ""
     tool_calls: tuple[AnswerCall, ...] = ()
     logprobs: Logprobs = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
@@ -108,6 +110,7 @@ class Answer:
             stop_reason=choice["stop_reason"],
             forwards=measures["num_forwards"],
             tpf=measures["tpf"],
+            reasoning="" if message is None else message.get("reasoning", ""),
             tool_calls=() if message is None else tuple(message.get("tool_calls", ())),
             logprobs=choice["logprobs"],
             notes=tuple(measures.get("notes", ())),
@@ -122,6 +125,8 @@ class Answer:
     def message(self) -> dict[str, Any]:
         """The answer as a turn of a chat: `messages += [answer.message, {"role": "user", "content": ...}]`."""
         turn: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            turn["reasoning"] = self.reasoning
         if self.tool_calls:
             turn |= {"content": self.text or None, "tool_calls": [dict(cast(Any, call)) for call in self.tool_calls]}
         return turn

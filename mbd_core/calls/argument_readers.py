@@ -27,13 +27,13 @@ class ArgumentReader(Protocol):
 def argument_reader(arguments: Arguments, schema: Mapping[str, Any], *, ends_at: str) -> ArgumentReader:
     """A reader of one call's arguments; `schema` is theirs, and `ends_at` the text that follows them."""
     if isinstance(arguments, JsonArguments):
-        return _JsonReader()
+        return _ObjectReader()
     if isinstance(arguments, TaggedArguments):
         return _TaggedReader(arguments, schema, ends_at)
     return _LiteralReader(arguments)
 
 
-class _JsonReader:
+class _ObjectReader:
     """A JSON object as it is, up to its last brace."""
 
     def __init__(self) -> None:

@@ -18,9 +18,10 @@ from mbd_core.calls.marks import open_length
 
 @dataclass(frozen=True, kw_only=True)
 class TextPiece:
-    """The content in a piece of text, and OpenAI's deltas of calls."""
+    """The content and the thoughts in a piece of text, and OpenAI's deltas of calls."""
 
     content: str = ""
+    reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.calls.form import CallForm
+from mbd_core.calls.thoughts import Thoughts
 from mbd_core.checkpoint.chat import VariableRefused, chat_text, decode_text, unknown_variables
 from mbd_core.checkpoint.literal_text import MaskedText, control_tokens, literal, token_ids
 from mbd_core.decoding.blocks.config import DecodingConfig
@@ -47,17 +48,20 @@ def engine_requests(
     adapter: str | None = None,
     template: TemplateTokens | None = None,
     call_form: CallForm | None = None,
+    thoughts: Thoughts | None = None,
     added_tokens: Mapping[str, int] = MappingProxyType({}),
     default_max_tokens: int = MAX_TOKENS_DEFAULT,
 ) -> list[Request]:
     """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice. They share a
     `group`.
 
-    `call_form` is the form of the model's calls, if the answers may have calls. `added_tokens` are the tokenizer's
-    added tokens by their texts. Raises `FieldError`.
+    `call_form` is the form of the model's calls, if the answers may have calls. `thoughts` may come before an answer.
+    `added_tokens` are the tokenizer's added tokens by their texts. Raises `FieldError`.
     """
     samplings = api_request.samplings(seed)
     budget, grammar = api_request.budget, grammar_of(api_request, call_form, added_tokens)
+    if grammar is not None and thoughts is not None:
+        grammar = thoughts.before(grammar, added_tokens)
     if template is not None:
         budget = len(template.tokens)
     if template is not None or grammar is not None or samplings[0].penalises:
@@ -169,7 +173,9 @@ def _field_error(
     return refused if field is None else FieldError(field, why, code=refused.code)
 
 
-def committed_texts(requests: Sequence[Request], decode: DecodeTokens, stop: Sequence[str]) -> list[CommittedText]:
+def committed_texts(
+    requests: Sequence[Request], decode: DecodeTokens, stop: Sequence[str], thoughts: Thoughts | None = None
+) -> list[CommittedText]:
     """The text state of each request after its `committed` tokens, which the client has already.
 
     Raises `FieldError` if the answer has ended within these tokens.
@@ -177,7 +183,7 @@ def committed_texts(requests: Sequence[Request], decode: DecodeTokens, stop: Seq
     stops = StopStrings(stop)
     texts = []
     for request in requests:
-        text = CommittedText(decode, stops, min_tokens=request.min_tokens)
+        text = CommittedText(decode, stops, min_tokens=request.min_tokens, thoughts=thoughts)
         for token in request.committed:
             text.push(token)
             if text.stopped:

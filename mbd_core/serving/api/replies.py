@@ -51,9 +51,10 @@ def frame_fields(frame: Frame, index: int, texts: TokenTexts) -> FrameFields:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyChoice:
-    """One finished answer with its `calls` of functions."""
+    """One finished answer with its thoughts and its `calls` of functions."""
 
     text: str
+    reasoning: str = ""
     reason: EndReason
     stop_reason: int | str | None = None
     calls: Sequence[AnswerCall] = ()
@@ -80,7 +81,11 @@ class Reply:
     notes: Sequence[str] = ()
 
     def full(
-        self, choices: Sequence[ReplyChoice], counts: Sequence[Counts], weights: Sequence[tuple[int, int]]
+        self,
+        choices: Sequence[ReplyChoice],
+        counts: Sequence[Counts],
+        weights: Sequence[tuple[int, int]],
+        num_reasoning: int = 0,
     ) -> Completion:
         """The whole answer in one object."""
         return {
@@ -89,7 +94,7 @@ class Reply:
             "created": self.created,
             "model": self.model,
             "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
-            "usage": self.usage(counts),
+            "usage": self.usage(counts, num_reasoning),
             "mbd": self.measures(counts, weights),
         }
 
@@ -104,6 +109,8 @@ class Reply:
                 **choice.details,
             }
         message: AnswerMessage = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.reasoning:
+            message |= {"reasoning": choice.reasoning, "reasoning_content": choice.reasoning}
         if choice.calls:
             message |= {"content": choice.text or None, "tool_calls": list(choice.calls)}
         return {
@@ -120,6 +127,7 @@ class Reply:
         index: int,
         *,
         text: str = "",
+        reasoning: str = "",
         calls: Sequence[dict[str, Any]] = (),
         first: bool = False,
         reason: EndReason | None = None,
@@ -134,15 +142,19 @@ class Reply:
         if not self.chat:
             return self._chunk([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, **end}])
         delta: Delta = {"role": "assistant", "content": ""} if first else {}
-        if reason is None and not first and (text or not calls):
+        if reasoning:
+            delta |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if reason is None and not first and (text or not (calls or reasoning)):
             delta["content"] = text
         if calls:
             delta["tool_calls"] = list(calls)
         return self._chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **end}])
 
-    def usage_chunk(self, counts: Sequence[Counts], weights: Sequence[tuple[int, int]]) -> Chunk:
+    def usage_chunk(
+        self, counts: Sequence[Counts], weights: Sequence[tuple[int, int]], num_reasoning: int = 0
+    ) -> Chunk:
         """The extra last chunk for `stream_options.include_usage`."""
-        return {**self._chunk([]), "usage": self.usage(counts), "mbd": self.measures(counts, weights)}
+        return {**self._chunk([]), "usage": self.usage(counts, num_reasoning), "mbd": self.measures(counts, weights)}
 
     def _chunk(self, choices: list[ChunkChoice]) -> Chunk:
         return {
@@ -164,16 +176,19 @@ class Reply:
             "frame": fields,
         }
 
-    def usage(self, counts: Sequence[Counts]) -> Usage:
+    def usage(self, counts: Sequence[Counts], num_reasoning: int = 0) -> Usage:
         """OpenAI's token counts. A prompt counts once, with its first choice's cached tokens."""
         prompts = counts[:: self.num_choices]
         prompt, completion = sum(c.num_prompt_tokens for c in prompts), sum(c.num_tokens for c in counts)
-        return {
+        usage: Usage = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in prompts)},
         }
+        if num_reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
 
     def usage_so_far(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> UsageSoFar:
         """The counts of a running stream; `num_tokens` are the tokens of each choice so far."""

@@ -43,7 +43,17 @@ from mbd_core.serving.api.requests import (
     Temperature,
     TopK,
 )
-from mbd_core.serving.api.shapes import Completion, FunctionCallItem, MessageItem, OutputText, Response, Usage
+from mbd_core.serving.api.shapes import (
+    Completion,
+    FunctionCallItem,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningTokens,
+    Response,
+    ShownReasoning,
+    Usage,
+)
 from mbd_core.serving.text.logprobs import TokenLogprob
 
 MOST_NOTES = 8  # notes on items of one input
@@ -633,6 +643,12 @@ def message_item(
     return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
+def reasoning_item(id: str, text: str | None, *, status: Status = "completed") -> ReasoningItem:
+    """An answer's thoughts; without text they have no content yet."""
+    content: list[ShownReasoning] = [] if text is None else [{"type": "reasoning_text", "text": text}]
+    return {"id": id, "type": "reasoning", "summary": [], "content": content, "status": status}
+
+
 def call_item(id: str, call_id: str, name: str, arguments: str, *, status: Status = "completed") -> FunctionCallItem:
     return {
         "id": id,
@@ -648,6 +664,8 @@ def finished(response: Response, completion: dict[str, Any], output: list[Any], 
     """The response at its end, with the usage and measures of the chat's `completion`."""
     usage = cast(Usage, completion["usage"])
     whole = reason in ("stop", "tool_calls")
+    none: ReasoningTokens = {"reasoning_tokens": 0}
+    reasoning = usage.get("completion_tokens_details", none)
     return {
         **response,
         "status": "completed" if whole else "incomplete",
@@ -657,7 +675,7 @@ def finished(response: Response, completion: dict[str, Any], output: list[Any], 
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": reasoning,
             "total_tokens": usage["total_tokens"],
         },
         "mbd": completion["mbd"],
@@ -677,7 +695,9 @@ def whole_response(response: Response, completion: Completion) -> Response:
     calls = message.get("tool_calls", [])
     status: Status = "completed" if reason in ("stop", "tool_calls") else "incomplete"
     output: list[Any] = []
-    if message["content"] or not calls:
+    if reasoning := message.get("reasoning"):
+        output.append(reasoning_item(f"rs_{suffix}", reasoning))
+    if message["content"] or not (calls or (output and status == "incomplete")):
         output.append(message_item(f"msg_{suffix}", message["content"] or "", entries(choice), status=status))
     for number, call in enumerate(calls):
         function = call["function"]

@@ -59,6 +59,10 @@ class AnswerMessage(TypedDict):
     content: str | None
     """`null` beside calls without text"""
     refusal: None
+    reasoning: NotRequired[str]
+    """the thoughts before the content, if there are any"""
+    reasoning_content: NotRequired[str]
+    """as `reasoning`"""
     tool_calls: NotRequired[list["AnswerCall"]]
     """complete calls of functions of `tools`; `arguments` are a JSON object as text"""
 
@@ -82,6 +86,8 @@ class Usage(TypedDict):
     total_tokens: int
     prompt_tokens_details: "CachedTokens"
     """prompt tokens that each prompt's first choice found in the prefix cache"""
+    completion_tokens_details: NotRequired["ReasoningTokens"]
+    """if a choice of a chat has thoughts: their tokens, which `completion_tokens` counts too"""
 
 
 class UsageSoFar(TypedDict):
@@ -205,6 +211,21 @@ class FunctionCallItem(TypedDict):
     status: Literal["in_progress", "completed", "incomplete"]
 
 
+class ShownReasoning(TypedDict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(TypedDict):
+    """The thoughts before a message or calls."""
+
+    id: str
+    type: Literal["reasoning"]
+    summary: list[Any]
+    content: list[ShownReasoning]
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
 class ResponseUsage(TypedDict):
     input_tokens: int
     input_tokens_details: "CachedTokens"
@@ -214,7 +235,7 @@ class ResponseUsage(TypedDict):
 
 
 class ReasoningTokens(TypedDict):
-    reasoning_tokens: Literal[0]
+    reasoning_tokens: int
 
 
 class IncompleteDetails(TypedDict):
@@ -235,8 +256,8 @@ class Response(TypedDict):
     max_output_tokens: int | None
     """as in the request"""
     model: str
-    output: list[MessageItem | FunctionCallItem]
-    """a message, calls, or both"""
+    output: list[ReasoningItem | MessageItem | FunctionCallItem]
+    """thoughts if there are any, then a message, calls, or both"""
     parallel_tool_calls: bool
     """as in the request"""
     previous_response_id: None
@@ -325,6 +346,10 @@ class Delta(TypedDict):
     """in a choice's first piece"""
     content: NotRequired[str]
     """a piece of the text"""
+    reasoning: NotRequired[str]
+    """a piece of the thoughts"""
+    reasoning_content: NotRequired[str]
+    """as `reasoning`"""
     tool_calls: NotRequired[list[dict[str, Any]]]
     """pieces of calls, by `index`"""
 

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Seq
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mbd_core.calls.reader import CallReader, TextPiece
+from mbd_core.calls.answer_reader import AnswerReader
+from mbd_core.calls.reader import TextPiece
 from mbd_core.decoding.answers.counts import Counts
 from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.request import FinishReason, Output, Request
@@ -51,7 +52,7 @@ class AnswerParts:
     streamed       whether the client wants `events()` instead of `whole()`
     logprobs       one writer of log-probabilities per choice, if requested
     details        reports on tokens beside their text
-    calls          gives a reader of an answer with calls, if the answers may have calls
+    reader         makes a request's reader, if the answers may have calls or thoughts
     echoes         the text before each choice's own text, if any
     frame_texts    the text of each token, if frames are requested
     resumable      whether each commit of a stream ends with a `ResumePlace`
@@ -61,7 +62,7 @@ class AnswerParts:
     streamed: bool = False
     logprobs: Sequence[ChoiceLogprobs] | None = None
     details: TokenDetails = TokenDetails()
-    calls: Callable[[], CallReader] | None = None
+    reader: Callable[[Request], AnswerReader] | None = None
     echoes: Sequence[str] = ()
     frame_texts: TokenTexts | None = None
     resumable: bool = False
@@ -98,7 +99,7 @@ class ServedAnswer:
         self._steps: AsyncIterable[TextStep] = stream if watch is None else watch.steps(stream)
         self._reply, self._stream, self._logprobs, self._usage = reply, stream, parts.logprobs, parts.usage
         self._details, self._texts, self._resumable = parts.details, parts.frame_texts, parts.resumable
-        self._calls = [None if parts.calls is None else parts.calls() for _ in stream.requests]
+        self._readers = [None if parts.reader is None else parts.reader(r) for r in stream.requests]
         self._echoes = list(parts.echoes) or [""] * len(stream.requests)
         self._num_tokens = [len(request.committed) for request in stream.requests]  # sent so far, per choice
 
@@ -117,13 +118,19 @@ class ServedAnswer:
         texts = {r.request_id: echo for r, echo in zip(self._stream.requests, self._echoes, strict=True)}
         calls: dict[str, list[AnswerCall]] = {r.request_id: [] for r in self._stream.requests}
         index = {r.request_id: i for i, r in enumerate(self._stream.requests)}
+        reasoning = dict.fromkeys(index, "")
         outputs: dict[str, Output] = {}
         weights: list[tuple[int, int]] = []
         async for step in self._steps:
-            piece = self._read(index[step.request_id], step.text, ends=step.output is not None)
-            on_step(step, piece.content)
-            texts[step.request_id] += piece.content
-            add_calls(calls[step.request_id], piece.calls)
+            i = index[step.request_id]
+            parts = [step] if self._readers[i] is None else step.by_tokens()  # tokens of thoughts are counted
+            pieces = [self._read(i, part.text, ends=part.output is not None) for part in parts]
+            content = "".join(piece.content for piece in pieces)
+            on_step(step, content)
+            texts[step.request_id] += content
+            reasoning[step.request_id] += "".join(piece.reasoning for piece in pieces)
+            for piece in pieces:
+                add_calls(calls[step.request_id], piece.calls)
             if step.output is not None:
                 outputs[step.request_id] = step.output
                 weights.append(step.weights)
@@ -132,6 +139,7 @@ class ServedAnswer:
             ReplyChoice(
                 text=self._details.text(text, output.tokens, echo=self._echoes[i]),
                 calls=calls[request.request_id],
+                reasoning=reasoning[request.request_id],
                 reason=self._reason(i, output.finish_reason),
                 stop_reason=output.stop_reason,
                 logprobs=self._logprobs_of(i, output.piece),
@@ -141,17 +149,22 @@ class ServedAnswer:
                 zip(self._stream.requests, texts.values(), ordered, strict=True)
             )
         ]
-        return self._reply.full(choices, [o.counts for o in ordered], weights)
+        return self._reply.full(choices, [o.counts for o in ordered], weights, self._num_reasoning)
 
     def _read(self, index: int, text: str, *, ends: bool) -> TextPiece:
-        """Content and calls in the next piece of a choice's text."""
-        reader = self._calls[index]
+        """Content, thoughts and calls in the next piece of a choice's text."""
+        reader = self._readers[index]
         return TextPiece(content=text) if reader is None else reader.push(text, ends=ends)
 
     def _reason(self, index: int, reason: FinishReason) -> EndReason:
         """Why a choice ended, once its text is read."""
-        reader = self._calls[index]
+        reader = self._readers[index]
         return reason if reason == "abort" or reader is None or not reader.num_calls else "tool_calls"
+
+    @property
+    def _num_reasoning(self) -> int:
+        """Tokens of thoughts so far, in all choices."""
+        return sum(reader.num_reasoning_tokens for reader in self._readers if reader is not None)
 
     async def events(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[str]:
         """The answer as server-sent events. The last object before `[DONE]` carries `mbd`.
@@ -207,7 +220,7 @@ class ServedAnswer:
                 objects.append(last)
             yield objects
         if self._usage != "none":
-            yield [reply.usage_chunk([counts[i] for i in sorted(counts)], weights)]
+            yield [reply.usage_chunk([counts[i] for i in sorted(counts)], weights, self._num_reasoning)]
 
     def _chunk(self, index: int, **fields: Any) -> Chunk:
         chunk = self._reply.chunk(index, **fields)
@@ -222,9 +235,16 @@ class ServedAnswer:
         logprobs = self._logprobs_of(index, step.piece) if step.piece else None
         details = self._details.of_step(step)
         piece = self._read(index, step.text, ends=ends)
-        if not (piece.content or piece.calls or logprobs or (details and (step.piece or ends))):
+        if not (piece.content or piece.reasoning or piece.calls or logprobs or (details and (step.piece or ends))):
             return None
-        return self._chunk(index, text=piece.content, calls=piece.calls, logprobs=logprobs, details=details)
+        return self._chunk(
+            index,
+            text=piece.content,
+            reasoning=piece.reasoning,
+            calls=piece.calls,
+            logprobs=logprobs,
+            details=details,
+        )
 
     def _logprobs_of(self, index: int, piece: Piece) -> Logprobs:
         return None if self._logprobs is None else self._logprobs[index].add(piece)

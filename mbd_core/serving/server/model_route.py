@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeGuard
 
+from mbd_core.calls.answer_reader import AnswerReader
 from mbd_core.calls.form import CallForm
 from mbd_core.calls.reader import CallReader
 from mbd_core.calls.rule import CallRule
+from mbd_core.calls.thoughts import Thoughts, thought_form, thoughts_behind
 from mbd_core.checkpoint.chat import call_form, decode_text, unknown_variables
+from mbd_core.checkpoint.literal_text import control_tokens
 from mbd_core.checkpoint.tokenizer import grammars_of
 from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.config import DecodingConfig
@@ -40,13 +43,14 @@ from mbd_core.serving.server.measures import RequestWatch
 from mbd_core.serving.server.prompt_scores import PromptScores, score_requests
 from mbd_core.serving.server.text_stream import ClientPlaces, OpenChoices, TextStream
 from mbd_core.serving.server.token_details import token_details
-from mbd_core.serving.text.committed import CommittedText
+from mbd_core.serving.text.committed import CommittedText, DecodeTokens
 from mbd_core.serving.text.logprobs import ChoiceLogprobs, TokenTexts
 from mbd_core.serving.tokens.served_model import GrammarCompiler, ServedModel
 from mbd_core.serving.tokens.stream import TimeLimit
 
 ApiRequest = CompletionRequest | ChatRequest
 
+PROMPT_END = 16  # tokens of a prompt's end, which say whether thoughts are open there
 PLACES = 2  # choices that one client may have at the engines, per batch row
 
 
@@ -58,6 +62,7 @@ class TokenizedBody:
     seed         seed of its first choice
     requests     one for each prompt and choice
     template     the tokens of its template, if any
+    thoughts     the thoughts that the answers may begin with
     echoes       the text before each choice's own text, if any
     """
 
@@ -65,6 +70,7 @@ class TokenizedBody:
     seed: int
     requests: list[Request]
     template: TemplateTokens | None = None
+    thoughts: Thoughts | None = None
     echoes: Sequence[str] = ()
 
     @property
@@ -99,6 +105,8 @@ class ModelRoute:
         self.decode = partial(decode_text, model.tokenizer)
         self.decode_all = partial(decode_text, model.tokenizer, special=True)
         self.token_texts = TokenTexts(model.tokenizer)
+        self._thought_form = thought_form(model.tokenizer.get_chat_template() if model.tokenizer.chat_template else "")
+        self._hidden = self._hidden_tokens()
         self._edit_noted = False
         grammars = grammars_of(model.tokenizer, model.limits.admission.model)
         self._compile = GrammarCompiler(partial(compile_guide, grammars))
@@ -114,24 +122,61 @@ class ModelRoute:
         template = None
         if isinstance(api_request, CompletionRequest) and api_request.template is not None:
             template = self._template(api_request.template, parse_special=bool(api_request.parse_special))
+        prompts = read_prompts()
+        thoughts = self._thoughts(api_request, prompts)
         requests = engine_requests(
             api_request,
-            read_prompts(),
+            prompts,
             decoding=self._decoding(api_request),
             seed=seed,
             admission=self.model.limits.admission,
             adapter=self.model.adapter,
             template=template,
             call_form=form,
+            thoughts=thoughts,
             added_tokens=self.model.tokenizer.get_added_vocab(),
             default_max_tokens=int(self.model.limits.sampling.get("max_tokens", MAX_TOKENS_DEFAULT)),
         )
-        return TokenizedBody(api_request=api_request, seed=seed, requests=requests, template=template, echoes=echoes)
+        return TokenizedBody(
+            api_request=api_request,
+            seed=seed,
+            requests=requests,
+            template=template,
+            thoughts=thoughts,
+            echoes=echoes,
+        )
 
     def texts(self, body: "TokenizedBody") -> list[CommittedText]:
         """The text state of each request. For a resumed stream, call it in the tokenizer's thread."""
-        decode = self.decode if body.call_rule is None else self.decode_all
-        return committed_texts(body.requests, decode, body.api_request.stop_strings)
+        return committed_texts(
+            body.requests, self._decode_of(body), body.api_request.stop_strings, thoughts=body.thoughts
+        )
+
+    def _decode_of(self, body: "TokenizedBody") -> DecodeTokens:
+        """From tokens to text, in which the marks of calls and thoughts stand even if they are control tokens."""
+        if body.call_rule is not None:
+            return self.decode_all
+        return self._decode_with_marks if body.thoughts is not None and self._hidden else self.decode
+
+    def _decode_with_marks(self, tokens: list[int]) -> str:
+        return self.decode_all([token for token in tokens if token not in self._hidden])
+
+    def _hidden_tokens(self) -> frozenset[int]:
+        """The control tokens other than marks of thoughts; empty if no mark is a control token."""
+        form, tokenizer = self._thought_form, self.model.tokenizer
+        marks = () if form is None else (form.begin, form.end)
+        controls = control_tokens(tokenizer)
+        if not any(control in mark for mark in marks for control in controls):
+            return frozenset()
+        shown = {control for control in controls if any(mark.startswith(control) for mark in marks)}
+        return frozenset(tokenizer.convert_tokens_to_ids(sorted(controls - shown)))
+
+    def _thoughts(self, api_request: ApiRequest, prompts: Sequence[Sequence[int]]) -> Thoughts | None:
+        """The thoughts that the answers to a chat may begin with."""
+        if self._thought_form is None or not isinstance(api_request, ChatRequest) or not prompts:
+            return None
+        end = self.decode_all(list(prompts[0][-PROMPT_END:]))
+        return thoughts_behind(end, self._thought_form)
 
     async def open(
         self, body: "TokenizedBody", texts: Sequence[CommittedText], *, client: str, limit: TimeLimit
@@ -167,7 +212,7 @@ class ModelRoute:
             streamed=bool(api_request.stream),
             logprobs=self._logprobs(body) if api_request.wants_logprobs else None,
             details=details,
-            calls=self._call_reader(body),
+            reader=self._reader_of(body),
             echoes=() if api_request.resume else body.echoes,
             frame_texts=self.token_texts if api_request.frames else None,
             resumable=bool(api_request.resumable),
@@ -258,11 +303,23 @@ class ModelRoute:
         except ValueError as error:
             raise FieldError("tools", str(error)) from None
 
-    def _call_reader(self, body: "TokenizedBody") -> Callable[[], CallReader] | None:
-        rule, form = body.call_rule, self._call_form(body.api_request)
-        if rule is None or form is None:
+    def _reader_of(self, body: "TokenizedBody") -> Callable[[Request], AnswerReader] | None:
+        """Makes the reader of an answer, which may have read a resumed answer's first tokens."""
+        rule, form, thoughts = body.call_rule, self._call_form(body.api_request), body.thoughts
+        if form is None and thoughts is None:
             return None
-        return partial(CallReader, form, dict(rule.functions), text_has_form=rule.text_schema is not None)
+
+        def reader_of(request: Request) -> AnswerReader:
+            calls = None
+            if rule is not None and form is not None:
+                calls = CallReader(form, dict(rule.functions), text_has_form=rule.text_schema is not None)
+            reader = AnswerReader(None if thoughts is None else thoughts.reader(), calls)
+            text = CommittedText(self._decode_of(body))
+            for token in request.committed:
+                reader.push(text.push(token), ends=False)
+            return reader
+
+        return reader_of
 
     def notes(self, api_request: ApiRequest) -> list[str]:
         """A note for each accepted field without effect."""

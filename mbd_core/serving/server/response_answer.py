@@ -14,6 +14,7 @@ from mbd_core.serving.api.responses import (
     finished,
     message_item,
     output_text,
+    reasoning_item,
     whole_response,
 )
 from mbd_core.serving.api.shapes import Response
@@ -69,6 +70,8 @@ class _Events:
             self._last = chunk
         for choice in chunk["choices"]:
             delta = choice["delta"]
+            if delta.get("reasoning"):
+                yield from self._add_reasoning(delta["reasoning"])
             self._logprobs += entries(choice)
             if delta.get("content"):
                 yield from self._add_text(delta["content"])
@@ -79,6 +82,9 @@ class _Events:
     def end(self) -> Iterator[str]:
         """The events after the last chunk. An answer without text and calls gets one empty message."""
         if self._item is None and not self._output:
+            yield from self._open_message()
+        elif self._item is not None and self._item["type"] == "reasoning" and self._reason in ("stop", "tool_calls"):
+            yield from self._close_item()
             yield from self._open_message()
         is_whole = self._reason in ("stop", "tool_calls")
         yield from self._close_item("completed" if is_whole else "incomplete")
@@ -97,6 +103,16 @@ class _Events:
         new = self._logprobs[self._num_sent :]
         self._num_sent = len(self._logprobs)
         yield self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=new)
+
+    def _add_reasoning(self, text: str) -> Iterator[str]:
+        if self._item is None or self._item["type"] != "reasoning":
+            yield from self._close_item()
+            self._item, self._text = dict(reasoning_item(f"rs_{self._suffix}", None, status="in_progress")), ""
+            yield self._event("response.output_item.added", output_index=len(self._output), item=self._item)
+            part = {"type": "reasoning_text", "text": ""}
+            yield self._of_item("response.content_part.added", content_index=0, part=part)
+        self._text += text
+        yield self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
 
     def _open_message(self) -> Iterator[str]:
         item_id = f"msg_{self._suffix}" + (f"_{len(self._output)}" if self._output else "")
@@ -125,6 +141,11 @@ class _Events:
             yield self._of_item("response.output_text.done", content_index=0, text=self._text, logprobs=self._logprobs)
             yield self._of_item("response.content_part.done", content_index=0, part=part)
             whole: Any = message_item(item["id"], self._text, self._logprobs, status=status)
+        elif item["type"] == "reasoning":
+            shown = {"type": "reasoning_text", "text": self._text}
+            yield self._of_item("response.reasoning_text.done", content_index=0, text=self._text)
+            yield self._of_item("response.content_part.done", content_index=0, part=shown)
+            whole = reasoning_item(item["id"], self._text, status=status)
         else:
             yield self._of_item("response.function_call_arguments.done", name=item["name"], arguments=self._text)
             whole = call_item(item["id"], item["call_id"], item["name"], self._text, status=status)

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from mbd_core.calls.marks import open_length
+from mbd_core.calls.thoughts import Thoughts
+
 # Stop strings in a growing text: each character is read once, however long the stop strings are.
 
 
@@ -81,9 +84,17 @@ class CommittedText:
     depending on the tokens before it.
     """
 
-    def __init__(self, decode: DecodeTokens, stops: StopStrings | None = None, *, min_tokens: int = 0) -> None:
-        """The text of the first `min_tokens` tokens is not searched for stop strings."""
+    def __init__(
+        self,
+        decode: DecodeTokens,
+        stops: StopStrings | None = None,
+        *,
+        min_tokens: int = 0,
+        thoughts: Thoughts | None = None,
+    ) -> None:
+        """The text of the first `min_tokens` tokens, and that of `thoughts`, is not searched for stop strings."""
         self._min_tokens = min_tokens
+        self._thoughts = None if stops is None or thoughts is None else _ThoughtsText(thoughts)
         self._decode, self._matcher = decode, (stops or StopStrings()).matcher()
         self._window: list[int] = []
         self._num_context = 0  # tokens of the window with released text
@@ -115,11 +126,19 @@ class CommittedText:
             return ""
         tail = self._decode(self._window)[len(self._context) :].rstrip(BROKEN)
         text = self._release(tail)
+        if self._thoughts is not None and not self.stopped:
+            text += self._release_answer(self._thoughts.finish())
         if not self.stopped:
             text, self._ending = text + self._ending, ""
         return text
 
     def _release(self, delta: str) -> str:
+        if self._thoughts is not None:
+            thoughts, delta = self._thoughts.push(delta)
+            return thoughts + self._release_answer(delta)
+        return self._release_answer(delta)
+
+    def _release_answer(self, delta: str) -> str:
         match = self._matcher.push(delta) if self.num_tokens > self._min_tokens else None
         text = self._ending + delta
         if match is not None:
@@ -130,3 +149,35 @@ class CommittedText:
         split = len(text) - self._matcher.open_length
         self._ending = text[split:]
         return text[:split]
+
+
+class _ThoughtsText:
+    """Splits a growing text at the end of its thoughts, and keeps every character."""
+
+    def __init__(self, thoughts: Thoughts) -> None:
+        self._form, self._held = thoughts.form, ""
+        self._place = "thoughts" if thoughts.is_open else "beginning"  # or "answer"
+
+    def push(self, delta: str) -> tuple[str, str]:
+        """The text up to the thoughts' end, and the text behind it, as far as they are certain."""
+        text, self._held = self._held + delta, ""
+        if self._place == "beginning":
+            bare = text.lstrip()
+            if not bare.startswith(self._form.begin) and self._form.begin.startswith(bare):
+                self._held = text
+                return "", ""
+            self._place = "thoughts" if bare.startswith(self._form.begin) else "answer"
+        if self._place == "answer":
+            return "", text
+        thoughts, mark, answer = text.partition(self._form.end)
+        if mark:
+            self._place = "answer"
+            return thoughts + mark, answer
+        kept = open_length(text, self._form.end)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept], ""
+
+    def finish(self) -> str:
+        """The text that was held back."""
+        held, self._held = self._held, ""
+        return held

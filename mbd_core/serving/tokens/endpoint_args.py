@@ -32,8 +32,9 @@ class EndpointArgs:
     generation_config: Literal["model", "ignore"] = "model"
     """Defaults of temperature, top_p, top_k, min_p, repetition_penalty and length. model: from the model's
     generation_config.json; ignore: none. The decoding in that file always applies."""
-    call_form: CallFormName | None = None
-    """How the model writes calls of functions (default: recognised from its chat template)."""
+    call_form: Annotated[CallFormName | None, Flag(metavar="FORM")] = None
+    """How the model writes calls of functions: the name of a form, such as hermes (default: recognised from its chat
+    template)."""
     tensor_parallel: Annotated[int, Ge(1), Flag(panel=CLUSTER)] = 1
     """Ranks of the model: GPUs of one node, or processes without GPUs."""
     engine: Annotated[EngineConfig, Flag(panel=ENGINE)] = EngineConfig()

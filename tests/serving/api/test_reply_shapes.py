@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+from call_templates import OPENS_THOUGHTS
+from chat_templates import tool_folder
 from local_server import answers
 
 from mbd_core.serving.api.openapi import openapi_document
@@ -46,9 +48,12 @@ def errors(shape: str, found: dict[str, Any]) -> list[str]:
     return [f"{'.'.join(map(str, error.path))}: {error.message}" for error in validator.iter_errors(found)]
 
 
-def test_answers_and_events_are_of_the_document(tiny_model_dir: Path) -> None:
+def test_answers_and_events_are_of_the_document(tiny_model_dir: Path, tmp_path: Path) -> None:
     seen: set[str] = set()
-    for (route, fields), objects in zip(ASKED, answers(tiny_model_dir, *ASKED), strict=True):
+    thinks = tool_folder(tiny_model_dir, tmp_path / "thinks", template=OPENS_THOUGHTS)
+    of_thoughts = [("chat", {"max_tokens": 4}), ("chat", {"max_tokens": 4, "stream": True})]
+    replies = [*answers(tiny_model_dir, *ASKED), *answers(thinks, *of_thoughts)]
+    for (route, fields), objects in zip([*ASKED, *of_thoughts], replies, strict=True):
         assert isinstance(objects, list), objects
         for found in objects:
             assert not errors("Chunk" if fields.get("stream") else "Completion", found), f"{route} {fields}: {found}"

@@ -117,3 +117,6 @@ TEMPLATES = {
     ),
 }
 """Templates by the name of their form."""
+OPENS_THOUGHTS = TEMPLATES["hermes"].replace(
+    "{% if add_generation_prompt %}<|assistant|>", "{% if add_generation_prompt %}<|assistant|><think>\n"
+)

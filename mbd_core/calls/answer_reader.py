@@ -1,0 +1,33 @@
+"""Reads one answer: thoughts first, then text, then calls."""
+
+from dataclasses import replace
+
+from mbd_core.calls.reader import CallReader, TextPiece
+from mbd_core.calls.thoughts import ThoughtReader
+
+
+class AnswerReader:
+    """One state machine over an answer's text, which is pushed in pieces of any size.
+
+    num_calls             calls so far
+    num_reasoning_tokens  tokens of the thoughts, if each push is of one token
+    """
+
+    def __init__(self, thoughts: ThoughtReader | None, calls: CallReader | None) -> None:
+        self._thoughts, self._calls = thoughts, calls
+        self.num_reasoning_tokens = 0
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._calls is None else self._calls.num_calls
+
+    def push(self, text: str, *, ends: bool) -> TextPiece:
+        """What `text` made certain; with `ends`, nothing follows."""
+        reasoning = ""
+        if self._thoughts is not None:
+            was_in_thought = self._thoughts.in_thought
+            reasoning, text = self._thoughts.push(text, ends=ends)
+            self.num_reasoning_tokens += was_in_thought or self._thoughts.in_thought
+        if self._calls is None:
+            return TextPiece(content=text, reasoning=reasoning)
+        return replace(self._calls.push(text, ends=ends), reasoning=reasoning)

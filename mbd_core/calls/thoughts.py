@@ -1,0 +1,131 @@
+"""Thoughts before an answer: their marks, the template's use of them, and a reader that splits them off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from mbd_core.calls.marks import open_length
+from mbd_core.calls.rule import ANY, COMPACT, Constants
+from mbd_core.decoding.grammar.grammar import FORM, Grammar
+
+
+@dataclass(frozen=True)
+class ThoughtForm:
+    """The marks around an answer's thoughts. White space inside and behind them belongs to neither text."""
+
+    begin: str
+    end: str
+
+
+THOUGHT_FORMS = (
+    ThoughtForm("<think>", "</think>"),
+    ThoughtForm("<|channel>thought", "<channel|>"),
+    ThoughtForm("[THINK]", "[/THINK]"),
+    ThoughtForm("<seed:think>", "</seed:think>"),
+)
+"""Qwen3, DeepSeek R1 and GLM; Gemma 4 and DiffusionGemma; Mistral; Seed-OSS."""
+
+
+def thought_form(template: str) -> ThoughtForm | None:
+    """The thoughts that a chat template opens, shows or removes from earlier answers; `None` if it knows none."""
+    return next((form for form in THOUGHT_FORMS if form.begin in template or form.end in template), None)
+
+
+@dataclass(frozen=True)
+class Thoughts:
+    """The thoughts that an answer may begin with. `is_open`: the prompt ends with the opening mark."""
+
+    form: ThoughtForm
+    is_open: bool
+
+    def reader(self) -> ThoughtReader:
+        return ThoughtReader(self.form, is_open=self.is_open)
+
+    def before(self, grammar: Grammar, vocabulary: Mapping[str, int]) -> Grammar:
+        """The grammar of answers whose thoughts end where `grammar` begins."""
+        constants, schemas = Constants(vocabulary), list(grammar.schemas)
+        begin, end = constants(self.form.begin), self.form.end
+        answer = f"%lark {{\n{grammar.text}\n}}"
+        if grammar.syntax == "json_schema":
+            answer = f"%json @{len(schemas)}"
+            schemas.append((FORM, json.dumps({**json.loads(grammar.text), "x-guidance": COMPACT})))
+        elif grammar.syntax == "regex":
+            answer = "/" + grammar.text.replace("\\/", "/").replace("/", "\\/") + "/"
+        token = constants.token(end)
+        lines = [
+            f"start: {'thoughts' if self.is_open else f'({begin} thoughts)?'} answer",
+            "thoughts: inside /\\s*/",
+            "inside: spelled" if token is None else f"inside: spelled | THOUGHTS {token}",
+            f"spelled[lazy]: {ANY} {json.dumps(end)}",
+            *([] if token is None else [f"THOUGHTS: {ANY}"]),
+            f"answer: {answer}",
+        ]
+        marks = (end, *grammar.marks)
+        return replace(grammar, syntax="lark", text="\n".join(lines), schemas=tuple(schemas), marks=marks)
+
+
+def thoughts_behind(prompt: str, form: ThoughtForm | None) -> Thoughts | None:
+    """The thoughts of an answer to a prompt, of which the end is enough; `None` if the prompt has ended them."""
+    prompt = prompt.rstrip()
+    if form is None or prompt.endswith(form.end):
+        return None
+    return Thoughts(form, is_open=prompt.endswith(form.begin))
+
+
+class ThoughtReader:
+    """Splits one answer, whose text is pushed in pieces of any size, into thoughts and the rest.
+
+    in_thought  whether the text so far ends within the thoughts
+    """
+
+    def __init__(self, form: ThoughtForm, *, is_open: bool) -> None:
+        """`is_open`: the prompt ends with the opening mark."""
+        self._form, self._buffer = form, ""
+        self._place = "begun" if is_open else "beginning"  # or "thought", "behind", "answer"
+
+    @property
+    def in_thought(self) -> bool:
+        return self._place in ("begun", "thought")
+
+    def push(self, text: str, *, ends: bool) -> tuple[str, str]:
+        """The thoughts and the rest that `text` made certain; with `ends`, nothing follows."""
+        self._buffer += text
+        thought = rest = ""
+        while (step := self._step(ends)) is not None:
+            thought, rest = thought + step[0], rest + step[1]
+        return thought, rest
+
+    def _step(self, ends: bool) -> tuple[str, str] | None:
+        """Thoughts and a rest; `None` where more text is needed."""
+        form, text = self._form, self._buffer
+        bare = text.lstrip()
+        if self._place == "beginning":
+            if bare.startswith(form.begin):
+                self._place, self._buffer = "begun", bare.removeprefix(form.begin)
+            elif ends or not form.begin.startswith(bare):
+                self._place = "answer"
+            else:
+                return None
+            return "", ""
+        if self._place in ("begun", "behind"):
+            self._buffer = bare
+            if not bare:
+                return None
+            self._place = "thought" if self._place == "begun" else "answer"
+            return "", ""
+        if self._place == "thought":
+            return self._thought(ends)
+        self._buffer = ""
+        return ("", text) if text else None
+
+    def _thought(self, ends: bool) -> tuple[str, str] | None:
+        inside, mark, rest = self._buffer.partition(self._form.end)
+        if mark:
+            self._place, self._buffer = "behind", rest
+            return inside.rstrip(), ""
+        kept = 0 if ends else open_length(inside, self._form.end)
+        certain = inside[: len(inside) - kept].rstrip()
+        self._buffer = "" if ends else inside[len(certain) :]
+        return (certain, "") if certain else None
