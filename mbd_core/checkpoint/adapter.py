@@ -7,23 +7,19 @@ here is refused by its name.
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mbd_core.checkpoint.tensors import StoredTensor, decoder_shapes, stored_tensors
-from mbd_core.models.model_config import ModelConfig
-
-if TYPE_CHECKING:
-    pass
-import re
-
 from mbd_core.checkpoint.safetensor_files import DTYPES, open_file, read_json, without_wrappers
-from mbd_core.checkpoint.tensors import TensorShape
+from mbd_core.checkpoint.tensors import StoredTensor, TensorShape, decoder_shapes, stored_tensors
 from mbd_core.models.lora import Adapter, adapted_modules
+from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shard import Shard, split_dim
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -61,20 +57,38 @@ def read_adapter(folder: Path, config: ModelConfig, *, shard: Shard | None = Non
     With a `shard`, `config` has one tensor-parallel rank's sizes, but the adapter is whole. Raises `ValueError` naming
     the file, and the setting or tensor that does not fit.
     """
-    path = folder / CONFIG
-    if not path.exists():
-        raise ValueError(f"{folder} is not an adapter folder: it has no {CONFIG}")
-    settings = read_json(path)
-    try:
-        rank, scale = _rank_and_scale(settings)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    rank, scale = _settings(folder)
     factors = _read_factors(folder, config, _whole_shapes(config, shard or Shard()), rank)
     products: dict[str, tuple[Tensor, Tensor]] = {}
     for stored, a, b in factors.values():
         for part, rows in zip(stored.parts, b.split(list(stored.lengths)), strict=True):
             products[part.target.removesuffix(".weight")] = a, rows * scale
     return Adapter(rank, products)
+
+
+def read_changes(folder: Path, config: ModelConfig) -> dict[str, Callable[[], Tensor]]:
+    """What the adapter in `folder` adds to each weight that it adapts, by the weight's name in the checkpoint.
+
+    A change is computed where it is asked for, in float32. Raises `ValueError` as `read_adapter` does.
+    """
+    rank, scale = _settings(folder)
+    factors = _read_factors(folder, config, _whole_shapes(config, Shard()), rank)
+    return {f"{module}.weight": partial(_change, a, b, scale) for module, (_, a, b) in factors.items()}
+
+
+def _change(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return b @ a * scale
+
+
+def _settings(folder: Path) -> tuple[int, float]:
+    """The rank and the scale of the adapter in `folder`."""
+    path = folder / CONFIG
+    if not path.exists():
+        raise ValueError(f"{folder} is not an adapter folder: it has no {CONFIG}")
+    try:
+        return _rank_and_scale(read_json(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _rank_and_scale(settings: Mapping[str, Any]) -> tuple[int, float]:

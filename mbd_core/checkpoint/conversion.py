@@ -2,13 +2,13 @@
 
 All layouts store the same decoder tensors (`tensors.py`), so every tensor of the target is assembled from tensors of
 the source, a few in memory at a time. Tensors that the network does not use (`ModelFamily.skipped`) are copied. No
-value is changed or cast.
+value is cast, and an adapter that is merged is the one thing that changes a value.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mbd_core.checkpoint import adapter as adapters
 from mbd_core.checkpoint.base_files import files_beside_weights, read_configs
 from mbd_core.checkpoint.config import load_config
-from mbd_core.checkpoint.dcp import DcpFolder, recorded_recipe, save_dcp
+from mbd_core.checkpoint.dcp import DcpFolder, recorded_recipe, save_dcp, whole_recipe
 from mbd_core.checkpoint.families import FAMILIES
 from mbd_core.checkpoint.model_family import ExpertLayout, Format
-from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, HfFolder, ShardWriter
+from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, HfFolder, ShardWriter, read_json
 from mbd_core.checkpoint.saving import MODEL_KIND, check_room, write_configs
 from mbd_core.checkpoint.tensor_pieces import TensorPieces, WeightsFolder
 from mbd_core.checkpoint.tensors import (
@@ -35,6 +36,9 @@ from mbd_core.checkpoint.tensors import (
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.models.model_config import ModelConfig
 
+RECIPE = "recipe.json"
+"""A training's recipe, beside what it wrote."""
+
 
 def convert(
     source: Path,
@@ -43,6 +47,7 @@ def convert(
     experts: ExpertLayout | None = None,
     to: Format | None = None,
     config_from: Path | None = None,
+    adapter: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda bytes_written, total: None,
@@ -50,15 +55,16 @@ def convert(
     """Writes the checkpoint `source` as a new folder `target`, and copies the files beside its weights.
 
     `experts` and `to` are the target's layout and format; `None` keeps the source's (our trainer's layout becomes
-    "per_expert"). `config_from` is the folder with config.json and tokenizer if the source has none. `progress` is
-    called with the bytes written and the total.
+    "per_expert"). `config_from` is the folder with config.json and tokenizer if the source has none. `adapter` is a
+    LoRA adapter's folder, which is added to the weights in float32; the recipe of its training, where the folder has
+    one, decides block size and recommended decoding. `progress` is called with the bytes written and the total.
 
     Raises `ValueError` for a target that `save_model` refuses; for wrong input, naming the file and the tensor; for a
     link out of the folder; and for a disk without room, naming both sizes. No partial target remains.
     """
     check_target_folder(target, MODEL_KIND, overwrite=overwrite)
     beside_weights = config_from or source
-    plan = _plan(source, beside_weights, target, experts=experts, to=to)
+    plan = _plan(source, beside_weights, target, experts=experts, to=to, adapter=adapter)
     other_files = files_beside_weights(beside_weights)
     bytes_written = 0
     check_room(target, plan.num_bytes)
@@ -67,6 +73,8 @@ def convert(
         nonlocal bytes_written
         kept = plan.kept.get(name)
         tensor = plan.pieces.make(plan.wanted[name]) if kept is None else kept.read(name)
+        if name in plan.changes:
+            tensor = (tensor.float() + plan.changes[name]()).to(tensor.dtype)
         bytes_written += tensor.nbytes
         progress(bytes_written, plan.num_bytes)
         return tensor
@@ -95,8 +103,9 @@ def convert(
 class _Plan:
     """A checked conversion: the target's tensors by name, their dtypes, and their source.
 
-    `kept` has the folder of each copied tensor, by name. `recipe` is our trainer's, if the source is its checkpoint;
-    `config` then has the block size of the training.
+    `kept` has the folder of each copied tensor, by name, and `changes` what an adapter adds to a tensor. `recipe` is
+    our trainer's, if the source is its checkpoint or the adapter is its own; `config` then has the block size of the
+    training.
     """
 
     config: ModelConfig
@@ -105,6 +114,7 @@ class _Plan:
     dtypes: dict[str, torch.dtype]
     pieces: TensorPieces
     kept: dict[str, WeightsFolder]
+    changes: Mapping[str, Callable[[], Tensor]]
     recipe: dict[str, Any] | None
 
     @property
@@ -133,14 +143,20 @@ class _Plan:
 
 
 def _plan(
-    source: Path, beside_weights: Path, target: Path, *, experts: ExpertLayout | None, to: Format | None
+    source: Path,
+    beside_weights: Path,
+    target: Path,
+    *,
+    experts: ExpertLayout | None,
+    to: Format | None,
+    adapter: Path | None,
 ) -> _Plan:
     """Checks the source's headers and plans the target. Raises `ValueError` for a checkpoint that cannot be
     converted."""
     if (source / METADATA).exists() and not (beside_weights / "config.json").exists():
         raise ValueError(f"{beside_weights} has no config.json; name a folder that has one (--config)")
     config = load_config(beside_weights)
-    for folder in (source, beside_weights):
+    for folder in (source, beside_weights, *([] if adapter is None else [adapter])):
         if target.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"{target} lies inside {folder}, which is read; give a folder elsewhere")
         if folder.resolve().is_relative_to(target.resolve()):
@@ -150,6 +166,8 @@ def _plan(
     weights: WeightsFolder = DcpFolder(source) if (source / METADATA).exists() else HfFolder(source)
     _, stored, layout = match_tensors(source, config, weights.tensors)
     recipe = recorded_recipe(source)
+    if adapter is not None and (adapter / RECIPE).is_file():
+        recipe = whole_recipe(adapter / RECIPE, read_json(adapter / RECIPE))
     if recipe is not None:
         config = replace(config, block_size=recipe["generation"].get("block_size", recipe["states"]["block_size"]))
     default_layout = layout if layout != "decoder" and recipe is None else "per_expert"
@@ -162,6 +180,7 @@ def _plan(
         dtypes={name: pieces.dtype(target_stored) for name, target_stored in wanted.items()},
         pieces=pieces,
         kept=_kept(config, weights, beside_weights),
+        changes={} if adapter is None else adapters.read_changes(adapter, config),
         recipe=recipe,
     )
 
@@ -182,7 +201,7 @@ def _write_trained(folder: Path, plan: _Plan, recipe: dict[str, Any]) -> None:
     """Writes the files of a training's export beside the weights; `folder` has the base's files."""
     base = read_configs(folder)
     write_configs(folder, plan.config, plan.dtype, fused=plan.fused, generation=recipe["generation"], base=base)
-    (folder / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
+    (folder / RECIPE).write_text(json.dumps(recipe, indent=2) + "\n")
 
 
 def _correct_config(path: Path, plan: _Plan) -> None:

@@ -44,11 +44,14 @@ def recorded_recipe(folder: Path) -> dict[str, Any] | None:
     """The recipe of the training whose checkpoint lies in `folder`; `None` if our trainer did not write it."""
     if not (folder / METADATA).exists() or not (folder / MARKER).exists():
         return None
-    recipe = read_json(folder / MARKER).get("recipe")
-    whole = isinstance(recipe, dict) and all(isinstance(recipe.get(part), dict) for part in ("states", "generation"))
-    if not whole:
-        raise ValueError(f"{folder / MARKER} is cut or damaged: it names no recipe; take an older checkpoint")
-    return recipe
+    return whole_recipe(folder / MARKER, read_json(folder / MARKER).get("recipe"))
+
+
+def whole_recipe(file: Path, recipe: object) -> dict[str, Any]:
+    """The recipe in a file of our trainer. Raises `ValueError` if it lacks what a model folder needs."""
+    if isinstance(recipe, dict) and all(isinstance(recipe.get(part), dict) for part in ("states", "generation")):
+        return recipe
+    raise ValueError(f"{file} is cut or damaged: it names no recipe; take an older checkpoint")
 
 
 class DcpFolder:

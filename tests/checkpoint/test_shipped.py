@@ -2,7 +2,9 @@
 
 import itertools
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from mbd_core.checkpoint.chat import chat_prompts, question
 from mbd_core.checkpoint.config import load_generation_defaults
 from mbd_core.checkpoint.shipped import SHIPPED, model_folder
+from mbd_core.checkpoint.shipped.adapted import adapter_names
 from mbd_core.decoding.blocks.methods import read_front
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import LEAST_SLOTS, EngineConfig
@@ -27,7 +30,29 @@ def test_the_models_are_there() -> None:
 
 
 def test_together_they_are_small() -> None:
-    assert sum(p.stat().st_size for p in SHIPPED.rglob("*") if p.is_file()) <= 20e6
+    adapters = set(adapter_names())
+    assert _num_bytes(folder for folder in SHIPPED.iterdir() if folder.name not in adapters) <= 20e6
+    assert _num_bytes(SHIPPED / name for name in adapters) <= 25e6
+
+
+def _num_bytes(folders: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", adapter_names())
+def test_an_adapted_model_of_the_package_index_writes_sentences(name: str) -> None:
+    try:
+        folder = model_folder(name)
+    except RuntimeError as error:
+        pytest.skip(f"the package index gives no model: {error}")
+    loaded = load_engine(folder, EngineConfig(max_rows=1, num_pages=64))
+    rewritten = "Rewrite in the third person, as 'Returns ...' for 'Return ...':\n\nReturn the name of the given user."
+    (prompt,) = chat_prompts(loaded.tokenizer, [question(rewritten)])
+    request = Request(request_id="0", prompt=tuple(prompt), max_tokens=48, decoding=loaded.decoding({}))
+    (output,) = loaded.engine.generate([request])
+    text = loaded.tokenizer.decode(output.tokens, skip_special_tokens=True)
+    assert text.strip() == "Returns the name of the given user." and output.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("name", NAMES)

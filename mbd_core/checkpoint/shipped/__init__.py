@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from mbd_core.checkpoint.adaptation.fetching import WHEELS, fetched_folder
-
-SHIPPED = Path(__file__).resolve().parent
+from mbd_core.checkpoint.shipped.adapted import SHIPPED, adapted_folder, adapter_names
 
 
 def named_model(model: str) -> str:
@@ -17,15 +16,18 @@ def named_model(model: str) -> str:
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a shipped or fetched model by name, or of any model by path; a GGUF file's is in the user's cache.
+    """The folder of a shipped or fetched model by name, or of any model by path.
 
-    Raises `ValueError` listing the known names, and as `folder_of_gguf` does.
+    The folder of a GGUF file or of a shipped adapter is in the user's cache; the first call makes it. Raises
+    `ValueError` listing the known names, and as `folder_of_gguf` and `adapted_folder` do.
     """
     from mbd_core.checkpoint.adaptation.gguf_files import find_gguf, folder_of_gguf
 
     gguf = find_gguf(Path(model))
     if gguf is not None:
         return folder_of_gguf(gguf)
+    if model in adapter_names():
+        return adapted_folder(model)
     fetched = [fetched_folder(model)] if model in WHEELS else []
     for folder in (SHIPPED / model, Path(model), *fetched):
         if (folder / "config.json").is_file():
@@ -34,7 +36,7 @@ def model_folder(model: str) -> Path:
         raise ValueError(f"{model} is no model folder: it holds no config.json")
     if model in WHEELS:
         raise ValueError(f"{model} is not on this machine yet; fetch it once: mbd fetch {model}")
-    names = sorted([*(path.parent.name for path in SHIPPED.glob("*/config.json")), *WHEELS])
+    names = sorted([*(path.parent.name for path in SHIPPED.glob("*/config.json")), *adapter_names(), *WHEELS])
     raise ValueError(
         f"unknown model '{model}': neither a model folder nor a known name; known: {', '.join(names) or 'none'}"
     )

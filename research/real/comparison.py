@@ -1,0 +1,195 @@
+"""A real model and its own base side by side on one machine: right answers, tokens a forward, tokens a second.
+
+`make real` asks fifty unseen questions, one at a time. The study asks more of them, of more arms, and keeps the rows:
+`python -m research compare --limit 200 --out out/real/compare`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tqdm import tqdm
+
+from mbd_core.command_line import command
+from mbd_core.evaluation.tasks.kinds.mathematics import GSM8K
+from mbd_core.fields import DATA, DECODING, ENGINE, MODEL, OUTPUT, Flag, Ge, load
+from mbd_core.files import check_target_folder, folder_beside, write_text
+from mbd_core.tables import Cell
+from research.real.data import Row, streams
+from research.tables import table_lines
+
+KIND, ROWS = "comparison of a real model with its base", "rows.jsonl"
+MAX_TOKENS = 160
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """A model and how it decodes."""
+
+    model: str
+    decoding: Mapping[str, Any]
+
+
+ARMS = {
+    "base, token by token": Arm(model="smollm2-135m", decoding={}),
+    "SingleBD": Arm(model="smollm2-bd", decoding={"buffer_size": 1}),
+    "MultiBD on the same model": Arm(model="smollm2-bd", decoding={"buffer_size": 4}),
+    "MultiBD after MultiTF": Arm(model="smollm2-mbd", decoding={"buffer_size": 4}),
+}
+BASE, SINGLE, NAIVE, TRAINED = ARMS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """An arm's answer to a question, alone on the machine: its tokens, its forwards, the seconds of the request."""
+
+    arm: str
+    task: str
+    question: str
+    wanted: str
+    text: str
+    is_right: bool
+    tokens: int
+    forwards: int
+    seconds: float
+
+
+def same_fields(wanted: str, text: str) -> bool:
+    """Whether a text is a JSON object of the same fields and values."""
+    try:
+        return bool(json.loads(text) == json.loads(wanted))
+    except ValueError:
+        return False
+
+
+def same_number(wanted: str, text: str) -> bool:
+    """Whether the number that a text states last is the right one, as GSM8K is graded."""
+    problem = GSM8K.problem("0", {"question": "", "answer": wanted})
+    return GSM8K.grader.judge(problem, text).correct
+
+
+GRADERS: dict[str, Callable[[str, str], bool]] = {
+    "gsm-mini": same_number,
+    "package-fields": same_fields,
+    "third-person": lambda wanted, text: text.strip() == wanted,
+    "gsm8k": same_number,
+}
+
+
+def run(
+    *,
+    limit: Annotated[int, Ge(1), Flag("Questions, spread over the tasks that this machine has.", DATA)] = 50,
+    gsm8k_folder: Annotated[
+        Path | None, Flag("GSM8K's folder, for a fourth task.", DATA, name="--gsm8k", metavar="DIR")
+    ] = None,
+    split: Annotated[Literal["valid", "test"], Flag("Split of the questions.", DATA)] = "test",
+    arms: Annotated[
+        dict[str, Any] | None,
+        Flag('More arms, as {"control": {"model": "DIR", "decoding": {}}}.', MODEL, metavar="JSON"),
+    ] = None,
+    tau_m2t: Annotated[float | None, Flag("The threshold of all arms.", DECODING, default="each folder's")] = None,
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "int8"], Flag("As mbd serve takes it.", ENGINE)] = "auto",
+    out: Annotated[Path | None, Flag("Folder that keeps the rows.", OUTPUT, metavar="DIR")] = None,
+    overwrite: Annotated[bool, Flag("Replace a folder that this command wrote before.", OUTPUT)] = False,
+) -> None:
+    """Asks a real model and its own base the same unseen questions, one at a time, and prints one table.
+
+    The models are fetched at first use. Every arm runs in the same engine and precision on the same cores.
+    """
+    chosen = {**ARMS, **{name: load(Arm, values) for name, values in (arms or {}).items()}}
+    if out is not None:
+        check_target_folder(out, KIND, overwrite=overwrite)
+    questions = drawn_questions(limit, gsm8k_folder, split)
+    rows: list[Answered] = []
+    for name, arm in chosen.items():
+        decoding = dict(arm.decoding)
+        if tau_m2t is not None and decoding:
+            decoding["tau_m2t"] = tau_m2t
+        rows += answers_of(name, Arm(model=arm.model, decoding=decoding), questions, dtype)
+    if out is not None:
+        with folder_beside(out, KIND, overwrite=overwrite) as folder:
+            write_text(folder / ROWS, "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows))
+    print("\n".join(report(rows)))
+
+
+def drawn_questions(limit: int, gsm8k_folder: Path | None, split: Literal["valid", "test"]) -> list[tuple[str, Row]]:
+    """Questions of all tasks in turn. A machine without Debian's package lists has none of `package-fields`."""
+    found: dict[str, Iterator[Row]] = {name: stream(split) for name, stream in streams(gsm8k_folder).items()}
+    if shutil.which("apt-cache") is None:
+        del found["package-fields"]
+    share = math.ceil(limit / len(found))
+    by_task = [[(task, row) for row in itertools.islice(rows, share)] for task, rows in found.items()]
+    in_turn = [pair for group in itertools.zip_longest(*by_task) for pair in group if pair is not None]
+    return in_turn[:limit]
+
+
+def answers_of(name: str, arm: Arm, questions: Sequence[tuple[str, Row]], dtype: str) -> Iterator[Answered]:
+    """The arm's answers, one request at a time; the first question is asked once before the clock runs."""
+    from mbd_core import LLM
+
+    with LLM(arm.model, dtype=dtype, max_rows=1, **arm.decoding) as llm:  # type: ignore[arg-type]
+        llm.chat(questions[0][1]["question"], max_tokens=MAX_TOKENS)
+        for task, row in tqdm(questions, desc=f"{name:<26}", unit="answer"):
+            began = time.perf_counter()
+            answer = llm.chat(row["question"], max_tokens=MAX_TOKENS)
+            seconds = time.perf_counter() - began
+            yield Answered(
+                arm=name,
+                task=task,
+                question=row["question"],
+                wanted=row["answer"],
+                text=answer.text,
+                is_right=GRADERS[task](row["answer"], answer.text),
+                tokens=len(answer.tokens),
+                forwards=answer.forwards,
+                seconds=round(seconds, 4),
+            )
+
+
+def report(rows: Sequence[Answered]) -> list[str]:
+    """One table and three sentences."""
+    arms, tasks = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.task for row in rows))
+    lines: list[list[Cell]] = []
+    for arm in arms:
+        own = [row for row in rows if row.arm == arm]
+        right = [_percent([row.is_right for row in own if row.task == task]) for task in tasks]
+        lines.append([arm, *right, _percent([row.is_right for row in own]), f"{_tpf(own):.2f}", f"{_tps(own):.1f}"])
+    heads = ["", *(f"{task}, right (%)" for task in tasks), "all", "tokens a forward", "tokens a second"]
+    of = {arm: [row for row in rows if row.arm == arm] for arm in arms}
+    if not set(ARMS) <= set(of):
+        return table_lines(heads, lines, num_text=1)
+    accuracy = {arm: _percent([row.is_right for row in own]) for arm, own in of.items()}
+    return [
+        *table_lines(heads, lines, num_text=1),
+        "",
+        f"The base writes {_tps(of[BASE]):.1f} tokens a second, and {accuracy[BASE]} % of its answers are right: "
+        "it was never trained on these tasks.",
+        f"Adapted to blocks it writes {_tps(of[SINGLE]) / _tps(of[BASE]):.2f} times as many a second block by block "
+        f"({accuracy[SINGLE]} % right), and {_tps(of[NAIVE]) / _tps(of[BASE]):.2f} times with four blocks at once "
+        f"({accuracy[NAIVE]} %).",
+        f"After MultiTF four blocks at once give {_tps(of[TRAINED]) / _tps(of[BASE]):.2f} times the base's tokens a "
+        f"second, {_tpf(of[TRAINED]):.2f} tokens a forward, and {accuracy[TRAINED]} % right answers.",
+    ]
+
+
+def _percent(values: Sequence[bool]) -> str:
+    return f"{100 * sum(values) / len(values):.0f}"
+
+
+def _tpf(rows: Sequence[Answered]) -> float:
+    return sum(row.tokens for row in rows) / sum(row.forwards for row in rows)
+
+
+def _tps(rows: Sequence[Answered]) -> float:
+    return sum(row.tokens for row in rows) / sum(row.seconds for row in rows)
+
+
+main = command(run, "python -m research compare")

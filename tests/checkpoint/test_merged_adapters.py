@@ -1,0 +1,139 @@
+"""Adapters merged into model folders: PEFT's own merge, the recipe beside them, and shipped ones by name."""
+
+import hashlib
+import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_folders import merged, write_adapter, write_settings
+from base_folders import base_folder
+from checkpoint_folders import CONFIGS, contents, write_model
+from gguf_file import write_gguf
+
+from jobs import fetch as fetch_command
+from jobs.convert_checkpoint import main
+from mbd_core.checkpoint.adaptation import fetching
+from mbd_core.checkpoint.config import load_config, load_generation_defaults
+from mbd_core.checkpoint.folder import read_folder
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.shipped import adapted, model_folder
+from mbd_core.models.model_config import ModelConfig
+
+BASE, FIRST, SECOND = "smollm2-135m", "first", "second"
+RECIPE: dict[str, Any] = {
+    "states": {"block_size": 4},
+    "generation": {"buffer_size": 2, "tau_m2t": 0.8, "trained_with": "multitf"},
+}
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_merged_folder_holds_the_weights_and_the_changes(tmp_path: Path, config: ModelConfig) -> None:
+    base = write_model(tmp_path / "base", config)
+    adapter = write_adapter(tmp_path / "adapter", config, seed=1)
+    assert run(base, "--adapter", adapter, "--out", tmp_path / "made") == 0
+    found, wanted = load_model(tmp_path / "made"), merged(load_model(base, dtype=torch.float32), adapter)
+    plain = load_model(base).state_dict()
+    for name, tensor in found.state_dict().items():
+        torch.testing.assert_close(tensor.float(), wanted.state_dict()[name].to(tensor.dtype).float(), msg=name)
+    changed = [name for name, tensor in found.state_dict().items() if not torch.equal(tensor, plain[name])]
+    assert changed and all("_proj" in name or "qkv" in name for name in changed)
+    assert (tmp_path / "made" / "generation_config.json").read_bytes() == (
+        base / "generation_config.json"
+    ).read_bytes()
+
+
+def test_the_recipe_beside_an_adapter_says_how_to_decode(tmp_path: Path) -> None:
+    config = CONFIGS["sdar"]
+    base, adapter = write_model(tmp_path / "base", config), write_adapter(tmp_path / "adapter", config, seed=1)
+    (adapter / "recipe.json").write_text(json.dumps(RECIPE))
+    assert run(base, "--adapter", adapter, "--out", tmp_path / "made") == 0
+    assert load_config(tmp_path / "made").block_size == 4
+    defaults = load_generation_defaults(tmp_path / "made")
+    assert {name: defaults[name] for name in RECIPE["generation"]} == RECIPE["generation"]
+    assert json.loads((tmp_path / "made" / "recipe.json").read_text()) == RECIPE
+
+
+def test_bad_input_is_a_sentence_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = CONFIGS["sdar"]
+    base = write_model(tmp_path / "base", config)
+    other = write_adapter(tmp_path / "other", replace(config, hidden_size=2 * config.hidden_size), seed=1)
+    damaged = write_adapter(tmp_path / "damaged", config, seed=1)
+    (damaged / "recipe.json").write_text("{}")
+    unsupported = write_adapter(tmp_path / "unsupported", config, seed=1)
+    write_settings(unsupported, r=2, use_dora=True)
+    for arguments, said in (
+        ([base, "--adapter", base], "has no adapter_config.json"),
+        ([base, "--adapter", other], "this model asks for"),
+        ([base, "--adapter", damaged], "recipe.json is cut or damaged"),
+        ([base, "--adapter", unsupported], "use_dora=True is not supported"),
+        ([base, "--adapter", damaged, "--to", "block-diffusion"], "takes no --experts, --config or --adapter"),
+        (["--random", "tiny-llama", "--adapter", damaged], "convert it afterwards"),
+    ):
+        capsys.readouterr()
+        assert run(*arguments, "--out", tmp_path / "made") == 2
+        sentence = capsys.readouterr().err
+        assert said in sentence and sentence.count("\n") == 1
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wheel with a tiny Llama, an adapter of it that decodes in blocks, and an adapter of that; returns the wheel."""
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    wanted = fetching.WHEELS[BASE]
+    base = base_folder(tmp_path / "base", "Llama", "tiny-llama", tie_word_embeddings=True)
+    file = tmp_path / f"{wanted.stem}py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as content:
+        content.write(write_gguf(tmp_path / "model.gguf", base, "llama"), wanted.gguf)
+        content.writestr(f"{wanted.stem[:-1]}.dist-info/LICENSE", "Apache License\n")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    monkeypatch.setitem(fetching.WHEELS, BASE, replace(wanted, sha256=digest))
+    monkeypatch.setattr(adapted, "SHIPPED", tmp_path / "shipped")
+    config = read_folder(base).config
+    for seed, (name, of) in enumerate(((FIRST, BASE), (SECOND, FIRST))):
+        folder = write_adapter(tmp_path / "shipped" / name, config, seed=seed, base_model_name_or_path=of)
+        (folder / "recipe.json").write_text(json.dumps(RECIPE))
+        (folder / "README.md").write_text(f"{name} of {of}\n")
+    monkeypatch.setattr(fetch_command, "NAMES", (BASE, FIRST, SECOND))
+    return file
+
+
+def test_a_shipped_adapter_is_made_once_of_its_bases(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fetch_command.main([SECOND, "--wheel", str(shipped)]) == 0
+    assert "Apache-2.0" in capsys.readouterr().out
+    shipped.unlink()  # nothing is downloaded again
+    folder = model_folder(SECOND)
+    found = read_folder(folder)
+    assert (found.config.architecture, found.config.block_size) == ("A2DLlamaLMHeadModel", 4)
+    assert (found.defaults["buffer_size"], folder.name) == (2, SECOND)
+    assert (folder / "README.md").read_text() == f"{SECOND} of {FIRST}\n" and (folder / "LICENSE").is_file()
+    first = load_model(model_folder(FIRST), dtype=torch.float32)
+    wanted = merged(first, adapted.SHIPPED / SECOND).state_dict()
+    for name, tensor in load_model(folder).state_dict().items():
+        torch.testing.assert_close(tensor, wanted[name].to(tensor.dtype), msg=name)
+    before = contents(folder)
+    assert fetch_command.main([SECOND]) == 0 and "there already" in capsys.readouterr().out
+    assert contents(folder) == before
+
+
+def test_another_adapter_is_another_model(shipped: Path) -> None:
+    first = adapted.adapted_folder(FIRST, shipped)
+    write_adapter(adapted.SHIPPED / FIRST, read_folder(first).config, seed=9, base_model_name_or_path=BASE)
+    assert not adapted.is_made(FIRST)
+    assert adapted.adapted_folder(FIRST) != first
+
+
+def test_without_a_base_nothing_is_left(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(RuntimeError, match="give --wheel FILE"):
+        model_folder(SECOND)
+    assert not any(path.is_file() and path.suffix != ".lock" for path in (tmp_path / "cache").rglob("*"))
