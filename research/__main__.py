@@ -7,7 +7,10 @@ from jobs.command_line import sub_commands
 COMMANDS = {
     "ledger": ("research.ledger.study", "the paper's claims on ledger-mini: runs, sweeps, verdicts with intervals"),
     "real": ("research.real.data", "the conversations of the study on a real model, and its unseen problems"),
-    "compare": ("research.real.comparison", "a real model beside its own base: right answers, tokens a forward, speed"),
+    "compare": (
+        "research.real.comparison",
+        "a real model beside its own base: right answers, and speed",
+    ),
     "ship": ("research.real.ship", "a trained adapter as a shipped one"),
     "rl": ("research.rl.study", "what reinforcement learning adds to ledger-mbd: arms, seeds, verdicts"),
     "gate": ("research.ledger.gate", "whether a model leaves room for the study on ledger-mini"),

@@ -13,13 +13,17 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tqdm import tqdm
 
+from mbd_core import LLM
+from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.command_line import command
 from mbd_core.evaluation.tasks.kinds.mathematics import GSM8K
+from mbd_core.engine.config import Dtype
 from mbd_core.fields import DATA, DECODING, ENGINE, MODEL, OUTPUT, Flag, Ge, load
 from mbd_core.files import check_target_folder, folder_beside, write_text
 from mbd_core.tables import Cell
@@ -96,7 +100,8 @@ def run(
         Flag('More arms, as {"control": {"model": "DIR", "decoding": {}}}.', MODEL, metavar="JSON"),
     ] = None,
     tau_m2t: Annotated[float | None, Flag("The threshold of all arms.", DECODING, default="each folder's")] = None,
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "int8"], Flag("As mbd serve takes it.", ENGINE)] = "auto",
+    dtype: Annotated[Dtype, Flag("As mbd serve takes it.", ENGINE)] = "auto",
+    transformers: Annotated[bool, Flag("Ask the base by transformers' generate, too.", MODEL)] = False,
     out: Annotated[Path | None, Flag("Folder that keeps the rows.", OUTPUT, metavar="DIR")] = None,
     overwrite: Annotated[bool, Flag("Replace a folder that this command wrote before.", OUTPUT)] = False,
 ) -> None:
@@ -113,7 +118,10 @@ def run(
         decoding = dict(arm.decoding)
         if tau_m2t is not None and decoding:
             decoding["tau_m2t"] = tau_m2t
-        rows += answers_of(name, Arm(model=arm.model, decoding=decoding), questions, dtype)
+        with LLM(arm.model, dtype=dtype, max_rows=1, **decoding) as llm:
+            rows += answers_of(name, partial(_ask_engine, llm), questions)
+    if transformers:
+        rows += answers_of("base, transformers' generate", _transformers(ARMS[BASE].model, dtype), questions)
     if out is not None:
         with folder_beside(out, KIND, overwrite=overwrite) as folder:
             write_text(folder / ROWS, "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows))
@@ -131,27 +139,61 @@ def drawn_questions(limit: int, gsm8k_folder: Path | None, split: Literal["valid
     return in_turn[:limit]
 
 
-def answers_of(name: str, arm: Arm, questions: Sequence[tuple[str, Row]], dtype: str) -> Iterator[Answered]:
-    """The arm's answers, one request at a time; the first question is asked once before the clock runs."""
-    from mbd_core import LLM
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """A text, its tokens, and the forwards that made them."""
 
-    with LLM(arm.model, dtype=dtype, max_rows=1, **arm.decoding) as llm:  # type: ignore[arg-type]
-        llm.chat(questions[0][1]["question"], max_tokens=MAX_TOKENS)
-        for task, row in tqdm(questions, desc=f"{name:<26}", unit="answer"):
-            began = time.perf_counter()
-            answer = llm.chat(row["question"], max_tokens=MAX_TOKENS)
-            seconds = time.perf_counter() - began
-            yield Answered(
-                arm=name,
-                task=task,
-                question=row["question"],
-                wanted=row["answer"],
-                text=answer.text,
-                is_right=GRADERS[task](row["answer"], answer.text),
-                tokens=len(answer.tokens),
-                forwards=answer.forwards,
-                seconds=round(seconds, 4),
-            )
+    text: str
+    tokens: int
+    forwards: int
+
+
+def answers_of(arm: str, ask: Callable[[str], Reply], questions: Sequence[tuple[str, Row]]) -> Iterator[Answered]:
+    """The arm's answers, one request at a time; the first question is asked once before the clock runs."""
+    ask(questions[0][1]["question"])
+    for task, row in tqdm(questions, desc=f"{arm:<28}", unit="answer"):
+        began = time.perf_counter()
+        reply = ask(row["question"])
+        seconds = time.perf_counter() - began
+        yield Answered(
+            arm=arm,
+            task=task,
+            question=row["question"],
+            wanted=row["answer"],
+            text=reply.text,
+            is_right=GRADERS[task](row["answer"], reply.text),
+            tokens=reply.tokens,
+            forwards=reply.forwards,
+            seconds=round(seconds, 4),
+        )
+
+
+def _ask_engine(llm: LLM, question: str) -> Reply:
+    answer = llm.chat(question, max_tokens=MAX_TOKENS)
+    return Reply(text=answer.text, tokens=len(answer.tokens), forwards=answer.forwards)
+
+
+def _transformers(model: str, dtype: Dtype) -> Callable[[str], Reply]:
+    """The base by transformers' own greedy decoding, in the engine's precision; beside int8 in that of `auto`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from mbd_core.checkpoint.folder import read_folder
+    from mbd_core.serving.tokens.load import engine_dtype
+
+    folder = model_folder(model)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    computed = engine_dtype("auto" if dtype == "int8" else dtype, read_folder(folder), torch.device("cpu"))
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=computed).eval()
+
+    @torch.inference_mode()
+    def ask(question: str) -> Reply:
+        turns = [{"role": "user", "content": question}]
+        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+        new = network.generate(ids, do_sample=False, max_new_tokens=MAX_TOKENS)[0, ids.shape[1] :]
+        return Reply(text=tokenizer.decode(new, skip_special_tokens=True), tokens=len(new), forwards=len(new))
+
+    return ask
 
 
 def report(rows: Sequence[Answered]) -> list[str]:

@@ -86,7 +86,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(tmp_path: Path, capsys: pyte
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A wheel with a tiny Llama, an adapter of it that decodes in blocks, and an adapter of that; returns the wheel."""
+    """The wheel of a tiny Llama, of which there is an adapter that decodes in blocks, and an adapter of that."""
     pytest.importorskip("gguf", reason="the package gguf is not installed")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     wanted = fetching.WHEELS[BASE]

@@ -1,4 +1,4 @@
-"""Shipped adapters: a model by name whose folder is made in the user's cache at first use, of its base and its adapter.
+"""Shipped adapters: models by name, whose folders are made in the user's cache at first use, of base and adapter.
 
 An adapter's base is a model of the package index or another shipped adapter. An autoregressive base becomes a
 block-diffusion model of the adapter's block size first.
