@@ -1,7 +1,7 @@
 """A real model and its own base side by side on one machine: right answers, tokens a forward, tokens a second.
 
 `make real` asks fifty unseen questions, one at a time. The study asks more of them, of more arms, and keeps the rows:
-`python -m research compare --limit 200 --out out/real/compare`.
+`python -m research compare --limit 200 --out out/real/compare`. `--report-only` prints the table of kept rows again.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tqdm import tqdm
 
-from mbd_core import LLM
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.command_line import command
-from mbd_core.evaluation.tasks.kinds.mathematics import GSM8K
 from mbd_core.engine.config import Dtype
 from mbd_core.fields import DATA, DECODING, ENGINE, MODEL, OUTPUT, Flag, Ge, load
 from mbd_core.files import check_target_folder, folder_beside, write_text
@@ -30,8 +28,11 @@ from mbd_core.tables import Cell
 from research.real.data import Row, streams
 from research.tables import table_lines
 
+if TYPE_CHECKING:
+    from mbd_core import LLM
+
 KIND, ROWS = "comparison of a real model with its base", "rows.jsonl"
-MAX_TOKENS = 160
+MAX_TOKENS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +54,20 @@ BASE, SINGLE, NAIVE, TRAINED = ARMS
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """An arm's answer to a question, alone on the machine: its tokens, its forwards, the seconds of the request."""
+    """An arm's answer to a question, asked alone: its tokens, its forwards, the seconds of the request.
+
+    Published rows lack the texts, which are others'.
+    """
 
     arm: str
     task: str
-    question: str
-    wanted: str
-    text: str
     is_right: bool
     tokens: int
     forwards: int
     seconds: float
+    question: str = ""
+    wanted: str = ""
+    text: str = ""
 
 
 def same_fields(wanted: str, text: str) -> bool:
@@ -76,6 +80,8 @@ def same_fields(wanted: str, text: str) -> bool:
 
 def same_number(wanted: str, text: str) -> bool:
     """Whether the number that a text states last is the right one, as GSM8K is graded."""
+    from mbd_core.evaluation.tasks.kinds.mathematics import GSM8K
+
     problem = GSM8K.problem("0", {"question": "", "answer": wanted})
     return GSM8K.grader.judge(problem, text).correct
 
@@ -104,11 +110,19 @@ def run(
     transformers: Annotated[bool, Flag("Ask the base by transformers' generate, too.", MODEL)] = False,
     out: Annotated[Path | None, Flag("Folder that keeps the rows.", OUTPUT, metavar="DIR")] = None,
     overwrite: Annotated[bool, Flag("Replace a folder that this command wrote before.", OUTPUT)] = False,
+    report_only: Annotated[
+        Path | None, Flag("Ask nothing: the table of the rows in this folder.", OUTPUT, metavar="DIR")
+    ] = None,
 ) -> None:
     """Asks a real model and its own base the same unseen questions, one at a time, and prints one table.
 
     The models are fetched at first use. Every arm runs in the same engine and precision on the same cores.
     """
+    from mbd_core import LLM
+
+    if report_only is not None:
+        print("\n".join(report(kept_rows(report_only))))
+        return
     chosen = {**ARMS, **{name: load(Arm, values) for name, values in (arms or {}).items()}}
     if out is not None:
         check_target_folder(out, KIND, overwrite=overwrite)
@@ -126,6 +140,13 @@ def run(
         with folder_beside(out, KIND, overwrite=overwrite) as folder:
             write_text(folder / ROWS, "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows))
     print("\n".join(report(rows)))
+
+
+def kept_rows(folder: Path) -> list[Answered]:
+    """The rows that a comparison kept. Raises `ValueError` if the folder has none."""
+    if not (folder / ROWS).is_file():
+        raise ValueError(f"{folder} holds no {ROWS}; name the --out of an earlier comparison")
+    return [load(Answered, json.loads(line)) for line in (folder / ROWS).read_text(encoding="utf-8").splitlines()]
 
 
 def drawn_questions(limit: int, gsm8k_folder: Path | None, split: Literal["valid", "test"]) -> list[tuple[str, Row]]:

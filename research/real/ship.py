@@ -4,10 +4,6 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import torch
-from safetensors.torch import load_file, save_file
-
-from mbd_core.checkpoint.adapter import CONFIG, WEIGHTS
 from mbd_core.checkpoint.shipped.adapted import PARTS, SHIPPED, wheel_of
 from mbd_core.command_line import command
 from mbd_core.fields import MODEL, OUTPUT, Flag
@@ -26,6 +22,11 @@ def run(
     overwrite: Annotated[bool, Flag("Replace a shipped adapter of this name.", OUTPUT)] = False,
 ) -> None:
     """Writes a trained adapter as a shipped one."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from mbd_core.checkpoint.adapter import CONFIG, WEIGHTS
+
     licence = wheel_of(base).licence
     check_target_folder(out / name, KIND, overwrite=overwrite)
     settings = json.loads((adapter / CONFIG).read_text())

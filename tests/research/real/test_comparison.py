@@ -1,0 +1,75 @@
+"""The comparison of a real model with its base: its graders, its questions, its sentences."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from research.real import comparison
+from research.real.comparison import ARMS, BASE, GRADERS, NAIVE, SINGLE, TRAINED, Answered, Reply
+
+ROOT = Path(comparison.__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("task", "wanted", "right", "wrong"),
+    [
+        ("gsm-mini", "2 + 3 = 5\n#### 5", "so there are 5\n#### 5", "#### 6"),
+        ("gsm8k", "#### 1,200", "The total is 1200.", "The total is 120."),
+        ("third-person", "Returns it.", " Returns it.\n", "Return it."),
+        ("package-fields", '{"package": "a", "size_kb": 3}', '{"size_kb": 3, "package": "a"}', '{"package": "a"}'),
+        ("package-fields", '{"package": "a"}', '{"package":"a"}', '{"package": "a"'),
+    ],
+)
+def test_graders_take_the_right_answer_alone(task: str, wanted: str, right: str, wrong: str) -> None:
+    assert GRADERS[task](wanted, right) and not GRADERS[task](wanted, wrong)
+
+
+def test_questions_alternate_and_need_no_package_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    questions = comparison.drawn_questions(7, None, "test")
+    assert [task for task, _ in questions] == ["gsm-mini", "third-person"] * 3 + ["gsm-mini"]
+    assert len({row["question"] for _, row in questions}) == 7
+
+
+def test_the_first_question_is_asked_once_before_the_clock_runs() -> None:
+    asked: list[str] = []
+
+    def ask(question: str) -> Reply:
+        asked.append(question)
+        return Reply(text="#### 5", tokens=6, forwards=2)
+
+    questions = [("gsm-mini", {"question": f"q{number}", "answer": f"#### {number}"}) for number in (4, 5)]
+    rows = list(comparison.answers_of("an arm", ask, questions))
+    assert asked == ["q4", "q4", "q5"]
+    assert [(row.is_right, row.tokens, row.forwards) for row in rows] == [(False, 6, 2), (True, 6, 2)]
+
+
+def test_the_sentences_say_what_the_rows_say() -> None:
+    row = Answered(
+        arm=BASE, task="gsm-mini", is_right=False, tokens=40, forwards=40, seconds=2.0
+    )
+    rows = [
+        row,
+        replace(row, arm=SINGLE, is_right=True, forwards=20, seconds=1.0),
+        replace(row, arm=NAIVE, forwards=10, seconds=0.8),
+        replace(row, arm=TRAINED, is_right=True, forwards=8, seconds=0.5),
+    ]
+    text = "\n".join(comparison.report(rows))
+    assert "The base writes 20.0 tokens a second, and 0 %" in text
+    assert "2.00 times as many a second block by block (100 % right), and 2.50 times" in text
+    assert "4.00 times the base's tokens a second, 5.00 tokens a forward, and 100 % right answers." in text
+    assert set(ARMS) == {r.arm for r in rows}
+
+
+def test_the_published_table_is_that_of_the_published_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    comparison.main(["--report-only", str(ROOT / "research" / "published" / "real")])
+    said = capsys.readouterr().out
+    page = (ROOT / "research" / "README.md").read_text()
+    assert all(line in page for line in said.splitlines() if line.startswith("|"))
+
+
+def test_a_folder_without_rows_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert comparison.main(["--report-only", str(tmp_path)]) == 2
+    assert f"{tmp_path} holds no rows.jsonl" in capsys.readouterr().err
