@@ -47,9 +47,7 @@ def test_the_first_question_is_asked_once_before_the_clock_runs() -> None:
 
 
 def test_the_sentences_say_what_the_rows_say() -> None:
-    row = Answered(
-        arm=BASE, task="gsm-mini", is_right=False, tokens=40, forwards=40, seconds=2.0
-    )
+    row = Answered(arm=BASE, task="gsm-mini", is_right=False, tokens=40, forwards=40, seconds=2.0)
     rows = [
         row,
         replace(row, arm=SINGLE, is_right=True, forwards=20, seconds=1.0),
