@@ -161,7 +161,7 @@ def drawn_questions(limit: int, gsm8k_folder: Path | None, split: Literal["valid
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class ArmReply:
     """A text, its tokens, and the forwards that made them."""
 
     text: str
@@ -169,7 +169,7 @@ class Reply:
     forwards: int
 
 
-def answers_of(arm: str, ask: Callable[[str], Reply], questions: Sequence[tuple[str, Row]]) -> Iterator[Answered]:
+def answers_of(arm: str, ask: Callable[[str], ArmReply], questions: Sequence[tuple[str, Row]]) -> Iterator[Answered]:
     """The arm's answers, one request at a time; the first question is asked once before the clock runs."""
     ask(questions[0][1]["question"])
     for task, row in tqdm(questions, desc=f"{arm:<28}", unit="answer"):
@@ -189,12 +189,12 @@ def answers_of(arm: str, ask: Callable[[str], Reply], questions: Sequence[tuple[
         )
 
 
-def _ask_engine(llm: LLM, question: str) -> Reply:
+def _ask_engine(llm: LLM, question: str) -> ArmReply:
     answer = llm.chat(question, max_tokens=MAX_TOKENS)
-    return Reply(text=answer.text, tokens=len(answer.tokens), forwards=answer.forwards)
+    return ArmReply(text=answer.text, tokens=len(answer.tokens), forwards=answer.forwards)
 
 
-def _transformers(model: str, dtype: Dtype) -> Callable[[str], Reply]:
+def _transformers(model: str, dtype: Dtype) -> Callable[[str], ArmReply]:
     """The base by transformers' own greedy decoding, in the engine's precision; beside int8 in that of `auto`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -208,11 +208,11 @@ def _transformers(model: str, dtype: Dtype) -> Callable[[str], Reply]:
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=computed).eval()
 
     @torch.inference_mode()
-    def ask(question: str) -> Reply:
+    def ask(question: str) -> ArmReply:
         turns = [{"role": "user", "content": question}]
         ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=False)
         new = network.generate(ids, do_sample=False, max_new_tokens=MAX_TOKENS)[0, ids.shape[1] :]
-        return Reply(text=tokenizer.decode(new, skip_special_tokens=True), tokens=len(new), forwards=len(new))
+        return ArmReply(text=tokenizer.decode(new, skip_special_tokens=True), tokens=len(new), forwards=len(new))
 
     return ask
 

@@ -15,7 +15,7 @@ from mbd_core.decoding.blocks.methods import METHODS
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose, distribution
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.decoding.blocks.verification import Draft, HashedNoise, Router, first_run, judge
+from mbd_core.decoding.blocks.verification import Draft, HashedNoise, VerifyRouter, first_run, judge
 from mbd_core.decoding.blocks.verify_config import Verify
 from mbd_core.decoding.grammar.grammar import Grammar
 from mbd_core.engine.sequences.admission import RequestRefused
@@ -128,11 +128,11 @@ def test_scores_choose_what_is_verified() -> None:
     """E[K] of accepted tokens, its cost, and a state that stays between two thresholds."""
     assert [first_run(masks) for masks in ([3], [1, 2, 4], [0, 2], [2, 3, 4])] == [1, 2, 1, 3]
     sure, unsure = torch.zeros(3).numpy(), torch.full((3,), -5.0).numpy()
-    score = Router(Verify(route="score", cost=2.0, tau_score=1.0), 40)
+    score = VerifyRouter(Verify(route="score", cost=2.0, tau_score=1.0), 40)
     assert score.verifies(sure, 0) and not score.verifies(unsure, 0)
-    margin = Router(Verify(route="score", estimate="margin", tau_margin=0.3), 40)
+    margin = VerifyRouter(Verify(route="score", estimate="margin", tau_margin=0.3), 40)
     assert margin.verifies(torch.tensor([0.4, 0.2, 0.9]).numpy(), 0) and not margin.verifies(sure, 0)
-    state = Router(Verify(route="hysteresis", tau_on=1.0, tau_off=-1.0, cost_of="confident"), 40)
+    state = VerifyRouter(Verify(route="hysteresis", tau_on=1.0, tau_off=-1.0, cost_of="confident"), 40)
     assert [state.verifies(sure, n) for n in (2, 1, 2, 4, 5, 2)] == [False, True, True, True, False, False]
     assert state.verifies(sure, 0)
     state.skip()

@@ -96,7 +96,7 @@ def first_run(open_at: Sequence[int]) -> int:
     return next((i for i in range(1, len(open_at)) if open_at[i] != open_at[i - 1] + 1), len(open_at))
 
 
-class Router:
+class VerifyRouter:
     """Whether each draft of one answer is verified."""
 
     def __init__(self, rule: Verify, vocab_size: int) -> None:

@@ -11,7 +11,7 @@ from mbd_core.decoding.blocks.causal_config import PlannedRows
 from mbd_core.fields import MOST, Ge, Gt, Le, configuration
 
 Route = Literal["span", "score", "hysteresis"]
-Order = Literal["block", "causal"]
+VerifyOrder = Literal["block", "causal"]
 
 
 @configuration()
@@ -42,10 +42,10 @@ class Verify:
     """margin: the lead, in probability."""
     temper: Annotated[float, Gt(0), Le(MOST)] = 1.0
     """The exponent of q / p, the odds with which a drafted token is accepted; below 1 more are accepted."""
-    store: Order = "block"
+    store: VerifyOrder = "block"
     """How prompt and finished blocks are stored. causal: as block size 1 stores them, which is what verification
     compares with."""
-    lead: Order = "block"
+    lead: VerifyOrder = "block"
     """How the tokens before a draft's first mask see each other. causal: as they are stored with store=causal."""
     exact: bool = False
     """The answer is that of the same model at block size 1: greedy, token by token; drawn, in distribution. Every

@@ -27,8 +27,8 @@ from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.verification import (
     Draft,
     HashedNoise,
-    Router,
     VerifyNoise,
+    VerifyRouter,
     first_run,
     number_accepted,
 )
@@ -36,7 +36,7 @@ from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, Guesses, Ope
 from mbd_core.decoding.canvas.unmasking import accept_best
 from mbd_core.decoding.causal.prefix import PrefixDecoder, guessed
 
-Phase = Literal["draft", "judge", "store"]
+VerifyPhase = Literal["draft", "judge", "store"]
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class VerifyingDecoder(PrefixDecoder):
         self._decoding, self._rule = decoding, decoding.verify
         self._row_length = self._size = decoding.block_size
         self._noise: VerifyNoise = noise or HashedNoise()
-        self._router = Router(decoding.verify, vocab.size)
+        self._router = VerifyRouter(decoding.verify, vocab.size)
         self._score: Literal["confidence", "margin", "neg_entropy"] = "confidence"
         if decoding.verify.route != "span":
             self._score = "margin" if decoding.verify.estimate == "margin" else "neg_entropy"
-        self._phase: Phase = "draft"
+        self._phase: VerifyPhase = "draft"
         self._span: Span | None = None
         self._logits_PV: Tensor | None = None  # of the draft under way
         self._forward = self._num_final = 0  # forwards of the block, and those since its last mask

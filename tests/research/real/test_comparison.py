@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from research.real import comparison
-from research.real.comparison import ARMS, BASE, GRADERS, NAIVE, SINGLE, TRAINED, Answered, Reply
+from research.real.comparison import ARMS, BASE, GRADERS, NAIVE, SINGLE, TRAINED, Answered, ArmReply
 
 ROOT = Path(comparison.__file__).resolve().parents[2]
 
@@ -36,9 +36,9 @@ def test_questions_alternate_and_need_no_package_lists(monkeypatch: pytest.Monke
 def test_the_first_question_is_asked_once_before_the_clock_runs() -> None:
     asked: list[str] = []
 
-    def ask(question: str) -> Reply:
+    def ask(question: str) -> ArmReply:
         asked.append(question)
-        return Reply(text="#### 5", tokens=6, forwards=2)
+        return ArmReply(text="#### 5", tokens=6, forwards=2)
 
     questions = [("gsm-mini", {"question": f"q{number}", "answer": f"#### {number}"}) for number in (4, 5)]
     rows = list(comparison.answers_of("an arm", ask, questions))
