@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mbd_core.calls.marks import open_length
 from mbd_core.calls.rule import ANY, COMPACT, Constants
 from mbd_core.decoding.grammar.grammar import FORM, Grammar
+from mbd_core.decoding.grammar.schemas import GrammarRefused
+
+SLASH = r"\/"  # within a regular expression of Lark
+SLASH_OR_ESCAPE = re.compile(r"\\.|/", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -44,15 +49,18 @@ class Thoughts:
         return ThoughtReader(self.form, is_open=self.is_open)
 
     def before(self, grammar: Grammar, vocabulary: Mapping[str, int]) -> Grammar:
-        """The grammar of answers whose thoughts end where `grammar` begins."""
+        """The grammar of answers whose thoughts end where `grammar` begins. Raises `GrammarRefused`."""
         constants, schemas = Constants(vocabulary), list(grammar.schemas)
         begin, end = constants(self.form.begin), self.form.end
         answer = f"%lark {{\n{grammar.text}\n}}"
         if grammar.syntax == "json_schema":
             answer = f"%json @{len(schemas)}"
-            schemas.append((FORM, json.dumps({**json.loads(grammar.text), "x-guidance": COMPACT})))
+            schema = json.loads(grammar.text)
+            if not isinstance(schema, dict):
+                raise GrammarRefused(f"{grammar.subject()} {grammar.text[:80]} is no JSON object; give an object")
+            schemas.append((FORM, json.dumps({**schema, "x-guidance": COMPACT})))
         elif grammar.syntax == "regex":
-            answer = "/" + grammar.text.replace("\\/", "/").replace("/", "\\/") + "/"
+            answer = f"/{SLASH_OR_ESCAPE.sub(lambda m: SLASH if m[0] == '/' else m[0], grammar.text)}/"
         token = constants.token(end)
         lines = [
             f"start: {'thoughts' if self.is_open else f'({begin} thoughts)?'} answer",

@@ -20,6 +20,7 @@ from mbd_core.calls.thoughts import THOUGHT_FORMS, Thoughts, thought_form, thoug
 from mbd_core.checkpoint.config import load_config
 from mbd_core.decoding.grammar.grammar import Grammar
 from mbd_core.decoding.grammar.guide import Grammars
+from mbd_core.decoding.grammar.schemas import GrammarRefused
 from mbd_core.serving.text.committed import CommittedText, StopStrings
 
 THINK = THOUGHT_FORMS[0]
@@ -78,10 +79,11 @@ def test_the_prompt_says_whether_thoughts_are_open() -> None:
     [
         (Grammar(syntax="json_schema", text='{"type": "boolean"}'), "true", "yes"),
         (Grammar(syntax="regex", text="a/[0-9]"), "a/1", "b/1"),
+        (Grammar(syntax="regex", text="a\\\\/b\\/c"), "a\\/b/c", "a/b/c"),
         (Grammar(syntax="lark", text='start: "x" y\ny: "}" | "{"'), "x}", "y}"),
         (CallRule(functions=NOW, must=True, several=True).grammar(HERMES, {}), HERMES.calls([("now", {})]), "now"),
     ],
-    ids=["json", "regex", "lark", "calls"],
+    ids=["json", "regex", "backslash", "lark", "calls"],
 )
 def test_a_grammar_begins_behind_thoughts_and_an_answer_can_end(
     tiny_model_dir: Path, grammar: Grammar, fits: str, unfit: str, is_open: bool, is_token: bool
@@ -105,6 +107,17 @@ def test_a_grammar_begins_behind_thoughts_and_an_answer_can_end(
     assert accepts(fits) == (not is_open)
     assert not accepts(f"{begin}\n2 < 3\n{THINK.end}\n\n{unfit}")
     assert grammars.guide(own, max_tokens=150).rest(0)
+
+
+def test_a_json_schema_behind_thoughts_is_refused_in_its_own_words(tiny_model_dir: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model_dir)
+    grammars = Grammars(lambda: from_tokenizer(tokenizer), eos_token_id=load_config(tiny_model_dir).eos_token_ids[0])
+    schema = Grammar(syntax="json_schema", text='{"type": "string", "minLength": 50}')
+    with pytest.raises(GrammarRefused, match=r"that the grammar accepts; .*simplify it"):
+        grammars.guide(Thoughts(THINK, is_open=True).before(schema, {}), max_tokens=5)
+    unknown = Grammar(syntax="json_schema", text='{"type": "string", "unevaluatedItems": false}')
+    with pytest.raises(GrammarRefused, match=r"^the JSON schema of the text cannot be honoured"):
+        grammars.guide(Thoughts(THINK, is_open=True).before(unknown, {}), max_tokens=50)
 
 
 @pytest.mark.parametrize("is_open", [False, True])

@@ -87,7 +87,9 @@ class Grammar:
             return "the JSON schema of the text"
         if tool is not None:
             return f"the parameters of {tool}"
-        return "the tools" if self.schemas else f"the {NAMES[self.syntax]}"
+        if self.num_tools:
+            return "the tools"
+        return f"the {NAMES['json_schema' if self.schemas else self.syntax]}"
 
 
 SCHEMA_PLACE = re.compile(r"%json @(\d+)")

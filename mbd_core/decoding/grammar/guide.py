@@ -292,12 +292,12 @@ class Grammars:
                 budget=max_tokens - len(committed) + grammar.may_be_cut,
                 committed=committed,
                 closing=closing,
-                tools=bool(grammar.schemas),
+                tools=grammar.num_tools > 0,
             )
         except GrammarRefused:
             if not (special := closings.special_in(grammar)):
                 raise
-            accepted = "calls a tool" if grammar.schemas else "the grammar accepts"
+            accepted = "calls a tool" if grammar.num_tools else "the grammar accepts"
             raise GrammarRefused(f"no answer was found that {accepted}: {special}") from None
 
     def _matcher(self, grammar: Grammar) -> tuple[LLMatcher, Closings]:
@@ -316,7 +316,7 @@ class Grammars:
         compiled = compile_grammar(tokenizer, grammar)
         if closings.allowed(compiled) is None:
             reason = closings.special_in(grammar) or first_line(compiled.get_error())
-            accepts = "accept no call" if grammar.schemas else "accepts no text"
+            accepts = "accept no call" if grammar.num_tools else "accepts no text"
             raise GrammarRefused(f"{grammar.subject()} {accepts}: {reason or 'no token may begin the answer'}")
         with self._lock:
             self._compiled[grammar] = compiled

@@ -19,7 +19,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     if matcher is None:
         for subject, schema in grammar.parts:
             _check_part(tokenizer, subject, schema)
-        if grammar.schemas:
+        if grammar.num_tools:
             why = f"their parameters are too many to be followed together ({reason})"
             raise GrammarRefused(f"the {grammar.num_tools} tools cannot be honoured: {why}; give fewer tools")
         raise GrammarRefused(f"{grammar.subject()} cannot be honoured: {reason}")

@@ -59,9 +59,7 @@ def engine_requests(
     `added_tokens` are the tokenizer's added tokens by their texts. Raises `FieldError`.
     """
     samplings = api_request.samplings(seed)
-    budget, grammar = api_request.budget, grammar_of(api_request, call_form, added_tokens)
-    if grammar is not None and thoughts is not None:
-        grammar = thoughts.before(grammar, added_tokens)
+    budget, grammar = api_request.budget, grammar_of(api_request, call_form, added_tokens, thoughts)
     if template is not None:
         budget = len(template.tokens)
     if template is not None or grammar is not None or samplings[0].penalises:
@@ -105,12 +103,19 @@ def engine_requests(
 
 
 def grammar_of(
-    api_request: GenerationRequest, call_form: CallForm | None, added_tokens: Mapping[str, int]
+    api_request: GenerationRequest,
+    call_form: CallForm | None,
+    added_tokens: Mapping[str, int],
+    thoughts: Thoughts | None = None,
 ) -> Grammar | None:
-    """The grammar of the answers; `call_form` and `added_tokens` as in `engine_requests`. Raises `FieldError`."""
+    """The grammar of the answers, with their thoughts. The parameters are those of `engine_requests`.
+
+    Raises `FieldError`.
+    """
     rule = api_request.call_rule if isinstance(api_request, ChatRequest) else None
     try:
-        return api_request.grammar if rule is None or call_form is None else rule.grammar(call_form, added_tokens)
+        grammar = api_request.grammar if rule is None or call_form is None else rule.grammar(call_form, added_tokens)
+        return grammar if grammar is None or thoughts is None else thoughts.before(grammar, added_tokens)
     except GrammarRefused as error:
         raise FieldError(api_request.grammar_field or "", str(error)) from None
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from mbd_core.calls.thoughts import THOUGHT_FORMS, Thoughts
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
@@ -61,6 +62,14 @@ def test_without_a_budget_an_answer_gets_what_its_steps_can_be_spread_over() -> 
         decoding = DecodingConfig(block_size=4, canvas=canvas)
         (request,) = build(completion(), [[5] * 10], limits, decoding=decoding)
         assert request.max_tokens == max_tokens
+
+
+@pytest.mark.parametrize("schema", ["true", "[1]", "3"])
+def test_a_schema_that_cannot_follow_thoughts_is_refused_by_its_field(schema: str) -> None:
+    asked = ChatRequest(model="m", messages=[{"role": "user", "content": "x"}], guided_json=schema)
+    with pytest.raises(ApiError, match="is no JSON object; give an object") as caught:
+        build(asked, [[5]], admission(), thoughts=Thoughts(THOUGHT_FORMS[0], is_open=True))
+    assert (caught.value.status, caught.value.param) == (400, "guided_json")
 
 
 def test_choices_follow_prompt_by_prompt_and_draw_with_seeds_of_their_own() -> None:
