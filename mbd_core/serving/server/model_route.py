@@ -5,7 +5,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeGuard
 
@@ -314,7 +314,9 @@ class ModelRoute:
             if rule is not None and form is not None:
                 calls = CallReader(form, dict(rule.functions), text_has_form=rule.text_schema is not None)
             reader = AnswerReader(None if thoughts is None else thoughts.reader(), calls)
-            text = CommittedText(self._decode_of(body))
+            # As the stream releases text: what it still holds back comes with a later token.
+            stops, begun = body.api_request.stop_strings, replace(request, committed=())
+            [text] = committed_texts([begun], self._decode_of(body), stops, thoughts=thoughts)
             for token in request.committed:
                 reader.push(text.push(token), ends=False)
             return reader
