@@ -35,11 +35,16 @@ class CallReader:
     def __init__(self, form: CallForm, functions: Mapping[str, Mapping[str, Any]], *, text_has_form: bool = False):
         """`functions` holds the JSON schema of each function's arguments.
 
-        With `text_has_form`, an answer that does not begin with a call is text, all of it.
+        With `text_has_form`, an answer that does not begin with a call of one of them is text, all of it: a text of a
+        JSON schema may begin with the same mark as a call.
         """
         self._form, self._functions = form, functions
         self._buffer = ""
         self._place = "beginning" if text_has_form or not form.mark else "content"
+        middle, behind = form.middle.partition(ID)[0], [""] if ID in form.middle else _beginnings(form) or [""]
+        self._calls_begin = [f"{form.opening}{name}{middle}{end}" for name in functions for end in behind]
+        if not text_has_form:
+            self._calls_begin = [form.opening]
         follows = "|".join(re.escape(text) for text in _beginnings(form))
         self._middle = re.compile(_pattern(form.middle) + f"(?={follows})" * bool(follows))
         self._tail = re.compile(_pattern(form.tail))
@@ -72,10 +77,10 @@ class CallReader:
         return self._between(ends)
 
     def _begin(self, ends: bool) -> tuple[str, dict[str, Any]] | None:
-        opening = self._form.opening
-        if self._buffer.startswith(opening):
-            self._place, self._buffer = "name", self._buffer.removeprefix(opening)
-        elif ends or not opening.startswith(self._buffer):
+        text = self._buffer
+        if any(text.startswith(begin) for begin in self._calls_begin):
+            self._place, self._buffer = "name", text.removeprefix(self._form.opening)
+        elif ends or not any(begin.startswith(text) for begin in self._calls_begin):
             self._place = "text"
         else:
             return None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mbd_core.calls.forms import HERMES
+from mbd_core.calls.forms import HERMES, LLAMA, PYTHONIC
 from mbd_core.calls.reader import CallReader, TextPiece
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "R}m\\n</tool_call>", "n": [1, {}]}}\n</tool_call>'
@@ -50,6 +50,32 @@ def test_any_cut_gives_the_same_content_and_calls(text: str, content: str, numbe
         said.append(reader.push("", ends=True))
         assert joined(said) == (content, CALLS[:number])
         assert reader.num_calls == number
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "names"),
+    [
+        (PYTHONIC, "[1, 2]", "[1, 2]", []),
+        (PYTHONIC, '["now()", 1]', '["now()", 1]', []),
+        (PYTHONIC, "[now", "[now", []),
+        (PYTHONIC, "[]", "[]", []),
+        (PYTHONIC, "[nowhere(), now()]", "[nowhere(), now()]", []),
+        (PYTHONIC, "[now(), later()]", "", ["now", "later"]),
+        (LLAMA, '{"name": "Ada", "parameters": 1}', '{"name": "Ada", "parameters": 1}', []),
+        (LLAMA, '{"name": "now", "parameters": {}}', "", ["now"]),
+    ],
+)
+def test_a_text_that_begins_like_a_call_is_text(form: Any, text: str, content: str, names: list[str]) -> None:
+    for size in range(1, len(text) + 1):
+        reader = CallReader(form, {"now": {}, "later": {}}, text_has_form=True)
+        said = [reader.push(text[i : i + size], ends=False) for i in range(0, len(text), size)]
+        said.append(reader.push("", ends=True))
+        assert joined(said) == (content, [(name, {}) for name in names])
+
+
+def test_a_text_of_a_schema_is_given_as_it_comes() -> None:
+    reader = CallReader(PYTHONIC, {"now": {}}, text_has_form=True)
+    assert [reader.push(part, ends=False).content for part in ("[", "1", ",2")] == ["", "[1", ",2"]
 
 
 def test_text_and_arguments_are_given_as_they_come() -> None:
