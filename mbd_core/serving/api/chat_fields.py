@@ -332,7 +332,8 @@ class ChatMessage(Strict):
     """text; required except in a turn of the assistant; only such a turn may have parts of refusal and reasoning"""
     token_ids: Annotated[list[Annotated[int, Field(ge=0)]], items(MAX_ANSWER)] | None = None
     """an answer's own tokens, from `return_token_ids`: the prompt then holds the tokens as they were generated, which
-    the prefix cache finds; only in a turn of the assistant, whose `content` they spell; `[]` means `null`"""
+    the prefix cache finds; only in a turn of the assistant, whose `content` they spell; after thoughts the text counts
+    instead; `[]` means `null`"""
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
     """the id of the call whose result this is; required with role `tool`, refused with other roles"""
     name: str | None = None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.calls.form import CallForm
-from mbd_core.calls.thoughts import Thoughts
+from mbd_core.calls.thoughts import ThoughtReader, Thoughts, thought_form
 from mbd_core.checkpoint.chat import VariableRefused, chat_text, decode_text, unknown_variables
 from mbd_core.checkpoint.literal_text import MaskedText, control_tokens, literal, token_ids
 from mbd_core.decoding.blocks.config import DecodingConfig
@@ -258,15 +258,19 @@ def chat_ids(
 ) -> list[int]:
     """The ids of a chat in the model's template. Raises the errors of `text_ids`, and the template's refusals.
 
-    A turn's `token_ids` replace the ids of its content, unless the template changes the content's text.
+    A turn's `token_ids` replace the ids of its content, unless they have thoughts before it or the template changes
+    the content's text.
     """
     plain_turns = [{name: value for name, value in turn.items() if name != "token_ids"} for turn in turns]
     answers = {number: turn["token_ids"] for number, turn in enumerate(turns) if "token_ids" in turn}
     if answers and special:
         why = "are not taken where the tokenizer's special tokens stand around a chat"
         raise FieldError(f"messages.{min(answers)}.token_ids", why, remedy="leave add_special_tokens out")
-    for number, answer in answers.items():
-        _check_answer(model, str(plain_turns[number]["content"]), answer, field=f"messages.{number}.token_ids")
+    answers = {
+        number: answer
+        for number, answer in answers.items()
+        if _spells(model, answer, str(plain_turns[number]["content"]), field=f"messages.{number}.token_ids")
+    }
     try:
         render = partial(
             chat_text,
@@ -307,16 +311,26 @@ def _share_of_tools(tools: Sequence[Mapping[str, Any]]) -> str:
 ANSWER_PLACE = "\U0010fffe"  # a non-character, which no text has
 
 
-def _check_answer(model: ServedModel, content: str, answer: Sequence[int], *, field: str) -> None:
-    """Raises `FieldError` unless the tokens `answer` spell an answer with this content."""
+def _spells(model: ServedModel, answer: Sequence[int], content: str, *, field: str) -> bool:
+    """Whether the tokens `answer` spell this content alone; `False` if they have thoughts before it.
+
+    Raises `FieldError` if they are not an answer with this content.
+    """
     tokenizer = model.tokenizer
     unknown = next((t for t in answer if t >= len(tokenizer)), None)
     if unknown is not None:
         raise FieldError(field, f"is no token; the vocabulary has {len(tokenizer)}", value=unknown)
-    controls = {*tokenizer.convert_tokens_to_ids(sorted(control_tokens(tokenizer)))}
-    if controls.intersection(answer) or decode_text(tokenizer, answer) != content:
-        why = "are not the tokens of the content beside them, as an answer's token_ids are"
-        raise FieldError(field, why, remedy="send both as they came, or leave token_ids out")
+    controls, used = control_tokens(tokenizer), {*tokenizer.convert_ids_to_tokens(list(answer))}
+    if not used & controls and decode_text(tokenizer, answer) == content:
+        return True
+    form = thought_form(tokenizer.get_chat_template() if tokenizer.chat_template else "")
+    marks = () if form is None else (form.begin, form.end)
+    if form is not None and all(any(mark.startswith(control) for mark in marks) for control in used & controls):
+        text = decode_text(tokenizer, answer, special=True)
+        if any(ThoughtReader(form, is_open=o).push(text, ends=True)[1] == content for o in (False, True)):
+            return False
+    why = "are not the tokens of the content beside them, as an answer's token_ids are"
+    raise FieldError(field, why, remedy="send both as they came, or leave token_ids out")
 
 
 def _around_answers(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from chat_templates import tool_folder
 from local_server import server_of
+from transformers import AddedToken
 
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.server.openai_server import OpenAIServer
@@ -106,6 +107,30 @@ def test_the_template_decides_what_is_shown(tiny_model_dir: Path, tmp_path: Path
         assert stands or by_ids == by_text
         end = by_text[-len(tokenizer(NEXT["content"])["input_ids"]) - 3 :]
         assert by_ids[-len(end) :] == end
+
+    run(server, scenario)
+
+
+@pytest.mark.parametrize("is_control", [False, True])
+@pytest.mark.parametrize("begin", ["<think>\n", ""])
+def test_an_answer_with_thoughts_comes_back_as_its_text(
+    tiny_model_dir: Path, tmp_path: Path, begin: str, is_control: bool
+) -> None:
+    server = server_of(tool_folder(tiny_model_dir, tmp_path / "model", template=PLAIN + "{# <think> #}"))
+    tokenizer = server.served.tokenizer
+    tokenizer.add_tokens([AddedToken(mark, special=is_control) for mark in ("<think>", "</think>")])
+    ids = tokenizer(f"{begin}2 and 2\n</think>\n\n4", add_special_tokens=False)["input_ids"]
+    answer = {"role": "assistant", "content": "4", "reasoning": "2 and 2", "token_ids": ids}
+
+    async def tokens(*messages: dict[str, Any]) -> list[int]:
+        ids: list[int] = (await server.tokenize(json.dumps({"messages": messages}).encode()))["tokens"]
+        return ids
+
+    async def scenario() -> None:
+        assert await tokens(QUESTION, answer, NEXT) == await tokens(QUESTION, {**answer, "token_ids": None}, NEXT)
+        for wrong in ({"content": "5"}, {"token_ids": [*ids, tokenizer.eos_token_id]}):
+            with pytest.raises(ApiError, match="not the tokens of the content"):
+                await tokens(QUESTION, {**answer, **wrong}, NEXT)
 
     run(server, scenario)
 
