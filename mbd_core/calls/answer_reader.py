@@ -10,7 +10,7 @@ class AnswerReader:
     """One state machine over an answer's text, which is pushed in pieces of any size.
 
     num_calls             calls so far
-    num_reasoning_tokens  tokens of the thoughts, if each push is of one token
+    num_reasoning_tokens  tokens of the thoughts, if no push is of several tokens
     """
 
     def __init__(self, thoughts: ThoughtReader | None, calls: CallReader | None) -> None:
@@ -21,13 +21,17 @@ class AnswerReader:
     def num_calls(self) -> int:
         return 0 if self._calls is None else self._calls.num_calls
 
-    def push(self, text: str, *, ends: bool) -> TextPiece:
-        """What `text` made certain; with `ends`, nothing follows."""
+    def push(self, text: str, *, ends: bool, num_tokens: int = 1) -> TextPiece:
+        """What `text` made certain; with `ends`, nothing follows.
+
+        `num_tokens` are the tokens that gave `text`. A token may give no text, and a step may have no token.
+        """
         reasoning = ""
         if self._thoughts is not None:
             was_in_thought = self._thoughts.in_thought
             reasoning, text = self._thoughts.push(text, ends=ends)
-            self.num_reasoning_tokens += was_in_thought or self._thoughts.in_thought
+            if was_in_thought or self._thoughts.in_thought:
+                self.num_reasoning_tokens += num_tokens
         if self._calls is None:
             return TextPiece(content=text, reasoning=reasoning)
         return replace(self._calls.push(text, ends=ends), reasoning=reasoning)

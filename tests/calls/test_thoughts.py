@@ -63,6 +63,14 @@ def test_thoughts_text_and_calls_of_each_form_are_told_apart(form: Any, marks: A
             assert read(Thoughts(marks, is_open), text, form=form, cut=random.Random(seed)) == expected
 
 
+def test_a_step_without_tokens_adds_no_tokens_of_thoughts() -> None:
+    reader = AnswerReader(Thoughts(THINK, is_open=True).reader(), None)
+    for text, num_tokens in (("", 0), ("a", 1), ("", 0), ("", 1), ("", 0)):  # a token whose text is held back counts
+        reader.push(text, ends=False, num_tokens=num_tokens)
+    reader.push("", ends=True, num_tokens=0)
+    assert reader.num_reasoning_tokens == 2
+
+
 def test_the_prompt_says_whether_thoughts_are_open() -> None:
     assert thoughts_behind("<|assistant|><think>\n", THINK) == Thoughts(THINK, is_open=True)
     assert thoughts_behind("<|assistant|>", THINK) == Thoughts(THINK, is_open=False)

@@ -124,7 +124,7 @@ class ServedAnswer:
         async for step in self._steps:
             i = index[step.request_id]
             parts = [step] if self._readers[i] is None else step.by_tokens()  # tokens of thoughts are counted
-            pieces = [self._read(i, part.text, ends=part.output is not None) for part in parts]
+            pieces = [self._read(i, part) for part in parts]
             content = "".join(piece.content for piece in pieces)
             on_step(step, content)
             texts[step.request_id] += content
@@ -151,10 +151,12 @@ class ServedAnswer:
         ]
         return self._reply.full(choices, [o.counts for o in ordered], weights, self._num_reasoning)
 
-    def _read(self, index: int, text: str, *, ends: bool) -> TextPiece:
-        """Content, thoughts and calls in the next piece of a choice's text."""
+    def _read(self, index: int, part: TextStep) -> TextPiece:
+        """Content, thoughts and calls in the next part of a choice's text."""
         reader = self._readers[index]
-        return TextPiece(content=text) if reader is None else reader.push(text, ends=ends)
+        if reader is None:
+            return TextPiece(content=part.text)
+        return reader.push(part.text, ends=part.output is not None, num_tokens=len(part.piece))
 
     def _reason(self, index: int, reason: FinishReason) -> EndReason:
         """Why a choice ended, once its text is read."""
@@ -234,7 +236,7 @@ class ServedAnswer:
         ends = step.output is not None
         logprobs = self._logprobs_of(index, step.piece) if step.piece else None
         details = self._details.of_step(step)
-        piece = self._read(index, step.text, ends=ends)
+        piece = self._read(index, step)
         if not (piece.content or piece.reasoning or piece.calls or logprobs or (details and (step.piece or ends))):
             return None
         return self._chunk(

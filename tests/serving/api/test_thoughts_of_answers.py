@@ -55,6 +55,14 @@ def test_thoughts_come_beside_the_content_and_a_grammar_begins_behind_them(openi
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "now"
 
 
+def test_frames_add_no_tokens_of_thoughts(opening: Path) -> None:
+    asked = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "frames": True}
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    [events] = answers(opening, ("chat", asked | usage), num_pages=NUM_PAGES)
+    assert sum("frame" in event for event in events) > 0
+    assert events[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 60}
+
+
 def test_a_stop_string_in_thoughts_ends_nothing(opening: Path) -> None:
     asked = {"max_tokens": 40, "temperature": 1.0, "seed": 3}
     [free] = answers(opening, ("chat", asked), num_pages=NUM_PAGES)

@@ -80,7 +80,7 @@ async def ask(server: LocalServer, route: str, **fields: Any) -> list[dict[str, 
         return [await answer.whole()]
     events = [event async for event in answer.events(lambda error: ApiError(500, str(error)))]
     assert events[-1] == "data: [DONE]\n\n"
-    return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    return [json.loads(event.partition("data: ")[2]) for event in events[:-1]]
 
 
 def answers(folder: Path, *requests: tuple[str, dict[str, Any]], num_pages: int = 64, **settings: Any) -> list[Any]:
