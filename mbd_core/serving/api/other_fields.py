@@ -81,9 +81,7 @@ class OtherGenerationFields(OtherFields):
     return_token_offsets: Annotated[Any, Only(False, instead=TOKENS_ASKED)] = None
     return_mm_kwargs: Annotated[bool | None, Ignored()] = None
     repetition_detection: Annotated[Any, Only(instead="give repetition_penalty, or a stop string")] = None
-    thinking_token_budget: Annotated[
-        Any, Only(-1, instead="reasoning is a part of the answer's text; bound it by max_tokens")
-    ] = None
+    thinking_token_budget: Annotated[Any, Only(-1, instead="max_tokens bounds reasoning and text together")] = None
     stream_interval: Annotated[int | None, Ignored("each token has a chunk of its own", silent=(1,))] = None
     guided_decoding_backend: Annotated[str | None, Ignored("the matcher is llguidance")] = None
     guided_whitespace_pattern: Annotated[Any, Only(instead="JSON comes without white space; leave it out")] = None
@@ -132,13 +130,13 @@ class OtherChatFields(Strict):
     ] = None
     return_prompt_text: Annotated[Any, Only(False, instead="POST /tokenize gives the prompt's tokens")] = None
     include_reasoning: Annotated[
-        Any, Only(True, instead='reasoning is a part of the text; give reasoning_effort "none" for an answer without')
+        Any, Only(True, instead='ignore the field reasoning, or give reasoning_effort "none"')
     ] = None
     # of SGLang
     separate_reasoning: Annotated[
-        bool | None, Ignored("reasoning stands in the text as the model writes it", silent=(False,))
+        bool | None, Ignored("reasoning stands beside the text, in reasoning and reasoning_content", silent=(True,))
     ] = None
-    stream_reasoning: Annotated[bool | None, Ignored("reasoning is streamed with the text", silent=(True,))] = None
+    stream_reasoning: Annotated[bool | None, Ignored("a stream has the reasoning as it comes", silent=(True,))] = None
     thinking: Annotated[Any, Only(instead="give reasoning_effort, or chat_template_kwargs")] = None
     task: Annotated[Any, Only(instead="say it in a message; leave it out")] = None
     return_prompt_token_ids: Annotated[Any, Only(False, instead=TOKENS_ASKED)] = None

@@ -87,7 +87,7 @@ NEUTRAL_CHAT: dict[str, Any] = {
     "verbosity": "medium",
     "echo": False,
     "include_reasoning": True,
-    "separate_reasoning": False,
+    "separate_reasoning": True,
     "stream_reasoning": True,
     "functions": [],
     "function_call": "auto",
@@ -119,7 +119,7 @@ def test_values_that_change_nothing_are_taken_without_a_word(route: str, values:
     ("route", "fields", "note"),
     [
         (CHAT, {"prediction": {"type": "content", "content": "a"}}, "prediction has no effect"),
-        (CHAT, {"separate_reasoning": True}, "reasoning stands in the text"),
+        (CHAT, {"separate_reasoning": False}, "reasoning stands beside the text"),
         (CHAT, {"verbosity": "low"}, "max_tokens"),
         (CHAT, {"store": True}, "not stored"),
         (COMPLETION, {"service_tier": "flex"}, "one tier"),
