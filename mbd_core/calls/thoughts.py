@@ -40,13 +40,18 @@ def thought_form(template: str) -> ThoughtForm | None:
 
 @dataclass(frozen=True)
 class Thoughts:
-    """The thoughts that an answer may begin with. `is_open`: the prompt ends with the opening mark."""
+    """The thoughts that an answer may begin with.
+
+    is_open   the prompt ends within thoughts
+    has_text  the prompt ends within their text; otherwise, open thoughts begin behind white space
+    """
 
     form: ThoughtForm
     is_open: bool
+    has_text: bool = False
 
     def reader(self) -> ThoughtReader:
-        return ThoughtReader(self.form, is_open=self.is_open)
+        return ThoughtReader(self)
 
     def before(self, grammar: Grammar, vocabulary: Mapping[str, int]) -> Grammar:
         """The grammar of answers whose thoughts end where `grammar` begins. Raises `GrammarRefused`."""
@@ -82,16 +87,24 @@ def thoughts_behind(prompt: str, form: ThoughtForm | None) -> Thoughts | None:
     return Thoughts(form, is_open=prompt.endswith(form.begin))
 
 
+def thoughts_continued(message: str, form: ThoughtForm) -> Thoughts | None:
+    """The thoughts of an answer that continues `message`, which has text; `None` if none are open."""
+    begun = message.lstrip()
+    if not begun.startswith(form.begin) or form.end in begun:
+        return None
+    return Thoughts(form, is_open=True, has_text=bool(begun.removeprefix(form.begin).strip()))
+
+
 class ThoughtReader:
     """Splits one answer, whose text is pushed in pieces of any size, into thoughts and the rest.
 
     in_thought  whether the text so far ends within the thoughts
     """
 
-    def __init__(self, form: ThoughtForm, *, is_open: bool) -> None:
-        """`is_open`: the prompt ends with the opening mark."""
-        self._form, self._buffer = form, ""
-        self._place = "begun" if is_open else "beginning"  # or "thought", "behind", "answer"
+    def __init__(self, thoughts: Thoughts) -> None:
+        self._form, self._buffer = thoughts.form, ""
+        open_place = "thought" if thoughts.has_text else "begun"
+        self._place = open_place if thoughts.is_open else "beginning"  # or "behind", "answer"
 
     @property
     def in_thought(self) -> bool:

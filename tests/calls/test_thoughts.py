@@ -16,7 +16,7 @@ from mbd_core.calls.answer_reader import AnswerReader
 from mbd_core.calls.forms import FORMS, HERMES
 from mbd_core.calls.reader import CallReader
 from mbd_core.calls.rule import CallRule
-from mbd_core.calls.thoughts import THOUGHT_FORMS, Thoughts, thought_form, thoughts_behind
+from mbd_core.calls.thoughts import THOUGHT_FORMS, Thoughts, thought_form, thoughts_behind, thoughts_continued
 from mbd_core.checkpoint.config import load_config
 from mbd_core.decoding.grammar.grammar import Grammar
 from mbd_core.decoding.grammar.guide import Grammars
@@ -78,6 +78,16 @@ def test_the_prompt_says_whether_thoughts_are_open() -> None:
     assert thoughts_behind("<|assistant|>", None) is None
     assert thought_form("{{ content.split('</think>')[-1] }}") == THINK
     assert thought_form(TEMPLATES["hermes"]) is None
+
+
+def test_a_continued_message_says_whether_thoughts_are_open() -> None:
+    said = thoughts_continued("<think>\nLet me" + " see" * 40, THINK)
+    assert said == Thoughts(THINK, is_open=True, has_text=True)
+    assert read(said, " then.</think>\n\nyes") == (" then.", "yes", [])
+    assert thoughts_continued("\n<think>\n", THINK) == Thoughts(THINK, is_open=True)
+    assert thoughts_continued("<think>\nLet me.</think>\n\nIt", THINK) is None
+    assert thoughts_continued("It is", THINK) is None
+    assert thoughts_continued("It is <think>", THINK) is None, "text comes before it"
 
 
 @pytest.mark.parametrize("is_token", [False, True])

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.calls.form import CallForm
-from mbd_core.calls.thoughts import ThoughtReader, Thoughts, thought_form
+from mbd_core.calls.thoughts import Thoughts, thought_form
 from mbd_core.checkpoint.chat import VariableRefused, chat_text, decode_text, unknown_variables
 from mbd_core.checkpoint.literal_text import MaskedText, control_tokens, literal, token_ids
 from mbd_core.decoding.blocks.config import DecodingConfig
@@ -327,7 +327,7 @@ def _spells(model: ServedModel, answer: Sequence[int], content: str, *, field: s
     marks = () if form is None else (form.begin, form.end)
     if form is not None and all(any(mark.startswith(control) for mark in marks) for control in used & controls):
         text = decode_text(tokenizer, answer, special=True)
-        if any(ThoughtReader(form, is_open=o).push(text, ends=True)[1] == content for o in (False, True)):
+        if any(Thoughts(form, is_open=o).reader().push(text, ends=True)[1] == content for o in (False, True)):
             return False
     why = "are not the tokens of the content beside them, as an answer's token_ids are"
     raise FieldError(field, why, remedy="send both as they came, or leave token_ids out")

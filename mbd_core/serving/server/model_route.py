@@ -13,7 +13,7 @@ from mbd_core.calls.answer_reader import AnswerReader
 from mbd_core.calls.form import CallForm
 from mbd_core.calls.reader import CallReader
 from mbd_core.calls.rule import CallRule
-from mbd_core.calls.thoughts import Thoughts, thought_form, thoughts_behind
+from mbd_core.calls.thoughts import Thoughts, thought_form, thoughts_behind, thoughts_continued
 from mbd_core.checkpoint.chat import call_form, decode_text, unknown_variables
 from mbd_core.checkpoint.literal_text import control_tokens
 from mbd_core.checkpoint.tokenizer import grammars_of
@@ -175,6 +175,9 @@ class ModelRoute:
         """The thoughts that the answers to a chat may begin with."""
         if self._thought_form is None or not isinstance(api_request, ChatRequest) or not prompts:
             return None
+        last = str(api_request.turns[-1]["content"]) if api_request.continue_final_message else ""
+        if last.strip():
+            return thoughts_continued(last, self._thought_form)
         end = self.decode_all(list(prompts[0][-PROMPT_END:]))
         return thoughts_behind(end, self._thought_form)
 

@@ -63,6 +63,18 @@ def test_frames_add_no_tokens_of_thoughts(opening: Path) -> None:
     assert events[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 60}
 
 
+def test_an_answer_continues_the_open_thoughts_of_the_last_message(opening: Path) -> None:
+    user = {"role": "user", "content": "Is it?"}
+    open_, ended = "<think>\nLet me see" + " and see" * 20, "<think>\nLet me.</think>\n\nIt"
+    drawn = {"continue_final_message": True, "max_tokens": 12, "temperature": 1.0, "seed": 3}
+    asked = [{"messages": [user, {"role": "assistant", "content": text}]} | drawn for text in (open_, ended)]
+    [goes_on], [answers_] = answers(opening, *(("chat", body) for body in asked), num_pages=NUM_PAGES)
+    message = goes_on["choices"][0]["message"]
+    assert message["reasoning"] and not message["content"]
+    message = answers_["choices"][0]["message"]
+    assert message["content"] and not message.get("reasoning")
+
+
 def test_a_stop_string_in_thoughts_ends_nothing(opening: Path) -> None:
     asked = {"max_tokens": 40, "temperature": 1.0, "seed": 3}
     [free] = answers(opening, ("chat", asked), num_pages=NUM_PAGES)
