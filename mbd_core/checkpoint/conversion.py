@@ -169,7 +169,7 @@ def _plan(
     if adapter is not None and (adapter / RECIPE).is_file():
         recipe = whole_recipe(adapter / RECIPE, read_json(adapter / RECIPE))
     if recipe is not None:
-        config = replace(config, block_size=recipe["generation"].get("block_size", recipe["states"]["block_size"]))
+        config = trained_config(config, recipe)
     default_layout = layout if layout != "decoder" and recipe is None else "per_expert"
     wanted = stored_tensors(config, decoder_shapes(config), experts or default_layout)
     pieces = TensorPieces(weights, stored)
@@ -182,6 +182,21 @@ def _plan(
         kept=_kept(config, weights, beside_weights),
         changes={} if adapter is None else adapters.read_changes(adapter, config),
         recipe=recipe,
+    )
+
+
+def trained_config(config: ModelConfig, recipe: Mapping[str, Any]) -> ModelConfig:
+    """A base's configuration after the training of a recorded recipe, as `multitf.run.start.trained_config` and
+    `multitf.run.export` have it."""
+    states = recipe["states"]
+    if states.get("layouts") == "none":
+        return replace(config, ar_mode=config.attention == "block_causal")
+    attention = config.attention if config.attention == "full" else states.get("clean", "block_causal")
+    return replace(
+        config,
+        block_size=recipe["generation"].get("block_size", states["block_size"]),
+        attention=attention,
+        ar_mode=states.get("ar_weight", 0) > 0 and attention == "block_causal",
     )
 
 

