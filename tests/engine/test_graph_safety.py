@@ -185,6 +185,7 @@ def split_kernel(
     bounds: Tensor,
     keys: Tensor,
     first_keys: Tensor,
+    hidden: Tensor,
     table: Tensor,
     *strides: float,
     EACH: int,
