@@ -8,6 +8,7 @@ from client_bodies import FILE, Body, read_bodies
 from client_installs import CLIENTS
 from client_table import PAGE, with_table
 
+from mbd_core.calls.forms import HERMES
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.tokenizer import grammars_of, load_tokenizer
 from mbd_core.decoding.grammar.guide import Grammars
@@ -37,7 +38,7 @@ def test_what_a_client_sent_is_taken(client: str, grammars: Grammars) -> None:
     for body in (body for body in BODIES if body.client == client):
         request = chat_of(body)
         rule = request.call_rule if isinstance(request, ChatRequest) else None
-        grammar = request.grammar if rule is None else rule.grammar({})
+        grammar = request.grammar if rule is None else rule.grammar(HERMES, {})
         if grammar is not None:
             grammars.guide(grammar, max_tokens=BUDGET)
 
