@@ -152,8 +152,9 @@ class CallForm:
 
     def call(self, name: str, arguments: Mapping[str, Any], *, call_id: str = "") -> str:
         """The text of one call."""
-        text = f"{self.head}{name}{self.middle}{self.arguments.written(arguments)}{self.tail}"
-        return text.replace(ID, call_id)
+        # arguments may hold the character of `ID`: texts that spell a control token are masked by such ones
+        middle, tail = (part.replace(ID, call_id) for part in (self.middle, self.tail))
+        return f"{self.head}{name}{middle}{self.arguments.written(arguments)}{tail}"
 
     def calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]], *, ids: Sequence[str] = ()) -> str:
         """The text of an answer's calls, each given by its function's name and its arguments."""
