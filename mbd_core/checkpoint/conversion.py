@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.checkpoint import adapter as adapters
+from mbd_core.checkpoint.adaptation.trained_config import ar_config, block_config
 from mbd_core.checkpoint.base_files import files_beside_weights, read_configs
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.dcp import DcpFolder, recorded_recipe, save_dcp, whole_recipe
@@ -169,7 +170,7 @@ def _plan(
     if adapter is not None and (adapter / RECIPE).is_file():
         recipe = whole_recipe(adapter / RECIPE, read_json(adapter / RECIPE))
     if recipe is not None:
-        config = trained_config(config, recipe)
+        config = _trained(config, recipe)
     default_layout = layout if layout != "decoder" and recipe is None else "per_expert"
     wanted = stored_tensors(config, decoder_shapes(config), experts or default_layout)
     pieces = TensorPieces(weights, stored)
@@ -185,18 +186,16 @@ def _plan(
     )
 
 
-def trained_config(config: ModelConfig, recipe: Mapping[str, Any]) -> ModelConfig:
-    """A base's configuration after the training of a recorded recipe, as `multitf.run.start.trained_config` and
-    `multitf.run.export` have it."""
+def _trained(config: ModelConfig, recipe: Mapping[str, Any]) -> ModelConfig:
+    """A base's configuration after the training of a recorded recipe. A record of an older version may lack fields."""
     states = recipe["states"]
     if states.get("layouts") == "none":
-        return replace(config, ar_mode=config.attention == "block_causal")
-    attention = config.attention if config.attention == "full" else states.get("clean", "block_causal")
-    return replace(
+        return ar_config(config)
+    return block_config(
         config,
         block_size=recipe["generation"].get("block_size", states["block_size"]),
-        attention=attention,
-        ar_mode=states.get("ar_weight", 0) > 0 and attention == "block_causal",
+        clean=states.get("clean", "block_causal"),
+        has_ar_loss=states.get("ar_weight", 0) > 0,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from mbd_core.checkpoint.adaptation.trained_config import ar_config, block_config
 from mbd_core.checkpoint.families import FAMILIES
 from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.shipped import model_folder
@@ -203,10 +204,9 @@ def trained_config(recipe: TrainingRecipe, config: ModelConfig) -> ModelConfig:
     whether there is an autoregressive mode."""
     states = recipe.states
     if not states.fills_masks:
-        return replace(config, ar_mode=config.attention == "block_causal")
-    attention = config.attention if config.attention == "full" else states.clean
-    ar_mode = states.ar_weight > 0 and attention == "block_causal"
-    return replace(config, block_size=states.block_size, attention=attention, ar_mode=ar_mode)
+        return ar_config(config)
+    has_ar_loss = states.ar_weight > 0
+    return block_config(config, block_size=states.block_size, clean=states.clean, has_ar_loss=has_ar_loss)
 
 
 def _check_causal_stream(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
