@@ -8,11 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jinja2 import TemplateError
+
 from mbd_core.calls.form import ID_LENGTH, CallForm
 from mbd_core.calls.forms import FORMS
 
 Render = Callable[..., str]
 """Renders turns, with `tools` and `add_generation_prompt` by name. Raises any error of the template."""
+
+SHAPE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What a chat template raises, beside its own `TemplateError`, for values in a shape that it does not take."""
 
 SAID = "Let me look"
 PROBES = (("probe_first", {"city": "Rome", "days": [2, 3]}), ("probe_second", {"city": "Oslo", "days": [4]}))
@@ -54,7 +59,7 @@ def _shown(render: Render, number: int, *, content: str = "", json_text: bool = 
     answer["tool_calls"] = list(_turns_calls(number, json_text=json_text))
     try:
         return render([{"role": "user", "content": "?"}, answer], tools=TOOLS, add_generation_prompt=False)
-    except Exception:  # whatever a template does with a shape that it does not take
+    except (TemplateError, *SHAPE_ERRORS):
         return ""
 
 

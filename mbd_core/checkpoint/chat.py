@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 
 from mbd_core.calls.form import CallForm
 from mbd_core.calls.forms import FORM_NAMES, HERMES, form_named
-from mbd_core.calls.recognition import history, recognised, turn_text
+from mbd_core.calls.recognition import SHAPE_ERRORS, history, recognised, turn_text
 from mbd_core.checkpoint.literal_text import MaskedText, Masking, literal, masking_of, token_ids
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def chat_text(
         text = tokenizer.apply_chat_template(turns, tools=shown, tokenize=False, add_generation_prompt=begins, **given)
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except SHAPE_ERRORS as error:
         if not variables:
             raise
         raise VariableRefused(f"the model's chat template cannot use these values: {error}") from error
