@@ -212,6 +212,7 @@ def test_what_cannot_be_had_is_refused_in_a_sentence() -> None:
             decoding_config({}, {"verify": verify}, block_size=B)
     for fields, message in (
         ({"buffer_size": 2}, "buffer_size=2 has no meaning with verify"),
+        ({"adaptive": False}, "adaptive=False has no meaning with verify"),
         ({"verify": EXACT, "tau_m2t": 0.5}, "tau_m2t=0.5 has no meaning with verify.exact"),
     ):
         with pytest.raises(ValueError, match=message):

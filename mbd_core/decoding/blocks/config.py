@@ -1,6 +1,6 @@
 """How one request is decoded: the papers' methods and thresholds as one value, checked once."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
@@ -155,9 +155,7 @@ class DecodingConfig:
         if self.t2t and self.soft:
             raise ValueError("t2t and soft are two ways to revise filled tokens; give one of them")
         if self.edit is not None:
-            for f in fields(self):
-                if f.name not in EDIT_FIELDS and getattr(self, f.name) != f.default:
-                    raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with edit; leave it out")
+            self._only(EDIT_FIELDS, "edit")
         if self.entropy is not None:
             for f in fields(self):
                 if f.name in (*REPLACED_BY_ENTROPY, "soft") and getattr(self, f.name) != f.default:
@@ -165,21 +163,15 @@ class DecodingConfig:
         if self.causal is not None:
             if self.prefix_cache and self.causal.context == "full":
                 raise ValueError("prefix_cache=True cannot be honoured with causal.context='full'; leave one out")
-            for f in fields(self):
-                if f.name not in CAUSAL_FIELDS and getattr(self, f.name) != f.default:
-                    raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with causal; leave it out")
+            self._only(CAUSAL_FIELDS, "causal")
         if self.renoise is not None:
-            for f in fields(self):
-                if f.name not in RENOISE_FIELDS and getattr(self, f.name) != f.default:
-                    raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with renoise; leave it out")
+            self._only(RENOISE_FIELDS, "renoise")
         if self.t2t is not None and not self.t2t.max_edits and self.verify is None:
             raise ValueError("t2t.max_edits=0 has a meaning only with verify; give at least 1")
         if self.verify is not None:
-            fitting = VERIFY_FIELDS if not self.verify.exact else tuple(set(VERIFY_FIELDS) - set(REPLACED_BY_EXACT))
-            for f in fields(self):
-                if f.name not in fitting and getattr(self, f.name) != f.default:
-                    name = "verify" if f.name not in VERIFY_FIELDS else "verify.exact"
-                    raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with {name}; leave it out")
+            self._only(VERIFY_FIELDS, "verify")
+            if self.verify.exact:
+                self._only(set(VERIFY_FIELDS) - set(REPLACED_BY_EXACT), "verify.exact")
         if self.soft and (self.tokens_per_step > 1 or self.fallback != "confidence"):
             raise ValueError("soft accepts from the left, at least one token; leave out tokens_per_step and fallback")
         if self.prefix_cache and self.prompt_attention == "full":
@@ -190,11 +182,13 @@ class DecodingConfig:
         if self.canvas is not None:
             if self.prefix_cache:
                 raise ValueError("prefix_cache=True cannot be honoured with canvas: full attention has no prefix")
-            for f in fields(self):
-                if f.name in CANVAS_FIELDS:
-                    continue
-                if getattr(self, f.name) != f.default:
-                    raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with canvas; leave it out")
+            self._only(CANVAS_FIELDS, "canvas")
+
+    def _only(self, fitting: Collection[str], method: str) -> None:
+        """Raises `ValueError` for a field that is not its default and has no meaning with a method."""
+        for f in fields(self):
+            if f.name not in fitting and getattr(self, f.name) != f.default:
+                raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with {method}; leave it out")
 
     @property
     def by_parts(self) -> bool:
@@ -257,7 +251,6 @@ CAUSAL_FIELDS = ("block_size", "adaptive", "prefix_cache", "causal")
 RENOISE_FIELDS = ("block_size", "adaptive", "prefix_cache", "renoise")
 VERIFY_FIELDS = (
     "block_size",
-    "adaptive",
     "prefix_cache",
     "tau_m2t",
     "tokens_per_step",
