@@ -85,12 +85,15 @@ def scored(api_request: ApiRequest) -> TypeGuard[CompletionRequest]:
 
 
 def first_seed(api_request: ApiRequest) -> int:
-    """The seed of the first choice; random if tokens are sampled without a given seed."""
+    """The seed of the first choice; random if tokens are sampled without a given seed.
+
+    A given seed counts at temperature 0, too: some methods draw noise there (`verify`, `renoise`).
+    """
     if api_request.resume is not None and api_request.resume.seed is not None:
         return api_request.resume.seed
-    if not api_request.draws:
-        return 0
-    return secrets.randbits(32) if api_request.seed is None else api_request.seed
+    if api_request.seed is not None:
+        return api_request.seed
+    return secrets.randbits(32) if api_request.draws else 0
 
 
 class ModelRoute:

@@ -17,8 +17,18 @@ from local_server import LIMIT, MODEL, ROUTES, answers, server_of
 from actors.serving.args import ModelArgs, ServingArgs
 from mbd_core.engine.config import EngineConfig
 from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.api.parsing import parse
+from mbd_core.serving.api.requests import ChatRequest
+from mbd_core.serving.server.model_route import first_seed
 
+SAID = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 GREEDY = {"decoding": {"buffer_size": 2, "tau_m2t": 0.02}, "return_token_ids": True, "max_tokens": 30}
+
+
+@pytest.mark.parametrize(("fields", "seed"), [({"seed": 7}, 7), ({"temperature": 0, "seed": 7}, 7), ({}, 0)])
+def test_a_given_seed_counts_at_temperature_0_too(fields: dict[str, Any], seed: int) -> None:
+    """Methods like verify and renoise draw noise there."""
+    assert first_seed(parse(ChatRequest, json.dumps(SAID | fields).encode())) == seed
 
 
 def tokens(whole: list[dict[str, Any]]) -> list[int]:
