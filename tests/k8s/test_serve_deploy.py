@@ -2,20 +2,18 @@
 
 import json
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
-from manifests import BASE_SERVE_FILE, ROOT, environment, node_groups, render
+from manifests import BASE_SERVE_FILE, environment, node_groups, render
+from serve_deploy import application_state, serve_deploy
 
 from actors.serving.serve import QUESTION
-from cluster.local import LOOPBACK, TOKEN_PATH, LocalCluster, local_cluster
+from cluster.local import LOOPBACK, LocalCluster, local_cluster
 
 CONFIG = yaml.safe_load(BASE_SERVE_FILE.read_text())
 PORT = CONFIG["http_options"]["port"]
@@ -41,15 +39,9 @@ def cluster() -> Iterator[LocalCluster]:
 
 def application(cluster: LocalCluster) -> dict[str, Any]:
     """What Serve says of the application, once it runs."""
-    token = Path(cluster.environment[TOKEN_PATH]).read_text()
     deadline = time.monotonic() + SECONDS
     while True:
-        answer = httpx.get(
-            f"{cluster.dashboard_url}/api/serve/applications/",
-            headers={"Authorization": f"Bearer {token}"},
-            timeout=60,
-        )
-        state: dict[str, Any] = answer.json().get("applications", {}).get("mbd", {})
+        state = application_state(cluster, seconds=60)
         if state.get("status") == "RUNNING":
             return state
         assert state.get("status") != "DEPLOY_FAILED" and time.monotonic() < deadline, json.dumps(state)[:2000]
@@ -58,16 +50,7 @@ def application(cluster: LocalCluster) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_serve_deploy_takes_the_file_and_the_endpoint_answers(cluster: LocalCluster) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ray.serve.scripts", "deploy", BASE_SERVE_FILE, "-a", cluster.dashboard_url],
-        capture_output=True,
-        text=True,
-        env=cluster.environment,
-        cwd=ROOT,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    serve_deploy(cluster, BASE_SERVE_FILE, seconds=SECONDS)
     deployments = application(cluster)["deployments"].values()
     args = CONFIG["applications"][0]["args"]
     (model,) = args["models"]

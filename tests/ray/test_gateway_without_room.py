@@ -5,14 +5,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import yaml
+from serve_deploy import APPLICATION, application_state, serve_deploy
 
 from actors.serving.proxy import CALLBACK, CALLBACK_VARIABLE
-from cluster.local import LOOPBACK, ROOT, TOKEN_PATH, LocalCluster, free_ports, local_cluster
+from cluster.local import LOOPBACK, ROOT, LocalCluster, free_ports, local_cluster
 
 pytestmark = pytest.mark.slow
 
@@ -36,30 +36,14 @@ def cluster() -> Iterator[LocalCluster]:
 
 def deploy(cluster: LocalCluster, folder: Path, *, port: int, model: str) -> None:
     application = {
-        "name": "mbd",
+        "name": APPLICATION,
         "route_prefix": "/",
         "import_path": "actors.serving.app:build",
         "args": {"device": "cpu", "models": [{"model": model, "name": "m", "engine": {"max_rows": 2}}]},
     }
     config = {"http_options": {"host": LOOPBACK, "port": port}, "applications": [application]}
     (folder / "serve.yaml").write_text(yaml.safe_dump(config))
-    done = subprocess.run(
-        [sys.executable, "-m", "ray.serve.scripts", "deploy", folder / "serve.yaml", "-a", cluster.dashboard_url],
-        capture_output=True,
-        text=True,
-        env=cluster.environment,
-        cwd=ROOT,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def state(cluster: LocalCluster) -> dict[str, Any]:
-    token = Path(cluster.environment[TOKEN_PATH]).read_text()
-    url, headers = f"{cluster.dashboard_url}/api/serve/applications/", {"Authorization": f"Bearer {token}"}
-    found: dict[str, Any] = httpx.get(url, headers=headers, timeout=SECONDS).json()["applications"].get("mbd", {})
-    return found
+    serve_deploy(cluster, folder / "serve.yaml", seconds=SECONDS)
 
 
 def asked(port: int) -> httpx.Response | None:
@@ -108,7 +92,7 @@ def test_a_gateway_that_finds_no_room_is_missed_in_a_503_and_stands_once_there_i
 def test_a_path_that_no_node_has_fails_the_deployment_in_a_sentence(cluster: LocalCluster, tmp_path: Path) -> None:
     deploy(cluster, tmp_path, port=free_ports(1)[0], model=str(tmp_path / "none"))
     deadline = time.monotonic() + SECONDS
-    while (found := state(cluster)).get("status") != "DEPLOY_FAILED":
+    while (found := application_state(cluster, seconds=SECONDS)).get("status") != "DEPLOY_FAILED":
         assert time.monotonic() < deadline, found
         time.sleep(1)
     assert f"models[0].model {tmp_path}/none is on no node: give a URL" in found["message"]
