@@ -3,7 +3,7 @@
 mbd convert LLaDA2.0-mini --out mini-fused --experts fused
 mbd convert step_1000 --to hf --out trained --experts per-expert --config mini-fused
 mbd convert Qwen3-0.6B --to block-diffusion --out diffusion
-mbd convert diffusion --adapter out/adapter --out mine   # a LoRA adapter, merged into its base
+mbd convert diffusion --adapter out/adapter --out out/mine   # a LoRA adapter, merged into its base
 mbd convert --random llada2-mini --out mini   # random weights in the real layout, and a tokenizer
 """
 
