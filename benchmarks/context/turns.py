@@ -111,7 +111,7 @@ def round_trip_rows(*, seed: int = 0) -> list[dict[str, Any]]:
     for name, form in FORMS.items():
         tokenizer, rng = form_tokenizer(form), random.Random(seed)
         limits = SimpleNamespace(admission=SimpleNamespace(max_length=PROMPT_LIMIT))
-        model = cast(ServedModel, SimpleNamespace(tokenizer=tokenizer, limits=limits))
+        model = cast(ServedModel, SimpleNamespace(tokenizer=tokenizer, limits=limits, call_form=None))
         found, number, changed = {"tokenizer": 0, "decoder": 0, "ids": 0}, {"tokenizer": 0, "decoder": 0, "ids": 0}, []
         for label, text in ANSWERS.items():
             canonical = tokenizer(text, add_special_tokens=False)["input_ids"]
