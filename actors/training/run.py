@@ -99,6 +99,7 @@ class TrainingRun:
             "--base": self.recipe.base,
             "--data": data.path if isinstance(data, PreparedData) else None,
             "--validation": None if self.validation.share is not None else self.validation.validation,
+            "--set train.lora.start": None if self.recipe.train.lora is None else self.recipe.train.lora.start,
             "--set sweeping.sweep_data": self.sweeping.sweep_data if self.sweeping.sweep_every else None,
         }
         paths = [OpenedPath(option, path) for option, path in named.items() if path is not None and isabs(path)]

@@ -45,6 +45,8 @@ class LoraSettings:
     """The projections that get one."""
     quantize_base: QuantizedBase | None = None
     """Train an adapter, and keep the matrices of the frozen base's layers in 4 bits (QLoRA), by bitsandbytes."""
+    start: Annotated[str | None, Flag(metavar="DIR|URL", opened_by="workers")] = None
+    """Go on from this adapter of the same base, rank and projections, as --write adapter or PEFT wrote it."""
 
     def __post_init__(self) -> None:
         if self.dropout >= 1.0 or not self.modules:
@@ -238,6 +240,11 @@ def check_learning(config: TrainConfig) -> None:
     """Raise `ValueError` for what a learner of reinforcement learning does not do."""
     if config.distillation is not None:
         raise ValueError("distillation is MultiTF's objective, and not a learner's; leave it out")
+    if config.lora is not None and config.lora.start is not None:
+        raise ValueError(
+            f"--set train.lora.start={config.lora.start} is MultiTF's, and not a learner's: merge the adapter into the model "
+            "first (mbd convert MODEL --adapter DIR --out OUT)"
+        )
     if config.lora is not None and config.lora.dropout:
         raise ValueError(
             f"an adapter's dropout of {config.lora.dropout} makes the learner's log-probabilities others than the "

@@ -22,6 +22,7 @@ from mbd_core.multitf.config import BASE_TEACHER
 from mbd_core.multitf.data.prepared import PreparedData
 from mbd_core.multitf.recipes.by_name import recipe_named
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, shortened, with_fitted_noise
+from mbd_core.storage.folder import Folder
 
 FIELD = "recipe field"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -91,6 +92,9 @@ def choose_recipe(
         if (teacher := recipe.train.teacher) is not None and teacher.model != BASE_TEACHER:
             teacher = replace(teacher, model=named_base(teacher.model))
             recipe = replace(recipe, train=replace(recipe.train, teacher=teacher))
+        if (lora := recipe.train.lora) is not None and lora.start is not None:
+            lora = replace(lora, start=Folder.at(lora.start).location)
+            recipe = replace(recipe, train=replace(recipe.train, lora=lora))
     except ValueError as error:
         if choice.config is None:
             raise

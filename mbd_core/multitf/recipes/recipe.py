@@ -114,7 +114,7 @@ def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in recipe["train"].items() if name not in WITHOUT_EFFECT}
     train = {"teacher": None} | kept
     if isinstance(train["lora"], dict):
-        train["lora"] = {"quantize_base": None} | train["lora"]
+        train["lora"] = {"quantize_base": None, "start": None} | train["lora"]
     data = recipe["data"]
     if isinstance(data, dict) and "per_task" in data:
         data = {"tasks": list(TinyData.tasks)} | data

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.adaptation.trained_config import ar_config, block_config
+from mbd_core.checkpoint.adapter import read_adapter
 from mbd_core.checkpoint.families import FAMILIES
 from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.shipped import model_folder
@@ -40,6 +41,7 @@ class StartingPoint:
     base    the base's folder on this machine; `None` for a model that begins with random weights
     data    the folder of prepared data on this machine, `None` for generated data; `record` is its record
     teacher the folder of a teacher that is loaded beside the model; `None` without one
+    adapter the folder of the adapter to go on from; `None` without one
     """
 
     recipe: TrainingRecipe
@@ -48,6 +50,7 @@ class StartingPoint:
     data: Path | None
     record: dict[str, Any] | None
     teacher: ModelFolder | None = None
+    adapter: Path | None = None
 
     @classmethod
     def read(cls, recipe: TrainingRecipe, *, fetch: Callable[[str], str] = str) -> "StartingPoint":
@@ -89,7 +92,11 @@ class StartingPoint:
             if recipe.train.teacher.reads != "text":
                 raise ValueError("teacher.reads=blocks is for rollouts (mbd rl): of clean text leave it at text")
             teacher = find_teacher(recipe.train.teacher, base, lora=recipe.train.lora is not None, fetch=fetch)
-        return cls(recipe=recipe, config=config, base=base, data=data, record=record, teacher=teacher)
+        adapter = None
+        if recipe.train.lora is not None and recipe.train.lora.start is not None:
+            adapter = Path(fetch(recipe.train.lora.start))
+            read_adapter(adapter, config)  # refuses what is none, or another model's
+        return cls(recipe=recipe, config=config, base=base, data=data, record=record, teacher=teacher, adapter=adapter)
 
     def with_precision(self, precision: Precision) -> "StartingPoint":
         """The same, computed in `precision`."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from mbd_core.checkpoint.adapter import read_adapter
 from mbd_core.checkpoint.adapter_saving import save_adapter
 from mbd_core.checkpoint.base_files import read_base
 from mbd_core.checkpoint.loading import fill_parts
@@ -36,7 +37,7 @@ from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.sweeps import Sweeper, Sweeps
 from mbd_core.multitf.run.teachers import load_teacher
 from mbd_core.multitf.run.validation import Validation, ValidationFailed, are_conversations, check_held_out
-from mbd_core.multitf.step.adapter import adapter_factors, base_tensors, fill_adapter, merge_adapter
+from mbd_core.multitf.step.adapter import adapter_factors, base_tensors, begin_adapter, fill_adapter, merge_adapter
 from mbd_core.multitf.step.mfu import device_peak
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.multitf.step.workers import Workers
@@ -170,6 +171,8 @@ class Run:
             assert base is not None
             fill_parts(base_tensors(model), model.config, base.path)
             fill_adapter(model, seed=recipe.train.seed)
+        if start.adapter is not None and record is None:
+            begin_adapter(model, read_adapter(start.adapter, model.config))
         self.curve: RunCurve = []
         if checkpoints is not None and record is not None:
             checkpoints.check_share(record)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mbd_core.models.decoder import Decoder
+from mbd_core.models.lora import Adapter
 from mbd_core.multitf.config import LoraSettings
 from mbd_core.multitf.step.quantized_base import dequantize_base
 from mbd_core.multitf.step.sample_dropout import CurrentDraws, SampleDropout
@@ -67,6 +68,30 @@ def fill_adapter(model: Decoder, *, seed: int) -> None:
         weight = nn.init.kaiming_uniform_(torch.empty(down.shape), a=math.sqrt(5), generator=generator)
         own_part(down).copy_(own_part(cut_like(weight.to(own_part(down).device), down)))
         own_part(up).zero_()
+
+
+@torch.no_grad()
+def begin_adapter(model: Decoder, start: Adapter) -> None:
+    """Gives the model's adapter the factors of another one, so that it computes what that one does.
+
+    Where the model is cut among workers, each takes its part. Raises `ValueError` if rank or projections differ.
+    """
+    layers = _adapted_layers(model)
+    rank = next(iter(layers.values())).r["default"]
+    if start.rank != rank:
+        raise ValueError(
+            f"the adapter to go on from has rank {start.rank}, and this run's has {rank}: give --lora {start.rank}"
+        )
+    if differing := sorted(layers.keys() ^ start.factors.keys()):
+        raise ValueError(
+            f"the adapter to go on from and this run's change other projections, one of them {differing[0]} alone: "
+            "give --lora-modules those of the adapter"
+        )
+    for name, layer in layers.items():
+        down, up = (getattr(layer, factor)["default"].weight for factor in ("lora_A", "lora_B"))
+        down_values, up_values = start.factors[name]  # with the scale in B
+        for weight, values in ((down, down_values), (up, up_values / layer.scaling["default"])):
+            own_part(weight).copy_(own_part(cut_like(values.to(own_part(weight).device), weight)))
 
 
 def is_adapters(name: str) -> bool:

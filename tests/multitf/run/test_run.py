@@ -173,6 +173,16 @@ def test_an_adapter_alone_is_written_on_demand(recipe: str, capsys: pytest.Captu
         "mbd-manifest.json",
         "recipe.json",
     ]
+    again = ["--recipe", recipe, "--steps", "1", "--write", "adapter", "--set", f"states.block_size={size}"]
+    again += ["--lora", "2", "--lr", "0", "--out", "b"]
+    assert run.main([*again, "--set", "train.lora.start=a"]) == 0, "an update at rate 0 leaves what it goes on from"
+    for name, (a, b) in read_adapter(Path("b"), load_config(Path(str(base)))).factors.items():
+        torch.testing.assert_close(b @ a, adapter.factors[name][1] @ adapter.factors[name][0])
+    capsys.readouterr()
+    assert run.main([*again, "--overwrite", "--set", "train.lora.start=nowhere"]) == 2
+    assert "nowhere is not an adapter folder" in capsys.readouterr().err
+    assert run.main([*again[:-5], "3", "--out", "c", "--set", "train.lora.start=a"]) == 2
+    assert "give --lora 2" in capsys.readouterr().err and not Path("c").exists()
 
 
 def test_some_updates_are_profiled(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,13 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import LoraSettings, TrainConfig
 from mbd_core.multitf.data.example import Example
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.step.adapter import adapter_factors, add_adapter, merge_adapter, without_adapter
+from mbd_core.multitf.step.adapter import (
+    adapter_factors,
+    add_adapter,
+    begin_adapter,
+    merge_adapter,
+    without_adapter,
+)
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.ops.attention.whole import DenseAttention
 
@@ -152,3 +158,30 @@ def test_a_fresh_adapter_changes_nothing_and_draws_nothing() -> None:
     add_adapter(model, LoraSettings(dropout=0.0), seed=1)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(outputs(model), plain)
+
+
+def test_an_adapter_goes_on_from_another_one(tmp_path: Path) -> None:
+    """It computes what that one does, also by another alpha; what has another rank or other projections is refused."""
+    first = random_model(FAMILIES["sdar"])
+    add_adapter(first, LoraSettings(rank=3, alpha=5, dropout=0.0), seed=3)
+    for name, parameter in first.named_parameters():
+        if ".lora_B" in name:
+            parameter.data.normal_(0.0, 0.1)
+    save_adapter(
+        tmp_path / "a", first.config, adapter_factors(first), rank=3, alpha=5, dropout=0.0, base="base", extra={}
+    )
+    start = read_adapter(tmp_path / "a", first.config)
+
+    def begun(settings: LoraSettings) -> Decoder:
+        model = random_model(FAMILIES["sdar"])
+        add_adapter(model, settings, seed=8)
+        begin_adapter(model, start)
+        return model
+
+    for alpha in (5, 9):
+        model = begun(LoraSettings(rank=3, alpha=alpha, dropout=0.0))
+        torch.testing.assert_close(outputs(model), outputs(first), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="give --lora 3"):
+        begun(LoraSettings(rank=4))
+    with pytest.raises(ValueError, match="give --lora-modules"):
+        begun(LoraSettings(rank=3, modules=("q_proj",)))
