@@ -242,8 +242,8 @@ def check_learning(config: TrainConfig) -> None:
         raise ValueError("distillation is MultiTF's objective, and not a learner's; leave it out")
     if config.lora is not None and config.lora.start is not None:
         raise ValueError(
-            f"--set train.lora.start={config.lora.start} is MultiTF's, and not a learner's: merge the adapter into the model "
-            "first (mbd convert MODEL --adapter DIR --out OUT)"
+            f"--set train.lora.start={config.lora.start} is MultiTF's, and not a learner's: merge the adapter into "
+            "the model first (mbd convert MODEL --adapter DIR --out OUT)"
         )
     if config.lora is not None and config.lora.dropout:
         raise ValueError(
