@@ -8,6 +8,8 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import Context
+from dataclasses import dataclass
 from typing import Any
 
 from ray._private import ray_constants, services, worker
@@ -111,22 +113,41 @@ def open_replica_port_at(host: str) -> None:
     replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace(ALL_ADDRESSES, host))
 
 
-def known_replicas(proxy: Any, path: str) -> tuple[str, int] | None:
-    """The deployment that answers `path` and its replicas' number, as Serve's HTTP proxy in this process knows them.
+@dataclass(frozen=True)
+class Answering:
+    """The deployment that answers a path, as Serve's HTTP proxy in this process knows it; without a name, nobody."""
 
-    `proxy` is the proxy or a middleware around it. The name is empty for a path that no application answers; `None`
-    stands for a proxy that knows no application yet.
+    name: str = ""
+    router: Any = None
+
+    @property
+    def num_replicas(self) -> int:
+        """Without those that end."""
+        return 0 if self.router is None else len(self.router.curr_replicas)
+
+    def waits(self, call: Context) -> bool:
+        """Whether the proxy's call in this context has no replica yet; its replica may be one that ends."""
+        from ray.serve.context import _serve_request_context
+
+        request = call.get(_serve_request_context)
+        if request is None or not request._internal_request_id or self.router is None:
+            return True
+        return request._internal_request_id in self.router._pending_requests_by_id
+
+
+def answering(proxy: Any, path: str) -> Answering | None:
+    """The deployment that answers `path`; `None` from a proxy that knows no application yet.
+
+    `proxy` is Serve's, of this process, or a middleware around it.
     """
     while not hasattr(proxy, "proxy_router"):
         proxy = proxy._app
-    routes = proxy.proxy_router
-    if not routes.route_info:
+    if not proxy.proxy_router.route_info:
         return None
-    matched = routes.match_route(path)
+    matched = proxy.proxy_router.match_route(path)
     if matched is None:
-        return "", 0
-    router = matched[1]._router._asyncio_router.request_router
-    return matched[1].deployment_name, 0 if router is None else len(router.curr_replicas)
+        return Answering()
+    return Answering(matched[1].deployment_name, matched[1]._router._asyncio_router.request_router)
 
 
 def llm_types() -> Any:

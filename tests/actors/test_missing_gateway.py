@@ -2,17 +2,20 @@
 
 import asyncio
 import json
+from contextvars import Context, copy_context
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.serve._private.common import DeploymentID, EndpointInfo
 from ray.serve._private.proxy_router import ProxyRouter
+from ray.serve.context import _RequestContext, _serve_request_context
 
 from actors.serving import gateway
 from actors.serving.proxy import waiting
 from actors.serving.proxy.waiting import GATEWAY, RefusedWithoutGateway, missing
-from cluster.ray_private import known_replicas
+from cluster.ray_private import answering
 
 NO_ROOM = 'Deployment has 1 replicas that have taken more than 30s to be scheduled. Resources required: {"CPU": 0.1}'
 FOREVER = 60.0
@@ -20,14 +23,26 @@ FOREVER = 60.0
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("START_SECONDS", 0.1), ("RESTART_SECONDS", 0.4), ("LOOK_SECONDS", 0.01)):
+    for name, seconds in (("START_SECONDS", 0.1), ("RESTART_SECONDS", 1.0), ("LOOK_SECONDS", 0.01)):
         monkeypatch.setattr(waiting, name, seconds)
+
+
+@dataclass
+class Known:
+    """What Serve's proxy knows of the deployment that answers, and whether a request has no replica of it."""
+
+    name: str
+    num_replicas: int
+    has_none: bool = True
+
+    def waits(self, call: Context) -> bool:
+        return self.has_none
 
 
 class Proxy:
     """Serve's proxy, which answers after so many seconds, and what it knows of gateways: the last value holds."""
 
-    def __init__(self, *known: tuple[str, int] | None, answers_after: float) -> None:
+    def __init__(self, *known: Known | None, answers_after: float) -> None:
         self.known, self.answers_after = list(known), answers_after
         self.num_asked = self.num_looks = 0
         self.was_stopped = False
@@ -43,7 +58,7 @@ class Proxy:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"answer"})
 
-    def gateways(self, app: Any, path: str) -> tuple[str, int] | None:
+    def gateways(self, app: Any, path: str) -> Any:
         self.num_looks += 1
         return self.known.pop(0) if len(self.known) > 1 else self.known[0]
 
@@ -78,7 +93,7 @@ def refusal(sent: list[dict[str, Any]]) -> str:
 
 
 def test_a_request_that_no_gateway_will_take_is_refused_with_what_is_missing() -> None:
-    proxy = Proxy((GATEWAY, 0), answers_after=FOREVER)
+    proxy = Proxy(Known(GATEWAY, 0), answers_after=FOREVER)
     assert NO_ROOM in refusal(asked(proxy)) and proxy.was_stopped
 
 
@@ -91,12 +106,14 @@ def test_a_proxy_without_an_application_is_not_asked() -> None:
 @pytest.mark.parametrize(
     ("known", "answers_after"),
     [
-        ([(GATEWAY, 1)], 0),
-        ([(GATEWAY, 1)], 0.3),  # longer than a request waits for a gateway
-        ([None, (GATEWAY, 0), (GATEWAY, 1)], 0.1),  # one stands soon
-        ([(GATEWAY, 1), (GATEWAY, 0)], 0.25),  # one has stood, and its successor may take longer
-        ([("Another", 0)], 0.2),  # another application, which Serve starts for a request
-        ([("", 0)], 0),  # a path that nobody answers
+        ([Known(GATEWAY, 1)], 0),
+        ([Known(GATEWAY, 1)], 0.3),  # longer than a request waits for a gateway
+        ([None, Known(GATEWAY, 0), Known(GATEWAY, 1)], 0.1),  # one stands soon
+        ([Known(GATEWAY, 1), Known(GATEWAY, 0)], 0.3),  # one has stood, and its successor may take longer
+        ([Known(GATEWAY, 1, has_none=False), Known(GATEWAY, 0, has_none=False)], 1.5),  # its gateway ends after it
+        ([Known(GATEWAY, 1, has_none=False), None], 1.5),  # and so does the application
+        ([Known("Another", 0)], 0.2),  # another application, which Serve starts for a request
+        ([Known("", 0)], 0),  # a path that nobody answers
     ],
 )
 def test_a_request_that_is_answered_is_left_alone(known: list[Any], answers_after: float) -> None:
@@ -106,12 +123,12 @@ def test_a_request_that_is_answered_is_left_alone(known: list[Any], answers_afte
 
 
 def test_a_request_whose_gateways_are_lost_for_good_is_refused() -> None:
-    proxy = Proxy((GATEWAY, 1), (GATEWAY, 0), answers_after=FOREVER)
+    proxy = Proxy(Known(GATEWAY, 1), Known(GATEWAY, 0), answers_after=FOREVER)
     assert NO_ROOM in refusal(asked(proxy)) and proxy.num_looks > 20, "after the longer wait"
 
 
 def test_serve_s_own_routes_are_answered_without_a_gateway() -> None:
-    assert asked(Proxy((GATEWAY, 0), answers_after=0.2), path="/-/healthz")[0]["status"] == 200
+    assert asked(Proxy(Known(GATEWAY, 0), answers_after=0.2), path="/-/healthz")[0]["status"] == 200
 
 
 def test_no_cluster_is_started_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,23 +165,32 @@ def test_a_controller_that_does_not_answer_keeps_nobody_waiting(monkeypatch: pyt
     assert missing() == waiting.UNKNOWN
 
 
-def test_the_proxy_knows_its_gateways() -> None:
+def test_the_proxy_knows_its_gateways_and_which_requests_they_have() -> None:
     """Serve's own router of paths, with handles as far as they are read."""
+    request_router = SimpleNamespace(curr_replicas={"a": 1, "b": 2}, _pending_requests_by_id={"pending": None})
 
     def handle(endpoint: DeploymentID, info: EndpointInfo) -> Any:
-        request_router = None if endpoint.name == "New" else SimpleNamespace(curr_replicas={"a": 1, "b": 2})
-        router = SimpleNamespace(_asyncio_router=SimpleNamespace(request_router=request_router))
+        routers = {"New": None, GATEWAY: request_router}
+        router = SimpleNamespace(_asyncio_router=SimpleNamespace(request_router=routers[endpoint.name]))
         return SimpleNamespace(deployment_name=endpoint.name, _router=router)
+
+    def call(request: str) -> Context:
+        context = copy_context()
+        context.run(_serve_request_context.set, _RequestContext(_internal_request_id=request))
+        return context
 
     routes = ProxyRouter(handle)
     proxy = SimpleNamespace(_app=SimpleNamespace(_app=SimpleNamespace(proxy_router=routes)))
-    assert known_replicas(proxy, "/v1/models") is None
+    assert answering(proxy, "/v1/models") is None
     routes.update_routes(
         {DeploymentID(GATEWAY, "mbd"): EndpointInfo("/v1"), DeploymentID("New", "new"): EndpointInfo("/new")}
     )
-    assert known_replicas(proxy, "/v1/models") == (GATEWAY, 2)
-    assert known_replicas(proxy, "/new") == ("New", 0)
-    assert known_replicas(proxy, "/other") == ("", 0)
+    old, new, none = (answering(proxy, path) for path in ("/v1/models", "/new", "/other"))
+    assert old is not None and (old.name, old.num_replicas) == (GATEWAY, 2)
+    assert new is not None and (new.name, new.num_replicas) == ("New", 0)
+    assert none is not None and (none.name, none.num_replicas) == ("", 0)
+    assert old.waits(call("pending")) and not old.waits(call("routed"))
+    assert old.waits(copy_context()) and new.waits(call("routed"))
 
 
 def test_the_gateway_has_the_name_that_is_looked_for() -> None:

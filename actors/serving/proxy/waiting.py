@@ -1,13 +1,15 @@
 """A 503 for requests that wait where no gateway stands: Serve's proxy alone lets them wait without a word.
 
-A gateway may find no room on the cluster. The proxy knows which gateways run. What keeps them from running is asked
-from Serve's controller, and only for an answer that says it.
+A gateway may find no room on the cluster. The proxy knows which gateways run, and which of them has a request: one
+that ends after its requests is none that runs, and its requests are left to it. What keeps gateways from running is
+asked from Serve's controller, and only for an answer that says it.
 """
 
 import asyncio
 import json
 import time
 from collections.abc import Callable
+from contextvars import copy_context
 
 import ray
 from ray import serve
@@ -16,7 +18,7 @@ from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.serving.proxy.answers import OWN_ROUTES
-from cluster.ray_private import known_replicas
+from cluster.ray_private import Answering, answering
 from mbd_core.serving.api.errors import MESSAGE_LENGTH, error_body
 
 GATEWAY = "Gateway"  # the deployment's name
@@ -47,15 +49,15 @@ def missing() -> str:
 
 
 class RefusedWithoutGateway:
-    """The middleware: a request whose answer has not begun gets a 503 once no gateway has stood for a while."""
+    """The middleware: a request that no gateway has taken gets a 503 once none has stood for a while."""
 
     def __init__(
         self,
         app: ASGIApp,
-        known: Callable[[ASGIApp, str], tuple[str, int] | None] = known_replicas,
+        answering: Callable[[ASGIApp, str], Answering | None] = answering,
         missing: Callable[[], str] = missing,
     ) -> None:
-        self._app, self._known, self._missing = app, known, missing
+        self._app, self._answering, self._missing = app, answering, missing
         self._has_stood = False
         self._status: asyncio.Future[str] | None = None
         self._status_until = 0.0
@@ -72,20 +74,29 @@ class RefusedWithoutGateway:
                 started = True
                 await send(message)
 
-        call: asyncio.Future[None] | None = None
-        deadline: float | None = None  # while no gateway stands
+        async def answer() -> None:
+            await self._app(scope, receive, send_unless_refused)
+
+        call: asyncio.Task[None] | None = None
+        context = copy_context()  # of the call: Serve puts the request's id there
+        asked: Answering | None = None  # the gateways, also once their application is deleted
+        deadline: float | None = None  # while no gateway stands, and none has the request
         try:
             while True:
-                known = self._known(self._app, scope["path"])
-                if known is None or known == (GATEWAY, 0):
+                known = self._answering(self._app, scope["path"])
+                asked = known or asked
+                stands = known is not None and known.name == GATEWAY and known.num_replicas > 0
+                self._has_stood = self._has_stood or stands
+                is_missed = known is None or (known.name == GATEWAY and not stands)
+                if is_missed and (asked is None or asked.waits(context)):
                     patience = RESTART_SECONDS if self._has_stood else START_SECONDS
                     deadline = deadline or time.monotonic() + patience
                     if time.monotonic() >= deadline:
                         break
                 else:
-                    self._has_stood, deadline = self._has_stood or known[0] == GATEWAY, None
+                    deadline = None
                 if call is None and known is not None:  # Serve starts a deployment without replicas for a request
-                    call = asyncio.ensure_future(self._app(scope, receive, send_unless_refused))
+                    call = asyncio.get_running_loop().create_task(answer(), context=context)
                 if call is None:
                     await asyncio.sleep(LOOK_SECONDS)
                     continue
