@@ -141,3 +141,16 @@ def test_a_device_draws_the_hosts_tokens_and_the_host_waits_for_nothing(device: 
 def test_sampling_refuses_what_it_cannot_draw_with(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=re.escape(named)):
         Sampling(**fields)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (1, 64), (40, 8192), (3, 49152), (7, 100)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_id_is_the_first_of_the_highest_of_a_whole_vocabulary(shape: Any, dtype: torch.dtype) -> None:
+    """Positions in parts and ids in groups give the bits that one search of everything gives, also among equals."""
+    logits = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits[1::3, 5] = torch.nan
+    vocab = Vocab(mask_token_id=2, size=shape[1] - 3)
+    highest, token = vocab.exclude_(logits.float().softmax(-1), -1.0).max(-1)
+    found = vocab.likeliest(logits)
+    assert torch.equal(found[0], token)
+    torch.testing.assert_close(found[1], highest, rtol=0, atol=0, equal_nan=True)
