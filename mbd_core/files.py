@@ -284,4 +284,4 @@ def check_writable(folder: Path, target: Path) -> None:
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
-        raise ValueError(f"{target} cannot be written: {parent}: {error.strerror}") from None
+        raise ValueError(f"{target} cannot be written: {parent}: {error.strerror}; give another place") from None

@@ -17,10 +17,11 @@ from host_cluster import PATIENCE, HostCluster, NoNamespaces, connected_hosts, h
 from served_hosts import say
 
 from jobs import prepare_data
-from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.sweep.folder import REPORT, read_samples
 from mbd_core.multitf.data.prepared import SAMPLES
+from mbd_core.rl.folder import ITERATIONS
 from mbd_core.storage.contents import contents_of
+from mbd_core.storage.folder import Folder
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,7 @@ RUN = ("--recipe", "tiny-bd", "--precision", "float32", "--steps", 4, "--set", "
 def cluster() -> Iterator[HostCluster]:
     started = time.monotonic()
     try:
-        with host_cluster(num_workers=3, disks="private") as cluster:
+        with host_cluster(num_workers=4, disks="private") as cluster:
             cluster.start(*cluster.workers[:2])
             say("the cluster is up", since=started)
             yield cluster
@@ -161,15 +162,63 @@ def test_a_model_of_the_head_is_served_by_the_others(cluster: HostCluster, of_he
     job.wait(timeout=PATIENCE)
 
 
-def test_reinforcement_learning_gets_the_model_of_the_head(cluster: HostCluster, of_head: Path, log: Path) -> None:
-    """Its engine and its learner lie on two hosts; a third host, which joins last, has a CPU for rewards."""
-    cluster.start(cluster.workers[2])
-    policy = of_head / "policy"
-    shutil.copytree(model_folder("ledger-mbd"), cluster.head.outside(policy))
-    options = ("--recipe", "tiny-rl", "--iterations", 1, "--evaluate-every", 0, "--model", policy)
-    code, text = run(cluster, "train_rl", *options, log=log)
+def test_reinforcement_learning_is_refused_a_storage_of_each_host_its_own(
+    cluster: HostCluster, of_head: Path, log: Path
+) -> None:
+    code, text = run(cluster, "train_rl", *rl_options(of_head), log=log)
     assert code == 1 and refusal(text, "train_rl").startswith(f"--storage {cluster.home}/mbd-runs is not one folder")
-    code, text = run(cluster, "train_rl", *options, "--storage", "s3://bucket/rl", "--run-name", "r", log=log)
-    assert code == 0, text
-    assert f"--model {policy}: " in text and "go from head to worker1, worker2, worker3, through Ray" in text
-    assert "model: s3://bucket/rl/r/model" in text
+
+
+def test_two_learners_on_two_hosts_outlive_one_of_them(
+    cluster: HostCluster, of_head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has the third host, and the fourth has a CPU for rewards; the weights pass through Ray alone."""
+    cluster.start(*cluster.workers[2:])
+    for name, value in cluster.store.items():
+        monkeypatch.setenv(name, value)
+    storage = Folder.at("s3://bucket/rl")
+
+    def started(name: str) -> "subprocess.Popen[bytes]":
+        options = (*rl_options(of_head), "--learners", 2, "--storage", storage, "--run-name", name)
+        return cluster.submit("python", "jobs/train_rl.py", *map(str, options), log=tmp_path / name)
+
+    def ended(job: "subprocess.Popen[bytes]", name: str) -> None:
+        code, text = job.wait(timeout=PATIENCE), (tmp_path / name).read_text()
+        assert code == 0, text
+        assert "go from head to worker1, worker2, worker3, worker4, through Ray" in text
+        assert f"model: {storage}/{name}/model" in text
+
+    def places() -> set[str]:
+        """The hosts of learners and engine, once there are all three."""
+        addresses = [address for kind in ("LearnerActor", "EngineActor") for address in cluster.actors(kind).values()]
+        return set(addresses) if len(addresses) == 3 else set()
+
+    job, began = started("whole"), time.monotonic()
+    assert len(wait_for(places, "learners and engine")) == 3
+    ended(job, "whole")
+    say("an undisturbed run has ended", since=began)
+
+    job, began = started("disturbed"), time.monotonic()
+    wait_for(lambda: (storage / "disturbed").has(ITERATIONS), "the numbers of an iteration")
+    learners = set(cluster.actors("LearnerActor").values())
+    dying = next(host for host in cluster.workers if host.address in learners)
+    dying.kill()
+    say("a learner's host is killed", since=began)
+    cluster.start(dying)
+    ended(job, "disturbed")
+    say("the run has ended", since=began)
+
+    whole, disturbed = ((storage / name / "model").read_bytes("model.safetensors") for name in ("whole", "disturbed"))
+    assert whole is not None and whole == disturbed
+
+
+def rl_options(of_head: Path) -> tuple[object, ...]:
+    """A few small updates of the head's model, on any answer with several tokens a forward."""
+    changes = {"decoding": {"buffer_size": 3, "tau_m2t": 0.05}, "rewards": {"correct": 0, "tpf": 1}}
+    return (
+        *("--recipe", "tiny-rl", "--model", of_head / "model", "--task", "gsm-mini", "--prompts", 2, "--group", 4),
+        *("--max-tokens", 8, "--iterations", 5, "--evaluate-every", 0, "--advantages", "joint", "--least-right", 0),
+        *("--least-tpf-range", 0, "--part-rows", 4, "--max-rows", 4, "--num-pages", 100, "--log-to", "none"),
+        *(part for name, value in changes.items() for part in (f"--{name}", json.dumps(value))),
+        *("--max-failures", 3),
+    )

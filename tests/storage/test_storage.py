@@ -216,8 +216,11 @@ def in_the_way(path: Path) -> str:
 @pytest.mark.parametrize(
     ("target", "sentence"),
     [
-        (in_the_way, r"file/out cannot be written: \S*/file: Not a directory$"),
-        (lambda path: f"file://{in_the_way(path)}", r"file/out cannot be written: \S*/file: Not a directory$"),
+        (in_the_way, r"file/out cannot be written: \S*/file: Not a directory; give another place$"),
+        (
+            lambda path: f"file://{in_the_way(path)}",
+            r"file/out cannot be written: \S*/file: Not a directory; give another place$",
+        ),
         (lambda path: f"{path}/{'x' * 300}", r"cannot be written: its name is longer than 200 bytes"),
         (lambda _: "/proc/mbd/out", r"^/proc/mbd/out cannot be written: /proc: "),
         (lambda _: "s4://bucket/out", r"^s4://bucket/out cannot be reached: unknown scheme 's4'; give a path"),

@@ -33,7 +33,7 @@ from object_store import SERVER, client_environment, make_bucket
 from cluster.local import RAY_START, SUPERVISOR
 
 ROOT = Path(__file__).resolve().parents[3]
-PATIENCE = 600.0  # seconds until a test gives up waiting for a state
+PATIENCE = 1200.0  # seconds until a test gives up waiting for a state
 PREFIX = "mbdh"
 FOLDERS = Path("/var/tmp")  # a short path, wherever TMPDIR points: Ray's sockets lie below it
 TMP = Path("/tmp")
@@ -193,6 +193,7 @@ class HostCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             **pod_environment(),
             "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "600",  # of many hosts on one machine
             "OMP_NUM_THREADS": "1",
             **({} if state is None else state.environment),
             **store,
