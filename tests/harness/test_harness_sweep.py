@@ -241,6 +241,32 @@ def test_what_is_not_offered_or_not_there_is_refused(folder: Path) -> None:
         plan_sweep(load_inputs(options(folder, "local_missing")))
 
 
+@pytest.mark.parametrize(
+    ("metric", "sentence"),
+    [
+        (
+            "{metric: exact_matchh, aggregation: mean, higher_is_better: true}",
+            "names the metric 'exact_matchh', which",
+        ),
+        (
+            "{metric: exact_match, aggregation: meen, higher_is_better: true}",
+            "an aggregation of the metric 'exact_match'",
+        ),
+    ],
+)
+def test_a_misspelt_metric_is_refused_before_any_work(
+    folder: Path, tmp_path: Path, metric: str, sentence: str
+) -> None:
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "local_misspelt.yaml").write_text(
+        f"task: local_misspelt\ndataset_path: json\ntest_split: test\noutput_type: generate_until\n"
+        f"dataset_kwargs: {{data_files: {{test: {folder}/choices.jsonl}}}}\ndoc_to_text: question\n"
+        f"doc_to_target: answer\nmetric_list: [{metric}]\n"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        load_inputs(options(tmp_path, "local_misspelt"))
+
+
 def test_a_group_has_the_average_that_it_defines(folder: Path, tmp_path: Path) -> None:
     """Of tasks of 12 and of 5 documents, weighted by their sizes and not."""
     tasks = folder / "tasks"

@@ -39,7 +39,25 @@ def harness_objects(name: str, include: str | None) -> dict[str, Any]:
             f"task '{HARNESS_PREFIX}{name}' cannot be loaded: {error_line(error)}; where its data set "
             "cannot be reached, give a task file that names local files (dataset_path: json) in --include"
         ) from None
+    for task in objects["tasks"].values():
+        _check_names(name, task)
     return dict(objects)
+
+
+def _check_names(name: str, task: Any) -> None:
+    """Raise `ValueError` for a metric or an aggregation in the task's file that the harness has not found: it would
+    call `None` for it once all answers are there."""
+    from lm_eval.api.task import ConfigurableTask
+
+    unknown = [f"an aggregation of the metric '{metric}'" for metric, rule in task.aggregation().items() if not rule]
+    by_metrics = getattr(type(task), "process_results", None) is ConfigurableTask.process_results
+    if by_metrics and task.config.process_results is None:
+        unknown = [f"the metric '{metric}'" for metric, rule in task._metric_fn_list.items() if not rule] or unknown
+    if unknown:
+        raise ValueError(
+            f"task '{HARNESS_PREFIX}{name}' names {unknown[0]}, which neither lm-evaluation-harness nor the package "
+            "evaluate has; mend metric_list in the task's file"
+        )
 
 
 @functools.lru_cache(maxsize=4)
