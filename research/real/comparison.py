@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tqdm import tqdm
 
-from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.command_line import command
 from mbd_core.engine.config import Dtype
 from mbd_core.fields import DATA, DECODING, ENGINE, MODEL, OUTPUT, Flag, Ge, load
 from mbd_core.files import check_target_folder, folder_beside, write_text
 from mbd_core.tables import Cell
 from research.real.data import Row, streams
+from research.real.others import ArmReply, by_llama_cpp, by_transformers, check_llama_cpp
 from research.tables import table_lines
 
 if TYPE_CHECKING:
@@ -108,6 +108,10 @@ def run(
     tau_m2t: Annotated[float | None, Flag("The threshold of all arms.", DECODING, default="each folder's")] = None,
     dtype: Annotated[Dtype, Flag("As mbd serve takes it.", ENGINE)] = "auto",
     transformers: Annotated[bool, Flag("Ask the base by transformers' generate, too.", MODEL)] = False,
+    llama_cpp: Annotated[
+        Path | None,
+        Flag("Ask the base by llama.cpp, too (package llama-cpp-python): its GGUF file.", MODEL, metavar="FILE"),
+    ] = None,
     out: Annotated[Path | None, Flag("Folder that keeps the rows.", OUTPUT, metavar="DIR")] = None,
     overwrite: Annotated[bool, Flag("Replace a folder that this command wrote before.", OUTPUT)] = False,
     report_only: Annotated[
@@ -123,6 +127,8 @@ def run(
     if report_only is not None:
         print("\n".join(report(kept_rows(report_only))))
         return
+    if llama_cpp is not None:
+        check_llama_cpp(llama_cpp)
     chosen = {**ARMS, **{name: load(Arm, values) for name, values in (arms or {}).items()}}
     if out is not None:
         check_target_folder(out, KIND, overwrite=overwrite)
@@ -135,7 +141,10 @@ def run(
         with LLM(arm.model, dtype=dtype, max_rows=1, **decoding) as llm:
             rows += answers_of(name, partial(_ask_engine, llm), questions)
     if transformers:
-        rows += answers_of("base, transformers' generate", _transformers(ARMS[BASE].model, dtype), questions)
+        asked = by_transformers(ARMS[BASE].model, dtype, max_tokens=MAX_TOKENS)
+        rows += answers_of("base, transformers' generate", asked, questions)
+    if llama_cpp is not None:
+        rows += answers_of("base, llama.cpp", by_llama_cpp(llama_cpp, max_tokens=MAX_TOKENS), questions)
     if out is not None:
         with folder_beside(out, KIND, overwrite=overwrite) as folder:
             write_text(folder / ROWS, "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows))
@@ -158,15 +167,6 @@ def drawn_questions(limit: int, gsm8k_folder: Path | None, split: Literal["valid
     by_task = [[(task, row) for row in itertools.islice(rows, share)] for task, rows in found.items()]
     in_turn = [pair for group in itertools.zip_longest(*by_task) for pair in group if pair is not None]
     return in_turn[:limit]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArmReply:
-    """A text, its tokens, and the forwards that made them."""
-
-    text: str
-    tokens: int
-    forwards: int
 
 
 def answers_of(arm: str, ask: Callable[[str], ArmReply], questions: Sequence[tuple[str, Row]]) -> Iterator[Answered]:
@@ -192,31 +192,6 @@ def answers_of(arm: str, ask: Callable[[str], ArmReply], questions: Sequence[tup
 def _ask_engine(llm: LLM, question: str) -> ArmReply:
     answer = llm.chat(question, max_tokens=MAX_TOKENS)
     return ArmReply(text=answer.text, tokens=len(answer.tokens), forwards=answer.forwards)
-
-
-def _transformers(model: str, dtype: Dtype) -> Callable[[str], ArmReply]:
-    """The base by transformers' own greedy decoding, in the engine's precision; beside int8 in that of `auto`."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from mbd_core.checkpoint.folder import read_folder
-    from mbd_core.serving.tokens.load import engine_dtype
-
-    folder = model_folder(model)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    computed = engine_dtype("auto" if dtype == "int8" else dtype, read_folder(folder), torch.device("cpu"))
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=computed).eval()
-
-    @torch.inference_mode()
-    def ask(question: str) -> ArmReply:
-        turns = [{"role": "user", "content": question}]
-        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-        new = network.generate(ids, do_sample=False, max_new_tokens=MAX_TOKENS)[0, ids.shape[1] :]
-        num_ends = int(new[-1].item() == tokenizer.eos_token_id)  # which an engine does not count as a token
-        text = tokenizer.decode(new, skip_special_tokens=True)
-        return ArmReply(text=text, tokens=len(new) - num_ends, forwards=len(new))
-
-    return ask
 
 
 def report(rows: Sequence[Answered]) -> list[str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from research.real import comparison
-from research.real.comparison import ARMS, BASE, GRADERS, NAIVE, SINGLE, TRAINED, Answered, ArmReply
+from research.real.comparison import ARMS, BASE, GRADERS, NAIVE, SINGLE, TRAINED, Answered, main
+from research.real.others import ArmReply
 
 ROOT = Path(comparison.__file__).resolve().parents[2]
 
@@ -71,3 +72,8 @@ def test_the_published_table_is_that_of_the_published_rows(capsys: pytest.Captur
 def test_a_folder_without_rows_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert comparison.main(["--report-only", str(tmp_path)]) == 2
     assert f"{tmp_path} holds no rows.jsonl" in capsys.readouterr().err
+
+
+def test_llama_cpp_needs_its_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--llama-cpp", "nowhere.gguf"]) == 2
+    assert "--llama-cpp nowhere.gguf is no file: name the model's GGUF file" in capsys.readouterr().err
