@@ -32,6 +32,8 @@ def run(
     settings = json.loads((adapter / CONFIG).read_text())
     recipe = json.loads((adapter / "recipe.json").read_text())
     recipe |= {"base": base, "data": {**recipe["data"], "path": "research/real"}}
+    if start := recipe["train"]["lora"].get("start"):
+        recipe["train"]["lora"]["start"] = Path(start).name
     card = f"---\nlicense: {licence.lower()}\nbase_model: {base}\n---\n{name}: {base}, adapted. {about}\n"
     with folder_beside(out / name, KIND, overwrite=overwrite) as folder:
         tensors = {key: tensor.to(torch.bfloat16) for key, tensor in load_file(adapter / WEIGHTS).items()}
