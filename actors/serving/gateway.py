@@ -1,4 +1,4 @@
-"""The gateway: OpenAI's HTTP routes before the engines' replicas, as a Ray Serve deployment.
+"""The gateway: OpenAI's and Anthropic's HTTP routes before the engines' replicas, as a Ray Serve deployment.
 
 It holds each request until its answer has ended. If its replica dies, another replica continues after the last
 committed token (`mbd_core/serving/tokens/resumable.py`).
@@ -28,7 +28,17 @@ from actors.paths import NO_PATHS, JobPaths
 from actors.serving.administration import Administration
 from actors.serving.args import GatewayContent, ModelArgs, ServingArgs
 from actors.serving.data_rows import ROWS_KEY, answer_row
-from actors.serving.http import HANDLERS, HEADERS, check_query, client_key, playground_file, read_body, reply, respond
+from actors.serving.http import (
+    HANDLERS,
+    HEADERS,
+    authorization,
+    check_query,
+    client_key,
+    playground_file,
+    read_body,
+    reply,
+    respond,
+)
 from actors.serving.logs import join_core_logs, keep_to_loopback
 from actors.serving.metrics import MODEL_MEASURES, REQUEST_MEASURES, Exporter, ExportTimer
 from actors.serving.metrics_page import CONTENT_TYPE, metrics_page
@@ -129,10 +139,6 @@ class ServedRoute:
         finally:
             self._states_until = time.monotonic() + RECENT_SECONDS
         return [_unreachable(reply) if isinstance(reply, Exception) else reply for reply in replies]
-
-
-def _authorization(request: Request) -> str:
-    return request.headers.get("authorization", "")
 
 
 def _unreachable(error: Exception) -> ReplicaState:
@@ -257,7 +263,7 @@ class Gateway:
 
     async def health(self, request: Request) -> Response:
         """The whole state with a valid key; without one only `ready`, `asleep` and `draining`."""
-        whole = self._keys is None or self._keys.has(_authorization(request))
+        whole = self._keys is None or self._keys.has(authorization(request))
         body = await self._health(recent=not whole)
         short: Health = {"ready": body["ready"], "asleep": body["asleep"], "draining": body["draining"]}
         return _state_response(body if whole else short)
@@ -304,7 +310,7 @@ class Gateway:
         """The client; raises `ApiError` (401) without a valid key."""
         if self._keys is None:
             return client_key(request)
-        return self._keys.client(_authorization(request))
+        return self._keys.client(authorization(request))
 
     async def list_models(self, request: Request) -> Response:
         self._client(request)
@@ -323,29 +329,38 @@ class Gateway:
 
     async def complete(self, request: Request) -> Response:
         key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
-        return await respond(lambda: self.server.complete(read, key=key))
+        return await respond(request, lambda: self.server.complete(read, key=key))
 
     async def chat(self, request: Request) -> Response:
         key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
-        return await respond(lambda: self.server.chat(read, key=key))
+        return await respond(request, lambda: self.server.chat(read, key=key))
 
     async def respond(self, request: Request) -> Response:
         key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
-        return await respond(lambda: self.server.respond(read, key=key))
+        return await respond(request, lambda: self.server.respond(read, key=key))
+
+    async def message(self, request: Request) -> Response:
+        key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
+        return await respond(request, lambda: self.server.message(read, key=key))
+
+    async def count_tokens(self, request: Request) -> Response:
+        self._client(request)
+        body = await read_body(request, self._args.body_bytes)
+        return await reply(request, self.server.count_tokens(body))
 
     async def tokenize(self, request: Request) -> Response:
         self._client(request)
         body = await read_body(request, self._args.body_bytes)
-        return await reply(self.server.tokenize(body))
+        return await reply(request, self.server.tokenize(body))
 
     async def detokenize(self, request: Request) -> Response:
         self._client(request)
         body = await read_body(request, self._args.body_bytes)
-        return await reply(self.server.detokenize(body))
+        return await reply(request, self.server.detokenize(body))
 
     async def tokenizer_info(self, request: Request) -> Response:
         self._client(request)
-        return await reply(self.server.tokenizer_info(request.query_params.get("model")))
+        return await reply(request, self.server.tokenizer_info(request.query_params.get("model")))
 
     # The routes below need an administrator's key; a server without keys refuses them.
 
@@ -353,7 +368,7 @@ class Gateway:
         if self._keys is None:
             message = "this needs an administrator's key, and the server was started without api_keys"
             raise ApiError(403, message, code="not_an_administrator")
-        log.info("%s %s by %s", request.method, request.url.path, self._keys.administrator(_authorization(request)))
+        log.info("%s %s by %s", request.method, request.url.path, self._keys.administrator(authorization(request)))
 
     async def metrics(self, request: Request) -> Response:
         self._administrator(request)
@@ -376,7 +391,7 @@ class Gateway:
             may_be_empty=route.model.least_replicas == 0,
         )
         try:
-            return await reply(administration.carry_out(order))
+            return await reply(request, administration.carry_out(order))
         finally:
             for model in self._routes.values():
                 model.forget_states()

@@ -15,12 +15,15 @@ from starlette.types import Receive, Scope, Send
 
 import mbd_core.serving
 from actors.serving.logs import log_failure
-from mbd_core.serving.api.errors import ApiError, FieldError, clip
+from mbd_core.serving.api.access import SCHEME
+from mbd_core.serving.api.errors import ApiError, FieldError, clip, of_messages
 from mbd_core.serving.server.answer import ServedAnswer
+from mbd_core.serving.server.message_answer import MessageAnswer
 from mbd_core.serving.server.response_answer import ResponseAnswer
 
 BODY_SECONDS = 60.0  # time limit for a request's body
 KEY_LENGTH = 16
+Answer = ServedAnswer | ResponseAnswer | MessageAnswer
 
 
 class EventStream(StreamingResponse):
@@ -29,8 +32,8 @@ class EventStream(StreamingResponse):
     At the response's end, also an early one, the answer is closed.
     """
 
-    def __init__(self, answer: ServedAnswer | ResponseAnswer) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    def __init__(self, answer: Answer, headers: Mapping[str, str]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
         groups = ("".join(group) async for group in answer.event_groups(log_failure) if group)
         super().__init__(groups, media_type="text/event-stream", headers=headers)
         self._answer = answer
@@ -42,20 +45,35 @@ class EventStream(StreamingResponse):
             self._answer.close()
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+def request_id(request: Request) -> str | None:
+    """The request's id, which Serve's proxy gives to each request."""
+    return request.headers.get("x-request-id")
+
+
+def own_headers(request: Request) -> dict[str, str]:
+    """The headers of a reply that Anthropic's clients read, on their routes."""
+    name = request_id(request)
+    return {"request-id": name} if name and of_messages(request.url.path) else {}
+
+
+def error_response(error: ApiError, request: Request) -> JSONResponse:
+    """The error in the shape of the request's route."""
+    body: Mapping[str, Any] = error.body
+    if of_messages(request.url.path):
+        body = error.message_body(request_id(request))
+    return JSONResponse(body, status_code=error.status, headers={**(error.headers or {}), **own_headers(request)})
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return error_response(error, request)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (unknown route, wrong method) in OpenAI's shape."""
+    """Starlette's own refusals (unknown route, wrong method) in the API's shape."""
     assert isinstance(error, HTTPException)
     message = f"{clip(request.method)} {clip(request.url.path)}: {error.detail}"
-    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})), request)
 
 
 HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
@@ -64,31 +82,37 @@ HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, An
 }
 
 
-async def respond(answer: Callable[[], Awaitable[ServedAnswer | ResponseAnswer]]) -> Response:
-    """The response to a generating request; every error takes OpenAI's shape."""
+async def respond(request: Request, answer: Callable[[], Awaitable[Answer]]) -> Response:
+    """The response to a generating request; every error takes the route's shape."""
     try:
         result = await answer()
         if result.streamed:
-            return EventStream(result)
+            return EventStream(result, own_headers(request))
         try:
-            return JSONResponse(await result.whole())
+            return JSONResponse(await result.whole(), headers=own_headers(request))
         finally:
             result.close()
     except Exception as error:  # the last line of defence: the client must not get a traceback
-        return error_response(log_failure(error))
+        return error_response(log_failure(error), request)
 
 
-async def reply(shape: Awaitable[Mapping[str, Any]]) -> Response:
+async def reply(request: Request, shape: Awaitable[Mapping[str, Any]]) -> Response:
     """The response of a route that generates nothing."""
     try:
-        return JSONResponse(await shape)
+        return JSONResponse(await shape, headers=own_headers(request))
     except Exception as error:
-        return error_response(log_failure(error))
+        return error_response(log_failure(error), request)
+
+
+def authorization(request: Request) -> str:
+    """The `Authorization` header; the key of an `x-api-key` header, as Anthropic's clients send it, where it lacks."""
+    key = request.headers.get("x-api-key")
+    return request.headers.get("authorization") or ("" if key is None else f"{SCHEME} {key}")
 
 
 def client_key(request: Request) -> str:
     """The identity of a client on a server without keys: a hash of the key that the client sends, "" without a key."""
-    header = request.headers.get("authorization", "")
+    header = authorization(request)
     return hashlib.sha256(header.encode()).hexdigest()[:KEY_LENGTH] if header else ""
 
 

@@ -90,7 +90,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_answers, "PAUSE", 0.0)
 
 
-@pytest.mark.parametrize("path", [CHAT, "/prefix/v1/completions", "/tokenize"])
+@pytest.mark.parametrize("path", [CHAT, "/prefix/v1/completions", "/tokenize", "/v1/messages", "/v1/responses"])
 def test_a_request_whose_gateway_dies_unanswered_goes_to_another_one(path: str) -> None:
     proxy = Proxy([], OK)
     assert answered(proxy, path=path) == OK
@@ -124,6 +124,18 @@ def test_nothing_is_repeated_for_a_client_that_left() -> None:
     proxy = Proxy(OK, OK)
     assert answered(proxy, leaves=True) == []
     assert proxy.bodies == []
+
+
+def test_errors_on_anthropic_s_routes_have_anthropic_s_shape() -> None:
+    for path in ("/v1/messages", "/prefix/v1/messages/count_tokens"):
+        _, body = answered(Proxy(), path=path)
+        error = json.loads(body["body"])
+        assert error["type"] == "error" and error["error"]["type"] == "overloaded_error"
+        assert error["error"]["details"]["error_code"] == "no_gateway"
+    begun = [start(200, b"text/event-stream"), part(b"event: ping\n\n", more=True)]
+    *_, last = answered(Proxy(begun, OK), path="/v1/messages")
+    event, _, data = last["body"].decode().partition("\ndata: ")
+    assert event == "event: error" and json.loads(data)["error"]["type"] == "api_error"
 
 
 def test_a_stream_that_is_cut_ends_with_an_error_event() -> None:

@@ -149,7 +149,9 @@ def test_an_api_key_is_asked_for_and_kept_in_memory_alone(browser: Browser, tmp_
         status = finish(page)
         assert status.startswith("A request failed")
         alert = page.inner_text('[data-side="singlebd"] [role="alert"]')
-        assert alert == "an API key of this server is needed; send it as 'Authorization: Bearer KEY'"
+        assert (
+            alert == "an API key of this server is needed; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        )
         page.fill("#key", KEY)
         assert "tokens in" in finish(page)
         kept = (

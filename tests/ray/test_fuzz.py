@@ -22,6 +22,7 @@ MODEL = "tiny"
 LIMIT = 300  # seconds to wait for what comes by itself, however busy the machine is
 SILENCE = 60.0  # seconds that an answer may take on a busy machine
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 FEW_TOKENS = 24
 CHECKED = [
     checks.not_a_server_error,
@@ -114,6 +115,7 @@ def test_what_the_schema_says_is_what_comes(url: str, case: schemathesis.Case) -
 # -- every field at its bounds ---------------------------------------------------------------------------------------
 
 TOOL = {"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}
+MESSAGE_TOOL = {"name": "count", "input_schema": {"type": "object", "properties": {}}}
 HOLES = [{"hole": 2}, " pens, so ", {"hole": 3}]
 WITH: dict[str, dict[str, Any]] = {  # what a field needs beside it to have its effect
     "top_p": {"temperature": 1.0},
@@ -133,15 +135,25 @@ BESIDE: dict[
 ] = {  # features that change how a request is decoded, one of which a field joins
     COMPLETIONS: [{}, {"stream": True}, {"template": HOLES, "max_tokens": None}, {"guided_regex": "[a-z ]{1,9}"}],
     CHAT: [{}, {"stream": True}, {"tools": [TOOL]}, {"response_format": {"type": "json_object"}}],
+    MESSAGES: [{}, {"stream": True}, {"tools": [MESSAGE_TOOL]}],
+    COUNT: [{}, {"tools": [MESSAGE_TOOL]}],
     "/tokenize": [{}],
     "/detokenize": [{}],
 }
 LEAST: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": MODEL, "prompt": "Tom has 3 pens.", "max_tokens": 8},
     CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "Tom has 3 pens."}], "max_tokens": 8},
+    MESSAGES: {"model": MODEL, "messages": [{"role": "user", "content": "Tom has 3 pens."}], "max_tokens": 8},
+    COUNT: {"model": MODEL, "messages": [{"role": "user", "content": "Tom has 3 pens."}]},
     "/tokenize": {"messages": [{"role": "user", "content": "Tom"}]},
     "/detokenize": {"tokens": [9]},
 }
+
+
+def wrong_field(answer: httpx.Response) -> Any:
+    """The field that an error names."""
+    error = answer.json()["error"]
+    return error["param"] if "param" in error else error["details"]["param"]
 
 
 def fields_of(path: str) -> dict[str, Any]:
@@ -162,12 +174,13 @@ def test_every_field_at_its_bounds_is_served_or_refused_by_name(url: str, path: 
                 continue
             for value in bounds.inside(schema):
                 for beside in BESIDE[path]:
-                    other = {"messages": None} if (path, name) == ("/tokenize", "prompt") else WITH.get(name, {})
+                    needed = {} if path in (MESSAGES, COUNT) and name == "tool_choice" else WITH.get(name, {})
+                    other = {"messages": None} if (path, name) == ("/tokenize", "prompt") else needed
                     answer = client.post(path, json=LEAST[path] | other | beside | {name: value})
                     said = f"{name}={json.dumps(value)[:200]} beside {beside}: {answer.text[:300]}"
                     assert answer.status_code in (200, 400), said
-                    assert answer.status_code == 200 or answer.json()["error"]["param"], said
-                    assert 'data: {"error"' not in answer.text, said
+                    assert answer.status_code == 200 or wrong_field(answer), said
+                    assert 'data: {"error"' not in answer.text and "event: error" not in answer.text, said
                     served, sent = served + (answer.status_code == 200), sent + 1
             for value in bounds.outside(schema):
                 answer = client.post(path, json=LEAST[path] | {name: value})
@@ -211,6 +224,10 @@ def test_a_body_that_is_no_request_is_refused(url: str, content: bytes) -> None:
         answer = httpx.post(f"{url}{path}", content=content, timeout=LIMIT)
         assert answer.status_code == 400, answer.text
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    for path in (MESSAGES, COUNT):
+        answer = httpx.post(f"{url}{path}", content=content, timeout=LIMIT)
+        assert answer.status_code == 400, answer.text
+        assert set(answer.json()) == {"type", "error", "request_id"} and answer.json()["request_id"]
 
 
 @pytest.mark.parametrize("prompt", ["\x00", "\u202e", "a" * 200_000, "\U0010ffff" * 300, "\n" * 400, "<|mask|>" * 9])
@@ -218,6 +235,7 @@ def test_a_prompt_of_odd_characters_is_served_or_refused(url: str, prompt: str) 
     for path, asked in (
         (COMPLETIONS, {"prompt": prompt}),
         (CHAT, {"messages": [{"role": "user", "content": prompt}]}),
+        (MESSAGES, {"messages": [{"role": "user", "content": prompt}]}),
     ):
         answer = httpx.post(f"{url}{path}", json={"model": MODEL, "max_tokens": 8} | asked, timeout=LIMIT)
         assert answer.status_code in (200, 400), answer.text

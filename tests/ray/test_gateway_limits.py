@@ -97,6 +97,10 @@ def test_only_who_has_a_key_is_served(url: str) -> None:
         assert httpx.get(url + route, headers=headers(BEN), timeout=LIMIT).status_code == 200
     for route in ("/tokenize", "/detokenize", "/v1/chat/completions"):
         check_error(httpx.post(url + route, json={}, timeout=LIMIT), 401, "invalid_api_key")
+    for route in ("/v1/messages", "/v1/messages/count_tokens"):
+        body = httpx.post(url + route, json={}, timeout=LIMIT)
+        assert (body.status_code, body.json()["error"]["type"]) == (401, "authentication_error")
+        assert httpx.post(url + route, json={}, headers={"x-api-key": ANN}, timeout=LIMIT).status_code == 400
     for route in ("/health", "/ready", "/version", "/openapi.json"):
         assert httpx.get(url + route, timeout=LIMIT).status_code == 200
     assert httpx.get(f"{url}/ready", timeout=LIMIT).json() == {"ready": True, "asleep": False}

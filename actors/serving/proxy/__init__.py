@@ -1,4 +1,4 @@
-"""Serve's HTTP proxy: bounds on heads, no wait without a gateway, errors in OpenAI's form, short request ids.
+"""Serve's HTTP proxy: bounds on heads, no wait without a gateway, errors in the API's form, short request ids.
 
 Serve calls `middlewares` in the proxy's process if `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it. Nothing here
 imports PyTorch, which would slow the proxy's start.

@@ -1,7 +1,7 @@
-"""OpenAI's errors for answers of Serve's HTTP proxy itself, and for the death of the gateway behind it.
+"""The API's errors for answers of Serve's HTTP proxy itself, and for the death of the gateway behind it.
 
   before any answer            the request goes to another gateway, at most `REPEATS` times, then 503 `no_gateway`
-  in the middle of a stream    its last event is an error, and no `[DONE]` follows
+  in the middle of a stream    its last event is an error
   a refusal in plain text      becomes an `Error` with the same status
 
 Without this, uvicorn answers the first two with "Internal Server Error" and a closed connection. Other answers, and
@@ -9,11 +9,10 @@ Serve's own routes (`/-/healthz`), pass through unchanged.
 """
 
 import asyncio
-import json
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mbd_core.serving.api.errors import MESSAGE_LENGTH, error_body
+from mbd_core.serving.api.errors import MESSAGE_LENGTH, MESSAGE_ROUTES, error_text, of_messages
 
 REPEATS, PAUSE = 1, 0.2  # few, because a request that kills gateways must not kill all; seconds before a repetition
 KEPT_BYTES = 2**20  # larger bodies are not kept for a repetition
@@ -21,6 +20,8 @@ OWN_ROUTES = "/-/"
 REPEATABLE = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
+    *MESSAGE_ROUTES,
     "/tokenize",
     "/detokenize",
 )  # routes of POST that may be repeated, unlike orders
@@ -39,7 +40,7 @@ class ProxyAnswers:
         if scope["type"] != "http" or scope["path"].startswith(OWN_ROUTES):
             await self._app(scope, receive, send)
             return
-        request, answer = _KeptRequest(scope, receive), _Answer(send)
+        request, answer = _KeptRequest(scope, receive), _Answer(send, scope["path"])
         while True:
             tried = {**scope, "headers": list(scope["headers"])}
             await self._app(tried, request.receive, answer.send)
@@ -88,8 +89,8 @@ class _KeptRequest:
 class _Answer:
     """Sends an answer to the client; a refusal in plain text is held back until it is complete."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, path: str) -> None:
+        self._send, self._path = send, path
         self.started = self._ended = self._is_stream = False
         self._refusal: Message | None = None
         self._text = b""
@@ -120,8 +121,9 @@ class _Answer:
         elif not self.started:
             await self._respond(503, LOST, code="no_gateway", headers=[(b"retry-after", b"1"), *headers])
         elif self._is_stream:
-            event = json.dumps(error_body(500, CUT, code="stream_cut"))
-            await self._send({"type": "http.response.body", "body": f"data: {event}\n\n".encode()})
+            event = f"data: {error_text(self._path, 500, CUT, code='stream_cut', request_id=_id(headers))}\n\n"
+            kind = "event: error\n" if of_messages(self._path) else ""
+            await self._send({"type": "http.response.body", "body": f"{kind}{event}".encode()})
 
     async def _refuse(self) -> None:
         assert self._refusal is not None
@@ -133,10 +135,16 @@ class _Answer:
     async def _respond(
         self, status: int, message: str, *, code: str | None, headers: list[tuple[bytes, bytes]]
     ) -> None:
-        body = json.dumps(error_body(status, message[:MESSAGE_LENGTH], code=code)).encode()
+        text = error_text(self._path, status, message[:MESSAGE_LENGTH], code=code, request_id=_id(headers))
+        body = text.encode()
         whole = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
         await self._send({"type": "http.response.start", "status": status, "headers": whole})
         await self._send({"type": "http.response.body", "body": body})
+
+
+def _id(headers: list[tuple[bytes, bytes]]) -> str | None:
+    """The request's id, if the headers have it."""
+    return next((value.decode("latin-1") for name, value in headers if name.lower() == b"x-request-id"), None)
 
 
 def _header(message: Message, name: bytes) -> bytes:

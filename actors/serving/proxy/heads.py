@@ -5,13 +5,12 @@ setting, and its parser, httptools, has none. `BoundedHttp` counts the bytes as 
 """
 
 import asyncio
-import json
 from typing import Any, NamedTuple
 
 import uvicorn.protocols.http.auto
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from mbd_core.serving.api.errors import error_body
+from mbd_core.serving.api.errors import error_text
 
 HEAD_BYTES = 32 * 2**10  # of a request line and its headers, and of trailers
 NUM_HEADERS = 100  # trailers counted
@@ -22,15 +21,16 @@ LEAVE_SECONDS = 1.0  # time in which a client that still sends can read its refu
 
 
 class Refusal(NamedTuple):
-    """A refusal of a head, as OpenAI's error."""
+    """A refusal of a head."""
 
     status: int
     code: str
     message: str
 
-    @property
-    def body(self) -> bytes:
-        return json.dumps(error_body(self.status, self.message, code=self.code), separators=(",", ":")).encode()
+    def body(self, url: bytes) -> bytes:
+        """The error in the shape of the route that the URL, if it has been read, names."""
+        path = url.partition(b"?")[0].decode("latin-1")
+        return error_text(path, self.status, self.message, code=self.code).encode()
 
 
 TOO_LONG = Refusal(
@@ -149,10 +149,11 @@ class BoundedHttp(HttpToolsProtocol):
         if not answered:
             self.transport.close()
             return
-        headers = {"content-type": "application/json", "content-length": len(refusal.body), "connection": "close"}
+        body = refusal.body(self.url)
+        headers = {"content-type": "application/json", "content-length": len(body), "connection": "close"}
         lines = [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
         lines += [name + b": " + value + b"\r\n" for name, value in self.server_state.default_headers]
-        self.transport.write(b"".join([STATUS_LINE[refusal.status], *lines, b"\r\n", refusal.body]))
+        self.transport.write(b"".join([STATUS_LINE[refusal.status], *lines, b"\r\n", body]))
         # Closing a connection with unread bytes resets it, and some clients then drop the answer.
         self.flow.pause_reading()
         self.loop.call_later(LEAVE_SECONDS, self.transport.close)

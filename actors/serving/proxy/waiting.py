@@ -6,7 +6,6 @@ asked from Serve's controller, and only for an answer that says it.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Callable
 from contextvars import copy_context
@@ -19,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.serving.proxy.answers import OWN_ROUTES
 from cluster.ray_private import Answering, answering
-from mbd_core.serving.api.errors import MESSAGE_LENGTH, error_body
+from mbd_core.serving.api.errors import MESSAGE_LENGTH, error_text
 
 GATEWAY = "Gateway"  # the deployment's name
 START_SECONDS = 5.0  # a request's wait for the first gateway
@@ -109,7 +108,7 @@ class RefusedWithoutGateway:
             if call is not None:
                 call.cancel()
         text = f"no gateway stands, ask again later: {await self._reason()}"[:MESSAGE_LENGTH]
-        body = json.dumps(error_body(503, text, code="no_gateway")).encode()
+        body = error_text(scope["path"], 503, text, code="no_gateway").encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

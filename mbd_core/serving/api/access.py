@@ -82,7 +82,7 @@ class ApiKeys:
         if not names or scheme.lower() != SCHEME.lower():
             raise ApiError(
                 401,
-                "an API key of this server is needed; send it as 'Authorization: Bearer KEY'",
+                "an API key of this server is needed; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": SCHEME},
             )

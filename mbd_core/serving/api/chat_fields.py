@@ -18,6 +18,13 @@ Verbosity = Literal["low", "medium", "high"]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
+def check_parameters(schema: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A function's schema, which must be of an object."""
+    if schema is not None and schema.get("type", "object") != "object":
+        raise ValueError('must be a JSON schema with "type": "object"')
+    return schema
+
+
 class Function(Strict):
     name: FunctionName
     description: str | None = None
@@ -29,12 +36,7 @@ class Function(Strict):
     cache_control: Annotated[Any, Ignored()] = None
     defer_loading: Annotated[bool | None, Ignored()] = None
 
-    @field_validator("parameters")
-    @classmethod
-    def _of_an_object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
-        if schema is not None and schema.get("type", "object") != "object":
-            raise ValueError('must be a JSON schema with "type": "object"')
-        return schema
+    _of_an_object = field_validator("parameters")(check_parameters)
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
@@ -454,7 +456,7 @@ def ordered_results(calls: Sequence[Sequence[str]], results: Sequence[str | None
     def close() -> None:
         missing = next((call for call, number in open_calls.items() if number is None), None)
         if missing is not None:
-            raise FieldError(f"messages.{caller}.tool_calls", f"no message of role tool has the result of {missing}")
+            raise FieldError(f"messages.{caller}.tool_calls", f"the call {missing} has no result behind this turn")
         order.extend(number for number in open_calls.values() if number is not None)
         open_calls.clear()
 

@@ -1,12 +1,13 @@
-"""The names of the fields that OpenAI, vLLM and SGLang document for a generating request.
+"""The names of the fields that OpenAI, vLLM, SGLang and Anthropic document for a generating request.
 
 The request classes have every such field: it is honoured, has no effect (`Ignored`) or is refused (`Only`). So no
 documented name is taken for a typing error. Sources: OpenAI's client 3.57, vLLM's protocol of November 2026 with its
-older names, and SGLang 0.5.23.
+older names, SGLang 0.5.23, and Anthropic's client 2.14 with its beta fields.
 """
 
-SERVERS = ("OpenAI", "vLLM", "SGLang")
+SERVERS = ("OpenAI", "vLLM", "SGLang", "Anthropic")
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGE = "/v1/messages"
 
 _OPENAI_CHAT = """
     messages model audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens max_tokens
@@ -23,6 +24,11 @@ _OPENAI_RESPONSE = """
     max_output_tokens max_tool_calls metadata model moderation parallel_tool_calls previous_response_id prompt
     prompt_cache_key prompt_cache_options prompt_cache_retention reasoning safety_identifier service_tier store stream
     stream_options temperature text tool_choice tools top_logprobs top_p truncation user
+"""
+_ANTHROPIC = """
+    model messages max_tokens system tools tool_choice thinking output_config stop_sequences stream temperature top_p
+    top_k metadata cache_control container inference_geo service_tier speed diagnostics context_management mcp_servers
+    compaction thread fallbacks fallback_credit_token billing_policy output_format
 """
 _VLLM = """
     use_beam_search top_k min_p repetition_penalty watermarking length_penalty stop_token_ids
@@ -78,6 +84,7 @@ DOCUMENTED: dict[str, dict[str, tuple[str, ...]]] = {
             "SGLang": _SGLANG + _SGLANG_COMPLETION,
         },
         RESPONSE: {"OpenAI": _OPENAI_RESPONSE, "vLLM": _VLLM_RESPONSE, "SGLang": _SGLANG_RESPONSE},
+        MESSAGE: {"Anthropic": _ANTHROPIC},
     }.items()
 }
 """For each route, the names with the servers that document them. vLLM and SGLang also take OpenAI's fields, which are

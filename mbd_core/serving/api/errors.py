@@ -1,12 +1,14 @@
-"""OpenAI's error shape, every error of the endpoint, and the error for each exception.
+"""The error shapes of OpenAI and of Anthropic, every error of the endpoint, and the error for each exception.
 
 This file imports nothing slow, because Serve's HTTP proxy imports it.
 """
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from mbd_core.serving.api.message_shapes import MessageError
     from mbd_core.serving.api.shapes import Error
 
 VALUE_LENGTH = 100  # characters of a client's value that an error repeats
@@ -91,12 +93,48 @@ ERRORS = (
 
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 501: "invalid_request_error"}
+MESSAGE_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+MESSAGE_ROUTES = ("/v1/messages", "/v1/messages/count_tokens")  # whose errors have Anthropic's shape
+
+
+def of_messages(path: str) -> bool:
+    """Whether the errors of a route have Anthropic's shape; `path` may begin with the application's prefix."""
+    return path.endswith(MESSAGE_ROUTES)
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> "Error":
     """OpenAI's error object."""
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def message_error_body(
+    status: int, message: str, *, param: str | None = None, code: str | None = None, request_id: str | None = None
+) -> "MessageError":
+    """Anthropic's error object; its `details` have the code and the field of OpenAI's."""
+    kind = MESSAGE_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": message, "details": {"error_code": code, "param": param}},
+        "request_id": request_id,
+    }
+
+
+def error_text(path: str, status: int, message: str, *, code: str | None, request_id: str | None = None) -> str:
+    """The error of a route as JSON, in the route's shape."""
+    body: Mapping[str, Any] = error_body(status, message, code=code)
+    if of_messages(path):
+        body = message_error_body(status, message, code=code, request_id=request_id)
+    return json.dumps(body, separators=(",", ":"))
 
 
 def clip(value: str, length: int = VALUE_LENGTH) -> str:
@@ -139,6 +177,10 @@ class ApiError(Exception):
     @property
     def body(self) -> "Error":
         return error_body(self.status, self.message, param=self.param, code=self.code)
+
+    def message_body(self, request_id: str | None = None) -> "MessageError":
+        """The body in Anthropic's shape."""
+        return message_error_body(self.status, self.message, param=self.param, code=self.code, request_id=request_id)
 
 
 class FieldError(ApiError, ValueError):

@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter
 
-from mbd_core.serving.api import shapes
-from mbd_core.serving.api.errors import ERRORS
+from mbd_core.serving.api import message_shapes, shapes
+from mbd_core.serving.api.errors import ERRORS, MESSAGE_ROUTES
+from mbd_core.serving.api.messages import CountTokensRequest, MessagesRequest
 from mbd_core.serving.api.orders import ORDERS, ModelOrder
 from mbd_core.serving.api.parsing import MAX_PROMPTS, Strict
 from mbd_core.serving.api.requests import (
@@ -63,6 +64,9 @@ def _body(order: type[ModelOrder]) -> type[ModelOrder]:
 NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 MODEL = {"name": "model", "in": "query", "schema": {"type": "string"}}
 OR_EVENTS = "with `stream`: `Event`s"
+MESSAGES, COUNT = MESSAGE_ROUTES
+OWN_ERRORS = "errors are `MessageError`s"
+OR_MESSAGE_EVENTS = f"with `stream`: `MessageEvent`s; {OWN_ERRORS}"
 OR_RESPONSE_EVENTS = "with `stream`: `ResponseEvent`s"
 UNREADY = "503 with the same body while it is not ready; `HEAD` has the status alone"
 SHORT = "without a key its first three fields, at most a second old"
@@ -70,6 +74,8 @@ ROUTES = (
     ApiRoute("post", "/v1/chat/completions", "chat", "any", ChatRequest, shapes.Completion, note=OR_EVENTS),
     ApiRoute("post", "/v1/completions", "complete", "any", CompletionRequest, shapes.Completion, note=OR_EVENTS),
     ApiRoute("post", "/v1/responses", "respond", "any", ResponsesRequest, shapes.Response, note=OR_RESPONSE_EVENTS),
+    ApiRoute("post", MESSAGES, "message", "any", MessagesRequest, message_shapes.Message, note=OR_MESSAGE_EVENTS),
+    ApiRoute("post", COUNT, "count_tokens", "any", CountTokensRequest, message_shapes.InputTokens, note=OWN_ERRORS),
     ApiRoute("get", "/v1/models", "list_models", "any", None, shapes.Models, (401,)),
     ApiRoute("get", "/v1/models/{name}", "get_model", "any", None, shapes.Model, (401, 404), (NAME,)),
     ApiRoute("post", "/tokenize", "tokenize", "any", TokenizeRequest, shapes.TokenIds),
@@ -105,8 +111,12 @@ PAGES = tuple(  # the server's own pages, which the document leaves out
         ("/playground.js", "playground"),
     )
 )
-EVENTS: dict[Any, type[Any]] = {shapes.Completion: shapes.Event, shapes.Response: shapes.ResponseEvent}
-STREAMED = (shapes.ResponseEvent, shapes.Event, shapes.Chunk, shapes.FrameEvent, shapes.Error)
+EVENTS: dict[Any, type[Any]] = {
+    shapes.Completion: shapes.Event,
+    shapes.Response: shapes.ResponseEvent,
+    message_shapes.Message: message_shapes.MessageEvent,
+}
+STREAMED = (*EVENTS.values(), shapes.Chunk, shapes.FrameEvent, shapes.Error, message_shapes.MessageError)
 
 
 def openapi_document(*, body_prompts: int = MAX_PROMPTS, keys: bool = True) -> dict[str, Any]:
@@ -150,6 +160,7 @@ def _operation(route: ApiRoute, *, keys: bool) -> dict[str, Any]:
     responses = {"200": {"description": route.note, "content": content}}
     for status in route.errors:
         reply = route.reply if route.path in ("/health", "/ready", "/ping") else shapes.Error
+        reply = message_shapes.MessageError if route.path in MESSAGE_ROUTES else reply
         responses[str(status)] = {"description": RESPONSES[status], "content": _json(reply)}
     operation: dict[str, Any] = {"operationId": route.operation, "responses": responses}
     if route.body is not None:

@@ -1,5 +1,6 @@
-"""Fields of OpenAI, vLLM and SGLang without an implementation here. A field that changes nothing is accepted
-(`Ignored`); any other field is refused with its replacement (`Only`).
+"""Fields of OpenAI, Anthropic, vLLM and SGLang without an implementation here.
+
+A field that changes nothing is accepted (`Ignored`); any other field is refused with its replacement (`Only`).
 
 A field of a single route may also stand in the class of the route's request.
 """
@@ -188,3 +189,31 @@ class OtherResponseFields(OtherFields):
     max_completion_tokens: Annotated[Any, Only(instead="give max_output_tokens")] = None
     response_format: Annotated[Any, Only(instead="give text.format")] = None
     reasoning_effort: Annotated[Any, Only(instead="give reasoning.effort")] = None
+
+
+class OtherMessageFields(Strict):
+    """Fields of Anthropic's messages only."""
+
+    service_tier: Annotated[
+        Literal["auto", "standard_only"] | None,
+        Ignored("all requests are of one tier", silent=("auto", "standard_only")),
+    ] = None
+    inference_geo: Annotated[str | None, Ignored()] = None
+    container: Annotated[Any, Only(instead="no code is run here; leave it out")] = None
+    diagnostics: Annotated[dict[str, Any] | None, Ignored()] = None
+    mcp_servers: Annotated[
+        Any, Only([], instead="no server is called here; call it yourself, and give its functions in tools")
+    ] = None
+    compaction: Annotated[dict[str, Any] | None, Ignored("nothing is dropped from messages")] = None
+    thread: Annotated[Any, Only(instead="messages are not stored here; give the whole conversation in messages")] = (
+        None
+    )
+    fallbacks: Annotated[Any, Ignored("the model that is named answers", silent=([],))] = None
+    fallback_credit_token: Annotated[Any, Ignored()] = None
+    billing_policy: Annotated[dict[str, Any] | None, Ignored()] = None
+    output_format: Annotated[Any, Only(instead="give output_config.format")] = None
+    stop: Annotated[Any, Only(instead="give stop_sequences")] = None
+    max_completion_tokens: Annotated[Any, Only(instead="give max_tokens")] = None
+    response_format: Annotated[Any, Only(instead="give output_config.format")] = None
+    reasoning_effort: Annotated[Any, Only(instead="give output_config.effort")] = None
+    user: Annotated[Any, Only(instead="give metadata.user_id")] = None

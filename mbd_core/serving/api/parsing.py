@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -40,8 +40,11 @@ NEAR = 0.75  # least similarity (of 1) between an unknown name and the suggested
 class Strict(BaseModel):
     """Part of a request: a string is not a number, an unknown field is an error, and objects are immutable.
 
-    A field's docstring describes it in the OpenAPI document and in docs/reference/api.md.
+    A field's docstring describes it in the OpenAPI document and in docs/reference/api.md. `one_form` has the fields of
+    `FORMS` that have one form in this class.
     """
+
+    one_form: ClassVar[frozenset[str]] = frozenset()
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
@@ -150,6 +153,7 @@ FORMS = {
     "prompt": f"must be a string, a list of strings, a list of at most {MAX_IDS} token ids (0 or more), or a list of "
     f"such lists; at most {MOST_PROMPTS} prompts",
     "stop": f"must be a string or a list of at most {MAX_STOPS} strings",
+    "speed": 'must be a number from 0 to 1, or in /v1/messages "standard"',
     "template": 'must be a list of strings and holes, {"hole": N}',
     "guided_json": "must be a JSON schema, as an object or as its text",
     "json_schema": "must be a JSON schema, as an object or as its text",
@@ -210,7 +214,8 @@ def validation_error(error: ValidationError, kind: type[Strict]) -> ApiError:
     path = [clip(str(p)) for p in first["loc"] if not is_form(p)]
     if path[:1] == ["response_format"] and len(path) > 1:
         path[1:2] = []  # the name of its form
-    several = next((i for i, p in enumerate(path) if p in FORMS and i + 1 < len(path)), None)
+    forms = FORMS.keys() - kind.one_form
+    several = next((i for i, p in enumerate(path) if p in forms and i + 1 < len(path)), None)
     code = "invalid_value"
     if kind_of_error == "extra_forbidden":
         message, code = _unknown(path, kind), "unknown_field"

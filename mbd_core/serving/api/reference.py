@@ -18,6 +18,7 @@ from typing import Any
 from mbd_core.serving.api.chat_fields import TemplateFields, ToolFields
 from mbd_core.serving.api.documented_fields import DOCUMENTED, SERVERS
 from mbd_core.serving.api.errors import ERRORS
+from mbd_core.serving.api.messages import MessagesRequest, PromptFields
 from mbd_core.serving.api.openapi import ROUTES, ApiRoute, openapi_document
 from mbd_core.serving.api.parsing import Ignored, Only, Strict
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest, GenerationRequest
@@ -58,6 +59,7 @@ class Tables:
         self._schemas["TokenizeRequest"] = self._without_fields(
             "TokenizeRequest", ToolFields.model_fields | TemplateFields.model_fields
         )
+        self._schemas["CountTokensRequest"] = self._without_fields("CountTokensRequest", PromptFields.model_fields)
 
     def _without_fields(self, name: str, fields: Collection[str]) -> dict[str, Any]:
         schema = self._schemas[name]
@@ -162,6 +164,7 @@ def _documented_rows() -> Iterable[Sequence[str]]:
         "chats": ChatRequest,
         "completions": CompletionRequest,
         "responses": ResponsesRequest,
+        "messages": MessagesRequest,
     }
     rows: dict[tuple[str, str, str], list[str]] = {}
     for name in sorted({name for names in DOCUMENTED.values() for name in names}):

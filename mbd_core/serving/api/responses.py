@@ -20,6 +20,7 @@ from mbd_core.serving.api.chat_fields import (
     ReasoningFields,
     Verbosity,
 )
+from mbd_core.serving.api.dialect import ChatDialect, renamed
 from mbd_core.serving.api.errors import ApiError, FieldError
 from mbd_core.serving.api.fields import StructuredOutputs
 from mbd_core.serving.api.other_fields import NOT_STORED, OtherResponseFields
@@ -382,7 +383,7 @@ class ResponsesChat(ChatRequest):
         return [*self.left_out, *super().notes]
 
 
-class ResponsesRequest(OtherResponseFields):
+class ResponsesRequest(OtherResponseFields, ChatDialect):
     """A conversation to continue, in the form of OpenAI's Responses."""
 
     model: str
@@ -481,7 +482,11 @@ class ResponsesRequest(OtherResponseFields):
         try:
             return ResponsesChat.model_validate(body)
         except ValidationError as error:
-            raise own_error(validation_error(error, ResponsesChat)) from None
+            raise self.own_error(validation_error(error, ResponsesChat)) from None
+
+    def own_error(self, error: ApiError) -> ApiError:
+        field = (error.param or "").partition(".")[0]
+        return renamed(error, FIELDS.get(field, error.param))
 
     @property
     def _functions(self) -> list[ResponseTool]:
@@ -616,16 +621,6 @@ def _chat_format(form: ResponsesTextFormat) -> dict[str, Any]:
     if form.type != "json_schema":
         return {"type": form.type}
     return {"type": form.type, "json_schema": {"name": form.name or "answer", "schema": form.json_schema}}
-
-
-def own_error(error: ApiError) -> ApiError:
-    """A chat's refusal, with the chat's field replaced by the field of `ResponsesRequest`."""
-    field = (error.param or "").partition(".")[0]
-    own = FIELDS.get(field, field)
-    if own == field:
-        return error
-    message = error.message.replace(error.param or "", own, 1)
-    return ApiError(error.status, message, param=own, code=error.code, headers=error.headers)
 
 
 # The parts of a response.

@@ -1,4 +1,4 @@
-"""OpenAI's API over served models, without HTTP and without Ray: bodies in, answers out."""
+"""OpenAI's and Anthropic's APIs over served models, without HTTP and without Ray: bodies in, answers out."""
 
 import asyncio
 import logging
@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 
 from mbd_core.serving.api.access import OpenRequest, OpenRequests
+from mbd_core.serving.api.dialect import ChatDialect
 from mbd_core.serving.api.engine_requests import (
     TokenizerThreads,
     check_number,
@@ -16,6 +17,8 @@ from mbd_core.serving.api.engine_requests import (
     tokenizer_info,
 )
 from mbd_core.serving.api.errors import AGAIN_SECONDS, ApiError, FieldError, clip
+from mbd_core.serving.api.message_shapes import InputTokens
+from mbd_core.serving.api.messages import CountTokensRequest, MessagesRequest
 from mbd_core.serving.api.parsing import MAX_PROMPTS, parse
 from mbd_core.serving.api.requests import (
     ChatRequest,
@@ -23,11 +26,12 @@ from mbd_core.serving.api.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from mbd_core.serving.api.responses import ResponsesRequest, own_error
+from mbd_core.serving.api.responses import ResponsesRequest
 from mbd_core.serving.api.shapes import Model, Models, TokenIds, TokenizerInfo, TokenText
 from mbd_core.serving.server.answer import ServedAnswer
 from mbd_core.serving.server.large_bodies import LARGE_BODY, K, LargeBodies
 from mbd_core.serving.server.measures import RequestWatch, ServerMeasures
+from mbd_core.serving.server.message_answer import MessageAnswer
 from mbd_core.serving.server.model_route import ApiRequest, ModelRoute, TokenizedBody, first_seed
 from mbd_core.serving.server.response_answer import ResponseAnswer
 from mbd_core.serving.tokens.served_model import ServedModel
@@ -142,6 +146,18 @@ class OpenAIServer:
             model = (await self._route(served_name(api_request.model, self._models))).model
             return await self._tokenizing.run(partial(tokenize, api_request, model), characters=len(body))
 
+    async def count_tokens(self, body: bytes) -> InputTokens:
+        """The number of tokens of a prompt of `/v1/messages`. Raises the errors of `complete`."""
+        api_request = parse(CountTokensRequest, body)
+        async with TimeLimit(self._request_seconds).watch():
+            model = (await self._route(served_name(api_request.model, self._models))).model
+            call = partial(tokenize, api_request.tokenize, model)
+            try:
+                counted = await self._tokenizing.run(call, characters=len(body))
+            except ApiError as error:
+                raise api_request.own_error(error) from error.__cause__
+            return {"input_tokens": counted["count"]}
+
     async def detokenize(self, body: bytes) -> TokenText:
         """The text of token ids. Raises the errors of `complete`."""
         order = parse(DetokenizeRequest, body)
@@ -185,6 +201,10 @@ class OpenAIServer:
         """The answer to a request of `/v1/responses`; arguments and errors as in `complete`."""
         return ResponseAnswer(*await self._answer(ResponsesRequest, body, key=key, limited=limited))
 
+    async def message(self, body: Body, *, key: str = "", limited: bool = True) -> MessageAnswer:
+        """The answer to a request of `/v1/messages`; arguments and errors as in `complete`."""
+        return MessageAnswer(*await self._answer(MessagesRequest, body, key=key, limited=limited))
+
     async def _answer(self, kind: type[K], body: Body, *, key: str, limited: bool) -> tuple[K, ServedAnswer]:
         """The request in a body, and its answer. The request counts as open until the answer is closed."""
         watch = self.measures.on_arrival()
@@ -195,14 +215,14 @@ class OpenAIServer:
                 whole = body if isinstance(body, bytes) else await body()
                 watch.on_body()
                 parsed = await self._bodies.parse(kind, whole, client=key)
-                api_request = parsed.chat if isinstance(parsed, ResponsesRequest) else parsed
+                api_request: ApiRequest = parsed.chat if isinstance(parsed, ChatDialect) else parsed
                 characters = api_request.num_characters(len(whole))
-                return parsed, await self._submit(api_request, characters, key=key, watch=watch, request=request)
-            except ApiError as error:
-                request.end()
-                if kind is ResponsesRequest:
-                    raise own_error(error) from error.__cause__
-                raise
+                try:
+                    return parsed, await self._submit(api_request, characters, key=key, watch=watch, request=request)
+                except ApiError as error:
+                    if isinstance(parsed, ChatDialect):
+                        raise parsed.own_error(error) from error.__cause__
+                    raise
             except BaseException:
                 request.end()
                 raise

@@ -12,6 +12,7 @@ from mbd_core.calls.forms import HERMES
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.tokenizer import grammars_of, load_tokenizer
 from mbd_core.decoding.grammar.guide import Grammars
+from mbd_core.serving.api.messages import MessagesRequest
 from mbd_core.serving.api.parsing import parse
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
 from mbd_core.serving.api.responses import ResponsesRequest
@@ -30,6 +31,8 @@ def chat_of(body: Body) -> ChatRequest | CompletionRequest:
     content = json.dumps(body.body).encode()
     if body.route == "/v1/responses":
         return parse(ResponsesRequest, content).chat
+    if body.route == "/v1/messages":
+        return parse(MessagesRequest, content).chat
     return parse(CompletionRequest if body.route == "/v1/completions" else ChatRequest, content)
 
 

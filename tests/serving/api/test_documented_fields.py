@@ -7,25 +7,33 @@ from typing import Any
 import pytest
 from local_server import answers
 
-from mbd_core.serving.api.documented_fields import CHAT, COMPLETION, DOCUMENTED, RESPONSE
+from mbd_core.serving.api.dialect import ChatDialect
+from mbd_core.serving.api.documented_fields import CHAT, COMPLETION, DOCUMENTED, MESSAGE, RESPONSE
 from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.api.messages import MessagesRequest
 from mbd_core.serving.api.parsing import Strict, parse
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
 from mbd_core.serving.api.responses import ResponsesRequest
 
-KINDS: dict[str, type[Strict]] = {CHAT: ChatRequest, COMPLETION: CompletionRequest, RESPONSE: ResponsesRequest}
+KINDS: dict[str, type[Strict]] = {
+    CHAT: ChatRequest,
+    COMPLETION: CompletionRequest,
+    RESPONSE: ResponsesRequest,
+    MESSAGE: MessagesRequest,
+}
 USER = {"role": "user", "content": "2+3?"}
 LEAST: dict[str, dict[str, Any]] = {
     CHAT: {"model": "m", "messages": [USER]},
     COMPLETION: {"model": "m", "prompt": "a"},
     RESPONSE: {"model": "m", "input": "a"},
+    MESSAGE: {"model": "m", "messages": [USER], "max_tokens": 9},
 }
 
 
 def read(route: str, fields: dict[str, Any]) -> Any:
     """The request that a body becomes."""
     parsed: Any = parse(KINDS[route], json.dumps(LEAST[route] | fields).encode())
-    return parsed.chat if route == RESPONSE else parsed
+    return parsed.chat if isinstance(parsed, ChatDialect) else parsed
 
 
 def refused(route: str, fields: dict[str, Any]) -> ApiError:
@@ -105,6 +113,11 @@ NEUTRAL_CHAT: dict[str, Any] = {
         (
             RESPONSE,
             NEUTRAL | {"max_tool_calls": 3, "background": False, "truncation": "auto", "context_management": []},
+        ),
+        (
+            MESSAGE,
+            {"top_p": 1, "top_k": 0, "service_tier": "auto", "speed": "standard", "mcp_servers": [], "fallbacks": []}
+            | {"cache_control": {"type": "ephemeral"}, "context_management": {"edits": []}, "diagnostics": {}},
         ),
     ],
 )

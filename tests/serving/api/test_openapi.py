@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.api.messages import CountTokensRequest, MessagesRequest
 from mbd_core.serving.api.openapi import RESPONSES, openapi_document
 from mbd_core.serving.api.orders import SleepOrder, WeightsUpdate
 from mbd_core.serving.api.parsing import Strict, parse
@@ -30,6 +31,8 @@ REQUESTS: dict[type[Strict], dict[str, Any]] = {
     WeightsUpdate: {"folder": "a"},
     SleepOrder: {},
     ResponsesRequest: {"model": "m", "input": "a"},
+    MessagesRequest: {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]},
+    CountTokensRequest: {"model": "m", "messages": [{"role": "user", "content": "a"}]},
 }
 NUMBERS = [0, 1, -1, 2, 0.5, 2.5, 128, 129, 2**31, -(2**63), 2**63, 1e-7]
 VALUES = [None, True, False, *NUMBERS, "", "a", [], ["a"], [[1]], [-1], {}, {"type": "text"}, {"include_usage": True}]
@@ -48,6 +51,8 @@ def test_the_document_is_valid_openapi() -> None:
         "POST /v1/chat/completions",
         "POST /v1/completions",
         "POST /v1/responses",
+        "POST /v1/messages",
+        "POST /v1/messages/count_tokens",
         "GET /v1/models",
         "GET /v1/models/{name}",
         "GET /health",

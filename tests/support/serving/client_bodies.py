@@ -10,9 +10,11 @@ from typing import Any
 from recording_proxy import Exchange
 
 FILE = Path(__file__).resolve().parents[2] / "serving" / "api" / "client_bodies.jsonl"
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 LONGEST = 48  # characters of a text that is kept
-TEXTS = frozenset({"content", "description", "input", "instructions", "prompt", "text"})  # which are never kept
+TEXTS = frozenset(
+    {"content", "description", "input", "instructions", "prompt", "system", "text"}
+)  # which are never kept
 WHOLE = frozenset({"pattern", "regex", "ebnf"})  # which mean something at any length
 ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|[0-9a-f]{24,}")
 
@@ -36,7 +38,15 @@ def _paths(value: Any, path: str = "") -> Iterator[str]:
     if isinstance(value, dict):
         for key, inner in value.items():
             yield f"{path}{key}"
-            if key not in ("parameters", "schema", "json", "json_schema", "client_metadata", "metadata"):
+            if key not in (
+                "parameters",
+                "input_schema",
+                "schema",
+                "json",
+                "json_schema",
+                "client_metadata",
+                "metadata",
+            ):
                 yield from _paths(inner, f"{path}{key}.")
             elif key == "json_schema" and isinstance(inner, dict):  # of a response_format
                 yield from (f"{path}{key}.{name}" for name in inner)
