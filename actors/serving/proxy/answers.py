@@ -121,9 +121,9 @@ class _Answer:
         elif not self.started:
             await self._respond(503, LOST, code="no_gateway", headers=[(b"retry-after", b"1"), *headers])
         elif self._is_stream:
-            event = f"data: {error_text(self._path, 500, CUT, code='stream_cut', request_id=_id(headers))}\n\n"
+            error = error_text(self._path, 500, CUT, code="stream_cut", request_id=_id(headers))
             kind = "event: error\n" if of_messages(self._path) else ""
-            await self._send({"type": "http.response.body", "body": f"{kind}{event}".encode()})
+            await self._send({"type": "http.response.body", "body": f"{kind}data: {error}\n\n".encode()})
 
     async def _refuse(self) -> None:
         assert self._refusal is not None
