@@ -1,4 +1,4 @@
-"""The comparison of Fig. 2: a trace of the same prompts under SingleBD and under MultiBD."""
+"""The comparison of Fig. 2: a trace of the same prompts under SingleBD and under MultiBD, or under named methods."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,11 @@ from typing import Any
 
 from mbd_core.decoding.answers.counts import Counts
 from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
+from mbd_core.decoding.blocks.methods import NAMED_METHODS
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.evaluation.sweep.grid import plan_variants
 from mbd_core.models.decoder import Decoder
 from mbd_core.trace.recorder import TraceRecorder
 from mbd_core.trace.traced_run import TracedRun, read_run
@@ -53,6 +55,18 @@ def compared_decodings(
         name: decoding_config(defaults, {**fields, "buffer_size": slots}, block_size=block_size)
         for name, slots in (("SingleBD", 1), ("MultiBD", size))
     }
+
+
+def named_decodings(
+    defaults: Mapping[str, Any], fields: Mapping[str, Any], names: Sequence[str], *, block_size: int
+) -> dict[str, DecodingConfig]:
+    """The decodings of methods by their names in a report. `fields` override each method's own. Raises `ValueError`
+    for an unknown method, and for settings that are not possible."""
+    methods = dict(NAMED_METHODS) | {
+        name: {**NAMED_METHODS[name], **fields} for name in names if name in NAMED_METHODS
+    }
+    variants = plan_variants({}, names, methods=methods, defaults=defaults, block_size=block_size)
+    return {variant.method: variant.decoding for variant in variants if variant.decoding is not None}
 
 
 def record_run(

@@ -63,6 +63,10 @@ def run(
         int | None, Ge(1), Flag("Block size of traces that were recorded without tokens and do not state it.", DATA)
     ] = None,
     max_tokens: MaxTokens = 128,
+    methods: Annotated[
+        tuple[str, ...],
+        Flag("The methods to record, as those of `mbd sweep`.", DECODING, default="SingleBD and MultiBD", commas=True),
+    ] = (),
     buffer_size: Annotated[
         int | None, Ge(1), Flag("MultiBD's slots.", DECODING, default="the model's, if more than 1, or 4")
     ] = None,
@@ -75,9 +79,9 @@ def run(
 ) -> None:
     """Write the numbers of decode traces, the plots of Figure 2, and a replay page.
 
-    It reads recorded traces, or with --model decodes prompts under SingleBD and MultiBD and records both traces in
-    detail. DIR gets report.md, report.json, PNG files and, if tokens were recorded, replay.html, which works without a
-    server or network. No cluster is needed.
+    It reads recorded traces, or with --model decodes prompts under SingleBD and MultiBD, or under --methods, and
+    records the traces in detail. DIR gets report.md, report.json, PNG files and, if tokens were recorded, replay.html,
+    which works without a server or network. No cluster is needed.
     """
     from mbd_core.trace.report import write_trace_report
 
@@ -85,6 +89,7 @@ def run(
         raise ValueError("give traces to read, or --model to record some, and not both")
     for name, value, belongs in (
         ("--prompt", prompt, model),
+        ("--methods", methods, model),
         ("--buffer-size", buffer_size, model),
         ("--request", request, traces),
         ("--tokenizer", tokenizer, traces),
@@ -93,6 +98,8 @@ def run(
         if value and not belongs:
             raise ValueError(f"{name} has no meaning {'with' if model else 'without'} --model")
     paths = dict(map(_named, traces))
+    if methods and buffer_size:
+        raise ValueError("--buffer-size is of MultiBD beside SingleBD; with --methods give buffer_size in --decoding")
     if len(paths) < len(traces):
         raise ValueError(f"two traces have the same name ({', '.join(paths)}); name them with NAME=TRACE")
     check_target_folder(out, KIND, overwrite=overwrite)
@@ -103,7 +110,9 @@ def run(
         if model is None:
             source = _read(paths, tokenizer, block_size, request)
         else:
-            source = _record(model, folder / "traces", prompt, decoding or {}, buffer_size, max_tokens)
+            source = _record(
+                model, folder / "traces", prompt, decoding or {}, buffer_size, max_tokens, methods=methods
+            )
         settings = {**source.settings, "command": command_line}
         text = write_trace_report(source.runs, folder, settings=settings)
         replay = _replay(source, folder / "replay.html")
@@ -157,21 +166,27 @@ def _record(
     fields: dict[str, Any],
     buffer_size: int | None,
     max_tokens: int,
+    *,
+    methods: Sequence[str],
 ) -> TraceSource:
-    """Decode the prompts under both methods and trace each. Raises `ValueError` for settings that are not possible."""
+    """Decode the prompts under each method and trace it. Raises `ValueError` for settings that are not possible."""
     import torch
 
-    from jobs.trace_comparison import compared_decodings, record_run
+    from jobs.trace_comparison import compared_decodings, named_decodings, record_run
     from mbd_core.checkpoint.chat import question_prompt
     from mbd_core.checkpoint.folder import read_folder
     from mbd_core.checkpoint.loading import load_model
     from mbd_core.serving.tokens.load import engine_dtype
 
-    if "buffer_size" in fields:
+    if "buffer_size" in fields and not methods:
         raise ValueError("--decoding must not name buffer_size; that is --buffer-size")
     model_files = read_folder(model_folder(name))
     tokenizer, config = model_files.tokenizer, model_files.config
-    decodings = compared_decodings(model_files.defaults, fields, block_size=config.block_size, buffer_size=buffer_size)
+    defaults, size = model_files.defaults, config.block_size
+    if methods:
+        decodings = named_decodings(defaults, fields, methods, block_size=size)
+    else:
+        decodings = compared_decodings(defaults, fields, block_size=size, buffer_size=buffer_size)
     if not prompts:
         problems = itertools.islice(gsm_mini.generate(split="test", seed=0), NUM_PROMPTS)
         prompts = [problem["question"] for problem in problems]
@@ -184,7 +199,7 @@ def _record(
         recorded = record_run(
             model,
             ids,
-            folder / f"{method}.parquet",
+            folder / f"{method.replace('/', '-')}.parquet",
             method=method,
             decoding=decoding,
             max_tokens=max_tokens,

@@ -152,6 +152,19 @@ ENGINE_MEASURES: tuple[ExportedMeasure[EngineMeasures], ...] = (
         lambda m: m.counts.committed_tokens,
     ),
     ExportedMeasure(
+        "verifications",
+        "counter",
+        "judgements of a sequence's drafts",
+        lambda m: m.counts.verifications,
+    ),
+    ExportedMeasure(
+        "accepted_draft_tokens",
+        "histogram",
+        "drafted tokens that a verification accepted",
+        lambda m: m.counts.accepted_lengths,
+        boundaries=TOKENS_PER_FORWARD,
+    ),
+    ExportedMeasure(
         "drafted_tokens",
         "counter",
         "drafted tokens that a verification judged",
@@ -202,7 +215,11 @@ ENGINE_MEASURES: tuple[ExportedMeasure[EngineMeasures], ...] = (
         "counter",
         "values that came too fast for the histograms",
         lambda m: _dropped(
-            m.counts.tokens_per_forward, m.counts.block_lifetimes, m.counts.queue_seconds, m.counts.prefill_seconds
+            m.counts.tokens_per_forward,
+            m.counts.accepted_lengths,
+            m.counts.block_lifetimes,
+            m.counts.queue_seconds,
+            m.counts.prefill_seconds,
         ),
     ),
 )

@@ -131,6 +131,8 @@ class DecodeStage:
                 row["num_forwards"] = result.counts.num_forwards
                 row["num_store_forwards"] = result.counts.num_store_forwards
                 row["num_prefill_forwards"] = result.counts.num_prefill_forwards
+                row["num_drafted_tokens"] = result.counts.num_drafted_tokens
+                row["num_confirmed_tokens"] = result.counts.num_confirmed_tokens
                 row["pieces"] = list(map(token_text, result.tokens))
                 row["steps"] = list(result.piece.steps or ())
                 row["edits"] = _edits(result.piece, token_text) or None

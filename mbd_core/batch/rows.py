@@ -89,6 +89,14 @@ class CountColumns(TypedDict, total=False):
     num_prefill_forwards: int | None
 
 
+class DraftColumns(TypedDict, total=False):
+    """The drafted tokens that verifications judged, and those that they confirmed. Folders of earlier versions lack
+    them."""
+
+    num_drafted_tokens: int | None
+    num_confirmed_tokens: int | None
+
+
 class EndColumns(TypedDict, total=False):
     """How a request ended: an endpoint's seconds, network included, and why a sample was not decoded.
 
@@ -120,7 +128,7 @@ class ReplayColumns(TypedDict, total=False):
     edits: list[EditCell] | None
 
 
-class DecodedRow(PlannedRow, AnswerColumns, CountColumns, EndColumns, ReplayColumns):
+class DecodedRow(PlannedRow, AnswerColumns, CountColumns, EndColumns, ReplayColumns, DraftColumns):
     """A sample that was decoded, or was not, for the reason in `error`."""
 
 
@@ -167,10 +175,18 @@ COUNTS = tuple(CountColumns.__annotations__)
 PROBLEM_COLUMNS = tuple(ProblemColumns.__annotations__)
 DRAWN_COLUMNS = arrow_fields(DrawnColumns)
 REPLAY = arrow_fields(ReplayColumns)
+DRAFTS = tuple(DraftColumns.__annotations__)
 TIMED_COLUMNS = pa.schema(arrow_fields(TimedRow))
 PLANNED_COLUMNS = pa.schema(arrow_fields(PlannedColumns))
 DECODED_COLUMNS = pa.schema(
-    [*PLANNED_COLUMNS, *arrow_fields(AnswerColumns), *arrow_fields(CountColumns), *arrow_fields(EndColumns), *REPLAY]
+    [
+        *PLANNED_COLUMNS,
+        *arrow_fields(AnswerColumns),
+        *arrow_fields(CountColumns),
+        *arrow_fields(EndColumns),
+        *REPLAY,
+        *arrow_fields(DraftColumns),
+    ]
 )
 
 

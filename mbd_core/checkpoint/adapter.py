@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mbd_core.checkpoint.adaptation.trained_config import RECIPE, config_after
+from mbd_core.checkpoint.dcp import whole_recipe
 from mbd_core.checkpoint.safetensor_files import DTYPES, open_file, read_json, without_wrappers
 from mbd_core.checkpoint.tensors import StoredTensor, TensorShape, decoder_shapes, stored_tensors
 from mbd_core.models.lora import Adapter, adapted_modules
@@ -63,7 +65,14 @@ def read_adapter(folder: Path, config: ModelConfig, *, shard: Shard | None = Non
     for stored, a, b in factors.values():
         for part, rows in zip(stored.parts, b.split(list(stored.lengths)), strict=True):
             products[part.target.removesuffix(".weight")] = a, rows * scale
-    return Adapter(rank, products)
+    return Adapter(rank, products, ar_mode=_has_ar_mode(folder, config))
+
+
+def _has_ar_mode(folder: Path, config: ModelConfig) -> bool:
+    """Whether the training that wrote the adapter gave the model an autoregressive mode; its recipe says so."""
+    if not (folder / RECIPE).is_file():
+        return False
+    return config_after(config, whole_recipe(folder / RECIPE, read_json(folder / RECIPE))).ar_mode
 
 
 def read_changes(folder: Path, config: ModelConfig) -> dict[str, Callable[[], Tensor]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.checkpoint import adapter as adapters
-from mbd_core.checkpoint.adaptation.trained_config import ar_config, block_config
+from mbd_core.checkpoint.adaptation.trained_config import RECIPE, config_after
 from mbd_core.checkpoint.base_files import files_beside_weights, read_configs
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.dcp import DcpFolder, recorded_recipe, save_dcp, whole_recipe
@@ -36,9 +36,6 @@ from mbd_core.checkpoint.tensors import (
 )
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.models.model_config import ModelConfig
-
-RECIPE = "recipe.json"
-"""A training's recipe, beside what it wrote."""
 
 
 def convert(
@@ -170,7 +167,7 @@ def _plan(
     if adapter is not None and (adapter / RECIPE).is_file():
         recipe = whole_recipe(adapter / RECIPE, read_json(adapter / RECIPE))
     if recipe is not None:
-        config = _trained(config, recipe)
+        config = config_after(config, recipe)
     default_layout = layout if layout != "decoder" and recipe is None else "per_expert"
     wanted = stored_tensors(config, decoder_shapes(config), experts or default_layout)
     pieces = TensorPieces(weights, stored)
@@ -183,19 +180,6 @@ def _plan(
         kept=_kept(config, weights, beside_weights),
         changes={} if adapter is None else adapters.read_changes(adapter, config),
         recipe=recipe,
-    )
-
-
-def _trained(config: ModelConfig, recipe: Mapping[str, Any]) -> ModelConfig:
-    """A base's configuration after the training of a recorded recipe. A record of an older version may lack fields."""
-    states = recipe["states"]
-    if states.get("layouts") == "none":
-        return ar_config(config)
-    return block_config(
-        config,
-        block_size=recipe["generation"].get("block_size", states["block_size"]),
-        clean=states.get("clean", "block_causal"),
-        has_ar_loss=states.get("ar_weight", 0) > 0,
     )
 
 

@@ -202,6 +202,7 @@ def build_parts(
             num_pages=pool.capacity,
             prefix_caching=config.prefix_caching,
             adapters=adapters.names,
+            ar_adapters=adapters.ar_names,
             grammars=grammars,
         ),
         seating=Seating(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mbd_core.decoding.answers.counts import Counts
 from mbd_core.decoding.answers.piece import ForwardExperts, Piece
-from mbd_core.decoding.answers.slots import Frame, StepTrace
+from mbd_core.decoding.answers.slots import Frame, SlotState, StepTrace
 from mbd_core.decoding.blocks.request import FinishReason, StepOutput
 from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.engine.measures import EngineCounts, ForwardPart
@@ -302,8 +302,16 @@ class Collector:
             )
             self.counts.drafted_tokens += update.drafted
             self.counts.confirmed_tokens += update.confirmed
+            if update.drafted:
+                self.counts.verifications += 1
+                self.counts.accepted_lengths.add(update.confirmed)
             if self._trace is not None:
-                self._trace.extend(_planned_traces(plan.number, run, update))
+                self._trace.extend(
+                    _slot_traces(plan.number, sequence, update, self._seating.buffer.num_slots, self._trace.detail)
+                    if update.slots
+                    else _planned_traces(plan.number, run, update)
+                )
+            frame = _planned_frame(sequence, update) if sequence.request.frames else None
             piece = sequence.request.asked(decoder.answer_from(sequence.num_emitted))
             if decoder.num_stored:
                 self._seating.scheduler.extend(sequence, list(piece.tokens), decoder.num_stored)
@@ -311,7 +319,9 @@ class Collector:
                 ends = sequence.request.ends(self._eos)
                 piece = piece[: next((i for i, token in enumerate(piece.tokens) if token in ends), None)]
             if piece or decoder.done:
-                outputs.append(self._emit(sequence, piece, ended=decoder.done))
+                outputs.append(replace(self._emit(sequence, piece, ended=decoder.done), frame=frame))
+            elif frame is not None:
+                outputs.append(replace(self._step(sequence, piece), frame=frame))
         return outputs
 
 
@@ -367,6 +377,57 @@ def _planned_traces(number: int, run: PlannedRun, update: "CanvasUpdate") -> lis
         )
         for (lane, block), num_accepted in update.accepted.items()
     ]
+
+
+def _slot_traces(
+    number: int, sequence: SequenceState, update: "CanvasUpdate", num_slots: int, detail: bool
+) -> list[StepTrace]:
+    """The rows of a planned decoder's blocks, and of its empty slots."""
+    size = sequence.block_size
+    first = (update.slots[0].start - sequence.origin) // size
+    rows = []
+    for n in range(num_slots):
+        slot = update.slots[n] if n < len(update.slots) else None
+        tokens, confidences, draft = (-1,) * size, (0.0,) * size, (-1,) * size
+        verdict = None if slot is None else slot.frame.verdict
+        if slot is not None:
+            tokens, confidences = _with_masks(slot.frame.tokens), slot.confidences
+        if verdict is not None:
+            draft = _with_masks(verdict.drafted)
+        rows.append(
+            StepTrace(
+                request_id=sequence.request.request_id,
+                step=number,
+                slot=n,
+                block=first + n,
+                state=(SlotState.DUMMY if slot is None else slot.seen).name,
+                mask_ratio=0.0 if slot is None else slot.mask_ratio,
+                accepted=0 if slot is None else len(slot.frame.accepted),
+                edited=0 if slot is None else len(slot.frame.edited),
+                judged=0 if verdict is None else verdict.judged,
+                confirmed=0 if verdict is None else len(verdict.confirmed),
+                tokens=tokens if detail else None,
+                confidences=confidences if detail else None,
+                draft=draft if detail else None,
+            )
+        )
+    return rows
+
+
+def _with_masks(tokens: Sequence[int | None]) -> tuple[int, ...]:
+    return tuple(-1 if token is None else token for token in tokens)
+
+
+def _planned_frame(sequence: SequenceState, update: "CanvasUpdate") -> Frame:
+    """The frame of a planned decoder's blocks, without positions past the request's budget."""
+    request = sequence.request
+    prompt, end = len(request.prompt), len(request.prompt) + request.max_tokens
+    return Frame(
+        forward=request.first_forward + sequence.counted.num_forwards,
+        position=update.slots[0].start - prompt,
+        num_slots=request.decoding.buffer_size,
+        slots=tuple(replace(s.frame, tokens=s.frame.tokens[: end - s.start]) for s in update.slots),
+    )
 
 
 # The experts that a forward routed its tokens to, if a request asks for them.

@@ -50,7 +50,9 @@ class EngineCounts:
                         sequences and fills no position, "prefill" carries prompts alone
     sequence_forwards   NFE: forwards in which a sequence took part with blocks or a canvas, summed over sequences
     committed_tokens    useful tokens that were handed out
+    verifications       forwards in which a sequence's drafts were judged, summed over sequences
     drafted_tokens      drafted tokens that a verification judged; it confirmed `confirmed_tokens` of them
+    accepted_lengths    of each verification: the drafted tokens that it confirmed
     edited_tokens       filled tokens that were overwritten (T2T, DMax)
     tokens_per_forward  of each request that ended by itself
     block_lifetimes     of each stored block: forwards from its activation to its store, both included
@@ -62,10 +64,12 @@ class EngineCounts:
     forwards: dict[ForwardPart, int] = field(default_factory=lambda: {"decode": 0, "store": 0, "prefill": 0})
     sequence_forwards: int = 0
     committed_tokens: int = 0
+    verifications: int = 0
     drafted_tokens: int = 0
     confirmed_tokens: int = 0
     edited_tokens: int = 0
     tokens_per_forward: RecentValues = field(default_factory=RecentValues)
+    accepted_lengths: RecentValues = field(default_factory=RecentValues)
     block_lifetimes: RecentValues = field(default_factory=RecentValues)
     queue_seconds: RecentValues = field(default_factory=RecentValues)
     prefill_seconds: RecentValues = field(default_factory=RecentValues)

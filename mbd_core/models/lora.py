@@ -40,10 +40,14 @@ PLACE = {product: (group, at) for group, products in PRODUCTS.items() for at, pr
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter of a whole model: A (r, I) and B (O, r) by the decoder's module. B contains the scale."""
+    """One adapter of a whole model: A (r, I) and B (O, r) by the decoder's module. B contains the scale.
+
+    `ar_mode`: the adapted model has an autoregressive mode.
+    """
 
     rank: int
     factors: Mapping[str, tuple[Tensor, Tensor]]
+    ar_mode: bool = False
 
 
 def adapted_modules(config: ModelConfig) -> Iterator[tuple[int, str, str]]:

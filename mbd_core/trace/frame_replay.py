@@ -73,6 +73,7 @@ def _slot(slot: FrameSlot, block: int, size: int) -> ReplaySlot:
         confidences=None,
         new=slot.accepted,
         edited=slot.edited,
+        verdict=slot.verdict,
     )
 
 

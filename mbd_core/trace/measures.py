@@ -29,6 +29,8 @@ class RunMeasures:
     num_other           requests without a Block Buffer, which the other numbers do not cover
     num_forwards        NFE summed over requests, store-only forwards included
     num_accepted        positions that became tokens, also after an EOS
+    num_judged          drafted tokens that a verification judged; it accepted `num_confirmed` of them, in
+                        `num_verifications` judgements of a block's draft
     tpf                 num_accepted / num_forwards
     store_only_share    share of forwards that decoded nothing (the bubble)
     active_blocks       ACTIVE slots in a request's forward (Fig. 2 D-E); histogram from 0 to N_buf
@@ -49,6 +51,9 @@ class RunMeasures:
     num_forwards: int
     num_accepted: int
     num_edited: int
+    num_judged: int
+    num_confirmed: int
+    num_verifications: int
     tpf: float
     num_store_only: int
     store_only_share: float
@@ -80,6 +85,9 @@ def measure(run: TracedRun) -> RunMeasures:
         num_forwards=num_forwards,
         num_accepted=num_accepted,
         num_edited=sum(int(r.edited_TN.sum()) for r in run.requests),
+        num_judged=sum(int(r.judged_TN.sum()) for r in run.requests),
+        num_confirmed=sum(int(r.confirmed_TN.sum()) for r in run.requests),
+        num_verifications=sum(int((r.judged_TN > 0).sum()) for r in run.requests),
         tpf=num_accepted / num_forwards,
         num_store_only=num_store_only,
         store_only_share=num_store_only / num_forwards,

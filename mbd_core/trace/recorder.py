@@ -32,10 +32,15 @@ SCHEMA = pa.schema(
         ("mask_ratio", pa.float64()),
         ("accepted", pa.int32()),
         ("edited", pa.int32()),
+        ("judged", pa.int32()),
+        ("confirmed", pa.int32()),
         ("tokens", pa.list_(pa.int32())),
         ("confidences", pa.list_(pa.float32())),
+        ("draft", pa.list_(pa.int32())),
     ]
 )
+SINCE_ADDED = ("judged", "confirmed", "draft")
+"""Columns that traces of earlier versions lack, which verified no draft."""
 PART = re.compile(r"part-(\d{8})\.parquet")
 BLOCK_SIZE_KEY = b"block_size"
 log = logging.getLogger(__name__)
@@ -123,7 +128,7 @@ class TraceRecorder:
         self._grow(states.size)
 
     def extend(self, rows: Sequence[StepTrace]) -> None:
-        """Append rows of canvases, in their order."""
+        """Append rows of decoders that plan their rows, in their order."""
         self._steps += rows
         self._grow(len(rows))
 
@@ -212,6 +217,15 @@ def _read_file(path: Path) -> pa.Table:
         table = pq.read_table(path)
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path}: this is not a Parquet file, so not a trace") from error
+    for name in SINCE_ADDED:
+        if name not in table.column_names:
+            field = SCHEMA.field(name)
+            empty = (
+                pa.nulls(len(table), field.type)
+                if name == "draft"
+                else pa.repeat(pa.scalar(0, field.type), len(table))
+            )
+            table = table.append_column(field, empty)
     for field in SCHEMA:
         if field.name not in table.column_names:
             raise ValueError(f"{path}: column '{field.name}' is missing, so this is not a step trace")
@@ -248,10 +262,13 @@ def _to_table(steps: list[_Step]) -> pa.Table:
         "mask_ratio": np.concatenate([s.mask_ratios_nN.ravel() for s in steps]),
         "accepted": np.concatenate([s.accepted_nN.ravel() for s in steps]),
         "edited": np.concatenate([s.edited_nN.ravel() for s in steps]),
+        "judged": np.zeros(len(sequence), dtype=np.int32),
+        "confirmed": np.zeros(len(sequence), dtype=np.int32),
         "tokens": _list_column([s.tokens_nNB for s in steps], len(sequence), SCHEMA.field("tokens").type),
         "confidences": _list_column(
             [s.confidences_nNB for s in steps], len(sequence), SCHEMA.field("confidences").type
         ),
+        "draft": pa.nulls(len(sequence), SCHEMA.field("draft").type),
     }
     return pa.table(columns, schema=SCHEMA)
 

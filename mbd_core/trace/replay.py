@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Template
 
+from mbd_core.decoding.answers.slots import DraftVerdict
 from mbd_core.files import write_text
 from mbd_core.tables import script_json
 from mbd_core.trace.recorder import STATES
@@ -24,7 +25,7 @@ class ReplaySlot:
     """A slot in one forward: `state` and `mask_ratio` before it, tokens and confidences after it (-1 = masked).
 
     `block` counts from 1, the request's first block. `new` and `edited` are offsets into the block. A server's frames
-    have no confidences (`None`).
+    have no confidences (`None`). `verdict` is of a decoding that verifies its drafts.
     """
 
     block: int
@@ -34,6 +35,7 @@ class ReplaySlot:
     confidences: tuple[float, ...] | None
     new: tuple[int, ...]
     edited: tuple[int, ...]
+    verdict: DraftVerdict | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +115,10 @@ def replay_runs(
 
 def used_tokens(sides: Sequence[ReplaySide]) -> set[int]:
     """All token ids that the page will show."""
-    frame_tokens = {t for s in sides for f in s.frames for slot in f.slots for t in slot.tokens if t >= 0}
-    return frame_tokens | {t for s in sides for t in s.prompt_tokens}
+    slots = [slot for s in sides for f in s.frames for slot in f.slots]
+    drafted = {t for slot in slots if slot.verdict is not None for t in slot.verdict.drafted if t is not None}
+    frame_tokens = {t for slot in slots for t in slot.tokens if t >= 0}
+    return frame_tokens | drafted | {t for s in sides for t in s.prompt_tokens}
 
 
 def replay_side(request: RequestTrace, *, name: str, eos_token_ids: Sequence[int] = ()) -> ReplaySide:
@@ -145,7 +149,10 @@ def replay_side(request: RequestTrace, *, name: str, eos_token_ids: Sequence[int
                 tokens[slot.block - 1] = slot.tokens
         history.append(tokens.copy())
         frames.append(slots)
-    end = _end(tokens[:stored].ravel(), num_prompt, eos_token_ids)
+    final = tokens[:stored].ravel()
+    if request.draft_TNB is not None:  # the last block ends such an answer without being stored
+        final = tokens.ravel()[: int(np.cumprod(tokens.ravel() >= 0).sum())]
+    end = _end(final, num_prompt, eos_token_ids)
     useful = np.zeros(tokens.size, dtype=bool)
     useful[num_prompt:end] = True
     return ReplaySide(
@@ -174,14 +181,28 @@ def _slot(request: RequestTrace, t: int, n: int, previous_tokens: np.ndarray, fi
     assert request.tokens_TNB is not None and request.confidences_TNB is not None
     block, state, tokens = int(request.block_TN[t, n]) - first, int(request.state_TN[t, n]), request.tokens_TNB[t, n]
     previous = previous_tokens[block] if state != DUMMY else tokens
+    new = tuple(np.flatnonzero((tokens >= 0) & (previous < 0)).tolist())
     return ReplaySlot(
         block=block + 1,
         state=STATES[state],
         mask_ratio=round(float(request.mask_ratio_TN[t, n]), 4),
         tokens=tuple(tokens.tolist()),
         confidences=tuple(np.round(request.confidences_TNB[t, n].astype(float), 4).tolist()),
-        new=tuple(np.flatnonzero((tokens >= 0) & (previous < 0)).tolist()),
+        new=new,
         edited=tuple(np.flatnonzero((tokens >= 0) & (previous >= 0) & (tokens != previous)).tolist()),
+        verdict=None if request.draft_TNB is None else _verdict(request, t, n, new),
+    )
+
+
+def _verdict(request: RequestTrace, t: int, n: int, new: Sequence[int]) -> DraftVerdict:
+    """What a forward made of a slot's draft: of the tokens that it filled, the first are those that it confirmed."""
+    assert request.draft_TNB is not None
+    judged, confirmed = int(request.judged_TN[t, n]), int(request.confirmed_TN[t, n])
+    return DraftVerdict(
+        drafted=tuple(token if token >= 0 else None for token in request.draft_TNB[t, n].tolist()),
+        judged=judged,
+        confirmed=tuple(new[:confirmed]),
+        refused=tuple(new[confirmed : confirmed + 1]) if confirmed < judged else (),
     )
 
 
@@ -194,15 +215,26 @@ def caption(slots: Sequence[ReplaySlot]) -> str:
     """A forward's work, for example 'Store B1 + decode B2, B3'."""
     stores = [s for s in slots if s.state == STATES[TO_CACHE]]
     active = [s for s in slots if s.state == STATES[ACTIVE]]
+    judged = [s for s in active if s.verdict is not None and s.verdict.judged]
+    drafts = [s for s in active if s.verdict is not None and any(t is not None for t in s.verdict.drafted)]
+    others = [s for s in active if s not in judged and (s not in drafts or s.new)]
     parts = [
         (verb, ", ".join(f"B{s.block}" for s in of))
         for verb, of in (
             ("store", stores),
-            ("decode", [s for s in active if s.mask_ratio > 0]),
-            ("check", [s for s in active if s.mask_ratio == 0]),
+            ("decode", [s for s in others if s.mask_ratio > 0]),
+            ("check", [s for s in others if s.mask_ratio == 0]),
+            ("draft", [s for s in drafts if s not in judged]),
         )
         if of
     ]
+    parts += (
+        [("verify", ", ".join(_judgement_text(s.block, s.verdict) for s in judged if s.verdict))] if judged else []
+    )
     text = " + ".join(f"{verb} {blocks}" for verb, blocks in parts) or "nothing resident"
     suffix = "" if active or not stores else " only: no token can come of this forward"
     return text[0].upper() + text[1:] + suffix
+
+
+def _judgement_text(block: int, verdict: DraftVerdict) -> str:
+    return f"B{block} ({len(verdict.confirmed)} of {verdict.judged} drafted tokens confirmed)"

@@ -214,7 +214,9 @@ NOTES = """Values are mean ± standard deviation over forwards or blocks. Accept
 became a token, also after an EOS. η = TPF / Q with Q = N_buf · B tokens a forward (paper Section 4.5); for "resident
 only", Q counts the resident blocks alone. A store-only forward decodes nothing: the bubble. A lifetime counts a
 block's forwards from its activation to the one that stored it; blocks that were never stored (dropped after an EOS, or
-still in the buffer when the trace ended) have none."""
+still in the buffer when the trace ended) have none. A drafted token is judged if a verification compares it with the
+model at block size 1; at the first refusal the verification puts a token of its own, and what is drafted behind falls.
+"""
 
 
 def _rows(measures: Sequence[RunMeasures]) -> list[tuple[str, list[str]]]:
@@ -229,6 +231,10 @@ def _rows(measures: Sequence[RunMeasures]) -> list[tuple[str, list[str]]]:
         ("forwards (NFE)", cells(lambda m: f"{m.num_forwards}")),
         ("accepted tokens", cells(lambda m: f"{m.num_accepted}")),
         ("edited tokens", cells(lambda m: f"{m.num_edited}")),
+        ("drafted tokens that were judged", cells(lambda m: f"{m.num_judged}" if m.num_judged else "-")),
+        ("of them confirmed", cells(_confirmed)),
+        ("of them refused, or behind one", cells(_refused)),
+        ("confirmed tokens a judged block", cells(_acceptance_length)),
         ("accepted tokens per forward", cells(lambda m: f"{m.tpf:.3f}")),
         ("token efficiency η", cells(lambda m: _share(m.token_efficiency))),
         ("token efficiency, resident only", cells(lambda m: _share(m.resident_efficiency))),
@@ -238,6 +244,18 @@ def _rows(measures: Sequence[RunMeasures]) -> list[tuple[str, list[str]]]:
         ("of it final, waiting or stored", cells(lambda m: _mean(m.waiting))),
         ("blocks that never left", cells(lambda m: f"{m.num_unfinished}")),
     ]
+
+
+def _confirmed(m: RunMeasures) -> str:
+    return f"{m.num_confirmed} ({100 * m.num_confirmed / m.num_judged:.1f} %)" if m.num_judged else "-"
+
+
+def _refused(m: RunMeasures) -> str:
+    return f"{m.num_judged - m.num_confirmed}" if m.num_judged else "-"
+
+
+def _acceptance_length(m: RunMeasures) -> str:
+    return f"{m.num_confirmed / m.num_verifications:.2f}" if m.num_verifications else "-"
 
 
 def _share(value: float | None) -> str:

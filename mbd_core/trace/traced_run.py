@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from mbd_core.decoding.answers.slots import CANVAS_STATE, SlotState
 from mbd_core.trace.recorder import STATES, read_trace_table, trace_block_size
 
+NUMBERS = ("step", "slot", "block", "mask_ratio", "accepted", "edited", "judged", "confirmed")
 DUMMY, ACTIVE, TO_CACHE = (int(s) for s in (SlotState.DUMMY, SlotState.ACTIVE, SlotState.TO_CACHE))
 
 
@@ -18,7 +19,10 @@ class RequestTrace:
     """One request's forwards. `state` and `mask_ratio` are the values before a forward; the other fields are its
     results.
 
+    judged_TN, confirmed_TN      drafted tokens that the forward judged, and those of them that it accepted
     tokens_TNB, confidences_TNB  `None` unless the trace was recorded in detail; -1 and 0 where masked
+    draft_TNB                    drafted tokens that wait for their judgement, -1 elsewhere; `None` if no draft is
+                                 verified, or without detail
     """
 
     request_id: str
@@ -28,8 +32,11 @@ class RequestTrace:
     mask_ratio_TN: np.ndarray
     accepted_TN: np.ndarray
     edited_TN: np.ndarray
+    judged_TN: np.ndarray
+    confirmed_TN: np.ndarray
     tokens_TNB: np.ndarray | None
     confidences_TNB: np.ndarray | None
+    draft_TNB: np.ndarray | None
 
     @property
     def num_forwards(self) -> int:
@@ -107,7 +114,7 @@ def traced_run(table: pa.Table, *, name: str, block_size: int | None = None) -> 
     if not len(table):
         raise ValueError("the trace is empty: it holds no step of any whole request")
     for field in table.schema:
-        if field.name not in ("tokens", "confidences") and table[field.name].null_count:
+        if field.name not in ("tokens", "confidences", "draft") and table[field.name].null_count:
             raise ValueError(f"column '{field.name}' has empty cells")
     own_size = trace_block_size(table)
     if own_size is not None and block_size is not None and own_size != block_size:
@@ -156,13 +163,13 @@ def _requests(table: pa.Table) -> tuple[list[RequestTrace], int]:
         return [], num_other
     dictionary = pc.dictionary_encode(table["request_id"]).combine_chunks()
     code, names = dictionary.indices.to_numpy(), dictionary.dictionary.to_pylist()
-    column = {n: table[n].to_numpy() for n in ("step", "slot", "block", "mask_ratio", "accepted", "edited")}
+    column = {n: table[n].to_numpy() for n in NUMBERS}
     state = pc.index_in(table["state"], value_set=pa.array(STATES[:3]))
     if state.null_count:
         wrong = table["state"].filter(pc.is_null(state))[0].as_py()
         raise ValueError(f"state '{wrong}' is none of {', '.join(STATES[:3])}")
     column["state"] = state.to_numpy()
-    tokens, confidences = _matrix(table["tokens"]), _matrix(table["confidences"])
+    tokens, confidences, draft = (_matrix(table[name]) for name in ("tokens", "confidences", "draft"))
     order = np.lexsort((column["block"], column["slot"], column["step"], code))
     bounds = np.searchsorted(code[order], np.arange(len(names) + 1))
     requests = []
@@ -184,8 +191,11 @@ def _requests(table: pa.Table) -> tuple[list[RequestTrace], int]:
                 mask_ratio_TN=column["mask_ratio"][at],
                 accepted_TN=column["accepted"][at],
                 edited_TN=column["edited"][at],
+                judged_TN=column["judged"][at],
+                confirmed_TN=column["confirmed"][at],
                 tokens_TNB=_take(tokens, at),
                 confidences_TNB=_take(confidences, at),
+                draft_TNB=_take(draft, at),
             )
         )
     return requests, num_other

@@ -1,11 +1,16 @@
 """Drafts change no token: self-speculation is decoding token by token, on any weights, under any load."""
 
 import dataclasses
+import json
+import pickle
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from adapter_folders import merged, write_adapter
 from small_engines import MASK, VOCAB, B, build, engine, request
 
 from mbd_core.decoding.blocks.causal_config import Causal, Thinking
@@ -258,3 +263,32 @@ def test_an_ar_mode_that_is_not_there_is_refused_in_a_sentence() -> None:
             engine(model).add(asked(random.Random(1), causal, "a", sampling=Sampling()))
     with pytest.raises(ValueError, match="a mode of models that attend in blocks"):
         build("LLaDAModelLM", attention="full", ar_mode=True)
+
+
+def test_an_adapter_of_a_training_with_an_ar_loss_brings_the_mode(tmp_path: Path) -> None:
+    """Its recipe says so; other adapters do not, nor does the base, and a copy leaves the check to the engine."""
+    model = build()
+    served = engine(model, max_adapters=2, max_rank=2)
+    for name, weight in (("ar", 0.5), ("blocks", 0.0)):
+        folder = write_adapter(tmp_path / name, model.config, seed=1)
+        recipe = {"states": {"block_size": B, "ar_weight": weight}, "generation": {}}
+        (folder / "recipe.json").write_text(json.dumps(recipe))
+        served.load_adapter(name, folder)
+    plain = request("a", 4, "ar", decoding=DecodingConfig(block_size=B, causal=PLAIN), sampling=Sampling())
+    copy = pickle.loads(pickle.dumps(served.admission))
+    for adapter in ("blocks", None):
+        with pytest.raises(RequestRefused, match="or the adapter of such a training"):
+            served.add(replace(plain, adapter=adapter))
+    copy.check(replace(plain, adapter="blocks"))
+    (output,) = served.generate([replace(plain, adapter="ar")])
+    wanted = engine(with_ar_mode(merged(model, tmp_path / "ar"))).generate([plain])[0]
+    assert output.tokens == wanted.tokens
+    served.unload_adapter("ar")
+    with pytest.raises(RequestRefused, match="is not loaded"):
+        served.add(replace(plain, adapter="ar"))
+
+
+def with_ar_mode(model: Decoder) -> Decoder:
+    own = Decoder(replace(model.config, ar_mode=True))
+    own.load_state_dict(model.state_dict())
+    return own.eval()

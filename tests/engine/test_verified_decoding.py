@@ -179,7 +179,6 @@ def test_what_cannot_be_had_is_refused_in_a_sentence() -> None:
     plain = request("a", 4, "verify", decoding=base, sampling=Sampling())
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"grammar": Grammar(syntax="regex", text="a*"), "ignore_eos": False}, "no guide follows drafts"),
-        ({"frames": True}, "verify has not"),
         ({"rollout": True}, "with verify"),
         ({"top_logprobs": 2}, "with verify"),
         ({"sampling": Sampling(frequency_penalty=0.5)}, "no logit_bias, penalty"),
@@ -211,7 +210,6 @@ def test_what_cannot_be_had_is_refused_in_a_sentence() -> None:
         with pytest.raises(ValueError, match=message):
             decoding_config({}, {"verify": verify}, block_size=B)
     for fields, message in (
-        ({"buffer_size": 2}, "buffer_size=2 has no meaning with verify"),
         ({"adaptive": False}, "adaptive=False has no meaning with verify"),
         ({"verify": EXACT, "tau_m2t": 0.5}, "tau_m2t=0.5 has no meaning with verify.exact"),
     ):

@@ -70,10 +70,9 @@ def check_verified(folder: Path, case: dict[str, Any]) -> None:
     positions: list[list[int]] = []
 
     def watch(plan: CanvasPlan, _: ContiguousCache) -> None:
-        kinds.append({"draft": "D", "judge": "V", "store": "S"}[plain._phase])
-        if plain._phase == "judge":
-            assert plain._span is not None
-            positions.append([plain.num_stored + i for i in range(plain._span.start, plain._span.stop)])
+        kinds.append({"draft": "D", "judge": "V", "store": "S"}[plain.phase])
+        if plain.phase == "judge":
+            positions.append(plain.judged_positions)
 
     run_planned(model, plain, prefix=prefix_rows(request), watch=watch)
     answer = expected["tokens"][len(request.prompt) :]
@@ -114,7 +113,7 @@ def check_verifier(folder: Path, case: dict[str, Any], model: Decoder, tensors: 
     device = torch.device("cpu")
 
     def watch(plan: CanvasPlan, cache: ContiguousCache) -> None:
-        if decoder._phase == "judge" and not logits:
+        if decoder.phase == "judge" and not logits:
             queries = [*plan.queries[:-1], plan.queries[-1]]
             with torch.inference_mode():
                 logits.append(torch.cat(forward_canvas(model, cache, queries, device)))

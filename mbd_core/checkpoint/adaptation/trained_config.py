@@ -1,9 +1,13 @@
 """A base's configuration after a training, for the trainer and for whoever makes a folder of what it wrote."""
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from mbd_core.models.model_config import ModelConfig
+
+RECIPE = "recipe.json"
+"""A training's recipe, beside what it wrote."""
 
 
 def ar_config(base: ModelConfig) -> ModelConfig:
@@ -18,3 +22,16 @@ def block_config(
     attention = base.attention if base.attention == "full" else clean
     ar_mode = has_ar_loss and attention == "block_causal"
     return replace(base, block_size=block_size, attention=attention, ar_mode=ar_mode)
+
+
+def config_after(config: ModelConfig, recipe: Mapping[str, Any]) -> ModelConfig:
+    """A base's configuration after the training of a recorded recipe. A record of an older version may lack fields."""
+    states = recipe["states"]
+    if states.get("layouts") == "none":
+        return ar_config(config)
+    return block_config(
+        config,
+        block_size=recipe["generation"].get("block_size", states["block_size"]),
+        clean=states.get("clean", "block_causal"),
+        has_ar_loss=states.get("ar_weight", 0) > 0,
+    )

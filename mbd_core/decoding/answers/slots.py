@@ -28,12 +28,49 @@ class FrameSlot:
     tokens    the block after the forward, `None` where it is masked; positions past the request's budget are left out
     accepted  offsets of the tokens that this forward filled, without tokens carried by the store of the block before
     edited    offsets of the tokens that it overwrote
+    verdict   of a decoding that verifies its drafts
     """
 
     state: str
     tokens: tuple[int | None, ...]
     accepted: tuple[int, ...]
     edited: tuple[int, ...]
+    verdict: "DraftVerdict | None" = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftVerdict:
+    """What a forward made of the draft of one block.
+
+    drafted    by offset, the token that waits for its judgement after the forward; `None` where none waits
+    judged     number of drafted tokens that the forward judged
+    confirmed  offsets of the tokens that it accepted of them
+    refused    offsets whose draft it refused, and where a token of its own stands now; judged tokens behind them fell
+               with them
+    """
+
+    drafted: tuple[int | None, ...]
+    judged: int = 0
+    confirmed: tuple[int, ...] = ()
+    refused: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSlot:
+    """A block of a decoder that plans its rows, as a forward left it: a slot of a Block Buffer.
+
+    start        position of its first token
+    frame        with all tokens of the block
+    seen         its state in the forward; `frame` says whether the forward stored it
+    confidences  of each token in the forward that wrote it, 0 where masked
+    mask_ratio   share of its positions that were masked before the forward
+    """
+
+    start: int
+    frame: FrameSlot
+    seen: SlotState
+    confidences: tuple[float, ...]
+    mask_ratio: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +98,12 @@ class StepTrace:
     mask_ratio   share of the block's positions that were masked before the forward
     accepted     number of positions that became tokens
     edited       number of tokens that were overwritten
+    judged       number of drafted tokens that the forward judged; it accepted `confirmed` of them
     tokens       in a detailed trace: the tokens after the step, -1 where masked
     confidences  in a detailed trace: the confidence of each token in the forward that wrote it (with DMax: in the last
                  forward), 0 where masked
+    draft        in a detailed trace, of a decoding that verifies its drafts: the tokens that wait for their judgement,
+                 -1 where none waits
     """
 
     request_id: str
@@ -74,5 +114,8 @@ class StepTrace:
     mask_ratio: float
     accepted: int
     edited: int = 0
+    judged: int = 0
+    confirmed: int = 0
     tokens: tuple[int, ...] | None = None
     confidences: tuple[float, ...] | None = None
+    draft: tuple[int, ...] | None = None

@@ -134,8 +134,9 @@ class DecodingConfig:
     `block_size`, `adaptive` and `prefix_cache` must be left out."""
 
     verify: Verify | None = None
-    """Verify drafts of one block by the same model at block size 1 (S2D2); then all fields except `block_size`,
-    `adaptive`, `prefix_cache`, `tau_m2t`, `tokens_per_step`, `sub_block`, `carry` and `t2t` must be left out."""
+    """Verify drafts by the same model at block size 1 (S2D2), of one block or of `buffer_size`; then all fields except
+    these, `block_size`, `prefix_cache`, `tau_add`, `tau_semi`, `tau_m2t`, `tokens_per_step`, `sub_block`, `carry` and
+    `t2t` must be left out, and with several slots the last three too."""
 
     def __post_init__(self) -> None:
         if self.tau_stable is not None and not self.revises:
@@ -172,6 +173,13 @@ class DecodingConfig:
             self._only(VERIFY_FIELDS, "verify")
             if self.verify.exact:
                 self._only(set(VERIFY_FIELDS) - set(REPLACED_BY_EXACT), "verify.exact")
+            if self.buffer_size > 1:
+                self._only(set(VERIFY_FIELDS) - set(OF_ONE_SLOT), f"verify and buffer_size={self.buffer_size}")
+                if self.verify.route == "hysteresis":
+                    raise ValueError(
+                        "verify.route='hysteresis' follows the drafts of one block and cannot be had with "
+                        f"buffer_size={self.buffer_size}; let route be span or score, or buffer_size be 1"
+                    )
         if self.soft and (self.tokens_per_step > 1 or self.fallback != "confidence"):
             raise ValueError("soft accepts from the left, at least one token; leave out tokens_per_step and fallback")
         if self.prefix_cache and self.prompt_attention == "full":
@@ -240,7 +248,7 @@ class DecodingConfig:
     def planned(self) -> PlannedRows | None:
         """How its requests lie in the cache, if a decoder plans their rows behind a stored prefix."""
         if self.verify is not None:
-            return replace(self.verify.rows(self.block_size), seeds=int(self.carry))
+            return replace(self.verify.rows(self.block_size, self.buffer_size), seeds=int(self.carry))
         part = self.renoise or self.causal
         return None if part is None else part.rows(self.block_size)
 
@@ -251,7 +259,10 @@ CAUSAL_FIELDS = ("block_size", "adaptive", "prefix_cache", "causal")
 RENOISE_FIELDS = ("block_size", "adaptive", "prefix_cache", "renoise")
 VERIFY_FIELDS = (
     "block_size",
+    "buffer_size",
     "prefix_cache",
+    "tau_add",
+    "tau_semi",
     "tau_m2t",
     "tokens_per_step",
     "sub_block",
@@ -259,7 +270,9 @@ VERIFY_FIELDS = (
     "t2t",
     "verify",
 )
-REPLACED_BY_EXACT = ("tau_m2t", "tokens_per_step", "t2t")
+SLOT_FIELDS = ("buffer_size", "tau_add", "tau_semi")
+REPLACED_BY_EXACT = ("tau_semi", "tau_m2t", "tokens_per_step", "t2t")
+OF_ONE_SLOT = ("sub_block", "carry", "t2t")
 REPLACED_BY_ENTROPY = ("tau_m2t", "tokens_per_step", "fallback")
 
 
@@ -301,10 +314,11 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
     elif set(overrides) - set(RENOISE_FIELDS):
         values.pop("renoise", None)
     if overrides.get("verify") is not None:
-        values = {k: v for k, v in values.items() if k in VERIFY_FIELDS}
+        of_buffer = ("buffer_size",) if defaults.get("verify") is None else ()  # the slots of MultiBD
+        values = {k: v for k, v in values.items() if k in VERIFY_FIELDS and k not in of_buffer}
         if isinstance(overrides["verify"], Mapping) and overrides["verify"].get("exact"):
             values = {k: v for k, v in values.items() if k not in REPLACED_BY_EXACT}
-    elif set(overrides) - set(VERIFY_FIELDS):
+    elif set(overrides) - (set(VERIFY_FIELDS) - set(SLOT_FIELDS)):
         values.pop("verify", None)
     if overrides.get("entropy") is not None:
         values = {k: v for k, v in values.items() if k not in REPLACED_BY_ENTROPY}

@@ -16,7 +16,7 @@ VerifyOrder = Literal["block", "causal"]
 
 @configuration()
 class Verify:
-    """Self-verification of drafts, block by block. Raises `ValueError` for a field without effect."""
+    """Self-verification of drafts. Raises `ValueError` for a field without effect."""
 
     route: Route = "span"
     """When a forward's draft is verified. span: if its first run of masks has at least min_span positions. score: if
@@ -85,12 +85,12 @@ class Verify:
     def _is_set(self, name: str) -> bool:
         return bool(getattr(self, name) != getattr(Verify, name))
 
-    def rows(self, block_size: int) -> PlannedRows:
-        """How its requests lie in the cache: behind a block lie the keys of a second copy of it, while it is
+    def rows(self, block_size: int, buffer_size: int) -> PlannedRows:
+        """How its requests lie in the cache: behind the blocks lie the keys of second copies of them, while they are
         verified."""
         return PlannedRows(
-            longest=2 * block_size,
-            overhang=2 * block_size - 1,
+            longest=2 * buffer_size * block_size,
+            overhang=(buffer_size + 1) * block_size - 1,
             store=None if self.store == "causal" else block_size,
             grid=block_size,
         )

@@ -19,6 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from mbd_core.decoding.answers.piece import Piece
+from mbd_core.decoding.answers.slots import PlannedSlot
 from mbd_core.decoding.blocks.adjustments import Adjust
 from mbd_core.decoding.blocks.canvas_config import Canvas, Score
 from mbd_core.decoding.blocks.sampling import Vocab
@@ -107,6 +108,7 @@ class CanvasUpdate:
     mask_ratio  share of the block's positions that were masked before, for every block in `accepted`
     edited      tokens that were replaced (BlockBatch's sync)
     drafted     drafted tokens that this forward judged; it confirmed `confirmed` of them
+    slots       the blocks that the forward held, of a decoder that has a Block Buffer, the first one first
     """
 
     accepted: Mapping[tuple[int, int], int]
@@ -114,6 +116,7 @@ class CanvasUpdate:
     edited: Mapping[tuple[int, int], int] = field(default_factory=dict)
     drafted: int = 0
     confirmed: int = 0
+    slots: tuple[PlannedSlot, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,27 @@
-"""Block by block behind a stored prefix, each draft of a block judged by the same weights at block size 1 (`Verify`).
+"""Behind a stored prefix, drafts of one or more blocks, judged by the same weights at block size 1 (`Verify`).
 
-draft     [a, M, M, b, M]             no order -> tokens for all masks, by the whole block
-    judge     [a, x1, x2] + [M, M]        causal; the copy of the masks stands behind the block -> x1, x2
-    store     [a, x1, x2, b, x3]          by `Verify.store`
+draft     [a, M, M, b, M] [M, M, M, M, M]     block by block -> tokens for all masks
+    judge     [a, x1, x2, b, x3, y1, y2, ...]     causal -> x1, x2, y1, y2, ...
+              + [M, M] + [M, M, ...]              the copies of the judged masks, which stand behind the blocks
+    store     [a, x1, x2, b, x3]                  by `Verify.store`, in the next draft's forward if there is one
 
-A mask of the copy has the position of its draft. It sees what stands before that position, drafts included, and
-itself; so its logits are those of a model that decodes position after position. Where logits predict the next position
+A mask of a copy has the position of its draft. It sees what stands before that position, drafts included, and itself;
+so its logits are those of a model that decodes position after position. Where logits predict the next position
 (`carry`), the causal row of the draft judges itself, and there is no copy.
 
-A draft that is not judged is accepted by confidence (`tau_m2t`, `tokens_per_step`). Keys of drafts and judgements are
-overwritten by the next row; the copy's lie past the stored tokens. The answer is handed out block by block.
+With several slots (`buffer_size`) drafts are those of naive MultiBD (Alg. 4). One verification judges the first run of
+each block's masks, in order. Behind a block with a refusal, blocks keep what was confirmed given the drafts that stood
+before them; an exact answer keeps nothing there.
 
-All noise is a hash of the request's seed, the position, and the number of the block's forward. So a block that begins
-anew on another replica comes out the same.
+A draft that is not judged is accepted by confidence (`tau_m2t`, `tokens_per_step`). Keys of drafts and judgements are
+overwritten by the next row; the copies' lie past the stored tokens. The answer is handed out block by block.
+
+All noise is a hash of the request's seed, the position, and the number of a forward: with one slot of the block's, so
+that a block that begins anew on another replica comes out the same; with several of the answer's, because a position's
+drafts in two forwards must differ.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -35,27 +41,9 @@ from mbd_core.decoding.blocks.verification import (
 from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, Guesses, OpenLogits, Query
 from mbd_core.decoding.canvas.unmasking import accept_best
 from mbd_core.decoding.causal.prefix import PrefixDecoder, guessed
+from mbd_core.decoding.causal.verified_block import Span, VerifiedBlock
 
 VerifyPhase = Literal["draft", "judge", "store"]
-
-
-@dataclass(frozen=True)
-class Span:
-    """The part of a draft that is judged next: offsets [start, stop) of the block, and the draft of all its masks.
-
-    logits_PV  what the span's tokens were read from
-    quota      masks of the block that this draft must fill
-    """
-
-    start: int
-    stop: int
-    guesses: Guesses
-    logits_PV: Tensor
-    quota: int
-
-    @property
-    def length(self) -> int:
-        return self.stop - self.start
 
 
 class VerifyingDecoder(PrefixDecoder):
@@ -74,234 +62,294 @@ class VerifyingDecoder(PrefixDecoder):
         self._score: Literal["confidence", "margin", "neg_entropy"] = "confidence"
         if decoding.verify.route != "span":
             self._score = "margin" if decoding.verify.estimate == "margin" else "neg_entropy"
-        self._phase: VerifyPhase = "draft"
-        self._span: Span | None = None
-        self._logits_PV: Tensor | None = None  # of the draft under way
-        self._forward = self._num_final = 0  # forwards of the block, and those since its last mask
-        self._begin_block([], [])
+        self._draft_logits_PV: Tensor | None = None  # of the draft under way
+        self._forward = 0
+        self._blocks: list[VerifiedBlock] = []
+        self._activate([], [])
+
+    @property
+    def phase(self) -> VerifyPhase:
+        """What the next forward does; a store alone gives no token."""
+        if any(block.span is not None for block in self._blocks):
+            return "judge"
+        return "store" if all(block.is_final for block in self._blocks) else "draft"
+
+    @property
+    def judged_positions(self) -> list[int]:
+        """The positions whose drafts the next forward judges."""
+        return [p for block, span in self._spans() for p in range(block.start + span.start, block.start + span.stop)]
 
     def plan(self) -> CanvasPlan:
-        start, stop, causal = self.num_stored, self.num_stored + self._size, self._rule.store == "causal"
-        if self._phase == "store":
-            asked = torch.tensor([stop - 1] if self._decoding.carry else [], dtype=torch.int64)
-            return _rows(Query(0, start, stop, torch.tensor(self._block), asked, num_keys=stop, causal=causal))
-        if self._phase == "judge":
+        if self.phase == "judge":
             return self._judgement()
-        first = start + (self._open[0] if self._rule.lead == "causal" and self._open else 0)
-        lead = [self._row(start, first, causal=True)] if first > start else []
-        return _rows(*lead, self._row(first, stop, causal=False))
+        rows: list[Query] = []
+        for block in self._blocks:
+            stop, causal = block.start + self._size, self._rule.store == "causal"
+            if block.is_settled:
+                asked = torch.tensor([stop - 1] if self._decoding.carry else [], dtype=torch.int64)
+                rows.append(
+                    Query(0, block.start, stop, torch.tensor(block.tokens), asked, num_keys=stop, causal=causal)
+                )
+                continue
+            first = block.start + (block.open[0] if self._rule.lead == "causal" and block.open else 0)
+            lead = [self._row(block, block.start, first, causal=True)] if first > block.start else []
+            rows += [*lead, self._row(block, first, stop, causal=False)]
+        return CanvasPlan([], rows)
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
         logits_PV = torch.cat(logits) if len(logits) > 1 else logits[0]
-        start = self.num_stored
-        if self._phase == "store":
-            positions = [start + self._size] if self._decoding.carry else []
-        elif self._phase == "judge":
-            span = self._span
-            assert span is not None
-            at_P = torch.arange(start + span.start, start + span.stop)
-            token_P = torch.from_numpy(span.guesses.token_P[: len(at_P)]).to(logits_PV.device)
-            return OpenLogits(
-                logits_PV=logits_PV,
-                position_P=torch.cat((at_P, at_P)),
-                forward=self._forward,
-                score="confidence",
-                sampling=self._request.sampling,
-                vocab=self._vocab,
-                draft=Draft(token_P, span.logits_PV, self._rule, self._noise),
-            )
+        phase, draft = self.phase, None
+        if phase == "judge":
+            spans = [span for _, span in self._spans()]
+            tokens = np.concatenate([span.guesses.token_P[: span.length] for span in spans])
+            drafted_PV = torch.cat([span.logits_PV for span in spans])
+            draft = Draft(torch.from_numpy(tokens).to(logits_PV.device), drafted_PV, self._rule, self._noise)
+            positions = self.judged_positions * 2
+        elif phase == "store":
+            positions = [self.num_stored + self._size] if self._decoding.carry else []
         else:
-            self._logits_PV = logits_PV
-            positions = [start + offset for offset in self._asked()]
+            self._draft_logits_PV = logits_PV
+            positions = [block.start + offset for block in self._blocks for offset in self._asked(block)]
         return OpenLogits(
             logits_PV=logits_PV,
             position_P=torch.tensor(positions, dtype=torch.int64),
             # the store draws for the next block, whose forwards are counted from 0 wherever the answer is taken up
-            forward=0 if self._phase == "store" else self._forward,
-            score=self._score,
+            forward=0 if phase == "store" else self._forward,
+            score="confidence" if phase == "judge" else self._score,
             sampling=self._request.sampling,
             vocab=self._vocab,
+            draft=draft,
         )
 
     def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:
-        start, number = self.num_stored, len(self._open)
+        phase, spans = self.phase, dict(self._spans())
         self.num_forwards += 1
         self._forward += 1
-        if self._phase == "store":
-            self._append_block(num_stored=start + self._size)
-            if not self.done:
-                self._begin_block(*guessed(guesses))
-            return self._update(start, 0, 0.0)
-        edited = confirmed = 0
-        judged = self._span if self._phase == "judge" else None
-        if judged is not None:
-            confirmed = self._take_judgement(judged, guesses)
-        else:
-            edited = self._take_draft(guesses)
-        update = self._update(start, number - len(self._open), number / self._size)
-        if judged is not None:
-            update = replace(update, drafted=judged.length, confirmed=confirmed)
-        if edited:
-            update = replace(update, edited=dict.fromkeys(update.accepted, edited))
-        if self._phase == "draft":
-            is_stored = judged is not None and confirmed == judged.length and self._stores(judged)
-            self._end_block_if_final(edited=edited, had_masks=number > 0, is_stored=is_stored)
+        finals = [block.is_final for block in self._blocks]
+        edited = [0] * len(finals)
+        confirmed = dict.fromkeys(spans, 0)
+        for block in self._blocks:
+            block.look()
+        if phase == "judge":
+            confirmed = self._take_judgements(spans, guesses)
+        elif phase == "draft":
+            edited = self._take_drafts(guesses)
+        stored = self._number_stored(finals, spans, confirmed, phase)
+        slots = tuple(
+            block.slot(judged=spans.get(block), confirmed=confirmed.get(block, 0), stored=n < stored, was_final=final)
+            for n, (block, final) in enumerate(zip(self._blocks, finals, strict=True))
+        )
+        places = [(0, max(0, slot.start - self._start) // self._size) for slot in slots]
+        update = CanvasUpdate(
+            accepted={place: len(slot.frame.accepted) for place, slot in zip(places, slots, strict=True)},
+            mask_ratio={place: slot.mask_ratio for place, slot in zip(places, slots, strict=True)},
+            edited={place: number for place, number in zip(places, edited, strict=True) if number},
+            drafted=sum(span.length for span in spans.values()),
+            confirmed=sum(confirmed.values()),
+            slots=slots,
+        )
+        self._end_forward(stored, *(guessed(guesses) if phase == "store" else ([], [])))
         return update
 
-    # -- drafts and judgements ----------------------------------------------------------------------------------
+    # -- drafts ------------------------------------------------------------------------------------------------------
 
-    def _judgement(self) -> CanvasPlan:
-        """The rows of a verification."""
-        start, span = self.num_stored, self._span
-        assert span is not None
-        stop, number = start + span.stop, span.length
-        filled = list(self._block[: span.stop])
-        filled[span.start :] = span.guesses.token_P[:number].tolist()
-        none, shift = torch.zeros(0, dtype=torch.int64), int(self._decoding.carry)
-        at = torch.arange(start + span.start, stop) - shift
-        draft = Query(0, start, stop, torch.tensor(filled), at if shift else none, num_keys=stop, causal=True)
-        if shift:
-            return _rows(draft)
-        behind = start + span.start + self._size
-        masks = torch.full((number,), self._vocab.mask_token_id)
-        places = torch.arange(behind, behind + number)
-        copy = Query(0, behind, behind + number, masks, places, num_keys=behind + number, causal=True, gap=self._size)
-        return _rows(draft, copy)
-
-    def _row(self, start: int, stop: int, *, causal: bool) -> Query:
+    def _row(self, block: VerifiedBlock, start: int, stop: int, *, causal: bool) -> Query:
         """A row of the block's present tokens; it gives the logits that a draft needs, as far as they are its."""
-        at = [self.num_stored + offset - self._decoding.carry for offset in self._asked()]
-        own = torch.tensor(self._block[start - self.num_stored : stop - self.num_stored])
+        at = [block.start + offset - self._decoding.carry for offset in self._asked(block)]
+        own = torch.tensor(block.tokens[start - block.start : stop - block.start])
         inside = torch.tensor([place for place in at if start <= place < stop], dtype=torch.int64)
         return Query(0, start, stop, own, inside, num_keys=stop, causal=causal)
 
-    def _asked(self) -> list[int]:
+    def _asked(self, block: VerifiedBlock) -> list[int]:
         """The offsets whose logits a draft needs: the masks, and with edits all filled tokens of the answer."""
+        if block.is_final:
+            return []
         if self._decoding.t2t is None:
-            return self._window()
-        return list(range(self._first, self._stop))
+            return block.window(self._decoding.sub_block)
+        return list(range(block.first, block.stop))
 
-    def _window(self) -> list[int]:
-        """The masks that may be filled now: those of the leftmost part of the block that has any."""
-        part = self._decoding.sub_block or self._size
-        return [offset for offset in self._open if offset // part == self._open[0] // part]
+    def _take_drafts(self, guesses: Guesses) -> list[int]:
+        """Takes each block's draft; returns the tokens that it edits in each."""
+        edited, begin = [], 0
+        may_fall_back = True  # the gate of Alg. 4: the block before has progressed
+        assert self._draft_logits_PV is not None
+        for block in self._blocks:
+            part = slice(begin, begin := begin + len(self._asked(block)))
+            progress, drafted = block.progress, guesses.select(part)
+            edited.append(self._take_draft(block, drafted, self._draft_logits_PV[part], may_fall_back=may_fall_back))
+            may_fall_back = progress >= self._decoding.tau_semi
+        self._draft_logits_PV = None
+        return edited
 
-    def _take_draft(self, guesses: Guesses) -> int:
+    def _take_draft(self, block: VerifiedBlock, guesses: Guesses, logits_PV: Tensor, *, may_fall_back: bool) -> int:
         """Edits filled tokens; then lets the masks' draft be judged, or accepts of it by confidence; the number of
         edits."""
-        asked, edited = self._asked(), 0
+        if block.is_final:
+            return 0
+        asked, edited = self._asked(block), 0
         if self._decoding.t2t is not None:
-            edited = self._edit(guesses)
-        masks = self._window()
+            edited = block.edit(guesses, self._decoding.t2t, step=self.num_forwards)
+        masks = block.window(self._decoding.sub_block)
         if not masks:
             self._router.skip()
+            block.num_final += 1
+            t2t = self._decoding.t2t
+            block.is_settled = t2t is None or not edited or block.num_final >= t2t.max_edits
             return edited
         at = [i for i, offset in enumerate(asked) if offset in masks]
         drafted = guesses.select(np.array(at))
         length = first_run(masks)
-        quota = min(self._decoding.tokens_per_step, len(masks))
+        quota = min(self._decoding.tokens_per_step, len(masks)) if may_fall_back else 0
         num_confident = int((drafted.confidence_P > self._decoding.tau_m2t).sum())
         if self._router.verifies(drafted.score_P[:length], num_confident):
-            assert self._logits_PV is not None
-            self._span = Span(masks[0], masks[0] + length, drafted, self._logits_PV[at[:length]], quota)
-            self._phase = "judge"
+            is_first = all(other.is_final for other in self._blocks[: self._blocks.index(block)])
+            quota = quota if is_first else 0
+            block.span = Span(masks[0], masks[0] + length, drafted, logits_PV[at[:length]], quota)
         else:
-            self._accept_confident(drafted, quota)
-        self._logits_PV = None
+            self._accept_confident(block, drafted, quota)
+        block.keep_draft(drafted)
+        self._settle(block)
         return edited
 
-    def _take_judgement(self, span: Span, guesses: Guesses) -> int:
-        """Fills what a judgement decides; the number of drafted tokens that it accepts."""
-        number = span.length
-        accepted = number_accepted([score > 0 for score in guesses.score_P[:number].tolist()])
-        tokens, log_probs = guessed(guesses)
-        for i in range(accepted):
-            self._fill(span.start + i, tokens[i], log_probs[i])
-        if accepted < number:
-            self._fill(span.start + accepted, tokens[number + accepted], log_probs[number + accepted])
-        decided = accepted + (accepted < number)
-        if decided < span.quota:
-            left = np.array([offset in self._open for offset in span.guesses.position_P - self.num_stored])
-            self._accept_confident(span.guesses.select(left), span.quota - decided)
-        self._phase, self._span = "draft", None
-        return accepted
-
-    def _stores(self, span: Span) -> bool:
-        """Whether a judgement that accepts all of `span` has stored the block: its row is the block, in order."""
-        return self._rule.exact and span.stop == self._size and not self._decoding.carry
-
-    def _accept_confident(self, drafted: Guesses, quota: int) -> None:
+    def _accept_confident(self, block: VerifiedBlock, drafted: Guesses, quota: int) -> None:
         """Fills all masks above the threshold, or if they are fewer than `quota` the most confident ones."""
         accepted_P = drafted.confidence_P > self._decoding.tau_m2t
         if accepted_P.sum() < quota:
             accepted_P = accept_best(drafted.confidence_P, quota)
         chosen = drafted.select(accepted_P)
         for position, token, log_prob in zip(chosen.position_P.tolist(), *guessed(chosen), strict=True):
-            self._fill(position - self.num_stored, token, log_prob)
+            block.fill(position - block.start, token, log_prob, step=self.num_forwards)
 
-    def _edit(self, guesses: Guesses) -> int:
-        """Replaces filled tokens that another token exceeds (T2T); returns their number."""
-        assert self._decoding.t2t is not None
-        edited = 0
-        sure_P = guesses.confidence_P > self._decoding.t2t.tau
-        tokens, log_probs = guessed(guesses)
-        for offset, token, log_prob, is_sure in zip(self._asked(), tokens, log_probs, sure_P.tolist(), strict=True):
-            if offset not in self._open and is_sure and token != self._block[offset]:
-                self._block[offset], self._block_log_probs[offset] = token, log_prob
-                self._block_steps[offset] = self.num_forwards
-                edited += 1
-        return edited
-
-    # -- the block ------------------------------------------------------------------------------------------------
-
-    def _fill(self, offset: int, token: int, log_prob: float) -> None:
-        self._block[offset], self._block_log_probs[offset] = token, log_prob
-        self._block_steps[offset] = self.num_forwards
-        self._open.remove(offset)
-
-    def _begin_block(self, seed: list[int], log_probs: list[float]) -> None:
-        """Begins a block: known tokens that are not stored, the seed, masks up to the answer's end and beyond."""
-        known = [*self._all[self.num_stored :], *seed]
-        size, number = self._size, len(known)
-        self._first = len(known) - len(seed)
-        self._stop = min(size, self._end - self.num_stored)
-        self._block = [*known, *[self._vocab.mask_token_id] * (size - number)]
-        self._block_log_probs = [*[0.0] * (number - len(seed)), *log_probs, *[0.0] * (size - number)]
-        self._block_steps = [self.num_forwards] * size
-        self._open = list(range(number, self._stop))
-        self._phase, self._span = "draft" if self._open else "store", None
-        self._forward = self._num_final = 0
-        if seed and (self._has_end() or self.num_stored + number == self._end):
-            self._append_block(num_stored=self.num_stored)
-
-    def _end_block_if_final(self, *, edited: int, had_masks: bool, is_stored: bool) -> None:
-        """Goes on to the block's store, or ends the answer, once no token of the block changes any more."""
+    def _settle(self, block: VerifiedBlock) -> None:
+        """A block without masks is settled, unless its tokens are edited."""
         t2t = self._decoding.t2t
-        if t2t is None:
-            is_final = not self._open or self._has_end()
-        else:
-            self._num_final += not had_masks
-            is_final = not self._open and ((not had_masks and not edited) or self._num_final >= t2t.max_edits)
-        if not is_final:
+        if not block.open:
+            block.is_settled = t2t is None or block.num_final >= t2t.max_edits
+
+    # -- judgements --------------------------------------------------------------------------------------------------
+
+    def _spans(self) -> Iterator[tuple[VerifiedBlock, Span]]:
+        return ((block, block.span) for block in self._blocks if block.span is not None)
+
+    def _judgement(self) -> CanvasPlan:
+        """The rows of a verification: the blocks with their drafts, and the copies of the judged masks."""
+        spans = list(self._spans())
+        last, start, shift = spans[-1][0], self._blocks[0].start, int(self._decoding.carry)
+        stop = last.start + spans[-1][1].stop
+        drafts = [token for block in self._blocks[: self._blocks.index(last) + 1] for token in block.draft]
+        at = torch.tensor(self.judged_positions if shift else [], dtype=torch.int64) - shift
+        row = Query(0, start, stop, torch.tensor(drafts[: stop - start]), at, num_keys=stop, causal=True)
+        gap = last.start + self._size - start
+        return CanvasPlan([], [row] if shift else [row, *(self._copy(*pair, gap=gap) for pair in spans)])
+
+    def _copy(self, block: VerifiedBlock, span: Span, *, gap: int) -> Query:
+        start, stop = (block.start + offset + gap for offset in (span.start, span.stop))
+        masks = torch.full((span.length,), self._vocab.mask_token_id)
+        return Query(0, start, stop, masks, torch.arange(start, stop), num_keys=stop, causal=True, gap=gap)
+
+    def _take_judgements(self, spans: dict[VerifiedBlock, Span], guesses: Guesses) -> dict[VerifiedBlock, int]:
+        """Fills what a verification decides, block by block; the drafted tokens that each block keeps of it."""
+        number, begin, is_refused = len(guesses.token_P) // 2, 0, False
+        confirmed = {}
+        for block, span in spans.items():
+            part = slice(begin, begin := begin + span.length)
+            other = slice(number + part.start, number + part.stop)
+            accepted = number_accepted((guesses.score_P[part] > 0).tolist())
+            block.span = None
+            if is_refused and self._rule.exact:
+                confirmed[block] = 0
+                continue
+            confirmed[block] = accepted
+            self._decide(block, span, accepted, guesses.select(part), guesses.select(other), corrects=not is_refused)
+            is_refused |= accepted < span.length
+            self._settle(block)
+        return confirmed
+
+    def _decide(
+        self, block: VerifiedBlock, span: Span, accepted: int, drafted: Guesses, others: Guesses, *, corrects: bool
+    ) -> None:
+        """Fills the accepted tokens of a judged span, the token that a refusal gives, and its quota."""
+        for i, (token, log_prob) in enumerate(zip(*guessed(drafted.select(slice(0, accepted))), strict=True)):
+            block.fill(span.start + i, token, log_prob, step=self.num_forwards)
+        decided = accepted
+        if accepted < span.length and corrects:
+            tokens, log_probs = guessed(others)
+            block.fill(span.start + accepted, tokens[accepted], log_probs[accepted], step=self.num_forwards)
+            decided += 1
+        if decided < span.quota:
+            left = np.array([position - block.start in block.open for position in span.guesses.position_P.tolist()])
+            self._accept_confident(block, span.guesses.select(left), span.quota - decided)
+
+    # -- the blocks --------------------------------------------------------------------------------------------------
+
+    def _number_stored(
+        self,
+        finals: Sequence[bool],
+        spans: dict[VerifiedBlock, Span],
+        confirmed: dict[VerifiedBlock, int],
+        phase: VerifyPhase,
+    ) -> int:
+        """The leading blocks that the forward stored. A draft stores those that were final before; an exact
+        verification those whose drafts it accepts to the end, because its row is the block, in order."""
+        number = 0
+        for block, was_final in zip(self._blocks, finals, strict=True):
+            span = spans.get(block)
+            is_whole = span is not None and span.stop == self._size and confirmed[block] == span.length
+            if phase == "judge" and not (self._rule.exact and is_whole and not self._decoding.carry):
+                break
+            if phase != "judge" and not was_final:
+                break
+            number += 1
+        return number
+
+    def _end_forward(self, num_stored: int, seed: list[int], log_probs: list[float]) -> None:
+        """Hands out the stored blocks; ends the answer if its blocks are decided to its end, or begins the next block
+        if it may."""
+        for block in self._blocks[:num_stored]:
+            self._append_block(block, num_stored=block.start + self._size)
+        del self._blocks[:num_stored]
+        for n, block in enumerate(self._blocks):
+            has_end = block.has_end(self._ends)
+            if not (block.is_settled or (has_end and self._decoding.t2t is None)):
+                break
+            block.is_final = block.is_settled
+            if has_end or block.start + self._size >= self._end:
+                for decided in self._blocks[: n + 1]:
+                    self._append_block(decided, num_stored=self.num_stored)
+                return
+        if not self.done:
+            self._activate(seed, log_probs)
+
+    def _activate(self, seed: list[int], log_probs: list[float]) -> None:
+        """Begins the next block if it may begin (Alg. 4 line 5): known tokens that are not stored, the seed, masks up
+        to the answer's end and beyond."""
+        start = self.num_stored + len(self._blocks) * self._size
+        active = [block for block in self._blocks if not block.is_final]
+        if (
+            len(self._blocks) == self._decoding.buffer_size
+            or start >= self._end
+            or any(block.span is not None or block.has_any_end(self._ends) for block in self._blocks)
+            or (active and active[-1].progress <= self._decoding.tau_add)
+        ):
             return
-        if self._has_end() or self.num_stored + self._size >= self._end:
-            self._append_block(num_stored=self.num_stored)
-        elif is_stored:
-            self._append_block(num_stored=self.num_stored + self._size)
-            self._begin_block([], [])
-        else:
-            self._phase = "store"
+        known = [*self._all[start:], *seed]
+        block = VerifiedBlock(
+            start,
+            known,
+            first=len(known) - len(seed),
+            stop=min(self._size, self._end - start),
+            log_probs=log_probs,
+            size=self._size,
+            mask=self._vocab.mask_token_id,
+            num_forwards=self.num_forwards,
+        )
+        self._blocks.append(block)
+        if self._decoding.buffer_size == 1:
+            self._forward = 0
+        if seed and (block.has_end(self._ends) or start + len(known) == self._end):
+            self._append_block(block, num_stored=self.num_stored)
 
-    def _has_end(self) -> bool:
-        """Whether a token before the block's first mask ends the answer."""
-        stop = self._open[0] if self._open else self._stop
-        return any(token in self._ends for token in self._block[self._first : stop])
-
-    def _append_block(self, *, num_stored: int) -> None:
+    def _append_block(self, block: VerifiedBlock, *, num_stored: int) -> None:
         """Hands out the block's tokens before its first mask."""
-        new = slice(len(self._all) - self.num_stored, self._open[0] if self._open else self._stop)
-        self._append(self._block[new], self._block_log_probs[new], self._block_steps[new], num_stored=num_stored)
-
-
-def _rows(*queries: Query) -> CanvasPlan:
-    return CanvasPlan([], list(queries))
+        new = slice(len(self._all) - block.start, block.open[0] if block.open else block.stop)
+        self._append(block.tokens[new], block.log_probs[new], block.steps[new], num_stored=num_stored)

@@ -42,7 +42,8 @@ class ResidentAdapter:
 
 
 class ResidentAdapters:
-    """The adapters of one engine; `names` holds their names, live. Without `slots` no adapter can be loaded.
+    """The adapters of one engine; `names` holds their names, live, and `ar_names` the names of those with which the
+    model has an autoregressive mode. Without `slots` no adapter can be loaded.
 
     Iterates over the adapters in the order of their loading.
     """
@@ -52,6 +53,7 @@ class ResidentAdapters:
         self._by_name: dict[str, ResidentAdapter] = {}
         self._num_loaded = 0
         self.names: set[str] = set()
+        self.ar_names: set[str] = set()
 
     def __iter__(self) -> Iterator[ResidentAdapter]:
         return iter(tuple(self._by_name.values()))
@@ -84,11 +86,14 @@ class ResidentAdapters:
         self._num_loaded += 1
         self._by_name[name] = ResidentAdapter(name, slot, self._num_loaded, adapter.rank)
         self.names.add(name)
+        if adapter.ar_mode:
+            self.ar_names.add(name)
 
     def remove(self, name: str) -> None:
         """Free the slot of an adapter that nobody uses."""
         assert self._slots is not None
         self.names.discard(name)
+        self.ar_names.discard(name)
         self._slots.clear(self._by_name.pop(name).slot)
 
 

@@ -72,6 +72,7 @@ class Admission:
     num_pages      pages that a sequence can own
     adapters       names of the loaded LoRA adapters, live; a copy in another process has none and leaves the check to
                    the engine
+    ar_adapters    names of those with which the model has an autoregressive mode
     grammars       whether the engine can compile grammars
     """
 
@@ -86,9 +87,11 @@ class Admission:
         num_pages: int,
         prefix_caching: bool,
         adapters: Set[str] = frozenset(),
+        ar_adapters: Set[str] = frozenset(),
         grammars: bool = False,
     ) -> None:
         self._adapters: Set[str] | None = adapters
+        self._ar_adapters = ar_adapters
         self.max_positions = max_positions
         self._model, self._prefix_caching = model, prefix_caching
         self._block_size, self._buffer_size = block_size, buffer_size
@@ -362,6 +365,8 @@ class Admission:
             )
         if decoding.block_size != self._block_size:
             raise ValueError(f"block_size={decoding.block_size} differs from the model's {self._block_size}")
+        if decoding.buffer_size > self._buffer_size:
+            raise ValueError(f"buffer_size={decoding.buffer_size} exceeds this engine's {self._buffer_size} slots")
         if decoding.carry != model.shift_logits:
             predicts = "the next position" if model.shift_logits else "their own"
             raise ValueError(
@@ -377,13 +382,15 @@ class Admission:
     def _check_causal(self, request: Request, causal: Causal) -> None:
         decoding = request.decoding
         self._check_prefix_cache(decoding)
-        methods = self._model.ar_methods
+        model = self._model_with(request.adapter)
+        methods = model.ar_methods
         if "ar" not in methods:
             raise ValueError(
                 f"causal needs a model that predicts the next token behind causal rows; {self._model.architecture} "
-                "does not, unless a training with states.ar_weight wrote ar_mode into its generation_config.json"
+                "does not, unless a training with states.ar_weight wrote ar_mode into its generation_config.json, or "
+                "the adapter of such a training is asked for"
             )
-        if self._model.ar_mode and causal.method.replace("_", "-") not in methods:
+        if model.ar_mode and causal.method.replace("_", "-") not in methods:
             raise ValueError(
                 f"causal.method={causal.method!r} is no method of {self._model.architecture}'s autoregressive mode: "
                 f"take {' or '.join(methods)}"
@@ -414,6 +421,13 @@ class Admission:
                 f"causal.thinking.end_token_id={causal.thinking.end_token_id} lies outside the vocabulary of "
                 f"{self._model.vocab_size} tokens"
             )
+
+    def _model_with(self, adapter: str | None) -> ModelConfig:
+        """The model as an adapter makes it. A copy that does not know the adapters leaves their mode to the engine."""
+        has_mode = adapter is not None and (self._adapters is None or adapter in self._ar_adapters)
+        if has_mode and self._model.attention == "block_causal":
+            return replace(self._model, ar_mode=True)
+        return self._model
 
     def _check_prefix_cache(self, decoding: DecodingConfig) -> None:
         if decoding.prefix_cache and not self._prefix_caching:
@@ -493,6 +507,12 @@ def penalties_refused(decoding: DecodingConfig) -> str | None:
 def _check_rollout(request: Request) -> None:
     """Refuses a rollout where filled tokens can change: its step map could not tell what the forwards have seen."""
     changes = _revising_part(request.decoding)
+    if request.rollout and changes == "verify":
+        raise RequestRefused(
+            "rollout",
+            "a step map cannot be given with verify: it does not say which of its forwards drafted, and which judged "
+            "at block size 1; decode without it",
+        )
     if request.rollout and changes is not None:
         raise RequestRefused(
             "rollout",
@@ -502,7 +522,7 @@ def _check_rollout(request: Request) -> None:
 
 
 def _check_frames(request: Request) -> None:
-    if request.frames and not request.decoding.in_buffer:
+    if request.frames and not request.decoding.in_buffer and request.decoding.verify is None:
         part = _revising_part(request.decoding)
         raise RequestRefused(
             "frames", f"frames show the slots of a Block Buffer, which {part} has not; decode without"

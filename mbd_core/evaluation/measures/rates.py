@@ -25,6 +25,8 @@ class SampleCounts:
     num_forwards: int | None
     num_store_forwards: int | None
     num_prefill_forwards: int | None
+    num_drafted_tokens: int | None = None
+    num_confirmed_tokens: int | None = None
 
     @property
     def tpf(self) -> float | None:
@@ -96,6 +98,8 @@ class Summary:
     num_forwards: int | None
     num_store_forwards: int | None
     num_prefill_forwards: int | None
+    num_drafted_tokens: int | None = None
+    num_confirmed_tokens: int | None = None
 
 
 def summarize(samples: Sequence[GradedSample]) -> Summary:
@@ -108,7 +112,7 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
     accuracy_low, accuracy_high = accuracy.bounds
     verdicts = {rule: [getattr(s, f"{rule}_correct") for s in samples] for rule in RULES}
     bare = any(s.is_bare for s in samples)
-    tokens, forwards, stores, prefills = (_total(counts, name, bare=bare) for name in TOTALS)
+    tokens, forwards, stores, prefills, drafted, confirmed = (_total(counts, name, bare=bare) for name in TOTALS)
     tpf, tpf_stderr = _mean([c.tpf for c in counts], bare=bare)
     nfe, nfe_stderr = _mean([c.num_forwards for c in counts], bare=bare)
     mean_tokens, tokens_stderr = _mean([c.num_tokens for c in counts], bare=bare and not counts)
@@ -135,6 +139,8 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         num_forwards=forwards,
         num_store_forwards=stores,
         num_prefill_forwards=prefills,
+        num_drafted_tokens=drafted,
+        num_confirmed_tokens=confirmed,
     )
 
 
@@ -147,7 +153,10 @@ def _percent_right(samples: Sequence[GradedSample], flags: Sequence[bool | None]
     return mean_interval(100.0 * np.array([bool(flag) for flag in flags]), problems)
 
 
-TOTALS = ("num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards")
+TOTALS = (
+    *("num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards"),
+    *("num_drafted_tokens", "num_confirmed_tokens"),
+)
 
 
 def _mean(values: Sequence[float | None], *, bare: bool) -> tuple[float | None, float | None]:

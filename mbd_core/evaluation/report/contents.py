@@ -33,6 +33,7 @@ from mbd_core.evaluation.report.tables import (
     aup_table,
     best_table,
     configuration_table,
+    draft_table,
     repeated_table,
     rule_table,
     settings_table,
@@ -73,6 +74,7 @@ def report_tables(numbers: SweepNumbers) -> list[Table]:
     tables = [
         best_table(rows, numbers.aup_means, labels, title="Evaluation sweep"),
         configuration_table(rows, labels),
+        draft_table(rows, labels),
         rule_table(rows, labels),
         repeated_table(numbers.repeated, labels, varied) if numbers.repeated else None,
         harness_table(numbers.harness, labels, varied) if numbers.harness else None,

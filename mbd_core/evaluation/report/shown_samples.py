@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from mbd_core.batch.rows import COUNTS, REPLAY, current_config
+from mbd_core.batch.rows import COUNTS, DRAFTS, REPLAY, current_config
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.folder import part_files, read_record
 from mbd_core.tables import script_json
@@ -25,7 +25,7 @@ LONGEST_REFERENCE = 2000  # characters; the tests of a program are long
 SUBJECT = ("model", "method", "task", "config", "problem_id", "seed", "sample", "correct")
 GRADE = ("finish_reason", "error", "correct", "reason", "detail", "strict", "flexible")
 FLAGS = ("strict_correct", "flexible_correct", "base_correct", "plus_correct")
-ANSWER = ("text", *GRADE, *FLAGS, *COUNTS, "seconds", *(f.name for f in REPLAY))
+ANSWER = ("text", *GRADE, *FLAGS, *COUNTS, *DRAFTS, "seconds", *(f.name for f in REPLAY))
 SHOWN = ("sample", "problem_id", "seed", "draw", "reference", *ANSWER)
 
 

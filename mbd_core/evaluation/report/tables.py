@@ -118,6 +118,39 @@ def configuration_table(rows: Sequence[ReportRow], labels: Mapping[str, str]) ->
     )
 
 
+DRAFT_DEFINITIONS = (
+    "Judged: drafted tokens that a verification compared with the model at block size 1. Confirmed: those that it "
+    "accepted. Refused or behind: the draft's block proposed them, and the verification put its own token or did not "
+    "come to them. Useful tokens that were not confirmed are the verification's own, or were accepted of a draft by "
+    "confidence."
+)
+
+
+def draft_table(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> Table | None:
+    """Drafted, confirmed and refused tokens; `None` where no draft was judged."""
+    judged = [(row, row.summary) for row in rows if row.summary.num_drafted_tokens]
+    if not judged:
+        return None
+    return Table(
+        title="Drafts and their verification",
+        columns=(*SUBJECT, "Judged", "Confirmed", "Refused or behind", "Confirmed share", "Confirmed a forward"),
+        numeric=range(4, 9),
+        rows=[
+            (
+                *(row.key.model, row.key.method, labels[row.key.task], row.varied or None),
+                *_draft_cells(s.num_drafted_tokens or 0, s.num_confirmed_tokens or 0, s.num_forwards or 0),
+            )
+            for row, s in judged
+        ],
+        notes=(DRAFT_DEFINITIONS,),
+    )
+
+
+def _draft_cells(drafted: int, confirmed: int, forwards: int) -> tuple[Cell, ...]:
+    per_forward = f"{confirmed / forwards:.2f}" if forwards else None
+    return drafted, confirmed, drafted - confirmed, f"{100 * confirmed / drafted:.1f} %", per_forward
+
+
 RULE_DEFINITIONS = (
     "Percent right with the 95 % Wilson interval; a dash where the rule is none of the task's, or judged nothing. "
     "Strict: the answer stands where the task wants it, behind its mark or in \\boxed. Flexible: the answer is found "

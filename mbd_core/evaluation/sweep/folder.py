@@ -20,7 +20,7 @@ from typing import Any, Self, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mbd_core.batch.rows import COUNTS, LIKELIHOOD, TimedRow, current_config
+from mbd_core.batch.rows import COUNTS, DRAFTS, LIKELIHOOD, TimedRow, current_config
 from mbd_core.evaluation.measures.rates import RULES, GradedSample, SampleCounts
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoints.endpoint import ENDPOINT_DEFAULT
@@ -47,7 +47,7 @@ FAILURE = "failure.txt"  # the traceback of a sweep that failed
 REPORT_FILES = ("plot.png", "report.md", "report.html", REPORT)
 LOCK = ".mbd-sweep.lock"
 FILES = (RECORD, LOCK, "samples/part-*.parquet", "times/case-*.parquet", *REPORT_FILES, FAILURE)
-OPTIONAL = ("draw", "vote")  # columns of a sweep that draws tokens
+OPTIONAL = ("draw", "vote", *DRAFTS)  # columns of a sweep that draws tokens, and those that earlier versions lack
 TABLES = ("samples", "times")  # the folders of files that carry an id
 MARK = b"mbd-sweep"  # the key of the id in a part's metadata
 
@@ -434,6 +434,8 @@ def graded_sample(row: GradedRow) -> GradedSample:
             num_forwards=row["num_forwards"],
             num_store_forwards=row["num_store_forwards"],
             num_prefill_forwards=row["num_prefill_forwards"],
+            num_drafted_tokens=row.get("num_drafted_tokens"),
+            num_confirmed_tokens=row.get("num_confirmed_tokens"),
         )
     return GradedSample(
         problem=row["problem_id"],

@@ -108,6 +108,12 @@ def _check_lengths(noun: str, piece: Piece) -> None:
 
 def replay_refused(decoding: DecodingConfig) -> str | None:
     """The reason why the forwards of a decoding cannot be rebuilt from a step map; `None` if they can."""
+    for part in ("causal", "renoise", "verify"):
+        if getattr(decoding, part) is not None:
+            return (
+                f"answers decoded with {part} cannot be replayed: a step map does not say which of their forwards saw "
+                f"blocks and which saw a causal row; make the rollouts without {part}"
+            )
     for part in ("t2t", "soft", "edit", "canvas"):
         if getattr(decoding, part) is not None:
             return (

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
 from mbd_core.decoding.answers.counts import Counts
-from mbd_core.decoding.answers.slots import Frame
+from mbd_core.decoding.answers.slots import Frame, FrameSlot
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.serving.api.shapes import (
     AnswerCall,
@@ -30,16 +30,7 @@ from mbd_core.serving.text.logprobs import TokenTexts
 
 def frame_fields(frame: Frame, index: int, texts: TokenTexts) -> FrameFields:
     """The frame of choice `index`; `texts` gives the text of each token."""
-    slots: list[SlotFields] = [
-        {
-            "state": cast(Literal["ACTIVE", "TO_CACHE", "IN_CACHE"], slot.state),
-            "tokens": list(slot.tokens),
-            "texts": [None if token is None else texts(token)[0] for token in slot.tokens],
-            "accepted": list(slot.accepted),
-            "edited": list(slot.edited),
-        }
-        for slot in frame.slots
-    ]
+    slots = [_slot_fields(slot, texts) for slot in frame.slots]
     return {
         "index": index,
         "forward": frame.forward,
@@ -47,6 +38,24 @@ def frame_fields(frame: Frame, index: int, texts: TokenTexts) -> FrameFields:
         "num_slots": frame.num_slots,
         "slots": slots,
     }
+
+
+def _slot_fields(slot: FrameSlot, texts: TokenTexts) -> SlotFields:
+    def read(tokens: Sequence[int | None]) -> list[str | None]:
+        return [None if token is None else texts(token)[0] for token in tokens]
+
+    fields: SlotFields = {
+        "state": cast(Literal["ACTIVE", "TO_CACHE", "IN_CACHE"], slot.state),
+        "tokens": list(slot.tokens),
+        "texts": read(slot.tokens),
+        "accepted": list(slot.accepted),
+        "edited": list(slot.edited),
+    }
+    if slot.verdict is not None:
+        fields["drafted"], fields["drafted_texts"] = list(slot.verdict.drafted), read(slot.verdict.drafted)
+        fields["judged"], fields["confirmed"] = slot.verdict.judged, list(slot.verdict.confirmed)
+        fields["refused"] = list(slot.verdict.refused)
+    return fields
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -405,6 +405,16 @@ class SlotFields(TypedDict):
     """offsets that the forward filled"""
     edited: list[int]
     """offsets that the forward overwrote"""
+    drafted: NotRequired[list[int | None]]
+    """with `verify`: drafted tokens that a later forward judges, `null` where there is none"""
+    drafted_texts: NotRequired[list[str | None]]
+    """the texts of these tokens"""
+    judged: NotRequired[int]
+    """with `verify`: number of drafted tokens that the forward judged"""
+    confirmed: NotRequired[list[int]]
+    """with `verify`: offsets of the tokens that it accepted of these"""
+    refused: NotRequired[list[int]]
+    """with `verify`: offsets where it refused the draft and put its own token"""
 
 
 # Errors, models, the tokenizer.

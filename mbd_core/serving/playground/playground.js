@@ -12,10 +12,11 @@ let beginning; // the last question what is served
 let served = []; // of /health: the models with their limits and defaults
 
 class Side {
-  constructor(name, slots) {
+  constructor(name, slots, method = {}) {
     const section = $("side").content.cloneNode(true).firstElementChild;
     this.name = name;
     this.numSlots = slots;
+    this.method = method; // the decoding fields beside slots and thresholds
     this.parts = Object.fromEntries(["h2", ".error", ".slots", ".answer"].map((q) => [q, section.querySelector(q)]));
     this.slider = section.querySelector("input");
     this.at = section.querySelector("output");
@@ -115,7 +116,9 @@ class Side {
 
   get summary() {
     if (!this.mbd) return `${this.name} was stopped`;
-    return `${this.name}: ${this.mbd.num_tokens} tokens in ${this.mbd.num_forwards} forwards, ${this.mbd.tpf.toFixed(2)} per forward`;
+    const judged = this.mbd.num_drafted_tokens;
+    const verdict = judged ? `, ${this.mbd.num_confirmed_tokens} of ${judged} drafted tokens confirmed` : "";
+    return `${this.name}: ${this.mbd.num_tokens} tokens in ${this.mbd.num_forwards} forwards, ${this.mbd.tpf.toFixed(2)} per forward${verdict}`;
   }
 }
 
@@ -141,7 +144,8 @@ function slotItem(n, slot, position) {
   head.append(element("span", "", `Slot ${n + 1}`), element("span", `chip ${slot.state}`, slot.state));
   const count = element("p");
   const changes = slot.edited.length ? `, ${slot.edited.length} edited` : "";
-  count.append(element("span", "", `${masked} masked, ${slot.accepted.length} accepted${changes}`));
+  const verdict = slot.judged ? `, ${slot.confirmed.length} of ${slot.judged} drafted confirmed` : "";
+  count.append(element("span", "", `${masked} masked, ${slot.accepted.length} accepted${changes}${verdict}`));
   const cells = element("div", "cells");
   cells.setAttribute("aria-hidden", "true"); // the counts say it, and the committed text is below
   slot.tokens.forEach((token, offset) => {
@@ -150,7 +154,11 @@ function slotItem(n, slot, position) {
     else if (position + offset < 0) kinds.push("known");
     if (slot.accepted.includes(offset)) kinds.push("new");
     if (slot.edited.includes(offset)) kinds.push("edited");
-    const cell = element("span", kinds.join(" "), shown(slot.texts[offset]));
+    if (slot.confirmed?.includes(offset)) kinds.push("confirmed");
+    if (slot.refused?.includes(offset)) kinds.push("refused");
+    const draft = token === null ? (slot.drafted_texts?.[offset] ?? null) : null;
+    if (draft !== null) kinds.push("drafted");
+    const cell = element("span", kinds.join(" "), shown(slot.texts[offset] ?? draft));
     cell.dataset.position = String(position + offset);
     cells.append(cell);
   });
@@ -173,7 +181,14 @@ function hasCanvas() {
   return Boolean(served.find((m) => m.name === $("model").value)?.defaults?.canvas);
 }
 
-function body(slots) {
+// The decoding of a side. A verified one has the threshold alone: its only block begins where the last one ends.
+function decodingOf({ numSlots, method }) {
+  const thresholds = method.verify ? ["tau_m2t"] : THRESHOLDS;
+  const slots = method.verify ? {} : { buffer_size: numSlots };
+  return { ...slots, ...Object.fromEntries(thresholds.map((t) => [t, Number($(t).value)])), ...method };
+}
+
+function body(side) {
   const temperature = Number($("temperature").value);
   const prompt = $("prompt").value;
   const chat = $("route").value === "chat";
@@ -185,14 +200,14 @@ function body(slots) {
     ...(!hasCanvas() && { frames: true }),
     return_token_ids: true,
     temperature, ...(temperature && { seed: 1 }),
-    ...(!hasCanvas() && { decoding: { buffer_size: slots, ...Object.fromEntries(THRESHOLDS.map((t) => [t, Number($(t).value)])) } }),
+    ...(!hasCanvas() && { decoding: decodingOf(side) }),
   };
 }
 
 async function run(side, signal) {
   try {
     const route = $("route").value === "chat" ? "v1/chat/completions" : "v1/completions";
-    const asked = { method: "POST", headers: headers(), body: JSON.stringify(body(side.numSlots)), signal };
+    const asked = { method: "POST", headers: headers(), body: JSON.stringify(body(side)), signal };
     const answer = await fetch(route, asked);
     if (!answer.ok) throw new Error(await refusal(answer));
     for await (const [kind, data] of events(answer.body)) side.take(kind, data);
@@ -258,6 +273,7 @@ function makeSides() {
   }
   const sides = [new Side("SingleBD", 1)];
   if ($("slots").value) sides.push(new Side("MultiBD", Number($("slots").value)));
+  if ($("verified").checked) sides.push(new Side("Verified", 1, { verify: {} }));
   return sides;
 }
 
@@ -294,6 +310,10 @@ async function begin() {
 
 $("form").addEventListener("submit", runBoth);
 $("form").addEventListener("input", showValues);
+$("verified").addEventListener("change", () => {
+  stop?.abort();
+  makeSides();
+});
 $("model").addEventListener("change", chooseModel);
 $("key").addEventListener("change", () => (beginning = begin()));
 $("stop").addEventListener("click", () => stop?.abort());

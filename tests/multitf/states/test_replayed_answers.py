@@ -12,6 +12,7 @@ from torch import Tensor
 from mbd_core.decoding.answers.piece import Edit, Piece
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Levenshtein, Soft
+from mbd_core.decoding.blocks.verify_config import Verify
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.data.example import IGNORE
 from mbd_core.multitf.states.answer import ReplayedAnswer
@@ -232,6 +233,7 @@ def good(**changes: Any) -> ReplayedAnswer:
     [
         ({"decoding": DecodingConfig(block_size=4, t2t=T2T())}, "with t2t cannot be replayed"),
         ({"decoding": DecodingConfig(block_size=4, soft=Soft())}, "with soft cannot be replayed"),
+        ({"decoding": DecodingConfig(block_size=4, verify=Verify())}, "with verify cannot be replayed"),
         ({"decoding": DecodingConfig(block_size=4, tau_m2t=0.3, edit=Levenshtein())}, "with edit cannot be replayed"),
         ({"decoding": DecodingConfig(block_size=4, canvas=Canvas(block_length=4, tau=0.3))}, "with canvas cannot be"),
         ({"answer": replace(good().answer, edits=(Edit(0, 1, 4),))}, "tokens that were overwritten"),

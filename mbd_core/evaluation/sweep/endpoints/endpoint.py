@@ -22,6 +22,7 @@ from mbd_core.batch.parts import in_turns
 from mbd_core.batch.rows import (
     COUNTS,
     DECODED_COLUMNS,
+    DRAFTS,
     AnswerColumns,
     CountColumns,
     DecodedRow,
@@ -423,7 +424,7 @@ def _columns(answer: Any, seconds: float, stop: list[str]) -> ReplyColumns:
         "num_tokens": getattr(usage, "completion_tokens", None),
     }
     counts = (answer.model_extra or {}).get(MARK) or {}
-    columns |= {name: counts[name] for name in COUNTS if name in counts}
+    columns |= {name: counts[name] for name in (*COUNTS, *DRAFTS) if name in counts}
     numbers = {name: count if type(count) is int and 0 <= count < 2**63 else None for name, count in columns.items()}
     answer_text = before_stop((text or "").encode("utf-8", "replace").decode(), stop)
     counted = cast(CountColumns, numbers)
