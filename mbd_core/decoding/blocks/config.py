@@ -1,7 +1,7 @@
 """How one request is decoded: the papers' methods and thresholds as one value, checked once."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Annotated, Any, Literal
 
 from mbd_core.decoding.blocks.canvas_config import Canvas
@@ -158,9 +158,7 @@ class DecodingConfig:
         if self.edit is not None:
             self._only(EDIT_FIELDS, "edit")
         if self.entropy is not None:
-            for f in fields(self):
-                if f.name in (*REPLACED_BY_ENTROPY, "soft") and getattr(self, f.name) != f.default:
-                    raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with entropy; leave it out")
+            self._only({f.name for f in fields(self)} - {*REPLACED_BY_ENTROPY, "soft"}, "entropy")
         if self.causal is not None:
             if self.prefix_cache and self.causal.context == "full":
                 raise ValueError("prefix_cache=True cannot be honoured with causal.context='full'; leave one out")
@@ -195,8 +193,10 @@ class DecodingConfig:
     def _only(self, fitting: Collection[str], method: str) -> None:
         """Raises `ValueError` for a field that is not its default and has no meaning with a method."""
         for f in fields(self):
-            if f.name not in fitting and getattr(self, f.name) != f.default:
-                raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with {method}; leave it out")
+            value = getattr(self, f.name)
+            if f.name not in fitting and value != f.default:
+                field = f.name if is_dataclass(value) else f"{f.name}={value!r}"
+                raise ValueError(f"{field} has no meaning with {method}; leave it out")
 
     @property
     def by_parts(self) -> bool:

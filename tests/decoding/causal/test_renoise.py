@@ -228,7 +228,7 @@ def test_an_answer_ends_at_its_budget_or_its_eos() -> None:
         ({"renoise": {}, "tau_m2t": 0.5}, r"tau_m2t=0.5 has no meaning with renoise"),
         (
             {"renoise": {}, "causal": {}},
-            r"renoise=.* has no meaning with causal",
+            r"renoise has no meaning with causal",
         ),
     ],
 )
