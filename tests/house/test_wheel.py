@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ("pyproject.toml", "README.md", "LICENSE", "mbd_core", "actors", "cluster", "jobs")
+SOURCE = ("pyproject.toml", "build_backend.py", "README.md", "LICENSE", "mbd_core", "actors", "cluster", "jobs")
 
 
 def test_a_wheel_holds_the_shipped_models_and_works_outside_the_repository(tmp_path: Path) -> None:
@@ -18,12 +18,16 @@ def test_a_wheel_holds_the_shipped_models_and_works_outside_the_repository(tmp_p
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    stale = source / "build" / "lib" / "mbd_core" / "removed.py"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
     subprocess.run([*command, "-w", tmp_path, source], check=True, cwd=tmp_path, timeout=300)
+    assert [path for path in (source / "build").rglob("*") if path.is_file()] == [stale]
     (wheel,) = tmp_path.glob("*.whl")
     installed = tmp_path / "installed"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
-    assert not list(installed.rglob("*.pyc"))
+    assert not list(installed.rglob("*.pyc")) and not (installed / "mbd_core" / "removed.py").exists()
     for name in ("trace/replay.html", "evaluation/report/page.html"):
         assert (installed / "mbd_core" / name).read_bytes() == (ROOT / "mbd_core" / name).read_bytes()
     page = ROOT / "mbd_core/serving/playground"
