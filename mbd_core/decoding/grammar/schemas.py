@@ -21,6 +21,8 @@ ANNOTATIONS = (
     *("externalDocs", "xml"),
 )
 """Keywords that say nothing about valid values."""
+ANY_NAME: tuple[Any, ...] = ({}, True, {"type": "string"})
+"""Schemas of names of members that allow every name."""
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 """llguidance's formats. The others are left out, as in a validator that does not know them."""
 
@@ -29,7 +31,7 @@ def plain_schema(schema: Any) -> Any:
     """The same schema in llguidance's keywords.
 
     Keywords without effect are left out: annotations, names that begin with "x-", formats that llguidance does not
-    have, `uniqueItems` where it holds anyway. `oneOf` of constants that exclude each other becomes `anyOf`. An
+    have, `uniqueItems` where it holds anyway, `propertyNames` that allow every name. `oneOf` of constants that exclude each other becomes `anyOf`. An
     exclusive bound that is `true` or `false`, as in older schemas, becomes a number. Targets of references stay.
     """
     references = set[str]()
@@ -68,6 +70,8 @@ def _plain(schema: Any, references: set[str]) -> Any:
     most = _number(plain, "maxItems")
     if plain.get("uniqueItems") is False or (plain.get("uniqueItems") is True and most is not None and most <= 1):
         del plain["uniqueItems"]
+    if "propertyNames" not in references and _plain(plain.get("propertyNames"), references) in ANY_NAME:
+        del plain["propertyNames"]
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(plain.get(exclusive), bool) and plain.pop(exclusive) and bound in plain:
             plain[exclusive] = plain.pop(bound)

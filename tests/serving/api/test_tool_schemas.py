@@ -51,6 +51,7 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"type": "string", "format": "regex", "maxLength": 3, "default": "a", "x-order": 1}, {}),
     ({"$ref": "#/$defs/side"}, {"$defs": {"side": {"enum": ["left"], "title": "A side"}}}),
     ({"type": "integer", "minimum": 0, "exclusiveMinimum": True, "maximum": 2}, {}),
+    ({"type": "object", "propertyNames": {"type": "string", "title": "A name"}, "maxProperties": 0}, {}),
 ]
 
 
@@ -71,6 +72,7 @@ REFUSED = [
     ({"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, "give minimum"),
     ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, 'Unimplemented keys: ["uniqueItems"]'),
     ({"anyOf": [{"type": "string"}, {"type": "object", "properties": {"b": {"not": {}}}}]}, ".anyOf.1.properties.b: "),
+    ({"type": "object", "propertyNames": {"maxLength": 3}}, 'Unimplemented keys: ["propertyNames"]'),
     ({"$ref": "https://example.org/a.json"}, "put its schema into $defs"),
     ({"type": "string", "pattern": "^(?!a)"}, "write the pattern without it"),
     ({"type": "STRING"}, "in small letters"),
