@@ -130,6 +130,8 @@ class PromptFields(Strict):
         tools = [tool for tool in self.tools or () if isinstance(tool, AnthropicTool)]
         kinds = dict.fromkeys(tool.type for tool in tools)
         notes = [f"tools of type {kind} are left out: functions alone are called here" for kind in kinds]
+        if self.thinking is not None and self.thinking.budget_tokens is not None:
+            notes.append("thinking.budget_tokens has no effect: max_tokens bounds thoughts and text together")
         return [*ignored_notes(self), *notes, *self.history.notes]
 
     def own_error(self, error: ApiError) -> ApiError:
