@@ -31,8 +31,9 @@ def plain_schema(schema: Any) -> Any:
     """The same schema in llguidance's keywords.
 
     Keywords without effect are left out: annotations, names that begin with "x-", formats that llguidance does not
-    have, `uniqueItems` where it holds anyway, `propertyNames` that allow every name. `oneOf` of constants that exclude each other becomes `anyOf`. An
-    exclusive bound that is `true` or `false`, as in older schemas, becomes a number. Targets of references stay.
+    have, `uniqueItems` where it holds anyway, `propertyNames` that allow every name. `oneOf` of constants that exclude
+    each other becomes `anyOf`. An exclusive bound that is `true` or `false`, as in older schemas, becomes a number.
+    Targets of references stay.
     """
     references = set[str]()
     _collect_references(schema, references)
