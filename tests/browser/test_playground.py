@@ -122,6 +122,22 @@ def test_both_answers_are_shown_forward_by_forward(watched: WatchedPages, url: s
     assert int(counter(page, "multibd", "forwards")) < int(counter(page, "singlebd", "forwards"))
 
 
+def test_a_verified_answer_shows_its_drafts_and_their_verdicts(watched: WatchedPages, url: str) -> None:
+    page = playground(watched, url)
+    page.check("#verified")
+    page.fill("#tokens", "20")
+    status = finish(page)
+    assert "drafted tokens confirmed" in status.split("Verified:")[1]
+    page.focus('[data-side="verified"] .forward input')
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    drafted = cells(page, "verified", "drafted")
+    assert drafted and drafted <= cells(page, "verified", "masked")
+    page.keyboard.press("ArrowRight")
+    decided = cells(page, "verified", "confirmed") | cells(page, "verified", "refused")
+    assert decided and decided <= drafted and decided <= cells(page, "verified", "new")
+
+
 def test_settings_reach_the_requests(watched: WatchedPages, url: str) -> None:
     page = playground(watched, url)
     bodies: list[dict[str, Any]] = []

@@ -8,9 +8,10 @@ from chromium_pages import check_small_and_dark, watched_pages
 from playwright.sync_api import Browser, Page
 from simulated_trace import EOS, SIZE, simulate
 
+from mbd_core.decoding.answers.slots import DraftVerdict
 from mbd_core.decoding.blocks.config import T2T
 from mbd_core.trace.recorder import TraceRecorder
-from mbd_core.trace.replay import ReplaySide, replay_side, write_replay
+from mbd_core.trace.replay import ReplayFrame, ReplaySide, ReplaySlot, caption, replay_side, write_replay
 from mbd_core.trace.traced_run import traced_run
 
 EVIL = "</script><b>'\"&"
@@ -153,6 +154,58 @@ def test_edits_and_what_lies_behind_the_end(page: Page, tmp_path: Path) -> None:
     assert of.end is not None
     assert cells(page, 0, "behind") and min(cells(page, 0, "behind")) == of.end
     assert counter(page, 0, "tokens") == str(of.end - of.num_prompt)
+
+
+def test_drafts_are_drawn_with_their_verdicts(page: Page, sides: list[ReplaySide], tmp_path: Path) -> None:
+    """A block drafts three tokens; the verification confirms one, puts its own for the second, and drops the third."""
+
+    def frame(tokens: tuple[int, ...], new: tuple[int, ...], verdict: DraftVerdict) -> ReplayFrame:
+        slot = ReplaySlot(
+            block=1,
+            state="ACTIVE",
+            mask_ratio=0.75,
+            tokens=tokens,
+            confidences=None,
+            new=new,
+            edited=(),
+            verdict=verdict,
+        )
+        known = sum(token >= 0 for token in tokens[1:])
+        return ReplayFrame(
+            caption=caption([slot]),
+            store_only=False,
+            slots=(slot,),
+            num_tokens=known,
+            num_committed=0,
+            num_cached_blocks=0,
+        )
+
+    drafted = frame((9, -1, -1, -1), (), DraftVerdict(drafted=(None, 10, 11, 12)))
+    verdict = DraftVerdict(drafted=(None,) * 4, judged=3, confirmed=(1,), refused=(2,))
+    judged = frame((9, 10, 20, -1), (1, 2), verdict)
+    of = ReplaySide(
+        name="verified",
+        block_size=4,
+        num_slots=1,
+        num_blocks=1,
+        num_prompt=1,
+        prompt_tokens=(9,),
+        end=None,
+        frames=(drafted, judged),
+    )
+    show(page, [of], tmp_path)
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text('[data-side="0"] .caption') == "Draft B1"
+    assert cells(page, 0, "drafted") == cells(page, 0, "masked") == [1, 2, 3]
+    assert page.inner_text('.cell[data-position="2"]') == "w11"
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text('[data-side="0"] .caption') == "Verify B1 (1 of 3 drafted tokens confirmed)"
+    kinds = ("confirmed", "refused", "drafted", "masked")
+    assert [cells(page, 0, kind) for kind in kinds] == [[1], [2], [], [3]]
+    assert (counter(page, 0, "judged"), counter(page, 0, "confirmed")) == ("3", "1")
+    assert page.locator(".drafts:visible").count() == 3
+    show(page, sides, tmp_path)
+    assert page.locator(".drafts:visible").count() == 0
 
 
 def test_it_is_readable_in_the_dark_and_on_a_small_screen(
