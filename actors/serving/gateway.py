@@ -37,6 +37,7 @@ from actors.serving.http import (
     playground_file,
     read_body,
     reply,
+    request_id,
     respond,
 )
 from actors.serving.logs import join_core_logs, keep_to_loopback
@@ -341,7 +342,7 @@ class Gateway:
 
     async def message(self, request: Request) -> Response:
         key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
-        return await respond(request, lambda: self.server.message(read, key=key))
+        return await respond(request, lambda: self.server.message(read, key=key, request_id=request_id(request)))
 
     async def count_tokens(self, request: Request) -> Response:
         self._client(request)

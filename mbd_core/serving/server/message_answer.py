@@ -31,8 +31,9 @@ DELTAS = {
 class MessageAnswer:
     """The answer to a `MessagesRequest`, made from the chat's `answer`; the caller must `close()` it."""
 
-    def __init__(self, request: MessagesRequest, answer: ServedAnswer) -> None:
-        self._answer, self.streamed = answer, bool(request.stream)
+    def __init__(self, request: MessagesRequest, answer: ServedAnswer, *, request_id: str | None = None) -> None:
+        """`request_id` stands in the error of a stream that fails."""
+        self._answer, self.streamed, self._request_id = answer, bool(request.stream), request_id
         thinking = request.thinking
         self._builder = MessageBuilder(request.model, shows_thoughts=thinking is None or thinking.display != "omitted")
 
@@ -56,7 +57,7 @@ class MessageAnswer:
                 yield list(map(_event, self._builder.take(chunks)))
             yield list(map(_event, self._builder.end()))
         except Exception as error:
-            yield [_event(on_failure(error).message_body())]
+            yield [_event(on_failure(error).message_body(self._request_id))]
 
 
 def _event(value: Mapping[str, Any]) -> str:

@@ -201,9 +201,10 @@ class OpenAIServer:
         """The answer to a request of `/v1/responses`; arguments and errors as in `complete`."""
         return ResponseAnswer(*await self._answer(ResponsesRequest, body, key=key, limited=limited))
 
-    async def message(self, body: Body, *, key: str = "", limited: bool = True) -> MessageAnswer:
+    async def message(self, body: Body, *, key: str = "", request_id: str | None = None) -> MessageAnswer:
         """The answer to a request of `/v1/messages`; arguments and errors as in `complete`."""
-        return MessageAnswer(*await self._answer(MessagesRequest, body, key=key, limited=limited))
+        parsed, answer = await self._answer(MessagesRequest, body, key=key, limited=True)
+        return MessageAnswer(parsed, answer, request_id=request_id)
 
     async def _answer(self, kind: type[K], body: Body, *, key: str, limited: bool) -> tuple[K, ServedAnswer]:
         """The request in a body, and its answer. The request counts as open until the answer is closed."""

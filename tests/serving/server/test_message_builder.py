@@ -1,8 +1,9 @@
 """The blocks of `/v1/messages` from a stream of any pieces: the same as those of the whole text read at once."""
 
+import asyncio
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,10 @@ from mbd_core.calls.answer_reader import AnswerReader
 from mbd_core.calls.forms import HERMES
 from mbd_core.calls.reader import CallReader, TextPiece
 from mbd_core.calls.thoughts import THOUGHT_FORMS, Thoughts
-from mbd_core.serving.server.message_answer import SIGNATURE, MessageBuilder
+from mbd_core.serving.api.errors import api_error
+from mbd_core.serving.api.messages import MessagesRequest
+from mbd_core.serving.server.answer import ServedAnswer
+from mbd_core.serving.server.message_answer import SIGNATURE, MessageAnswer, MessageBuilder
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 5, "total_tokens": 14}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -158,6 +162,29 @@ def test_an_ended_call_has_the_part_of_its_arguments() -> None:
     assert builder.message["content"] == [
         {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": "b", "c": "d"}}
     ]
+
+
+def test_a_stream_that_fails_ends_with_an_error_event() -> None:
+    class Failing:
+        streamed = True
+
+        async def chunks(self) -> AsyncIterator[list[Any]]:
+            yield chat_chunk("stop", content="a")[:1]
+            raise KeyError("secret")
+
+    request = MessagesRequest.model_validate(
+        {"model": "m", "max_tokens": 9, "stream": True, "messages": [{"role": "user", "content": "a"}]}
+    )
+    answer = MessageAnswer(request, cast(ServedAnswer, Failing()), request_id="req-1")
+
+    async def scenario() -> list[str]:
+        return [text async for group in answer.event_groups(api_error) for text in group]
+
+    *_, last = asyncio.run(scenario())
+    kind, _, data = last.strip().partition("\ndata: ")
+    body = json.loads(data)
+    assert kind == "event: error" and body["type"] == "error" and body["request_id"] == "req-1"
+    assert body["error"]["type"] == "api_error" and "secret" not in last
 
 
 def test_cached_tokens_count_apart() -> None:
