@@ -81,7 +81,7 @@ class UnreadBlock(Strict):
     """A block that is not read: refused by its type."""
 
     model_config = ConfigDict(extra="allow")
-    type: Annotated[Any, BeforeValidator(_unread)]
+    type: Annotated[str, BeforeValidator(_unread)]
 
 
 BLOCK_FORMS = {
@@ -184,7 +184,7 @@ class MessageTool(Strict):
     """a JSON schema with `"type": "object"`; arguments that do not fit it are not given"""
     strict: bool | None = None
     """always honoured"""
-    input_examples: Annotated[list[Any] | None, Ignored()] = None
+    input_examples: Annotated[Any, Ignored()] = None
     eager_input_streaming: Annotated[bool | None, Ignored()] = None
     defer_loading: Annotated[bool | None, Ignored()] = None
     allowed_callers: Annotated[list[str] | None, Ignored()] = None
