@@ -1,5 +1,6 @@
 """Serve an endpoint until a signal: connect to Ray, start Serve, wait, drain, and stop Serve and Ray."""
 
+import logging
 import os
 import signal
 import socket
@@ -18,9 +19,9 @@ from ray.serve.handle import DeploymentHandle
 from actors.paths import JobPaths, known_paths, model_paths
 from actors.serving.app import application
 from actors.serving.args import GatewayArgs, ModelArgs, ServingArgs
-from actors.serving.logs import LOGGING
+from actors.serving.logs import LOGGING, SERVE_LOG
 from actors.serving.proxy import CALLBACK, CALLBACK_VARIABLE
-from actors.serving.proxy.waiting import STARTING, missing
+from actors.serving.proxy.waiting import NOTHING, STARTING, missing
 from actors.serving.replica import GATEWAY_BUNDLE
 from actors.serving.tracing import serve_variables
 from cluster.local import connect
@@ -129,6 +130,8 @@ def _ray_signals() -> Iterator[None]:
 
 def _start_proxy(host: str, port: int) -> None:
     """Starts Serve with its HTTP proxy; raises `RuntimeError`, one sentence, if the proxy does not come up."""
+    # Below a warning Serve says of its own second call that options "will not be applied", which were by its first.
+    logging.getLogger(SERVE_LOG).setLevel(logging.WARNING)
     try:
         serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LOGGING)
     except RayActorError:  # Serve's controller has killed it
@@ -171,7 +174,7 @@ def _wants_said() -> Iterator[None]:
 
     def say() -> None:
         while not end.wait(WANTS_SECONDS):
-            if (want := missing()) != STARTING and not end.is_set():
+            if (want := missing()) not in (STARTING, NOTHING) and not end.is_set():  # else it is on its way
                 print(f"waiting: {want}", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=say, daemon=True)

@@ -27,6 +27,7 @@ LOOK_SECONDS = 0.5  # between two looks of a request at the gateways that the pr
 STATUS_SECONDS = 5.0  # time for Serve's controller to say what is missing
 KEPT_SECONDS = 2.0  # how long its answer counts for all requests
 STARTING = "it is being started"
+NOTHING = "no application is deployed on this cluster"
 UNKNOWN = "Serve's controller does not say why"
 
 
@@ -39,7 +40,7 @@ def missing() -> str:
     except (RayError, RayServeException, TimeoutError):
         return UNKNOWN
     if not applications:
-        return "no application is deployed on this cluster"
+        return NOTHING
     messages = [application.message.strip() for application in applications]
     for application in applications:
         deployments = sorted(application.deployments.items(), key=lambda item: item[0] != GATEWAY)
