@@ -307,6 +307,8 @@ class VerifyingDecoder(PrefixDecoder):
         if it may."""
         for block in self._blocks[:num_stored]:
             self._append_block(block, num_stored=block.start + self._size)
+            if self.done:  # blocks behind an ending token count for nothing
+                return
         del self._blocks[:num_stored]
         for n, block in enumerate(self._blocks):
             has_end = block.has_end(self._ends)

@@ -79,7 +79,8 @@ class VerifiedBlock:
         return [offset for offset in self.open if offset // size == self.open[0] // size]
 
     def fill(self, offset: int, token: int, log_prob: float, *, step: int) -> None:
-        self.tokens[offset], self.log_probs[offset], self.steps[offset] = token, log_prob, step
+        self.tokens[offset] = self.draft[offset] = token
+        self.log_probs[offset], self.steps[offset] = log_prob, step
         self.open.remove(offset)
 
     def edit(self, guesses: Guesses, t2t: T2T, *, step: int) -> int:
