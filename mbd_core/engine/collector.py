@@ -296,6 +296,7 @@ class Collector:
             sequence, decoder = run.sequence, run.decoder
             sequence.counted += Counts(
                 num_forwards=1,
+                num_store_forwards=_stores_only(update),
                 decode_seconds=seconds,
                 num_drafted_tokens=update.drafted,
                 num_confirmed_tokens=update.confirmed,
@@ -377,6 +378,11 @@ def _planned_traces(number: int, run: PlannedRun, update: "CanvasUpdate") -> lis
         )
         for (lane, block), num_accepted in update.accepted.items()
     ]
+
+
+def _stores_only(update: "CanvasUpdate") -> bool:
+    """Whether a planned decoder's forward decoded none of its blocks."""
+    return bool(update.slots) and all(slot.seen is SlotState.TO_CACHE for slot in update.slots)
 
 
 def _slot_traces(

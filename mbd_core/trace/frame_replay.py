@@ -65,9 +65,12 @@ def _num_stored(frame: Frame) -> int:
 def _slot(slot: FrameSlot, block: int, size: int) -> ReplaySlot:
     tokens = [-1 if token is None else token for token in slot.tokens]
     num_masked = sum(token < 0 for token in tokens) + len(slot.accepted)
+    state = slot.state
+    if state == "IN_CACHE":  # an exact verification stores the tokens that it accepts
+        state = STATES[ACTIVE if slot.accepted else TO_CACHE]
     return ReplaySlot(
         block=block + 1,
-        state=STATES[TO_CACHE] if slot.state == "IN_CACHE" else slot.state,
+        state=state,
         mask_ratio=round(num_masked / size, 4),
         tokens=(*tokens, *[-1] * (size - len(tokens))),
         confidences=None,

@@ -22,13 +22,14 @@ from mbd_core.trace.traced_run import read_run
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_a_trace_says_what_each_forward_made_of_a_draft(slots: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("verify", [Verify(), Verify(exact=True, store="causal")], ids=["kept", "exact"])
+def test_a_trace_says_what_each_forward_made_of_a_draft(verify: Verify, slots: int, tmp_path: Path) -> None:
     """The rows add up to the request's counts, and page and frames show the same verdicts."""
     model = build()
     init_weights(model, seed=11, std=0.14)
     trace = TraceRecorder(detail=True)
     served = Engine(model, EngineConfig(max_rows=2, buffer_size=2), trace=trace)
-    decoding = DecodingConfig(block_size=B, buffer_size=slots, verify=Verify())
+    decoding = DecodingConfig(block_size=B, buffer_size=slots, verify=verify)
     r = request("a", 3, "single", prompt=(5, 9, 14, 33, 7), max_tokens=18, decoding=decoding, sampling=Sampling())
     r = replace(r, frames=True, ignore_eos=True)
     served.add(r)
@@ -51,6 +52,7 @@ def test_a_trace_says_what_each_forward_made_of_a_draft(slots: int, tmp_path: Pa
 
     run = read_run(tmp_path / "t.parquet", name="verified")
     assert measure(run).num_judged == counts.num_drafted_tokens
+    assert run.request("a").store_only_T.sum() == counts.num_store_forwards
     side = replay_side(run.request("a"), name="verified")
     assert replay_side(run.request("b"), name="single").frames[0].slots[0].verdict is None
     answer = outputs["a"].tokens
@@ -70,7 +72,8 @@ def test_a_trace_says_what_each_forward_made_of_a_draft(slots: int, tmp_path: Pa
     assert side.frames[-1].num_tokens == 18
     assert set(answer) <= used_tokens([side])
     live = frame_side(frames, name="live", block_size=B, prompt=r.prompt, num_tokens=18, ended=False)
-    assert [f.caption for f in live.frames] == [f.caption for f in side.frames]
+    for shown, recorded in zip(live.frames, side.frames, strict=True):
+        assert (shown.caption, shown.store_only) == (recorded.caption, recorded.store_only)
 
 
 def test_a_trace_of_an_earlier_version_is_read(tmp_path: Path) -> None:
