@@ -69,9 +69,10 @@ def read_adapter(folder: Path, config: ModelConfig, *, shard: Shard | None = Non
 
 
 def _has_ar_mode(folder: Path, config: ModelConfig) -> bool:
-    """Whether the training that wrote the adapter gave the model an autoregressive mode; its recipe says so."""
+    """Whether the adapted model has an autoregressive mode: as the recipe of the adapter's training says, or without
+    one as the base has it."""
     if not (folder / RECIPE).is_file():
-        return False
+        return config.ar_mode
     return config_after(config, whole_recipe(folder / RECIPE, read_json(folder / RECIPE))).ar_mode
 
 

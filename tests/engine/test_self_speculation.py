@@ -274,6 +274,7 @@ def test_an_adapter_of_a_training_with_an_ar_loss_brings_the_mode(tmp_path: Path
         recipe = {"states": {"block_size": B, "ar_weight": weight}, "generation": {}}
         (folder / "recipe.json").write_text(json.dumps(recipe))
         served.load_adapter(name, folder)
+    write_adapter(tmp_path / "foreign", model.config, seed=2)  # no recipe: it has the base's mode
     plain = request("a", 4, "ar", decoding=DecodingConfig(block_size=B, causal=PLAIN), sampling=Sampling())
     copy = pickle.loads(pickle.dumps(served.admission))
     for adapter in ("blocks", None):
@@ -283,6 +284,12 @@ def test_an_adapter_of_a_training_with_an_ar_loss_brings_the_mode(tmp_path: Path
     (output,) = served.generate([replace(plain, adapter="ar")])
     wanted = engine(with_ar_mode(merged(model, tmp_path / "ar"))).generate([plain])[0]
     assert output.tokens == wanted.tokens
+    of_mode = engine(with_ar_mode(model), max_adapters=2, max_rank=2)
+    for name in ("blocks", "foreign"):
+        of_mode.load_adapter(name, tmp_path / name)
+    with pytest.raises(RequestRefused, match="or the adapter of such a training"):  # it has unlearned the mode
+        of_mode.add(replace(plain, adapter="blocks"))
+    assert of_mode.generate([replace(plain, adapter="foreign")])[0].tokens
     served.unload_adapter("ar")
     with pytest.raises(RequestRefused, match="is not loaded"):
         served.add(replace(plain, adapter="ar"))

@@ -424,10 +424,9 @@ class Admission:
 
     def _model_with(self, adapter: str | None) -> ModelConfig:
         """The model as an adapter makes it. A copy that does not know the adapters leaves their mode to the engine."""
-        has_mode = adapter is not None and (self._adapters is None or adapter in self._ar_adapters)
-        if has_mode and self._model.attention == "block_causal":
-            return replace(self._model, ar_mode=True)
-        return self._model
+        if adapter is None or self._model.attention != "block_causal":
+            return self._model
+        return replace(self._model, ar_mode=self._adapters is None or adapter in self._ar_adapters)
 
     def _check_prefix_cache(self, decoding: DecodingConfig) -> None:
         if decoding.prefix_cache and not self._prefix_caching:
