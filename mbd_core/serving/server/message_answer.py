@@ -5,12 +5,11 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic_core import from_json
-
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.message_shapes import AnswerBlock, Message, MessageUsage, StopReason
 from mbd_core.serving.api.messages import MessagesRequest
 from mbd_core.serving.server.answer import ServedAnswer
+from mbd_core.serving.server.call_input import call_input
 
 SIGNATURE = "unsigned"  # of thoughts: some clients send no thoughts back that have none
 REASONS: dict[str, StopReason] = {
@@ -172,8 +171,8 @@ class MessageBuilder:
             block["thinking"] = self._text if self._shows_thoughts else ""
             block["signature"] = SIGNATURE
             yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
-        else:  # an answer that an administrator ended may have a part of its arguments
-            block["input"] = from_json(self._text or "{}", allow_partial="trailing-strings")
+        else:
+            block["input"] = call_input(self._text)
         self._is_open = False
         yield {"type": "content_block_stop", "index": self._index}
 

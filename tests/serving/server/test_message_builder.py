@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.responses import JSONResponse
 
 from mbd_core.calls.answer_reader import AnswerReader
 from mbd_core.calls.forms import HERMES
@@ -16,6 +17,7 @@ from mbd_core.calls.thoughts import THOUGHT_FORMS, Thoughts
 from mbd_core.serving.api.errors import api_error
 from mbd_core.serving.api.messages import MessagesRequest
 from mbd_core.serving.server.answer import ServedAnswer
+from mbd_core.serving.server.call_input import LARGEST
 from mbd_core.serving.server.message_answer import SIGNATURE, MessageAnswer, MessageBuilder
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 5, "total_tokens": 14}
@@ -202,3 +204,26 @@ def test_cached_tokens_count_apart() -> None:
         "output_tokens": 5,
         "output_tokens_details": {"thinking_tokens": 2},
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", {}),
+        ('{"a": 1e999, "b": [-1e999, 1.5]}', {"a": LARGEST, "b": [-LARGEST, 1.5]}),
+        (f'{{"a": {"9" * 5000}, "b": -{"9" * 5000}, "c": {10**400}}}', {"a": LARGEST, "b": -LARGEST, "c": 10**400}),
+        ('{"a": Infinity, "b": NaN}', {"a": LARGEST, "b": None}),
+        (r'{"a": "\ud83d\ude00 \ud83d \\ud83d \udE00\n"}', {"a": "\U0001f600 \ufffd \\ud83d \ufffd\n"}),
+        (f'{{"a": {"[" * 300}{"]" * 300}}}', None),
+        ('{"a": 1e999, "b": "c', {"a": LARGEST, "b": "c"}),
+        (f'{{"a": {"9" * 5000}', {}),
+        (f'{{"a": {"[" * 300}', {}),
+    ],
+)
+def test_any_arguments_have_an_object_that_a_reply_can_hold(text: str, value: Any) -> None:
+    builder = MessageBuilder("m")
+    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": text}}
+    _ = [*builder.take(chat_chunk("tool_calls", tool_calls=[call])), *builder.end()]
+    [block] = builder.message["content"]
+    assert value is None or block["input"] == value
+    JSONResponse(block)
