@@ -72,7 +72,7 @@ UNREAD_BLOCKS = {
 
 
 def _unread(value: Any) -> Any:
-    if value in UNREAD_BLOCKS:
+    if isinstance(value, str) and value in UNREAD_BLOCKS:
         raise ValueError(UNREAD_BLOCKS[value])
     raise ValueError(f"{value_text(value)} is no type of block that is read here; those are {', '.join(READ_BLOCKS)}")
 

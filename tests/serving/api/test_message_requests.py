@@ -187,6 +187,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
             "messages.0.content.0.type",
             '"txt" is no type of block',
         ),
+        ({"messages": [USER | {"content": [{"type": []}]}]}, "messages.0.content.0.type", "is no type of block"),
         (
             {"messages": [USER, CALLED, {"role": "user", "content": [result(content=[IMAGE])]}]},
             "messages.2.content.0.content.0.type",
