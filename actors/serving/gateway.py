@@ -345,9 +345,9 @@ class Gateway:
         return await respond(request, lambda: self.server.message(read, key=key, request_id=request_id(request)))
 
     async def count_tokens(self, request: Request) -> Response:
-        self._client(request)
+        key = self._client(request)
         body = await read_body(request, self._args.body_bytes)
-        return await reply(request, self.server.count_tokens(body))
+        return await reply(request, self.server.count_tokens(body, key=key))
 
     async def tokenize(self, request: Request) -> Response:
         self._client(request)

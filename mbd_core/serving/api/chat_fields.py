@@ -15,7 +15,7 @@ MAX_ANSWER = 2**18  # tokens
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
-FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]  # Anthropic's and Responses' length
 
 
 def check_parameters(schema: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -2,6 +2,10 @@
 
 from functools import cached_property
 
+from typing import Self
+
+from pydantic import model_validator
+
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.parsing import Strict
 from mbd_core.serving.api.requests import ChatRequest
@@ -14,6 +18,12 @@ class ChatDialect(Strict):
     def chat(self) -> ChatRequest:
         """The chat. Raises its `ApiError`, with this request's field."""
         raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _stands_for_a_chat(self) -> Self:
+        """Make the chat while the body is parsed: for a large body it takes as long, and its turn must hold both."""
+        _ = self.chat
+        return self
 
     def own_error(self, error: ApiError) -> ApiError:
         """The chat's refusal, with the chat's field replaced by the field of this request."""

@@ -208,6 +208,11 @@ class CountTokensRequest(PromptFields):
 
     speed: Annotated[Any, Ignored()] = None
 
+    @model_validator(mode="after")
+    def _makes_a_prompt(self) -> "CountTokensRequest":
+        _ = self.tokenize  # while the body is parsed, as a chat
+        return self
+
     @cached_property
     def tokenize(self) -> TokenizeRequest:
         """The same request of `/tokenize`."""

@@ -4,13 +4,13 @@ import asyncio
 from collections import Counter
 from typing import TypeVar
 
-from mbd_core.serving.api.messages import MessagesRequest
+from mbd_core.serving.api.messages import CountTokensRequest, MessagesRequest
 from mbd_core.serving.api.parsing import parse
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
 from mbd_core.serving.api.responses import ResponsesRequest
 from mbd_core.serving.tokens.stream import FairTurns, TooManyRequests, has_room
 
-K = TypeVar("K", CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
+K = TypeVar("K", CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountTokensRequest)
 
 LARGE_BODY = 2**17  # bytes; parsing a larger body blocks the event loop for many milliseconds
 MOST_LARGE = 16  # large bodies that may wait to be parsed

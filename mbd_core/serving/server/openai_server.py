@@ -146,9 +146,9 @@ class OpenAIServer:
             model = (await self._route(served_name(api_request.model, self._models))).model
             return await self._tokenizing.run(partial(tokenize, api_request, model), characters=len(body))
 
-    async def count_tokens(self, body: bytes) -> InputTokens:
+    async def count_tokens(self, body: bytes, *, key: str = "") -> InputTokens:
         """The number of tokens of a prompt of `/v1/messages`. Raises the errors of `complete`."""
-        api_request = parse(CountTokensRequest, body)
+        api_request = await self._bodies.parse(CountTokensRequest, body, client=key)
         async with TimeLimit(self._request_seconds).watch():
             model = (await self._route(served_name(api_request.model, self._models))).model
             call = partial(tokenize, api_request.tokenize, model)

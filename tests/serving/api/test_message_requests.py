@@ -129,6 +129,13 @@ def test_no_tool_is_called_under_none_and_tools_of_anthropic_s_are_left_out() ->
     assert refused(tools=[TOOL, *others], tool_choice={"type": "tool", "name": "bash"}).param == "tool_choice"
 
 
+def test_a_tool_s_name_has_the_length_that_anthropic_admits() -> None:
+    name = "mcp__" + "f" * 123
+    call = {"role": "assistant", "content": [USE | {"name": name}]}
+    chat = read(tools=[TOOL | {"name": name}], messages=[USER, call, {"role": "user", "content": [result()]}])
+    assert [name for name, _ in chat.call_rule.functions] == [chat.turns[1]["tool_calls"][0]["function"]["name"]]
+
+
 def test_thinking_sets_the_template_s_variable_unless_the_client_does() -> None:
     def variables(**fields: Any) -> Any:
         return read(**fields).variables(lambda names: [])
@@ -209,6 +216,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"messages": [USER | {"nme": "x"}]}, "messages.0.nme", "unknown field"),
         ({"system": [{"type": "image"}]}, "system.0.type", "'text'"),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema", "required"),
+        ({"tools": [TOOL | {"name": "f" * 129}]}, "tools.0.name", "{1,128}"),
         ({"tools": [TOOL | {"input_schema": {"type": "string"}}]}, "tools.0.input_schema", "object"),
         ({"tools": [TOOL | {"type": "custm"}]}, "tools.0.type", "'custom'"),
         ({"tools": [TOOL | {"parameters": {}}]}, "tools.0.parameters", "unknown field"),
@@ -247,7 +255,11 @@ def test_a_prompt_to_count_is_the_chat_s_prompt() -> None:
     with pytest.raises(ApiError) as caught:
         parse(CountTokensRequest, json.dumps({"model": "m", "max_tokens": 5} | fields).encode())
     assert caught.value.message == "max_tokens: unknown field; it belongs to /v1/chat/completions"
-    lost = parse(CountTokensRequest, json.dumps({"model": "m", "messages": [USER, CALLED]}).encode())
+
+
+@pytest.mark.parametrize("kind", [MessagesRequest, CountTokensRequest])
+def test_a_body_is_parsed_with_the_chat_that_it_stands_for(kind: Any) -> None:
+    body = {"model": "m", "messages": [USER, CALLED]} | ({"max_tokens": 5} if kind is MessagesRequest else {})
     with pytest.raises(ApiError) as caught:
-        _ = lost.tokenize
+        parse(kind, json.dumps(body).encode())
     assert caught.value.param == "messages.1"
