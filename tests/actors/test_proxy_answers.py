@@ -127,11 +127,15 @@ def test_nothing_is_repeated_for_a_client_that_left() -> None:
 
 
 def test_errors_on_anthropic_s_routes_have_anthropic_s_shape() -> None:
-    for path in ("/v1/messages", "/prefix/v1/messages/count_tokens"):
+    for path in ("/v1/messages", "/prefix/v1/messages/count_tokens", "/v1/messages/", "/v1/messages/batches"):
         _, body = answered(Proxy(), path=path)
         error = json.loads(body["body"])
         assert error["type"] == "error" and error["error"]["type"] == "overloaded_error"
         assert error["error"]["details"]["error_code"] == "no_gateway"
+    refused = start(503, b"text/plain")
+    refused["headers"].append((b"x-request-id", b"req-1"))
+    head, body = answered(Proxy([refused, part(b"none")]), path="/v1/messages")
+    assert (b"request-id", b"req-1") in head["headers"] and json.loads(body["body"])["request_id"] == "req-1"
     begun = [start(200, b"text/event-stream"), part(b"event: ping\n\n", more=True)]
     *_, last = answered(Proxy(begun, OK), path="/v1/messages")
     event, _, data = last["body"].decode().partition("\ndata: ")

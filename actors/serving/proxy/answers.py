@@ -135,7 +135,10 @@ class _Answer:
     async def _respond(
         self, status: int, message: str, *, code: str | None, headers: list[tuple[bytes, bytes]]
     ) -> None:
-        text = error_text(self._path, status, message[:MESSAGE_LENGTH], code=code, request_id=_id(headers))
+        name = _id(headers)
+        if name is not None and of_messages(self._path):
+            headers = [*headers, (b"request-id", name.encode("latin-1"))]
+        text = error_text(self._path, status, message[:MESSAGE_LENGTH], code=code, request_id=name)
         body = text.encode()
         whole = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
         await self._send({"type": "http.response.start", "status": status, "headers": whole})

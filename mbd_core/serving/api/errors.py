@@ -107,8 +107,11 @@ MESSAGE_ROUTES = ("/v1/messages", "/v1/messages/count_tokens")  # whose errors h
 
 
 def of_messages(path: str) -> bool:
-    """Whether the errors of a route have Anthropic's shape; `path` may begin with the application's prefix."""
-    return path.endswith(MESSAGE_ROUTES)
+    """Whether a path's errors have Anthropic's shape: also below its route, as `/v1/messages/batches`, where nothing is.
+
+    `path` may begin with the application's prefix.
+    """
+    return f"{MESSAGE_ROUTES[0]}/" in f"{path}/"
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> "Error":
