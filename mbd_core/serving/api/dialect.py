@@ -1,7 +1,6 @@
 """A request in the form of another API than OpenAI's chats: it stands for a chat, which the engines answer."""
 
 from functools import cached_property
-
 from typing import Self
 
 from pydantic import model_validator

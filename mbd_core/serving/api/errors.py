@@ -107,7 +107,7 @@ MESSAGE_ROUTES = ("/v1/messages", "/v1/messages/count_tokens")  # whose errors h
 
 
 def of_messages(path: str) -> bool:
-    """Whether a path's errors have Anthropic's shape: also below its route, as `/v1/messages/batches`, where nothing is.
+    """Whether a path's errors have Anthropic's shape: also those below its route, as of `/v1/messages/batches`.
 
     `path` may begin with the application's prefix.
     """
