@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
+from typing import TypeVar
 
 from mbd_core.serving.api.access import OpenRequest, OpenRequests
 from mbd_core.serving.api.dialect import ChatDialect
@@ -29,7 +30,7 @@ from mbd_core.serving.api.requests import (
 from mbd_core.serving.api.responses import ResponsesRequest
 from mbd_core.serving.api.shapes import Model, Models, TokenIds, TokenizerInfo, TokenText
 from mbd_core.serving.server.answer import ServedAnswer
-from mbd_core.serving.server.large_bodies import LARGE_BODY, K, LargeBodies
+from mbd_core.serving.server.large_bodies import LARGE_BODY, LargeBodies
 from mbd_core.serving.server.measures import RequestWatch, ServerMeasures
 from mbd_core.serving.server.message_answer import MessageAnswer
 from mbd_core.serving.server.model_route import ApiRequest, ModelRoute, TokenizedBody, first_seed
@@ -38,6 +39,7 @@ from mbd_core.serving.tokens.served_model import ServedModel
 from mbd_core.serving.tokens.stream import Refusals, TimeLimit
 
 Body = bytes | Callable[[], Awaitable[bytes]]
+G = TypeVar("G", CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
 
 MOST_SLOWED = 64  # refusals that last, each with its connection and its body
 
@@ -206,7 +208,7 @@ class OpenAIServer:
         parsed, answer = await self._answer(MessagesRequest, body, key=key, limited=True)
         return MessageAnswer(parsed, answer, request_id=request_id)
 
-    async def _answer(self, kind: type[K], body: Body, *, key: str, limited: bool) -> tuple[K, ServedAnswer]:
+    async def _answer(self, kind: type[G], body: Body, *, key: str, limited: bool) -> tuple[G, ServedAnswer]:
         """The request in a body, and its answer. The request counts as open until the answer is closed."""
         watch = self.measures.on_arrival()
         with watch.errors():
