@@ -102,7 +102,9 @@ ROUTES = (
     ),
 )
 PAGES = tuple(  # the server's own pages, which the document leaves out
-    ApiRoute("get", path, operation, "none", None, None, ())
+    ApiRoute(
+        "get", path, operation, "none", None, None, (), head=path == "/"
+    )  # by which Claude Code looks for a server
     for path, operation in (
         ("/openapi.json", "openapi"),
         ("/docs", "docs"),
