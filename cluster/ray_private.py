@@ -114,7 +114,7 @@ def open_replica_port_at(host: str) -> None:
 
 
 @dataclass(frozen=True)
-class Answering:
+class AnsweringDeployment:
     """The deployment that answers a path, as Serve's HTTP proxy in this process knows it; without a name, nobody."""
 
     name: str = ""
@@ -135,7 +135,7 @@ class Answering:
         return request._internal_request_id in self.router._pending_requests_by_id
 
 
-def answering(proxy: Any, path: str) -> Answering | None:
+def answering(proxy: Any, path: str) -> AnsweringDeployment | None:
     """The deployment that answers `path`; `None` from a proxy that knows no application yet.
 
     `proxy` is Serve's, of this process, or a middleware around it.
@@ -146,8 +146,8 @@ def answering(proxy: Any, path: str) -> Answering | None:
         return None
     matched = proxy.proxy_router.match_route(path)
     if matched is None:
-        return Answering()
-    return Answering(matched[1].deployment_name, matched[1]._router._asyncio_router.request_router)
+        return AnsweringDeployment()
+    return AnsweringDeployment(matched[1].deployment_name, matched[1]._router._asyncio_router.request_router)
 
 
 def llm_types() -> Any:

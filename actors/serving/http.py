@@ -23,7 +23,7 @@ from mbd_core.serving.server.response_answer import ResponseAnswer
 
 BODY_SECONDS = 60.0  # time limit for a request's body
 KEY_LENGTH = 16
-Answer = ServedAnswer | ResponseAnswer | MessageAnswer
+AnyAnswer = ServedAnswer | ResponseAnswer | MessageAnswer
 
 
 class EventStream(StreamingResponse):
@@ -32,7 +32,7 @@ class EventStream(StreamingResponse):
     At the response's end, also an early one, the answer is closed.
     """
 
-    def __init__(self, answer: Answer, headers: Mapping[str, str]) -> None:
+    def __init__(self, answer: AnyAnswer, headers: Mapping[str, str]) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
         groups = ("".join(group) async for group in answer.event_groups(log_failure) if group)
         super().__init__(groups, media_type="text/event-stream", headers=headers)
@@ -82,7 +82,7 @@ HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, An
 }
 
 
-async def respond(request: Request, answer: Callable[[], Awaitable[Answer]]) -> Response:
+async def respond(request: Request, answer: Callable[[], Awaitable[AnyAnswer]]) -> Response:
     """The response to a generating request; every error takes the route's shape."""
     try:
         result = await answer()

@@ -26,7 +26,7 @@ from mbd_core.serving.tokens.endpoint_args import EndpointArgs
 from mbd_core.serving.tokens.load import decoding_defaults
 from mbd_core.storage.models import fetch_model
 
-Message = Mapping[str, Any]
+GivenMessage = Mapping[str, Any]
 SEED_LIMIT = 2**63  # seeds are signed 64-bit: -2**63 <= seed < 2**63
 
 
@@ -90,16 +90,21 @@ class LLM:
 
     @overload
     def chat(
-        self, messages: str | list[Message], *, n: None = None, trace: bool = False, **keywords: Unpack[ChatKeywords]
+        self,
+        messages: str | list[GivenMessage],
+        *,
+        n: None = None,
+        trace: bool = False,
+        **keywords: Unpack[ChatKeywords],
     ) -> Answer: ...
     @overload
     def chat(
-        self, messages: str | list[Message], *, n: int, trace: bool = False, **keywords: Unpack[ChatKeywords]
+        self, messages: str | list[GivenMessage], *, n: int, trace: bool = False, **keywords: Unpack[ChatKeywords]
     ) -> list[Answer]: ...
     @overload
     def chat(
         self,
-        messages: list[str] | list[list[Message]],
+        messages: list[str] | list[list[GivenMessage]],
         *,
         n: None = None,
         trace: bool = False,
@@ -108,7 +113,7 @@ class LLM:
     @overload
     def chat(
         self,
-        messages: list[str] | list[list[Message]],
+        messages: list[str] | list[list[GivenMessage]],
         *,
         n: int,
         trace: bool = False,
@@ -173,7 +178,7 @@ class LLM:
     # -- streams ------------------------------------------------------------------------------------------------
 
     def stream(
-        self, messages: str | Sequence[Message], *, trace: bool = False, **keywords: Unpack[ChatKeywords]
+        self, messages: str | Sequence[GivenMessage], *, trace: bool = False, **keywords: Unpack[ChatKeywords]
     ) -> AnswerStream:
         """The pieces of an answer's text as they are committed. The arguments are those of `chat`, for one text or one
         chat.

@@ -17,7 +17,7 @@ from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.serving.proxy.answers import OWN_ROUTES
-from cluster.ray_private import Answering, answering
+from cluster.ray_private import AnsweringDeployment, answering
 from mbd_core.serving.api.errors import MESSAGE_LENGTH, error_text
 
 GATEWAY = "Gateway"  # the deployment's name
@@ -54,7 +54,7 @@ class RefusedWithoutGateway:
     def __init__(
         self,
         app: ASGIApp,
-        answering: Callable[[ASGIApp, str], Answering | None] = answering,
+        answering: Callable[[ASGIApp, str], AnsweringDeployment | None] = answering,
         missing: Callable[[], str] = missing,
     ) -> None:
         self._app, self._answering, self._missing = app, answering, missing
@@ -79,7 +79,7 @@ class RefusedWithoutGateway:
 
         call: asyncio.Task[None] | None = None
         context = copy_context()  # of the call: Serve puts the request's id there
-        asked: Answering | None = None  # the gateways, also once their application is deleted
+        asked: AnsweringDeployment | None = None  # the gateways, also once their application is deleted
         deadline: float | None = None  # while no gateway stands, and none has the request
         try:
             while True:

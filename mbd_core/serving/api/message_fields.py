@@ -169,7 +169,7 @@ class InputTurn(Strict):
         return value
 
 
-Turns = Annotated[list[InputTurn], items(MAX_MESSAGES, least=1)]
+MessageTurns = Annotated[list[InputTurn], items(MAX_MESSAGES, least=1)]
 
 
 # Tools.
@@ -246,7 +246,7 @@ class ThinkingFields(Strict):
     """`omitted`: thinking blocks have no text; `summarized` changes nothing, thoughts come as they are"""
 
 
-class AnswerForm(Strict):
+class OutputFormat(Strict):
     type: Literal["json_schema"]
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
 
@@ -254,7 +254,7 @@ class AnswerForm(Strict):
 class OutputConfig(Strict):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     """as `reasoning_effort` of a chat"""
-    format: AnswerForm | None = None
+    format: OutputFormat | None = None
     """the JSON schema of the answer, as `response_format` of a chat"""
     task_budget: Annotated[Any, Ignored()] = None
 

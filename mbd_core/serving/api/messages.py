@@ -15,11 +15,11 @@ from mbd_core.serving.api.message_fields import (
     MessageTool,
     MessageToolChoice,
     MessageTools,
+    MessageTurns,
     OutputConfig,
     RequestMetadata,
     SystemText,
     ThinkingFields,
-    Turns,
 )
 from mbd_core.serving.api.message_history import History
 from mbd_core.serving.api.other_fields import OtherMessageFields
@@ -73,7 +73,7 @@ class PromptFields(Strict):
     one_form: ClassVar[frozenset[str]] = frozenset({"tool_choice"})
     model: str
     """the name of a served model or of an adapter; 404 for another"""
-    messages: Turns
+    messages: MessageTurns
     """the conversation; if it ends with a text of the assistant, the answer continues this text"""
     system: SystemText | None = None
     """a system message before `messages`"""

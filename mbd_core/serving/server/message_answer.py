@@ -18,7 +18,7 @@ REASONS: dict[str, StopReason] = {
     "tool_calls": "tool_use",
     "abort": "pause_turn",
 }
-Kind = Literal["text", "thinking", "tool_use"]
+BlockKind = Literal["text", "thinking", "tool_use"]
 DELTAS = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
@@ -138,7 +138,7 @@ class MessageBuilder:
         if delta.get("content") and is_behind_calls:
             yield from self._grow("text", delta["content"], {"type": "text", "text": ""})
 
-    def _grow(self, kind: Kind, text: str, new: AnswerBlock) -> Iterator[dict[str, Any]]:
+    def _grow(self, kind: BlockKind, text: str, new: AnswerBlock) -> Iterator[dict[str, Any]]:
         """Add text to the open block; `new` begins where the open block is of another kind."""
         if not self._is_open or self.message["content"][-1]["type"] != kind:
             yield from self._begin(new)
