@@ -50,7 +50,9 @@ def recorded_recipe(folder: Path) -> dict[str, Any] | None:
 def whole_recipe(file: Path, recipe: object) -> dict[str, Any]:
     """The recipe in a file of our trainer. Raises `ValueError` if it lacks what a model folder needs."""
     if isinstance(recipe, dict) and all(isinstance(recipe.get(part), dict) for part in ("states", "generation")):
-        return recipe
+        states = recipe["states"]
+        if isinstance(states.get("block_size"), int) and isinstance(states.get("ar_weight", 0), int | float):
+            return recipe
     raise ValueError(f"{file} is cut or damaged: it names no recipe; take an older checkpoint")
 
 

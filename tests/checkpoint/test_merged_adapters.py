@@ -13,6 +13,7 @@ from model_wheel import write_wheel
 
 from jobs import fetch as fetch_command
 from jobs.convert_checkpoint import main
+from mbd_core.checkpoint.adapter import read_adapter
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
 from mbd_core.checkpoint.conversion import convert
 from mbd_core.checkpoint.folder import read_folder
@@ -66,6 +67,14 @@ def test_the_recipe_says_whether_there_is_an_ar_mode(tmp_path: Path, ar_weight: 
     (adapter / "recipe.json").write_text(json.dumps({**RECIPE, "states": {"block_size": 4, "ar_weight": ar_weight}}))
     convert(base, tmp_path / "made", adapter=adapter)
     assert load_config(tmp_path / "made").ar_mode == (ar_weight > 0)
+
+
+@pytest.mark.parametrize("states", [None, {}, {"block_size": "4"}, {"block_size": 4, "ar_weight": None}], ids=str)
+def test_an_adapter_with_a_damaged_recipe_is_refused_where_it_is_loaded(tmp_path: Path, states: Any) -> None:
+    adapter = write_adapter(tmp_path / "adapter", CONFIGS["sdar"], seed=1)
+    (adapter / "recipe.json").write_text(json.dumps({**RECIPE, "states": states}))
+    with pytest.raises(ValueError, match="is cut or damaged"):
+        read_adapter(adapter, CONFIGS["sdar"])
 
 
 def test_bad_input_is_a_sentence_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
