@@ -32,15 +32,10 @@ def at_block_size_1(model: Decoder) -> Decoder:
     return alone.eval()
 
 
-@pytest.mark.parametrize("kind", ["in place", "shifted"])
-@pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_an_exact_answer_is_the_answer_at_block_size_1(kind: str, number: int) -> None:
-    """Greedy, over random prompts and lengths, in batches: no token differs, and there are fewer forwards."""
-    shift = kind == "shifted"
-    model = build("Fast_dLLM_QwenForCausalLM", **SHIFTED) if shift else build()
-    init_weights(model, seed=11, std=0.12)
+def random_requests(number: int, decoding: DecodingConfig) -> list[Request]:
+    """Greedy requests of random prompts and lengths."""
     rng = random.Random(1)
-    requests = [
+    return [
         request(
             f"r{i}",
             i,
@@ -48,10 +43,20 @@ def test_an_exact_answer_is_the_answer_at_block_size_1(kind: str, number: int) -
             max_tokens=rng.randint(1, 24),
             prompt=tuple(rng.choices(range(2, 40), k=rng.randint(1, 13))),
             sampling=Sampling(),
-            decoding=DecodingConfig(block_size=B, verify=EXACT, carry=shift),
+            decoding=decoding,
         )
         for i in range(number)
     ]
+
+
+@pytest.mark.parametrize("kind", ["in place", "shifted"])
+@pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_an_exact_answer_is_the_answer_at_block_size_1(kind: str, number: int) -> None:
+    """Greedy, over random prompts and lengths, in batches: no token differs, and there are fewer forwards."""
+    shift = kind == "shifted"
+    model = build("Fast_dLLM_QwenForCausalLM", **SHIFTED) if shift else build()
+    init_weights(model, seed=11, std=0.12)
+    requests = random_requests(number, DecodingConfig(block_size=B, verify=EXACT, carry=shift))
     alone = DecodingConfig(block_size=1, carry=shift)
     wanted = engine(at_block_size_1(model)).generate([dataclasses.replace(r, decoding=alone) for r in requests])
     found = engine(model, batch_invariant=False).generate(requests)

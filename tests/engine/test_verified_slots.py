@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small_engines import EOS, MASK, VOCAB, B, build, engine, request
-from test_verified_decoding import at_block_size_1
+from test_verified_decoding import at_block_size_1, random_requests
 
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, decoding_config
 from mbd_core.decoding.blocks.literal_algorithms import BlockTokens
@@ -132,19 +132,7 @@ def test_the_engine_follows_the_literal_loop(method: str, slots: int) -> None:
 def test_exact_answers_of_several_slots_are_those_of_block_size_1(slots: int) -> None:
     model = build()
     init_weights(model, seed=11, std=0.12)
-    rng = random.Random(1)
-    requests = [
-        request(
-            f"r{i}",
-            i,
-            "single",
-            max_tokens=rng.randint(1, 24),
-            prompt=tuple(rng.choices(range(2, 40), k=rng.randint(1, 13))),
-            sampling=Sampling(),
-            decoding=DecodingConfig(block_size=B, buffer_size=slots, verify=EXACT),
-        )
-        for i in range(30)
-    ]
+    requests = random_requests(30, DecodingConfig(block_size=B, buffer_size=slots, verify=EXACT))
     alone = DecodingConfig(block_size=1)
     wanted = engine(at_block_size_1(model)).generate([dataclasses.replace(r, decoding=alone) for r in requests])
     found = engine(model, batch_invariant=False, buffer_size=slots).generate(requests)
