@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mbd_core.checkpoint.adaptation.trained_config import RECIPE, config_after
-from mbd_core.checkpoint.dcp import whole_recipe
+from mbd_core.checkpoint.adaptation.trained_config import RECIPE, config_after, whole_recipe
 from mbd_core.checkpoint.safetensor_files import DTYPES, open_file, read_json, without_wrappers
 from mbd_core.checkpoint.tensors import StoredTensor, TensorShape, decoder_shapes, stored_tensors
 from mbd_core.models.lora import Adapter, adapted_modules

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from mbd_core.checkpoint import adapter as adapters
-from mbd_core.checkpoint.adaptation.trained_config import RECIPE, config_after
+from mbd_core.checkpoint.adaptation.trained_config import RECIPE, config_after, whole_recipe
 from mbd_core.checkpoint.base_files import files_beside_weights, read_configs
 from mbd_core.checkpoint.config import load_config
-from mbd_core.checkpoint.dcp import DcpFolder, recorded_recipe, save_dcp, whole_recipe
+from mbd_core.checkpoint.dcp import DcpFolder, recorded_recipe, save_dcp
 from mbd_core.checkpoint.families import FAMILIES
 from mbd_core.checkpoint.model_family import ExpertLayout, Format
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, HfFolder, ShardWriter, read_json

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from mbd_core.checkpoint.adaptation.trained_config import whole_recipe
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, TensorInfo, read_json
 
 PREFIX = "model."
@@ -45,15 +46,6 @@ def recorded_recipe(folder: Path) -> dict[str, Any] | None:
     if not (folder / METADATA).exists() or not (folder / MARKER).exists():
         return None
     return whole_recipe(folder / MARKER, read_json(folder / MARKER).get("recipe"))
-
-
-def whole_recipe(file: Path, recipe: object) -> dict[str, Any]:
-    """The recipe in a file of our trainer. Raises `ValueError` if it lacks what a model folder needs."""
-    if isinstance(recipe, dict) and all(isinstance(recipe.get(part), dict) for part in ("states", "generation")):
-        states = recipe["states"]
-        if isinstance(states.get("block_size"), int) and isinstance(states.get("ar_weight", 0), int | float):
-            return recipe
-    raise ValueError(f"{file} is cut or damaged: it names no recipe; take an older checkpoint")
 
 
 class DcpFolder:

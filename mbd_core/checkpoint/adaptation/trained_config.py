@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from mbd_core.models.model_config import ModelConfig
@@ -22,6 +23,15 @@ def block_config(
     attention = base.attention if base.attention == "full" else clean
     ar_mode = has_ar_loss and attention == "block_causal"
     return replace(base, block_size=block_size, attention=attention, ar_mode=ar_mode)
+
+
+def whole_recipe(file: Path, recipe: object) -> dict[str, Any]:
+    """The recipe in a file of our trainer. Raises `ValueError` if it lacks what a model folder needs."""
+    if isinstance(recipe, dict) and all(isinstance(recipe.get(part), dict) for part in ("states", "generation")):
+        states = recipe["states"]
+        if isinstance(states.get("block_size"), int) and isinstance(states.get("ar_weight", 0), int | float):
+            return recipe
+    raise ValueError(f"{file} is cut or damaged: it names no recipe; take an older checkpoint")
 
 
 def config_after(config: ModelConfig, recipe: Mapping[str, Any]) -> ModelConfig:
