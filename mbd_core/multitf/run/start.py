@@ -23,7 +23,7 @@ from mbd_core.multitf.run.teachers import find_teacher
 from mbd_core.multitf.states.block_warmup import longest_length
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.training_attention import TrainingAttention
-from mbd_core.multitf.step.adapter import check_peft
+from mbd_core.multitf.step.adapter import check_peft, check_start
 from mbd_core.multitf.step.memory import Workload
 from mbd_core.multitf.step.parallel import check_divides
 from mbd_core.multitf.step.quantized_base import check_bitsandbytes
@@ -95,7 +95,7 @@ class StartingPoint:
         adapter = None
         if recipe.train.lora is not None and recipe.train.lora.start is not None:
             adapter = Path(fetch(recipe.train.lora.start))
-            read_adapter(adapter, config)  # refuses what is none, or another model's
+            check_start(read_adapter(adapter, config), recipe.train.lora)
         return cls(recipe=recipe, config=config, base=base, data=data, record=record, teacher=teacher, adapter=adapter)
 
     def with_precision(self, precision: Precision) -> "StartingPoint":

@@ -70,23 +70,30 @@ def fill_adapter(model: Decoder, *, seed: int) -> None:
         own_part(up).zero_()
 
 
+def check_start(start: Adapter, settings: LoraSettings) -> None:
+    """Raise `ValueError` unless an adapter to go on from has the rank and the projections of `settings`."""
+    if start.rank != settings.rank:
+        raise ValueError(
+            f"the adapter to go on from has rank {start.rank}, and this run's has {settings.rank}: give --lora "
+            f"{start.rank}"
+        )
+    projections = sorted({name.rpartition(".")[2] for name in start.factors})
+    if projections != sorted(settings.modules):
+        raise ValueError(
+            f"the adapter to go on from changes {', '.join(projections)}, and this run's "
+            f"{', '.join(settings.modules)}: give --set train.lora.modules={','.join(projections)}"
+        )
+
+
 @torch.no_grad()
 def begin_adapter(model: Decoder, start: Adapter) -> None:
-    """Gives the model's adapter the factors of another one, so that it computes what that one does.
+    """Gives the model's adapter the factors of another one (`check_start`), so that it computes what that one does.
 
-    Where the model is cut among workers, each takes its part. Raises `ValueError` if rank or projections differ.
+    Where the model is cut among workers, each takes its part. Raises `ValueError` if the other lacks a projection.
     """
     layers = _adapted_layers(model)
-    rank = next(iter(layers.values())).r["default"]
-    if start.rank != rank:
-        raise ValueError(
-            f"the adapter to go on from has rank {start.rank}, and this run's has {rank}: give --lora {start.rank}"
-        )
-    if differing := sorted(layers.keys() ^ start.factors.keys()):
-        raise ValueError(
-            f"the adapter to go on from and this run's change other projections, one of them {differing[0]} alone: "
-            "give --lora-modules those of the adapter"
-        )
+    if lacking := next(iter(sorted(layers.keys() ^ start.factors.keys())), None):
+        raise ValueError(f"the adapter to go on from and this run's do not both change {lacking}; leave it out")
     for name, layer in layers.items():
         down, up = (getattr(layer, factor)["default"].weight for factor in ("lora_A", "lora_B"))
         down_values, up_values = start.factors[name]  # with the scale in B

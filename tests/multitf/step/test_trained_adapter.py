@@ -21,6 +21,7 @@ from mbd_core.multitf.step.adapter import (
     adapter_factors,
     add_adapter,
     begin_adapter,
+    check_start,
     merge_adapter,
     without_adapter,
 )
@@ -181,7 +182,10 @@ def test_an_adapter_goes_on_from_another_one(tmp_path: Path) -> None:
     for alpha in (5, 9):
         model = begun(LoraSettings(rank=3, alpha=alpha, dropout=0.0))
         torch.testing.assert_close(outputs(model), outputs(first), rtol=1e-5, atol=1e-5)
+    check_start(start, LoraSettings(rank=3, modules=("v_proj", "o_proj", "k_proj", "q_proj")))
     with pytest.raises(ValueError, match="give --lora 3"):
-        begun(LoraSettings(rank=4))
-    with pytest.raises(ValueError, match="give --lora-modules"):
+        check_start(start, LoraSettings(rank=4))
+    with pytest.raises(ValueError, match=r"changes k_proj, o_proj, q_proj, v_proj, and this run's q_proj: give --set"):
+        check_start(start, LoraSettings(rank=3, modules=("q_proj",)))
+    with pytest.raises(ValueError, match="do not both change"):
         begun(LoraSettings(rank=3, modules=("q_proj",)))
