@@ -31,7 +31,9 @@ def whole_recipe(file: Path, recipe: object) -> dict[str, Any]:
         states = recipe["states"]
         if isinstance(states.get("block_size"), int) and isinstance(states.get("ar_weight", 0), int | float):
             return recipe
-    raise ValueError(f"{file} is cut or damaged: it names no recipe; take an older checkpoint")
+    raise ValueError(
+        f"{file} is cut or damaged: it names no whole recipe; take an older checkpoint, or write the adapter again"
+    )
 
 
 def config_after(config: ModelConfig, recipe: Mapping[str, Any]) -> ModelConfig:
