@@ -2,20 +2,16 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from mbd_core.checkpoint import adapter
+from mbd_core.checkpoint.saving import MODEL_KIND, Factors
 from mbd_core.checkpoint.tensors import StoredTensor, decoder_shapes, stored_tensors
 from mbd_core.files import folder_beside, write_json
 from mbd_core.models.model_config import ModelConfig
-
-if TYPE_CHECKING:
-    pass
-from mbd_core.checkpoint.saving import MODEL_KIND, Factors
 
 
 def save_adapter(
