@@ -101,10 +101,9 @@ ROUTES = (
         for path, order in ORDERS.items()
     ),
 )
-PAGES = tuple(  # the server's own pages, which the document leaves out
-    ApiRoute(
-        "get", path, operation, "none", None, None, (), head=path == "/"
-    )  # by which Claude Code looks for a server
+# The server's own pages, which the document leaves out. By `HEAD /` Claude Code looks for a server.
+PAGES = tuple(
+    ApiRoute("get", path, operation, "none", None, None, (), head=path == "/")
     for path, operation in (
         ("/openapi.json", "openapi"),
         ("/docs", "docs"),
