@@ -34,6 +34,9 @@ class RolloutConfig:
     ] = "ledger-mini"
     data: Annotated[str | None, Flag(metavar="PATH", opened_by="job")] = None
     """Where a task that is not generated lies: a file of JSON lines, or hub:NAME[:CONFIGURATION[:SPLIT]]."""
+    fresh_problems: bool = True
+    """Of a generated task, draw problems from a stream that no recipe of training reads; without it, from the stream
+    of the seed, which models were trained on."""
     prompt_recipe: Annotated[
         str, Flag(help=f"How the task is asked: {', '.join(PROMPT_RECIPES)}.", metavar="NAME")
     ] = OWN_CHAT.name
@@ -213,7 +216,10 @@ FREE_OF_REWARDS = ("reward_seconds", "judge_patience", "judge_concurrency", "jud
 """The fields that a resumed run may change: its own, and those of its rewards."""
 
 
-SINCE_ADDED = {"rollouts": {"first_tokens": None, "ramp": 100, "ramp_shape": "cos"}, "train": {"teacher": None}}
+SINCE_ADDED = {
+    "rollouts": {"fresh_problems": False, "first_tokens": None, "ramp": 100, "ramp_shape": "cos"},
+    "train": {"teacher": None},
+}
 """Fields that old records lack."""
 
 

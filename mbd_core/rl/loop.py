@@ -80,6 +80,7 @@ class RLRun:
 
     def _run(self) -> Folder:
         recipe, folder, executor = self.recipe, self.folder, self.executor
+        say(self.plan.describe())
         done = folder.done
         executor.load(folder.folder, state_name(done) if done else None)
         executor.swap(done)

@@ -47,16 +47,19 @@ from mbd_core.storage.models import fetch_model
 PIECE_COLUMNS = ("tokens", "steps", "logprobs")  # of `Piece`, which a replay reads
 METHOD = "rollout"
 HELD_OUT = "held-out"
+FRESH_STREAMS = 1_000_000
+"""Added to a run's seed for the stream of its generated problems: recipes of training count their seeds from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """The requests of every iteration. `start` is the folder of the recipe's model on this machine; `engine` has the
-    slots that rollouts and held-out sweeps take."""
+    """The requests of every iteration. `start` is the folder of the recipe's model on this machine; `source` says
+    where the problems come from; `engine` has the slots that rollouts and held-out sweeps take."""
 
     recipe: RLRecipe
     start: Path
     problems: tuple[Problem, ...]
+    source: str
     inputs: TaskInputs
     config: str
     engine: EngineConfig
@@ -82,7 +85,8 @@ class RolloutPlan:
         if prompt.wording.needs_chat and not contents.tokenizer.chat_template:
             raise ValueError(f"model '{recipe.model}' has a tokenizer without a chat template, which prompts need")
         limit = recipe.iterations * rollouts.prompts if task.generate is not None else None
-        problem_set = load_problems(task, split="train", seed=recipe.seed, limit=limit, data=rollouts.data)
+        stream = recipe.seed + FRESH_STREAMS * rollouts.fresh_problems
+        problem_set = load_problems(task, split="train", seed=stream, limit=limit, data=rollouts.data)
         if len(problem_set.problems) < rollouts.prompts:
             raise ValueError(
                 f"{problem_set.source} has {len(problem_set.problems)} problems, fewer than prompts={rollouts.prompts}"
@@ -99,11 +103,23 @@ class RolloutPlan:
             recipe=recipe,
             start=start,
             problems=problem_set.problems,
+            source=problem_set.source,
             inputs=inputs,
             config=config_text(decoding),
             engine=replace(engine, buffer_size=slots),
             held_out=_held_out(recipe, place, engine) if recipe.held_out.evaluate_every else None,
         )
+
+    def describe(self) -> str:
+        """Where the problems come from, and the held-out ones."""
+        if find_task(self.recipe.rollouts.task).generate is None:
+            learned = f"{self.source}, {len(self.problems)} of them, in a new order each time they are through"
+        else:
+            learned = f"{self.source}, {self.recipe.rollouts.prompts} new ones in each iteration"
+        if self.held_out is None:
+            return f"problems: {learned}; none are held out"
+        sources = {each.problem_set.source for each in self.held_out.tasks}
+        return f"problems: {learned}; held out: {', '.join(sorted(sources))}"
 
     @property
     def model_name(self) -> str:

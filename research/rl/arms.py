@@ -18,8 +18,14 @@ from mbd_core.rl.recipes import LEDGER_RL
 from mbd_core.rl.rewards import RewardConfig
 
 ITERATIONS = 5
-A = replace(LEDGER_RL, name="rl-A", iterations=ITERATIONS)
-"""Exact replay, correctness and TPF: LightningRL's reward, groups and objective in the states of the engine."""
+A = replace(
+    LEDGER_RL,
+    name="rl-A",
+    rollouts=replace(LEDGER_RL.rollouts, fresh_problems=False),
+    iterations=ITERATIONS,
+)
+"""Exact replay, correctness and TPF: LightningRL's reward, groups and objective in the states of the engine. The
+published rows' problems are of the stream of the seed: that of seed 1 trained `ledger-mbd`."""
 
 B = replace(
     A,

@@ -36,6 +36,7 @@ def tiny_run(model: Path | str, **changes: Any) -> RLRecipe:
         model=str(model),
         rollouts=RolloutConfig(
             task="gsm-mini",
+            fresh_problems=False,  # among these, every group teaches
             prompts=2,
             group=4,
             part_rows=4,
